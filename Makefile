@@ -5,12 +5,14 @@ LOWEST := .venv-lowest
 AUDIT := .venv-audit
 TARGET ?= yaml
 SECONDS ?= 60
+TRITON ?=
+OTHER = .triton/$(TRITON)
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 JOURNEYS := tests/test_lowest.py tests/test_readme.py tests/test_public_names.py tests/test_config.py tests/commands/test_main.py \
 	tests/commands/test_train.py tests/commands/test_tune.py tests/commands/test_checkpoint.py tests/data tests/nn tests/train/test_own_model.py \
 	tests/train/test_report.py tests/train/test_golden.py tests/checkpoint/test_checkpoint.py tests/embed/test_collection.py
 
-.PHONY: help setup demo test test-all test-clusters test-lowest check format gpu-report fuzz audit sbom tutorials gpu-suite bench-peers bench-net bench-ablation clean
+.PHONY: help setup demo test test-all test-clusters test-lowest check format gpu-report gpu-limits fuzz audit sbom tutorials gpu-suite bench-peers bench-net bench-ablation clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / — /'
@@ -79,8 +81,17 @@ $(AUDIT)/ready:
 tutorials: .venv/ready  ## run the notebooks of docs/tutorials, in place
 	$(BIN)/python docs/tutorials/run.py
 
-gpu-report: .venv/ready  ## what the compiler says of every kernel, without a GPU; into docs/gpu.md [ARGS="all --targets sm_90"]
-	$(BIN)/python -m tests.gpu.report --markdown docs/gpu.md $(ARGS)
+gpu-report: .venv/ready $(if $(TRITON),$(OTHER)/ready)  ## what compilers say of every kernel, without a GPU; into docs/gpu.md [TRITON=3.6.0 beside] [THEIRS=folder] [ARGS=...]
+	$(if $(TRITON),PYTHONPATH=$(OTHER) $(BIN)/python -m tests.gpu.report --targets sm_90 --json $(OTHER)/report.json >$(OTHER)/report.md)
+	$(BIN)/python -m tests.gpu.report --markdown docs/gpu.md $(if $(TRITON),--beside $(OTHER)/report.json) $(ARGS)
+	$(if $(THEIRS),$(BIN)/python -m tests.gpu.report --markdown docs/gpu.md --targets sm_90 --theirs $(THEIRS))
+
+gpu-limits: .venv/ready $(if $(TRITON),$(OTHER)/ready)  ## the limits of compiled kernels [TRITON=3.6.0: by another Triton]
+	$(if $(TRITON),PYTHONPATH=$(OTHER)) $(BIN)/python -m pytest -m "not full" tests/gpu/test_compiled.py
+
+.triton/%/ready: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .triton/$* triton==$*
+	touch $@
 
 gpu-suite: .venv/ready  ## correctness and bandwidth on a GPU (or tiny, under the interpreter)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash benchmarks/gpu_suite.sh
@@ -102,4 +113,4 @@ $(PEERS)/ready: pyproject.toml constraints.txt benchmarks/peers/requirements.txt
 	touch $@
 
 clean:  ## remove what setup and runs made
-	rm -rf .venv $(LOWEST) $(AUDIT) $(PEERS) .fuzz sbom.json runs
+	rm -rf .venv $(LOWEST) $(AUDIT) $(PEERS) .fuzz .triton sbom.json runs

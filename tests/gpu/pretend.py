@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -70,6 +72,7 @@ def compiling(target: str, found: Callable[[Compiled], None]) -> Iterator[None]:
     triton.runtime.driver.set_active(_Driver(target))
     JITFunction.run = compile_only
     try:
-        yield
+        with mock.patch.object(torch.version, "hip", "pretended" if TARGETS[target].backend == "hip" else None):
+            yield
     finally:
         JITFunction.run = run

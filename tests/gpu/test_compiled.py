@@ -19,8 +19,9 @@ pytest.importorskip("triton")
 from hotbed.ops import BagLayout, triton_lookup
 from tests.ops.cases import random_rows
 
-from . import machines
+from . import amd, machines
 from .code import loads
+from .theirs import KERNELS, MAIN, UTILS
 
 ROOT = Path(__file__).parents[2]
 FEW = {
@@ -37,19 +38,31 @@ LOOKUP, UPDATE = 1.25 * 0.85, 1.25 * 0.60
 
 def report(amount: str, *targets: str, file: Path) -> dict[str, Any]:
     """Run the report in a process that does not interpret kernels."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), env.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.gpu.report", amount, "--json", str(file), "--targets", *targets]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run(amount, "--json", str(file), "--targets", *targets)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(file.read_text(encoding="utf-8"))
 
 
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the report's command with these arguments; the first entry of PYTHONPATH may have another Triton."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", ""), str(ROOT / "src"), str(ROOT)])
+    command = [sys.executable, "-m", "tests.gpu.report", *arguments]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 def check(found: dict[str, Any]) -> None:
-    """Nothing is spilled, and reads of one id per bag and of float32 rows are in flight; others: docs/gpu.md."""
+    """Nothing is spilled, and reads of one id per bag, of float32 rows, and of runs of one are in flight.
+
+    Runs of one in arenas of two dtypes are not; others: docs/gpu.md.
+    """
     assert not [line for line in found["lines"] if line["spilled_bytes"]]
-    of_interest = re.compile(r"[^,]*, one,|\d+ fp32, (?!any|fixed|lamb)")
-    asked = [line for line in found["lines"] if line["share"] is not None and of_interest.match(line["about"])]
+    of_interest = re.compile(r"lookup, [^,]*, one,|[^\d]*, \d+ fp32, (?!any|fixed|lamb)|runs, single, \d+ \w+, ")
+    asked = [
+        line
+        for line in found["lines"]
+        if line["share"] is not None and of_interest.match(f"{line['kernel']}, {line['about']}")
+    ]
     assert asked
     low = [f"{line['kernel']}, {line['about']}: {line['share']}" for line in asked if line["share"] < line["need"]]
     assert not low
@@ -103,6 +116,89 @@ def test_loads_that_wait_for_each_other_are_counted() -> None:
     assert [dict(level) for level in turn.levels] == [{4: 1}]
 
 
+def test_a_block_that_runs_last_and_is_written_first_waits_for_the_others() -> None:
+    """The end of a loop stands before its head: the load in it waits for two in the head, and for the branch."""
+    ptx = """
+        ld.global.b32 %r1, [%rd1];
+        bra.uni $L__BB0_2;
+    $L__BB0_1:
+        ld.global.b32 %r3, [%rd3];
+        setp.lt.s32 %p1, %r9, 5;
+        @%p1 bra $L__BB0_4;
+    $L__BB0_2:
+        ld.global.b64 %rd2, [%rd1];
+        ld.global.b64 %rd3, [%rd2];
+        setp.lt.s32 %p2, %r1, 5;
+        @%p2 bra $L__BB0_1;
+        ld.global.b32 %r4, [%rd9];
+        bra.uni $L__BB0_1;
+    $L__BB0_4:
+        ret;
+    """
+    path, turn = loads(ptx, 1)
+    assert [dict(level) for level in path.levels] == [{4: 1, 8: 1}, {8: 1, 4: 1}, {4: 1}]
+    assert turn.chain == 0
+    path, turn = loads(ptx, 0)
+    assert [dict(level) for level in path.levels] == [{4: 1}]
+    assert turn.chain == 3
+
+
+def test_waits_of_amds_gpus_are_those_that_the_code_has() -> None:
+    """Arguments are there at once; the second load is issued before the first is there, the third after it."""
+    text = """
+    kernel:
+        s_load_dwordx4 s[4:7], s[0:1], 0x0
+        s_waitcnt lgkmcnt(0)
+        s_load_dword s8, s[4:5], 0x0
+        s_mov_b32 s0, s8
+        buffer_load_dwordx2 v[0:1], v2, s[4:7], 0 offen
+        global_load_ubyte v3, v9, s[6:7]
+        s_waitcnt vmcnt(1)
+        global_load_dword v4, v[0:1], off
+        s_waitcnt vmcnt(1)
+    .LBB0_1:
+        s_load_dword s9, s[0:1], 0x0
+        s_waitcnt vmcnt(0) lgkmcnt(0)
+        buffer_load_dwordx4 v[4:7], v4, s[4:7], 0 offen
+        buffer_store_dwordx4 v[4:7], v4, s[4:7], 0 offen
+        s_cbranch_vccnz .LBB0_1
+        s_endpgm
+    .Lfunc_end0:
+        .vgpr_count:     26
+        .private_segment_fixed_size: 8
+    """
+    path, turn = amd.loads(text, 0)
+    assert [dict(level) for level in path.levels] == [{8: 1, 1: 1}, {4: 1}]
+    assert [dict(level) for level in turn.levels] == [{}, {16: 1}]
+    assert amd.usage(text) == (26, 8)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is measured")
+def test_kernels_of_others_are_compiled_from_a_folder(tmp_path: Path) -> None:
+    """Here are a few that load a row by an index, and import what is not installed."""
+    for name in (MAIN, UTILS):
+        code = ["import triton", "import triton.language as tl", "from fbgemm_gpu.config import FeatureGateName"]
+        for kernel, (module, *_) in KERNELS.items():
+            if module == name:
+                code += ["@triton.jit", f"def {kernel}(output_ptr, indices_ptr, weight_ptr, BLOCK_SIZE: tl.constexpr):"]
+                code += ["    at = tl.load(indices_ptr + tl.program_id(0)) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)"]
+                code += ["    tl.store(output_ptr + at, tl.load(weight_ptr + at))"]
+        (tmp_path / f"{name}.py").write_text("\n".join(code), encoding="utf-8")
+    done = run("few", "--targets", "sm_90", "--theirs", str(tmp_path), "--json", str(tmp_path / "theirs.json"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "theirs.json").read_text(encoding="utf-8"))["lines"]
+    assert len(found) == 3 * len(KERNELS)
+    assert {line["chain"] for line in found} == {2}
+    lookup = next(line for line in found if (line["kernel"], line["about"]) == ("lookup", "128 fp32"))
+    assert lookup["share"] == pytest.approx(machines.share(machines.MACHINES["sm_90"], 32, 512, 2), abs=1e-3)
+
+
+def test_what_is_missing_in_the_folder_is_said(tmp_path: Path) -> None:
+    done = run("few", "--targets", "sm_90", "--theirs", str(tmp_path))
+    assert done.returncode != 0
+    assert f"{tmp_path / UTILS}.py is not there" in done.stderr
+
+
 def test_shares_follow_littles_law() -> None:
     """25.4 KB in flight on each multiprocessor of an H100 are its bandwidth times a microsecond."""
     h100 = machines.MACHINES["sm_90"]
@@ -111,6 +207,13 @@ def test_shares_follow_littles_law() -> None:
     assert [machines.resident(h100, *usage) for usage in ((128, 4, 0), (129, 4, 0), (16, 1, 0), (16, 4, 100_000))] == [
         4,
         3,
+        32,
+        2,
+    ]
+    mi300x = machines.MACHINES["gfx942"]
+    assert [machines.resident(mi300x, *usage) for usage in ((88, 4, 0), (26, 4, 0), (26, 1, 0), (26, 4, 30_000))] == [
+        5,
+        8,
         32,
         2,
     ]

@@ -4,7 +4,7 @@
 Neither the Gram matrix nor its gradient exists outside a program. At DLRM's size (27 vectors of 128) a sample is 14 KB
 of float32 reads for 93,000 multiply-adds, so on the tensor cores the kernels are bound by memory. A float32 product is
 three TF32 ones (each operand split into a TF32 number and its TF32 rest), which keeps about float32's accuracy and
-leaves the tensor cores usable; sums are float32 for every dtype.
+leaves the tensor cores usable; AMD's matrix units take float32 as it is. Sums are float32 for every dtype.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _UPCAST = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
-def _dot(a, b):
+def _dot(a, b, PRECISION: tl.constexpr):
     """``a b`` with float32 sums."""
     if _UPCAST:
         a = as_float32(a)
         b = as_float32(b)
-    return tl.dot(a, b, input_precision="tf32x3")
+    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
@@ -50,6 +50,7 @@ def _interaction_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """``out = [V[0] | (V Vᵀ)[i, j] for j < i, row by row | 0]``."""
     sample = tl.program_id(0).to(tl.int64)
@@ -61,7 +62,7 @@ def _interaction_kernel(
     for start in range(0, D, BLOCK_D):
         col = start + tl.arange(0, BLOCK_D)[None, :]
         v = tl.load(vectors + sample * N * D + i * D + col, mask=(i < N) & (col < D), other=0.0)
-        gram += _dot(v, tl.trans(v))
+        gram += _dot(v, tl.trans(v), PRECISION)
         tl.store(to + col + i * 0, v, mask=(i == 0) & (col < D))
     tl.store(to + D + i * (i - 1) // 2 + j, round_nearest(gram, dtype), mask=(j < i) & (i < N))
     pad = tl.arange(0, BLOCK_PAD)
@@ -79,6 +80,7 @@ def _interaction_backward_kernel(
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """``out = (G + Gᵀ) V`` with G the strict lower triangle of the Gram gradient; ``out[0] += grad[:D]``."""
     sample = tl.program_id(0).to(tl.int64)
@@ -92,12 +94,17 @@ def _interaction_backward_kernel(
         col = start + tl.arange(0, BLOCK_D)[None, :]
         mask = (i < N) & (col < D)
         at = sample * N * D + i * D + col
-        dv = _dot(gram, tl.load(vectors + at, mask=mask, other=0.0))
+        dv = _dot(gram, tl.load(vectors + at, mask=mask, other=0.0), PRECISION)
         dv += as_float32(tl.load(grad + col + i * 0, mask=(i == 0) & (col < D), other=0.0))
         tl.store(out + at, round_nearest(dv, out.dtype.element_ty), mask=mask)
 
 
-def _launch(vectors: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
+def _precision() -> str:
+    """How a product of float32 is made; of other dtypes it says nothing, but has to be one that the GPU knows."""
+    return "ieee" if torch.version.hip else "tf32x3"
+
+
+def _launch(vectors: int, dim: int, dtype: torch.dtype) -> dict[str, int | str]:
     """Tile sizes: four warps where the Gram matrix is up to 64 × 64; programs beside each other hide the latency."""
     block_n = max(power_of_two(vectors), 16)
     return {
@@ -105,6 +112,7 @@ def _launch(vectors: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
         "BLOCK_D": min(max(power_of_two(dim), 16), max(_BYTES // dtype.itemsize // block_n, 16)),
         "num_warps": 4 if block_n <= 64 else 8,
         "num_stages": 1,
+        "PRECISION": _precision(),
     }
 
 

@@ -95,9 +95,22 @@ def locate(rows, slot, table, HAS_WIDE: tl.constexpr):
 
 
 @triton.jit
-def keep(places, where):
-    """These places, nowhere else than ``where [R]``."""
-    return Places(tl.where(where, places.wide, -1), tl.where(where, places.narrow, -1), places.row, places.col)
+def place_number(places, HAS_WIDE: tl.constexpr):
+    """Places among narrow rows as one number each: of a narrow row, −2 − that of a wide one, −1 for nowhere."""
+    if HAS_WIDE:
+        return tl.where(places.wide >= 0, -2 - places.wide, places.narrow)
+    else:
+        return places.narrow
+
+
+@triton.jit
+def numbered(rows, slot, table, number, HAS_WIDE: tl.constexpr):
+    """Places by their `place_number` ``[R]``, so that nothing is read before rows are; as `locate` otherwise."""
+    places = locate(rows, slot, table, HAS_WIDE)
+    if rows.narrow.dtype.element_ty == tl.float32:
+        return places
+    else:
+        return Places(tl.where(number < -1, -2 - number, -1), tl.maximum(number, -1), places.row, places.col)
 
 
 @triton.jit
@@ -113,30 +126,32 @@ def load_rows(rows, places, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WIDE: tl
 
 
 @triton.jit
-def store_rows(rows, places, values, seed, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WIDE: tl.constexpr):
-    """Overwrite rows with ``values [R, BLOCK_D]`` (zeros beyond D); narrow ones are rounded stochastically.
+def store_rows(rows, places, where, values, seed, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WIDE: tl.constexpr):
+    """Overwrite rows with ``values [R, BLOCK_D]`` (zeros beyond D) ``where [R]``; narrow ones stochastically rounded.
 
-    Their random bits follow from ``seed [R]``, row and column. Exponents of int8 rows only grow.
+    Their random bits follow from ``seed [R]``, row and column. Exponents of int8 rows only grow; those that a row has
+    are read wherever it is, so that this waits for ``where`` no more than reading the row does.
     """
     element: tl.constexpr = rows.narrow.dtype.element_ty
+    wide, narrow = tl.where(where, places.wide, -1), tl.where(where, places.narrow, -1)
     if HAS_WIDE:
-        _store(rows.wide, places.wide, values, D, BLOCK_D)
+        _store(rows.wide, wide, values, D, BLOCK_D)
     if element != tl.float32:
         random = random_bits(seed, places.row, places.col[:, None] + tl.arange(0, BLOCK_D)[None, :])
     if element == tl.bfloat16:
-        _store(rows.narrow, places.narrow, _stochastic_bfloat16(values, random), D, BLOCK_D)
+        _store(rows.narrow, narrow, _stochastic_bfloat16(values, random), D, BLOCK_D)
     if element == tl.float16:
         bits = _stochastic_float(values, random, -14, 10, 0x7C00, 0x7E00).to(tl.uint16)
         sign = (_bits(values) >> 31 << 15).to(tl.uint16)
-        _store(rows.narrow, places.narrow, (bits | sign).to(tl.float16, bitcast=True), D, BLOCK_D)
+        _store(rows.narrow, narrow, (bits | sign).to(tl.float16, bitcast=True), D, BLOCK_D)
     if element == tl.uint8:
         bits = _stochastic_float(values, random, -6, 3, 0x7F, 0x7F).to(tl.uint8)
         sign = (_bits(values) >> 31 << 7).to(tl.uint8)
-        _store(rows.narrow, places.narrow, bits | sign, D, BLOCK_D)
+        _store(rows.narrow, narrow, bits | sign, D, BLOCK_D)
     if element == tl.int8:
         exponents = tl.maximum(_load_exponents(rows, places.narrow, D, BLOCK_D), _exponents_of(values, BLOCK_D))
-        _store_exponents(rows, places.narrow, exponents, D, BLOCK_D)
-        _store(rows.narrow, places.narrow, _stochastic_int8(values, random, _by_column(exponents, BLOCK_D)), D, BLOCK_D)
+        _store_exponents(rows, narrow, exponents, D, BLOCK_D)
+        _store(rows.narrow, narrow, _stochastic_int8(values, random, _by_column(exponents, BLOCK_D)), D, BLOCK_D)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hotbed.ops.backend import no_kernel
 from hotbed.ops.layout import Rows, RuleStep
-from hotbed.ops.triton_rows import keep, load_rows, locate, row_pointers, store_rows
+from hotbed.ops.triton_rows import load_rows, numbered, row_pointers, store_rows
 from hotbed.ops.triton_runtime import (
     ACTIVE,
     BLOCK,
@@ -248,6 +248,7 @@ def apply(
     target,
     slot,  # [R]; −1: none
     table,  # [R]
+    number,  # [R], see `place_number`; anything where all rows are float32
     g,  # [R, BLOCK_D] summed gradient, zero beyond D
     RULE: tl.constexpr,
     USES: tl.constexpr,  # by column of hyper
@@ -268,7 +269,7 @@ def apply(
     line = target.hyper + table * HYPER
     active = tl.load(line + ACTIVE, mask=slot >= 0, other=0.0) != 0
     hyper = Hyper(line[:, None], (slot >= 0)[:, None], active[:, None])
-    places = locate(target.rows, slot, table, HAS_WIDE)
+    places = numbered(target.rows, slot, table, number, HAS_WIDE)
     w = load_rows(target.rows, places, D, BLOCK_D, HAS_WIDE)
     m0 = _load_moment(target.moment0, slot, D, BLOCK_D, KINDS[0])
     m1 = _load_moment(target.moment1, slot, D, BLOCK_D, KINDS[1])
@@ -289,8 +290,7 @@ def apply(
         w = limited(w, value(hyper, MAX_NORM), BLOCK_D)
 
     slot = tl.where(active, slot, -1)
-    places = keep(places, active)
-    store_rows(target.rows, places, w, tl.load(target.seeds + table), D, BLOCK_D, HAS_WIDE)
+    store_rows(target.rows, places, active, w, tl.load(target.seeds + table), D, BLOCK_D, HAS_WIDE)
     _store_moment(target.moment0, m0, slot, D, BLOCK_D, KINDS[0])
     _store_moment(target.moment1, m1, slot, D, BLOCK_D, KINDS[1])
 

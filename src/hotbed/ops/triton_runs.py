@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotbed.ops.layout import RUN, Groups, Occurrences
+from hotbed.ops.layout import RUN, Groups, Occurrences, Rows
+from hotbed.ops.triton_rows import locate, place_number, row_pointers
 from hotbed.ops.triton_runtime import FIRST_SLOT, LONG, STRICT, TABLE_ENTRY, ceil_div
 from hotbed.ops.triton_segment import runs_of
 
@@ -28,6 +29,7 @@ class RunList(NamedTuple):
 
     slots: Any  # int64, of the run: where its sum is to go
     tables: Any  # int32, of the run: its slot's
+    places: Any  # int64, of the run: `place_number` of its slot; or anything where all rows are float32
     partials: Any  # int32, of the run: row of the scratch buffer, −1 where it is its slot's only run
     first_bags: Any  # int32, of the run: of its first occurrence
     starts: Any  # int64, of the run: its first position
@@ -55,8 +57,9 @@ def _tables_of(entries, tables, slot, live, halvings):
 
 @triton.jit(do_not_specialize=["tables", "halvings", "total", "nowhere"])
 def _list_kernel(
-    runs,  # RunList, of which slots, tables, partials, first_bags, bags, scale and bounds are written
+    runs,  # RunList, of which slots, tables, places, partials, first_bags, bags, scale and bounds are written
     rows,  # [≥ groups]: slot of each group
+    stored,  # RowPointers; read where PLACED
     order,  # [N]
     bags,  # [N]
     scale,  # [N]; read where SCALED
@@ -68,6 +71,8 @@ def _list_kernel(
     RUN: tl.constexpr,
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
+    PLACED: tl.constexpr,
+    HAS_WIDE: tl.constexpr,
 ):
     """Look everything up that follows from a run, or from a position.
 
@@ -96,8 +101,12 @@ def _list_kernel(
     ).to(tl.int32)
     slot = tl.load(rows + number - 1, mask=live, other=0)
     first = tl.load(order + start, mask=live, other=0)
-    tl.store(runs.slots + i, tl.where(slot == nowhere, -1, slot), mask=live)
-    tl.store(runs.tables + i, _tables_of(entries, tables, slot, live, halvings), mask=live)
+    table = _tables_of(entries, tables, slot, live, halvings)
+    slot = tl.where(slot == nowhere, -1, slot)
+    tl.store(runs.slots + i, slot, mask=live)
+    tl.store(runs.tables + i, table, mask=live)
+    if PLACED:
+        tl.store(runs.places + i, place_number(locate(stored, slot, table, HAS_WIDE), HAS_WIDE), mask=live)
     tl.store(runs.partials + i, partial, mask=live)
     tl.store(runs.first_bags + i, tl.load(bags + first, mask=live, other=0).to(tl.int32), mask=live)
 
@@ -109,21 +118,17 @@ def _list_kernel(
     tl.store(runs.bounds + i * 0 + 1, i + 1, mask=live & (kind != LONG) & (last | (next_kind == LONG)))
 
 
-def list_runs(
-    occurrences: Occurrences, groups: Groups, rows: Tensor, tables: Tensor | None, limit: int | None
-) -> RunList:
+def list_runs(occurrences: Occurrences, groups: Groups, group_slots: Tensor, rows: Rows | None) -> RunList:
     """Write the list of the runs of a batch of at least one occurrence.
 
     Parameters
     ----------
     occurrences, groups
         From `occurrences` and `group` of the same ids.
+    group_slots
+        ``[≥ groups]`` int64: slot of each group. The first that no row has is of padding.
     rows
-        ``[≥ groups]`` int64: slot of each group.
-    tables
-        As in `Rows.tables`; None where slots are of no table.
-    limit
-        Slot that is of no row, but of padding; None where there is no such.
+        What the slots are of; None where they are of no table, and none is of padding.
     """
     runs, total, device = runs_of(groups), len(groups.order), groups.order.device
     scaled = occurrences.scale is not None
@@ -133,9 +138,11 @@ def list_runs(
     of_table, partials, first_bags, bags = lines.unbind()
     scale = torch.empty(total, dtype=torch.float32, device=device) if scaled else bags
     bounds = torch.empty(2, dtype=torch.int32, device=device)
+    placed = rows is not None and rows.narrow.dtype != torch.float32
     found = RunList(
         slots,
         of_table,
+        torch.empty_like(slots) if placed else slots,
         partials,
         first_bags,
         runs.starts,
@@ -147,21 +154,25 @@ def list_runs(
         groups.group_runs,
         groups.counts,
     )
-    count = 1 if tables is None else len(tables)
+    tables = 1 if rows is None else len(rows.tables)
+    pointers = row_pointers(rows) if rows is not None and placed else groups.counts
     _list_kernel[(ceil_div(total, _BLOCK),)](
         found,
-        rows,
+        group_slots,
+        pointers,
         groups.order,
         occurrences.bags,
         occurrences.scale if scaled else bags,
-        groups.counts if tables is None else tables,
-        count,
-        (count - 1).bit_length(),
+        groups.counts if rows is None else rows.tables,
+        tables,
+        (tables - 1).bit_length(),
         total,
-        -1 if limit is None else limit,
+        -1 if rows is None else len(rows.wide) + len(rows.narrow),
         RUN=RUN,
         BLOCK=_BLOCK,
         SCALED=scaled,
+        PLACED=placed,
+        HAS_WIDE=rows is not None and placed and len(rows.wide) > 0,
         **STRICT,
     )
     return found

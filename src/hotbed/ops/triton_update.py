@@ -53,6 +53,7 @@ def _finish(
     target,  # Target, or Sums where RULE is None
     slot,  # [R]; −1: none
     table,  # [R]
+    number,  # [R], see `place_number`; anything where all rows are float32
     total,  # [R, BLOCK_D]
     RULE: tl.constexpr,
     USES: tl.constexpr,
@@ -67,7 +68,18 @@ def _finish(
         col = tl.arange(0, BLOCK_D)[None, :]
         tl.store(target.out + slot[:, None] * D + col, total, mask=(slot >= 0)[:, None] & (col < D))
     else:
-        apply(target, slot, table, total, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
+        apply(target, slot, table, number, total, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
+
+
+@triton.jit
+def _number(target, runs, run, slot, live, RULE: tl.constexpr):
+    """Where the rows of runs are, as `place_number`; anything where it follows from ``slot``."""
+    if RULE is None:
+        return slot
+    elif target.rows.narrow.dtype.element_ty != tl.float32:
+        return tl.load(runs.places + run, mask=live, other=-1)
+    else:
+        return slot
 
 
 @triton.jit
@@ -116,6 +128,7 @@ def _runs_kernel(
         live = run < behind
         slot = tl.load(runs.slots + run, mask=live, other=-1)
         table = tl.load(runs.tables + run, mask=live, other=0)
+        number = _number(target, runs, run, slot, live, RULE)
         bag = tl.load(runs.first_bags + run, mask=live, other=-1)
         if SCALED or not SINGLE:
             start = tl.load(runs.starts + run, mask=live, other=0)
@@ -123,7 +136,7 @@ def _runs_kernel(
             start = slot
         acc = _gradient(grad, runs.scale, start, bag, D, BLOCK_D, SCALED)
         if SINGLE:
-            _finish(target, slot, table, acc, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
+            _finish(target, slot, table, number, acc, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
         else:
             kind = tl.load(runs.kinds + run, mask=live, other=0).to(tl.int32)
             to = tl.load(runs.partials + run, mask=live, other=-1)
@@ -151,7 +164,8 @@ def _runs_kernel(
                 at += 4
             # First the rule: its loads do not wait for the gradients, as storing partial sums does.
             alone = tl.where(to < 0, slot, -1)
-            _finish(target, alone, table, acc, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
+            number = tl.where(to < 0, number, -1)
+            _finish(target, alone, table, number, acc, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
             col = tl.arange(0, BLOCK_D)[None, :]
             row = partials + to.to(tl.int64)[:, None] * D
             tl.store(row + col, acc, mask=(to >= 0)[:, None] & (col < D))
@@ -227,7 +241,8 @@ def _long_kernel(
             acc = _added(acc, d, k + 24, count)
         slot = tl.zeros([1], tl.int64) + tl.load(runs.slots + run)
         table = tl.zeros([1], tl.int32) + tl.load(runs.tables + run)
-        _finish(target, slot, table, acc, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
+        number = _number(target, runs, tl.zeros([1], tl.int64) + run, slot, slot >= 0, RULE)
+        _finish(target, slot, table, number, acc, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
 
 
 def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: Tensor | None, out: Tensor) -> None:
@@ -238,7 +253,7 @@ def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: 
     with torch.cuda.device_of(grad):
         if places is None:
             places = torch.arange(len(groups.order), device=grad.device)
-        runs = list_runs(occurrences, groups, places.contiguous(), None, None)
+        runs = list_runs(occurrences, groups, places.contiguous(), None)
         # Open: there is a group.
         _launch(Sums(out, gate=groups.counts), NO_RULE, runs, grad, out.shape[1], occurrences.scale is not None)
 
@@ -252,7 +267,7 @@ def update(
         return
     target, compiled = target_of(step, rows, state)
     with torch.cuda.device_of(grad):
-        runs = list_runs(occurrences, groups, groups.rows, rows.tables, len(rows.wide) + len(rows.narrow))
+        runs = list_runs(occurrences, groups, groups.rows, rows)
         _launch(target, compiled, runs, grad, rows.dim, occurrences.scale is not None)
 
 
