@@ -35,7 +35,7 @@ from hotbed.embed.ids import claims
 from hotbed.errors import RecipeError
 from hotbed.optim import SparseOptimizer
 from hotbed.store import DenseStore
-from hotbed.train.backward import Backward, Gradients
+from hotbed.train.backward import Backward, Reading
 from hotbed.train.graph_inputs import Rates, columns, copy_of
 
 WARM_UP = 3
@@ -123,7 +123,7 @@ class StepGraph:
 
     def __call__(
         self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> Gradients:
+    ) -> Reading:
         """Take a step; arguments and result are those of `Backward.step`.
 
         Raises
@@ -143,7 +143,7 @@ class StepGraph:
 
     def _step(
         self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> Gradients:
+    ) -> Reading:
         self._rates.write()
         why = self._why_not_now(parts)
         if why is not None:
@@ -173,7 +173,7 @@ class StepGraph:
         batch: Batch,
         place: Callable[[], str],
         requests: Callable[[], tuple[bool, bool]],
-    ) -> Gradients:
+    ) -> Reading:
         late = self._backward.late
         assert late is not None
         for into, values in zip(columns(captured.batch), columns(batch), strict=True):
