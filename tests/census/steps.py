@@ -64,6 +64,8 @@ class Case:
         ``"split"`` into hot and cold samples; ``"turns"`` of hot and cold batches, the step that is counted a hot one.
     pooling, weighted
         Of the ragged feature, and whether ids have weights.
+    recompute
+        Whether activations are computed again in backward.
     dense_fused
         Whether torch's optimizer may be told on the device to touch nothing, as a recipe's is.
     """
@@ -83,6 +85,7 @@ class Case:
     batches: str = ""
     pooling: Any = "sum"
     weighted: bool = False
+    recompute: bool = False
     dense_fused: bool = True
 
     @property
@@ -97,6 +100,7 @@ class Case:
         parts += [f"cut: {self.cut}"] * (self.cut != "table") + [f"hot rows {self.batches}".strip()] * bool(
             self.hot_rows
         )
+        parts += ["recomputed"] * self.recompute
         parts += ["one reader"] * bool(self.reader)
         parts += ["dense optimizer not fused"] * (not self.dense_fused)
         return ", ".join(parts)
@@ -274,7 +278,13 @@ def trainer_of(case: Case, *, cuda_graph: CudaGraph = False) -> Trainer:
     sgd = Component(class_path="torch.optim.SGD", init_args={"lr": 0.01, "momentum": 0.9})
     dense = (fused(sgd) if case.dense_fused else sgd).build(list(model.parameters()))
     sparse = getattr(hb.optim, case.optimizer)(model, lr=0.01)
-    options: Any = {"batch_size": BATCH, "precision": case.precision, "device": "cuda", "log_every": 1000}
+    options: Any = {
+        "batch_size": BATCH,
+        "precision": case.precision,
+        "device": "cuda",
+        "log_every": 1000,
+        "recompute": case.recompute,
+    }
     schedule = ScheduleRecipe(warmup_steps=100) if case.moving else None
     divide = HotSplit({f"f{i}": case.hot_rows for i in range(len(ROWS))}, case.ranks)
     split = {"divide": divide} if case.batches == "split" else {}

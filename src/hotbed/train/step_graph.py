@@ -33,6 +33,7 @@ from hotbed.config import TrainRecipe
 from hotbed.embed import Distributed, EmbeddingCollection
 from hotbed.embed.ids import claims
 from hotbed.errors import RecipeError
+from hotbed.nn import MLP
 from hotbed.optim import SparseOptimizer
 from hotbed.store import DenseStore
 from hotbed.train.backward import Backward, Reading
@@ -237,7 +238,10 @@ class StepGraph:
                 f"feature '{unpooled[0] if unpooled else ''}' is not pooled, so batches have different sizes",
             ),
             (self._recipe.compile, "train.compile may compile again in any step"),
-            (self._recipe.recompute, "train.recompute asks for the state of random numbers"),
+            (
+                self._recipe.recompute and any(isinstance(m, MLP) and m.draws for m in self._model.modules()),
+                "train.recompute asks for the state of random numbers, for dropout",
+            ),
             (self._divided, "batches are divided (hot.batches split)"),
             (
                 self._backward.late is None,
