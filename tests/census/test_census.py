@@ -60,6 +60,12 @@ BUDGET = {
     "RowWiseAdagrad fp32, 2 ranks, cut: row, hot rows": (288, 11, 2),
     "RowWiseAdagrad fp32, 2 ranks, cut: row, hot rows turns": (287, 11, 2),
     "RowWiseAdagrad fp32, rows: uva, 2 ranks": (160, 0, 2),
+    "RowWiseAdagrad fp32, rows: records, 2 ranks": (168, 0, 6),
+    "RowWiseAdagrad fp32, rows: records, 2 ranks, cut: row": (182, 0, 6),
+    "Adam int8 behind 8 fp32 rows, lr moves, rows: records, 2 ranks, cut: row": (188, 0, 6),
+    "RowWiseAdagrad fp32, rows: records, 2 ranks, hot rows": (300, 21, 7),
+    "RowWiseAdagrad fp32, rows: records, 2 ranks, hot rows split": (484, 21, 9),
+    "RowWiseAdagrad fp32, rows: records, 2 ranks, cut: row, hot rows split": (634, 21, 9),
     "RowWiseAdagrad fp32, rows: cache, 2 ranks": (435, 58, 3),
 }
 """Launches of a step, waits of the host for all that the device was given, and for an event, by case."""
