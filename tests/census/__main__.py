@@ -32,7 +32,7 @@ def main(out: Path, selection: str) -> None:
     from tests.census.triton_kernels import replace_kernels
 
     replace_kernels()
-    from tests.census.captured import captured, faults
+    from tests.census.captured import captured, compared_as_on_a_gpu, faults
     from tests.census.exchanges import ORDER, replace_exchanges
     from tests.census.steps import census, stopped
 
@@ -40,12 +40,16 @@ def main(out: Path, selection: str) -> None:
         replace_exchanges()
     if selection == "captured":
         found: dict[str, Any] = captured(cases)
+    elif selection == "replay":
+        found = compared_as_on_a_gpu()
     elif selection == "faults":
         found = faults(cases[0])
     else:
         found = {case.name: census(case, rank, ORDER).plain() for case in cases}
     if selection == "usual":
         found["stopped"] = [stopped(cases[0], good) for good in (0, 2)]
+    if selection == "two ranks":
+        found["stopped"] = stopped(cases[0], 2, rank)
     out.write_text(json.dumps(found, indent=1))
     sys.stdout.flush()
     os._exit(0)  # the pretended device has no memory that could be freed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -16,8 +17,8 @@ from hotbed.train.backward import Backward
 from hotbed.train.graph_inputs import Rates, columns
 from hotbed.train.step_graph import StepGraph
 from hotbed.train.trainer import Trainer
-from tests.census.device import recorded
 from tests.census.graphs import GRAPHS
+from tests.census.record import recorded
 from tests.census.steps import BATCH, Case, batch_of, state_of, trainer_of
 from tests.census.streams import MODEL
 
@@ -218,6 +219,17 @@ def stopped(case: Case) -> dict[str, Any]:
         "replayed": sum(map(len, addresses.replayed.values())),
         "eager": addresses.eager,
     }
+
+
+def compared_as_on_a_gpu() -> dict[str, Any]:
+    """Run what `benchmarks.gpu_census` compares on a GPU, of its tiny sizes."""
+    os.environ["HOTBED_TINY"] = "1"
+    from benchmarks.gpu import Sizes
+    from benchmarks.gpu_census import CASES, replayed
+
+    usual: dict[str, Any] = {"rule": "rowwise_adagrad", "dtype": "fp32", "ragged": False, "moving": False}
+    graphs = {name: (replayed(Sizes.choose(), **usual | case), len(GRAPHS.captured)) for name, case in CASES.items()}
+    return {name: found | {"graphs": count} for name, (found, count) in graphs.items()}
 
 
 def left_out(case: Case) -> dict[str, Any]:

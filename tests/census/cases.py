@@ -40,9 +40,15 @@ CASES = {
     "captured": (
         Case(moving=True, ragged=True),
         Case(optimizer="Adam", dtype="int8", fp32_rows=8, moving=True, ragged=True),
+        Case(recompute=True, ragged=True),
     ),
+    "replay": (Case(),),
     "faults": (Case(moving=True, ragged=True),),
-    "two ranks": (Case(ranks=2), Case(ranks=2, ragged=True, optimizer="Adam", moving=True)),
+    "two ranks": (
+        Case(ranks=2),
+        Case(ranks=2, ragged=True, optimizer="Adam", moving=True),
+        Case(ranks=2, ragged=True, weighted=True, reader="first"),
+    ),
     "more ranks": (
         Case(ranks=2, cut="row"),
         Case(ranks=2, cut="row", ragged=True, pooling="mean", weighted=True),
@@ -51,5 +57,18 @@ CASES = {
         Case(ranks=2, cut="row", hot_rows=20, batches="turns"),
         Case(ranks=2, where="uva"),
         Case(ranks=2, where="cache"),
+    ),
+    "records over ranks": (
+        Case(ranks=2, where="records"),
+        Case(ranks=2, where="records", cut="row"),
+        Case(ranks=2, where="records", cut="row", optimizer="Adam", dtype="int8", fp32_rows=8, moving=True),
+        Case(ranks=2, where="records", hot_rows=20),
+        Case(ranks=2, where="records", hot_rows=20, batches="split"),
+        Case(ranks=2, where="records", hot_rows=20, batches="split", cut="row"),
+    ),
+    "replicas and columns": (
+        Case(ranks=2, replicas=2),
+        Case(ranks=2, replicas=2, optimizer="Adam", dtype="int8", fp32_rows=8, moving=True),
+        Case(ranks=2, cut="column"),
     ),
 }

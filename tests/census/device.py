@@ -1,9 +1,9 @@
 """Pretend that there is a CUDA device: tensors that say they are on it, whose values are computed on the host.
 
 `OnDevice` is a tensor of the pretended device around one of the host. `Recorder` is on while a step runs: every
-operation of PyTorch passes through it, is noted if the device would have to do something for it, and is then computed
-on the host, so that the values, and with them the sizes and branches that follow, are those of a real step. A Triton
-kernel is noted where it is launched and not run; the operation that launched it gets its results from
+operation of PyTorch passes through it, is noted (`RECORD`) if the device would have to do something for it, and is then
+computed on the host, so that the values, and with them the sizes and branches that follow, are those of a real step. A
+Triton kernel is noted where it is launched and not run; the operation that launched it gets its results from
 `hotbed.ops.reference`.
 
 Only for a process of its own: PyTorch cannot be told again that there is no device.
@@ -14,11 +14,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
-import traceback
-from collections import Counter
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -28,137 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.census import graphs
 from tests.census.kernels import ALLOCATES, COMPUTES_NOTHING, WAITS, flops_of, kernels_of
+from tests.census.record import RECORD, where
 from tests.census.streams import MODEL, replace_streams
 
-ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda", 0)
 
 
-@dataclass(frozen=True)
-class Event:
-    """Something a step asks of the device.
-
-    Attributes
-    ----------
-    kind
-        ``"launch"``, ``"allocation"``, ``"crossing"`` (between host and device), or ``"host"``: page-locked memory is
-        allocated, or the host waits for an event.
-    what
-        Operation or kernel; of a crossing the direction, bytes, and whether the host waits.
-    where
-        ``file:line`` of the project that asked for it.
-    count
-        Kernels that a launch of this operation is; bytes of an allocation.
-    waits
-        Whether the host waits for the device.
-    detail
-        Grid of a kernel; shapes of its arguments, and which memory they are in.
-    inside
-        Whether a CUDA graph of the step would be captured then.
-    nbytes
-        Of the tensors that a launch is given and makes, each time it is named: what it reads and writes, where it uses
-        all of each.
-    flops
-        Floating-point operations of a matrix product.
-    """
-
-    kind: str
-    what: str
-    where: str
-    count: int = 1
-    waits: bool = False
-    detail: str = ""
-    inside: bool = False
-    nbytes: int = 0
-    flops: int = 0
-
-
-@dataclass
-class Record:
-    """What was noted since a step began, in order."""
-
-    events: list[Event] = field(default_factory=list)
-    is_on: bool = False
-    is_inside: bool = False
-    memory: dict[int, str] = field(default_factory=dict)
-    made: Counter[str] = field(default_factory=Counter)
-    thread: threading.local = field(default_factory=threading.local)
-
-    def note(
-        self,
-        kind: str,
-        what: str,
-        count: int = 1,
-        *,
-        waits: bool = False,
-        detail: str = "",
-        nbytes: int = 0,
-        flops: int = 0,
-    ) -> None:
-        """Note an event, unless this thread is computing what a kernel would; what a graph cannot hold fails in one."""
-        if getattr(self.thread, "is_computing", False):
-            return
-        if kind == "host" or (kind == "crossing" and (waits or not what.startswith("device to host"))):
-            graphs.forbid(what)
-        if self.is_on:
-            self.events.append(Event(kind, what, where(), count, waits, detail, self.is_inside, nbytes, flops))
-
-    def begin(self) -> list[Event]:
-        """Begin a step; return what was noted before."""
-        before, self.events = self.events, []
-        self.made.clear()
-        return before
-
-    def allocated(self, what: str, host: Tensor) -> None:
-        """Note an allocation; its memory is known by what it is for and a number, the same in each step."""
-        self.note("allocation", what, host.nbytes)
-        kind = "input" if self.is_on and where().startswith(INPUTS) else "memory"
-        self.made[kind] += 1
-        self.memory[host.untyped_storage().data_ptr()] = f"{kind} {self.made[kind]}"
-
-    def memory_of(self, tensor: OnDevice) -> str:
-        """Say which memory a tensor is in: a number of this step's, or where it stays from step to step."""
-        address = tensor.host.untyped_storage().data_ptr()
-        return f"{self.memory.get(address, hex(address))} + {tensor.host.storage_offset()}"
-
-    @contextlib.contextmanager
-    def computing(self) -> Generator[None]:
-        """Note nothing of this thread inside."""
-        before, self.thread.is_computing = getattr(self.thread, "is_computing", False), True
-        try:
-            yield
-        finally:
-            self.thread.is_computing = before
-
-
-INPUTS = ("batch.py", "jagged.py")
-"""Where batches are copied to the device."""
-RECORD = Record()
 _PINNED: dict[int, torch.UntypedStorage] = {}
 """Page-locked memory, by address."""
-
-
-def where() -> str:
-    """Name the innermost line of the project's sources, else of its tests' or PyTorch's."""
-    frames = traceback.extract_stack()
-    source = str(ROOT / "src" / "hotbed")
-    own = [
-        f"{Path(f.filename).relative_to(ROOT / 'src/hotbed')}:{f.lineno}"
-        for f in frames
-        if f.filename.startswith(source)
-    ]
-    own = [o for o in own if not o.startswith(("ops/triton", "torch_hooks"))] or own
-    outer = [
-        f"torch/{Path(f.filename).name}:{f.name}"
-        for f in frames
-        if "/torch/" in f.filename and "_python_dispatch" not in f.filename
-    ]
-    node = torch._C._current_autograd_node()
-    if node is not None and not (
-        own and "backward" in "".join(f.name for f in frames if f.filename.startswith(source))
-    ):
-        return f"backward of {node.name().removesuffix('0').removesuffix('Backward')}"
-    return own[-1] if own else outer[-1] if outer else "torch"
 
 
 class OnDevice(Tensor):
@@ -290,7 +164,7 @@ def nbytes_of(tensors: Sequence[Tensor]) -> int:
 def shapes_of(tensors: Sequence[Tensor]) -> str:
     return " ".join(
         f"{t.dtype}{list(t.shape)}".removeprefix("torch.")
-        + (f" in {RECORD.memory_of(t)}" if isinstance(t, OnDevice) else "")
+        + (f" in {RECORD.memory_of(t.host)}" if isinstance(t, OnDevice) else "")
         for t in tensors
     )
 
@@ -309,9 +183,9 @@ def _order(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
     given = {id(t) for t in (*reads, *writes)}
     new = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and id(t) not in given and not t._is_view()]
     if name in ALLOCATES:
-        MODEL.operation([], [], new)
+        graphs.tell([], [], new)
     else:
-        MODEL.operation(reads, [*writes, *new], new)
+        graphs.tell(reads, [*writes, *new], new)
 
 
 def _wrapped(name: str, given: Any, result: Any) -> Any:
@@ -352,12 +226,12 @@ def _copy(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     source_read = [source.host] if source_on else []
     if into is not None:
-        MODEL.operation(source_read, [into.host] if target_on else [], [])
+        graphs.tell(source_read, [into.host] if target_on else [], [])
         graphs.run(_copied, (host_of(into), host_of(source)))
         return into
     options = {**kwargs, "device": torch.device("cpu"), "non_blocking": False}
     made = graphs.computed(func, (host_of(source),), options, is_view=False, allocates=False)
-    MODEL.operation(source_read, [made] if target_on else [], [made] if target_on else [])
+    graphs.tell(source_read, [made] if target_on else [], [made] if target_on else [])
     if not target_on:
         return made
     RECORD.allocated(name, made)
@@ -376,16 +250,6 @@ class Recorder(TorchDispatchMode):
         return dispatch(func, args, kwargs or {})
 
 
-@contextlib.contextmanager
-def recorded() -> Generator[None]:
-    """Note what happens inside."""
-    RECORD.is_on = True
-    try:
-        yield
-    finally:
-        RECORD.is_on = False
-
-
 # -- PyTorch is told --------------------------------------------------------------------------------------
 
 
@@ -395,6 +259,7 @@ def pretend() -> None:
     cuda._lazy_init = lambda: None
     cuda.is_available = lambda: True
     cuda.device_count = lambda: 1
+    cuda.set_device = lambda *_: None
     cuda.current_device = lambda: 0
     cuda.is_bf16_supported = lambda *_, **__: True
     cuda.get_device_name = lambda *_: "pretended"
@@ -411,7 +276,8 @@ def pretend() -> None:
     run_thread = threading.Thread.run
 
     def run(self: threading.Thread) -> None:
-        with Recorder():  # modes are a thread's own
+        torch._C._set_only_lift_cpu_tensors(True)  # it is a thread's own, as modes are
+        with Recorder():
             run_thread(self)
 
     threading.Thread.run = run

@@ -6,15 +6,21 @@ gradients in one bucket when the last is there, by the project's own `mean_over_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from hotbed.comm import Handle, Link
 from hotbed.embed import dense
-from tests.census.device import CUDA, RECORD, OnDevice, host_of
+from tests.census.device import CUDA, OnDevice, host_of
+from tests.census.record import RECORD
 from tests.census.streams import MODEL
 
 ORDER: list[str] = []
@@ -26,7 +32,8 @@ def replace_exchanges() -> None:
     by_gloo = Link.exchange
 
     def exchange(self: Link, what: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Handle[None]:
-        ORDER.append(what)
+        if threading.current_thread() is threading.main_thread():  # a thread's exchanges, over Gloo, have no such order
+            ORDER.append(what)
         if not isinstance(outgoing[0], OnDevice):
             return by_gloo(self, what, outgoing, incoming)
         RECORD.note("launch", f"NCCL: {what}", 1 + bool(outgoing[self.rank].numel()))  # a rank's own is copied
@@ -40,24 +47,42 @@ def replace_exchanges() -> None:
     link.overlaps = property(lambda self: False)
     link.device = property(lambda self: CUDA)
     module: Any = dense
-    module._in_ddp = _averaged
+    module._in_ddp = _StandIn
 
 
-def _averaged(model: nn.Module, link: Link) -> nn.Module:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    waiting = set(range(len(parameters)))
+class _StandIn(DistributedDataParallel):
+    """Average all gradients in one bucket when the last is there."""
 
-    def arrived(number: int) -> None:
-        waiting.discard(number)
-        if waiting:
+    def __init__(self, model: nn.Module, link: Link) -> None:
+        nn.Module.__init__(self)
+        self.module, self._is_on, self._link = model, True, link
+        self._parameters_here = [p for p in model.parameters() if p.requires_grad]
+        self._waiting = set(range(len(self._parameters_here)))
+        for number, parameter in enumerate(self._parameters_here):
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @override
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        self._is_on = False
+        try:
+            yield
+        finally:
+            self._is_on = True
+
+    def _arrived(self, number: int, _: Tensor) -> None:
+        if not self._is_on:
             return
-        waiting.update(range(len(parameters)))
-        grads = [p.grad for p in parameters if p.grad is not None]
+        self._waiting.discard(number)
+        if self._waiting:
+            return
+        self._waiting.update(range(len(self._parameters_here)))
+        grads = [p.grad for p in self._parameters_here if p.grad is not None]
         bucket = torch.cat([grad.view(-1) for grad in grads])
-        dense.mean_over_ranks_(bucket, link)
+        dense.mean_over_ranks_(bucket, self._link)
         averages = bucket.split([grad.numel() for grad in grads])
         torch._foreach_copy_(grads, [a.view(g.shape) for a, g in zip(averages, grads, strict=True)])
-
-    for number, parameter in enumerate(parameters):
-        parameter.register_post_accumulate_grad_hook(lambda _, number=number: arrived(number))
-    return model

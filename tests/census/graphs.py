@@ -71,6 +71,7 @@ class Graph:
         self.work: list[tuple[Callable[..., None], Any]] = []
         self.made: dict[int, Tensor] = {}
         self.outside: dict[int, _Outside] = {}
+        self.written: set[int] = set()
         self.replays = 0
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -115,7 +116,8 @@ class Graph:
     @torch.no_grad()
     def replay(self) -> None:
         assert GRAPHS.capturing is None
-        MODEL.operation([o.tensor() for o in self.outside.values()], [], [])
+        outside = {address: found.tensor() for address, found in self.outside.items()}
+        MODEL.operation(outside.values(), [t for address, t in outside.items() if address in self.written], [])
         order = GRAPHS.captured
         before = order[order.index(self) - 1] if order.index(self) else None
         for graph in order:
@@ -144,6 +146,13 @@ def forbid(what: str) -> None:
     """Fail as CUDA does if a graph is captured now."""
     if GRAPHS.capturing is not None:
         raise RuntimeError(f"{FORBIDDEN}: {what}")
+
+
+def tell(reads: Sequence[Tensor], writes: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    """Tell the model of streams of an operation, now and in each replay."""
+    if GRAPHS.capturing is not None:
+        GRAPHS.capturing.written.update(t.untyped_storage().data_ptr() for t in writes)
+    MODEL.operation(reads, writes, new)
 
 
 def run(work: Callable[..., None], given: Any) -> None:

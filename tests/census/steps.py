@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,14 @@ import hotbed as hb
 from hotbed.config import Component, ScheduleRecipe, TrainRecipe
 from hotbed.config.recipe import CudaGraph
 from hotbed.plan.placement import SCHEMES
-from hotbed.train.backward import Backward, Gradients
+from hotbed.train.backward import Backward, Reading
+from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.build import fused
 from hotbed.train.hot_batches import HotSplit
+from hotbed.train.metrics import check
 from hotbed.train.trainer import Trainer
-from tests.census.device import CUDA, RECORD, Event, recorded
+from tests.census.device import CUDA
+from tests.census.record import RECORD, Event, recorded
 from tests.census.streams import MODEL
 
 BATCH, STEPS = 96, 4
@@ -48,16 +52,20 @@ class Case:
         Of the dense part.
     where
         Memory of the rows: of the device; of the host, in place (``uva``) or as ``records`` behind a ``cache``.
-    ranks
-        Processes that train.
+    ranks, replicas
+        Processes that train; copies of the tables among them.
     cut
         Scheme of the plan over ranks.
     hot_rows
         First rows of each table that are in every rank's device memory, wherever the others are.
+    reader
+        ``"first"``: one rank reads, and sends the others their samples.
     batches
         ``"split"`` into hot and cold samples; ``"turns"`` of hot and cold batches, the step that is counted a hot one.
     pooling, weighted
         Of the ragged feature, and whether ids have weights.
+    recompute
+        Whether activations are computed again in backward.
     dense_fused
         Whether torch's optimizer may be told on the device to touch nothing, as a recipe's is.
     """
@@ -70,11 +78,14 @@ class Case:
     precision: Any = "bf16"
     where: str = "device"
     ranks: int = 1
+    replicas: int = 1
     cut: str = "table"
     hot_rows: int = 0
+    reader: str = ""
     batches: str = ""
     pooling: Any = "sum"
     weighted: bool = False
+    recompute: bool = False
     dense_fused: bool = True
 
     @property
@@ -85,9 +96,12 @@ class Case:
         parts += [self.pooling] * (self.pooling != "sum") + ["weighted"] * self.weighted
         parts += [f"dense {self.precision}"] * (self.precision != "bf16")
         parts += [f"rows: {self.where}"] * (self.where != "device") + [f"{self.ranks} ranks"] * (self.ranks > 1)
+        parts += [f"{self.replicas} replicas"] * (self.replicas > 1)
         parts += [f"cut: {self.cut}"] * (self.cut != "table") + [f"hot rows {self.batches}".strip()] * bool(
             self.hot_rows
         )
+        parts += ["recomputed"] * self.recompute
+        parts += ["one reader"] * bool(self.reader)
         parts += ["dense optimizer not fused"] * (not self.dense_fused)
         return ", ".join(parts)
 
@@ -161,9 +175,9 @@ def model_of(case: Case) -> nn.Module:
     memory = {"device": {}, "uva": {"tier": "host"}, "records": {"tier": "host"}}
     outside = memory.get(case.where, {"tier": "host", "cache_rows": 64})
     cut = replace(SCHEMES[case.cut], hot_rows=case.hot_rows, **outside)
-    plan = hb.make_plan(tables, case.ranks, cut)
+    plan = hb.make_plan(tables, case.ranks // case.replicas, cut)
     options = hb.MemoryOptions(host="uva" if case.where == "uva" else "records")
-    return hb.distribute(model, plan, memory=options, device=CUDA)
+    return hb.distribute(model, plan, hb.ParallelOptions(replicas=case.replicas), options, device=CUDA)
 
 
 def batch_of(
@@ -208,7 +222,7 @@ def census(case: Case, rank: int = 0, order: list[str] | None = None) -> Found:
     RECORD.begin()
     trainer.backward.__class__ = _Noted
     with recorded():
-        trainer.fit([batch_of(case, i, rank) for i in range(STEPS + (AHEAD if case.ranks > 1 else 0))])
+        trainer.fit(_batches(case, rank, trainer))
     one, other = steps[3], steps[2]  # each of a batch that was copied in the step before it
     launches = [e for e in other if e.kind == "launch"]
     crossings = [e for e in other if e.kind == "crossing"]
@@ -238,18 +252,49 @@ def census(case: Case, rank: int = 0, order: list[str] | None = None) -> Found:
     )
 
 
+class _Whole(list[hb.Batch]):
+    """Batches of all ranks together, in the place of the reading rank's `Loader`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def _batches(case: Case, rank: int, trainer: Trainer) -> Iterable[hb.Batch]:
+    """Batches of a rank, as a recipe's loader gives them."""
+    steps = range(STEPS + (AHEAD if case.ranks > 1 else 0))
+    if not case.reader:
+        return [batch_of(case, i, rank) for i in steps]
+    link = trainer.ranks.link
+    assert link is not None
+    ranks = range(case.ranks)
+    whole: Any = _Whole(hb.Batch.concatenate([batch_of(case, i, r, pinned=False) for r in ranks]) for i in steps)
+    check_own = partial(check, model=trainer.model)
+    return BroadcastLoader(whole if rank == 0 else None, link, device=CUDA, check=check_own)
+
+
 def trainer_of(case: Case, *, cuda_graph: CudaGraph = False) -> Trainer:
     """A trainer of a small model."""
     model = model_of(case)
     sgd = Component(class_path="torch.optim.SGD", init_args={"lr": 0.01, "momentum": 0.9})
     dense = (fused(sgd) if case.dense_fused else sgd).build(list(model.parameters()))
     sparse = getattr(hb.optim, case.optimizer)(model, lr=0.01)
-    options: Any = {"batch_size": BATCH, "precision": case.precision, "device": "cuda", "log_every": 1000}
+    options: Any = {
+        "batch_size": BATCH,
+        "precision": case.precision,
+        "device": "cuda",
+        "log_every": 1000,
+        "recompute": case.recompute,
+    }
     schedule = ScheduleRecipe(warmup_steps=100) if case.moving else None
     divide = HotSplit({f"f{i}": case.hot_rows for i in range(len(ROWS))}, case.ranks)
     split = {"divide": divide} if case.batches == "split" else {}
     return Trainer(
-        model, dense, sparse, recipe=TrainRecipe(**options, cuda_graph=cuda_graph), schedule=schedule, **split
+        model,
+        dense,
+        sparse,
+        recipe=TrainRecipe(**options, cuda_graph=cuda_graph),
+        schedule=schedule,
+        **split,
     )
 
 
@@ -263,13 +308,17 @@ def state_of(trainer: Trainer) -> list[torch.Tensor]:
     return [t.detach().cpu().clone() for t in (*tables, *trainer.model.parameters(), *momenta, *counts)]
 
 
-def stopped(case: Case, good_steps: int) -> dict[str, Any]:
-    """Train until a batch has an infinite input; say what the error was, and whether the batch changed anything."""
+def stopped(case: Case, good_steps: int, rank: int = 0) -> dict[str, Any]:
+    """Train until a batch has an infinite input; say what the error was, and whether the batch changed anything.
+
+    Of several ranks the last has that input.
+    """
     trainer: Any = trainer_of(case)
-    batches = [batch_of(case, i, 0) for i in range(good_steps + 1)]
+    batches = [batch_of(case, i, rank) for i in range(good_steps + 1)]
     dense = batches[-1].dense
     assert dense is not None
-    dense[5, 3] = torch.inf
+    if rank == case.ranks - 1:
+        dense[5, 3] = torch.inf
 
     after: list[list[torch.Tensor]] = [state_of(trainer)]
 
@@ -292,7 +341,7 @@ class _Noted(Backward):
     """What a CUDA graph of the step would be captured of."""
 
     @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Gradients:
+    def __call__(self, *args: Any, **kwargs: Any) -> Reading:
         with _inside():
             return super().__call__(*args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,18 @@ def test_a_loss_that_is_not_finite_touches_nothing_when_it_is_replayed(found: di
     assert "dense of sample 5 of the batch, column 3 is inf" in stopped["error"]
     assert stopped["untouched"]
     assert stopped["steps"] == stopped["rates"] == 7
+
+
+@pytest.mark.full
+def test_what_a_gpu_is_to_be_asked_runs_here(tmp_path: Path) -> None:
+    """`benchmarks.gpu_census` trains with captured steps and without, and finds the same bits."""
+    found = counted("replay", tmp_path)[0]
+    assert len(found) == 4
+    graphs = [of["graphs"] for of in found.values()]
+    assert graphs == sorted(set(graphs))  # each case has captured some
+    for of in found.values():
+        assert of["same_losses"]
+        assert of["same_values"]
 
 
 @pytest.fixture(scope="module")

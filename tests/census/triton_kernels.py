@@ -17,8 +17,9 @@ from hotbed.ops import reference, triton, triton_loss, triton_runtime, triton_st
 from hotbed.ops.rows import step_seeds
 from hotbed.store import memory
 from tests.census import graphs
-from tests.census.device import RECORD, OnDevice, nbytes_of, shapes_of, to_host
-from tests.census.streams import MODEL
+from tests.census.device import OnDevice, host_of, nbytes_of, shapes_of, to_host
+from tests.census.kernel_writes import written
+from tests.census.record import RECORD
 
 
 def replace_kernels() -> None:
@@ -28,8 +29,7 @@ def replace_kernels() -> None:
         given = [t for t in pytree.tree_leaves(_flat(args)) if isinstance(t, OnDevice)]
         numbers = [n for n in pytree.tree_leaves(_flat(args)) if isinstance(n, (int, float))]
         RECORD.note("launch", self.fn.__name__, detail=f"{grid} {shapes_of(given)} {numbers}", nbytes=nbytes_of(given))
-        used = [t.host for t in given]
-        MODEL.operation(used, [], [])  # which of them it writes is not known here
+        graphs.tell([t.host for t in given], [host_of(t) for t in written(self, args, options)], [])
 
     JITFunction.run = launch
     for module in (triton_runtime, triton_update):

@@ -19,6 +19,8 @@ from hotbed.data.source import Source
 from hotbed.errors import CommError, DataError
 from hotbed.jagged import Jagged
 from hotbed.train.broadcast import BroadcastLoader
+from hotbed.train.graph_inputs import columns
+from hotbed.train.sent_batch import SentBatch
 from tests.batches import content
 from tests.matrix import full
 from tests.ranks import ANSWER_S, TIMEOUT_S, Ranks
@@ -112,6 +114,53 @@ def test_every_rank_gets_the_batches_that_it_would_have_read(
         assert sent_first == first
         assert sent_second == second
         assert first[0] == len(first[1])
+
+
+class OwnLinks(Link):
+    """Ranks whose devices exchange over links of their own, which Gloo stands in for."""
+
+    @property
+    def overlaps(self) -> bool:
+        return False
+
+
+def received(group: dist.ProcessGroup, reader: int, options: dict[str, Any]) -> list[tuple[list[Any], list[Any], int]]:
+    """Batches and positions of two epochs, read by this rank or sent over devices' links; and how many were checked."""
+    link, place = OwnLinks(group, timedelta(seconds=TIMEOUT_S)), torch.device("cpu")
+    checked: list[Batch] = []
+
+    def check(batch: Batch) -> None:
+        checked.append(batch)
+        batch.sparse.mark_verified([("user", 1000)])
+
+    whole = loader_of(0, 1, **options) if link.rank == reader else None
+    sent = BroadcastLoader(whole, link, reader=reader, device=place, check=check)
+    found: list[tuple[list[Any], list[Any], int]] = []
+    for loader in (loader_of(link.rank, link.size, **options), sent):
+        seen: list[Batch] = []
+        positions: list[Any] = []
+        for _ in range(2):
+            for batch in loader:
+                seen.append(batch.received(place) if isinstance(batch, SentBatch) else batch)
+                assert len(batch) == len(seen[-1])
+                positions.append(loader.state_dict())
+        if loader is sent:
+            assert all(batch.sparse.verified == {("user", 1000)} for batch in seen)
+            assert all(t.data_ptr() % 16 == 0 for batch in seen for t in columns(batch) if len(t))
+        found.append(([content(batch) for batch in seen], positions, len(checked)))
+    return found
+
+
+@pytest.mark.parametrize(("size", "reader", "options"), [(3, 1, {"batch_size": 5, "shuffle": True}), full(4, 0, {})])
+def test_samples_over_links_of_devices_are_those_that_a_rank_would_have_read(
+    ranks: Ranks, size: int, reader: int, options: dict[str, Any]
+) -> None:
+    for rank, ((own, positions, _), (sent, sent_positions, checked)) in enumerate(
+        ranks.run(size, received, reader, options)
+    ):
+        assert sent == own
+        assert sent_positions == positions
+        assert checked == (len(own) * size if rank == reader else 0)
 
 
 def left_early(group: dist.ProcessGroup) -> list[tuple[Any, Any, list[str]]]:

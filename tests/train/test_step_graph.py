@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 import hotbed as hb
 from hotbed.config import TrainRecipe
 from hotbed.errors import BatchError, RecipeError
+from hotbed.store import DenseStore
 from hotbed.train import Trainer
 from hotbed.train.graph_inputs import columns, copy_of
+from hotbed.train.step_graph import StepGraph
 
 TABLES = [hb.Table("a", rows=40, dim=4), hb.Table("b", rows=9, dim=4)]
 FEATURES = [hb.Feature("x", table="a"), hb.Feature("y", table="b", pooling="mean")]
@@ -59,6 +62,32 @@ def test_on_a_cpu_steps_are_taken_as_ever() -> None:
 def test_who_insists_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"cuda_graph is true, .* they run on cpu, .*; set it to auto or false"):
         trained(True)
+
+
+@pytest.mark.parametrize(
+    ("options", "dropout", "divided", "late", "why"),
+    [
+        ({}, 0.5, False, True, None),
+        ({"recompute": True}, 0.0, False, True, None),
+        ({"recompute": True}, 0.5, False, True, "train.recompute asks for the state of random numbers, for dropout"),
+        ({"compile": True}, 0.0, False, True, "train.compile may compile again in any step"),
+        ({}, 0.0, True, True, r"batches are divided \(hot.batches split\)"),
+        ({"precision": "fp16"}, 0.0, False, False, "the host waits for the loss: train.precision is fp16"),
+    ],
+)
+def test_what_is_not_captured_on_a_gpu_says_why(
+    options: dict[str, Any], dropout: float, divided: bool, late: bool, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DenseStore, "tier", "device")
+    model = hb.nn.DLRM(TABLES, FEATURES, dense_features=3, bottom=(8, 4), top=(8, 1), dropout=dropout)
+    backward: Any = SimpleNamespace(late=object() if late else None, choose=lambda optimizers: None)
+    recipe = TrainRecipe(batch_size=4, cuda_graph=True, **options)
+    taken = StepGraph(model, recipe, torch.device("cuda"), backward, divided=divided)
+    if why is None:
+        assert taken._why_never() is None
+    else:
+        with pytest.raises(RecipeError, match=f"train.cuda_graph is true, but steps cannot be captured: {why}"):
+            taken.begin([])
 
 
 @pytest.mark.parametrize(

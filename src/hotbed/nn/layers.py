@@ -48,6 +48,8 @@ class MLP(nn.Sequential):
     recompute
         Whether the outputs of its layers are computed again in backward, instead of kept from forward to backward
         (activation checkpointing). Results are the same, to the bit.
+    draws
+        Whether it draws random numbers, for dropout.
 
     Raises
     ------
@@ -80,14 +82,14 @@ class MLP(nn.Sequential):
             # One module, so that the linear layers have the same names in checkpoints with and without dropout.
             layers += [linear, nn.Sequential(relu, nn.Dropout(dropout)) if dropout else relu]
         super().__init__(*(layers if last_relu else layers[:-1]))
-        self._draws = dropout > 0
+        self.draws = dropout > 0
 
     @override
     def forward(self, input: Tensor) -> Tensor:
         """``[…, inputs]`` to ``[…, widths[-1]]``."""
         if not (self.recompute and torch.is_grad_enabled()):
             return super().forward(input)
-        return checkpoint(super().forward, input, use_reentrant=False, preserve_rng_state=self._draws)
+        return checkpoint(super().forward, input, use_reentrant=False, preserve_rng_state=self.draws)
 
 
 def recompute_activations(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from hotbed import ops
 from hotbed.ops import BackendName, BagLayout, Occurrences, Rows, RuleStep
-from hotbed.ops.layout import ACTIVE, renamed
+from hotbed.ops.layout import ACTIVE, Groups, renamed
 from hotbed.ops.rows import random_bits, rows_of
 from hotbed.specs import RowDtype, Tier
 from hotbed.store import memory
@@ -89,8 +89,8 @@ class LazyRows(RowStore):
             self._record_backend = ops.host_backend(self.backend_name, self.device)
 
     def _at_records(self, t: Tensor) -> Tensor:
-        """Bring a tensor to where the records are given and taken."""
-        return t.to(self.records.device).contiguous()
+        """Bring a tensor to where the records are given and taken, which may wait for a device."""
+        return (memory.to_host(t) if self._is_apart else t.to(self.records.device)).contiguous()
 
     def _at_device(self, values: Tensor) -> Tensor:
         """Bring what records hold to the device that computes, which the host does not wait for."""
@@ -176,42 +176,65 @@ class LazyRows(RowStore):
     def _looked_up(self, bags: BagLayout) -> tuple[Rows, BagLayout]:
         """Read the rows of a batch, and replace the ids of its bags by positions of these rows."""
         groups = self.ops.group(self.ops.occurrences(replace(bags, limit=self.slots)))
-        count = int(groups.counts[0])
-        rows = rows_of(self.read(groups.rows[:count]))
-        return rows, renamed(bags, self.ops.spread(groups, torch.arange(count, device=self.device)))
+        slots, _ = self._distinct(groups)
+        rows = rows_of(self.read(slots))
+        return rows, renamed(bags, self.ops.spread(groups, torch.arange(len(slots), device=self.device)))
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether the records are given and taken elsewhere than where batches are computed."""
+        return self.records.device.type != self.device.type
+
+    def _distinct(self, groups: Groups, *more: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Bring distinct slots to where the records are, and ``more`` int64 to the host: one wait for a device."""
+        rows = [groups.rows] if self._is_apart else []
+        found = torch.cat([groups.counts[:1], *more, *rows])
+        count, *known = memory.to_host(found).split([1, *map(len, more), *map(len, rows)])
+        slots = known.pop() if rows else groups.rows
+        return self._at_records(slots[: int(count)]), known
 
     @override
     def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
-        if not bool(step.gate):
-            return
-        occurrences = self._trained(occurrences, step)
         groups = self.ops.group(replace(occurrences, limit=self.slots))
-        count = int(groups.counts[0])
-        slots = self._at_records(groups.rows[:count])
-        if not count:
+        active = step.hyper[:, ACTIVE] != 0
+        told = torch.stack([(step.gate != 0).view(()), active.all()]).long()
+        slots, (told, *seeds) = self._distinct(groups, told, *[step.seeds] * self._is_apart)
+        is_open, are_all_active = told.tolist()
+        if not is_open:
+            return
+        if not are_all_active:  # rows of other tables must not be materialized
+            occurrences = self._of_tables(occurrences, active)
+            groups = self.ops.group(replace(occurrences, limit=self.slots))
+            slots, _ = self._distinct(groups)
+        if not len(slots):
             return
         self.changing(slots)
         records, wide = self._read(slots, use="update")
         span, rows = self._cells(slots)
         values = self._at_device(self._format.rows(records, wide))
         moments = {m.name: self._at_device(self._format.moment(records, m.name)) for m in step.rule.moments}
-        here = torch.arange(count, device=self.device)
+        here = torch.arange(len(slots), device=self.device)
         occurrences, groups = replace(occurrences, slots=self.ops.spread(groups, here)), replace(groups, rows=here)
         self.ops.update(step, self._as_tables(values, slots), moments, occurrences, groups, grad)
         random = None
         if self._format.has_narrow:
             cols = self._entries[span, 4, None] + torch.arange(self.dim, device=span.device)
-            random = random_bits(step.seeds.to(span.device)[span], rows, cols)
-        self._format.put_rows(records, wide, values.to(records.device), random)
-        for name, moment in moments.items():
+            random = random_bits((seeds[0] if seeds else step.seeds)[span], rows, cols)
+        values, *others = self._back_at_records(values, *moments.values())
+        self._format.put_rows(records, wide, values, random)
+        for name, moment in zip(moments, others, strict=True):
             self._format.moment(records, name).copy_(moment)
         self.records.write(slots, records)
 
-    def _trained(self, occurrences: Occurrences, step: RuleStep) -> Occurrences:
-        """Keep the occurrences of tables that the step updates; rows of others must not be materialized."""
-        active = step.hyper[:, ACTIVE] != 0
-        if bool(active.all()):
-            return occurrences
+    def _back_at_records(self, *changed: Tensor) -> list[Tensor]:
+        """Bring what an update has changed, all float32 and by row, to where the records are: one wait for a device."""
+        if not self._is_apart:
+            return list(changed)
+        flat = memory.to_host(torch.cat([t.reshape(-1) for t in changed]))
+        return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in changed]), changed, strict=True)]
+
+    def _of_tables(self, occurrences: Occurrences, active: Tensor) -> Occurrences:
+        """Keep the occurrences of active tables."""
         span = torch.searchsorted(self._bounds.to(occurrences.slots.device), occurrences.slots, right=True) - 1
         keep = active[span]
         scale = None if occurrences.scale is None else occurrences.scale[keep]

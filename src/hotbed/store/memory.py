@@ -151,6 +151,17 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return staged.copy_(values).to(device, non_blocking=True)
 
 
+def to_host(values: Tensor) -> Tensor:
+    """Copy values of a device to page-locked memory of the host, and wait until they have arrived."""
+    if values.device.type != "cuda":
+        return values.cpu()
+    arrived, copied = staging(values.shape, values.dtype, values.device), torch.cuda.Event()
+    arrived.copy_(values, non_blocking=True)
+    copied.record()
+    copied.synchronize()
+    return arrived
+
+
 def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate a zero-filled tensor of a device in the host's memory; kernels read and write it there, in place.
 

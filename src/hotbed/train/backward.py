@@ -1,10 +1,11 @@
 """Compute the gradients of a batch, and let nothing be updated by a loss that is not finite.
 
 There are two ways to know that it is not. *Before backward*: the host waits for the loss; this works with any
-optimizer, and over ranks, which add their losses up there. *On the device*: where one process trains on a CUDA device
-with optimizers that can be told there to touch nothing (those of `hotbed.optim`; torch's with ``fused=True``), the
-device decides it, and the loss is on its way to page-locked memory while backward and the updates are queued behind it.
-The host reads it when it has queued the whole step, so the device never waits for the host; the error is the same.
+optimizer. *On the device*: on CUDA devices with optimizers that can be told there to touch nothing (those of
+`hotbed.optim`; torch's with ``fused=True``), the device decides it, and the loss is on its way to page-locked memory
+while backward and the updates are queued behind it. The host reads it when it has queued the whole step, so the device
+never waits for the host; the error is the same. Several ranks add up losses, samples and requests before backward,
+either way: all decide alike, and divide by the same number.
 """
 
 from __future__ import annotations
@@ -31,23 +32,27 @@ from hotbed.train.pipeline import RowPrefetcher
 from hotbed.train.retrieval import trained_samples
 
 
-class Gradients(NamedTuple):
-    """What `Backward` has computed, beside the gradients.
+class Done(NamedTuple):
+    """What is known of a step when it has been taken.
 
     Attributes
     ----------
     loss
-        Returns the mean loss, when the update is queued; raises `NonFiniteError` if it is not finite.
+        The mean loss.
     samples
         Of all ranks.
     save, stop
         Whether any rank has requested so.
     """
 
-    loss: Callable[[], float]
+    loss: float
     samples: int
     save: bool
     stop: bool
+
+
+Reading = Callable[[], Done]
+"""Returns what is known of a step, once its loss has arrived; raises `NonFiniteError` if that is not finite."""
 
 
 def _nothing() -> tuple[bool, bool]:
@@ -85,9 +90,9 @@ class Backward:
     def choose(self, optimizers: Iterable[Optimizer]) -> None:
         """Choose how a loss that is not finite is found, by what the optimizers can do."""
         optimizers = list(optimizers)
-        late = self._device.type == "cuda" and self._ranks.size == 1 and all(map(_can_skip, optimizers))
+        late = self._device.type == "cuda" and self._ranks.adds_on_devices and all(map(_can_skip, optimizers))
         late = late and self.numerics.scaler is None  # whose own flag the optimizers read
-        self.late = LateLosses(self._device, optimizers) if late else None
+        self.late = LateLosses(self._device, optimizers, several=self._ranks.size > 1) if late else None
 
     def step(
         self,
@@ -95,7 +100,7 @@ class Backward:
         optimizers: Iterable[Optimizer],
         place: Callable[[], str],
         requests: Callable[[], tuple[bool, bool]] = _nothing,
-    ) -> Gradients:
+    ) -> Reading:
         """Take a step: compute gradients of a batch's parts, see `__call__`, and step all optimizers."""
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -105,7 +110,7 @@ class Backward:
 
     def __call__(
         self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]] = _nothing
-    ) -> Gradients:
+    ) -> Reading:
         """Compute gradients of the mean loss of a batch's parts.
 
         Parameters
@@ -118,7 +123,8 @@ class Backward:
             Returns whether this rank asks to save, and to stop; called when the forward pass has been queued.
         """
         samples = sum(map(trained_samples, parts))
-        all_samples, save, stop, losses, everyone = float(samples), 0.0, 0.0, 0.0, 0.0
+        everyone = 0.0
+        known = Done(0.0, samples, save=False, stop=False)
         checks: list[_Check] = []
         for number, (part, following) in enumerate(zip(parts, [*parts[1:], None], strict=True)):
             last = following is None
@@ -129,44 +135,51 @@ class Backward:
                 # Without the graph of autograd, which would live until the next step.
                 check = _Check(self.numerics, total.detach(), part, which, place)
                 everyone = float(samples * tasks)
-                if self.late is not None:
-                    self.late.add(number, total)
-                    checks.append(check)
-                    save, stop = map(float, requests())
-                else:
+                # Gradients of ranks are averaged: with this divisor to those of the mean over all samples.
+                if self.late is None:
                     # This waits for the forward pass. It cannot be put off: once backward has run, a bad loss may have
                     # reached the tables. The next batch is on its way to the device meanwhile.
-                    own = total, everyone, samples, *requests()
-                    value, everyone, all_samples, save, stop = self._ranks.add(*own)
-                    losses += value / max(everyone, 1)
-                    check(losses)
-                # Gradients of ranks are averaged: with this divisor to those of the mean over all samples.
-                divisor = max(everyone / self._ranks.size, 1 / self._ranks.size)
-                seed = self._gradient_of(total, divisor)
+                    value, everyone, *others = self._ranks.add(total, everyone, samples, *requests())
+                    known = _done(known.loss + value / max(everyone, 1), *others)
+                    check(known.loss)
+                    seed = self._gradient_of(total, self._divisor(everyone))
+                elif self._ranks.size == 1:
+                    self.late.add(number, total.detach())
+                    known = Done(0.0, samples, *requests())
+                    seed = self._gradient_of(total, self._divisor(everyone))
+                else:
+                    sums = self._ranks.sums(total, everyone, samples, *requests())
+                    self.late.add(number, sums)
+                    seed = (self._ranks.size / sums[1].clamp(min=1)).to(total.dtype)
+                checks.append(check)
                 total.backward(gradient=seed if self.numerics.scaler is None else self.numerics.scaler.scale(seed))
             if rows is not None:
                 rows.result()
 
-        loss = (lambda: losses) if self.late is None else partial(self._judged, self.late, checks, everyone)
-        return Gradients(loss, int(all_samples), bool(save), bool(stop))
+        return (lambda: known) if self.late is None else partial(self._judged, self.late, checks, everyone, known)
 
-    def replayed(self, batch: Batch, place: Callable[[], str], asked: tuple[bool, bool]) -> Gradients:
+    def _divisor(self, everyone: float) -> float:
+        return max(everyone / self._ranks.size, 1 / self._ranks.size)
+
+    def replayed(self, batch: Batch, place: Callable[[], str], asked: tuple[bool, bool]) -> Reading:
         """Return what `step` does, of a batch whose captured step was replayed; its loss is on its way."""
         assert self.late is not None
         assert batch.labels is not None
-        check = _Check(self.numerics, self.late.arrived[0], batch, "the batch", place)
-        loss = partial(self._judged, self.late, [check], float(batch.labels.numel()))
-        return Gradients(loss, len(batch), *asked)
+        check = _Check(self.numerics, self.late.arrived[0, 0], batch, "the batch", place)
+        return partial(self._judged, self.late, [check], float(batch.labels.numel()), Done(0.0, len(batch), *asked))
 
-    def _judged(self, late: LateLosses, checks: Sequence[_Check], everyone: float) -> float:
-        """Return the mean loss once it has arrived; raise if it is not finite."""
+    def _judged(self, late: LateLosses, checks: Sequence[_Check], everyone: float, known: Done) -> Done:
+        """Return what is known once the loss has arrived; raise if it is not finite."""
         found = 0.0
-        for value, check in zip(late.values(), checks, strict=True):
+        for (value, *sums), check in zip(late.values(), checks, strict=True):
+            if sums:
+                everyone, *others = sums
+                known = _done(0.0, *others)
             found += value / max(everyone, 1)
             if not math.isfinite(found):
                 late.forget_first_step()
             check(found)
-        return found
+        return known._replace(loss=found)
 
     def update(self, optimizers: Iterable[Optimizer]) -> None:
         """Step all optimizers; none touches anything if a loss was not finite, or a scaled gradient overflowed."""
@@ -196,6 +209,10 @@ class Backward:
         if last is None or last[0] != divisor or last[1].dtype != total.dtype:
             self._seed = last = divisor, torch.ones((), dtype=total.dtype, device=total.device) / divisor
         return last[1]
+
+
+def _done(loss: float, samples: float, save: float, stop: float) -> Done:
+    return Done(loss, int(samples), bool(save), bool(stop))
 
 
 class _Check(NamedTuple):
@@ -229,16 +246,18 @@ class LateLosses:
         A CUDA device.
     optimizers
         Those that `_can_skip`.
+    several
+        Whether ranks add up their losses, and with them numbers of losses and samples, and requests to save and stop.
 
     Attributes
     ----------
     arrived
-        Losses by part, in page-locked memory.
+        Losses, or these sums, by part ``[parts, 1 or 5]``, in page-locked memory.
     """
 
-    def __init__(self, device: torch.device, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, device: torch.device, optimizers: Sequence[Optimizer], *, several: bool = False) -> None:
         self._device, self._optimizers = device, optimizers
-        self.arrived = staging((1,), torch.float32, device)
+        self.arrived = staging((1, 5) if several else (1, 1), torch.float64 if several else torch.float32, device)
         self._copied = torch.cuda.Event()
         self._sent = self.sent
         self._flags = torch.zeros(2, dtype=torch.float32, device=device)
@@ -248,13 +267,13 @@ class LateLosses:
         self._parts = 0
         self._began: list[Optimizer] = []
 
-    def add(self, number: int, total: Tensor) -> None:
-        """Send the loss of a part on its way."""
+    def add(self, number: int, sums: Tensor) -> None:
+        """Send the loss of a part, 0-d, or the sums of all ranks ``[5]``, of which it is the first, on its way."""
         if number == len(self.arrived):
             self._copied.synchronize()
             self.arrived = torch.cat([self.arrived, self.arrived]).pin_memory()
-        own = total.detach()
-        self.arrived[number].copy_(own, non_blocking=True)
+        own = sums.view(-1)[0]
+        self.arrived[number].copy_(sums.view(-1), non_blocking=True)
         doubt = own - own  # NaN where it is not finite, else 0
         self._doubt = doubt if number == 0 or self._doubt is None else self._doubt + doubt
         self._parts = number + 1
@@ -300,8 +319,8 @@ class LateLosses:
         for optimizer in self._began:
             optimizer.state.clear()
 
-    def values(self) -> list[float]:
-        """Return the losses by part, once they have arrived."""
+    def values(self) -> list[list[float]]:
+        """Return the losses, or sums, by part, once they have arrived."""
         self._copied.synchronize()
         return self.arrived[: self._parts].tolist()
 

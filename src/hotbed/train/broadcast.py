@@ -3,14 +3,17 @@
 What is read once need not be decoded by every process. Batches are sent before their use, by a thread over a process
 group of its own, but at most ``ahead`` of them: a rank takes part in that many more exchanges when training stops, as
 all ranks do.
+
+For devices that exchange over links of their own (NCCL) the thread sends headers alone, which say how large samples
+are; the samples go from the reader's device to the others when steps ask for them (`hotbed.train.sent_batch`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Queue
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +22,7 @@ from hotbed.batch import Batch
 from hotbed.comm import Link
 from hotbed.data import Loader
 from hotbed.data.loader import share_of
+from hotbed.train.sent_batch import SentBatch, header_of, messages_of
 
 
 class BroadcastLoader:
@@ -34,6 +38,11 @@ class BroadcastLoader:
         The rank that reads.
     ahead
         Batches that are sent before their use.
+    device
+        Where steps want them. It gets them over links of its own where the ranks have these (NCCL): the loader then
+        yields `SentBatch`, which `hotbed.train.metrics.to_device` receives.
+    check
+        Called by the reader with each rank's samples, on the host, before they are sent to devices.
 
     Attributes
     ----------
@@ -41,8 +50,20 @@ class BroadcastLoader:
         Batches that had arrived when the consumer asked for the last one.
     """
 
-    def __init__(self, loader: Loader | None, link: Link, *, reader: int = 0, ahead: int = 2) -> None:
+    def __init__(
+        self,
+        loader: Loader | None,
+        link: Link,
+        *,
+        reader: int = 0,
+        ahead: int = 2,
+        device: torch.device | None = None,
+        check: Callable[[Batch], object] = lambda batch: None,
+    ) -> None:
         self._loader, self._link, self._reader, self._ahead = loader, link.clone(), reader, ahead
+        self._device, self._check = None if link.overlaps else device, check
+        # Headers are sent meanwhile, by another thread.
+        self._of_devices = self._link if self._device is None else link.clone()
         about: dict[str, Any] = {} if loader is None else {"length": len(loader), "position": loader.state_dict()}
         messages = None if loader is None else [_message(None, about)] * self._link.size
         _, about = _read(self._exchange(messages))
@@ -56,7 +77,7 @@ class BroadcastLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         granted: Queue[bool] = Queue()  # True: one more exchange; all ranks grant equally many before they stop
-        arrived: Queue[tuple[Batch | None, Any] | BaseException] = Queue()
+        arrived: Queue[tuple[Batch | SentBatch | None, Any] | BaseException] = Queue()
         for _ in range(self._ahead):
             granted.put(True)
         thread = threading.Thread(target=self._run, args=(granted, arrived), name="hotbed-broadcast", daemon=True)
@@ -71,7 +92,7 @@ class BroadcastLoader:
                 if batch is None:
                     return
                 granted.put(True)
-                yield batch
+                yield cast("Batch", batch)  # what moves batches to devices knows what else it may be
         finally:
             granted.put(False)
             thread.join()
@@ -97,19 +118,33 @@ class BroadcastLoader:
         except BaseException as error:
             arrived.put(error)
 
-    def _send(self, batch: Batch | None) -> tuple[Batch | None, Any]:
+    def _send(self, batch: Batch | None) -> tuple[Batch | SentBatch | None, Any]:
         assert self._loader is not None
         state = self._loader.state_dict()
         size, ranks = 0 if batch is None else len(batch), self._link.size
         shares = [
             None if batch is None else batch.take(torch.arange(size)[share_of(size, r, ranks)]) for r in range(ranks)
         ]
-        messages = [_message(share, state) for share in shares]
+        if self._device is None:
+            self._exchange([_message(share, state) for share in shares])
+            return shares[self._link.rank], state
+        for share in shares:
+            if share is not None:
+                self._check(share)
+        messages, content, sizes = messages_of(shares, state, self._device)
         self._exchange(messages)
-        return shares[self._link.rank], state
+        return self._announced(header_of(messages[self._link.rank]), content, sizes)
 
-    def _receive(self) -> tuple[Batch | None, Any]:
-        return _read(self._exchange(None))
+    def _receive(self) -> tuple[Batch | SentBatch | None, Any]:
+        message = self._exchange(None)
+        return _read(message) if self._device is None else self._announced(header_of(message))
+
+    def _announced(
+        self, header: dict[str, Any], content: Tensor | None = None, sizes: Sequence[int] = ()
+    ) -> tuple[SentBatch | None, Any]:
+        if header["batch"] is None:
+            return None, header["about"]
+        return SentBatch(self._of_devices, self._reader, header, header["nbytes"], content, sizes), header["about"]
 
     def _exchange(self, messages: list[Tensor] | None) -> Tensor:
         """Send every rank its message, or receive this rank's from the reader."""

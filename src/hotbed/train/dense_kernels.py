@@ -26,11 +26,12 @@ ACTIVATIONS, BACKWARD_ACTIVATIONS, BIASES = "activations", "activations, backwar
 INTERACTION, BACKWARD_INTERACTION = "interaction", "interaction, backward"
 CASTS, LOSS, OPTIMIZER = "casts and copies", "loss", "dense optimizer"
 
-ARENA_LAUNCHES, EXCHANGED_ARENA_LAUNCHES = 19, 94 + 1
+ARENA_LAUNCHES, EXCHANGED_ARENA_LAUNCHES = 19, 101
 """Of an arena on the device, of one rank, and of several: launches of a step with RowWiseAdagrad that are not the dense
-part's. Each wait of the host (the second summand) is as a launch: the device has nothing to do until the next one."""
-HOST_LAUNCHES, CACHED_LAUNCHES = 59 + 7, 262 + 46
-"""How many more an arena has whose rows are in slower memory, and behind a cache on the device."""
+part's."""
+HOST_LAUNCHES, CACHED_LAUNCHES = 64 + 3, 266 + 44
+"""How many more an arena has whose rows are in slower memory, and behind a cache on the device. Each wait of the host
+(the second summand) is as a launch: the device has nothing to do until the next one."""
 OPTIMIZER_BYTES = 28
 """Of a dense parameter, at most: Adam reads it, its gradient and two moments, and writes all but the gradient."""
 

@@ -16,6 +16,8 @@ from hotbed.data.pack import COLD, HOT
 from hotbed.embed import Distributed
 from hotbed.errors import RecipeError
 from hotbed.train.broadcast import BroadcastLoader
+from hotbed.train.metrics import check
+from hotbed.train.numerics import resolve_device
 from hotbed.train.parallel import Ranks, model_parallel_batch
 
 
@@ -67,7 +69,10 @@ def training_loader(
         )
         return HotColdLoader(hot, cold, rate=recipe.hot.rate)
     if recipe.parallel.reader == "first" and ranks.link is not None:
-        return BroadcastLoader(loader(source, 0, 1) if ranks.is_first else None, ranks.link)
+        # Batches are divided on the host.
+        device = None if recipe.hot.batches == "split" else resolve_device(recipe.train.device)
+        own = loader(source, 0, 1) if ranks.is_first else None
+        return BroadcastLoader(own, ranks.link, device=device, check=lambda batch: check(batch, model))
     if recipe.parallel.reader == "owners" and isinstance(model, Distributed):
         tables = {c.table_name for c in source.schema.sparse}
         if tables != set(model.plan.by_table):

@@ -24,6 +24,7 @@ from hotbed.errors import BatchError, NonFiniteError, SpecError
 from hotbed.nn.normalization import normalization_of
 from hotbed.train.own_metrics import Makers, OwnMetrics, TaskMetrics, value_of
 from hotbed.train.parallel import Ranks
+from hotbed.train.sent_batch import SentBatch
 from hotbed.train.size_classes import SizeClasses
 
 
@@ -331,18 +332,27 @@ def refuse_unnormalized(model: nn.Module, batches: Iterable[Batch]) -> None:
         found.check_measured()
 
 
-def to_device(batch: Batch, model: nn.Module, device: torch.device | str, *, sizes: SizeClasses | None = None) -> Batch:
+def to_device(
+    batch: Batch | SentBatch, model: nn.Module, device: torch.device | str, *, sizes: SizeClasses | None = None
+) -> Batch:
     """Move a batch after its ids and labels were checked on the host: on an accelerator that would wait for the device.
 
     Ids out of range stay as they are: each collection repairs, in its forward, what only its own features ask for.
-    Where none is, ids are padded to size classes if there are ``sizes``.
+    Where none is, ids are padded to size classes if there are ``sizes``. What another rank has read was checked there.
     """
+    if isinstance(batch, SentBatch):
+        return batch.received(torch.device(device))
+    if check(batch, model) and sizes is not None:
+        batch = replace(batch, sparse=sizes(batch.sparse))
+    return batch.to(device, non_blocking=True)
+
+
+def check(batch: Batch, model: nn.Module) -> bool:
+    """Check ids and labels of a batch on the host; return whether all ids are right as they are."""
     if batch.labels is not None:
         check_labels(batch.labels)
     verified = [m.verify(batch.sparse) for m in model.modules() if isinstance(m, EmbeddingCollection)]
-    if sizes is not None and all(verified):
-        batch = replace(batch, sparse=sizes(batch.sparse))
-    return batch.to(device, non_blocking=True)
+    return all(verified)
 
 
 def checked_logits(logits: Tensor, labels: Tensor | None, *, training: bool = False) -> tuple[Tensor, Tensor]:

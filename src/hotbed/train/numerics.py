@@ -22,7 +22,7 @@ from hotbed.embed import collections_of
 from hotbed.embed.dense_shards import is_sharded, local_values
 from hotbed.errors import NonFiniteError, RecipeError
 from hotbed.machine import cpu
-from hotbed.nn import DLRM, DCNv2, DeepFM, MMoE, WideDeep
+from hotbed.nn import DLRM, DCNv2, DeepFM, MMoE, TwoTower, WideDeep
 from hotbed.nn.cast_weights import CastWeights
 from hotbed.nn.linear import Linear, faster_library, has_onednn_linear
 from hotbed.nn.loss import summed_cross_entropy
@@ -77,7 +77,7 @@ def is_one_graph(model: nn.Module) -> bool:
     This is so for hotbed's models of pooled features whose tables are all on this rank. Other models may do what no
     graph can hold; torch cuts their graphs there.
     """
-    own = isinstance(model, DLRM | DCNv2 | DeepFM | MMoE | WideDeep) and normalization_of(model) is None
+    own = isinstance(model, DLRM | DCNv2 | DeepFM | MMoE | TwoTower | WideDeep) and normalization_of(model) is None
     return own and all(collection.is_traceable for collection in collections_of(model).values())
 
 

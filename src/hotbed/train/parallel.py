@@ -120,18 +120,31 @@ class Ranks:
         """The largest over ranks."""
         return [max(column) for column in self._columns(values)]
 
+    @property
+    def adds_on_devices(self) -> bool:
+        """Whether ranks, if there are several, add up in the order of the step what the host does not wait for."""
+        return self.size == 1 or (self.link is not None and not self.link.overlaps)
+
+    def sums(self, *values: float | Tensor) -> Tensor:
+        """Sums over ranks ``[values]`` float64, on the device of the tensors among them; the host waits for nothing."""
+        return self._by_rank(values).sum(0)
+
     def _columns(self, values: Sequence[float | Tensor]) -> list[list[float]]:
         """By value, that of each rank."""
         if self.link is None:
             return [[float(v.detach()) if isinstance(v, Tensor) else float(v)] for v in values]
+        return [list(column) for column in zip(*self._by_rank(values).tolist(), strict=True)]
+
+    def _by_rank(self, values: Sequence[float | Tensor]) -> Tensor:
+        """Values of each rank ``[W, values]``."""
+        assert self.link is not None
         device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
         known = [0.0 if isinstance(v, Tensor) else float(v) for v in values]
         own = to_device(torch.tensor(known, dtype=torch.float64, device="cpu"), device)
         for i, value in enumerate(values):
             if isinstance(value, Tensor):
                 own[i] = value.detach()
-        rows = self.link.all_gather("losses and sizes", own).wait().tolist()
-        return [list(column) for column in zip(*rows, strict=True)]
+        return self.link.all_gather("losses and sizes", own).wait()
 
     def gather(self, values: Tensor) -> Tensor:
         """Rows of all ranks ``[Σ n, …]``, in rank order."""

@@ -33,9 +33,10 @@ from hotbed.config import TrainRecipe
 from hotbed.embed import Distributed, EmbeddingCollection
 from hotbed.embed.ids import claims
 from hotbed.errors import RecipeError
+from hotbed.nn import MLP
 from hotbed.optim import SparseOptimizer
 from hotbed.store import DenseStore
-from hotbed.train.backward import Backward, Gradients
+from hotbed.train.backward import Backward, Reading
 from hotbed.train.graph_inputs import Rates, columns, copy_of
 
 WARM_UP = 3
@@ -123,7 +124,7 @@ class StepGraph:
 
     def __call__(
         self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> Gradients:
+    ) -> Reading:
         """Take a step; arguments and result are those of `Backward.step`.
 
         Raises
@@ -143,7 +144,7 @@ class StepGraph:
 
     def _step(
         self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> Gradients:
+    ) -> Reading:
         self._rates.write()
         why = self._why_not_now(parts)
         if why is not None:
@@ -173,7 +174,7 @@ class StepGraph:
         batch: Batch,
         place: Callable[[], str],
         requests: Callable[[], tuple[bool, bool]],
-    ) -> Gradients:
+    ) -> Reading:
         late = self._backward.late
         assert late is not None
         for into, values in zip(columns(captured.batch), columns(batch), strict=True):
@@ -237,7 +238,10 @@ class StepGraph:
                 f"feature '{unpooled[0] if unpooled else ''}' is not pooled, so batches have different sizes",
             ),
             (self._recipe.compile, "train.compile may compile again in any step"),
-            (self._recipe.recompute, "train.recompute asks for the state of random numbers"),
+            (
+                self._recipe.recompute and any(isinstance(m, MLP) and m.draws for m in self._model.modules()),
+                "train.recompute asks for the state of random numbers, for dropout",
+            ),
             (self._divided, "batches are divided (hot.batches split)"),
             (self._backward.numerics.is_retrieval, "the candidates of retrieval differ in number"),
             (

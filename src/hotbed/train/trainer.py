@@ -234,12 +234,11 @@ class Trainer:
         while not self.finished:
             for parts, last in self._epoch_of(batches):
                 self.ranks.at_step(self.step + 1)
-                done = self._take_step(parts, self._place, lambda: (self.ask_save, self.ask_stop))
-                loss = done.loss()
+                done = self._take_step(parts, self._place, lambda: (self.ask_save, self.ask_stop))()
                 for schedule in self.schedules.values():
                     schedule.step()
                 self._apply_requests(done.save, done.stop)
-                self._advance(done.samples, loss, last)
+                self._advance(done.samples, done.loss, last)
                 if valid is not None and self._evaluation_is_due(last):
                     self.validate(valid)
                 self._call("on_step_end")
