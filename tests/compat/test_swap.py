@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -187,13 +188,13 @@ def test_shapes_of_ids() -> None:
 def test_rows_longer_than_max_norm_are_scaled_down_when_swapped_loaded_and_updated() -> None:
     model: Any = nn.Sequential(nn.Embedding(6, 4, max_norm=0.5))
     hb.swap_embeddings(model)
-    assert float(model[0].weight.norm(dim=1).max()) <= 0.5 + 1e-6
+    assert float(model[0].weight.detach().norm(dim=1).max()) <= 0.5 + 1e-6
     model.load_state_dict({"0.weight": torch.full((6, 4), 3.0)})
-    assert float(model[0].weight.norm(dim=1).max()) <= 0.5 + 1e-6
+    assert float(model[0].weight.detach().norm(dim=1).max()) <= 0.5 + 1e-6
     optimizer = hb.optim.SGD(model, lr=10.0, max_norm=0.7)
     model(torch.tensor([1, 2])).sum().backward()
     optimizer.step()
-    assert float(model[0].weight[1].norm()) == pytest.approx(0.5)
+    assert float(model[0].weight.detach()[1].norm()) == pytest.approx(0.5)
 
 
 def test_a_module_at_two_places_stays_one() -> None:
@@ -211,6 +212,58 @@ def test_what_is_skipped_stays() -> None:
     assert isinstance(model["big"], Embedding) and isinstance(model["small_a"], nn.Embedding)
 
 
+def moved(model: Any, backward: Callable[[Tensor], Tensor] = torch.sum) -> bool:
+    """Say whether a backward pass trains a table."""
+    before = model.weight.detach().clone()
+    backward(model(torch.tensor([1, 2]))).backward()
+    return not torch.equal(before, model.weight)
+
+
+def test_tables_keep_an_optimizer_that_steps_in_backward() -> None:
+    model = hb.swap_embeddings(nn.Embedding(6, 4))
+    hb.optim.SGD(model, lr=0.1).in_backward()
+    gc.collect()
+    assert moved(model)
+    copied = copy.deepcopy(model)
+    assert not moved(copied) and moved(model)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError("out of memory")
+
+
+def test_a_backward_that_fails_leaves_nothing_behind() -> None:
+    """The rows that it reached are not trained by what it left, and the next one steps."""
+    model: Any = hb.swap_embeddings(nn.Embedding(6, 4))
+    hb.optim.SGD(model, lr=1.0).in_backward()
+    before = model.weight.detach().clone()
+    factor = Fails.apply(torch.ones(4, requires_grad=True))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        (model(torch.tensor([3])) * factor).sum().backward()
+    model(torch.tensor([1])).sum().backward()
+    torch.testing.assert_close(before - model.weight, torch.tensor([0.0, 1, 0, 0, 0, 0])[:, None].expand(6, 4))
+
+
+def test_rows_as_an_output_layer_are_refused_in_backward() -> None:
+    model: Any = hb.swap_embeddings(nn.ModuleDict({"film": nn.Embedding(6, 4)}))
+    scores = model["film"](torch.tensor([1])) @ model["film"].weight.T
+    with pytest.raises(SpecError, match=r"rows of table 'film' are used where they need a gradient.*skip=\['film'\]"):
+        scores.sum().backward()
+    with torch.no_grad():
+        assert not model["film"].weight.requires_grad
+
+
+def test_rows_that_distribute_makes_are_within_max_norm() -> None:
+    model: Any = hb.swap_embeddings(nn.ModuleList([nn.Embedding(50, 16, max_norm=1.0, device="meta")]))
+    assert float(cast(Any, hb.distribute(model)).module[0].weight.detach().norm(dim=1).max()) <= 1.0
+
+
 class Doubled(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
@@ -219,6 +272,23 @@ class Doubled(nn.Embedding):
 def tied() -> nn.Module:
     model: Any = nn.ModuleDict({"in": nn.Embedding(6, 4), "out": nn.Linear(4, 6)})
     model["out"].weight = model["in"].weight
+    return model
+
+
+class Scaled(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Named(nn.Embedding):
+    def names(self) -> list[str]:
+        return []
+
+
+def hooked_weight() -> nn.Module:
+    model = nn.Embedding(6, 4)
+    model.weight.register_hook(torch.zeros_like)
     return model
 
 
@@ -241,6 +311,9 @@ def limits_differ() -> nn.Module:
         (tied, r"the weight of 'in' is also 'out.weight', .*skip=\['in'\]"),
         (lambda: Doubled(6, 4), r"Doubled '' has a forward of its own, .* skip=\[''\]"),
         (hooked, "Embedding '' has hooks, which would be lost"),
+        (hooked_weight, "Embedding '' has hooks, which would be lost"),
+        (Scaled, "Scaled '' has a scale of its own"),
+        (lambda: Named(6, 4), "Named '' has a names of its own"),
         (lambda: nn.utils.parametrizations.orthogonal(nn.Embedding(6, 4)), "has a parametrization or no weight"),
         (lambda: nn.Embedding(6, 4, scale_grad_by_freq=True), "has scale_grad_by_freq"),
         (lambda: nn.Embedding(6, 4, max_norm=1.0, norm_type=1.0), "has max_norm by norm_type 1.0, must be 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,7 @@ def config(name: str, dim: int, features: list[str], **options: Any) -> Embeddin
 def rows(collection: EmbeddingBagCollection | EmbeddingCollection, table: str) -> Tensor:
     """Read a table where TorchRec has it."""
     views: Any = collection.embedding_bags if isinstance(collection, EmbeddingBagCollection) else collection.embeddings
-    return views[table].weight
+    return views[table].weight.detach()
 
 
 def two_features(keys: tuple[str, ...] = ("f1", "f2"), weights: Tensor | None = None) -> KeyedJaggedTensor:
@@ -221,6 +222,38 @@ def test_options_of_fused_optimizers_can_be_scheduled() -> None:
     parallel.fused_optimizer.load_state_dict(state)
 
 
+def learns(model: Any) -> bool:
+    before = rows(model.ebc, "t1").detach().clone()
+    model(two_features()).sum().backward()
+    return not torch.equal(before, rows(model.ebc, "t1"))
+
+
+def test_copies_have_the_optimizers_that_were_applied() -> None:
+    model = Model()
+    apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 1.0})
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    assert learns(model)
+    saved.seek(0)
+    assert all(map(learns, [copy.deepcopy(model), torch.load(saved, weights_only=False)]))
+    with pytest.raises(OptimizerError, match="table 't1' is trained already; apply an optimizer before the first"):
+        apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 1.0})
+
+
+def test_optimizers_are_torchs_to_a_schedule() -> None:
+    model = Model()
+    apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 1.0})
+    parallel = DistributedModelParallel(model)
+    keyed = KeyedOptimizerWrapper(dict(model.over.named_parameters()), lambda p: torch.optim.SGD(p, lr=2.0))
+    optimizer = CombinedOptimizer([("tables", parallel.fused_optimizer), ("rest", keyed)])
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    parallel(two_features()).sum().backward()
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1.0]
+    assert [group["lr"] for group in (parallel.fused_optimizer.param_groups + keyed.param_groups)] == [0.5, 1.0]
+
+
 def test_jagged_tensors() -> None:
     jagged = JaggedTensor.from_dense([torch.tensor([1.0, 2.0]), torch.tensor([]), torch.tensor([3.0])])
     assert jagged.lengths().tolist() == [2, 0, 1] and jagged.offsets().tolist() == [0, 2, 2, 3]
@@ -243,6 +276,12 @@ def test_keyed_jagged_tensors() -> None:
         assert other.keys() == keyed.keys() and torch.equal(other.lengths(), keyed.lengths())
         assert torch.equal(other.weights(), keyed.weights()) and other.device() == torch.device("cpu")
     assert repr(keyed) == "KeyedJaggedTensor(keys=['f1', 'f2'], samples=3, ids=8)"
+    weighted = KeyedJaggedTensor.from_jt_dict(
+        {"a": first["f1"], "b": JaggedTensor(torch.arange(1), lengths=first.lengths())}
+    )
+    assert weighted.weights()[-1] == 1.0
+    with pytest.raises(BatchError, match="key 'f1' is in several"):
+        KeyedJaggedTensor.concat([first, first])
     with pytest.raises(BatchError, match="has no stride_per_key_per_rank here; batch sizes that differ"):
         KeyedJaggedTensor(["f"], torch.arange(2), lengths=torch.tensor([2]), stride_per_key_per_rank=[[1]])
     with pytest.raises(BatchError, match="3 bags for 2 keys and 1 samples"):

@@ -14,14 +14,14 @@ from typing_extensions import override
 
 from hotbed.bags import Bags, describe
 from hotbed.embed import EmbeddingCollection
-from hotbed.errors import BatchError
+from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
 
 Mode = Literal["sum", "mean", "max"]
 
 
 class _DropIn(nn.Module):
-    """One feature of a collection of one table; modules that shared a weight share the collection.
+    """Look up one feature of a collection of one table; modules that shared a weight share the collection.
 
     Parameters
     ----------
@@ -50,8 +50,11 @@ class _DropIn(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Rows ``[R, D]``, without a gradient: the memory of the table where it is float32 and all on this rank."""
-        return self.rows.weight(self.table)
+        """Rows ``[R, D]``: the memory of the table where it is float32 and all on this rank.
+
+        They have no gradient: a backward pass that reaches them, as those of an output layer, raises `SpecError`.
+        """
+        return weight_of(self.rows, self.table)
 
     @torch.no_grad()
     def limit_norms(self) -> None:
@@ -85,6 +88,29 @@ class _DropIn(nn.Module):
             if (value := getattr(self, name)) is not None:
                 said += f", {name}={value}"
         return said
+
+
+class _Rows(torch.autograd.Function):
+    """Give the rows of a table, and refuse a gradient of them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, rows: Tensor, table: str) -> Tensor:
+        ctx.table = table
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise SpecError(
+            f"the rows of table '{ctx.table}' are used where they need a gradient, as the weight of an output layer "
+            f"does, and a table has none but from lookups; leave the module as it is with skip=['{ctx.table}']"
+        )
+
+
+def weight_of(rows: EmbeddingCollection, table: str) -> Tensor:
+    """Return the rows of a table ``[R, D]``; where it is trained, a backward pass that reaches them is refused."""
+    found = rows.weight(table)
+    handle = rows.handles[table]
+    return _Rows.apply(handle, found, table) if handle.requires_grad and torch.is_grad_enabled() else found
 
 
 def _rename_saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -179,7 +205,7 @@ class EmbeddingBag(_DropIn):
         weights = self._checked_weights(input, per_sample_weights)
         bags = self._bags(input, offsets, weights)
         if self.padding_idx is not None:
-            bags = _without(bags, self.padding_idx)
+            bags = _without(_checked(bags), self.padding_idx)
         found = self._look_up(bags)
         return found if self.mode != "max" else _largest(found, bags.lengths())
 
@@ -206,6 +232,15 @@ class EmbeddingBag(_DropIn):
         if not self.include_last_offset:
             offsets = torch.cat([offsets, offsets.new_tensor([len(ids)])])
         return Bags(ids, len(offsets) - 1, None, offsets, weights)
+
+
+def _checked(bags: Bags) -> Bags:
+    """Raise `BatchError` unless offsets begin at 0, never fall, and end at the number of ids."""
+    if bags.offsets is None:
+        return bags
+    return Jagged(
+        ["ids"], bags.values, batch_size=bags.batch_size, fixed=[None], offsets=bags.offsets[None], weights=bags.weights
+    )["ids"]
 
 
 def _without(bags: Bags, padding_idx: int) -> Bags:

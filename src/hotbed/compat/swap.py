@@ -88,12 +88,11 @@ def _check(name: str, module: _Torch) -> None:
     kind = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
     label = f"{type(module).__name__} '{name}'"
     weight = module._parameters.get("weight")
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if type(module).forward is not kind.forward:
-        wrong = f"has a forward of its own, which a table would not call; derive it from {kind.__name__} no more"
-    elif weight is None:
+    if weight is None:
         wrong = "has a parametrization or no weight, which tables do not have"
-    elif any(getattr(module, hook) for hook in hooks):
+    elif own := _own(type(module), kind) + [*module._parameters, *module._buffers, *module._modules][1:]:
+        wrong = f"has a {own[0]} of its own, which a table would not have"
+    elif _has_hooks(module, weight):
         wrong = "has hooks, which would be lost"
     elif module.scale_grad_by_freq:
         wrong = "has scale_grad_by_freq, which optimizers of tables do not know"
@@ -106,6 +105,20 @@ def _check(name: str, module: _Torch) -> None:
     else:
         return
     raise SpecError(f"{label} {wrong}; leave it as it is with skip=['{name}']")
+
+
+def _own(derived: type, kind: type) -> list[str]:
+    """List what a class has beside torch's, but for what makes and fills it."""
+    made = {"__init__", "reset_parameters"}
+    classes = derived.__mro__[: derived.__mro__.index(kind)]
+    return [name for of in classes for name, value in vars(of).items() if callable(value) and name not in made]
+
+
+def _has_hooks(module: nn.Module, weight: Tensor) -> bool:
+    """Say whether something is called when a module, or the gradient of its weight, is computed."""
+    of_module = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    of_weight = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(module, hook) for hook in of_module) or any(getattr(weight, hook, None) for hook in of_weight)
 
 
 def _refuse_shared(model: nn.Module, chosen: dict[str, _Torch]) -> None:
@@ -144,7 +157,7 @@ def _replacements(named: dict[str, _Torch], seed: int, backend: BackendName) -> 
         rows=weight.shape[0],
         dim=weight.shape[1],
         dtype=_DTYPES[weight.dtype],
-        init_bound=math.sqrt(3.0) if weight.is_meta else None,  # of the deviation of normal values, 1
+        init_bound=_bound(module) if weight.is_meta else None,
         frozen=not weight.requires_grad,
     )
     features = [Feature(name or "weight", table.name, pooling=_pooling(m)) for name, m in named.items()]
@@ -162,6 +175,12 @@ def _replacements(named: dict[str, _Torch], seed: int, backend: BackendName) -> 
             new.limit_norms()
         made[id(old)] = new
     return made
+
+
+def _bound(module: _Torch) -> float:
+    """Bound of uniform initial values of the deviation of torch's, 1; no row is longer than ``max_norm``."""
+    longest = math.inf if module.max_norm is None else float(module.max_norm)
+    return min(math.sqrt(3.0), longest / math.sqrt(module.embedding_dim))
 
 
 def _pooling(module: _Torch) -> Pooling:

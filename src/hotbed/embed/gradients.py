@@ -73,8 +73,8 @@ class TableUpdater:
     def receive(self, contribution: Contribution) -> None:
         """Keep a gradient for the step, if it may be of a table of this optimizer."""
         if not self.tables.isdisjoint(contribution.tables):
-            self._waiting.append(contribution)
             self._on_grad(contribution.finite)
+            self._waiting.append(contribution)
 
     @torch.no_grad()
     def apply(self, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor | None, gate: Tensor | None) -> None:

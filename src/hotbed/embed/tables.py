@@ -79,6 +79,8 @@ class TableModule(nn.Module):
         }
         self.max_norms: dict[str, float] = {}
         """By table that has one: the largest norm of a row after its update, whatever an optimizer's own option."""
+        self.kept: list[object] = []
+        """Optimizers that step in backward, which nobody else need keep; copies of the module have none."""
         self._updaters: weakref.WeakSet[TableUpdater] = weakref.WeakSet()
         self._dynamic = DynamicTables(tables, features)
         self._training_calls = 0
@@ -303,11 +305,11 @@ class TableModule(nn.Module):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_updaters"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_updaters", "kept")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._updaters = weakref.WeakSet()  # a copy has no optimizer yet
+        self._updaters, self.kept = weakref.WeakSet(), []  # a copy has no optimizer yet
         self.number = number(self)
 
     def extra_repr(self) -> str:

@@ -264,7 +264,7 @@ class PlainEmbeddings(nn.Module):
     def _padded(self, feature: Feature, bags: Bags) -> tuple[Tensor, Tensor]:
         """Vectors ``[B, max_len, D]`` of a feature that is not pooled, and how many ``[B]`` are no padding."""
         taken, length = self._taken(feature, bags), cast(int, feature.max_len)
-        rows = self._weight(feature)[taken.values]
+        rows = torch.embedding(self._weight(feature), taken.values)  # which refuses ids below 0, as indexing does not
         rows = rows if taken.weights is None else rows * taken.weights[:, None]
         upto, offsets, bag = taken.upto, taken.offsets, taken.bag
         lengths = upto[offsets[1:]] - upto[offsets[:-1]]

@@ -94,7 +94,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         trained = {path for path, _ in places.values()}
         collections = {p: m for p, m in model.named_modules() if isinstance(m, SparseModule) and p in trained}
         self._check_finite = False
-        self._steps_in_backward = self._is_queued = False
+        self._steps_in_backward = False
+        self._backward: int | None = None
         self.gate: Tensor | None = None
         self._options = tuple(defaults)
         resolved = resolve_groups(places, groups or (), known=set(defaults))
@@ -234,18 +235,33 @@ class SparseOptimizer(torch.optim.Optimizer):
             updater.clear()
 
     def in_backward(self) -> Self:
-        """Step at the end of every backward that reaches the tables, as TorchRec does; nobody need call `step` then."""
+        """Step at the end of every backward that reaches the tables, as TorchRec does.
+
+        Nobody need call `step` or `zero_grad` then, or keep the optimizer: the tables do. It knows nothing of a
+        ``GradScaler``, and gradients do not accumulate; let `step` be called where you need either.
+        """
         self._steps_in_backward = True
+        for collection in dict.fromkeys(trained.collection for trained in self._trained):
+            collection.kept.append(self)
         return self
 
+    def _queue_step(self) -> None:
+        """Have the step taken at the end of the backward pass that runs; forget what one that failed has left."""
+        running = torch._C._current_graph_task_id()
+        if running == self._backward:
+            return
+        if self._backward is not None:
+            self.zero_grad()
+        self._backward = running
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
     def _end_backward(self) -> None:
-        self._is_queued = False
+        self._backward = None
         self.step()
 
     def _on_grad(self, finite: Callable[[], Tensor]) -> None:
-        if self._steps_in_backward and not self._is_queued:
-            self._is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if self._steps_in_backward:
+            self._queue_step()
         lead: Tensor = self.param_groups[0]["params"][0]
         if lead.grad is None:
             lead.grad = torch.ones_like(lead)  # a new one: GradScaler scales it in place, which its version hides

@@ -171,6 +171,8 @@ class SparseModule(Protocol):
     handles: dict[str, Tensor]
     max_norms: dict[str, float]
     """By table that has one: the largest norm of a row after its update, whatever an optimizer's own option."""
+    kept: list[object]
+    """Optimizers that step in backward, which nobody else need keep; copies of the module have none."""
 
     @property
     def replicas(self) -> int:

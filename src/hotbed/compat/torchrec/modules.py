@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from hotbed import embed
 from hotbed.batch import Embeddings
+from hotbed.compat.drop_in import weight_of
 from hotbed.compat.torchrec.configs import (
     Config,
     EmbeddingBagConfig,
@@ -28,7 +29,7 @@ from hotbed.optim import SparseOptimizer
 
 
 class TableView(nn.Module):
-    """A table under the path that TorchRec has for it; its parameter has no values, and stands for the table.
+    """Show a table under the path that TorchRec has for it; its parameter has no values, and stands for the table.
 
     Attributes
     ----------
@@ -44,12 +45,12 @@ class TableView(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Rows ``[R, D]``, without a gradient: the memory of the table where it is float32 and all on this rank."""
-        return self._rows[0].weight(self.table)
+        """Rows ``[R, D]``: the memory of the table where it is float32 and all on this rank; without a gradient."""
+        return weight_of(self._rows[0], self.table)
 
 
 class _Collection(nn.Module, Generic[Config]):
-    """What both collections share: tables, features, and names in ``state_dict``."""
+    """Hold what both collections share: tables, features, and names in ``state_dict``."""
 
     views_name: str
 
@@ -84,6 +85,9 @@ class _Collection(nn.Module, Generic[Config]):
         else:
             config.init_fn(values)
         self.rows.set_weight(config.name, values)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_fused": []}  # a copy makes optimizers of its own
 
     @property
     def device(self) -> torch.device:

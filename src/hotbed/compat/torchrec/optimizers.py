@@ -18,7 +18,7 @@ _BY_NAME: dict[str, type[optim.SparseOptimizer]] = {
 
 
 class TableHandle(nn.Parameter):
-    """What ``parameters()`` gives for a table: no values, no gradient, and the optimizer that was applied to it.
+    """Stand for a table among ``parameters()``: no values, no gradient, and the optimizer that was applied to it.
 
     Parameters
     ----------
@@ -29,21 +29,32 @@ class TableHandle(nn.Parameter):
     rows: embed.EmbeddingCollection
     table: str
     applied: tuple[type[optim.SparseOptimizer], dict[str, Any]] | None
+    is_used: bool
+    """Whether the optimizer has been made."""
 
     @classmethod
     def of(cls, rows: embed.EmbeddingCollection, table: str) -> Self:
         """Make the handle of a table."""
         handle = torch.Tensor._make_subclass(cls, torch.empty(0, device="cpu"), False)
-        handle.rows, handle.table, handle.applied = rows, table, None
+        handle.rows, handle.table, handle.applied, handle.is_used = rows, table, None, False
         return handle
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _handle, (self.rows, self.table, self.applied)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableHandle:
         from copy import deepcopy
 
-        made = type(self).of(deepcopy(self.rows, memo), self.table)
-        made.applied = self.applied
-        memo[id(self)] = made
+        memo[id(self)] = made = _handle(deepcopy(self.rows, memo), self.table, self.applied)
         return made
+
+
+def _handle(
+    rows: embed.EmbeddingCollection, table: str, applied: tuple[type[optim.SparseOptimizer], dict[str, Any]] | None
+) -> TableHandle:
+    handle = TableHandle.of(rows, table)
+    handle.applied = applied
+    return handle
 
 
 def apply_optimizer_in_backward(
@@ -64,6 +75,8 @@ def apply_optimizer_in_backward(
     ------
     SpecError
         If hotbed has no optimizer of that name, or a parameter is no table's.
+    OptimizerError
+        If the tables are trained already.
     """
     name = optimizer_class.__name__
     if name not in _BY_NAME:
@@ -76,6 +89,11 @@ def apply_optimizer_in_backward(
             raise SpecError(
                 f"a parameter {list(param.shape)} is no table's; give apply_optimizer_in_backward the parameters of "
                 "embedding collections, and torch.optim the rest"
+            )
+        if param.is_used:
+            raise OptimizerError(
+                f"table '{param.table}' is trained already; apply an optimizer before the first training step, and "
+                "before the model is distributed"
             )
         param.applied = _BY_NAME[name], defaults | dict(optimizer_kwargs)
 
@@ -95,20 +113,22 @@ def optimizers_in_backward(
         kind, options = same[0].applied
         selected = optim.TableSelection(rows, [handle.table for handle in same])
         made.append(kind(selected, **options).in_backward())
+        for handle in same:
+            handle.is_used = True
     return made
 
 
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that no optimizer in backward trains; or, with ``include``, the others."""
+    """Yield the parameters that are no tables', which backward trains; or, with ``include``, those of tables."""
     for name, param in named_parameters:
         if isinstance(param, TableHandle) == include:
             yield name, param
 
 
-class KeyedOptimizerWrapper:
-    """An optimizer of named parameters.
+class KeyedOptimizerWrapper(torch.optim.Optimizer):
+    """Wrap an optimizer of named parameters.
 
     Parameters
     ----------
@@ -123,17 +143,23 @@ class KeyedOptimizerWrapper:
     ) -> None:
         self.params = dict(params)
         self.optimizer = optim_factory(list(self.params.values()))
+        self.defaults = self.optimizer.defaults
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Those of the optimizer."""
         return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """That of the optimizer."""
+        return self.optimizer.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients."""
         self.optimizer.zero_grad(set_to_none)
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Update the parameters."""
         self.optimizer.step(closure)
 
@@ -146,8 +172,8 @@ class KeyedOptimizerWrapper:
         self.optimizer.load_state_dict(state_dict)
 
 
-class CombinedOptimizer:
-    """Several optimizers as one.
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Combine several optimizers into one.
 
     Parameters
     ----------
@@ -160,18 +186,24 @@ class CombinedOptimizer:
         self.optimizers: dict[str, Any] = dict(named)
         if len(self.optimizers) != len(named):
             raise OptimizerError(f"names of optimizers must be unique, got {[name for name, _ in named]}")
+        self.defaults: dict[str, Any] = {}
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Those of all optimizers."""
         return [group for of in self.optimizers.values() for group in of.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Those of all optimizers."""
+        return {key: value for of in self.optimizers.values() for key, value in of.state.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients."""
         for of in self.optimizers.values():
             of.zero_grad(set_to_none)
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Update everything that backward has not."""
         for of in self.optimizers.values():
             of.step(closure)
@@ -187,9 +219,9 @@ class CombinedOptimizer:
 
 
 class FusedOptimizer(CombinedOptimizer):
-    """The optimizers that train tables in backward; their options can be changed, e.g. by a schedule."""
+    """Stand for the optimizers that train tables in backward; their options can be changed, e.g. by a schedule."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Do nothing: backward has."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:

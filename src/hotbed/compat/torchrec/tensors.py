@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Self
 
 import torch
@@ -156,19 +156,24 @@ class KeyedJaggedTensor:
 
     @classmethod
     def from_jt_dict(cls, jt_dict: Mapping[str, JaggedTensor]) -> Self:
-        """Build from a jagged tensor per key."""
+        """Build from a jagged tensor per key; where only some have weights, ids of the others have the weight 1."""
         parts = list(jt_dict.values())
-        weights = [w for part in parts if (w := part.weights_or_none()) is not None]
+        weights = [part.weights_or_none() for part in parts]
+        weighted = any(w is not None for w in weights)
+        ones = [torch.ones(len(p.values()), device=p.values().device) for p in parts] if weighted else []
         return cls(
             list(jt_dict),
             torch.cat([part.values() for part in parts]),
-            torch.cat(weights) if weights else None,
+            torch.cat([one if w is None else w for w, one in zip(weights, ones, strict=True)]) if weighted else None,
             torch.cat([part.lengths() for part in parts]),
         )
 
     @staticmethod
     def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        """Put the keys of several, of the same samples, together."""
+        """Put the keys of several, of the same samples, together; `BatchError` if one has a key of another."""
+        keys = list(chain.from_iterable(part.keys() for part in kjt_list))
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise BatchError(f"key '{twice[0]}' is in several of the KeyedJaggedTensors; names must be unique")
         return KeyedJaggedTensor.from_jt_dict({key: jt for part in kjt_list for key, jt in part.to_dict().items()})
 
     def keys(self) -> list[str]:
