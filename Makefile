@@ -2,6 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PEERS := benchmarks/peers/.venv
 LOWEST := .venv-lowest
+NEWEST := .venv-newest
 AUDIT := .venv-audit
 TARGET ?= yaml
 SECONDS ?= 60
@@ -12,7 +13,7 @@ JOURNEYS := tests/test_lowest.py tests/test_readme.py tests/test_public_names.py
 	tests/commands/test_train.py tests/commands/test_tune.py tests/commands/test_checkpoint.py tests/data tests/nn tests/train/test_own_model.py \
 	tests/train/test_report.py tests/train/test_golden.py tests/checkpoint/test_checkpoint.py tests/embed/test_collection.py
 
-.PHONY: help setup demo test test-all test-clusters test-lowest check format gpu-report gpu-limits fuzz audit sbom tutorials gpu-suite bench-peers bench-net bench-ablation clean
+.PHONY: help setup demo test test-all test-clusters test-lowest test-newest check format gpu-report gpu-limits fuzz audit sbom tutorials gpu-suite bench-peers bench-net bench-ablation clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / — /'
@@ -47,6 +48,17 @@ $(LOWEST)/ready: pyproject.toml constraints-lowest.txt constraints.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-lowest.txt "$(TORCH)"
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-lowest.txt \
 		"$(TORCH)" --editable '.[tensorboard,plot,tune]' $(shell grep -E '^(pytest|pytest-xdist|hypothesis)==' constraints.txt)
+	touch $@
+
+test-newest: $(NEWEST)/ready  ## the main journeys with the newest versions that pip finds, whatever constraints.txt says [TORCH=torch==…]
+	XDG_CACHE_HOME="$(CURDIR)/$(NEWEST)/cache" $(NEWEST)/bin/python -m pytest $(JOURNEYS)
+
+$(NEWEST)/ready: pyproject.toml
+	rm -rf $(NEWEST)  # so that what is newest is asked for anew
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check \
+		"$(TORCH)" --editable '.[tensorboard,plot,tune]' pytest pytest-xdist hypothesis
 	touch $@
 
 check: .venv/ready  ## lint, types, layers, public names
@@ -113,4 +125,4 @@ $(PEERS)/ready: pyproject.toml constraints.txt benchmarks/peers/requirements.txt
 	touch $@
 
 clean:  ## remove what setup and runs made
-	rm -rf .venv $(LOWEST) $(AUDIT) $(PEERS) .fuzz .triton sbom.json runs
+	rm -rf .venv $(LOWEST) $(NEWEST) $(AUDIT) $(PEERS) .fuzz .triton sbom.json runs
