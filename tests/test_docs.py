@@ -1,0 +1,144 @@
+"""Protects that the documentation holds together: links lead somewhere, every page is found, and its code runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import hotbed.errors
+from hotbed.commands.main import main
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def anchors(page: Path) -> set[str]:
+    """Ids of a page's headings, as repository browsers and the site make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return {
+        re.sub(r"[\s]", "-", re.sub(r"[^\w\s-]", "", heading.strip().lower()))
+        for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    }
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    """``docs/build.py``, which is no part of the package."""
+    spec = importlib.util.spec_from_file_location("docs_build", DOCS / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8"))):
+        if link.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{name_of(page)} links {link}"
+        assert not anchor or anchor in anchors(target), f"{name_of(page)} links {link}, which is no heading there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lists_begin_after_an_empty_line(page: Path) -> None:
+    """Repository browsers do without, the site's Markdown does not."""
+    text = re.sub(r"^```.*?^```$", "```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    inside = False
+    for before, line in zip(["", *text.splitlines()], text.splitlines(), strict=False):
+        item = re.match(r"( *)(?:[-*]|\d+\.) ", line)
+        if item:
+            assert inside or not before or before.startswith(("#", "<!--", "```")), f"{name_of(page)}: {line}"
+            assert len(item[1]) % 4 == 0, f"{name_of(page)}: {line}; indent by 4"
+        inside = bool(item) or (inside and bool(line))
+
+
+def test_every_page_is_in_the_navigation(build: ModuleType) -> None:
+    nav = build.navigation((DOCS / "index.md").read_text(encoding="utf-8"))
+    found = [path for of in nav.values() for path in of.values()]
+    assert len(found) == len(set(found))
+    pages = {page.name for page in DOCS.glob("*.md")} - {"index.md"}
+    beside = {f"../{name}" for name in build.BESIDE}
+    assert set(found) == pages | beside | set(build.REFERENCE.values()) | {"tutorials/README.md", "decisions"}
+
+
+def test_pages_above_docs_and_notebooks_lie_elsewhere_on_the_site(build: ModuleType) -> None:
+    assert build.on_the_site("[a](../ARCHITECTURE.md#x) [b](models.md) [c](decisions)", "") == (
+        "[a](ARCHITECTURE.md#x) [b](models.md) [c](decisions/index.md)"
+    )
+    assert (
+        build.on_the_site("[a](../../CHANGELOG.md) [b](../models.md)", "../")
+        == "[a](../CHANGELOG.md) [b](../models.md)"
+    )
+    assert build.on_the_site("[a](docs/models.md) [b](LICENSE)", "docs/") == "[a](models.md) [b](LICENSE)"
+    assert build.on_the_site("[a](3-skew.ipynb)", "../") == "[a](3-skew.md)"
+
+
+def test_the_api_has_every_public_name(build: ModuleType) -> None:
+    page = build.api_page("hotbed.optim")
+    assert page.startswith("# hotbed.optim\n\n::: hotbed.optim.COMMON\n")
+    assert page.count(":::") == len(importlib.import_module("hotbed.optim").__all__)
+    assert "::: hotbed.nn\n" not in build.api_page("hotbed")
+
+
+def test_the_command_line_has_every_command(build: ModuleType) -> None:
+    from hotbed.commands.main import COMMANDS
+
+    words = [" ".join(command) for command, _ in build.commands([])]
+    assert set(words) >= {"", *COMMANDS, "checkpoint verify", "bench step"}
+    assert len(words) == len(set(words))
+
+
+def test_every_class_of_error_has_a_line_in_troubleshooting() -> None:
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    classes = {
+        name
+        for name, value in vars(hotbed.errors).items()
+        if inspect.isclass(value) and issubclass(value, hotbed.errors.HotbedError) and name != "HotbedError"
+    }
+    assert set(re.findall(r"^\| `(\w+Error)` \|", text, re.MULTILINE)) == classes
+
+
+def test_threads_change_no_bit() -> None:
+    (block,) = blocks("determinism.md", "python")
+    exec(block, {})
+
+
+def test_the_quickstart_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data, loop = blocks("quickstart.md", "python")
+    exec(data, {})
+    (commands,) = blocks("quickstart.md", "bash")
+    for line in commands.splitlines():
+        words = shlex.split(line)
+        assert words[0] == "hotbed"
+        more = ["--train.steps", "20"] if words[1] == "train" else []
+        assert main([*words[1:], *more]) == 0, line
+    assert (tmp_path / "scores.parquet").is_file()
+    exec(loop, {})
+    assert float(capsys.readouterr().out.splitlines()[-1].split()[-1]) < 0.5
