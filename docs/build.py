@@ -23,7 +23,13 @@ DOCS = ROOT / "docs"
 BESIDE = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")
 """Pages above docs, which the site has beside the others."""
 PICTURES = "benchmarks/results"
-API = {"hotbed": "hotbed", "hotbed.nn": "nn", "hotbed.optim": "optim", "hotbed.compat.torchrec": "torchrec"}
+API = {
+    "hotbed": "hotbed",
+    "hotbed.nn": "nn",
+    "hotbed.optim": "optim",
+    "hotbed.data": "data",
+    "hotbed.compat.torchrec": "torchrec",
+}
 """By package, the page in ``api/``."""
 REFERENCE = {"Command line": "command_line.md", **{package: f"api/{page}.md" for package, page in API.items()}}
 """Generated pages, by their titles in the navigation."""

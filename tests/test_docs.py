@@ -6,17 +6,22 @@ import importlib.util
 import inspect
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import hotbed.errors
-from hotbed.commands.main import main
+from hotbed.checkpoint.manifest import DIFFERENTIAL, FORMAT
+from hotbed.commands.main import COMMANDS, main
+from hotbed.serve.schema import VERSION
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
+NOW = [page for page in PAGES if page.name not in ("CHANGELOG.md", "log.md") and page.parent.name != "decisions"]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 
 
 def name_of(page: Path) -> str:
@@ -105,11 +110,40 @@ def test_the_api_has_every_public_name(build: ModuleType) -> None:
 
 
 def test_the_command_line_has_every_command(build: ModuleType) -> None:
-    from hotbed.commands.main import COMMANDS
-
     words = [" ".join(command) for command, _ in build.commands([])]
     assert set(words) >= {"", *COMMANDS, "checkpoint verify", "bench step"}
     assert len(words) == len(set(words))
+
+
+@pytest.mark.parametrize("page", NOW, ids=name_of)
+def test_what_is_named_is_there(page: Path) -> None:
+    """Targets of make, commands, and extras, of pages that say how things are now."""
+    text = page.read_text(encoding="utf-8")
+    code = "\n".join(
+        [*re.findall(r"`([^`\n]+)`", text), *re.findall(r"^```bash\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
+    )
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for targets in re.findall(r"^make((?: [a-z][a-z-]*)+)(?= *$| +[#A-Z[])", code, re.MULTILINE):
+        for target in targets.split():
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+    for command in re.findall(r"^hotbed ([a-z]\w*)", code, re.MULTILINE):
+        assert command in COMMANDS, f"hotbed {command}"
+    for extra in re.findall(r"hotbed\[([a-z]+)\]", text):
+        assert extra in EXTRAS, f"hotbed[{extra}]"
+
+
+def test_the_extras_that_users_need_are_listed() -> None:
+    (table,) = re.findall(
+        r"^\| extra \|.*?\n\n", (DOCS / "install.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    first = re.findall(r"^\|(.+?)\|", table, re.MULTILINE)
+    assert {name for cell in first for name in re.findall(r"`(\w+)`", cell)} == EXTRAS.keys() - {"dev", "docs"}
+
+
+def test_formats_that_are_read_are_those_of_the_table() -> None:
+    text = (DOCS / "releases.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| checkpoint (\d+), \w+ ", text, re.MULTILINE)[-2:] == [str(FORMAT), str(DIFFERENTIAL)]
+    assert f"exported model and changes, version {VERSION} " in text
 
 
 def test_every_class_of_error_has_a_line_in_troubleshooting() -> None:
