@@ -2,7 +2,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PEERS := benchmarks/peers/.venv
 LOWEST := .venv-lowest
+NEWEST := .venv-newest
 AUDIT := .venv-audit
+DOCS := .venv-docs
 TARGET ?= yaml
 SECONDS ?= 60
 TRITON ?=
@@ -12,7 +14,7 @@ JOURNEYS := tests/test_lowest.py tests/test_readme.py tests/test_public_names.py
 	tests/commands/test_train.py tests/commands/test_tune.py tests/commands/test_checkpoint.py tests/data tests/nn tests/train/test_own_model.py \
 	tests/train/test_report.py tests/train/test_golden.py tests/checkpoint/test_checkpoint.py tests/embed/test_collection.py
 
-.PHONY: help setup demo test test-all test-clusters test-lowest check format gpu-report gpu-limits fuzz audit sbom tutorials gpu-suite bench-peers bench-net bench-ablation clean
+.PHONY: help setup demo test test-all test-clusters test-lowest test-newest check format gpu-report gpu-limits fuzz audit sbom tutorials docs gpu-suite bench-peers bench-net bench-ablation clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / — /'
@@ -49,6 +51,15 @@ $(LOWEST)/ready: pyproject.toml constraints-lowest.txt constraints.txt
 		"$(TORCH)" --editable '.[tensorboard,plot,tune]' $(shell grep -E '^(pytest|pytest-xdist|hypothesis)==' constraints.txt)
 	touch $@
 
+test-newest: $(NEWEST)/bin/python  ## the main journeys with the newest versions that pip finds now, but for torch [TORCH=torch==2.14.0]
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
+		"$(TORCH)" --editable '.[tensorboard,plot,tune]' pytest pytest-xdist hypothesis
+	XDG_CACHE_HOME="$(CURDIR)/$(NEWEST)/cache" $(NEWEST)/bin/python -m pytest $(JOURNEYS)
+
+$(NEWEST)/bin/python:
+	$(PYTHON) -m venv $(NEWEST)
+
 check: .venv/ready  ## lint, types, layers, public names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -80,6 +91,19 @@ $(AUDIT)/ready:
 
 tutorials: .venv/ready  ## run the notebooks of docs/tutorials, in place
 	$(BIN)/python docs/tutorials/run.py
+
+docs: .venv/ready $(DOCS)/ready  ## the documentation's site, into build/docs/site; dead links and names that are not there fail
+	rm -rf build/docs
+	$(DOCS)/bin/jupyter-nbconvert --to markdown --log-level WARN --output-dir build/docs/pages/tutorials docs/tutorials/*.ipynb
+	$(BIN)/python docs/build.py build/docs
+	$(DOCS)/bin/zensical build --strict --config-file build/docs/zensical.toml
+
+$(DOCS)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); \
+		print(*p['project']['optional-dependencies']['docs'], sep='\n')" >$(DOCS)/requirements.txt
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement $(DOCS)/requirements.txt
+	touch $@
 
 gpu-report: .venv/ready $(if $(TRITON),$(OTHER)/ready)  ## what compilers say of every kernel, without a GPU; into docs/gpu.md [TRITON=3.6.0 beside] [THEIRS=folder] [ARGS=...]
 	$(if $(TRITON),PYTHONPATH=$(OTHER) $(BIN)/python -m tests.gpu.report --targets sm_90 --json $(OTHER)/report.json >$(OTHER)/report.md)
@@ -113,4 +137,4 @@ $(PEERS)/ready: pyproject.toml constraints.txt benchmarks/peers/requirements.txt
 	touch $@
 
 clean:  ## remove what setup and runs made
-	rm -rf .venv $(LOWEST) $(AUDIT) $(PEERS) .fuzz .triton sbom.json runs
+	rm -rf .venv $(LOWEST) $(NEWEST) $(AUDIT) $(DOCS) $(PEERS) .fuzz .triton build/docs sbom.json runs

@@ -308,7 +308,7 @@ def _collectives() -> Check:
 
 # -- extras ---------------------------------------------------------------------------------------------------------
 
-FOR_DEVELOPERS = ("dev", "testing", "interpret")
+FOR_DEVELOPERS = ("dev", "docs", "testing", "interpret")
 """Extras that no user needs."""
 
 
