@@ -1,17 +1,19 @@
-"""Time models before and after they move in: ``python -m benchmarks.moving_in [--json FILE]``.
+"""Time models before and after they move in: ``python -m benchmarks.moving_in [--json FILE] [--page PAGE]``.
 
 Each project is a DLRM of 26 tables, one id per feature: *plain*, a loop of PyTorch with ``nn.EmbeddingBag``; the same
 in *lightning* and *accelerate*; and *torchrec*, TorchRec's own ``DLRM`` under its ``DistributedModelParallel`` with
 row-wise AdaGrad in backward. *after* is the same with `hotbed.swap_embeddings`, or with the classes of
 `hotbed.compat.torchrec`. *dense* has gradients as they come, of whole tables; *sparse* has
 ``nn.EmbeddingBag(sparse=True)``. Both sides start from equal values, and it is said by how much their losses differ;
-they take turns in one process; medians of steps.
+they take turns in one process; medians of steps. What needs a library that is not installed is left out, and keeps its
+figures in FILE: ``make bench-peers`` makes an environment with TorchRec, ``make setup`` one with Lightning.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import statistics
 import time
 import warnings
@@ -27,9 +29,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader
 
 import hotbed as hb
+from benchmarks.quality_results import measured_on
 from hotbed.files import write_json
 from hotbed.train.report import environment
 
+BEGIN, END = "<!-- moving_in: begin -->", "<!-- moving_in: end -->"
 LR = 0.1
 NUMERICALS = 13
 Data = tuple[Tensor, Tensor, Tensor]
@@ -47,24 +51,41 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--page", type=Path, help="Markdown page that gets the table, between its markers.")
     args = parser.parse_args(argv)
     console = Console(width=120)
     here = environment(torch.device("cpu"))
     table = Table("project", "before", "after", "before ÷ after", "losses differ by", title=here["hardware"])
-    results: dict[str, dict[str, Any]] = {}
+    known = args.json is not None and args.json.exists()
+    results: dict[str, dict[str, Any]] = json.loads(args.json.read_text(encoding="utf-8"))["results"] if known else {}
     for name, (needs, make) in PROJECTS.items():
         if needs is not None and importlib.util.find_spec(needs) is None:
             console.print(f"{name}: {needs} is not installed here, left out")
             continue
-        results[name] = result = measure(make, args)
+        results[name] = result = {"measured on": measured_on(), **measure(make, args)}
         before, after = (statistics.median(result[side]) for side in ("before", "after"))
         table.add_row(
             name, f"{before:.1f} ms", f"{after:.1f} ms", f"{before / after:.2f}", f"{result['difference']:.1e}"
         )
     console.print(table)
+    if args.page:
+        write_table(args.page, results)
     if args.json:
-        measured = {**here, "threads": torch.get_num_threads(), **{k: v for k, v in vars(args).items() if k != "json"}}
-        write_json(args.json, {"measured": measured, "results": results})
+        sizes = {k: v for k, v in vars(args).items() if k not in ("json", "page")}
+        write_json(args.json, {"measured": {**here, "threads": torch.get_num_threads(), **sizes}, "results": results})
+
+
+def write_table(page: Path, results: dict[str, dict[str, Any]]) -> None:
+    """Put the figures between the markers of a page."""
+    lines = ["; ".join(dict.fromkeys(result["measured on"] for result in results.values())), ""]
+    lines += ["| project | before | after | before ÷ after | losses differ by |", "| --- | --- | --- | --- | --- |"]
+    for name, result in results.items():
+        before, after = (statistics.median(result[side]) for side in ("before", "after"))
+        figures = f"{before:.1f} ms | {after:.1f} ms | {before / after:.2f} | {result['difference']:.1e}"
+        lines.append(f"| {name} | {figures} |")
+    text = page.read_text(encoding="utf-8")
+    head, tail = text.split(BEGIN)[0], text.split(END)[1]
+    page.write_text(f"{head}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{tail}", encoding="utf-8")
 
 
 def measure(make: Callable[[argparse.Namespace, bool], Step], args: argparse.Namespace) -> dict[str, Any]:
@@ -235,13 +256,13 @@ def torchrec(args: argparse.Namespace, after: bool) -> Step:
         theirs, keyed = their("torchrec"), their("torchrec.optim.keyed")
         distributed = their("benchmarks.peers.torchrec_side").distributed
         made, collection = model(theirs)
-        with torch.no_grad():
-            for i, name in enumerate(names):
-                collection.embedding_bags[name].weight.copy_(values_of(i, args))
         in_backward = their("torchrec.optim.apply_optimizer_in_backward").apply_optimizer_in_backward
         in_backward(their("torchrec.optim.rowwise_adagrad").RowWiseAdagrad, collection.parameters(), {"lr": LR})
         path = "sparse_arch.embedding_bag_collection"
         parallel = distributed(made, collection, names, path, "table")  # by default small tables are replicated
+        state = parallel.state_dict()
+        for i, name in enumerate(names):
+            state[f"{path}.embedding_bags.{name}.weight"].local_shards()[0].tensor.copy_(values_of(i, args))
         rest = their("torchrec.optim.optimizers").in_backward_optimizer_filter
         of_rest = keyed.KeyedOptimizerWrapper(
             dict(rest(parallel.named_parameters())), lambda p: torch.optim.SGD(p, lr=LR)
