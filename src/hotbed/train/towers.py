@@ -47,6 +47,8 @@ VECTOR = "vector"
 _GRAPH_FROM = 1_000_000
 """Items from which on the index is a graph, which looks at a part of them."""
 _LINKS = 32
+_FEWEST = 1 << 20
+"""Rows of items that are collected before those of one item are merged."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,13 @@ def _stored(recipe: Recipe, source: Source, item: Sequence[str], items: ItemSet)
     names = [name for name in item if name not in derived]
     only, found, rows = place.only(item), list[Any](), np.full(len(items), -1, np.int64)
     count = 0
+
+    def merge() -> None:
+        """Keep the last row of each item that was met."""
+        there = rows >= 0
+        found[:] = [pa.concat_tables(found, promote_options="default").take(pa.array(rows[there])).combine_chunks()]
+        rows[there] = np.arange(there.sum())
+
     for split in place.splits:
         for i in range(len(place.chunks(split))):
             at = items.positions(item_ids(only.read(split, i).sparse, item[0])).numpy()
@@ -185,7 +194,11 @@ def _stored(recipe: Recipe, source: Source, item: Sequence[str], items: ItemSet)
             found.append(place.read_columns(split, i, names).take(pa.array(kept)))
             rows[here] = count + np.arange(len(here))
             count += len(here)
-    return pa.concat_tables(found, promote_options="default").take(pa.array(rows)).combine_chunks()
+            if count > _FEWEST + 2 * len(found[0]):
+                merge()
+                count = len(found[0])
+    merge()
+    return found[0]
 
 
 def _write_lookups(folder: Path, encoder: Encoder) -> dict[str, str]:
