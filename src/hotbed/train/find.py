@@ -32,7 +32,7 @@ SCORE = "score"
 
 
 class Written(NamedTuple):
-    """What `find` wrote: rows, and how many items were looked for each: ``k``, or all if there are fewer."""
+    """Say what `find` wrote: rows, and how many items were looked for each: ``k``, or all if there are fewer."""
 
     rows: int
     k: int
@@ -80,11 +80,11 @@ class Finder:
 
     @property
     def columns(self) -> list[str]:
-        """Columns that rows of users must have."""
+        """Name the columns that rows of users must have."""
         return self._encoder.names
 
     def vectors(self, users: Any) -> NDArray[np.float32]:
-        """Vectors ``[n, D]`` of rows of users, an Arrow table with their columns as in the data to train on."""
+        """Compute vectors ``[n, D]`` of rows of users, an Arrow table with their columns as in the data to train on."""
         batch = self._encoder.batch(users, place="users", row_of=lambda at: f"row {at:,}")
         ids: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
         weights: dict[str, Tensor] = {}
@@ -103,7 +103,7 @@ class Finder:
             return self._user(dense, ids, *([weights] if weights else [])).numpy()
 
     def __call__(self, users: Any, k: int = 10) -> Any:
-        """The best ``k`` items of each user: an Arrow table of two columns of lists, the items and their products.
+        """Find the best ``k`` items of each user: an Arrow table of two columns of lists, the items and their products.
 
         Lists are shorter where there are fewer items, or a graph leads to fewer.
         """
@@ -118,7 +118,7 @@ class Finder:
         return pa.table({self.item: items, SCORE: products})
 
     def _search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """The largest products ``[n, k]`` and the positions of their items, −1 where the index found fewer."""
+        """Find the largest products ``[n, k]`` and the positions of their items, −1 where the index found fewer."""
         if not hasattr(self._index, "hnsw"):
             return self._index.search(vectors, k)
         wide = faiss_module().SearchParametersHNSW(efSearch=max(_LOOKED_AT, 2 * k))

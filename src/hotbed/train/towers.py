@@ -53,7 +53,7 @@ _FEWEST = 1 << 20
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export_towers` wrote: items, columns of their vectors, kind of the index, and the step of the model."""
+    """Say what `export_towers` wrote: items, columns of their vectors, kind of the index, and the step of the model."""
 
     items: int
     dim: int
@@ -62,7 +62,7 @@ class Exported:
 
 
 class Tower(nn.Module):
-    """One tower of a two-tower model as a model of its own, of plain torch: a batch in, vectors of norm 1 out.
+    """Compute one tower of a two-tower model, as a model of its own, of plain torch: a batch in, vectors of norm 1 out.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ class Tower(nn.Module):
         self.mlp = getattr(model, name)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Vectors ``[B, D]``."""
+        """Compute vectors ``[B, D]``."""
         found = self.embeddings(batch.sparse)
         inputs = [found[name] for name in self.names]
         if self.takes_dense and batch.dense is not None:
@@ -160,14 +160,14 @@ def _program(model: TwoTower, name: str, schema: Schema) -> torch.export.Exporte
 
 
 def _encoder(recipe: Recipe, source: Source, manifest: Manifest, model: TwoTower) -> Encoder:
-    """What makes ids of rows of users; of prepared data, rows have these ids."""
+    """Give what makes ids of rows of users; of prepared data, rows have these ids."""
     whole = encoder_of(recipe, model_source(recipe, source), manifest)
     whole.preparation = None
     return whole.of(replace(whole.schema.only(model.towers["user"]), scaling=()))
 
 
 def _stored(recipe: Recipe, source: Source, item: Sequence[str], items: ItemSet) -> Any:
-    """The items as they are stored, in the order of the set: an Arrow table of the item's columns."""
+    """Read the items as they are stored, in the order of the set: an Arrow table of the item's columns."""
     import pyarrow as pa
 
     asked = None if recipe.retrieval is None else recipe.retrieval.items
@@ -239,7 +239,7 @@ def faiss_module() -> Any:
 
 
 def _index(faiss: Any, vectors: NDArray[np.float32]) -> Any:
-    """An index by products; as vectors have norm 1, the largest are the nearest."""
+    """Make an index by products; as vectors have norm 1, the largest are the nearest."""
     dim = vectors.shape[1]
     if len(vectors) < _GRAPH_FROM:
         index = faiss.IndexFlatIP(dim)
