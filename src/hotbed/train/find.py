@@ -25,8 +25,8 @@ from hotbed.train.predict import new_target, refuse_keep
 from hotbed.train.towers import ABOUT, INDEX, USER, VECTOR, VECTORS, faiss_module
 
 _BATCH = 16_384
-_LOOKED_AT = 64
-"""Candidates that a search of a graph keeps while it looks for the best, at least."""
+_LOOKED_AT = 128
+"""Candidates that a search of a graph keeps while it looks for the best, at least (docs/log.md, 2026-11-26)."""
 SCORE = "score"
 """Column of the products."""
 
