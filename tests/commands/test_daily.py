@@ -299,6 +299,10 @@ def test_a_day_that_cannot_be_trained_leaves_the_days_before(
             ["--from", "2026-01-01", "--train.steps", "5"],
             "train.steps is 5, but hotbed daily trains every day in whole",
         ),
+        (
+            ["--from", "2026-01-01", "--retrieval.sampled", "5"],
+            "retrieval is set, but hotbed daily evaluates probabilities, and would know the items of one day alone",
+        ),
         (["--from", "2026-01-01", "--restart_from", "2026-01-01"], "the last day that was trained is none"),
         (
             ["--from", "2026-01-01", "--train.keep_every", "8"],

@@ -120,7 +120,7 @@ def test_no_rows_are_an_error(run: Path, new: Path, capsys: Output) -> None:
         ({"user": pl.Float64}, [], "column 'user': its values are integers, and the model was trained with text"),
         ({}, ["--keep", "rwo"], "--keep names 'rwo', but .*new.parquet has row, .*did you mean 'row'"),
         ({}, ["--keep", "row", "row"], "--keep names 'row' 2 times; once will do"),
-        ({"rename": {"row": "row", "extra": "score"}}, ["--keep", "score"], "which is the name of a score"),
+        ({"rename": {"row": "row", "extra": "score"}}, ["--keep", "score"], "which is the name of a column that is w"),
         ({}, ["--keep", "items", "--out", "{}/x.csv"], "'items', which is .*list.* and no value of a CSV; write .parq"),
         ({}, ["--batch_size", "0"], "--batch_size is 0, must be at least 1"),
         ({}, ["--device", "tpu"], "--device is 'tpu', must be auto, cpu or cuda"),
@@ -270,6 +270,7 @@ class OfHistories:
         labels=("click",),
     )
     dim = 16
+    retrieval = None
 
 
 def test_the_page_s_code_scores_histories_and_weights_of_ids(tmp_path: Path) -> None:

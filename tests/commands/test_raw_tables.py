@@ -90,6 +90,22 @@ def test_raw_rows_have_the_scores_of_prepared_ones(tmp_path: Path, trained: Run)
     assert predicted(trained.path, tmp_path / "coded.parquet", tmp_path / "of_coded.parquet") == trained.scores
 
 
+def test_raw_rows_of_retrieval_need_no_negatives(tmp_path: Path, trained: Run) -> None:
+    recipe = yaml.safe_load((trained.data.parent / "small.yaml").read_text())
+    recipe["model"] = {"class_path": "hotbed.nn.TwoTower", "init_args": {"item": ["item"], "widths": [4]}}
+    columns = recipe["data"]["source"]["init_args"]["schema"]["sparse"]
+    rows = next(column["rows"] for column in columns if column["name"] == "item")
+    pq.write_table(pa.table({"item": np.arange(rows)}), tmp_path / "items.parquet")
+    recipe["retrieval"] = {"negatives": "history", "items": str(tmp_path / "items.parquet")}
+    recipe["train"]["steps"] = 1
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    status, _, run = train(tmp_path / "recipe.yaml")
+    assert status == 0
+    prepared = predicted(run, trained.data, tmp_path / "prepared.parquet", "--split", "test")
+    pq.write_table(pq.read_table(trained.rows).drop_columns(["history"]), tmp_path / "rows.parquet")
+    assert predicted(run, tmp_path / "rows.parquet", tmp_path / "raw.parquet") == prepared
+
+
 def test_parts_of_prepared_data_are_not_taken_for_raw_ones(tmp_path: Path, trained: Run) -> None:
     assert predicted(trained.path, trained.data / "test", tmp_path / "of_folder.parquet") == trained.scores
     (file,) = (trained.data / "test").iterdir()

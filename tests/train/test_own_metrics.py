@@ -109,6 +109,14 @@ def test_a_task_has_metrics_of_its_own() -> None:
     assert alone.metrics().others == {"brier": 0.5, "half": 0.125}
 
 
+def test_a_name_with_a_k_is_no_monitored_metric() -> None:
+    found = Predictions(metrics={"auc@top": lambda: Brier()})
+    found.add(torch.tensor([[1.0], [-1.0]]), torch.tensor([[1.0], [0.0]]))
+    result = found.metrics()
+    assert result.others["auc@top"] < 0.2
+    assert result.value("auc") == 1
+
+
 def test_metrics_of_a_task_are_checked_as_those_of_all() -> None:
     for name, component, message in [
         ("auc", own("Brier"), "tasks.buy.metrics has 'auc', which every evaluation has already"),
@@ -156,6 +164,11 @@ def test_weights_are_not_left_out_in_silence() -> None:
         RecipeError, match=r"metrics.brier: samples have weights, which Unweighted.update does not take"
     ):
         found.metrics()
+    recipe = replace(RECIPE, metrics={"all": own("Brier")}, tasks={"buy": TaskRecipe(metrics={"b": own("Unweighted")})})
+    of_task = Predictions(["buy"], metrics_of(recipe))
+    of_task.add(torch.zeros(4, 1), torch.ones(4, 1), weights=torch.ones(4))
+    with pytest.raises(RecipeError, match=r"^tasks\.buy\.metrics\.b: samples have weights, which Unweighted"):
+        of_task.metrics()
 
 
 # -- callbacks -----------------------------------------------------------------------------------------------------

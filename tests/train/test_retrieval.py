@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hotbed as hb
+from hotbed.comm import Link
 from hotbed.config import Component, Recipe
 from hotbed.data import Schema, SparseColumn
 from hotbed.data.items import ItemDraws, ItemSet, item_ids, items_of
@@ -24,9 +25,11 @@ from hotbed.data.loader import share_of
 from hotbed.errors import BatchError, DataError, HotbedError, RecipeError, SpecError
 from hotbed.nn import InBatchSoftmax, ItemFrequencies, TwoTower
 from hotbed.train.build import build_trainer, open_source
+from hotbed.train.loaders import training_loader
 from hotbed.train.parallel import Ranks as TrainerRanks
 from hotbed.train.retrieval import CANDIDATE, LOG_DRAWN, Options, Retrieval
 from tests.ranks import Ranks
+from tests.train.planted import Losses
 
 SCHEMA = Schema(
     sparse=(
@@ -94,6 +97,17 @@ def test_items_are_what_they_were_last(tmp_path: Path) -> None:
     assert [v.tolist() for v in bags.values.tensor_split(bags.offsets[1:-1])] == [
         dict(zip(items, genres, strict=True))[i] for i in sorted(set(items))
     ]
+
+
+def test_only_columns_of_items_are_read(tmp_path: Path) -> None:
+    """A null label, which training would refuse, is not looked at."""
+    values = recipe_for(tmp_path)
+    table = log()
+    for name, kind in (("click", pa.float32()), ("age", pa.float32())):
+        table = table.set_column(table.column_names.index(name), name, pa.nulls(len(table), kind))
+    pq.write_table(table, values["data"]["path"])
+    source = open_source(Recipe.from_dict(values).data)
+    assert items_of(source, ["item"], ["train"]).ids.tolist() == sorted(set(table["item"].to_pylist()))
 
 
 def test_positions_of_items() -> None:
@@ -269,6 +283,21 @@ def learned(_: dist.ProcessGroup | None, values: dict[str, Any]) -> tuple[list[f
     return losses, state | {f"correction.{k}": v.clone() for k, v in correction.items()}
 
 
+def sent_by_one(group: dist.ProcessGroup | None, values: dict[str, Any]) -> list[float]:
+    """Losses where one rank reads, and devices have links of their own, as over NCCL."""
+    before = Link.overlaps
+    Link.overlaps = property(lambda _: False)  # type: ignore[method-assign, assignment]
+    try:
+        recipe = Recipe.from_dict(values)
+        trainer = build_trainer(recipe, source := open_source(recipe.data))
+        losses = Losses()
+        trainer.callbacks.append(losses)
+        trainer.fit(training_loader(recipe, source, trainer.ranks, trainer.model))
+        return losses.losses
+    finally:
+        Link.overlaps = before  # type: ignore[method-assign]
+
+
 ALL = {"sampled": 7, "sampled_by": "popularity", "negatives": "refused"}
 
 
@@ -281,6 +310,28 @@ def test_three_ranks_train_the_model_of_one(asked: dict[str, Any], ranks: Ranks,
         assert of_rank == pytest.approx(losses, rel=1e-5)
         for name, value in alone.items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_one_rank_can_read_for_all(ranks: Ranks, tmp_path: Path) -> None:
+    values = recipe_for(tmp_path, **ALL)
+    values["data"]["shuffle"] = False
+    losses, _ = learned(None, values)
+    values["parallel"] = {"reader": "first"}
+    for of_rank in ranks.run(3, sent_by_one, values):
+        assert of_rank == pytest.approx(losses, rel=1e-5)
+
+
+def test_asking_for_the_loss_changes_nothing(tmp_path: Path) -> None:
+    recipe = Recipe.from_dict(recipe_for(tmp_path))
+    trainer = build_trainer(recipe, source := open_source(recipe.data))
+    correction: Any = trainer.parts()["retrieval"].state_dict()["correction"]
+    before = {name: value.clone() for name, value in correction.items()}
+    batch = source.read("train", 0)
+    first = trainer.loss(batch).item()
+    assert trainer.loss(batch).item() == first
+    assert all(torch.equal(correction[name], value) for name, value in before.items())
+    losses, _ = learned(None, recipe.to_dict())
+    assert losses[0] == pytest.approx(first, rel=1e-6)
 
 
 def test_the_loss_is_the_mean_over_positives_of_the_formula(tmp_path: Path) -> None:

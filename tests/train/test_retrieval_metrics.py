@@ -211,6 +211,44 @@ def test_the_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureF
     assert found["test"] == pytest.approx(summary["test"])
 
 
+def test_other_data_are_searched_among_all_items(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of few rows alone would make recall look better than it is."""
+    values = recipe_of(tmp_path)
+    values["train"]["checkpoint"] = "last"
+    (tmp_path / "recipe.yaml").write_text(json.dumps(values), encoding="utf-8")
+    assert main(["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "runs")]) == 0
+    run = next((tmp_path / "runs" / "retrieval").iterdir())
+    few = log().slice(0, 20)
+    new = pa.array([49, *few["item"].to_pylist()[1:]])
+    few = few.set_column(few.column_names.index("item"), "item", new)
+    few = few.set_column(few.column_names.index("click"), "click", pa.array(np.ones(20, np.float32)))
+    pq.write_table(few, tmp_path / "few.parquet")
+    asked = ["eval", "--checkpoint", str(run), "--data", str(tmp_path / "few.parquet")]
+    assert main([*asked, "--json", str(tmp_path / "eval.json")]) == 0
+    found = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))["all"]
+    assert (found["samples"], found["items"]) == (20, len({49, *log()["item"].to_pylist()}))
+    (tmp_path / "log.parquet").rename(tmp_path / "elsewhere.parquet")
+    capsys.readouterr()
+    assert main(asked) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "few.parquet and those that the model was trained with, which cannot be read (in the folder" in said
+
+
+def test_new_rows_need_no_negatives(tmp_path: Path) -> None:
+    values = recipe_of(tmp_path, negatives="refused")
+    values["train"]["checkpoint"] = "last"
+    (tmp_path / "recipe.yaml").write_text(json.dumps(values), encoding="utf-8")
+    assert main(["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "runs")]) == 0
+    run = next((tmp_path / "runs" / "retrieval").iterdir())
+    scores: list[Any] = []
+    for left_out in (["click"], ["click", "refused"]):
+        pq.write_table(log().drop_columns(left_out), tmp_path / "new.parquet")
+        out = tmp_path / f"{len(left_out)}.parquet"
+        assert main(["predict", str(run), str(tmp_path / "new.parquet"), "--out", str(out)]) == 0
+        scores.append(pq.read_table(out)["score"].to_pylist())
+    assert scores[0] == scores[1]
+
+
 def test_evaluate_found_calls_back_after_each_batch(tmp_path: Path) -> None:
     recipe = Recipe.from_dict(recipe_of(tmp_path))
     trainer = build_trainer(recipe, source := open_source(recipe.data))

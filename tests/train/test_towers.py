@@ -16,9 +16,11 @@ from hotbed.checkpoint import load_checkpoint
 from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.errors import CheckpointError, DataError, RecipeError
+from hotbed.train import find as finding
 from hotbed.train import towers
 from hotbed.train.build import build_model, open_source
-from hotbed.train.towers import Finder, export_towers, find
+from hotbed.train.find import Finder, find
+from hotbed.train.towers import export_towers
 
 WORDS = ["alpha", "beta", "gamma", "delta", "it's", "zeta", "eta", "theta"]
 
@@ -111,6 +113,68 @@ def test_the_best_items_are_those_of_the_model(run: Path, exported: Path) -> Non
     assert np.mean(same) > 0.95  # but for products that are nearly equal
 
 
+def test_users_with_lists_weights_and_looked_up_columns(tmp_path: Path) -> None:
+    """Vectors of the exported tower are the model's, also when the file that was looked up in is gone."""
+    pytest.importorskip("faiss")
+    rng, rows = np.random.default_rng(3), 60
+    tags = [rng.integers(0, 20, n).tolist() for n in rng.integers(0, 4, rows)]
+    table = pa.table(
+        {
+            "town": [f"t{i}" for i in rng.integers(0, 9, rows)],
+            "tags": tags,
+            "times": [rng.random(len(of_row)).astype(np.float32).tolist() for of_row in tags],
+            "two": rng.integers(0, 9, (rows, 2)).tolist(),
+            "share": rng.random((rows, 2)).tolist(),
+            "old": [rng.integers(0, 9, n).tolist() for n in rng.integers(0, 3, rows)],
+            "film": rng.integers(0, 17, rows),
+        }
+    )
+    pq.write_table(table, tmp_path / "log.parquet")
+    towns = tmp_path / "towns.csv"
+    towns.write_text("town,land\n" + "".join(f"t{i},l{i % 3}\n" for i in range(9)), encoding="utf-8")
+    schema = {
+        "labels": [],
+        "features": [
+            {"name": "land", "lookup": "town", "file": str(towns), "key": "town", "value": "land", "rows": 10}
+        ],
+        "sparse": [
+            {"name": "tags", "rows": 50, "ids": None, "pooling": "mean", "weights": "times"},
+            {"name": "two", "rows": 20, "ids": 2, "weights": "share"},
+            {"name": "old", "rows": 20, "ids": None},
+            {"name": "film", "rows": 50},
+        ],
+    }
+    recipe = {
+        "name": "lists",
+        "data": {
+            "path": str(tmp_path / "log.parquet"),
+            "dim": 4,
+            "test_split": None,
+            "source": {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": schema}},
+        },
+        "model": {"class_path": "hotbed.nn.TwoTower", "init_args": {"item": ["film"], "widths": [4]}},
+        "retrieval": {"k": [5]},
+        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
+        "train": {"batch_size": 30, "device": "cpu", "precision": "fp32", "checkpoint": "last"},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    assert main(["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "runs")]) == 0
+    run = next((tmp_path / "runs" / "lists").iterdir())
+    source = open_source(Recipe.from_dict(recipe).data)
+    model = build_model(Recipe.from_dict(recipe), source, torch.device("cpu"))
+    load_checkpoint(next((run / "checkpoints").glob("last-*")), {"model": model})
+    with torch.no_grad():
+        users, _ = model.eval()(source.read("train", 0), vectors=True)
+    export_towers(run, tmp_path / "towers")
+    towns.unlink()
+    finder = Finder(tmp_path / "towers")
+    assert set(finder.columns) == {"tags", "times", "two", "share", "old", "town"}
+    found = finder.vectors(table.select(finder.columns))
+    np.testing.assert_allclose(found, users.numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(finder.vectors(table.slice(7, 1)), users[7:8].numpy(), rtol=1e-4, atol=1e-5)
+
+
 def test_the_file_of_items_has_them_as_they_are_stored(exported: Path) -> None:
     items = pq.read_table(exported / towers.VECTORS)
     genres = dict(zip(*watched().select(["Film (title)", "genre/en"]).to_pydict().values(), strict=True))
@@ -154,12 +218,51 @@ def test_rows_are_scored_without_a_label(run: Path, tmp_path: Path) -> None:
     assert main(["export", str(run), str(tmp_path / "model")]) == 0
 
 
-def test_a_large_set_has_a_graph(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_set_has_a_graph(run: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("faiss")
     monkeypatch.setattr(towers, "_GRAPH_FROM", 10)
+    monkeypatch.setattr(towers, "_FEWEST", 0)  # rows of one item are merged after each row group
     assert export_towers(run, tmp_path / "towers").index == "a graph (HNSW)"
-    found = Finder(tmp_path / "towers")(watched().slice(0, 3), 2)
+    finder = Finder(tmp_path / "towers")
+    found = finder(watched().slice(0, 3), 2)
     assert [len(films) for films in found["Film (title)"].to_pylist()] == [2, 2, 2]
+    assert finder.items.equals(Finder(exported).items)
+    everything = finder(watched().slice(0, 3), 99)
+    assert [len(set(films)) for films in everything["Film (title)"].to_pylist()] == [len(finder.items)] * 3
+
+
+def test_a_graph_that_leads_to_fewer_items_gives_shorter_lists(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = Finder(exported)
+    places = np.array([[3, 1, -1], [2, -1, -1], [-1, -1, -1]])
+
+    def searched(vectors: np.ndarray[Any, Any], k: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        assert (len(vectors), k) == places.shape
+        return (places + 0.5).astype(np.float32), places
+
+    monkeypatch.setattr(finder, "_search", searched)
+    found = finder(watched().slice(0, 3), 3)
+    films = finder.items["Film (title)"].to_pylist()
+    assert found["Film (title)"].to_pylist() == [[films[3], films[1]], [films[2]], []]
+    assert found["score"].to_pylist() == [[3.5, 1.5], [2.5], []]
+
+
+def test_an_interrupted_search_leaves_no_file(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "_BATCH", 100)
+    pq.write_table(watched(), tmp_path / "users.parquet")
+
+    def interrupt(done: int, total: int) -> None:
+        assert (done, total) == (100, 300)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        find(exported, tmp_path / "users.parquet", tmp_path / "found.parquet", progress=interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["users.parquet"]
+    written = find(exported, tmp_path / "users.parquet", tmp_path / "found.parquet", k=99, keep=["genre/en"])
+    items = len(Finder(exported).items)
+    assert written == (300, items)
+    found = pq.read_table(tmp_path / "found.parquet")
+    assert found["genre/en"].to_pylist() == watched()["genre/en"].to_pylist()
+    assert {len(scores) for scores in found["score"].to_pylist()} == {items}
 
 
 def test_what_cannot_be_found(exported: Path, tmp_path: Path) -> None:
@@ -176,6 +279,19 @@ def test_what_cannot_be_found(exported: Path, tmp_path: Path) -> None:
     pq.write_table(watched().slice(0, 0), users)
     with pytest.raises(DataError, match="has no rows"):
         find(exported, users, out)
+    with pytest.raises(RecipeError, match=r"--out is .*x, must end in \.parquet"):
+        find(exported, users, tmp_path / "x")
+    with pytest.raises(RecipeError, match=r"but there is no folder .*missing; make it"):
+        find(exported, users, tmp_path / "missing" / "out.parquet")
+    named = watched().append_column("score", pa.array(np.zeros(300)))
+    pq.write_table(named, users)
+    for keep in ("score", "Film (title)"):
+        with pytest.raises(RecipeError, match="which is the name of a column that is written; rename it"):
+            find(exported, users, out, keep=[keep])
+    with pytest.raises(RecipeError, match="--keep names 'genre/en' 2 times; once will do"):
+        find(exported, users, out, keep=["genre/en", "genre/en"])
+    with pytest.raises(DataError, match=r"--keep names 'genre', but .*users\.parquet has User Nr\., Its age, Film"):
+        find(exported, users, out, keep=["genre"])
     out.touch()
     with pytest.raises(RecipeError, match="exists already and is not overwritten; choose another --out"):
         find(exported, users, out)

@@ -23,12 +23,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(parsed: Namespace) -> None:
     """Write the items, with progress, and say what was done."""
+    from hotbed.train.find import find
     from hotbed.train.report import StageProgress
-    from hotbed.train.towers import find
 
     out, start = local("--out", parsed.out), time.perf_counter()
     with StageProgress(console(stderr=True)) as progress:
-        rows = find(
+        written = find(
             local("DIR", parsed.towers),
             local("USERS", parsed.users),
             out,
@@ -37,5 +37,5 @@ def run(parsed: Namespace) -> None:
             progress=lambda done, total: progress("find", done, total),
         )
     seconds = time.perf_counter() - start
-    console().print(f"{out}: {parsed.k:,} items for each of {rows:,} rows", soft_wrap=True, highlight=False)
-    write_json(parsed.json, {"out": str(out), "rows": rows, "k": parsed.k, "seconds": seconds})
+    console().print(f"{out}: {written.k:,} items for each of {written.rows:,} rows", soft_wrap=True, highlight=False)
+    write_json(parsed.json, {"out": str(out), "rows": written.rows, "k": written.k, "seconds": seconds})

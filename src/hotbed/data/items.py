@@ -11,6 +11,7 @@ newest counts, for what an item is like may change::
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -89,7 +90,7 @@ def item_ids(ids: Jagged, item: str) -> Tensor:
 def items_in(ids: Jagged, features: Sequence[str]) -> ItemSet:
     """The items of a batch's ids; the first of the features says which item it is."""
     found = item_ids(ids, features[0])
-    return _merged([ItemSet(found, _jagged({name: ids[name] for name in features}), torch.ones_like(found))])
+    return merged([ItemSet(found, _jagged({name: ids[name] for name in features}), torch.ones_like(found))])
 
 
 def items_of(source: Source, features: Sequence[str], splits: Sequence[str], counted: str | None = None) -> ItemSet:
@@ -113,7 +114,9 @@ def items_of(source: Source, features: Sequence[str], splits: Sequence[str], cou
     DataError
         If there is no item.
     """
-    only = source.streamed().only(features)
+    only = copy.copy(source)
+    only.schema = replace(source.schema.inputs, dense=(), scaling=(), numericals=()).only(features)
+    only = only.streamed()
     parts: list[ItemSet] = []
     waiting = 0
     for split in dict.fromkeys(splits):
@@ -122,14 +125,14 @@ def items_of(source: Source, features: Sequence[str], splits: Sequence[str], cou
             parts.append(replace(found, counts=found.counts * (split == counted)))
             waiting += len(parts[-1])
             if waiting > max(_FEWEST, 2 * len(parts[0])):
-                parts, waiting = [_merged(parts)], 0
+                parts, waiting = [merged(parts)], 0
     if not parts:
         raise DataError(f"splits {', '.join(splits)} have no item; give other data")
-    return _merged(parts)
+    return merged(parts)
 
 
-def _merged(parts: Sequence[ItemSet]) -> ItemSet:
-    """Each item once: as the last of its rows is, with the sum of their counts."""
+def merged(parts: Sequence[ItemSet]) -> ItemSet:
+    """Make one set of rows of items: each once, as the last of its rows is, with the sum of their counts."""
     whole = Jagged.concatenate([part.features for part in parts])
     ids, counts = (torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "counts"))
     distinct, last, of_row = np.unique(ids.flip(0).numpy(), return_index=True, return_inverse=True)

@@ -113,7 +113,7 @@ def train_days(
 
 
 def refuse_endings(recipe: Recipe) -> None:
-    """Raise `RecipeError` if a recipe says when training is over, or changes with what is left of it."""
+    """Raise `RecipeError` if a recipe says when training is over, changes with what is left, or is of retrieval."""
     wanted, schedule = recipe.train, recipe.schedule
     for key, value, may in (
         ("train.steps", wanted.steps, (None,)),
@@ -127,6 +127,11 @@ def refuse_endings(recipe: Recipe) -> None:
             raise RecipeError(
                 f"{key} is {value}, but hotbed daily trains every day in whole, without end; leave it out"
             )
+    if recipe.retrieval is not None:
+        raise RecipeError(
+            "retrieval is set, but hotbed daily evaluates probabilities, and would know the items of one day alone; "
+            "leave it out, or train with hotbed train on the days together"
+        )
     if wanted.keep_every is not None:
         raise RecipeError(
             f"train.keep_every is {wanted.keep_every}, but hotbed daily keeps a checkpoint for each day; leave it out, "

@@ -69,8 +69,9 @@ def training_loader(
         )
         return HotColdLoader(hot, cold, rate=recipe.hot.rate)
     if recipe.parallel.reader == "first" and ranks.link is not None:
-        # Batches are divided on the host.
-        device = None if recipe.hot.batches == "split" else resolve_device(recipe.train.device)
+        # Batches are divided on the host, and get their candidates there.
+        on_host = recipe.hot.batches == "split" or recipe.retrieval is not None
+        device = None if on_host else resolve_device(recipe.train.device)
         own = loader(source, 0, 1) if ranks.is_first else None
         return BroadcastLoader(own, ranks.link, device=device, check=lambda batch: check(batch, model))
     if recipe.parallel.reader == "owners" and isinstance(model, Distributed):

@@ -22,7 +22,7 @@ from hotbed.data import Schema
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, NonFiniteError, SpecError
 from hotbed.nn.normalization import normalization_of
-from hotbed.train.own_metrics import Makers, OwnMetrics, TaskMetrics, value_of
+from hotbed.train.own_metrics import OwnMetrics, TaskMetrics, value_of
 from hotbed.train.parallel import Ranks
 from hotbed.train.sent_batch import SentBatch
 from hotbed.train.size_classes import SizeClasses
@@ -84,9 +84,8 @@ class Metrics:
         return values
 
     def value(self, monitor: str) -> float:
-        """A metric that can be monitored; of several k the last one's."""
-        of_k = [value for name, value in self.others.items() if name.startswith(f"{monitor}@")]
-        return of_k[-1] if of_k else getattr(self, monitor, math.nan)
+        """Give a metric that can be monitored; NaN where it is not defined."""
+        return getattr(self, monitor, math.nan)
 
     def curves(self, place: str) -> dict[str, float]:
         """Defined metrics by ``place/name``, and those of each task by ``place/task/name``, as trackers show them."""
@@ -170,17 +169,17 @@ class Predictions:
             for t in range(logits.shape[1])
         ]
         tasks = [
-            replace(task, others=_others(self._own.of(name), logits[:, t], labels[:, t], _of_task(weights, t)))
+            replace(task, others=_others(self._own, name, logits[:, t], labels[:, t], _of_task(weights, t)))
             for t, (name, task) in enumerate(zip(names, tasks, strict=True))
         ]
         return tasks[0] if len(tasks) == 1 else _mean(dict(zip(names, tasks, strict=True)))
 
 
-def _others(own: Makers, logits: Tensor, labels: Tensor, weights: Tensor | None) -> dict[str, float]:
+def _others(own: TaskMetrics, task: str, logits: Tensor, labels: Tensor, weights: Tensor | None) -> dict[str, float]:
     """The recipe's own metrics of a task, on the CPU."""
     scores, labels = logits.double().sigmoid().float().cpu(), labels.cpu()
     weights = None if weights is None else weights.cpu()
-    return {name: value_of(f"metrics.{name}", make(), scores, labels, weights) for name, make in own.items()}
+    return {name: value_of(own.key(task, name), make(), scores, labels, weights) for name, make in own.of(task).items()}
 
 
 def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -208,16 +208,17 @@ class Numerics:
             yield self._loss.prepared(batch, step) if isinstance(self._loss, Retrieval) else batch
             step += 1
 
-    def summed_loss(self, batch: Batch) -> tuple[Tensor, int]:
+    def summed_loss(self, batch: Batch, *, counts: bool = True) -> tuple[Tensor, int]:
         """Compute Σ weight · loss of a batch in the chosen precision, and the number of tasks.
 
-        Of an ensemble, whose members give logits of their own, it is the mean of theirs.
+        Of an ensemble, whose members give logits of their own, it is the mean of theirs. ``counts`` is as `Retrieval`
+        has it.
         """
         cast = nullcontext() if self._cast is None else self._cast.used()
         dtype = AUTOCAST.get(self.precision, torch.bfloat16)
         with cast, torch.autocast(self._device.type, dtype, enabled=self.precision in AUTOCAST):
             if isinstance(self._loss, Retrieval):
-                return self._loss(self._model, batch), 1
+                return self._loss(self._model, batch, counts=counts), 1
             logits, labels = checked_logits(self._model(batch), batch.labels, training=True)
         loss = self._loss(logits.float(), labels, batch.weights_by_label)
         return loss if logits.ndim == 2 else loss / len(logits), labels.shape[-1]

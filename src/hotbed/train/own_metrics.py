@@ -41,6 +41,10 @@ class TaskMetrics:
         """All that are computed for a task."""
         return {**self.of_all, **self.of_tasks.get(task, {})}
 
+    def key(self, task: str, name: str) -> str:
+        """Where a recipe has a metric of a task."""
+        return f"tasks.{task}.metrics.{name}" if name in self.of_tasks.get(task, {}) else f"metrics.{name}"
+
 
 OwnMetrics: TypeAlias = Makers | TaskMetrics
 """What makes metrics: of all tasks alike, or of each."""

@@ -120,7 +120,7 @@ def predict(
     SpecError
         If a column's type cannot be its input.
     """
-    target = _target(out)
+    target = new_target(out)
     place = find_checkpoint(checkpoint, best=True)
     manifest = read_manifest(place)
     recipe = recipe_of(manifest, str(place), trusted=trust_recipe)
@@ -129,7 +129,10 @@ def predict(
     refuse_other_ids(manifest, source, str(data))
     chosen = _split(source, split, str(data))
     names = ["score"] if len(labels) == 1 else [f"score_{label}" for label in labels]
-    _refuse_keep(source, keep, names, target, str(data))
+    types: Callable[[], Mapping[str, str]] | None = getattr(source, "column_types", None)
+    if keep and types is None:
+        raise SpecError(f"{type(source).__name__} has no columns but those of its schema; leave --keep out")
+    refuse_keep(types() if keep and types is not None else {}, keep, names, target, str(data))
     size = recipe.train.eval_batch_size if batch_size is None else batch_size
     place_of_model = resolve_device(device, "--device")
     model = build_model(recipe, source, place_of_model)
@@ -155,10 +158,11 @@ def predict(
     return Predicted(str(place), target, rows, [*keep, *names], time.perf_counter() - start, bad_ids(tables))
 
 
-def _target(out: str | Path) -> str | Path:
+def new_target(out: str | Path, endings: Sequence[str] = (".parquet", ".csv")) -> str | Path:
+    """The place of a file to make; a `RecipeError` if it is there, has another ending, or its folder is missing."""
     place = location(str(out))
-    if suffix(place) not in (".parquet", ".csv"):
-        raise RecipeError(f"--out is {out}, must end in .parquet or .csv")
+    if suffix(place) not in endings:
+        raise RecipeError(f"--out is {out}, must end in {' or '.join(endings)}")
     if exists(place):
         raise RecipeError(f"{out} exists already and is not overwritten; choose another --out")
     if isinstance(place, Path) and not place.absolute().parent.is_dir():
@@ -177,12 +181,24 @@ def _split(source: Source, split: str | None, data: str) -> str:
     return next(name for name in source.splits if split in (None, name))
 
 
-def _refuse_keep(source: Source, keep: Sequence[str], names: Sequence[str], target: str | Path, data: str) -> None:
-    """Raise unless the columns to keep are there, once, and the file can hold them."""
-    types: Callable[[], Mapping[str, str]] | None = getattr(source, "column_types", None)
-    if keep and types is None:
-        raise SpecError(f"{type(source).__name__} has no columns but those of its schema; leave --keep out")
-    there = types() if keep and types is not None else {}
+def refuse_keep(
+    there: Mapping[str, str], keep: Sequence[str], names: Sequence[str], target: str | Path, data: str
+) -> None:
+    """Raise unless the columns to keep are among those that are there, once, and the file can hold them.
+
+    Parameters
+    ----------
+    there
+        Types of the columns of the data.
+    keep
+        Columns to keep.
+    names
+        Columns that are written besides.
+    target
+        The file.
+    data
+        What messages call the data.
+    """
     for name, count in Counter(keep).items():
         if name not in there:
             raise DataError(
@@ -191,7 +207,7 @@ def _refuse_keep(source: Source, keep: Sequence[str], names: Sequence[str], targ
         if count > 1:
             raise RecipeError(f"--keep names '{name}' {count} times; once will do")
         if name in names:
-            raise RecipeError(f"--keep names '{name}', which is the name of a score; rename the column")
+            raise RecipeError(f"--keep names '{name}', which is the name of a column that is written; rename it")
         if suffix(target) == ".csv" and "<" in there[name]:
             raise RecipeError(f"--keep names '{name}', which is {there[name]} and no value of a CSV; write .parquet")
 

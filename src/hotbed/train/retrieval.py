@@ -14,6 +14,7 @@ there are. Why: decision 0061.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +38,7 @@ CANDIDATE, LOG_DRAWN = "retrieval.candidate", "retrieval.log_drawn"
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalBatch(Batch):
-    """A batch with its candidates.
+    """Hold a batch with its candidates.
 
     Attributes
     ----------
@@ -52,7 +53,7 @@ class RetrievalBatch(Batch):
 
 
 def is_positive(batch: Batch) -> Tensor:
-    """Which samples have an item to be found ``[B]`` bool: those whose label is 1, or all where there is none."""
+    """Tell which samples have an item to be found ``[B]`` bool: those whose label is 1, or all where there is none."""
     labels = batch.labels
     if labels is None or not labels.shape[1]:
         return torch.ones(len(batch), dtype=torch.bool, device=batch.sparse.values.device)
@@ -60,12 +61,12 @@ def is_positive(batch: Batch) -> Tensor:
 
 
 def trained_samples(batch: Batch) -> int:
-    """How many samples of a batch the loss is the mean of."""
+    """Count the samples of a batch that the loss is the mean of."""
     return batch.positives if isinstance(batch, RetrievalBatch) else len(batch)
 
 
 class Options(NamedTuple):
-    """What `Retrieval` does.
+    """Say what `Retrieval` does.
 
     Attributes
     ----------
@@ -90,7 +91,7 @@ class Options(NamedTuple):
 
 
 class Retrieval:
-    """The candidates of each batch, and the loss over them.
+    """Add the candidates of each batch, and compute the loss over them.
 
     Parameters
     ----------
@@ -119,7 +120,7 @@ class Retrieval:
 
     @cached_property
     def items(self) -> ItemSet:
-        """All items that are drawn, or looked up as negatives."""
+        """Give all items that are drawn, or looked up as negatives."""
         return self._make()
 
     @cached_property
@@ -186,7 +187,7 @@ class Retrieval:
         return torch.stack([self.items.ids[positions], of, torch.zeros_like(of)], dim=1)
 
     def _own_negatives(self, ids: Jagged, name: str) -> tuple[Tensor, Tensor]:
-        """Positions of samples' own negatives among the items, and of which sample each is."""
+        """Give positions of samples' own negatives among the items, and of which sample each is."""
         bags = ids[name]
         of = torch.repeat_interleave(torch.arange(len(ids)), bags.lengths())
         positions = self.items.positions(bags.values.long())
@@ -201,12 +202,15 @@ class Retrieval:
 
     # -- the loss --------------------------------------------------------------------------------------------------
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The sum of the losses of a batch that was `prepared`; all ranks must call this."""
+    def __call__(self, model: nn.Module, batch: Batch, *, counts: bool = True) -> Tensor:
+        """Compute the sum of the losses of a batch that was `prepared`; all ranks must call this.
+
+        The correction keeps what it learns of the batch if that ``counts``, as those do that are trained on.
+        """
         assert isinstance(batch, RetrievalBatch)
         users, items = cast("tuple[Tensor, Tensor]", model(batch, vectors=True, users=batch.rows))
         of_all = self._gathered(items, batch)
-        log_q = self._log_q(of_all)
+        log_q = self._log_q(of_all, counts=counts)
         own = torch.arange(of_all.first, of_all.first + batch.rows, device=users.device)
         negative_of = None if self.options.negatives is None else of_all.negative_of
         losses = self._loss(users, of_all.vectors, of_all.ids, log_q, own=own, negative_of=negative_of)
@@ -216,7 +220,7 @@ class Retrieval:
         return (losses * weights).sum()
 
     def _gathered(self, items: Tensor, batch: RetrievalBatch) -> _Candidates:
-        """The candidates of all ranks, in rank order."""
+        """Gather the candidates of all ranks, in rank order."""
         own = batch.extra[CANDIDATE]
         log_drawn = batch.extra.get(LOG_DRAWN)
         if self._link is None:
@@ -234,18 +238,19 @@ class Retrieval:
         vectors = _Gathered.apply(items, self._link, counts)
         return _Candidates(vectors, everyone[:, 0], everyone[:, 1], log_drawn, rows, first)
 
-    def _log_q(self, of_all: _Candidates) -> Tensor | None:
-        """How probable candidates are, by the batches so far and this one, and by the draws."""
+    def _log_q(self, of_all: _Candidates, *, counts: bool) -> Tensor | None:
+        """Estimate how probable candidates are, by the batches so far and this one, and by the draws."""
         if self._correction is None:
             return None
-        self._correction.train()(torch.cat([of_all.ids[rows] for rows in of_all.rows]))
-        log_q = self._correction.eval()(of_all.ids)
+        correction = self._correction if counts else copy.deepcopy(self._correction)
+        correction.train()(torch.cat([of_all.ids[rows] for rows in of_all.rows]))
+        log_q = correction.eval()(of_all.ids)
         return log_q if of_all.log_drawn is None else torch.logaddexp(log_q, of_all.log_drawn)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What the correction has learned, which is the same on all ranks."""
+        """Give what the correction has learned, which is the same on all ranks."""
         return {} if self._correction is None else {"correction": self._correction.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -255,7 +260,7 @@ class Retrieval:
 
 
 class _Candidates(NamedTuple):
-    """The candidates of all ranks."""
+    """Hold the candidates of all ranks."""
 
     vectors: Tensor
     ids: Tensor
@@ -268,14 +273,14 @@ class _Candidates(NamedTuple):
 
 
 def _exchanged(values: Tensor, link: Link, counts: Sequence[int]) -> Tensor:
-    """Rows of all ranks, in rank order."""
+    """Gather rows of all ranks, in rank order."""
     received = values.new_empty(sum(counts), *values.shape[1:])
     link.exchange("candidates", [values.contiguous()] * link.size, received.split(list(counts))).wait()
     return received
 
 
 class _Gathered(torch.autograd.Function):
-    """Vectors of all ranks; their gradients are added in rank order."""
+    """Gather vectors of all ranks; their gradients are added in rank order."""
 
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, link: Link, counts: Sequence[int]) -> Tensor:
@@ -298,7 +303,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def refuse_missing(items: ItemSet, ids: Tensor, where: str) -> Tensor:
-    """Positions of items in a set; a `DataError` if one is not there."""
+    """Give positions of items in a set; a `DataError` if one is not there."""
     positions = items.positions(ids)
     if bool((positions < 0).any()):
         raise DataError(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hotbed.config import Component, Recipe
-from hotbed.data import ParquetSource, Source
+from hotbed.data import ParquetSource, Schema, Source
 from hotbed.data.items import ItemSet, items_of
 from hotbed.embed import Distributed
 from hotbed.errors import DataError, RecipeError, did_you_mean
@@ -20,7 +20,7 @@ from hotbed.train.retrieval import Options, Retrieval
 
 
 def retrieval_of(recipe: Recipe, source: Source, model: nn.Module, device: torch.device) -> Retrieval:
-    """The candidates and the loss of a recipe.
+    """Make the candidates and the loss of a recipe.
 
     Raises
     ------
@@ -37,7 +37,7 @@ def retrieval_of(recipe: Recipe, source: Source, model: nn.Module, device: torch
 
 
 def options_of(recipe: Recipe, model: nn.Module) -> Options:
-    """What a recipe asks for, of a model of two towers."""
+    """Give what a recipe asks for, of a model of two towers."""
     asked = recipe.retrieval
     assert asked is not None
     return Options(
@@ -51,7 +51,7 @@ def options_of(recipe: Recipe, model: nn.Module) -> Options:
 
 
 def all_items(recipe: Recipe, source: Source, item: Sequence[str]) -> ItemSet:
-    """All items that can be found: those of the recipe's Parquet of items, or of all splits of the data."""
+    """Collect all items that can be found: those of the recipe's Parquet of items, or of all splits of the data."""
     asked = recipe.retrieval
     if asked is None or asked.items is None:
         return items_of(source, item, source.splits, counted=recipe.data.train_split)
@@ -60,7 +60,7 @@ def all_items(recipe: Recipe, source: Source, item: Sequence[str]) -> ItemSet:
 
 
 def source_of_items(recipe: Recipe, source: Source, path: str, item: Sequence[str]) -> Source:
-    """A Parquet of items, read as the samples are.
+    """Open a Parquet of items, which is read as the samples are.
 
     Raises
     ------
@@ -96,11 +96,11 @@ def refuse_retrieval(recipe: Recipe, source: Source) -> None:
     for section, given, has in sections:
         if given:
             raise RecipeError(f"{section} is set, but retrieval has {has}; leave {section} out")
-    for key, value, wanted in (
-        ("hot.batches", recipe.hot.batches, "mixed"),
-        ("parallel.reader", recipe.parallel.reader, "each"),
+    for key, value, may in (
+        ("hot.batches", recipe.hot.batches, ("mixed",)),
+        ("parallel.reader", recipe.parallel.reader, ("each", "first")),
     ):
-        if value not in (wanted, "first"):
+        if value not in may:
             raise RecipeError(
                 f"{key} is '{value}', but retrieval needs all samples of a batch with all of their columns at once; "
                 "leave it out"
@@ -135,15 +135,20 @@ def _check_negatives(negatives: str, recipe: Recipe, source: Source) -> None:
 
 
 def model_source(recipe: Recipe, source: Source) -> Source:
-    """A source without the column of negatives, which the model does not take."""
+    """Give a source without the column of negatives, which the model does not take."""
+    schema = model_schema(recipe, source.schema)
+    return source if schema is source.schema else source.only([column.name for column in schema.sparse])
+
+
+def model_schema(recipe: Recipe, schema: Schema) -> Schema:
+    """Give a schema without the column of negatives."""
     if recipe.retrieval is None or recipe.retrieval.negatives is None:
-        return source
-    left = recipe.retrieval.negatives
-    return source.only([column.name for column in source.schema.sparse if column.name != left])
+        return schema
+    return schema.only([column.name for column in schema.sparse if column.name != recipe.retrieval.negatives])
 
 
 def item_features(model: nn.Module) -> list[str]:
-    """Features of the items' tower, the first of which says which item it is; a `RecipeError` if there is none."""
+    """Give the features of the items' tower, first that of which item it is; a `RecipeError` if there is no tower."""
     inner = model.module if isinstance(model, Distributed) else model
     towers: Any = getattr(inner, "towers", None)
     known = signature(inner.forward).parameters
@@ -157,7 +162,7 @@ def item_features(model: nn.Module) -> list[str]:
 
 
 def _with_temperature(loss: Component, model: nn.Module) -> Component:
-    """The loss with the model's temperature, unless it has one of its own or takes none."""
+    """Give the loss the model's temperature, unless it has one of its own or takes none."""
     temperature = getattr(model, "temperature", None)
     try:
         takes = "temperature" in signature(loss.load()).parameters

@@ -31,7 +31,7 @@ _USERS, _ITEMS = 1024, 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class FoundMetrics(Metrics):
-    """Metrics of retrieval, in ``others``: ``recall@k`` and ``ndcg@k``; ``samples`` are the positives.
+    """Hold metrics of retrieval, in ``others``: ``recall@k`` and ``ndcg@k``; ``samples`` are the positives.
 
     Attributes
     ----------
@@ -43,8 +43,14 @@ class FoundMetrics(Metrics):
 
     @override
     def to_dict(self) -> dict[str, Any]:
-        """What was measured, as plain values."""
+        """Give what was measured, as plain values."""
         return {"samples": self.samples, "items": self.items, **self.others}
+
+    @override
+    def value(self, monitor: str) -> float:
+        """Give recall or ndcg of the last k."""
+        of_k = [value for name, value in self.others.items() if name.startswith(f"{monitor}@")]
+        return of_k[-1] if monitor in ("recall", "ndcg") else math.nan
 
 
 def evaluate_found(
@@ -56,7 +62,7 @@ def evaluate_found(
     device: torch.device | str = "cpu",
     finished: Callable[[], None] = lambda: None,
 ) -> FoundMetrics:
-    """Metrics of a model over the positives of batches, in float32; nothing is updated. All ranks must call this.
+    """Measure a model over the positives of batches, in float32; nothing is updated. All ranks must call this.
 
     Parameters
     ----------
@@ -133,7 +139,7 @@ def item_vectors(
     device: torch.device | str = "cpu",
     finished: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Vectors of all items ``[N, D]`` float32 on the device, by a model in evaluation; all ranks must call this.
+    """Compute the vectors of all items ``[N, D]`` float32 on the device, in evaluation; all ranks must call this.
 
     ``like`` is any batch of the model's data: of it only the names and kinds of columns count.
     """
@@ -149,13 +155,13 @@ def item_vectors(
 
 
 def batch_of_items(items: ItemSet, positions: Tensor, like: Batch) -> Batch:
-    """Items as samples without a user."""
+    """Make items samples without a user."""
     dense = None if like.dense is None else like.dense.new_zeros(len(positions), *like.dense.shape[1:])
     return Batch(sparse=items.rows(positions, like.sparse), dense=dense)
 
 
 def places_of(users: Tensor, items: Tensor, own: Tensor, most: int) -> Tensor:
-    """Where each user's own item is among all, the best one 0 ``[B]`` int64; ``most`` or more where it is not found.
+    """Find where each user's own item is among all, the best one 0 ``[B]`` int64; ``most`` where it is not found.
 
     Parameters
     ----------
@@ -174,7 +180,7 @@ def places_of(users: Tensor, items: Tensor, own: Tensor, most: int) -> Tensor:
 
 
 def _best(users: Tensor, items: Tensor, most: int) -> Iterator[Tensor]:
-    """Positions of the items with the largest products ``[b, most]``, of `_USERS` users after the others."""
+    """Yield positions of the items with the largest products ``[b, most]``, of `_USERS` users after the others."""
     for part in users.split(_USERS) if len(users) else ():
         scores = part.new_empty(len(part), 0)
         positions = torch.empty(len(part), 0, dtype=torch.int64, device=part.device)

@@ -15,6 +15,7 @@ from hotbed.checkpoint.single_files import suffix
 from hotbed.config import Component, ParallelRecipe, Recipe, TaskRecipe, check_trust
 from hotbed.data import Encoder, Loader, NpySource, ParquetSource, Schema, Source, SplitBinarySource
 from hotbed.data.feature_spec import DESCRIPTION
+from hotbed.data.items import ItemSet, items_of, merged
 from hotbed.data.parquet import is_prepared
 from hotbed.data.source import refuse_other_kind
 from hotbed.errors import CheckpointError, DataError, RecipeError
@@ -23,7 +24,7 @@ from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
 from hotbed.train.own_metrics import metrics_of
-from hotbed.train.retrieval_build import all_items, item_features, model_source, options_of
+from hotbed.train.retrieval_build import all_items, item_features, model_schema, model_source, options_of
 from hotbed.train.retrieval_metrics import evaluate_found
 
 FEATURES = "features"
@@ -73,12 +74,36 @@ def evaluate_checkpoint(
     loader = Loader(source, split, recipe.train.eval_batch_size)
     place = "all" if whole else split
     if recipe.retrieval is not None:
-        items = all_items(recipe, source, item_features(model))
+        items = _items(recipe, manifest, source, data, item_features(model))
         found = evaluate_found(model, loader, items, options_of(recipe, model), device=device)
         return checkpoint, place, found
     options: dict[str, Any] = {"device": device, "group": source.schema.group, "labels": source.schema.labels}
     metrics = evaluate(model, loader, **options, metrics=metrics_of(recipe))
     return checkpoint, place, metrics
+
+
+def _items(recipe: Recipe, manifest: Manifest, source: Source, data: str | None, item: Sequence[str]) -> ItemSet:
+    """All items that a model may find: those that it was trained with, and those of other data to evaluate it on.
+
+    Raises
+    ------
+    DataError
+        If the data to train on, whose items are needed, cannot be read.
+    """
+    if data is None:
+        return all_items(recipe, source, item)
+    here = items_of(source, item, source.splits)
+    try:
+        trained = source
+        if recipe.retrieval is None or recipe.retrieval.items is None:
+            trained = new_source(replace(recipe.data, source=_as_trained(recipe.data.source, manifest)))
+            take_features(trained, manifest)
+        return merged([all_items(recipe, trained, item), here])
+    except DataError as error:
+        raise DataError(
+            f"items are searched for among those of {data} and those that the model was trained with, which cannot be "
+            f"read (in the folder {Path.cwd()}): {error}; put them there again"
+        ) from None
 
 
 def recipe_of(manifest: Manifest, place: str, *, trusted: bool, evaluates: bool = False) -> Recipe:
@@ -124,13 +149,15 @@ def new_data(
             )
         _refuse_unknown(trained, manifest)
         take_features(trained, manifest)
-        encoder, text = trained.encoder.inputs, trained.encoder.preparation.text
+        text = trained.encoder.preparation.text
+        encoder = trained.encoder.of(model_source(recipe, trained).schema.inputs)
         return ParquetSource(data, encoder.schema, ids="raw", text=text, encoder=encoder), labels_of(recipe, trained)
     if prepared is not None:
         raise RecipeError(f"--prepared is {prepared}, but {data} has no raw rows of prepared data; leave it out")
     given = dict(component.init_args)
     if isinstance(given.get("schema"), Mapping):
-        given["schema"] = Schema.from_dict(cast("Mapping[str, object]", given["schema"])).inputs.to_dict()
+        schema = Schema.from_dict(cast("Mapping[str, object]", given["schema"])).inputs
+        given["schema"] = model_schema(recipe, schema).to_dict()
     source = build("data.source", replace(component, init_args=given), Source, data)
     take_features(source, manifest)
     return model_source(recipe, source), labels_of(recipe, source)

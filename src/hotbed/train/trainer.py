@@ -251,7 +251,7 @@ class Trainer:
     def loss(self, batch: Batch) -> Tensor:
         """Mean loss: Σ weight · loss ÷ (samples · tasks). The divisor does not know of weights."""
         (batch,) = self.numerics.prepared([batch], self.step + 1)
-        total, tasks = self.numerics.summed_loss(batch)
+        total, tasks = self.numerics.summed_loss(batch, counts=False)
         return total / max(trained_samples(batch) * tasks, 1)
 
     def _apply_requests(self, save: bool, stop: bool) -> None:
