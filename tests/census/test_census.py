@@ -161,8 +161,9 @@ def test_a_step_asks_for_nothing_that_capturing_it_forbids(usual: dict[str, Any]
 
 def test_what_capturing_a_step_forbids_is_found(usual: dict[str, Any]) -> None:
     """Rows in the host's memory are waited for, and so is the loss where an optimizer cannot read it on the device."""
-    for case in ("RowWiseAdagrad fp32, rows: records", "RowWiseAdagrad fp32, dense optimizer not fused"):
-        assert any("device to host" in place for place in usual[case]["forbidden"])
+    records, not_fused = "RowWiseAdagrad fp32, rows: records", "RowWiseAdagrad fp32, dense optimizer not fused"
+    for case, what in ((records, "wait for an event at store/memory.py"), (not_fused, "device to host")):
+        assert any(what in place for place in usual[case]["forbidden"])
 
 
 def test_the_pretended_device_computes_what_the_cpu_does(usual: dict[str, Any]) -> None:
