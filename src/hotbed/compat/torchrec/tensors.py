@@ -14,7 +14,51 @@ from hotbed.bags import offsets_of, padding_mask
 from hotbed.errors import BatchError
 
 
-class JaggedTensor:
+class _Bags:
+    """Hold values, their weights, and which of them each bag has: lengths or offsets, the other made when asked for."""
+
+    def __init__(self, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None) -> None:
+        if lengths is None and offsets is None:
+            raise BatchError("neither lengths nor offsets are given; one of them says which values are a sample's")
+        self._values, self._weights, self._lengths, self._offsets = values, weights, lengths, offsets
+
+    def values(self) -> Tensor:
+        """All values ``[N, …]``."""
+        return self._values
+
+    def weights(self) -> Tensor:
+        """One weight per value; `BatchError` if there are none."""
+        if self._weights is None:
+            raise BatchError("this (Keyed)JaggedTensor has no weights; give them when it is made")
+        return self._weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """One weight per value, or None."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """How many values each bag has: ``[B]``, of several keys ``[F · B]``."""
+        if self._lengths is None:
+            assert self._offsets is not None
+            self._lengths = self._offsets.diff()
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Where the values of each bag start, and the end."""
+        if self._offsets is None:
+            assert self._lengths is not None
+            self._offsets = offsets_of(self._lengths)
+        return self._offsets
+
+    def _changed(
+        self, change: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Change values, weights, lengths and offsets, where they are there."""
+        others = (None if t is None else change(t) for t in (self._weights, self._lengths, self._offsets))
+        return change(self._values), *others  # pyright: ignore[reportReturnType]
+
+
+class JaggedTensor(_Bags):
     """Values of samples, any number each.
 
     Parameters
@@ -34,9 +78,7 @@ class JaggedTensor:
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> None:
-        if lengths is None and offsets is None:
-            raise BatchError("neither lengths nor offsets are given; one of them says which values are a sample's")
-        self._values, self._weights, self._lengths, self._offsets = values, weights, lengths, offsets
+        super().__init__(values, weights, lengths, offsets)
 
     @classmethod
     def from_dense(cls, values: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Self:
@@ -50,32 +92,6 @@ class JaggedTensor:
         """Build from padded values ``[B, L]``, the first ``lengths [B]`` of which are a sample's."""
         mask = padding_mask(lengths, values.shape[1], None)
         return cls(values[mask], None if weights is None else weights[mask], lengths)
-
-    def values(self) -> Tensor:
-        """Values ``[N, …]``."""
-        return self._values
-
-    def weights(self) -> Tensor:
-        """One weight per value; `BatchError` if there are none."""
-        return _given(self._weights)
-
-    def weights_or_none(self) -> Tensor | None:
-        """One weight per value, or None."""
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        """How many values each sample has ``[B]``."""
-        if self._lengths is None:
-            assert self._offsets is not None
-            self._lengths = self._offsets.diff()
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """Where the values of each sample start, and the end ``[B + 1]``."""
-        if self._offsets is None:
-            assert self._lengths is not None
-            self._offsets = offsets_of(self._lengths)
-        return self._offsets
 
     def to_dense(self) -> list[Tensor]:
         """Values of each sample."""
@@ -92,13 +108,10 @@ class JaggedTensor:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedTensor:
         """Copy to a device."""
-        parts = (self._values, self._weights, self._lengths, self._offsets)
-        values, *rest = (None if t is None else t.to(device, non_blocking=non_blocking) for t in parts)
-        assert values is not None
-        return JaggedTensor(values, *rest)
+        return JaggedTensor(*self._changed(lambda t: t.to(device, non_blocking=non_blocking)))
 
 
-class KeyedJaggedTensor:
+class KeyedJaggedTensor(_Bags):
     """Ids of several keys, any number per sample; key after key, sample by sample.
 
     Parameters
@@ -128,10 +141,8 @@ class KeyedJaggedTensor:
                 f"KeyedJaggedTensor has no {sorted(unknown)[0]} here; batch sizes that differ by key and deduplicated "
                 "features are not supported, give every key the same number of samples"
             )
-        if lengths is None and offsets is None:
-            raise BatchError("neither lengths nor offsets are given; one of them says which ids are a sample's")
-        self._keys, self._values, self._weights = list(keys), values, weights
-        self._lengths, self._offsets = lengths, offsets
+        super().__init__(values, weights, lengths, offsets)
+        self._keys = list(keys)
         bags = len(lengths) if lengths is not None else len(self.offsets()) - 1
         self._stride = bags // max(1, len(self._keys)) if stride is None else stride
         if bags != self._stride * len(self._keys):
@@ -179,31 +190,6 @@ class KeyedJaggedTensor:
     def keys(self) -> list[str]:
         """Names."""
         return self._keys
-
-    def values(self) -> Tensor:
-        """All ids ``[N]``."""
-        return self._values
-
-    def weights(self) -> Tensor:
-        """One weight per id; `BatchError` if there are none."""
-        return _given(self._weights)
-
-    def weights_or_none(self) -> Tensor | None:
-        """One weight per id, or None."""
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        """How many ids each bag has ``[F · B]``."""
-        if self._lengths is None:
-            self._lengths = self.offsets().diff()
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """Where each bag starts, and the end ``[F · B + 1]``."""
-        if self._offsets is None:
-            assert self._lengths is not None
-            self._offsets = offsets_of(self._lengths)
-        return self._offsets
 
     def stride(self) -> int:
         """Samples B."""
@@ -260,11 +246,7 @@ class KeyedJaggedTensor:
                 t.record_stream(stream)  # pyright: ignore[reportArgumentType]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> KeyedJaggedTensor:
-        values, weights, lengths, offsets = (
-            None if t is None else change(t) for t in (self._values, self._weights, self._lengths, self._offsets)
-        )
-        assert values is not None
-        return KeyedJaggedTensor(self._keys, values, weights, lengths, offsets, self._stride)
+        return KeyedJaggedTensor(self._keys, *self._changed(change), stride=self._stride)
 
     @override
     def __repr__(self) -> str:
@@ -341,9 +323,3 @@ class KeyedTensor:
         if self._parts is None:
             self._parts = dict(zip(self._keys, self.values().split(self._sizes, dim=1), strict=True))
         return dict(self._parts)
-
-
-def _given(weights: Tensor | None) -> Tensor:
-    if weights is None:
-        raise BatchError("this (Keyed)JaggedTensor has no weights; give them when it is made")
-    return weights
