@@ -1,13 +1,15 @@
-"""Time training steps of DCNv2, DIN and HSTU, of hotbed and of plain PyTorch, in turns.
+"""Time training steps of DCNv2, DIN and HSTU, of hotbed and of plain PyTorch, and TorchRec's DCNv2, in turns.
 
-Forward, backward and the step of both optimizers, on batches that are in memory. AdaGrad for the tables on both sides
-(``torch.optim.Adagrad`` with sparse gradients), Adam for the layers. A measurement is the mean of some steps; sides
-take turns, and what is shown is the median of their measurements.
+Forward, backward and the step of both optimizers, on batches that are in memory. AdaGrad for the tables on all sides
+(``torch.optim.Adagrad`` with sparse gradients, FBGEMM's in backward), Adam for the layers. TorchRec's DCNv2 has the
+same sizes, and values of its own; ``make bench-peers`` makes an environment that has it. A measurement is the mean of
+some steps; sides take turns, and what is shown is the median of their measurements.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +84,7 @@ def _trainer(model: nn.Module, tables: torch.optim.Optimizer, batches: Sequence[
 
 def sides_of(make: Callable[[], nn.Module], batches: Sequence[hb.Batch], length: int) -> dict[str, Step]:
     """Steps of hotbed and of plain PyTorch, from the same values."""
-    labels = torch.arange(len(batches[0])).remainder(2).float()[:, None]
+    labels = _labels(len(batches[0]))
     own = make()
     other = plain(own)
     rows = [p for name, p in other.named_parameters() if ".tables." in name]
@@ -92,6 +94,10 @@ def sides_of(make: Callable[[], nn.Module], batches: Sequence[hb.Batch], length:
             other, torch.optim.Adagrad(rows, lr=0.05), [plain_batch(batch, length) for batch in batches], labels
         ),
     }
+
+
+def _labels(size: int) -> Tensor:
+    return torch.arange(size).remainder(2).float()[:, None]
 
 
 def _ids(rng: np.random.Generator, rows: int, size: int) -> Tensor:
@@ -114,7 +120,51 @@ def _dcn(args: argparse.Namespace) -> dict[str, Step]:
         options = {"layers": LAYERS, "low_rank": LOW_RANK, "bottom": (512, 256, args.dim), "top": TOP}
         return hb.nn.DCNv2(tables, features, DENSE, **options)
 
-    return sides_of(make, batches, 1)
+    sides = sides_of(make, batches, 1)
+    if importlib.util.find_spec("torchrec") is not None:
+        sides["TorchRec"] = _torchrec(args, names, batches)
+    return sides
+
+
+def _torchrec(args: argparse.Namespace, names: list[str], batches: Sequence[hb.Batch]) -> Step:
+    load: Callable[[str], Any] = importlib.import_module
+    theirs, side = load("torchrec"), load("benchmarks.peers.torchrec_side")
+    keyed, filters = load("torchrec.optim.keyed"), load("torchrec.optim.optimizers")
+    collection = theirs.EmbeddingBagCollection(
+        [
+            theirs.EmbeddingBagConfig(name=n, num_embeddings=args.rows, embedding_dim=args.dim, feature_names=[n])
+            for n in names
+        ],
+        device=torch.device("meta"),
+    )
+    in_backward = load("torchrec.optim.apply_optimizer_in_backward").apply_optimizer_in_backward
+    in_backward(filters.Adagrad, collection.parameters(), {"lr": 0.05, "eps": 1e-10})
+    made = load("torchrec.models.dlrm").DLRM_DCN(collection, DENSE, [512, 256, args.dim], [*TOP], LAYERS, LOW_RANK)
+    model = side.distributed(made, collection, names, "sparse_arch.embedding_bag_collection", "table")
+    rest = dict(filters.in_backward_optimizer_filter(model.named_parameters()))
+    dense = keyed.KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.Adam(parameters, lr=1e-3))
+    optimizer = keyed.CombinedOptimizer([model.fused_optimizer, dense])
+    labels = _labels(args.batch)
+    inputs = [
+        theirs.KeyedJaggedTensor(
+            keys=names,
+            values=torch.cat([batch.sparse[name].values for name in names]),
+            lengths=torch.ones(len(names) * args.batch, dtype=torch.int64),
+            offsets=torch.arange(len(names) * args.batch + 1),
+            stride=args.batch,
+            length_per_key=[args.batch] * len(names),
+            offset_per_key=[i * args.batch for i in range(len(names) + 1)],
+            index_per_key={name: i for i, name in enumerate(names)},
+        )
+        for batch in batches
+    ]
+
+    def step(number: int) -> None:
+        F.binary_cross_entropy_with_logits(model(batches[number].dense, inputs[number]), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def _histories(args: argparse.Namespace) -> tuple[list[hb.Table], list[hb.Feature], list[hb.Batch]]:
