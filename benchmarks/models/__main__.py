@@ -37,12 +37,14 @@ from hotbed.files import write_json
 
 MODELS_OF = {
     "crosses": ("DLRM", "DCNv2"),
+    "pairs": ("DLRM", "DeepFM"),
     "slopes": ("DLRM", "DeepFM"),
-    "order": ("DLRM", "HSTU", "SASRec"),
-    "retrieval": Retrieval.models,
+    "conflict": ("DLRM", "MMoE", BY_TASK),
     "tasks": ("DLRM", "MMoE", BY_TASK),
     "interests": ("DLRM", "DIN"),
     "drift": ("DLRM", "HSTU", "SASRec", "DIN"),
+    "order": ("DLRM", "HSTU", "SASRec"),
+    "retrieval": Retrieval.models,
 }
 """Logs in the order in which they are run, with the models that are trained on each."""
 REAL = "real"
@@ -88,7 +90,7 @@ def quality(args: argparse.Namespace, console: Console) -> None:
 
 def _case(name: str, args: argparse.Namespace) -> Clicks | Retrieval:
     if name == Retrieval.name:
-        return Retrieval(args.items // 100, args.rows, min(200, args.rows // 10))
+        return Retrieval(args.items // 100, 4 * args.rows, min(400, args.rows // 10))
     return Clicks(LOGS[name](args.rows, args.rows // 4, args.rows // 2), MODELS_OF[name])
 
 
@@ -186,9 +188,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--logs", nargs="+", choices=names, default=list(names), metavar="LOG", help=", ".join(names)
     )
     of_quality.add_argument("--models", nargs="+", metavar="MODEL", help="only these of each log")
-    of_quality.add_argument("--rows", type=int, default=50_000, help="training samples of each planted log")
+    of_quality.add_argument(
+        "--rows", type=int, default=50_000, help="training samples of each planted log, a quarter of those of retrieval"
+    )
     of_quality.add_argument("--items", type=int, default=100_000, help="of the log of retrieval")
-    of_quality.add_argument("--trials", type=int, default=4, help="of each model's search")
+    of_quality.add_argument("--trials", type=int, default=16, help="of each model's search")
     of_quality.add_argument("--seeds", type=int, default=3)
     of_quality.add_argument("--real_log", type=Path, help="a log in Criteo's layout, .tsv or .tsv.gz")
     of_quality.add_argument("--json", type=Path, help="results, written as they come; what is in it is not repeated")

@@ -210,6 +210,74 @@ class Slopes(Log):
         return columns | {name: pa.array(x[:, i]) for i, name in enumerate(self.numbers)}, logits
 
 
+class Pairs(Log):
+    """A factorization machine (Rendle 2010, equation 1): what each id is worth, and products of factors of all pairs.
+
+    There are six columns of ids, with four factors each, and nothing else.
+    """
+
+    name = "pairs"
+    counts: ClassVar = {"user": 1_000, "item": 500, "shop": 200, "city": 50, "hour": 24, "channel": 12}
+    roles = Roles("click", ids=tuple(counts))
+
+    @override
+    def prepare(self, rng: np.random.Generator) -> None:
+        self.effects = effects(rng, self.counts)
+        self.factors = {name: rng.normal(size=(count, 4)) for name, count in self.counts.items()}
+
+    @override
+    def draw(self, rng: np.random.Generator, time: Array) -> tuple[dict[str, Any], Array]:
+        ids = {name: zipf(rng, count, len(time)) for name, count in self.counts.items()}
+        factors = np.stack([of[ids[name]] for name, of in self.factors.items()])
+        pairs = (factors.sum(0) ** 2 - (factors**2).sum(0)).sum(1) / 2
+        alone = sum(of[ids[name]] for name, of in self.effects.items())
+        return {name: pa.array(of) for name, of in ids.items()}, 0.25 * pairs + 0.5 * alone
+
+
+class Conflict(Log):
+    """Two labels of numbers, as Ma et al. (KDD 2018, section 3.2) plant them, with a correlation of one half.
+
+    Each is a linear function of 24 numbers, plus sines of it; the weights of the two have this cosine. Beside them
+    what a channel is worth, to both alike.
+    """
+
+    name = "conflict"
+    counts: ClassVar = {"channel": 12}
+    numbers = tuple(f"x{i}" for i in range(24))
+    roles = Roles("like", ids=tuple(counts), numbers=numbers)
+    second = "share"
+    correlation, sines = 0.5, 6
+
+    @override
+    def prepare(self, rng: np.random.Generator) -> None:
+        size = len(self.numbers)
+        basis = np.linalg.qr(rng.normal(size=(size, 2)))[0].T
+        self.weights = basis[0], self.correlation * basis[0] + np.sqrt(1 - self.correlation**2) * basis[1]
+        self.rates, self.phases = rng.uniform(1, 4, self.sines), rng.uniform(0, 2 * np.pi, self.sines)
+        self.effects = effects(rng, self.counts)["channel"]
+
+    @override
+    def draw(self, rng: np.random.Generator, time: Array) -> tuple[dict[str, Any], Array]:
+        x, channel = rng.normal(size=(len(time), len(self.numbers))), zipf(rng, self.counts["channel"], len(time))
+        logits: list[Array] = []
+        for weights in self.weights:
+            along = x @ weights
+            waves = np.sin(along[:, None] * self.rates + self.phases).sum(1)
+            logits.append(along + waves + 0.3 * self.effects[channel])
+        columns = {"channel": pa.array(channel)} | {name: pa.array(x[:, i]) for i, name in enumerate(self.numbers)}
+        return columns | {self.second: pa.array(logits[1])}, logits[0]
+
+    @override
+    def chunks(self, split: str) -> Iterator[tuple[Any, Array, Array]]:
+        """As in `Planted`, with the other label drawn, too, and its probabilities in the column ``"p"``."""
+        rng = np.random.default_rng([self.seed, 4, list(self.sizes).index(split)])
+        for table, probability, clicked in super().chunks(split):
+            given = 1 / (1 + np.exp(-(table[self.second].to_numpy() + self.intercept)))
+            place = table.column_names.index(self.second)
+            table = table.set_column(place, self.second, self.label(rng.random(len(given)) < given))
+            yield table.append_column("p", pa.array(given)), probability, clicked
+
+
 class Tasks(Log):
     """Clicks, a fifth of the samples, and purchases, of one click in ten.
 
@@ -262,5 +330,7 @@ class Tasks(Log):
         return intercept_of(purchases, self.of_clicks)
 
 
-LOGS: dict[str, type[Log]] = {log.name: log for log in (Interests, Drift, Order, Crosses, Slopes, Tasks)}
+LOGS: dict[str, type[Log]] = {
+    log.name: log for log in (Interests, Drift, Order, Crosses, Slopes, Pairs, Tasks, Conflict)
+}
 """All logs of one label or two, by name."""

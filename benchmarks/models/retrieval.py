@@ -5,12 +5,14 @@ nine times of ten, else of any topic; within a topic of 100 items, the k-th is 1
 are the history, its topics, the item and its topic. A history holds every topic several times, so the probability of
 each next item given the likes is known, and what its best hundred hold is the attainable recall.
 
-`TwoTower` is trained by the softmax over the items of a batch with the correction for their frequencies; `DLRM`, which
-needs labels, by each next item beside four items drawn uniformly. Both rank all items for the same users.
+`TwoTower` is trained by the softmax over the items of a batch and as many as `DRAWN` drawn uniformly, with the
+correction for how often each is among them; `DLRM`, which needs labels, by each next item beside four items drawn
+uniformly. Both rank all items for the same users.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,7 +26,9 @@ import hotbed as hb
 from benchmarks.first_contact.planted import Array, zipf
 from benchmarks.models.training import Settings, fit
 
-PER_TOPIC, LONGEST, NEGATIVES, BEST = 100, 16, 4, 100
+PER_TOPIC, LONGEST, NEGATIVES, DRAWN, BEST = 100, 16, 4, 1024, 100
+BLOCK = 8_192
+"""Items that `DLRM` scores at a time, so that what it computes of them stays in caches."""
 WEIGHTS = np.array([0.5, 0.3, 0.2])
 ANY = 0.1
 """Share of next items that are of any topic."""
@@ -124,14 +128,8 @@ class Retrieval:
             draws = torch.Generator().manual_seed(seed)
             fit(model, train, settings, seed, lambda m, batch: self._with_negatives(m, batch, draws))
         else:
-            model = hb.nn.TwoTower(tables, features, item=["item", "topic"], widths=(settings.widths[0], 32), seed=seed)
-            softmax, frequencies = hb.nn.InBatchSoftmax(), hb.nn.ItemFrequencies(1 << 18)
-
-            def loss(m: nn.Module, batch: hb.Batch) -> Tensor:
-                ids = batch.sparse["item"].values
-                return softmax(*m(batch, vectors=True), ids, frequencies(ids)).mean()
-
-            fit(model, train, settings, seed, loss)
+            model = hb.nn.TwoTower(tables, features, item=["item", "topic"], widths=settings.widths, seed=seed)
+            fit(model, train, settings, seed, _MixedNegatives(self, seed))
         found = {split: self.recall(model, self.splits[split].batch) for split in ("valid", "test")}
         seconds = round(time.perf_counter() - start, 1)
         return {"valid": found["valid"], "test": {"score": found["test"]}, "seconds": seconds}
@@ -139,13 +137,13 @@ class Retrieval:
     def _with_negatives(self, model: nn.Module, batch: hb.Batch, draws: torch.Generator) -> Tensor:
         size = len(batch)
         items = torch.randint(0, self.items, (size * NEGATIVES,), generator=draws)
-        whole = self._beside(
+        whole = self.beside(
             batch, torch.arange(size).repeat(1 + NEGATIVES), torch.cat([batch.sparse["item"].values, items])
         )
         labels = (torch.arange(len(whole)) < size).float()[:, None]
         return F.binary_cross_entropy_with_logits(model(whole), labels)
 
-    def _beside(self, users: hb.Batch, which: Tensor, items: Tensor) -> hb.Batch:
+    def beside(self, users: hb.Batch, which: Tensor, items: Tensor) -> hb.Batch:
         """Users with other items."""
         taken = users.take(which).sparse
         topics = torch.from_numpy(self.topic_of)[items]
@@ -161,7 +159,7 @@ class Retrieval:
             scores = self.dlrm_scores(model, users)
         else:
             everything = torch.arange(self.items)
-            items = model(self._beside(users, everything * 0, everything), vectors=True)[1]
+            items = model(self.beside(users, everything * 0, everything), vectors=True)[1]
             scores = iter(model(users, vectors=True)[0] @ items.T)
         for item, of_user in zip(own.tolist(), scores, strict=True):
             hits += int((of_user > of_user[item]).sum()) < BEST
@@ -175,9 +173,31 @@ class Retrieval:
         vectors[:, 1] = model.embeddings.weight("item")
         vectors[:, 2] = model.embeddings.weight("topic")[torch.from_numpy(self.topic_of)]
         for history, topics in zip(of_users["history"], of_users["topics"], strict=True):
-            vectors[:, 3], vectors[:, 4] = history, topics
-            inputs = torch.cat([model.interaction(vectors), vectors[:, 1:].flatten(1)], dim=1)
-            yield model.top(inputs)[:, 0]
+            scores = list[Tensor]()
+            for block in vectors.split(BLOCK):
+                block[:, 3], block[:, 4] = history, topics
+                inputs = torch.cat([model.interaction(block), block[:, 1:].flatten(1)], dim=1)
+                scores.append(model.top(inputs)[:, 0])
+            yield torch.cat(scores)
+
+
+class _MixedNegatives:
+    """The loss of `TwoTower`; its negatives are those of the batch, and `DRAWN` items (Yang et al., WWW 2020)."""
+
+    def __init__(self, case: Retrieval, seed: int) -> None:
+        self.case, self.draws = case, torch.Generator().manual_seed(seed)
+        self.softmax, self.frequencies = hb.nn.InBatchSoftmax(), hb.nn.ItemFrequencies(1 << 18)
+
+    def __call__(self, model: nn.Module, batch: hb.Batch) -> Tensor:
+        ids, size = batch.sparse["item"].values, len(batch)
+        drawn = torch.randint(0, self.case.items, (DRAWN,), generator=self.draws)
+        whole = hb.Jagged.concatenate([batch.sparse, self.case.beside(batch, drawn * 0, drawn).sparse])
+        users, items = model(hb.Batch(sparse=whole), vectors=True, users=size)
+        of_batch = self.frequencies.train()(ids)
+        of_drawn = self.frequencies.eval()(drawn)
+        log_drawn = torch.tensor(math.log(DRAWN / self.case.items))
+        log_q = torch.logaddexp(torch.cat([of_batch, of_drawn]), log_drawn)
+        return self.softmax(users, items, torch.cat([ids, drawn]), log_q, own=torch.arange(size)).mean()
 
 
 def _distinct(rng: np.random.Generator, count: int, size: int) -> Array:

@@ -16,7 +16,7 @@ import hotbed as hb
 from benchmarks.first_contact.planted import Array, auc, logloss
 from benchmarks.models.logs import Log
 
-BATCH, EPOCHS = 256, 2
+BATCH = 256
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Settings:
     lr: float
     table_lr: float
     init_bound: float
+    epochs: int
 
 
 def draw(trial: int) -> Settings:
@@ -43,9 +44,10 @@ def draw(trial: int) -> Settings:
     return Settings(
         dim=one((16, 32)),
         widths=one(((64,), (128, 64), (256, 128))),
-        lr=between(1e-3, 8e-3),
-        table_lr=between(0.03, 0.3),
+        lr=between(5e-4, 1e-2),
+        table_lr=between(0.005, 0.5),
         init_bound=one((0.05, 0.2)),
+        epochs=one((1, 2, 4, 8)),
     )
 
 
@@ -228,8 +230,8 @@ def fit(
     dense = torch.optim.Adam(model.parameters(), lr=settings.lr)
     rates = ((dense, settings.lr), (sparse, settings.table_lr))
     size, step = len(samples), 0
-    steps = EPOCHS * -(-size // BATCH)
-    for _ in range(EPOCHS):
+    steps = settings.epochs * -(-size // BATCH)
+    for _ in range(settings.epochs):
         order = torch.from_numpy(rng.permutation(size))
         for chosen in order.split(BATCH):
             factor = min(1.0, 3 * (1 - step / steps))

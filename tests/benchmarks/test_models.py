@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -14,10 +15,10 @@ import hotbed as hb
 from benchmarks.first_contact.planted import auc
 from benchmarks.models import __main__ as program
 from benchmarks.models import report
-from benchmarks.models.logs import LOGS, Interests, Order, Tasks
+from benchmarks.models.logs import LOGS, Conflict, Interests, Order, Pairs, Tasks
 from benchmarks.models.plain import plain, plain_batch
 from benchmarks.models.retrieval import BEST, Retrieval
-from benchmarks.models.training import BY_TASK, EPOCHS, Clicks, draw, new_model
+from benchmarks.models.training import BY_TASK, Clicks, draw, new_model
 
 
 @pytest.mark.parametrize("name", LOGS)
@@ -31,7 +32,7 @@ def test_labels_follow_the_planted_probabilities(name: str) -> None:
     attainable = case.attainable()
     assert 0.7 < attainable["score"] < 0.95
     noisy = test.probability[:, 0] + np.random.default_rng(0).normal(0, 0.2, len(test.labels))
-    assert auc(noisy, test.labels[:, 0]) < attainable["AUC of click"]
+    assert auc(noisy, test.labels[:, 0]) < attainable[f"AUC of {LOGS[name].roles.label}"]
     again = Clicks(LOGS[name](4_000, 500, 12_000), ()).splits["test"]
     assert torch.equal(again.batch.sparse.values, test.batch.sparse.values)
     assert np.array_equal(again.labels, test.labels)
@@ -68,6 +69,33 @@ def test_purchases_are_some_of_the_clicks() -> None:
     assert (test.probability[:, 1] < test.probability[:, 0]).all()
 
 
+def test_two_labels_disagree_as_much_as_they_should() -> None:
+    log = Conflict(2_000, 200, 20_000)
+    first, second = log.weights
+    assert np.linalg.norm(first) == pytest.approx(1) and np.linalg.norm(second) == pytest.approx(1)
+    assert first @ second == pytest.approx(Conflict.correlation)
+    test = Clicks(log, ()).splits["test"]
+    assert test.batch.dense is not None
+    x = test.batch.dense.numpy().astype(np.float64)
+    for weights, p, labels in zip(log.weights, test.probability.T, test.labels.T, strict=True):
+        logits = np.log(p / (1 - p)) - log.intercept
+        along = x @ weights
+        expected = along + np.sin(along[:, None] * log.rates + log.phases).sum(1)
+        effects = 0.3 * log.effects[test.batch.sparse["channel"].values.numpy()]
+        np.testing.assert_allclose(logits, expected + effects, atol=1e-4)
+        assert labels.mean() == pytest.approx(p.mean(), abs=0.01)
+
+
+def test_pairs_are_worth_what_a_factorization_machine_says() -> None:
+    log = Pairs(2_000, 200, 500)
+    test = Clicks(log, ()).splits["test"]
+    ids = {name: test.batch.sparse[name].values.numpy() for name in log.counts}
+    expected = sum(0.5 * of[ids[name]] for name, of in log.effects.items()) + log.intercept
+    for one, other in itertools.combinations(log.counts, 2):
+        expected += 0.25 * (log.factors[one][ids[one]] * log.factors[other][ids[other]]).sum(1)
+    np.testing.assert_allclose(np.log(test.probability / (1 - test.probability))[:, 0], expected, atol=1e-6)
+
+
 def test_the_best_hundred_by_the_true_probabilities_are_attainable() -> None:
     case = Retrieval(20, 300, 3_000)
     test = case.splits["test"]
@@ -92,7 +120,7 @@ def test_scores_of_all_items_are_those_of_the_model() -> None:
     users, everything = case.splits["test"].batch, torch.arange(case.items)
     with torch.no_grad():
         for user, scores in enumerate(case.dlrm_scores(model, users)):
-            expected = model(case._beside(users, everything * 0 + user, everything))[:, 0]
+            expected = model(case.beside(users, everything * 0 + user, everything))[:, 0]
             torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
     assert case.items > BEST
 
@@ -116,7 +144,6 @@ def test_a_trial_is_the_same_for_every_model() -> None:
     assert new_model("DLRM", log, draw(0), 1, 0).embeddings.tables["user"].dim == draw(0).dim
     found = Clicks(log, ()).run(BY_TASK, draw(0), 0)
     assert set(found["test"]) == {"score", *(f"{m} of {n}" for m in ("AUC", "logloss") for n in ("click", "purchase"))}
-    assert EPOCHS == 2
 
 
 @pytest.mark.parametrize("kind", ["DCNv2", "DIN", "HSTU"])
