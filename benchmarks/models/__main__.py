@@ -48,6 +48,8 @@ MODELS_OF = {
 }
 """Logs in the order in which they are run, with the models that are trained on each."""
 REAL = "real"
+FINALISTS = 3
+"""Trials of a model, the best on valid with one seed, that are trained with all seeds."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -82,7 +84,7 @@ def quality(args: argparse.Namespace, console: Console) -> None:
                         save()
             else:
                 models = [model for model in MODELS_OF[name] if args.models is None or model in args.models]
-                task = progress.add_task(name, total=len(models) * (args.trials + args.seeds - 1))
+                task = progress.add_task(name, total=len(models) * (args.trials + FINALISTS * (args.seeds - 1)))
                 of_log = data["planted"].setdefault(name, {})
                 planted(_case(name, args), models, args, of_log, save, lambda t=task: progress.advance(t), console)
     _print(console, data)
@@ -103,30 +105,34 @@ def planted(
     advance: Callable[[], None],
     console: Console,
 ) -> None:
-    """Search each model, then train the best trial with the other seeds; each training is kept at once.
+    """Search each model, train its best trials with the other seeds, and choose; each training is kept at once.
 
-    The trials have seed 0, so the best one is the first of the seeds that are tested.
+    The trials have seed 0, so each of the best is the first of its seeds. The one that is best on valid in the mean of
+    all seeds is chosen: one alone may be lucky.
     """
     found["facts"] = case.facts
     found.setdefault("attainable", case.attainable())
     for name in models:
-        model: dict[str, Any] = found.setdefault("models", {}).setdefault(name, {"trials": {}, "seeds": {}})
-        for trial in range(args.trials):
-            if str(trial) not in model["trials"]:
-                run = case.run(name, draw(trial), 0)
-                model["trials"][str(trial)] = {"settings": asdict(draw(trial)), **run}
+        model: dict[str, Any] = found.setdefault("models", {}).setdefault(name, {"trials": {}, "finalists": {}})
+        trials, finalists = model["trials"], model.setdefault("finalists", {})
+        for trial in map(str, range(args.trials)):
+            if trial not in trials:
+                trials[trial] = {"settings": asdict(draw(int(trial))), **case.run(name, draw(int(trial)), 0)}
                 save()
             advance()
-        best = max(range(args.trials), key=lambda trial: model["trials"][str(trial)]["valid"])
-        model["best"] = best
-        model["seeds"]["0"] = model["trials"][str(best)]
-        for seed in range(1, args.seeds):
-            if str(seed) not in model["seeds"]:
-                model["seeds"][str(seed)] = case.run(name, draw(best), seed)
-                save()
-            advance()
+        for trial in sorted(trials, key=lambda of: -trials[of]["valid"])[:FINALISTS]:
+            runs = finalists.setdefault(trial, {"0": trials[trial]})
+            for seed in map(str, range(1, args.seeds)):
+                if seed not in runs:
+                    runs[seed] = case.run(name, draw(int(trial)), int(seed))
+                    save()
+                advance()
+        model["best"] = max(finalists, key=lambda trial: sum(run["valid"] for run in finalists[trial].values()))
+        model["seeds"] = finalists[model["best"]]
         reached = ", ".join(f"{score:.4f}" for score in report.seeds_of(model))
-        console.print(f"{name}: trial {best} of {args.trials}; {reached} of {found['attainable']['score']:.4f}")
+        console.print(
+            f"{name}: trial {model['best']} of {args.trials}; {reached} of {found['attainable']['score']:.4f}"
+        )
         save()
 
 

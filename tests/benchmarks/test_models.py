@@ -176,10 +176,13 @@ def test_quality_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: p
     run = Clicks.run
     monkeypatch.setattr(Clicks, "run", lambda self, name, *a: (runs.append(name), run(self, name, *a))[1])
     program.main(small)
-    assert runs == ["DCNv2"] * 3
+    assert runs == ["DCNv2"] * 4  # two trials, and each with another seed
     models = json.loads(file.read_text())["planted"]["crosses"]["models"]
     assert models["DLRM"] == first["planted"]["crosses"]["models"]["DLRM"]
-    assert all(len(model["trials"]) == len(model["seeds"]) == 2 for model in models.values())
+    for model in models.values():
+        assert len(model["trials"]) == len(model["finalists"]) == len(model["seeds"]) == 2
+        valid = {trial: sum(run["valid"] for run in runs.values()) for trial, runs in model["finalists"].items()}
+        assert valid[model["best"]] == max(valid.values()) and model["seeds"] == model["finalists"][model["best"]]
     page = tmp_path / "page.md"
     page.write_text(f"Before.\n{report.BEGIN}\nold\n{report.END}\nAfter.\n")
     program.main(["table", "--json", str(file), "--page", str(page)])
