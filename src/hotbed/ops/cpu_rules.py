@@ -26,6 +26,37 @@ RULES = {
 }
 
 
+TILE = 16
+"""Rows of one table that are updated together."""
+
+
+@kernel()
+def has_no_options(h):
+    """Whether nothing but the rule is applied to the rows of a table: no norms are limited, no weights decay."""
+    return h[MAX_GRAD_NORM] == np.inf and h[L2] == 0 and h[DECAY] == 0 and h[MAX_NORM] == np.inf
+
+
+@kernel(inline="always")
+def rowwise_adagrad_steps(steps, m0, slots, sums, dim, h):
+    """Move the moments ``m0`` of up to `TILE` slots by their sums ``[TILE · padded dim]``.
+
+    What sums are to be multiplied by is put into the first row of ``steps [3, TILE]``; the others are used up. Bit for
+    bit what `apply_rule` does for one row after the other; here square roots and divisions are one vector each.
+    """
+    before, after = steps[1], steps[2]
+    width = sums.shape[0] // TILE
+    for k in range(slots.shape[0]):
+        before[k] = m0[slots[k]]
+        after[k] = sum_of_products(sums, k * width, sums, k * width, width // BLOCK)
+    lr, eps, inside, share, delayed = h[LR], h[OWN], h[OWN + 1], h[OWN + 2], h[OWN + 3]
+    for k in range(TILE):
+        after[k] = before[k] + after[k] / np.float32(dim)
+        v = after[k] if delayed == 0 else before[k]
+        steps[0, k] = lr / (np.sqrt(v / share + inside) + eps)
+    for k in range(slots.shape[0]):
+        m0[slots[k]] = after[k]
+
+
 @kernel(inline="always")
 def apply_rule(rule, w, m0, m1, g, h, scratch):
     """Update a row by one step.

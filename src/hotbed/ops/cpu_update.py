@@ -19,7 +19,7 @@ from hotbed.ops.backend import launches, no_kernel
 from hotbed.ops.cpu_instructions import peek, poke, prefetch_bytes
 from hotbed.ops.cpu_narrow import read_stored_row, write_stored_row
 from hotbed.ops.cpu_rows import place, prefetch_row, row_arrays, row_key
-from hotbed.ops.cpu_rules import RULES, apply_rule
+from hotbed.ops.cpu_rules import ROWWISE_ADAGRAD, RULES, SGD, TILE, apply_rule, has_no_options, rowwise_adagrad_steps
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, flat, kernel, launch
 from hotbed.ops.cpu_segment import RUNS_PER_TASK
 from hotbed.ops.cpu_sums import sum_rows
@@ -29,7 +29,10 @@ from hotbed.ops.layout import (
     FIRST_COL,
     FIRST_ROW,
     FIRST_SLOT,
+    FIRST_WIDE,
+    LR,
     ROW_STEP,
+    WIDE_ROWS,
     Groups,
     Occurrences,
     Rows,
@@ -149,6 +152,22 @@ def update(
     )
 
 
+@kernel(inline="always")
+def _prefetch(rows, m0, m1, m0_stride, m1_stride, slots, ahead, end, first_slots, table):
+    """Bring the row and moments of place ``ahead`` of the slots closer; return its table, at least the one given."""
+    if ahead < end:
+        slot = slots[ahead]
+        while first_slots[table + 1] <= slot:
+            table += 1
+        wide, at = place(rows, table, slot - first_slots[table])
+        prefetch_row(rows, wide, at)
+        if m0_stride:
+            prefetch_bytes(m0, slot * m0_stride, m0_stride * 4)
+        if m1_stride:
+            prefetch_bytes(m1, slot * m1_stride, m1_stride * 4)
+    return table
+
+
 @kernel(parallel=True)
 def _update(
     rule,
@@ -176,6 +195,9 @@ def _update(
         order [1, 0, 2], slots [3, 7], run_starts [0, 1, 3], group_runs [0, 1, 2], counts [2, 2]
         grad [[1], [2]]: acc of slot 3 is 1, of slot 7 is 1 + 2
         row 3 falls by 0.1, row 7 by 0.3
+
+    Groups of wide rows under the commonest rules go in tiles of one table: all sums first, while rows and moments come
+    closer, then all steps, then all rows; this takes a fifth to a quarter less time than one row after the other.
     """
     groups, runs = counts[0], counts[1]
     dim, kind, narrow, exponents = rows.dim, rows.kind, rows.narrow, rows.exponents
@@ -186,44 +208,68 @@ def _update(
         order, run_starts, group_runs, counts, bags, scale, grad, dim
     )
     for task in prange((runs + RUNS_PER_TASK - 1) // RUNS_PER_TASK):
-        acc = np.zeros(padded, np.float32)
+        sums = np.zeros(TILE * padded, np.float32)
+        steps = np.zeros((3, TILE), np.float32)
         scratch = np.zeros(padded, np.float32)
         row_values = np.zeros(padded, np.float32)
         begin = np.searchsorted(group_runs[:groups], task * RUNS_PER_TASK)
         end = np.searchsorted(group_runs[:groups], (task + 1) * RUNS_PER_TASK)
         table = table_ahead = 0  # slots rise, so tables do
-        for g in range(begin, end):
-            ahead = g + PREFETCH_ROWS
-            if ahead < end:
-                slot = slots[ahead]
-                while first_slots[table_ahead + 1] <= slot:
-                    table_ahead += 1
-                wide, at = place(rows, table_ahead, slot - first_slots[table_ahead])
-                prefetch_row(rows, wide, at)
-                if m0_stride:
-                    prefetch_bytes(m0, slot * m0_stride, m0_stride * 4)
-                if m1_stride:
-                    prefetch_bytes(m1, slot * m1_stride, m1_stride * 4)
-            slot = slots[g]
-            while first_slots[table + 1] <= slot:
+        g = begin
+        while g < end:
+            while first_slots[table + 1] <= slots[g]:
                 table += 1
-            if hyper[table, ACTIVE] == 0:
+            first_slot, end_slot, h = first_slots[table], first_slots[table + 1], hyper[table]
+            if h[ACTIVE] == 0:
+                while g < end and slots[g] < end_slot:
+                    g += 1
                 continue
-            _sum_group(acc, g, run_starts, group_runs, grad, dim, bag_of, factors, partials, scratch_of)
-            if inv_scale != 1:
-                for d in range(dim):
-                    acc[d] *= inv_scale
-            row = slot - first_slots[table]
-            wide, at = place(rows, table, row)
-            own_m0 = m0[slot * m0_stride : (slot + 1) * m0_stride]
-            own_m1 = m1[slot * m1_stride : (slot + 1) * m1_stride]
-            if wide:
-                w = rows.wide[at * dim : (at + 1) * dim]
-            else:
-                w = row_values[:dim]
-                read_stored_row(row_values, kind, narrow, exponents, dim, at)
-            apply_rule(rule, w, own_m0, own_m1, acc, hyper[table], scratch)
-            if not wide:
-                of_table = rows.tables[table, FIRST_ROW] + row * rows.tables[table, ROW_STEP]
-                key = row_key(np.uint32(seeds[table]), of_table)
-                write_stored_row(row_values, kind, narrow, exponents, dim, at, key, rows.tables[table, FIRST_COL])
+            wide_rows, first_wide = rows.tables[table, WIDE_ROWS], rows.tables[table, FIRST_WIDE]
+            together = rule in (SGD, ROWWISE_ADAGRAD) and has_no_options(h) and slots[g] < first_slot + wide_rows
+            if together:
+                end_slot, size = first_slot + wide_rows, 0
+                while size < TILE and g + size < end and slots[g + size] < end_slot:
+                    table_ahead = _prefetch(
+                        rows, m0, m1, m0_stride, m1_stride, slots, g + size + TILE, end, first_slots, table_ahead
+                    )
+                    acc = sums[size * padded : (size + 1) * padded]
+                    _sum_group(acc, g + size, run_starts, group_runs, grad, dim, bag_of, factors, partials, scratch_of)
+                    if inv_scale != 1:
+                        for d in range(dim):
+                            acc[d] *= inv_scale
+                    size += 1
+                tile = slots[g : g + size]
+                g += size
+                steps[0] = h[LR]
+                if rule == ROWWISE_ADAGRAD:
+                    rowwise_adagrad_steps(steps, m0, tile, sums, dim, h)
+                for k in range(size):
+                    at, of_sums, step = (first_wide + tile[k] - first_slot) * dim, k * padded, steps[0, k]
+                    w, acc = rows.wide[at : at + dim], sums[of_sums : of_sums + dim]
+                    for d in range(dim):
+                        w[d] -= step * acc[d]
+                continue
+            acc = sums[:padded]
+            while g < end and slots[g] < end_slot:
+                table_ahead = _prefetch(
+                    rows, m0, m1, m0_stride, m1_stride, slots, g + PREFETCH_ROWS, end, first_slots, table_ahead
+                )
+                slot, row = slots[g], slots[g] - first_slot
+                _sum_group(acc, g, run_starts, group_runs, grad, dim, bag_of, factors, partials, scratch_of)
+                if inv_scale != 1:
+                    for d in range(dim):
+                        acc[d] *= inv_scale
+                wide, at = place(rows, table, row)
+                if wide:
+                    w = rows.wide[at * dim : (at + 1) * dim]
+                else:
+                    w = row_values[:dim]
+                    read_stored_row(row_values, kind, narrow, exponents, dim, at)
+                own_m0 = m0[slot * m0_stride : (slot + 1) * m0_stride]
+                own_m1 = m1[slot * m1_stride : (slot + 1) * m1_stride]
+                apply_rule(rule, w, own_m0, own_m1, acc, h, scratch)
+                if not wide:
+                    of_table = rows.tables[table, FIRST_ROW] + row * rows.tables[table, ROW_STEP]
+                    key = row_key(np.uint32(seeds[table]), of_table)
+                    write_stored_row(row_values, kind, narrow, exponents, dim, at, key, rows.tables[table, FIRST_COL])
+                g += 1
