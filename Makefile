@@ -14,7 +14,7 @@ JOURNEYS := tests/test_lowest.py tests/test_readme.py tests/test_public_names.py
 	tests/commands/test_train.py tests/commands/test_tune.py tests/commands/test_checkpoint.py tests/data tests/nn tests/train/test_own_model.py \
 	tests/train/test_report.py tests/train/test_golden.py tests/checkpoint/test_checkpoint.py tests/embed/test_collection.py
 
-.PHONY: help setup demo test test-all test-clusters test-lowest test-newest check format gpu-report gpu-limits fuzz audit sbom tutorials docs gpu-suite bench-peers bench-net bench-ablation clean
+.PHONY: help setup demo test test-all test-clusters test-lowest test-newest check format gpu-report gpu-limits fuzz audit sbom tutorials docs gpu-suite bench-peers bench-net bench-ablation conformance clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / — /'
@@ -135,6 +135,9 @@ $(PEERS)/ready: pyproject.toml constraints.txt benchmarks/peers/requirements.txt
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers/requirements.txt
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
 	touch $@
+
+conformance: .venv/ready  ## set every claim of the sources beside what is measured, simulated or tested here (docs/conformance.md)
+	$(BIN)/python -m benchmarks.conformance --page docs/conformance.md
 
 clean:  ## remove what setup and runs made
 	rm -rf .venv $(LOWEST) $(NEWEST) $(AUDIT) $(DOCS) $(PEERS) .fuzz .triton build/docs sbom.json runs
