@@ -356,3 +356,16 @@ def test_numericals_are_of_about_the_size_of_1(kind: str, tmp_path: Path) -> Non
     assert dense[kept].std() > 0.05
     low = given[kept].argmin(), dense[kept].argmin()
     assert given[kept][low[0]] == given[kept][low[1]]  # the order is kept
+
+
+def test_several_labels_are_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "log.parquet", liked=CLICK, shared_it=CLICK == 1, stars=RNG.integers(1, 6, N), user=USER)
+    schema = draft(path, label=["shared_it", "liked", "shared_it"]).schema
+    assert schema.labels == ("shared_it", "liked")
+    assert "liked" not in [column.name for column in schema.sparse]
+    with pytest.raises(DataError, match=r"has no column 'like'; .*did you mean 'liked'"):
+        draft(path, label=["liked", "like"])
+    with pytest.raises(SpecError, match=r"--positive says which values of one label .* names 2: liked, shared_it"):
+        draft(path, label=["liked", "shared_it"], positive="> 0")
+    with pytest.raises(SpecError, match="--label and --drop both name 'shared_it'"):
+        draft(path, label=["liked", "shared_it"], drop=["shared_it"])

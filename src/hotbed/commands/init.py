@@ -19,7 +19,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the data, what its columns are where that cannot be seen, and the recipe's file."""
     parser.usage = "hotbed init PATH [options]"
     parser.add_argument("path", type=str, help="Parquet, CSV, TSV, or a folder; also of a dataset; a path or a URI.")
-    parser.add_argument("--label", type=str | None, help="Label column, where its name is not a usual one.")
+    parser.add_argument(
+        "--label",
+        type=str,
+        nargs="+",
+        default=[],
+        metavar="COL",
+        help="Label column, where its name is not a usual one; or several, of a task each.",
+    )
     parser.add_argument(
         "--positive", type=str | None, help="Which values of the label are positive, as '>= 4', '== yes', 'in [a, b]'."
     )
@@ -88,7 +95,7 @@ def run(parsed: Namespace) -> None:
 
 def draft_recipe(
     path: str | Path,
-    label: str | None = None,
+    label: str | Sequence[str] = (),
     *,
     positive: str | None = None,
     drop: Sequence[str] = (),

@@ -81,8 +81,8 @@ def draft_for(
     if model == "MMoE" and len(schema.labels) < 2:
         raise DataError(
             f"{path} lacks what MMoE needs: labels of several tasks, columns of 0 and 1 that are named like labels "
-            f"({', '.join(LABEL_NAMES[:10])}, …); there is {', '.join(schema.labels)} alone. Rename the other one, or "
-            "draft for DCNv2"
+            f"({', '.join(LABEL_NAMES[:10])}, …); there is {', '.join(schema.labels)} alone. Name all, as "
+            f"--label {schema.labels[0]} OTHER, or draft for DCNv2"
         )
     if model == "TwoTower":
         _check_towers(schema, path, item)

@@ -84,7 +84,9 @@ class Draft:
     source: Mapping[str, object] | None = None
 
 
-def draft_schema(path: str | Path, *, label: str | None = None, filesystem: fs.FileSystem | None = None) -> Schema:
+def draft_schema(
+    path: str | Path, *, label: str | Sequence[str] = (), filesystem: fs.FileSystem | None = None
+) -> Schema:
     """Propose a schema from names, types and values, see `draft`.
 
     Labels are columns of a usual name (label, click, target, …), or ratings; numbers that measure something are
@@ -99,7 +101,7 @@ def draft_schema(path: str | Path, *, label: str | None = None, filesystem: fs.F
     path
         File, folder or URI, as for `ParquetSource`.
     label
-        The label column, where its name is not a usual one.
+        The label column, where its name is not a usual one, or several, of a task each.
     filesystem
         See `ParquetSource`.
 
@@ -114,7 +116,7 @@ def draft_schema(path: str | Path, *, label: str | None = None, filesystem: fs.F
 def draft(
     path: str | Path,
     *,
-    label: str | None = None,
+    label: str | Sequence[str] = (),
     positive: str | None = None,
     drop: Sequence[str] = (),
     time: str | None = None,
@@ -163,14 +165,15 @@ def draft(
             raise DataError(f"{option} names column '{name}', which {path} does not have{did_you_mean(name, names)}")
     missing = _not_everywhere(files.train_files, names)
     sample, total = take_sample(groups, [name for name in names if name not in missing]), sum(g.samples for g in groups)
-    if label in drop:
-        raise SpecError(f"--label and --drop both name '{label}'; leave one of them out")
-    unlike = next((n for n in missing if n == label or (label is None and n.lower() in LABEL_NAMES)), None)
+    asked = list(dict.fromkeys([label] if isinstance(label, str) else label))
+    if dropped := [name for name in asked if name in drop]:
+        raise SpecError(f"--label and --drop both name '{dropped[0]}'; leave one of them out")
+    unlike = next((n for n in missing if n in asked or (not asked and n.lower() in LABEL_NAMES)), None)
     try:
         labels = find_labels(
             str(path),
             sample.select([n for n in sample.column_names if n not in drop]),
-            label,
+            asked,
             positive,
             needed=needs_label,
         )

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from hotbed.data import arrow
 from hotbed.data.columns import Label
 from hotbed.data.labels import check_label, read_labels
-from hotbed.errors import DataError, did_you_mean
+from hotbed.errors import DataError, SpecError, did_you_mean
 
 LABEL_NAMES = (
     *("label", "labels", "click", "clicks", "clicked", "is_click", "is_clicked", "target", "conversion", "y"),
@@ -38,9 +38,9 @@ class FoundLabel:
 
 
 def find_labels(
-    path: str, sample: pa.Table, label: str | None, positive: str | None, *, needed: bool = True
+    path: str, sample: pa.Table, asked: Sequence[str], positive: str | None, *, needed: bool = True
 ) -> list[FoundLabel]:
-    """Labels by name and values, or the one that is asked for.
+    """Labels by name and values, or those that are asked for.
 
     Parameters
     ----------
@@ -48,10 +48,10 @@ def find_labels(
         The data, for errors.
     sample
         Rows of it.
-    label
-        The label column, where its name is not a usual one.
+    asked
+        Label columns, where their names are not usual ones.
     positive
-        Which of its values are positive, see `Label`; found by default.
+        Which values of the only one are positive, see `Label`; found by default.
     needed
         Whether there must be one, unless it is asked for; else there may be none.
 
@@ -63,9 +63,10 @@ def find_labels(
         If the condition does not fit the column.
     """
     names: list[str] = sample.column_names
-    if label is not None and label not in names:
-        raise DataError(f"{path} has no column '{label}'; it has {_listed(names)}{did_you_mean(label, names)}")
-    candidates = [label] if label else _named(sample)
+    for label in asked:
+        if label not in names:
+            raise DataError(f"{path} has no column '{label}'; it has {_listed(names)}{did_you_mean(label, names)}")
+    candidates = list(asked) or _named(sample)
     if not candidates and not needed and positive is None:
         return []
     if not candidates:
@@ -74,6 +75,11 @@ def find_labels(
         raise DataError(
             f"{path} has no column named like a label ({', '.join(LABEL_NAMES[:10])}, …, {', '.join(RATING_NAMES)})"
             f"{unfit}; it has {_listed(names)}. Name one with --label NAME (label=… in Python)"
+        )
+    if positive is not None and len(asked) > 1:
+        raise SpecError(
+            f"--positive says which values of one label are positive, and --label names {len(asked)}: "
+            f"{', '.join(asked)}; leave it out, and write `positive` beside each in the recipe (docs/tasks.md)"
         )
     if positive is not None:
         mapping = Label(candidates[0], positive)

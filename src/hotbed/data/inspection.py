@@ -221,7 +221,9 @@ def _labels(data: StoredRows, schema: Schema | None, label: str | None) -> tuple
         sample = take_sample(with_all, names) if names and with_all else None
         if sample is None:
             return {}, "no column is named like a label; name one with --label NAME, or give --recipe"
-        return {of.name: LabelCounts(of.mapping) for of in find_labels(data.path, sample, label, None)}, ""
+        return {
+            of.name: LabelCounts(of.mapping) for of in find_labels(data.path, sample, [label] if label else [], None)
+        }, ""
     except DataError as error:
         if label is not None:
             raise
