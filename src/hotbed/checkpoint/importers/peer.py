@@ -17,51 +17,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hotbed.checkpoint.importers.dcp import dcp_arrays, is_dcp
+from hotbed.checkpoint.importers.peer_array import PeerArray, existing
 from hotbed.checkpoint.manifest import Manifest, SavedTable, write_manifest
 from hotbed.checkpoint.states import Tensors, plain
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tensor_files import Array, Chunk, new_directory, rows_per_chunk
-from hotbed.errors import CheckpointError, SpecError
+from hotbed.errors import CheckpointError, SpecError, did_you_mean
 from hotbed.parsing import TextError, map_npy
 from hotbed.specs import Table, is_int
-
-
-class PeerArray(NamedTuple):
-    """An array in a file.
-
-    Attributes
-    ----------
-    shape
-        Of all of it.
-    rows
-        Gives rows ``start … stop − 1`` as a copy in memory.
-    where
-        File and key, for errors.
-    """
-
-    shape: tuple[int, ...]
-    rows: Callable[[int, int], Tensor]
-    where: str
-
-    @staticmethod
-    def of(tensor: Tensor, where: str) -> PeerArray:
-        """A tensor, which may be mapped from a file."""
-        flat = torch.atleast_1d(tensor.detach())
-
-        def rows(start: int, stop: int) -> Tensor:
-            return flat[start:stop].clone()
-
-        return PeerArray(tuple(tensor.shape), rows, where)
-
-    def whole(self) -> Tensor:
-        """All of it in memory."""
-        return self.rows(0, self.shape[0]) if self.shape else self.rows(0, 1)[0]
-
-    def matrix(self) -> PeerArray:
-        """Itself; a `CheckpointError` if it is not a matrix with at least one row and column."""
-        if len(self.shape) != 2 or not all(self.shape):
-            raise CheckpointError(f"{self.where} has shape {list(self.shape)}; a table must be [rows, dim], not empty")
-        return self
 
 
 def raw_array(path: Path, shape: tuple[object, ...]) -> PeerArray:
@@ -93,8 +57,10 @@ def npy_array(path: Path) -> PeerArray:
     return _numpy_array(array, f"{path}")
 
 
-def arrays_of(path: Path) -> dict[str, PeerArray]:
-    """Arrays of a file, or of all files of a directory, by name.
+def arrays_of(path: Path, prefix: str = "") -> dict[str, PeerArray]:
+    """Arrays of a file, or of all files of a directory, by name; of ``torch.distributed.checkpoint``, too.
+
+    Only names that begin with the prefix count, and what follows it is the name.
 
     An array that has no name, in ``NAME.npy`` or ``NAME.pt``, is ``NAME.weight``.
 
@@ -103,8 +69,22 @@ def arrays_of(path: Path) -> dict[str, PeerArray]:
     CheckpointError
         If there are none, or two have one name.
     """
+    found = _arrays_of_path(path)
+    own = {name.removeprefix(prefix): array for name, array in found.items() if name.startswith(prefix)}
+    if not own:
+        known = dict.fromkeys(f"{name.split('.')[0]}." for name in found)
+        raise CheckpointError(
+            f"{path} has no name that begins with '{prefix}'; names begin with {', '.join(known)}"
+            f"{did_you_mean(prefix, known)}"
+        )
+    return own
+
+
+def _arrays_of_path(path: Path) -> dict[str, PeerArray]:
     if not path.is_dir():
         return _arrays_of_file(path)
+    if is_dcp(path):
+        return dcp_arrays(path)
     found: dict[str, PeerArray] = {}
     for file in sorted(f for f in path.iterdir() if f.suffix in _READERS):
         for name, array in _arrays_of_file(file).items():
@@ -185,13 +165,6 @@ def _refuse_unstored(tensor: Tensor, where: str) -> None:
         )
 
 
-def existing(path: Path) -> Path:
-    """The path; a `CheckpointError` if there is no such file."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; copy the whole checkpoint")
-    return path
-
-
 def _numpy_array(array: Any, where: str) -> PeerArray:
     def rows(start: int, stop: int) -> Tensor:
         return torch.from_numpy(np.array(np.atleast_1d(array)[start:stop], np.float32))
@@ -228,7 +201,8 @@ def _safetensors(path: Path) -> dict[str, PeerArray]:
         def rows(start: int, stop: int) -> Tensor:
             return part[start:stop] if shape else file.get_tensor(key)[None]
 
-        return PeerArray(shape, rows, f"{path}: '{key}'")
+        dtype = part[0:0].dtype if shape else file.get_tensor(key).dtype
+        return PeerArray(shape, rows, f"{path}: '{key}'", dtype)
 
     return {key: array(key) for key in file.keys()}  # noqa: SIM118
 
@@ -246,7 +220,9 @@ def _arrays_of_file(path: Path) -> dict[str, PeerArray]:
     return _READERS[path.suffix](path)
 
 
-Peer = Literal["nvidia_dlrm", "tf2", "torchrec", "facebook_dlrm", "embedding_bag"]
+Peer = Literal["nvidia_dlrm", "tf2", "torchrec", "facebook_dlrm", "embedding_bag", "dcp"]
+Names = Sequence[str] | Mapping[str, str] | None
+"""Names of tables; or by table the name of its weight."""
 
 
 class PeerModel(NamedTuple):
