@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hotbed.batch import Batch
 from hotbed.checkpoint import load_checkpoint, read_manifest, verify_checkpoint
 from hotbed.checkpoint.importers import import_checkpoint
+from hotbed.checkpoint.importers.hugectr_graph import read_graph, weights_of
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError
 from hotbed.jagged import Jagged
@@ -135,7 +141,7 @@ GRAPHS: dict[str, tuple[Any, str]] = {
     "type": (changed(CROSS, 5, type=3), "has type 3, must be text"),
     "bottom": (changed(CROSS, 5, bottom="slice99"), "takes 'slice99', which no layer before it gives"),
     "names": (changed(CROSS, 5, bottom=[1]), "has [1] for what it takes or gives, must be names"),
-    "width": (changed(CROSS, 6, fc_param={"num_output": "8"}), "has fc_param.num_output '8', must be an integer of at"),
+    "width": (changed(CROSS, 6, fc_param={"num_output": "8"}), "has fc_param.num_output '8', must be an integer from"),
     "ranges": (changed(CROSS, 4, ranges=[[0, 1]]), "has ranges [[0, 1]], must be [first, last] for each top"),
     "reshape": (changed(CROSS, 2, leading_dim=47), "has leading_dim 47, which does not divide 48"),
     "slots": (changed(CROSS, 0, sparse=[{"top": "data1"}]), "must have a slot_num of at least 1"),
@@ -214,3 +220,39 @@ def test_what_is_written_is_json_and_little_endian(tmp_path: Path) -> None:
     assert np.fromfile(folder / "key", "<i8").tolist() == [0, 1, 2, 3]
     assert (folder / "emb_vector").stat().st_size == 4 * models.DIM * 4
     assert json.loads((tmp_path / "peer" / "graph.json").read_text())["layers"][0]["type"] == "Data"
+
+
+Odd = st.sampled_from(
+    [None, True, -1, 0, 2**63, 10**30, 0.5, float("nan"), "", "x", [], {}, [[]], [1], [[0, "a"]], {"top": 1}, ["data1"]]
+)
+
+
+@settings(max_examples=int(os.environ.get("HOTBED_FUZZ", "60")), deadline=None)
+@given(st.sampled_from([models.cross, models.deepfm, models.wide_and_deep]), st.data())
+def test_a_value_of_the_graph_is_another(make: Callable[[], Any], draw: st.DataObject) -> None:
+    """Then it is still a graph, or a CheckpointError says what it is not."""
+    graph = make()
+    path = draw.draw(st.sampled_from(list(nodes(graph))))
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "graph.json"
+        file.write_text(json.dumps(changed_at(graph, path, draw.draw(Odd))))
+        try:
+            found = read_graph(file)
+            for layer in found.layers:
+                weights_of(layer, found)
+        except CheckpointError as error:
+            assert 0 < len(str(error)) < 5000
+
+
+def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from nodes(inner, (*path, key))
+
+
+def changed_at(value: Any, path: tuple[Any, ...], to: Any) -> Any:
+    if not path:
+        return to
+    value[path[0]] = changed_at(value[path[0]], path[1:], to)
+    return value

@@ -28,6 +28,10 @@ EMBEDDINGS = (
 PRODUCTS = ("InnerProduct", "FusedInnerProduct")
 LOSSES = ("BinaryCrossEntropyLoss", "CrossEntropyLoss", "MultiCrossEntropyLoss")
 _SAME = ("ReLU", "Dropout", "ELU", "Sigmoid", "Softmax", "BatchNorm", "Add", "ElementwiseMultiply", "DotProduct", "Sub")
+MOST = 1 << 31
+"""Of widths and counts."""
+MOST_CROSSES = 1000
+"""Cross layers of a network."""
 _MULTIPLY = ("Multiply", "WeightMultiply")
 
 
@@ -50,8 +54,8 @@ class Layer(NamedTuple):
         value: Any = self.options
         for key in path:
             value = cast("Mapping[str, Any]", value).get(key) if isinstance(value, Mapping) else None
-        if not is_int(value) or value < 1:
-            raise CheckpointError(f"{self.where} has {'.'.join(path)} {value!r}, must be an integer of at least 1")
+        if not is_int(value) or not 1 <= value <= MOST:
+            raise CheckpointError(f"{self.where} has {'.'.join(path)} {value!r}, must be an integer from 1 to {MOST:,}")
         return value
 
 
@@ -213,7 +217,7 @@ def _reshape(layer: Layer, widths: _Widths) -> None:
 
 
 def _concat(layer: Layer, widths: _Widths) -> None:
-    parts = [_taken(layer, widths, i) for i in range(len(layer.bottom))]
+    parts = [_taken(layer, widths, i) for i in range(max(len(layer.bottom), 1))]
     if all(isinstance(part, tuple) for part in parts):
         slots, cols = zip(*cast("list[tuple[int, int]]", parts), strict=True)
         beside = layer.options.get("axis", 1) != 1
@@ -302,6 +306,8 @@ def weights_of(layer: Layer, graph: Graph) -> dict[str, tuple[int, ...]]:
         return {"weight": tuple(layer.options["weight_dims"])}
     if layer.type == "MultiCross":
         width, count = columns(layer, graph.widths), layer.number("mc_param", "num_layers")
+        if count > MOST_CROSSES:
+            raise CheckpointError(f"{layer.where} has num_layers {count:,}, must be at most {MOST_CROSSES:,}")
         if layer.options["mc_param"].get("projection_dim"):
             raise CheckpointError(
                 f"{layer.where} has a projection_dim, whose order in the dense file is not known here; import the "
