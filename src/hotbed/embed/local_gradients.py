@@ -103,8 +103,8 @@ def joined(waiting: Sequence[Contribution]) -> list[Contribution]:
     found: list[Contribution] = []
     alike: dict[Hashable, list[LocalGradient]] = {}
     for gradient in waiting:
-        is_single = isinstance(gradient, LocalGradient) and len(gradient.bags.features) == 1
-        if is_single and all(count[table] == 1 for table in gradient.tables):
+        is_alone = all(count[table] == 1 for table in gradient.tables)
+        if is_alone and isinstance(gradient, LocalGradient) and len(gradient.bags.features) == 1:
             key = gradient.source.arena, gradient.bags.batch_size, gradient.grad.dtype
             alike.setdefault(key, []).append(gradient)
         else:
@@ -164,8 +164,8 @@ def _rows(gradients: Sequence[LocalGradient]) -> tuple[Tensor, int, list[int]]:
         gradients of vectors that were stacked or concatenated are.
     """
     first, width = gradients[0].grad, gradients[0].bags.width
-    dim, start = first.shape[1], min(g.grad.storage_offset() for g in gradients)
-    steps = [divmod(g.grad.storage_offset() - start, dim) for g in gradients]
+    dim, start = first.shape[1], min(int(g.grad.storage_offset()) for g in gradients)
+    steps = [divmod(int(g.grad.storage_offset()) - start, dim) for g in gradients]
     whole = all(
         g.grad.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and g.bags.width == width
         for g in gradients

@@ -102,11 +102,12 @@ class LocalTables(TableGroup):
 
     def __getstate__(self) -> dict[str, Any]:
         if not self.is_shared:
-            return self.__dict__
+            return dict(self.__dict__)
         alone = object.__new__(type(self))
-        alone.__dict__.update(self.__dict__)
+        for name, value in self.__dict__.items():
+            setattr(alone, name, value)
         alone._leave(self.device)
-        return alone.__dict__
+        return dict(alone.__dict__)
 
     def request(self, feature: str, bags: Bags, trained: bool) -> Request:
         """Return what to look up of one feature alone, into output 0; ids must be valid rows, and bags not too long."""

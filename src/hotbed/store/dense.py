@@ -300,9 +300,9 @@ class DenseStore(RowStore):
 
     def part(self, spans: Sequence[int], device: torch.device) -> DenseStore:
         """Copy some spans, of these numbers, with their moments, to a store of their own on a device."""
-        (dtype,) = (name for name, stored in TORCH_DTYPES.items() if stored == self.rows.narrow.dtype)
+        dtypes = {stored: name for name, stored in TORCH_DTYPES.items()}
         tier = "host" if self._zeros is memory.host_zeros else "device"
-        own = [self.spans[i] for i in spans]
+        own, dtype = [self.spans[i] for i in spans], dtypes[self.rows.narrow.dtype]
         made = DenseStore(own, self.dim, dtype=dtype, device=device, backend=self.backend_name, tier=tier)
         for name in self.moments:
             made.add_moment(Moment(name, "row" if self.moment_is_per_row(name) else "element"))

@@ -87,4 +87,5 @@ def import_checkpoint(
         "embedding_bag": partial(read_embedding_bags, collection=collection, prefix=prefix),
         "dcp": partial(read_dcp, collection=collection, prefix=prefix),
     }
-    return write_peer(readers[peer](path, names), target, collection, progress)
+    given: Any = names  # that of the peer, as checked above
+    return write_peer(readers[peer](path, given), target, collection, progress)

@@ -67,7 +67,7 @@ class _Stored(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    count: int
+    numbers: int
 
 
 def is_dcp(path: Path) -> bool:
@@ -100,7 +100,7 @@ def _array(path: Path, key: str, entry: _Record, storage: Mapping[Any, _Record])
     where, size = f"{path}: '{key}'", _numbers(entry.get("size"), path)
     properties = entry.get("properties")
     dtype = properties.first() if isinstance(properties, _Record) else None
-    if dtype not in _DTYPES.values():
+    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES.values():
         raise CheckpointError(f"{where} has dtype {dtype}, must be one of {', '.join(map(str, _DTYPES.values()))}")
     chunks: list[_Chunk] = []
     for chunk in entry.get("chunks") or ():
@@ -176,7 +176,7 @@ def _rows(chunk: _Chunk, first: int, last: int, dtype: torch.dtype, where: str) 
     if stored.stride == expected and stored.size:
         start, count = stored.offset + first * width, (last - first) * width
         return _read(chunk.file, stored, start, count).view(last - first, *stored.size[1:])
-    whole = _read(chunk.file, stored, 0, stored.count).as_strided(stored.size, stored.stride, stored.offset)
+    whole = _read(chunk.file, stored, 0, stored.numbers).as_strided(stored.size, stored.stride, stored.offset)
     return whole[first:last] if stored.size else whole[None]
 
 
@@ -313,13 +313,18 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no such file needs")
 
 
+def _layout(storage: Any, offset: Any, size: Any, stride: Any, *_: object) -> tuple[Any, ...]:
+    """Take the arguments of what makes a tensor."""
+    return storage, offset, size, stride
+
+
 class _Layout(_Plain):
     """Read how a tensor lies in its storage: ``((dtype, numbers), offset, size, stride)``."""
 
     @override
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, offset, size, stride, *_: (storage, offset, size, stride)
+            return _layout
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         return super().find_class(module, name)
@@ -356,6 +361,6 @@ def _items(metadata: _Record, name: str, path: Path) -> list[tuple[Any, Any]]:
 
 def _numbers(value: object, path: Path) -> tuple[int, ...]:
     numbers = cast("Sequence[object]", value) if isinstance(value, Sequence) else None
-    if numbers is None or not all(is_int(n) and cast("int", n) >= 0 for n in numbers):
+    if numbers is None or not all(is_int(n) and n >= 0 for n in numbers):
         raise CheckpointError(f"{path / METADATA} has {str(value)[:80]} where a shape must be; copy it again")
     return tuple(cast("Sequence[int]", numbers))
