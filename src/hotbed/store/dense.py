@@ -300,9 +300,9 @@ class DenseStore(RowStore):
 
     def part(self, spans: Sequence[int], device: torch.device) -> DenseStore:
         """Copy some spans, of these numbers, with their moments, to a store of their own on a device."""
-        dtypes = {stored: name for name, stored in TORCH_DTYPES.items()}
+        dtypes: dict[torch.dtype, RowDtype] = {stored: name for name, stored in TORCH_DTYPES.items()}
+        dtype, own = dtypes[self.rows.narrow.dtype], [self.spans[i] for i in spans]
         tier = "host" if self._zeros is memory.host_zeros else "device"
-        own, dtype = [self.spans[i] for i in spans], dtypes[self.rows.narrow.dtype]
         made = DenseStore(own, self.dim, dtype=dtype, device=device, backend=self.backend_name, tier=tier)
         for name in self.moments:
             made.add_moment(Moment(name, "row" if self.moment_is_per_row(name) else "element"))
