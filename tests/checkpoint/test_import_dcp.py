@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import hotbed as hb
-from hotbed.checkpoint import load_checkpoint, verify_checkpoint
+from hotbed.checkpoint import find_checkpoint, load_checkpoint, verify_checkpoint
 from hotbed.checkpoint.importers import import_checkpoint
 from hotbed.checkpoint.importers.dcp import dcp_arrays
 from hotbed.embed import EmbeddingCollection
@@ -301,6 +301,10 @@ def test_other_places_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x" / ".metadata").write_bytes(b"no pickle")
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: "):
         import_checkpoint(tmp_path / "x", tmp_path / "c", "dcp")
+    with pytest.raises(
+        CheckpointError, match=r"of torch\.distributed\.checkpoint: hotbed checkpoint convert … --from dcp"
+    ):
+        find_checkpoint(tmp_path / "x")
     for options, message in (({"names": {"a": "b"}}, "which tf2 has none of"), ({"prefix": "m."}, "names of its own")):
         with pytest.raises(CheckpointError, match=message):
             import_checkpoint(tmp_path, tmp_path / "c", "tf2", **options)  # pyright: ignore[reportArgumentType]

@@ -243,3 +243,22 @@ def test_tables_of_one_optimizer_step_in_backward_together() -> None:
     assert launches["cpu.update"] - before == 2
     train(later, optimizer, ["stack"])
     torch.testing.assert_close(model.state_dict(), later.state_dict(), rtol=0, atol=0)
+
+
+def test_a_loss_scale_that_overflows_skips_the_step_of_all() -> None:
+    model = swapped()
+    alone = copy.deepcopy(model)
+    scales = []
+    for each in (model, alone):
+        optimizer = hb.optim.Adam(each, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+        for step in range(5):
+            optimizer.zero_grad()
+            scaler.scale(each(batch(step), "stack") * (1e38 if step == 2 else 1)).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales[0] == scales[1]
+    torch.testing.assert_close(model.state_dict(), alone.state_dict(), rtol=0, atol=0)
+    assert not any(torch.isnan(t).any() for t in model.state_dict().values())
