@@ -23,7 +23,14 @@ from safetensors.torch import save_file
 
 from hotbed.checkpoint.importers import Peer, import_checkpoint
 from hotbed.errors import CheckpointError
-from tests.checkpoint import test_import_facebook, test_import_nvidia, test_import_tf2, test_import_torchrec
+from tests.checkpoint import (
+    test_import_dcp,
+    test_import_facebook,
+    test_import_hugectr,
+    test_import_nvidia,
+    test_import_tf2,
+    test_import_torchrec,
+)
 from tests.checkpoint.peers import random_reference
 
 EXAMPLES = int(os.environ.get("HOTBED_FUZZ", "40"))
@@ -53,6 +60,11 @@ def bags(path: Path) -> Path:
     return path
 
 
+def sharded(path: Path) -> Path:
+    state = {"a.weight": torch.ones(5, 4), "bias": torch.ones(3), "step": 7}
+    return test_import_dcp.save(path, state, {"a.weight": test_import_dcp.rectangles(5, 4, [2], [1])})
+
+
 MAKERS: dict[Peer, Callable[[Path], Path]] = {
     "nvidia_dlrm": lambda path: test_import_nvidia.save(
         path, random_reference(padding=1), test_import_nvidia.metadata([[0, 2, 1]])
@@ -61,6 +73,8 @@ MAKERS: dict[Peer, Callable[[Path], Path]] = {
     "facebook_dlrm": facebook,
     "torchrec": torchrec,
     "embedding_bag": bags,
+    "dcp": sharded,
+    "hugectr": test_import_hugectr.cross_model,
 }
 
 

@@ -98,6 +98,24 @@ def test_convert_imports_and_exports(tmp_path: Path, capsys: Output) -> None:
     assert torch.equal(load_file(f"{exported}/bags.user.safetensors")["weight"], weights["user.weight"])
 
 
+def test_convert_goes_through_torchs_distributed_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
+    names = tmp_path / "names.txt"
+    names.write_text("embeddings.user = odd, one\n\nembeddings.item=b\n", encoding="utf-8")
+    out, back = str(tmp_path / "out"), str(tmp_path / "back")
+    options = ["--to", "dcp", "--names", f"@{names}", "--prefix", "model."]
+    found = written(["checkpoint", "convert", str(checkpoint), out, *options], tmp_path)
+    assert {t["key"] for t in found["tables"].values()} == {"model.odd, one", "model.b"}
+    names.write_text("user=odd, one\nitem=b\n", encoding="utf-8")
+    options = ["--from", "dcp", "--names", f"@{names}", "--prefix", "model."]
+    found = written(["checkpoint", "convert", out, back, *options], tmp_path)
+    assert {t["table"] for t in found["tables"]} == {"embeddings.user", "embeddings.item"}
+    for kind, of in (("one", checkpoint), ("two", Path(back))):
+        main(["checkpoint", "convert", str(of), str(tmp_path / kind), "--to", "safetensors"])
+    for table in ("embeddings.user", "embeddings.item"):
+        there, here = (load_file(tmp_path / kind / f"{table}.safetensors")["weight"] for kind in ("one", "two"))
+        assert torch.equal(there, here)
+
+
 def test_a_run_is_converted_by_its_newest_checkpoint(recipe: Path, tmp_path: Path) -> None:
     _, _, run = train(recipe, "--train.checkpoint", "last")
     logging.getLogger("hotbed").info("trained")
@@ -121,7 +139,13 @@ def test_a_run_is_converted_by_its_newest_checkpoint(recipe: Path, tmp_path: Pat
         (["--to", "torch", "--compact"], "--compact has an effect only when converting from hotbed to hotbed; leave"),
         (["--from", "tf2", "--dtype", "int8"], "--dtype has an effect only when converting from hotbed to hotbed"),
         (["--to", "safetensors", "--no_moments"], "--no_moments has an effect only when converting from hotbed to"),
-        (["--names", "a"], "--names has an effect only when converting from another library (--from); leave it out"),
+        (["--names", "a"], "--names has an effect only when converting from another library (--from), or to dcp (--to"),
+        (["--prefix", "a."], "--prefix has an effect only when converting from another library (--from), or to dcp"),
+        (["--to", "dcp", "--names", "a,b"], "--names is 'a,b', must be TABLE=KEY, … for --to dcp"),
+        (["--to", "dcp", "--names", "a=b,c"], "--names has 'c' among others of the form TABLE=KEY; give all so"),
+        (["--to", "dcp", "--names", "a=b,a=c"], "--names gives a table twice: a, a; name each once"),
+        (["--to", "dcp", "--names", "x=y"], "names has table 'x', which the checkpoint lacks; it has embeddings."),
+        (["--from", "dcp"], "is no directory of torch.distributed.checkpoint: it has no .metadata file"),
         (["--collection", "a"], "--collection has an effect only when converting from another library (--from)"),
         (["--data", "a"], "--data has an effect only when converting to torch (--to torch); leave it out"),
         (["--from", "tf2"], "c/dense/config.json is missing; copy the whole checkpoint"),

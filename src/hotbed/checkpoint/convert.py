@@ -317,7 +317,7 @@ def export_tables(
     """
     place = directory(source)
     manifest = read_manifest(place)
-    specs = {name: _readable(table.spec) for name, table in manifest.tables.items()}
+    specs = {name: exported_table(table.spec) for name, table in manifest.tables.items()}
     total = sum(spec.rows * spec.dim for spec in specs.values())
     done = 0
 
@@ -331,7 +331,7 @@ def export_tables(
         check_tables(manifest.tables.values(), files)
         for name, table in manifest.tables.items():
             spec, file = specs[name], f"{quote(name, safe='')}.safetensors"
-            writer.write(file, {"weight": _weight(table, spec, files, count)})
+            writer.write(file, {"weight": exported_weight(table, spec, files, count)})
             found["tables"][name] = {"file": file, "rows": spec.rows, "dim": spec.dim, "dtype": spec.dtype}
         if manifest.file_of("model") in manifest.files and "model" in manifest.parts:
             state = read_states(manifest, ["model"], files)["model"]
@@ -343,14 +343,14 @@ def export_tables(
     return found
 
 
-def _readable(spec: Table) -> Table:
-    """The table with rows of a dtype that others know, and of one only."""
+def exported_table(spec: Table) -> Table:
+    """Return the table with rows of a dtype that others know, and of one only."""
     stored, fp32_rows = form(spec)
     return replace(spec, dtype=stored if stored in ("bf16", "fp16") and not fp32_rows else "fp32", fp32_rows=0)
 
 
-def _weight(saved: SavedTable, spec: Table, files: TensorFiles, count: Any) -> Array:
-    """All rows, of which some more than are asked for are in memory: tiles may lie across them."""
+def exported_weight(saved: SavedTable, spec: Table, files: TensorFiles, count: Any) -> Array:
+    """Return all rows, of which some more than are asked for are in memory: tiles may lie across them."""
     saved = replace(saved, moments={})
     first, slab = 0, torch.empty(0)
 

@@ -336,8 +336,10 @@ def find_checkpoint(path: str | Path | Directory, *, best: bool = False) -> Dire
         found = found or checkpoints_in(folder)
         if found:
             return found[-1]
+    is_dcp = place.has(".metadata")
+    how = "; it is one of torch.distributed.checkpoint: hotbed checkpoint convert … --from dcp" if is_dcp else ""
     raise CheckpointError(
-        f"{place} is neither a checkpoint ({MANIFEST}), nor a run's directory or a directory of runs with one"
+        f"{place} is neither a checkpoint ({MANIFEST}), nor a run's directory or a directory of runs with one{how}"
     )
 
 

@@ -11,10 +11,11 @@ from jsonargparse import ArgumentParser, Namespace
 
 from hotbed.commands.arguments import Parser, add_json, add_trust, console, write_json
 from hotbed.errors import RecipeError
+from hotbed.files import read_text
 from hotbed.locations import local
 
-Origin = Literal["hotbed", "nvidia_dlrm", "tf2", "torchrec", "facebook_dlrm", "embedding_bag"]
-Form = Literal["hotbed", "safetensors", "torch"]
+Origin = Literal["hotbed", "nvidia_dlrm", "tf2", "torchrec", "facebook_dlrm", "embedding_bag", "dcp", "hugectr"]
+Form = Literal["hotbed", "safetensors", "torch", "dcp"]
 
 
 class Command(NamedTuple):
@@ -96,7 +97,16 @@ def add_convert(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--no_moments", action="store_true", help="Keep what prediction needs only.")
     parser.add_argument(
-        "--names", type=str | None, help="Tables of another library's model, in its order, with commas between them."
+        "--names",
+        type=str | None,
+        help="Tables of another library's model, in its order, with commas between them; TABLE=KEY, … where weights "
+        "have other names (--from embedding_bag or dcp, --to dcp); in a file, one a line: @FILE.",
+    )
+    parser.add_argument(
+        "--prefix",
+        type=str,
+        default="",
+        help="What the names of weights there begin with and those here do not: model.",
     )
     parser.add_argument(
         "--collection", type=str, default="embeddings", help="Attribute of hotbed's model that is to have them."
@@ -128,14 +138,22 @@ def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mappi
     if parsed["from"] != "hotbed":
         from hotbed.checkpoint.importers import import_checkpoint
 
-        names = None if parsed.names is None else [name.strip() for name in parsed.names.split(",")]
-        options: dict[str, Any] = {"names": names, "collection": parsed.collection, "progress": progress}
+        options: dict[str, Any] = {"names": _names(parsed.names), "collection": parsed.collection, "progress": progress}
+        options["prefix"] = parsed.prefix
         return describe_manifest(target, import_checkpoint(parsed.source, target, parsed["from"], **options))
     if parsed.to == "torch":
         from hotbed.train.export_single import export_single
 
         return export_single(parsed.source, target, parsed.data, trust_recipe=parsed.trust_recipe)
     source = find_checkpoint(parsed.source)
+    if parsed.to == "dcp":
+        from hotbed.checkpoint.export_dcp import export_dcp
+
+        names = _names(parsed.names)
+        if isinstance(names, list):
+            raise RecipeError(f"--names is {parsed.names!r}, must be TABLE=KEY, … for --to dcp")
+        place = local("target", target)
+        return export_dcp(source, place, names=names, prefix=parsed.prefix, progress=progress)
     if parsed.to == "safetensors":
         from hotbed.checkpoint.convert import export_tables
 
@@ -146,16 +164,39 @@ def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mappi
     return describe_manifest(target, convert(source, target, **how, progress=progress))
 
 
+def _names(given: str | None) -> list[str] | dict[str, str] | None:
+    """Names of tables, or by table the key of its weight: ``a, b``, ``a=net.a.weight, b=net.b.weight``, ``@FILE``."""
+    if given is None:
+        return None
+    if given.startswith("@"):
+        lines = read_text(local("--names", given[1:])).splitlines()
+        found = [line.strip() for line in lines if line.strip()]
+    else:
+        found = [name.strip() for name in given.split(",")]
+    if not any("=" in name for name in found):
+        return found
+    pairs = [name.partition("=") for name in found]
+    for table, equals, key in pairs:
+        if not (table.strip() and equals and key.strip()):
+            raise RecipeError(f"--names has '{table}{equals}{key}' among others of the form TABLE=KEY; give all so")
+    keys = {table.strip(): key.strip() for table, _, key in pairs}
+    if len(keys) < len(pairs):
+        raise RecipeError(f"--names gives a table twice: {', '.join(table for table, _, _ in pairs)}; name each once")
+    return keys
+
+
 def _refuse_options_without_effect(parsed: Namespace) -> None:
     """Raise `RecipeError` for an option that this conversion would not follow."""
     to_hotbed, from_hotbed = parsed.to == "hotbed", parsed["from"] == "hotbed"
     if not to_hotbed and not from_hotbed:
         raise RecipeError(f"--from {parsed['from']} --to {parsed.to}: convert to hotbed first, then from there")
+    named = not from_hotbed or parsed.to == "dcp"
     given = {
         "--compact": (parsed.compact, to_hotbed and from_hotbed, "from hotbed to hotbed"),
         "--dtype": (parsed.dtype is not None, to_hotbed and from_hotbed, "from hotbed to hotbed"),
         "--no_moments": (parsed.no_moments, to_hotbed and from_hotbed, "from hotbed to hotbed"),
-        "--names": (parsed.names is not None, not from_hotbed, "from another library (--from)"),
+        "--names": (parsed.names is not None, named, "from another library (--from), or to dcp (--to dcp)"),
+        "--prefix": (bool(parsed.prefix), named, "from another library (--from), or to dcp (--to dcp)"),
         "--collection": (parsed.collection != "embeddings", not from_hotbed, "from another library (--from)"),
         "--data": (parsed.data is not None, parsed.to == "torch", "to torch (--to torch)"),
         "--trust_recipe": (parsed.trust_recipe, parsed.to == "torch", "to torch (--to torch)"),

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from hotbed.bags import Bags, describe
 from hotbed.embed import EmbeddingCollection
+from hotbed.embed.single_lookup import look_up
 from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
 
@@ -43,7 +44,6 @@ class _DropIn(nn.Module):
         self.table = table.name
         self.num_embeddings, self.embedding_dim = table.rows, table.dim
         self.padding_idx, self.max_norm = padding_idx, max_norm
-        self.is_pooled = next(f.is_pooled for f in rows.features if f.name == feature)
         self.register_state_dict_post_hook(_rename_saved)
         self.register_load_state_dict_pre_hook(_rename_loaded)
         self.register_load_state_dict_post_hook(_limit_loaded)
@@ -64,21 +64,6 @@ class _DropIn(nn.Module):
             norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
             scaled = torch.where(norms > self.max_norm, rows * (self.max_norm / (norms + 1e-7)), rows)
             self.rows.set_weight(self.table, scaled)
-
-    def _look_up(self, bags: Bags) -> Tensor:
-        """Look bags up: ``[B, D]``, or ``[N, D]`` where the feature is not pooled."""
-        others = [f.name for f in self.rows.features if f.name != self.feature]
-        ids = Jagged(
-            [self.feature, *others],
-            bags.values,
-            batch_size=bags.batch_size,
-            fixed=[bags.fixed, *(0 for _ in others)],
-            offsets=None if bags.offsets is None else bags.offsets[None],
-            weights=bags.weights,
-        )
-        with torch.autocast(bags.values.device.type, enabled=False):  # torch's embeddings keep their dtype, too
-            found = self.rows(ids)
-        return found[self.feature] if self.is_pooled else found.jagged(self.feature)[0]
 
     @override
     def extra_repr(self) -> str:
@@ -151,7 +136,7 @@ class Embedding(_DropIn):
         BatchError
             If ids are no integers, or out of range.
         """
-        found = self._look_up(Bags(input.reshape(-1), input.numel(), 1, None, None))
+        found = look_up(self.rows, self.feature, Bags(input.reshape(-1), input.numel(), 1, None, None))
         found = found.view(*input.shape, self.embedding_dim)
         if self.padding_idx is None or not found.requires_grad:
             return found
@@ -206,7 +191,7 @@ class EmbeddingBag(_DropIn):
         bags = self._bags(input, offsets, weights)
         if self.padding_idx is not None:
             bags = _without(_checked(bags), self.padding_idx)
-        found = self._look_up(bags)
+        found = look_up(self.rows, self.feature, bags)
         return found if self.mode != "max" else _largest(found, bags.lengths())
 
     def _checked_weights(self, ids: Tensor, weights: Tensor | None) -> Tensor | None:

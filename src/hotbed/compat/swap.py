@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hotbed.compat.drop_in import Embedding, EmbeddingBag, Mode
 from hotbed.embed import EmbeddingCollection
+from hotbed.embed.shared_arenas import share_arenas
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.ops import BackendName
 from hotbed.pooling import Pooling
@@ -29,6 +30,9 @@ def swap_embeddings(
     Calls stay as they are, and so do values, names in ``state_dict`` and what is frozen. Call it before optimizers are
     made: tables are no parameters any more, ``hb.optim.RowWiseAdagrad(model, lr=0.1)`` trains them, and
     ``torch.optim`` the rest. `hotbed.distribute` then shards the tables, by the names of their modules.
+
+    Tables of one dim and dtype lie in one arena, which an optimizer updates by one launch. A module that is moved to
+    another device, or copied, takes its rows along and is updated by itself: swap a model where it is to be trained.
 
     Parameters
     ----------
@@ -73,9 +77,11 @@ def swap_embeddings(
     for name, module in chosen.items():
         _check(name, module)
     _refuse_shared(model, chosen)
+    tables = [(_table(named, seed, backend), named) for named in _by_weight(chosen)]
+    share_arenas({rows: next(iter(named.values())).weight.device for rows, named in tables})
     made: dict[int, nn.Module] = {}
-    for named in _by_weight(chosen):
-        made |= _replacements(named, seed, backend)
+    for rows, named in tables:
+        made |= _replacements(rows, named)
     for name, module in names.items():  # a module may be at several places
         if id(module) in made and name:
             parent, _, own = name.rpartition(".")
@@ -142,8 +148,8 @@ def _by_weight(chosen: dict[str, _Torch]) -> Iterable[dict[str, _Torch]]:
     return groups.values()
 
 
-def _replacements(named: dict[str, _Torch], seed: int, backend: BackendName) -> dict[int, nn.Module]:
-    """Make what replaces the modules of one weight, by their ids."""
+def _table(named: dict[str, _Torch], seed: int, backend: BackendName) -> EmbeddingCollection:
+    """Make the table of the modules of one weight, on ``meta``."""
     first, module = next(iter(named.items()))
     weight: Tensor = module.weight
     limits = {m.max_norm for m in named.values()}
@@ -161,14 +167,21 @@ def _replacements(named: dict[str, _Torch], seed: int, backend: BackendName) -> 
         frozen=not weight.requires_grad,
     )
     features = [Feature(name or "weight", table.name, pooling=_pooling(m)) for name, m in named.items()]
-    rows = EmbeddingCollection([table], features, seed=seed, device=weight.device, backend=backend)
+    rows = EmbeddingCollection([table], features, seed=seed, device="meta", backend=backend)
     rows.to(weight.dtype)
     if limits != {None}:
         rows.max_norms[table.name] = cast(float, module.max_norm)
+    return rows
+
+
+def _replacements(rows: EmbeddingCollection, named: dict[str, _Torch]) -> dict[int, nn.Module]:
+    """Fill the table of the modules of one weight, and make what replaces them, by their ids."""
+    weight: Tensor = next(iter(named.values())).weight
     if not weight.is_meta:
-        rows.set_weight(table.name, weight.detach())
+        (table,) = rows.tables
+        rows.set_weight(table, weight.detach())
     made: dict[int, nn.Module] = {}
-    for feature, old in zip(features, named.values(), strict=True):
+    for feature, old in zip(rows.features, named.values(), strict=True):
         new = _drop_in(rows, feature.name, old)
         new.train(old.training)
         if not weight.is_meta:

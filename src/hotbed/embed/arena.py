@@ -97,6 +97,19 @@ class Arena:
         self.store = self.store.to(device)
         self._placed(device)
 
+    def part(self, numbers: Sequence[int], device: torch.device) -> Arena:
+        """Copy the rows and moments of some shards to an arena of their own on a device."""
+        assert isinstance(self.store, DenseStore)
+        made = object.__new__(type(self))
+        made.shards = [self.shards[i] for i in numbers]
+        made.tables = [self.tables[i] for i in numbers]
+        made.first_slots = [0, *accumulate(len(shard.rows) for shard in made.shards)]
+        made.updates, made.backend = self.updates, self.backend
+        made._seeds = [self._seeds[i] for i in numbers]
+        made.store = self.store.part(numbers, device)
+        made._placed(device)
+        return made
+
     def _placed(self, device: torch.device) -> None:
         self.seeds = torch.tensor(self._seeds, dtype=torch.int64, device=device)
         """Seed of each shard's table ``[T]`` int64, 32 bits."""

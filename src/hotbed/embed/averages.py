@@ -17,11 +17,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 from typing_extensions import override
 
-from hotbed.embed.arena import Arena
+from hotbed.embed.arena import LocalTile
 from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.plan_names import collections_of
 from hotbed.errors import SpecError
-from hotbed.store import DenseStore
 
 CELLS = 1 << 22
 """Of rows that are averaged at once, which bounds the memory for what an ``avg_fn`` returns."""
@@ -59,7 +58,7 @@ class AveragedTables(AveragedModel):
 
 
 def _pairs(averaged: nn.Module, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the float32 rows ``[slots, columns]`` of an averaged model and of the other, arena by arena."""
+    """Yield the float32 rows ``[rows, columns]`` of an averaged model and of the other, tile by tile."""
     here, there = list(collections_of(averaged).values()), list(collections_of(model).values())
     if [c.tables for c in here] != [c.tables for c in there]:
         raise SpecError(
@@ -68,17 +67,21 @@ def _pairs(averaged: nn.Module, model: nn.Module) -> Iterator[tuple[Tensor, Tens
         )
     for collection, other in zip(here, there, strict=True):
         other.sync()  # replicas, which are no copy of each other before
-        for mine, its in zip(_arenas(collection), _arenas(other), strict=True):
-            assert isinstance(mine.store, DenseStore) and isinstance(its.store, DenseStore)
-            mine.updates += 1
-            mine.store.replaced()  # differential checkpoints cannot tell which rows these are
-            yield mine.store.rows.wide, its.store.rows.wide
+        for mine, its in zip(_tiles(collection), _tiles(other), strict=True):
+            mine.arena.updates += 1
+            mine.arena.store.replaced()  # differential checkpoints cannot tell which rows these are
+            yield from zip(_wide(mine), _wide(its), strict=True)
 
 
-def _arenas(collection: EmbeddingCollection) -> list[Arena]:
-    """List the arenas of a collection that have rows on this rank, its own and copies of other ranks'."""
-    tiles = [tile for table in collection.tables for tile in collection.local_tiles(table)]
-    return list(dict.fromkeys(tile.arena for tile in tiles))
+def _tiles(collection: EmbeddingCollection) -> list[LocalTile]:
+    """List the tiles of a collection that are on this rank, its own and copies of other ranks'."""
+    return [tile for table in collection.tables for tile in collection.local_tiles(table)]
+
+
+def _wide(tile: LocalTile) -> list[Tensor]:
+    """Return the float32 rows of a tile, its memory."""
+    arrays = tile.arrays()
+    return [arrays[e.array][e.start : e.stop] for e in tile.extents().values() if e.array == "wide"]
 
 
 def _names(collections: list[EmbeddingCollection]) -> str:

@@ -31,10 +31,13 @@ from hotbed.errors import BatchError, OptimizerError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.ops import BackendName
-from hotbed.optim import Rule
+from hotbed.optim import Rule, Updater
 from hotbed.plan import Plan
 from hotbed.specs import ANY_ID, Feature, Table
 from hotbed.store import Storage
+
+VECTOR_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Of looked-up vectors."""
 
 
 class _Prefetched(NamedTuple):
@@ -162,7 +165,7 @@ class EmbeddingCollection(TableModule):
                 found.add_sequence(feature, values.squeeze(1), ids[feature.name])
         return found
 
-    def _check_call(self, ids: Jagged, room: int, trained: bool) -> None:
+    def _check_call(self, ids: Jagged | None, room: int, trained: bool) -> None:
         """Refuse what cannot be looked up, or trained; warn of tables that are not."""
         if trained:
             if not self._is_distributed:
@@ -171,13 +174,13 @@ class EmbeddingCollection(TableModule):
         if room not in (0, 1):
             raise BatchError(f"room is {room}, must be 0 or 1: `Embeddings.stack` fills in one vector")
         device = self._groups[0].device
-        if ids.values.device != device:
+        if ids is not None and ids.values.device != device:
             raise BatchError(f"the ids are on {ids.values.device} but the tables on {device}; use batch.to('{device}')")
 
     def _dtype_on(self, kind: str) -> torch.dtype:
         """Return the dtype of looked-up vectors, which autocast may decide."""
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if dtype not in VECTOR_DTYPES:
             raise SpecError(
                 f"vectors of tables cannot be {dtype}, must be float32, float16 or bfloat16; keep the model as it was "
                 "made (model.float()), and convert vectors where they are needed so: embeddings(ids)['item'].double()"
@@ -288,16 +291,29 @@ class EmbeddingCollection(TableModule):
         return [f for f in self.features if f.name in ids.whole]
 
     def connect(
-        self, rule: Rule, fill: Mapping[str, Mapping[str, float]], on_grad: Callable[[Callable[[], Tensor]], None]
+        self,
+        rule: Rule,
+        fill: Mapping[str, Mapping[str, float]],
+        on_grad: Callable[[Callable[[], Tensor]], None],
+        beside: Sequence[Updater] = (),
     ) -> TableUpdater:
-        """Connect an optimizer to its tables, which earlier ones lose; called by the optimizer."""
+        """Connect an optimizer to its tables, which earlier ones lose; called by the optimizer.
+
+        ``beside`` are its updaters of other collections, of which one that has the same arenas is returned.
+        """
         for earlier in self._updaters:
             earlier.tables.difference_update(fill)
         for table, initial in fill.items():
             for moment in rule.moments:
                 self._group_of(table).add_moment(table, moment, initial[moment.name])
-        on_stepped = self._dynamic.stepped if self._has_dynamic else None
-        updater = TableUpdater(rule, fill, self._groups, self._summed_ranks, on_grad, on_stepped)
+        arenas = {arena for group in self._groups if group.is_shared for arena in group.arenas}
+        own = (u for u in beside if arenas and isinstance(u, TableUpdater) and not arenas.isdisjoint(u.shared_arenas))
+        updater = next(own, None)
+        if updater is None:
+            on_stepped = self._dynamic.stepped if self._has_dynamic else None
+            updater = TableUpdater(rule, fill, self._groups, self._summed_ranks, on_grad, on_stepped)
+        else:
+            updater.add(fill, self._groups)
         self._updaters.add(updater)
         return updater
 

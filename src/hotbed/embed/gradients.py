@@ -18,10 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from hotbed import ops
 from hotbed.embed.arena import Arena, untied
+from hotbed.embed.local_gradients import joined
 from hotbed.embed.step_state import StepState, used_options
 from hotbed.embed.table_group import CHANGED, Contribution, Request, TableGroup
 from hotbed.errors import OptimizerError
-from hotbed.ops import BackendName, Occurrences
+from hotbed.ops import BackendName, Occurrences, RuleStep
 from hotbed.optim import Rule
 from hotbed.torch_hooks import are_tables_left_out
 
@@ -70,6 +71,19 @@ class TableUpdater:
         self._waiting: list[Contribution] = []
         self.state_of_steps = StepState(rule, self._group_of, ranks)
 
+    @property
+    def shared_arenas(self) -> set[Arena]:
+        """Arenas that have tables of other collections, too; see `hotbed.embed.shared_arenas`."""
+        return {arena for group in self._groups if group.is_shared for arena in group.arenas}
+
+    def add(self, tables: Collection[str], groups: Sequence[TableGroup]) -> None:
+        """Train tables of a further collection, too, in arenas that it shares with those of this updater."""
+        self.tables |= set(tables)
+        new = [group for group in groups if not self.tables.isdisjoint(group.tables)]
+        self._groups += new
+        self._group_of |= {t: group for group in new for t in group.tables if t in self.tables}
+        self.state_of_steps.add(tables)
+
     def receive(self, contribution: Contribution) -> None:
         """Keep a gradient for the step, if it may be of a table of this optimizer."""
         if not self.tables.isdisjoint(contribution.tables):
@@ -83,17 +97,21 @@ class TableUpdater:
         if any(waiting.changed() for waiting in self._waiting):
             raise OptimizerError(CHANGED)
         found: dict[Arena, list[_Gradient]] = defaultdict(list)
-        for waiting in self._waiting:
+        for waiting in joined(self._waiting):
             for arena, occurrences, grad in waiting.gradients():
                 found[arena].append(_Gradient(occurrences, grad, waiting.is_summed))
         device = next(iter(self._group_of.values())).device if self._group_of else torch.device("cpu")
         backends: list[BackendName] = [arena.backend for group in self._groups for arena in group.arenas]
         self.state_of_steps.count(hyper, gate, device, backends[0] if backends else "auto")
         factor, gate = self.state_of_steps.factors(inv_scale, gate, device)
+        steps: dict[Arena, RuleStep] = {}
         for group in self._groups:
-            steps = {arena: self.state_of_steps.step(arena, hyper, factor, gate) for arena in group.arenas}
-            here = {arena: _concatenated(arena, found[arena]) for arena in group.arenas if arena in found}
-            group.update(steps, here)
+            for arena in group.arenas:
+                if arena not in steps:
+                    steps[arena] = self.state_of_steps.step(arena, hyper, factor, gate)
+            # Of an arena that several groups share, the first updates the tables of all.
+            here = {arena: _concatenated(arena, found.pop(arena)) for arena in group.arenas if arena in found}
+            group.update({arena: steps[arena] for arena in group.arenas}, here)
         self._waiting.clear()
         if self._on_stepped is not None:
             self._on_stepped(self.tables)
@@ -233,7 +251,7 @@ class PooledLookup(torch.autograd.Function):
 def _rows_of(grad: Tensor) -> tuple[Tensor, int]:
     """View a gradient ``[B, F, D]`` as rows ``[…, D]``, and count these per sample; copied only if it must be."""
     batch, features, dim = grad.shape
-    if batch == 0 or grad.stride(2) != 1 or grad.stride(1) != dim or grad.stride(0) % dim:
+    if batch == 0 or grad.stride(2) != 1 or (features > 1 and grad.stride(1) != dim) or grad.stride(0) % dim:
         return grad.contiguous().view(batch * features, dim), features
     width = grad.stride(0) // dim if batch > 1 else features
     return grad.as_strided(((batch - 1) * width + features, dim), (dim, 1)), width

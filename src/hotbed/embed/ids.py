@@ -268,7 +268,7 @@ class BagPlaces:
             ids.values,
             entries,
             offsets,
-            None if ids.weights is None else _values(ids.weights),
+            None if ids.weights is None else id_weights(ids.weights),
             batch_size,
             total,
             self._has_divisors,
@@ -325,7 +325,7 @@ def _padded_offsets(bags: Bags, feature: Feature) -> Tensor:
     return offsets
 
 
-def _values(weights: Tensor) -> Tensor:
+def id_weights(weights: Tensor) -> Tensor:
     """Convert per-id weights to float32; trained ones are copied, for they may change before the tables' step."""
     values = weights.detach().to(torch.float32)
     return values.clone() if weights.requires_grad and values.data_ptr() == weights.data_ptr() else values

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hotbed.bags import Bags
 from hotbed.embed.arena import Arena, LocalTile, Shard
 from hotbed.embed.ids import BagPlaces
-from hotbed.embed.table_group import Contribution, Request, TableGroup, Vectors
+from hotbed.embed.local_gradients import LocalSource
+from hotbed.embed.single_feature import SingleFeature
+from hotbed.embed.table_group import Request, TableGroup
 from hotbed.jagged import Jagged
-from hotbed.ops import BackendName, BagLayout, Occurrences, RuleStep
+from hotbed.ops import BackendName, Occurrences, RuleStep
 from hotbed.optim import Moment
 from hotbed.specs import Feature, Table
 from hotbed.store import Storage
@@ -45,30 +48,70 @@ class LocalTables(TableGroup):
         storages: Mapping[str, Storage] | None = None,
     ) -> None:
         super().__init__(dim, tables, features)
-        self._sources: list[_LocalSource] = []
-        self._place: dict[str, tuple[Arena, int]] = {}
-        position = {name: i for i, name in enumerate(self.pooled)}
-        of_sequences: list[Feature] = []
+        self._features = [f for f in features if f.table in self.tables]
         kept = {t.name: (t.dtype, (storages or {}).get(t.name, Storage())) for t in tables}
+        made: list[tuple[Arena, Mapping[str, int]]] = []
         for form in dict.fromkeys(kept.values()):
             members = [t for t in tables if kept[t.name] == form]
             whole = [Shard.whole(t) for t in members]
             arena = Arena(whole, dim, seed=seed, device=device, backend=backend, storage=form[1])
-            names = {t.name: i for i, t in enumerate(members)}
-            self._place.update({name: (arena, i) for name, i in names.items()})
-            self.arenas.append(arena)
-            slots = {name: (arena.first_slots[i], i) for name, i in names.items()}
-            pooled = {f: position[f.name] for f in features if f.table in names and f.name in position}
-            unpooled = [f for f in self.sequences if f.table in names]
+            made.append((arena, {t.name: i for i, t in enumerate(members)}))
+        self.serve(made)
+
+    def serve(self, arenas: Sequence[tuple[Arena, Mapping[str, int]]], *, shared: bool = False) -> None:
+        """Look up and update in these arenas.
+
+        Parameters
+        ----------
+        arenas
+            Each with the numbers of its shards by table; together they have all tables of this group.
+        shared
+            Whether they have tables of other groups, too. The group leaves them when it is moved to another device,
+            copied or pickled: then its own tables are.
+        """
+        self.arenas = [arena for arena, _ in arenas]
+        self.is_shared = shared
+        self._sources: list[LocalSource] = []
+        self._place: dict[str, tuple[Arena, int]] = {}
+        self._singles: dict[str, SingleFeature] = {}
+        position = {name: i for i, name in enumerate(self.pooled)}
+        of_sequences: list[Feature] = []
+        for arena, numbers in arenas:
+            self._place.update({name: (arena, i) for name, i in numbers.items()})
+            slots = {name: (arena.first_slots[i], i) for name, i in numbers.items()}
+            pooled = {f: position[f.name] for f in self._features if f.table in numbers and f.name in position}
+            unpooled = [f for f in self.sequences if f.table in numbers]
             of_sequences += unpooled
-            self._sources.append(
-                _LocalSource(
-                    arena,
-                    BagPlaces(pooled, slots) if pooled else None,
-                    [BagPlaces({f: 0}, slots, single=True) for f in unpooled],
-                )
+            source = LocalSource(
+                arena,
+                set(numbers),
+                BagPlaces(pooled, slots) if pooled else None,
+                [BagPlaces({f: 0}, slots, single=True) for f in unpooled],
             )
+            self._sources.append(source)
+            for feature in (*pooled, *unpooled):
+                self._singles[feature.name] = SingleFeature(source, feature, *slots[feature.table])
         self.sequences = of_sequences
+
+    def _leave(self, device: torch.device) -> None:
+        """Copy what a shared arena has of these tables to an arena of their own."""
+        (arena,) = self.arenas
+        numbers = [number for _, number in self._place.values()]
+        own = arena.part(numbers, device)
+        self.serve([(own, {name: i for i, name in enumerate(self._place)})])
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self.is_shared:
+            return dict(self.__dict__)
+        alone = object.__new__(type(self))
+        for name, value in self.__dict__.items():
+            setattr(alone, name, value)
+        alone._leave(self.device)
+        return dict(alone.__dict__)
+
+    def request(self, feature: str, bags: Bags, trained: bool) -> Request:
+        """Return what to look up of one feature alone, into output 0; ids must be valid rows, and bags not too long."""
+        return self._singles[feature].request(bags, trained)
 
     @property
     @override
@@ -78,7 +121,10 @@ class LocalTables(TableGroup):
     @property
     @override
     def nbytes(self) -> int:
-        return sum(arena.store.nbytes for arena in self.arenas)
+        if not self.is_shared:
+            return sum(arena.store.nbytes for arena in self.arenas)
+        tiles = [tile for table in self.tables for tile in self.local_tiles(table)]
+        return sum(tile.arrays()[e.array][e.start : e.stop].nbytes for tile in tiles for e in tile.extents().values())
 
     @override
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -102,12 +148,11 @@ class LocalTables(TableGroup):
     @override
     def layouts(self) -> list[Tensor]:
         places = [p for s in self._sources for p in (s.pooled, *s.sequences) if p is not None]
-        return [entries for p in places for entries in p.entries]
+        return [entries for p in (*places, *self._singles.values()) for entries in p.entries]
 
     @override
     def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
         for arena, (occurrences, grad) in found.items():
-            arena.updates += 1
             arena.store.update(steps[arena], occurrences, grad)
 
     @override
@@ -157,54 +202,8 @@ class LocalTables(TableGroup):
 
     @override
     def to(self, device: torch.device) -> None:
+        if self.is_shared:
+            self._leave(device)
+            return
         for arena in self.arenas:
             arena.to(device)
-
-
-class _LocalSource:
-    """An arena of whole tables, and the places of their features' bags; a `RowSource`."""
-
-    def __init__(self, arena: Arena, pooled: BagPlaces | None, sequences: list[BagPlaces]) -> None:
-        self.arena, self.pooled, self.sequences = arena, pooled, sequences
-        self.names = set(arena.tables)
-
-    @property
-    def store(self) -> Vectors:
-        return self.arena.store
-
-    @property
-    def updates(self) -> int:
-        return self.arena.updates
-
-    def contribution(self, bags: BagLayout, versions: tuple[int, int, int], grad: Tensor) -> Contribution:
-        return _LocalGradient(self, bags, versions, grad)
-
-
-class _LocalGradient(NamedTuple):
-    """A gradient of rows of one arena of this rank; a `Contribution`."""
-
-    source: _LocalSource
-    bags: BagLayout
-    versions: tuple[int, int, int]
-    grad: Tensor
-
-    @property
-    def is_summed(self) -> bool:
-        return False
-
-    @property
-    def tables(self) -> set[str]:
-        return self.source.names
-
-    def changed(self) -> bool:
-        return self.bags.versions() != self.versions
-
-    def finite(self) -> Tensor:
-        return torch.isfinite(self.grad).all()
-
-    def drop(self) -> None:
-        pass
-
-    def gradients(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
-        arena = self.source.arena
-        return [(arena, arena.store.occurrences(self.bags), self.grad)]

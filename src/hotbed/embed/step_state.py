@@ -78,6 +78,11 @@ class StepState:
         self._lines: dict[Arena, _Lines] = {}
         self._open: tuple[Tensor, Tensor] | None = None
 
+    def add(self, tables: Collection[str]) -> None:
+        """Count the steps of further tables, too; before the first step."""
+        self.order |= {t: len(self.order) + i for i, t in enumerate(tables)}
+        self.counts = torch.zeros(len(self.order), dtype=torch.int64, device="cpu")
+
     def factors(self, inv_scale: Tensor | None, gate: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the factor of all gradients, with the mean over ranks in it, and the gate, as `RuleStep` has them."""
         if self._open is None or self._open[0].device != device:
@@ -108,7 +113,9 @@ class StepState:
     def step(self, arena: Arena, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor, gate: Tensor) -> RuleStep:
         """Make what kernels need to update the shards of an arena: hyperparameters by shard, seeds for rounding."""
         lines = self.write(arena, hyper)
-        counts = self.counts if lines.counted is None else self.counts[lines.counted]
+        counts = self.counts if lines.counted is None else self.counts[lines.counted.to(self.counts.device)]
+        device = arena.store.device  # tables of one optimizer may be on several
+        counts, inv_scale, gate = counts.to(device), inv_scale.to(device), gate.to(device)
         if self._corrected:
             lines.hyper[:, OWN + len(self.rule.hyper) :] = 1 - lines.betas ** counts[:, None]
         if arena.rounds:  # a tensor of its own: what averages replicas reads it after the step

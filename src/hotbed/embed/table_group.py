@@ -128,10 +128,13 @@ class TableGroup(ABC):
         How many copies of the tables are trained separately and averaged.
     is_first_replica
         Whether this rank has tiles of the first copy.
+    is_shared
+        Whether its arenas have tables of other groups, too.
     """
 
     replicas = 1
     is_first_replica = True
+    is_shared = False
 
     def __init__(self, dim: int, tables: Sequence[Table], features: Sequence[Feature]) -> None:
         self.dim = dim

@@ -123,7 +123,8 @@ class SparseOptimizer(torch.optim.Optimizer):
                 for name in group["tables"]
                 if places[name][0] == path
             }
-            self._updaters[path] = collection.connect(self.rule, fill, self._on_grad)
+            beside = list(dict.fromkeys(self._updaters.values()))
+            self._updaters[path] = collection.connect(self.rule, fill, self._on_grad, beside)
             self._trained += [Trained(collection, table, self._updaters[path], fill[table]) for table in fill]
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -197,8 +198,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         inv_scale, gate = self._amp_factors()
         gate = self.gate if gate is None else gate
         hyper = self._hyper_of_tables()
-        for path, updater in self._updaters.items():
-            updater.apply(hyper[path], inv_scale, gate)
+        for updater, of_tables in hyper.items():
+            updater.apply(of_tables, inv_scale, gate)
         self.param_groups[0]["params"][0].grad = None
         return loss
 
@@ -206,11 +207,11 @@ class SparseOptimizer(torch.optim.Optimizer):
     def prepare(self) -> tuple[Hashable, ...]:
         """Write hyperparameters where kernels read them, for a replayed step; return what else it depends on."""
         hyper = self._hyper_of_tables()
-        return tuple(updater.prepare(hyper[path]) for path, updater in self._updaters.items())
+        return tuple(updater.prepare(of_tables) for updater, of_tables in hyper.items())
 
-    def _hyper_of_tables(self) -> dict[str, dict[str, list[float]]]:
-        """Hyperparameters, in kernel order, of the tables that a step trains now, by collection."""
-        hyper: dict[str, dict[str, list[float]]] = {path: {} for path in self._updaters}
+    def _hyper_of_tables(self) -> dict[Updater, dict[str, list[float]]]:
+        """Hyperparameters, in kernel order, of the tables that a step trains now, by updater."""
+        hyper: dict[Updater, dict[str, list[float]]] = {updater: {} for updater in self._updaters.values()}
         for group in self.param_groups:
             if not self.trains(group):
                 continue
@@ -219,7 +220,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             for name, handle in zip(group["tables"], group["params"], strict=True):
                 path, table = self._places[name]
                 if handle.requires_grad:
-                    hyper[path][table] = self._within(values, self._max_norms[path].get(table))
+                    hyper[self._updaters[path]][table] = self._within(values, self._max_norms[path].get(table))
         return hyper
 
     @staticmethod
@@ -231,7 +232,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that wait for a step."""
         super().zero_grad(set_to_none)
-        for updater in self._updaters.values():
+        for updater in set(self._updaters.values()):
             updater.clear()
 
     def in_backward(self) -> Self:
@@ -278,7 +279,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if not self._check_finite:
             # The first step under a scaler: backward did not look for overflow yet, so look here.
             self._check_finite = True
-            for updater in self._updaters.values():
+            for updater in dict.fromkeys(self._updaters.values()):
                 gate = gate & updater.finite()
         unscaled = torch.ones_like(lead) if lead.grad is None else lead.grad.detach().clone()
         return (unscaled if scale is None else unscaled / scale), gate

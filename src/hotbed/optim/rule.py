@@ -180,10 +180,16 @@ class SparseModule(Protocol):
         ...
 
     def connect(
-        self, rule: Rule, fill: Mapping[str, Mapping[str, float]], on_grad: Callable[[Callable[[], Tensor]], None]
+        self,
+        rule: Rule,
+        fill: Mapping[str, Mapping[str, float]],
+        on_grad: Callable[[Callable[[], Tensor]], None],
+        beside: Sequence[Updater] = (),
     ) -> Updater:
         """Let an optimizer train the tables in ``fill``, which says what each of a table's moments starts at.
 
         ``on_grad`` is called for every gradient that arrives, with what says (0-d bool) whether all of it is finite.
+        ``beside`` are the optimizer's updaters of other collections; one of them is returned if it is to train these
+        tables, too, whose names are then unique among all of its tables.
         """
         ...

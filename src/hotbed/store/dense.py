@@ -298,6 +298,20 @@ class DenseStore(RowStore):
             found["exponents"] = at[~wide]
         return found
 
+    def part(self, spans: Sequence[int], device: torch.device) -> DenseStore:
+        """Copy some spans, of these numbers, with their moments, to a store of their own on a device."""
+        dtypes: dict[torch.dtype, RowDtype] = {stored: name for name, stored in TORCH_DTYPES.items()}
+        dtype, own = dtypes[self.rows.narrow.dtype], [self.spans[i] for i in spans]
+        tier = "host" if self._zeros is memory.host_zeros else "device"
+        made = DenseStore(own, self.dim, dtype=dtype, device=device, backend=self.backend_name, tier=tier)
+        for name in self.moments:
+            made.add_moment(Moment(name, "row" if self.moment_is_per_row(name) else "element"))
+        for new, old in enumerate(spans):
+            made.load_raw(new, self.raw(old))
+            for name in self.moments:
+                made.load_moment(new, name, self.moment(old, name))
+        return made
+
     @override
     def to(self, device: torch.device) -> Self:
         if device == self.device:

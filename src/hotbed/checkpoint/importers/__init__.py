@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from hotbed.checkpoint.importers.dlrm import read_embedding_bags, read_facebook, read_torchrec
+from hotbed.checkpoint.importers.dlrm import read_dcp, read_embedding_bags, read_facebook, read_torchrec
+from hotbed.checkpoint.importers.hugectr import read_hugectr
 from hotbed.checkpoint.importers.nvidia import read_nvidia, read_tf2
-from hotbed.checkpoint.importers.peer import Peer, PeerModel, write_peer
+from hotbed.checkpoint.importers.peer import Names, Peer, PeerModel, write_peer
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.storage import Directory
 from hotbed.errors import CheckpointError
@@ -21,7 +23,8 @@ def import_checkpoint(
     target: str | Path | Directory,
     peer: Peer,
     *,
-    names: Sequence[str] | None = None,
+    names: Names = None,
+    prefix: str = "",
     collection: str = "embeddings",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Manifest:
@@ -42,14 +45,22 @@ def import_checkpoint(
 
         - ``nvidia_dlrm``: directory of NVIDIA's PyTorch DLRM.
         - ``tf2``: directory of NVIDIA's TensorFlow 2 DLRM.
-        - ``torchrec``: ``state_dict`` of ``torchrec.models.dlrm.DLRM`` (unsharded) in a safetensors or ``.pt`` file.
+        - ``torchrec``: ``state_dict`` of ``torchrec.models.dlrm.DLRM``: unsharded in a safetensors or ``.pt`` file, or
+          as it is sharded in a directory of ``torch.distributed.checkpoint``.
         - ``facebook_dlrm``: ``.pt`` file of ``dlrm_s_pytorch.py --save-model``.
         - ``embedding_bag``: weights of ``nn.EmbeddingBag`` or ``nn.Embedding`` in a safetensors or ``.pt`` file, or a
           directory of these and of ``.npy`` files, one per table.
+        - ``hugectr``: folder of HugeCTR's sparse models, its dense file and graph.
+        - ``dcp``: the same in a directory of ``torch.distributed.checkpoint``, sharded or not.
     names
-        Names of the tables: for ``nvidia_dlrm``, ``tf2`` and ``facebook_dlrm`` what to call them, in the order of the
-        features (default ``cat_0``, …); for ``torchrec`` its own, in the order of its ``EmbeddingBagConfig``s; for
-        ``embedding_bag`` which weights are tables (default: all matrices ``NAME.weight`` without ``NAME.bias``).
+        Names of the tables. For ``nvidia_dlrm``, ``tf2`` and ``facebook_dlrm`` what to call them, in the order of the
+        features (default ``cat_0``, …); for ``hugectr`` in that of the embedding layers (default: what these give); for
+        ``torchrec`` its own, in the order of its ``EmbeddingBagConfig``s; for ``embedding_bag`` and ``dcp`` which
+        weights are tables (default: all matrices ``NAME.weight`` without ``NAME.bias``), or by table the key of its
+        weight.
+    prefix
+        What the names of the model's tensors begin with, such as ``model.``: it is left out, and so are all others.
+        For ``embedding_bag``, ``dcp`` and ``torchrec``.
     collection
         Attribute of the model that is the `EmbeddingCollection`.
     progress
@@ -60,14 +71,21 @@ def import_checkpoint(
     CheckpointError
         If something is missing, does not fit, or cannot be what hotbed's model computes; ``target`` is not made then.
     """
+    if isinstance(names, Mapping) and peer not in ("embedding_bag", "dcp"):
+        raise CheckpointError(f"names gives keys of weights, which {peer} has none of; give the tables' names only")
+    if prefix and peer not in ("embedding_bag", "dcp", "torchrec"):
+        raise CheckpointError(f"prefix is '{prefix}', but what {peer} saves has names of its own; leave it out")
     path = Path(source)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
-    readers: Mapping[Peer, Callable[[Path, Sequence[str] | None], PeerModel]] = {
+    readers: Mapping[Peer, Callable[[Path, Any], PeerModel]] = {
         "nvidia_dlrm": read_nvidia,
         "tf2": read_tf2,
-        "torchrec": read_torchrec,
+        "hugectr": partial(read_hugectr, collection=collection),
+        "torchrec": partial(read_torchrec, prefix=prefix),
         "facebook_dlrm": read_facebook,
-        "embedding_bag": partial(read_embedding_bags, collection=collection),
+        "embedding_bag": partial(read_embedding_bags, collection=collection, prefix=prefix),
+        "dcp": partial(read_dcp, collection=collection, prefix=prefix),
     }
-    return write_peer(readers[peer](path, names), target, collection, progress)
+    given: Any = names  # that of the peer, as checked above
+    return write_peer(readers[peer](path, given), target, collection, progress)

@@ -10,12 +10,15 @@ vector, then the products of all pairs. They differ in the order of the vectors,
 - TorchRec: the ``state_dict``, unsharded, of ``torchrec.models.dlrm.DLRM``, alone or in ``DLRMTrain``. Vectors come in
   the order of the ``EmbeddingBagConfig``s, pairs as the upper triangle; nothing is padded. Safetensors files do not
   keep the order of tables, so it has to be given unless their names are numbered.
+- Directories of ``torch.distributed.checkpoint`` hold the same names, however they were sharded (`hotbed.checkpoint.
+  importers.dcp`).
 - Others: weights of ``nn.EmbeddingBag`` and ``nn.Embedding`` modules, and whatever else their model has.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,7 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hotbed.checkpoint.importers.peer import PeerArray, PeerModel, arrays_of, load_pt, named
+from hotbed.checkpoint.importers.dcp import METADATA, is_dcp
+from hotbed.checkpoint.importers.peer import Names, PeerModel, arrays_of, load_pt, named
+from hotbed.checkpoint.importers.peer_array import PeerArray
 from hotbed.errors import CheckpointError, did_you_mean
 
 Triangle = Literal["lower", "upper"]
@@ -181,12 +186,14 @@ def _tensor(state: Mapping[str, Tensor], key: str, path: Path) -> Tensor:
     return value.detach()
 
 
-def read_embedding_bags(path: Path, names: Sequence[str] | None, collection: str) -> PeerModel:
+def read_embedding_bags(path: Path, names: Names, collection: str, prefix: str) -> PeerModel:
     """Tables and other tensors; see `hotbed.checkpoint.importers.import_checkpoint`.
 
     Keys of tables may begin with the name of the collection; the others keep theirs.
     """
-    arrays = arrays_of(path)
+    arrays = arrays_of(path, prefix)
+    if isinstance(names, Mapping):
+        return _bags_by_key(path, arrays, names)
     keys = {_table_of(key, collection): key for key, array in arrays.items() if _may_be_table(key, array, arrays)}
     wanted = list(keys) if names is None else names
     if names is not None:
@@ -198,6 +205,28 @@ def read_embedding_bags(path: Path, names: Sequence[str] | None, collection: str
             )
     tables = {name: arrays[keys[name]].matrix() for name in wanted}
     used = {keys[name] for name in wanted}
+    return PeerModel(tables, {key: array.whole() for key, array in arrays.items() if key not in used})
+
+
+def read_dcp(path: Path, names: Names, collection: str, prefix: str) -> PeerModel:
+    """Tables and other tensors of a directory of ``torch.distributed.checkpoint``."""
+    if not is_dcp(path):
+        raise CheckpointError(f"{path} is no directory of torch.distributed.checkpoint: it has no {METADATA} file")
+    return read_embedding_bags(path, names, collection, prefix)
+
+
+def _bags_by_key(path: Path, arrays: Mapping[str, PeerArray], keys: Mapping[str, str]) -> PeerModel:
+    """Tables whose weights are given by key; the rest of the tensors keep their names."""
+    for table, key in keys.items():
+        if key not in arrays:
+            raise CheckpointError(
+                f"{path} has no '{key}' for table '{table}'; it has {', '.join(sorted(arrays))}"
+                f"{did_you_mean(key, arrays)}"
+            )
+    if twice := [key for key, count in Counter(keys.values()).items() if count > 1]:
+        raise CheckpointError(f"names gives '{twice[0]}' to two tables; features may share a table, name it once")
+    tables = {table: arrays[key].matrix() for table, key in keys.items()}
+    used = set(keys.values())
     return PeerModel(tables, {key: array.whole() for key, array in arrays.items() if key not in used})
 
 
@@ -213,9 +242,9 @@ def _may_be_table(key: str, array: PeerArray, arrays: dict[str, PeerArray]) -> b
 _TORCHREC_TABLES = "sparse_arch.embedding_bag_collection.embedding_bags."
 
 
-def read_torchrec(path: Path, names: Sequence[str] | None) -> PeerModel:
+def read_torchrec(path: Path, names: Sequence[str] | None, prefix: str) -> PeerModel:
     """Tables and layers of a file; see `hotbed.checkpoint.importers.import_checkpoint`."""
-    arrays = arrays_of(path)
+    arrays = arrays_of(path, prefix)
     prefix = "model." if any(key.startswith(f"model.{_TORCHREC_TABLES}") for key in arrays) else ""
     arrays = {key.removeprefix(prefix): array for key, array in arrays.items()}
     found = {

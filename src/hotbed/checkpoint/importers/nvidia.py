@@ -31,7 +31,8 @@ from typing import Any, TypeGuard, cast
 from torch import Tensor
 
 from hotbed.checkpoint.importers.dlrm import Layer, dlrm_layers, padded_to_8
-from hotbed.checkpoint.importers.peer import PeerArray, PeerModel, existing, load_pt, named, npy_array, raw_array
+from hotbed.checkpoint.importers.peer import PeerModel, load_pt, named, npy_array, raw_array
+from hotbed.checkpoint.importers.peer_array import PeerArray, existing
 from hotbed.checkpoint.importers.tensor_bundle import read_bundle
 from hotbed.errors import CheckpointError
 from hotbed.parsing import TextError, parse_json, read_limited

@@ -6,62 +6,27 @@ Arrays are raw float32, ``.npy``, safetensors or ``.pt``. The last are pickles: 
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hotbed.checkpoint.importers.dcp import dcp_arrays, is_dcp
+from hotbed.checkpoint.importers.peer_array import KeyedArray, PeerArray, existing
 from hotbed.checkpoint.manifest import Manifest, SavedTable, write_manifest
 from hotbed.checkpoint.states import Tensors, plain
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tensor_files import Array, Chunk, new_directory, rows_per_chunk
-from hotbed.errors import CheckpointError, SpecError
+from hotbed.errors import CheckpointError, SpecError, did_you_mean
 from hotbed.parsing import TextError, map_npy
 from hotbed.specs import Table, is_int
-
-
-class PeerArray(NamedTuple):
-    """An array in a file.
-
-    Attributes
-    ----------
-    shape
-        Of all of it.
-    rows
-        Gives rows ``start … stop − 1`` as a copy in memory.
-    where
-        File and key, for errors.
-    """
-
-    shape: tuple[int, ...]
-    rows: Callable[[int, int], Tensor]
-    where: str
-
-    @staticmethod
-    def of(tensor: Tensor, where: str) -> PeerArray:
-        """A tensor, which may be mapped from a file."""
-        flat = torch.atleast_1d(tensor.detach())
-
-        def rows(start: int, stop: int) -> Tensor:
-            return flat[start:stop].clone()
-
-        return PeerArray(tuple(tensor.shape), rows, where)
-
-    def whole(self) -> Tensor:
-        """All of it in memory."""
-        return self.rows(0, self.shape[0]) if self.shape else self.rows(0, 1)[0]
-
-    def matrix(self) -> PeerArray:
-        """Itself; a `CheckpointError` if it is not a matrix with at least one row and column."""
-        if len(self.shape) != 2 or not all(self.shape):
-            raise CheckpointError(f"{self.where} has shape {list(self.shape)}; a table must be [rows, dim], not empty")
-        return self
 
 
 def raw_array(path: Path, shape: tuple[object, ...]) -> PeerArray:
@@ -93,8 +58,10 @@ def npy_array(path: Path) -> PeerArray:
     return _numpy_array(array, f"{path}")
 
 
-def arrays_of(path: Path) -> dict[str, PeerArray]:
-    """Arrays of a file, or of all files of a directory, by name.
+def arrays_of(path: Path, prefix: str = "") -> dict[str, PeerArray]:
+    """Arrays of a file, or of all files of a directory, by name; of ``torch.distributed.checkpoint``, too.
+
+    Only names that begin with the prefix count, and what follows it is the name.
 
     An array that has no name, in ``NAME.npy`` or ``NAME.pt``, is ``NAME.weight``.
 
@@ -103,8 +70,22 @@ def arrays_of(path: Path) -> dict[str, PeerArray]:
     CheckpointError
         If there are none, or two have one name.
     """
+    found = _arrays_of_path(path)
+    own = {name.removeprefix(prefix): array for name, array in found.items() if name.startswith(prefix)}
+    if not own:
+        known = dict.fromkeys(f"{name.split('.')[0]}." for name in found)
+        raise CheckpointError(
+            f"{path} has no name that begins with '{prefix}'; names begin with {', '.join(known)}"
+            f"{did_you_mean(prefix, known)}"
+        )
+    return own
+
+
+def _arrays_of_path(path: Path) -> dict[str, PeerArray]:
     if not path.is_dir():
         return _arrays_of_file(path)
+    if is_dcp(path):
+        return dcp_arrays(path)
     found: dict[str, PeerArray] = {}
     for file in sorted(f for f in path.iterdir() if f.suffix in _READERS):
         for name, array in _arrays_of_file(file).items():
@@ -185,13 +166,6 @@ def _refuse_unstored(tensor: Tensor, where: str) -> None:
         )
 
 
-def existing(path: Path) -> Path:
-    """The path; a `CheckpointError` if there is no such file."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; copy the whole checkpoint")
-    return path
-
-
 def _numpy_array(array: Any, where: str) -> PeerArray:
     def rows(start: int, stop: int) -> Tensor:
         return torch.from_numpy(np.array(np.atleast_1d(array)[start:stop], np.float32))
@@ -228,7 +202,8 @@ def _safetensors(path: Path) -> dict[str, PeerArray]:
         def rows(start: int, stop: int) -> Tensor:
             return part[start:stop] if shape else file.get_tensor(key)[None]
 
-        return PeerArray(shape, rows, f"{path}: '{key}'")
+        dtype = part[0:0].dtype if shape else file.get_tensor(key).dtype
+        return PeerArray(shape, rows, f"{path}: '{key}'", dtype)
 
     return {key: array(key) for key in file.keys()}  # noqa: SIM118
 
@@ -246,7 +221,12 @@ def _arrays_of_file(path: Path) -> dict[str, PeerArray]:
     return _READERS[path.suffix](path)
 
 
-Peer = Literal["nvidia_dlrm", "tf2", "torchrec", "facebook_dlrm", "embedding_bag"]
+Peer = Literal["nvidia_dlrm", "tf2", "torchrec", "facebook_dlrm", "embedding_bag", "dcp", "hugectr"]
+Names = Sequence[str] | Mapping[str, str] | None
+"""Names of tables; or by table the name of its weight."""
+
+
+_Array = TypeVar("_Array", PeerArray, PeerArray | KeyedArray)
 
 
 class PeerModel(NamedTuple):
@@ -255,16 +235,16 @@ class PeerModel(NamedTuple):
     Attributes
     ----------
     tables
-        Rows ``[R, D]`` by table.
+        Rows ``[R, D]`` by table, all of them or some.
     dense
         All else, by the names of hotbed's model.
     """
 
-    tables: Mapping[str, PeerArray]
+    tables: Mapping[str, PeerArray | KeyedArray]
     dense: Mapping[str, Tensor]
 
 
-def named(arrays: Sequence[PeerArray], names: Sequence[str] | None) -> dict[str, PeerArray]:
+def named(arrays: Sequence[_Array], names: Sequence[str] | None) -> dict[str, _Array]:
     """Tables by their names; by default they are called ``cat_0``, ``cat_1``, ….
 
     Raises
@@ -279,6 +259,19 @@ def named(arrays: Sequence[PeerArray], names: Sequence[str] | None) -> dict[str,
         if not name or given.count(name) > 1:
             raise CheckpointError(f"names has '{name}' {given.count(name)} times; every table needs its own name")
     return dict(zip(given, arrays, strict=True))
+
+
+def _parts(array: PeerArray | KeyedArray) -> Iterator[tuple[range, range]]:
+    """Cut a table into rows that fit into a file each: these, and which of the array's they are."""
+    count, dim = array.array.shape if isinstance(array, KeyedArray) else array.shape
+    step = rows_per_chunk(4 * dim + 8 * isinstance(array, KeyedArray))
+    for first in range(0, count, step):
+        here = range(first, min(first + step, count))
+        if isinstance(array, KeyedArray):
+            begin = int(array.keys[first]) if first else 0
+            yield range(begin, array.rows if here.stop == count else int(array.keys[here.stop])), here
+        else:
+            yield here, here
 
 
 def write_peer(
@@ -307,7 +300,8 @@ def write_peer(
 
 
 def _chunks(model: PeerModel, collection: str, progress: Callable[[int, int], None]) -> Iterator[Chunk]:
-    total = sum(rows.shape[0] * rows.shape[1] for rows in model.tables.values())
+    arrays = [t.array if isinstance(t, KeyedArray) else t for t in model.tables.values()]
+    total = sum(math.prod(array.shape) for array in arrays)
     done = 0
 
     def chunk(array: PeerArray, first: int, last: int) -> Array:
@@ -319,9 +313,10 @@ def _chunks(model: PeerModel, collection: str, progress: Callable[[int, int], No
 
         return Array(torch.float32, (last - first, array.shape[1]), rows)
 
-    for name, array in model.tables.items():
-        count, dim = array.shape
-        step = rows_per_chunk(4 * dim)
-        for first in range(0, count, step):
-            last = min(first + step, count)
-            yield Chunk(f"{collection}.{name}", range(first, last), range(dim), {"weight": chunk(array, first, last)})
+    for name, table in model.tables.items():
+        array = table.array if isinstance(table, KeyedArray) else table
+        for rows, here in _parts(table):
+            arrays = {"weight": chunk(array, here.start, here.stop)}
+            if isinstance(table, KeyedArray):
+                arrays["keys"] = Array.of(table.keys[here.start : here.stop])
+            yield Chunk(f"{collection}.{name}", rows, range(array.shape[1]), arrays)

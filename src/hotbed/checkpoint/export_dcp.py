@@ -1,0 +1,190 @@
+"""Write a checkpoint as a directory that ``torch.distributed.checkpoint`` reads, with bounded memory.
+
+Of each table a piece is read, and torch's own writer saves it as a chunk, in a file of its own. So whoever loads it may
+shard it anew.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+from typing_extensions import override
+
+from hotbed.checkpoint.convert import MEMORY_BYTES, Progress, exported_table, exported_weight
+from hotbed.checkpoint.differential import opened
+from hotbed.checkpoint.load import read_states
+from hotbed.checkpoint.manifest import Manifest, read_manifest
+from hotbed.checkpoint.row_ids import is_dynamic
+from hotbed.checkpoint.storage import Directory, directory
+from hotbed.checkpoint.tables import check_tables
+from hotbed.checkpoint.tensor_files import Array, TensorFiles
+from hotbed.errors import CheckpointError, did_you_mean
+
+
+class Exported(NamedTuple):
+    """What was written of a table: the key of its rows, and what they are."""
+
+    key: str
+    rows: int
+    dim: int
+    dtype: str
+
+
+def export_dcp(
+    source: str | Path | Directory,
+    target: str | Path,
+    *,
+    names: Mapping[str, str] | None = None,
+    prefix: str = "",
+    progress: Progress = lambda done, total: None,
+) -> dict[str, Any]:
+    """Write tables and the rest of the model so that ``torch.distributed.checkpoint.load`` reads them, sharded or not.
+
+    Rows have the key ``TABLE.weight``, bfloat16 or float16 where all of them are stored so, else float32; those of a
+    model that `hotbed.swap_embeddings` changed the key of its module. The rest of the part ``model`` keeps its keys.
+    Moments and the rest of what only training needs are left out.
+
+    Parameters
+    ----------
+    source
+        Path or URI of a checkpoint.
+    target
+        A local directory that does not exist; it appears when all is written.
+    names
+        By table the key that its rows are to have; default: as above.
+    prefix
+        Put before all keys; ``model.`` for what is loaded as ``{"model": model.state_dict()}``.
+    progress
+        Called now and then with cells done and all cells.
+
+    Returns
+    -------
+    dict
+        ``step``, and under ``tables``, by name, each table's ``key``, ``rows``, ``dim`` and ``dtype``.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no checkpoint at ``source``, it is damaged, there is anything at ``target``, names has a table that
+        does not exist, or two tensors would have one key.
+    """
+    place, path = directory(source), Path(target)
+    if path.exists() or path.is_symlink():
+        raise CheckpointError(f"{path} exists already; choose another directory")
+    manifest = read_manifest(place)
+    tables = _tables(manifest, names or {}, prefix)
+    total, done = sum(table.rows * table.dim for table in tables.values()), 0
+
+    def count(cells: int) -> None:
+        nonlocal done
+        done += cells
+        progress(done, total)
+
+    unfinished = path.parent / f".{path.name}.unfinished-{uuid.uuid4().hex[:8]}"
+    try:
+        with opened(place, manifest) as files, warnings.catch_warnings():
+            check_tables(manifest.tables.values(), files)
+            arrays = _dense(manifest, files, prefix)
+            for name, table in tables.items():
+                if table.key in arrays:
+                    raise CheckpointError(f"two tensors would be '{table.key}'; give table '{name}' another key")
+                saved = manifest.tables[name]
+                arrays[table.key] = exported_weight(saved, exported_table(saved.spec), files, count)
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process writes
+            writer = FileSystemWriter(unfinished, single_file_per_rank=False)
+            save({}, storage_writer=writer, planner=_Pieces(arrays, prefix), no_dist=True)
+        unfinished.rename(path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return {"step": manifest.step, "tables": {name: table._asdict() for name, table in tables.items()}}
+
+
+def _tables(manifest: Manifest, names: Mapping[str, str], prefix: str) -> dict[str, Exported]:
+    for name in names:
+        if name not in manifest.tables:
+            raise CheckpointError(
+                f"names has table '{name}', which the checkpoint lacks; it has "
+                f"{', '.join(manifest.tables) or 'none'}{did_you_mean(name, manifest.tables)}"
+            )
+    found: dict[str, Exported] = {}
+    for name, saved in manifest.tables.items():
+        spec = exported_table(saved.spec)
+        if is_dynamic(name, manifest):
+            raise CheckpointError(
+                f"table '{name}' is dynamic: its rows are of ids, which a state_dict does not say; convert it --to "
+                "safetensors, where dense.safetensors has the ids of the rows"
+            )
+        is_swapped = name == f"{spec.name}.rows.{spec.name}"
+        key = prefix + names.get(name, f"{spec.name if is_swapped else name}.weight")
+        found[name] = Exported(key, spec.rows, spec.dim, spec.dtype)
+    twice = [key for key, count in Counter(table.key for table in found.values()).items() if count > 1]
+    if twice:
+        raise CheckpointError(f"two tables would be '{twice[0]}'; give names, by table another key for each")
+    return found
+
+
+def _dense(manifest: Manifest, files: TensorFiles, prefix: str) -> dict[str, Array]:
+    """Return the tensors of the model that are no tables."""
+    if "model" not in manifest.parts:
+        return {}
+    state = read_states(manifest, ["model"], files)["model"]
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"part 'model' is {type(state).__name__}, must be a mapping; save the model as 'model'")
+    return {f"{prefix}{key}": Array.of(tensor) for key, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+class _Pieces(DefaultSavePlanner):
+    """Have arrays written piece by piece: each is read when torch's writer asks for it."""
+
+    def __init__(self, arrays: Mapping[str, Array], prefix: str) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._arrays, self._prefix = arrays, prefix
+
+    @override
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([item for key, array in self._arrays.items() for item in _items(key, array)])
+        return self.plan
+
+    @override
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        start, cut = self._prefix.removesuffix("."), len(self._prefix)
+        nested = self._prefix.endswith(".")  # what tools that read all of it make dicts of
+        metadata.planner_data = {key: (start, key[cut:]) if nested else (key,) for key in self._arrays}
+        return plans, metadata
+
+    @override
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        array, data = self._arrays[write_item.index.fqn], write_item.tensor_data
+        assert data is not None
+        if not array.shape:
+            return array.rows(0, 1)[0]
+        first, count = data.chunk.offsets[0], data.chunk.sizes[0]
+        return array.rows(first, first + count).contiguous()
+
+
+def _items(key: str, array: Array) -> list[WriteItem]:
+    """Cut an array into rows of `MEMORY_BYTES` at most."""
+    size = torch.Size(array.shape)
+    rows = size[0] if size else 1
+    step = max(MEMORY_BYTES // max(array.nbytes // max(rows, 1), 1), 1)
+    found: list[WriteItem] = []
+    for first in range(0, max(rows, 1), step):
+        offsets = torch.Size((first, *(0 for _ in size[1:])) if size else ())
+        sizes = torch.Size((min(step, rows - first), *size[1:]) if size else ())
+        data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype=array.dtype), size)
+        found.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
+    return found

@@ -1,0 +1,366 @@
+"""Read directories of ``torch.distributed.checkpoint``, whoever sharded what is in them, by rows.
+
+``.metadata`` is a pickle: of each tensor its dtype, shape, and chunks, ``offsets`` and ``sizes`` in it; of each chunk
+file, offset and length. What is there is what ``torch.save`` writes: a zip file, not compressed, with ``data.pkl`` (how
+a tensor lies in a storage) and ``data/0`` (the storage). Nothing of these pickles is run: known classes become plain
+records, all others are refused. Bytes are read where they are, so a chunk may be larger than memory.
+
+Plain tensors have one chunk, ``ShardedTensor``s (TorchRec) and ``DTensor``s (FSDP2, tensor parallelism) one per shard.
+Written for torch 2.13; the format has been the same since 2.2.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hotbed.checkpoint.importers.peer_array import PeerArray, existing
+from hotbed.errors import CheckpointError
+from hotbed.parsing import TextError, read_limited
+from hotbed.specs import is_int
+
+METADATA = ".metadata"
+MOST_METADATA_BYTES = 1 << 30
+MOST_LAYOUT_BYTES = 1 << 16
+_LOCAL_HEADER = 30
+_DTYPES = {
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "DoubleStorage": torch.float64,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
+
+class _Chunk(NamedTuple):
+    """A rectangle of a tensor: where it is in it, its shape, and its bytes ``start … start + length − 1`` of a file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    start: int
+    length: int
+
+
+class _Stored(NamedTuple):
+    """Where a chunk's numbers are: ``start`` in the file, and how they lie in memory."""
+
+    start: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    numbers: int
+
+
+def is_dcp(path: Path) -> bool:
+    """Say whether a path is a directory of ``torch.distributed.checkpoint``."""
+    return (path / METADATA).is_file()
+
+
+def dcp_arrays(path: Path) -> dict[str, PeerArray]:
+    """Return the tensors of a directory by their keys; what is no tensor is left out.
+
+    Raises
+    ------
+    CheckpointError
+        If metadata or a file is damaged, chunks do not make up their tensor, or something is compressed.
+    """
+    metadata = _unpickled(path / METADATA)
+    try:
+        storage = {
+            (index.get("fqn"), _numbers(index.get("offset") or (), path)): info
+            for index, info in _items(metadata, "storage_data", path)
+        }
+        entries = [(str(k), e) for k, e in _items(metadata, "state_dict_metadata", path) if "size" in e.state]
+        return {key: _array(path, key, entry, storage) for key, entry in entries}
+    except (AttributeError, TypeError) as error:  # something else is where a record must be
+        raise CheckpointError(f"{path / METADATA} is damaged: {error}; copy the whole checkpoint") from None
+
+
+def _array(path: Path, key: str, entry: _Record, storage: Mapping[Any, _Record]) -> PeerArray:
+    """Make the array of a tensor, of whose chunks nothing is read yet."""
+    where, size = f"{path}: '{key}'", _numbers(entry.get("size"), path)
+    properties = entry.get("properties")
+    dtype = properties.first() if isinstance(properties, _Record) else None
+    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES.values():
+        raise CheckpointError(f"{where} has dtype {dtype}, must be one of {', '.join(map(str, _DTYPES.values()))}")
+    chunks: list[_Chunk] = []
+    for chunk in entry.get("chunks") or ():
+        offsets, sizes = _numbers(chunk.get("offsets"), path), _numbers(chunk.get("sizes"), path)
+        info = storage.get((key, offsets))
+        if info is None:
+            raise CheckpointError(f"{where} has a chunk at {list(offsets)}, which no file holds; save it again")
+        if transforms := info.get("transform_descriptors"):
+            raise CheckpointError(f"{where} is transformed ({transforms}); save it without extensions")
+        start, length = info.get("offset"), info.get("length")
+        name = PurePosixPath(str(info.get("relative_path")))
+        if name.is_absolute() or ".." in name.parts or not (is_int(start) and is_int(length)) or start < 0:
+            raise CheckpointError(f"{where} is said to be in {str(name)!r} at byte {start}; save it again")
+        if math.prod(sizes) * dtype.itemsize > length:
+            raise CheckpointError(
+                f"{where} has a chunk {list(sizes)} in {length:,} bytes of {name}, must be "
+                f"{math.prod(sizes) * dtype.itemsize:,} at least; copy the whole checkpoint"
+            )
+        chunks.append(_Chunk(offsets, sizes, path / name, start, length))
+    _check_cover(where, size, chunks)
+
+    def rows(first: int, last: int) -> Tensor:
+        out = torch.empty((last - first, *size[1:]) if size else (1,), dtype=dtype)
+        for chunk in chunks:
+            begin, end = (chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) if size else (0, 1)
+            low, high = max(first, begin), min(last, end)
+            if low < high and all(chunk.sizes):
+                place = tuple(slice(o, o + s) for o, s in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
+                out[(slice(low - first, high - first), *place)] = _rows(chunk, low - begin, high - begin, dtype, where)
+        return out
+
+    return PeerArray(size, rows, where, dtype)
+
+
+def _check_cover(where: str, size: tuple[int, ...], chunks: Sequence[_Chunk]) -> None:
+    """Raise `CheckpointError` unless chunks are inside of a tensor, do not overlap, and make up all of it."""
+    for chunk in chunks:
+        fits = len(chunk.offsets) == len(chunk.sizes) == len(size)
+        if not fits or any(o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, size, strict=True)):
+            raise CheckpointError(
+                f"{where} is {list(size)}, but has a chunk {list(chunk.sizes)} at {list(chunk.offsets)}; save it again"
+            )
+    full = [chunk for chunk in chunks if all(chunk.sizes)]
+    if sum(math.prod(chunk.sizes) for chunk in full) != math.prod(size):
+        cells = sum(math.prod(chunk.sizes) for chunk in full)
+        raise CheckpointError(
+            f"{where} is {list(size)}, {math.prod(size):,} numbers, but its chunks have {cells:,}; copy the whole "
+            "checkpoint"
+        )
+    if len(full) < 2:
+        return
+    first = np.array([chunk.offsets for chunk in full])
+    last = first + np.array([chunk.sizes for chunk in full])
+    order = np.argsort(first[:, 0], kind="stable")
+    first, last = first[order], last[order]
+    for i in range(len(full) - 1):
+        stop = int(np.searchsorted(first[:, 0], last[i, 0]))  # later ones begin below it
+        other = slice(i + 1, max(stop, i + 1))
+        if ((first[other] < last[i]) & (last[other] > first[i])).all(1).any():
+            raise CheckpointError(f"{where} has chunks that overlap at {first[i].tolist()}; save it again")
+
+
+def _rows(chunk: _Chunk, first: int, last: int, dtype: torch.dtype, where: str) -> Tensor:
+    """Read rows of a chunk; all of it where its rows do not lie one after the other."""
+    stored = _stored(chunk, where)
+    if stored.dtype != dtype or stored.size != chunk.sizes:
+        raise CheckpointError(
+            f"{chunk.file}: the chunk of {where} is {stored.dtype} {list(stored.size)}, must be {dtype} "
+            f"{list(chunk.sizes)}; copy the whole checkpoint"
+        )
+    expected = tuple(torch.empty(stored.size, device="meta").stride())
+    width = math.prod(stored.size[1:])
+    if stored.stride == expected and stored.size:
+        start, count = stored.offset + first * width, (last - first) * width
+        return _read(chunk.file, stored, start, count).view(last - first, *stored.size[1:])
+    whole = _read(chunk.file, stored, 0, stored.numbers).as_strided(stored.size, stored.stride, stored.offset)
+    return whole[first:last] if stored.size else whole[None]
+
+
+def _read(file: Path, stored: _Stored, start: int, count: int) -> Tensor:
+    """Read numbers of a storage from one on."""
+    size = stored.dtype.itemsize
+    raw = np.fromfile(file, dtype=np.uint8, count=count * size, offset=stored.start + start * size)
+    return torch.from_numpy(raw).view(stored.dtype)
+
+
+def _stored(chunk: _Chunk, where: str) -> _Stored:
+    """Find a chunk's numbers in what ``torch.save`` wrote."""
+    try:
+        with existing(chunk.file).open("rb") as stream:
+            region = _Region(stream, chunk.start, chunk.length)
+            with zipfile.ZipFile(region) as archive:
+                entries = {entry.filename.split("/", 1)[-1]: entry for entry in archive.infolist()}
+                layout, data = entries["data.pkl"], entries["data/0"]
+                if layout.file_size > MOST_LAYOUT_BYTES or data.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError("is compressed, or no tensor")
+                if archive.read(entries["byteorder"]) != b"little":
+                    raise ValueError("is big-endian")
+                (dtype, count), offset, size, stride = _Layout(io.BytesIO(archive.read(layout))).load()
+            region.seek(data.header_offset)
+            header = region.read(_LOCAL_HEADER)
+            lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+            start = data.header_offset + _LOCAL_HEADER + lengths
+        numbers = (count, offset, *size, *stride)
+        if dtype not in _DTYPES.values() or not all(is_int(n) and n >= 0 for n in numbers):
+            raise ValueError("is no plain tensor")
+        furthest = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1
+        in_chunk = start + count * dtype.itemsize <= chunk.length
+        if furthest > count or count * dtype.itemsize != data.file_size or not in_chunk:
+            raise ValueError("has fewer numbers than its shape needs")
+        return _Stored(chunk.start + start, dtype, tuple(size), tuple(stride), offset, count)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged archive or pickle may raise any
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{chunk.file}: bytes {chunk.start:,} to {chunk.start + chunk.length:,}, of {where}, cannot be read: "
+            f"{reason}; copy the whole checkpoint"
+        ) from None
+
+
+class _Region(io.RawIOBase):
+    """Bytes ``start … start + length − 1`` of a file, as a file."""
+
+    def __init__(self, stream: Any, start: int, length: int) -> None:
+        super().__init__()
+        self._stream, self._start, self._length, self._at = stream, start, length, 0
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def tell(self) -> int:
+        return self._at
+
+    @override
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence], 0)
+        return self._at
+
+    @override
+    def readinto(self, buffer: Any) -> int:
+        count = max(min(len(buffer), self._length - self._at), 0)
+        self._stream.seek(self._start + self._at)
+        found = self._stream.read(count)
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+
+class _Record:
+    """Hold what an instance of a known class was pickled as."""
+
+    args: tuple[object, ...] = ()
+    state: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, *args: object) -> None:  # not called by pickles of newer protocols
+        self.args = args
+
+    def __setstate__(self, state: object) -> None:
+        self.args, self.state = (state,), {}
+        if isinstance(state, Mapping):
+            self.state = {str(k): v for k, v in cast("Mapping[object, Any]", state).items()}
+
+    def get(self, name: str) -> Any:
+        """An attribute; None if it is not there."""
+        return self.state.get(name)
+
+    def first(self) -> Any:
+        """The first of what was pickled as a tuple."""
+        value = self.args[0] if self.args else None
+        return cast("tuple[Any, ...]", value)[0] if isinstance(value, tuple) and value else self.get("dtype")
+
+
+_RECORDS = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout")}
+
+
+class _Plain(pickle.Unpickler):
+    """Make records of known classes, and refuse all others."""
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _RECORDS:
+            return _Record
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
+            return getattr(torch, name)
+        if module.startswith("pathlib") and name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
+            return PurePosixPath
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no such file needs")
+
+
+def _layout(storage: Any, offset: Any, size: Any, stride: Any, *_: object) -> tuple[Any, ...]:
+    """Take the arguments of what makes a tensor."""
+    return storage, offset, size, stride
+
+
+class _Layout(_Plain):
+    """Read how a tensor lies in its storage: ``((dtype, numbers), offset, size, stride)``."""
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _layout
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        return super().find_class(module, name)
+
+    @override
+    def persistent_load(self, pid: Any) -> Any:
+        _, dtype, key, _, count = pid
+        if key != "0":
+            raise pickle.UnpicklingError(f"its numbers are in data/{key}, must be in data/0")
+        return dtype, count
+
+
+def _unpickled(path: Path) -> _Record:
+    try:
+        found = _Plain(io.BytesIO(read_limited(existing(path), MOST_METADATA_BYTES))).load()
+    except CheckpointError:
+        raise
+    except TextError as error:
+        raise CheckpointError(f"{path} {error}; copy it again") from None
+    except Exception as error:  # a damaged pickle may raise any
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path} cannot be read: {reason}; copy the whole checkpoint") from None
+    if not isinstance(found, _Record):
+        raise CheckpointError(f"{path} holds {type(found).__name__}, must be metadata; copy the whole checkpoint")
+    return found
+
+
+def _items(metadata: _Record, name: str, path: Path) -> list[tuple[Any, Any]]:
+    found = metadata.get(name)
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path / METADATA} has no {name}; copy the whole checkpoint")
+    return list(cast("Mapping[Any, Any]", found).items())
+
+
+def _numbers(value: object, path: Path) -> tuple[int, ...]:
+    numbers = cast("Sequence[object]", value) if isinstance(value, Sequence) else None
+    if numbers is None or not all(is_int(n) and n >= 0 for n in numbers):
+        raise CheckpointError(f"{path / METADATA} has {str(value)[:80]} where a shape must be; copy it again")
+    return tuple(cast("Sequence[int]", numbers))
