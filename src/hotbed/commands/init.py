@@ -149,7 +149,7 @@ def draft_recipe(
     from hotbed.train.build import refuse_one_class
 
     if str(path).endswith(".json"):
-        given = [model, *label, positive, *drop, time, test, valid, *history, *weights, *item, retrieval]
+        given = [model, label, positive, *drop, time, test, valid, *history, *weights, *item, retrieval]
         return _draft_model(path, given)
     if model is not None:
         one_of("--model", model, MODELS, SpecError)  # before all of the data are looked at
