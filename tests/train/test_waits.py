@@ -131,3 +131,20 @@ def test_a_batch_is_no_part_of_the_clock() -> None:
     batches = planted.batches(3)
     found: list[Batch] = list(Clock().waited_for(batches))
     assert all(a is b for a, b in zip(found, batches, strict=True))
+
+
+def test_the_time_left_leaves_compilation_out_and_has_pauses_in_it(time: Time) -> None:
+    clock = Clock()
+    clock.start()
+    for step in range(SETTLING_STEPS):
+        time.now += 100 if step == 0 else 1
+        clock.tick(10)
+    assert clock.seconds_for(7) is None
+    for _ in range(5):
+        time.now += 2
+        clock.tick(10)
+    with clock.paused():
+        time.now += 20
+    assert clock.seconds_for(7) == pytest.approx(7 * (2 + 20 / (SETTLING_STEPS + 5)))
+    assert clock.seconds == {"first_steps_s": 104, "steps_s": 10, "waited_s": 0, "paused_s": 20}
+    assert clock.samples_per_s == 5

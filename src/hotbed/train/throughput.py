@@ -121,6 +121,14 @@ class Clock:
             "paused_s": self.paused_s,
         }
 
+    def seconds_for(self, steps: int) -> float | None:
+        """Estimate how long more steps will take; None before there is a step without compilation to go by.
+
+        By the steps after the first ones, and the pauses so far (evaluations, waits for checkpoints) by step.
+        """
+        settled = self._steps - SETTLING_STEPS
+        return (self._settled[0] / settled + self.paused_s / self._steps) * steps if settled > 0 else None
+
     @property
     def samples_per_s(self) -> float:
         """Rate without the settling steps; where there were no others, theirs."""
