@@ -197,7 +197,7 @@ class Jagged(Numbered):
         return self._sizes is not None
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def ids_by_feature(self) -> dict[str, int]:
         """Number of ids of each feature, which the host knows without a look at the tensors."""
         lengths = self._sizes or [end - start for start, end in pairwise(self.starts)]
         return dict(zip(self.names, lengths, strict=True))

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hotbed.batch import Batch
 from hotbed.embed import Distributed, collections_of
-from hotbed.jagged import Jagged
+from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.optim import SparseOptimizer
 from hotbed.store import Traffic
 from hotbed.train.threads import ThreadWatch
@@ -35,8 +35,8 @@ class Clock:
     batches
         Steps taken, and batches evaluated: what tells that a process does not hang.
     drawn, ids
-        Samples of the batches that were yielded for training, and their ids by feature, as far as batches are `Jagged`
-        (whose sizes the host knows). A resumed run counts anew.
+        Samples of the batches that were yielded for training, and their ids by feature, but of
+        `ModelParallelInput`, which has other ranks' samples. A resumed run counts anew.
     paused_s
         Seconds that were left out: of evaluations and of waits for checkpoints.
     """
@@ -85,9 +85,9 @@ class Clock:
             yield batch
 
     def _count_ids(self, batch: object) -> None:
-        if isinstance(batch, Batch) and isinstance(batch.sparse, Jagged):
+        if isinstance(batch, Batch) and not isinstance(batch.sparse, ModelParallelInput):
             self.drawn += len(batch)
-            self.ids.update(batch.sparse.sizes)
+            self.ids.update(batch.sparse.ids_by_feature)
 
     def count(self) -> None:
         """Count a batch that is finished."""
