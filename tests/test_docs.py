@@ -46,15 +46,26 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def build() -> ModuleType:
-    """``docs/build.py``, which is no part of the package."""
-    spec = importlib.util.spec_from_file_location("docs_build", DOCS / "build.py")
+def script(name: str) -> ModuleType:
+    """A script of docs, which is no part of the package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    """``docs/build.py``."""
+    return script("build")
+
+
+def test_pictures_are_what_the_code_draws() -> None:
+    pictures = script("pictures").PICTURES
+    for name, draw in pictures.items():
+        assert (DOCS / name).read_text(encoding="utf-8") == draw() + "\n", f"python docs/pictures.py rewrites {name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -12,7 +12,7 @@ one, ``Jagged.from_dict({"user": [7, 8], "history": [[4, 1], [3]]})``::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -195,6 +195,12 @@ class Jagged(Numbered):
     def has_room(self) -> bool:
         """Whether there may be room for more ids behind those of ragged features."""
         return self._sizes is not None
+
+    @property
+    def ids_by_feature(self) -> dict[str, int]:
+        """Number of ids of each feature, which the host knows without a look at the tensors."""
+        lengths = self._sizes or [end - start for start, end in pairwise(self.starts)]
+        return dict(zip(self.names, lengths, strict=True))
 
     @property
     def ragged_rows(self) -> tuple[int, ...]:

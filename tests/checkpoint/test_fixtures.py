@@ -20,8 +20,9 @@ from torch import Tensor
 
 import hotbed as hb
 from hotbed.checkpoint import load_checkpoint, read_manifest, verify_checkpoint
+from hotbed.checkpoint.manifest import DIFFERENTIAL, FORMAT
 from hotbed.commands.main import main
-from tests.fixtures.make import FOLDER, RANKS, RUN, make, make_tiles
+from tests.fixtures.make import FOLDER, RANKS, RUN, make, make_difference, make_tiles
 from tests.fixtures.models import CASES, STEPS, build, sha256, state, train
 from tests.ranks import Ranks
 
@@ -105,6 +106,35 @@ def test_rows_in_tiers_load_and_go_on_to_the_same_bits() -> None:
 def test_a_checkpoint_made_today_has_the_recorded_bytes(name: str, tmp_path: Path) -> None:
     make(name, tmp_path)
     assert files(tmp_path / name) == files(FOLDER / name)
+
+
+def test_a_recorded_difference_loads_on_its_base_to_the_bits_of_a_whole_checkpoint() -> None:
+    manifest = verify_checkpoint(FOLDER / "difference")
+    assert manifest.base is not None
+    assert (manifest.base.name, read_manifest(FOLDER / "difference_base").step) == ("difference_base", STEPS - 1)
+    parts = build(CASES["whole"])
+    assert load_checkpoint(FOLDER / "difference", parts).step == STEPS
+    assert sha256(state(parts)) == LOADED["whole"]
+    looked_up = train(CASES["whole"], parts, range(100, 102))
+    assert sha256([state(parts), looked_up]) == TRAINED["whole"]
+
+
+def test_a_difference_made_today_has_the_recorded_bytes(tmp_path: Path) -> None:
+    make_difference(tmp_path)
+    for name in ("difference_base", "difference"):
+        assert files(tmp_path / name) == files(FOLDER / name), name
+
+
+FORMATS = {3: sorted({*CASES, "difference_base"}), 4: ["difference"]}
+"""By format, the checkpoints that were recorded of it."""
+
+
+def test_every_format_that_is_read_was_recorded() -> None:
+    found: dict[int, list[str]] = {}
+    for file in sorted(FOLDER.glob("*/manifest.json")):
+        found.setdefault(json.loads(file.read_text(encoding="utf-8"))["format"], []).append(file.parent.name)
+    assert found == FORMATS
+    assert list(FORMATS) == [FORMAT, DIFFERENTIAL]
 
 
 def test_ranks_write_the_recorded_bytes_and_any_plan_loads_them(ranks: Ranks, tmp_path: Path) -> None:

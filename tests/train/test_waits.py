@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from hotbed.batch import Batch
 from hotbed.data import Loader
+from hotbed.jagged import Jagged
+from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.train import throughput
 from hotbed.train.callbacks import JsonLines
 from hotbed.train.report import ShowProgress, _stalled
@@ -131,3 +134,26 @@ def test_a_batch_is_no_part_of_the_clock() -> None:
     batches = planted.batches(3)
     found: list[Batch] = list(Clock().waited_for(batches))
     assert all(a is b for a, b in zip(found, batches, strict=True))
+
+
+def test_the_time_left_leaves_compilation_out_and_has_pauses_in_it(time: Time) -> None:
+    clock = Clock()
+    clock.start()
+    for step in range(SETTLING_STEPS):
+        time.now += 100 if step == 0 else 1
+        clock.tick(10)
+    assert clock.seconds_for(7) is None
+    for _ in range(5):
+        time.now += 2
+        clock.tick(10)
+    with clock.paused():
+        time.now += 20
+    assert clock.seconds_for(7) == pytest.approx(7 * (2 + 20 / (SETTLING_STEPS + 5)))
+    assert clock.seconds == {"first_steps_s": 104, "steps_s": 10, "waited_s": 0, "paused_s": 20}
+    assert clock.samples_per_s == 5
+
+
+def test_ids_are_counted_by_feature_where_they_are_this_ranks_own() -> None:
+    clock, ids = Clock(), Jagged.from_dict({"a": torch.tensor([1, 2]), "b": [[1, 2, 3], []]})
+    list(clock.waited_for([Batch(sparse=ids), Batch(sparse=ModelParallelInput(ids, [1, 1], 0)), Batch(sparse=ids)]))
+    assert (clock.drawn, clock.ids) == (4, {"a": 4, "b": 6})

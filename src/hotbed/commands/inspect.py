@@ -12,8 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, runs_in, verify_checkpoint
-from hotbed.commands.arguments import add_json, add_trust, console, write_json
+from hotbed.checkpoint.single_files import write_text
+from hotbed.commands.arguments import add_json, add_trust, check_json, console, write_json
 from hotbed.commands.inspect_data import DataOptions, add_data_arguments, inspect_data, print_data
+from hotbed.commands.run_page import page
+from hotbed.commands.run_records import read_runs
 from hotbed.commands.skew import SKEW_DEFAULTS, inspect_skew, print_skew
 from hotbed.config import Recipe
 from hotbed.data import Schema
@@ -63,8 +66,15 @@ def run(parsed: Namespace) -> None:
         if options[name] != default:
             raise RecipeError(f"--{name} goes with --skew; add --skew, or leave --{name} out")
     if (described := describe(path)) is not None:
-        if of_data.given:
-            raise RecipeError(f"--{of_data.given[0]} is for data, and {path} is a {described['kind']}; leave it out")
+        kind = described["kind"]
+        for name in of_data.given:
+            if name != "html":
+                raise RecipeError(f"--{name} is for data, and {path} is a {kind}; leave it out")
+            if kind == "checkpoint":
+                raise RecipeError(f"--html draws data and runs, and {path} is a checkpoint; give its run's directory")
+        if of_data.html is not None:
+            check_json(of_data.html, "--html")
+            write_text(of_data.html, page(read_runs(path)))
         print_description(console(), described)
         write_json(json, described)
         return

@@ -76,7 +76,7 @@ def add_data_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--against", type=str | None, help="Earlier data, another day's: how do these differ from it?")
     parser.add_argument("--recipe", type=str | None, help="Recipe that the data must fit: names, types, ids in range.")
     parser.add_argument("--label", type=str | None, help="Label column, where its name is not a usual one.")
-    parser.add_argument("--html", type=str | None, help="File for a page with pictures.")
+    parser.add_argument("--html", type=str | None, help="File for a page with pictures of data, or of a run.")
 
 
 def inspect_data(path: str | Path, options: DataOptions, console: Console) -> Inspected:

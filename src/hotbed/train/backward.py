@@ -181,6 +181,11 @@ class Backward:
             check(found)
         return known._replace(loss=found)
 
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for every loss, and gradients are not scaled: so looking at them costs no wait."""
+        return self.late is None and self.numerics.scaler is None
+
     def update(self, optimizers: Iterable[Optimizer]) -> None:
         """Step all optimizers; none touches anything if a loss was not finite, or a scaled gradient overflowed."""
         scaler = self.numerics.scaler

@@ -6,7 +6,6 @@ Progress of training, and of work in stages, is bars on a terminal and plain lin
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -295,8 +294,6 @@ class ShowProgress(Callback):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar: Progress | None = None
-        self._started = 0.0
-        self._first_step = 0
 
     def on_numerics(self, trainer: Trainer, chosen: str) -> None:
         """Print a line."""
@@ -304,13 +301,11 @@ class ShowProgress(Callback):
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Show an empty bar."""
-        self._started, self._first_step = time.perf_counter(), trainer.step
         if self._console.is_terminal:
             columns = (
                 "training",
                 BarColumn(),
                 MofNCompleteColumn(),
-                TimeRemainingColumn(),
                 TextColumn("{task.fields[note]}"),
             )
             self._bar = Progress(*columns, console=self._console, transient=True)
@@ -321,7 +316,7 @@ class ShowProgress(Callback):
         """Move the bar."""
         if self._bar is not None:
             stalled = _stalled({"stall_share": trainer.clock.stall_share})
-            note = f"loss {loss:.4f}  {trainer.samples_per_s:,.0f} samples/s{stalled}"
+            note = f"loss {loss:.4f}  {trainer.samples_per_s:,.0f} samples/s{stalled}{_time_left(trainer)}"
             self._bar.update(self._bar.task_ids[0], completed=trainer.step, note=note)
 
     def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
@@ -330,7 +325,7 @@ class ShowProgress(Callback):
             of = f"/{trainer.steps_total:,}" if trainer.steps_total else ""
             self._console.print(
                 f"step {trainer.step:,}{of}  loss {record['loss']:.4f}  "
-                f"{record['samples_per_s']:,.0f} samples/s{_stalled(record)}{self._time_left(trainer)}"
+                f"{record['samples_per_s']:,.0f} samples/s{_stalled(record)}{_time_left(trainer)}"
             )
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
@@ -349,13 +344,14 @@ class ShowProgress(Callback):
         if self._bar is not None:
             self._bar.stop()
 
-    def _time_left(self, trainer: Trainer) -> str:
-        done = trainer.step - self._first_step
-        if not trainer.steps_total or not done:
-            return ""
-        seconds = (time.perf_counter() - self._started) / done * (trainer.steps_total - trainer.step)
-        minutes, seconds = divmod(round(seconds), 60)
-        return f"  {minutes}:{seconds:02d} left"
+
+def _time_left(trainer: Trainer) -> str:
+    """How long the rest takes, where that is known: the first steps, in which kernels are compiled, do not count."""
+    seconds = trainer.clock.seconds_for(trainer.steps_total - trainer.step) if trainer.steps_total else None
+    if seconds is None:
+        return ""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"  {minutes}:{seconds:02d} left"
 
 
 def _stalled(record: Mapping[str, float]) -> str:

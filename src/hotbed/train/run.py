@@ -41,7 +41,7 @@ from hotbed.train.report import RunDirectory, ShowProgress, environment, print_t
 from hotbed.train.resume import Resume, finished_run, resume_from, resume_newest
 from hotbed.train.retention import KeepBest, KeepLast
 from hotbed.train.stored import FEATURES, bad_ids, begin_with, go_on_with, has_features, unknown_vocabularies
-from hotbed.train.summary import best_step, of_checkpoints, of_memory, of_ranks
+from hotbed.train.summary import best_step, of_checkpoints, of_memory, of_ranks, of_tables
 from hotbed.train.trainer import Trainer
 from hotbed.train.watchdog import Watchdog, limit_of
 
@@ -143,6 +143,7 @@ def _train(
         "samples": trainer.samples,
         "samples_per_s": trainer.samples_per_s,
         "stall_share": trainer.clock.stall_share,
+        "time": trainer.clock.seconds,
         **trainer.numerics.summary(),
         "best_step": best_step(trainer),
         "test": tested,
@@ -151,6 +152,7 @@ def _train(
         **({"init": [t.to_dict() for t in taken]} if taken else {}),
         **of_ranks(trainer),
         **of_memory(trainer),
+        "tables": of_tables(trainer),
         **environment(trainer.device),
         "run": str(run.path),
         **extra,

@@ -6,6 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from hotbed.embed import Distributed, collections_of
+from hotbed.optim import SparseOptimizer
+from hotbed.plan.cost import table_bytes
 from hotbed.store import Traffic
 from hotbed.train.retention import KeepBest
 from hotbed.train.throughput import Balance
@@ -30,6 +32,43 @@ def of_memory(trainer: Trainer) -> dict[str, Any]:
         return {}
     held = {"table_bytes": sum(c.nbytes for c in collections), "disk_bytes": sum(c.disk_bytes for c in collections)}
     return {"memory": {**held, "hit_rate": traffic.hit_rate, **asdict(traffic)}}
+
+
+def of_tables(trainer: Trainer) -> list[dict[str, Any]]:
+    """What a summary says of each table.
+
+    Returns
+    -------
+    list
+        By table: rows, dim, dtype, bytes of all its rows and moments (of a dynamic table, of its capacity; copies of
+        rows count once), and the mean number of ids that a sample of the first rank's batches looks up (None where
+        other ranks' ids are mixed in).
+    """
+    clock = trainer.clock
+    moments = {
+        name: optimizer.rule.moments
+        for optimizer in trainer.optimizers.values()
+        if isinstance(optimizer, SparseOptimizer)
+        for group in optimizer.param_groups
+        for name in group["tables"]
+    }
+    collections = collections_of(trainer.model)
+    found: list[dict[str, Any]] = []
+    for path, collection in collections.items():
+        for table in collection.tables.values():
+            ids = sum(clock.ids[f.name] for f in collection.features if f.table == table.name)
+            whole = f"{path}.{table.name}"
+            found.append(
+                {
+                    "table": whole if len(collections) > 1 else table.name,
+                    "rows": table.rows,
+                    "dim": table.dim,
+                    "dtype": table.dtype,
+                    "bytes": table_bytes(table, moments.get(whole, moments.get(table.name, ()))),
+                    "ids_per_sample": ids / clock.drawn if clock.drawn else None,
+                }
+            )
+    return found
 
 
 def of_ranks(trainer: Trainer) -> dict[str, Any]:

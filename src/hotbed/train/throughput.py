@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -10,8 +11,13 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from hotbed.batch import Batch
 from hotbed.embed import Distributed, collections_of
+from hotbed.model_parallel_input import ModelParallelInput
+from hotbed.optim import SparseOptimizer
 from hotbed.store import Traffic
 from hotbed.train.threads import ThreadWatch
 
@@ -28,10 +34,15 @@ class Clock:
     ----------
     batches
         Steps taken, and batches evaluated: what tells that a process does not hang.
+    drawn, ids
+        Samples of the batches that were yielded for training, and their ids by feature, but of
+        `ModelParallelInput`, which has other ranks' samples. A resumed run counts anew.
+    paused_s
+        Seconds that were left out: of evaluations and of waits for checkpoints.
     """
 
     def __init__(self) -> None:
-        self.batches = 0
+        self.batches, self.drawn, self.ids, self.paused_s = 0, 0, Counter[str](), 0.0
         self._mark = time.perf_counter()
         self._steps = 0
         # Seconds, samples and seconds waited for batches: of the settling steps, of those after them, since `record`.
@@ -70,7 +81,13 @@ class Clock:
                 self._waited += time.perf_counter() - start
             depth: float | None = getattr(batches, "queue_depth", None)
             self._depths += [] if depth is None else [depth]
+            self._count_ids(batch)
             yield batch
+
+    def _count_ids(self, batch: object) -> None:
+        if isinstance(batch, Batch) and not isinstance(batch.sparse, ModelParallelInput):
+            self.drawn += len(batch)
+            self.ids.update(batch.sparse.ids_by_feature)
 
     def count(self) -> None:
         """Count a batch that is finished."""
@@ -83,8 +100,34 @@ class Clock:
     @contextmanager
     def paused(self) -> Generator[None]:
         """Leave out the time of the body."""
+        start = time.perf_counter()
         yield
-        self._mark, self._waited = time.perf_counter(), 0.0
+        now = time.perf_counter()
+        self.paused_s += now - start
+        self._mark, self._waited = now, 0.0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time went: the first steps, later ones, waits for batches, pauses.
+
+        ``first_steps_s`` has compilation in it; ``waited_s`` are waits after them and no part of ``steps_s``;
+        ``paused_s`` are evaluations and checkpoints.
+        """
+        seconds, _, waited = self._settled
+        return {
+            "first_steps_s": self._settling[0],
+            "steps_s": seconds - waited,
+            "waited_s": waited,
+            "paused_s": self.paused_s,
+        }
+
+    def seconds_for(self, steps: int) -> float | None:
+        """Estimate how long more steps will take; None before there is a step without compilation to go by.
+
+        By the steps after the first ones, and the pauses so far (evaluations, waits for checkpoints) by step.
+        """
+        settled = self._steps - SETTLING_STEPS
+        return (self._settled[0] / settled + self.paused_s / self._steps) * steps if settled > 0 else None
 
     @property
     def samples_per_s(self) -> float:
@@ -191,6 +234,18 @@ class TierCounters:
         now = self.total
         last, self._last = self._last, now
         return {} if now == Traffic() else {"hit_rate": (now - last).hit_rate, **asdict(now - last)}
+
+
+def dense_gradient_norm(optimizers: Iterable[Optimizer]) -> dict[str, float]:
+    """Return ``grad_norm_dense``, the Euclidean norm of the last step's gradients of all that is no table.
+
+    Nothing where there are no gradients, or ranks hold shards of them; elsewhere all ranks have the same.
+    """
+    dense = [optimizer for optimizer in optimizers if not isinstance(optimizer, SparseOptimizer)]
+    grads = [p.grad for o in dense for group in o.param_groups for p in group["params"] if p.grad is not None]
+    if not grads or any(isinstance(grad, DTensor) for grad in grads):
+        return {}
+    return {"grad_norm_dense": nn.utils.get_total_norm(grads).item()}
 
 
 def _over_mean(values: list[float]) -> float:

@@ -35,7 +35,7 @@ from hotbed.train.retrieval import Retrieval, trained_samples
 from hotbed.train.retrieval_metrics import evaluate_found
 from hotbed.train.size_classes import SizeClasses
 from hotbed.train.step_graph import StepGraph
-from hotbed.train.throughput import Balance, Clock, TierCounters
+from hotbed.train.throughput import Balance, Clock, TierCounters, dense_gradient_norm
 
 _COUNTERS = ("step", "epoch", "position", "samples")
 
@@ -164,8 +164,7 @@ class Trainer:
         self.optimizers = {"dense": dense, "sparse": sparse, **groups}
         self.callbacks, self.group, self.labels = list(callbacks), group, labels
         self._metrics, self._loss = metrics or {}, loss
-        self.device = resolve_device(recipe.device)
-        self.ranks = Ranks(model)
+        self.device, self.ranks = resolve_device(recipe.device), Ranks(model)
         self.numerics = Numerics(model, recipe, self.device, self.ranks, loss)
         self._balance = Balance(model)
         sizes = SizeClasses(model) if self.device.type == "cuda" and not isinstance(model, Distributed) else None
@@ -337,6 +336,7 @@ class Trainer:
                 **{f"lr_{name}": s.base_lrs[0] * self._factor(self.step) for name, s in self.schedules.items()},
                 "samples_per_s": self.samples_per_s,
                 **self.clock.record(self.ranks.largest),
+                **(dense_gradient_norm(self.optimizers.values()) if self.backward.waits else {}),
                 **self._tiers.record(),
                 **self._balance.record(),
             }

@@ -1,0 +1,209 @@
+"""Draw what a run has recorded as one HTML file without scripts: ``hotbed inspect RUN --html FILE``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from hotbed.commands.run_figures import Figures, Series
+from hotbed.commands.run_records import Interval, RunRecords, interval
+from hotbed.train.report import METRIC_NAMES, size
+
+_STYLE = (
+    "body{font-family:system-ui,sans-serif;color:#222;margin:24px auto;max-width:1240px;padding:0 16px}"
+    "h1{font-size:22px;overflow-wrap:anywhere}h2{font-size:17px;margin:28px 0 4px}"
+    "p{margin:4px 0 10px;line-height:1.4;max-width:1000px;overflow-wrap:anywhere}"
+    ".figures{display:flex;flex-wrap:wrap;gap:12px}figure{margin:0;width:400px;max-width:100%}"
+    "figure svg{width:100%;height:auto}.wide{overflow-x:auto}.wide figure{width:auto;max-width:none}"
+    ".wide figure svg{width:auto}"
+    "table{border-collapse:collapse;font-size:13px}td,th{padding:3px 14px 3px 0;text-align:right;vertical-align:top}"
+    "td:first-child,th:first-child{text-align:left;overflow-wrap:anywhere}tr:nth-child(even) td{background:#f6f6f6}"
+    ".facts td{text-align:left}"
+)
+_NOT_METRICS = {"step", "samples"}
+_TRAINING = {
+    "samples_per_s": "samples/s, without the first 5 steps",
+    "grad_norm_dense": "norm of the dense part's gradients",
+    "hit_rate": "hit rate of caches",
+    "stall_share": "share of time in waits for batches",
+    "queue_depth": "batches that were ready",
+    "imbalance_bytes": "bytes of the fullest rank ÷ mean",
+    "imbalance_lookups": "rows read by the busiest rank ÷ mean",
+    "imbalance_time": "time for tables of the busiest rank ÷ mean",
+    "sync_s": "seconds of averages of replicas",
+    "read_bytes": "bytes read from files",
+    "written_bytes": "bytes written to files",
+    "waited_s": "seconds in waits for files",
+}
+_TIME = {
+    "steps_s": "training",
+    "waited_s": "waits for batches",
+    "first_steps_s": "first steps, with compilation",
+    "paused_s": "evaluations and checkpoints",
+}
+_ENVIRONMENT = ("hardware", "device", "torch", "hotbed", "precision", "precision_because", "threads", "ranks", "seed")
+
+
+def page(runs: Sequence[RunRecords]) -> str:
+    """Make the page.
+
+    Parameters
+    ----------
+    runs
+        One run, or several that differ in their seed alone, the newest first: curves are then means with intervals, all
+        else is the newest one's.
+
+    Raises
+    ------
+    RecipeError
+        If matplotlib is not installed.
+    """
+    figures, run = Figures(), runs[0]
+    name = str(run.recipe.get("name", run.path))
+    body = [
+        f"<h1>{escape(name)}</h1>",
+        f"<p>{_told(runs)}</p>",
+        *_section("Test", _test(runs)),
+        *_section("Loss and metrics", _learning(figures, runs)),
+        *_section("Training", _training(figures, runs)),
+        *_section("Where the time went", _time(figures, run)),
+        *_section("Tables", _tables(figures, run)),
+        *_section("Plan", _plan(figures, run)),
+        *_section("Environment", _environment(run)),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+        '<meta name="viewport" content="width=device-width"/>'
+        f'<title>{escape(name)}</title><link rel="icon" href="data:,"/><style>{_STYLE}</style></head>'
+        f"<body>\n{''.join(body)}\n</body></html>\n"
+    )
+
+
+def _section(title: str, content: Iterable[str]) -> list[str]:
+    return [f"<h2>{title}</h2>", *content]
+
+
+def _told(runs: Sequence[RunRecords]) -> str:
+    run = runs[0]
+    state = "finished" if run.summary is not None else f"not finished; recorded up to step {max(run.train):,}"
+    if run.summary is not None and "steps" in run.summary:
+        state += f" after {run.summary['steps']:,} steps, {run.summary['samples']:,} samples"
+    told = f"{escape(run.path)}: {state}."
+    if len(runs) > 1:
+        seeds = escape(", ".join(str(r.seed) for r in runs))
+        told += f" Curves are means of {len(runs)} runs (seeds {seeds}) with 95 % intervals by Student’s t."
+    return told
+
+
+def _test(runs: Sequence[RunRecords]) -> list[str]:
+    tested = [run.summary["test"] for run in runs if run.summary is not None and run.summary.get("test")]
+    if not tested:
+        return ["<p>No test was recorded.</p>"]
+    names = [n for n, v in tested[0].items() if isinstance(v, float)]
+    rows = [
+        [METRIC_NAMES.get(str(n), str(n)), _with_interval(interval([t[n] for t in tested]), len(tested))]
+        for n in names
+        if all(isinstance(t.get(n), float) for t in tested)
+    ]
+    several = f" of {len(tested)} runs" if len(tested) > 1 else "; one run says nothing of how far others would differ"
+    return [f"<p>{tested[0].get('samples', 0):,} samples{several}.</p>", _table(["metric", "test"], rows)]
+
+
+def _with_interval(found: Interval, runs: int) -> str:
+    return f"{found.mean:.5f}" + (f" ({found.low:.5f} to {found.high:.5f})" if runs > 1 else "")
+
+
+def _learning(figures: Figures, runs: Sequence[RunRecords]) -> list[str]:
+    drawn = [figures.curves("training loss", {"": _mean(runs, lambda run: run.curve("loss"))})]
+    for name in runs[0].names(of_valid=True):
+        if name not in _NOT_METRICS:
+            found = _mean(runs, lambda run, name=name: run.curve(name, of_valid=True))
+            drawn.append(figures.curves(f"valid {METRIC_NAMES.get(name, name)}", {"": found}))
+    note = [] if runs[0].valid else ["<p>No evaluation during training was recorded.</p>"]
+    return [*note, _figures(drawn)]
+
+
+def _mean(runs: Sequence[RunRecords], curve: Callable[[RunRecords], Mapping[int, float]]) -> Series:
+    """Means and intervals at the steps that all runs have."""
+    curves = [curve(run) for run in runs]
+    steps = sorted(step for step in curves[0] if all(step in c for c in curves))
+    return [(step, interval([c[step] for c in curves])) for step in steps]
+
+
+def _training(figures: Figures, runs: Sequence[RunRecords]) -> list[str]:
+    names = runs[0].names()
+    rates = [name for name in names if name.startswith("lr_")]
+    drawn = [figures.curves("learning rates", {n[3:]: _mean(runs[:1], lambda r, n=n: r.curve(n)) for n in rates})]
+    for name, title in _TRAINING.items():
+        if name in names:
+            drawn.append(figures.curves(title, {"": _mean(runs, lambda run, name=name: run.curve(name))}))
+    note = "<p>Gradients’ norms were not recorded: the host would have had to wait for them, or they are sharded.</p>"
+    return [*([] if "grad_norm_dense" in names else [note]), _figures(drawn)]
+
+
+def _time(figures: Figures, run: RunRecords) -> list[str]:
+    time: Mapping[str, float] | None = None if run.summary is None else run.summary.get("time")
+    if not time:
+        return ["<p>Not recorded: the run has not finished, or is of an earlier version.</p>"]
+    shares = {title: float(time[name]) for name, title in _TIME.items() if name in time}
+    total = sum(shares.values()) or 1.0
+    rows = [[title, f"{seconds:,.2f} s", f"{seconds / total:.1%}"] for title, seconds in shares.items()]
+    assert run.summary is not None
+    if "ids_exchange_s" in run.summary:
+        hidden = run.summary["ids_exchange_hidden_share"]
+        rows.append(["exchange of ids, beside", f"{run.summary['ids_exchange_s']:,.2f} s", f"{hidden:.1%} hidden"])
+    return [_figures([figures.bars("seconds", shares)]), _table(["", "time", "share"], rows)]
+
+
+def _tables(figures: Figures, run: RunRecords) -> list[str]:
+    tables: Sequence[Mapping[str, Any]] = [] if run.summary is None else run.summary.get("tables", [])
+    if not tables:
+        return ["<p>Not recorded: the run has not finished, or is of an earlier version.</p>"]
+    rows = [
+        [
+            str(table["table"]),
+            f"{table['rows']:,}",
+            f"{table['dim']:,}",
+            str(table["dtype"]),
+            size(table["bytes"]),
+            "–" if table["ids_per_sample"] is None else f"{table['ids_per_sample']:.3g}",
+        ]
+        for table in tables
+    ]
+    by_size = sorted(tables, key=lambda table: -int(table["bytes"]))[: Figures.most_bars]
+    mib = {str(table["table"]): table["bytes"] / 2**20 for table in by_size}
+    few = f" The largest {len(by_size)} are drawn." if len(by_size) < len(tables) else ""
+    whole = size(sum(int(table["bytes"]) for table in tables))
+    memory: Mapping[str, Any] = (run.summary or {}).get("memory", {})
+    held = "" if not memory else f" Caches served {memory['hit_rate']:.1%} of the lookups that asked them."
+    return [
+        f"<p>{len(tables):,} tables, {whole} of rows and moments.{few}{held}</p>",
+        _figures([figures.bars("MiB of rows and moments", mib)]),
+        _table(["table", "rows", "dim", "dtype", "bytes", "ids per sample"], rows),
+    ]
+
+
+def _plan(figures: Figures, run: RunRecords) -> list[str]:
+    if run.plan is None:
+        return ["<p>One process; all rows are in the memory of its device.</p>"]
+    drawn, note = figures.plan(run.plan)
+    return [f"<p>{note}</p>", f'<div class="wide">{drawn}</div>']
+
+
+def _environment(run: RunRecords) -> list[str]:
+    if run.summary is None:
+        return ["<p>It is recorded when a run has finished.</p>"]
+    rows = [[name.replace("_", " "), str(run.summary[name])] for name in _ENVIRONMENT if name in run.summary]
+    return [_table([], rows, "facts")]
+
+
+def _figures(drawn: Sequence[str]) -> str:
+    return f'<div class="figures">{"".join(drawn)}</div>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    top = f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>" if head else ""
+    cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    named = f' class="{kind}"' if kind else ""
+    return f'<div class="wide"><table{named}>{top}{cells}</table></div>'
