@@ -154,6 +154,19 @@ def test_a_plan_is_a_map_of_tables_ranks_and_tiers() -> None:
     assert "host" not in texts
 
 
+def test_each_label_has_a_column_of_its_metrics(runs: Path, tmp_path: Path) -> None:
+    run = copied(runs, tmp_path)
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    summary["test"]["tasks"] = {"liked & kept": {"samples": 300, "auc": 0.61234, "f1": 0.5}, "shared": {"auc": 0.71234}}
+    (run / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    texts = drawn(run, tmp_path).texts
+    header = texts.index("mean of labels")
+    assert texts[header + 1 : header + 3] == ["liked & kept", "shared"]
+    row = texts.index("AUC", header)
+    assert texts[row + 1 : row + 4] == [f"{summary['test']['auc']:.5f}", "0.61234", "0.71234"]
+    assert "0.50000" in texts[texts.index("f1", header) :]
+
+
 def test_what_a_resumed_run_repeats_counts_once(runs: Path, tmp_path: Path) -> None:
     run = copied(runs, tmp_path)
     again = [{"event": "resume", "step": 4}, {"event": "train", "step": 6, "loss": 7.0}]

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from hotbed.commands.run_figures import Figures, Series
-from hotbed.commands.run_records import Interval, RunRecords, interval
+from hotbed.commands.run_records import RunRecords, interval
 from hotbed.train.report import METRIC_NAMES, size
 
 _STYLE = (
@@ -100,18 +100,23 @@ def _test(runs: Sequence[RunRecords]) -> list[str]:
     tested = [run.summary["test"] for run in runs if run.summary is not None and run.summary.get("test")]
     if not tested:
         return ["<p>No test was recorded.</p>"]
-    names = [n for n, v in tested[0].items() if isinstance(v, float)]
-    rows = [
-        [METRIC_NAMES.get(str(n), str(n)), _with_interval(interval([t[n] for t in tested]), len(tested))]
-        for n in names
-        if all(isinstance(t.get(n), float) for t in tested)
-    ]
     several = f" of {len(tested)} runs" if len(tested) > 1 else "; one run says nothing of how far others would differ"
-    return [f"<p>{tested[0].get('samples', 0):,} samples{several}.</p>", _table(["metric", "test"], rows)]
+    tasks: Sequence[str] = list(tested[0].get("tasks", {}))
+    columns = [tested, *([t.get("tasks", {}).get(task, {}) for t in tested] for task in tasks)]
+    rows = [
+        [METRIC_NAMES.get(name, name), *(_with_interval([of.get(name) for of in column]) for column in columns)]
+        for name in dict.fromkeys(n for column in columns for n, v in column[0].items() if isinstance(v, float))
+    ]
+    header = ["metric", *(["mean of labels", *tasks] if tasks else ["test"])]
+    return [f"<p>{tested[0].get('samples', 0):,} samples{several}.</p>", _table(header, rows)]
 
 
-def _with_interval(found: Interval, runs: int) -> str:
-    return f"{found.mean:.5f}" + (f" ({found.low:.5f} to {found.high:.5f})" if runs > 1 else "")
+def _with_interval(values: Sequence[Any]) -> str:
+    """The mean of a metric over runs, and its interval where there are several; nothing if a run lacks it."""
+    if not all(isinstance(value, float) for value in values):
+        return ""
+    found = interval(values)
+    return f"{found.mean:.5f}" + (f" ({found.low:.5f} to {found.high:.5f})" if len(values) > 1 else "")
 
 
 def _learning(figures: Figures, runs: Sequence[RunRecords]) -> list[str]:
