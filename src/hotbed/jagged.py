@@ -211,6 +211,13 @@ class Jagged(Numbered):
 
     def __getitem__(self, name: str) -> Bags:
         """Return the ids of one feature; tensors are views."""
+        return self.bags_of(name)
+
+    def bags_of(self, name: str) -> Bags:
+        """Return what ``ids[name]`` does, for callers that read how many ids a sample has, and none of the ids.
+
+        So collections can take ids that a captured step reads, of which each batch has another number.
+        """
         i = self.index(name)
         here = slice(self.starts[i], self.starts[i + 1] if self._sizes is None else self.starts[i] + self._sizes[i])
         offsets = None if self.fixed[i] is not None or self.offsets is None else self.offsets[self.ragged_rows[i]]

@@ -24,6 +24,7 @@ CASES = {
         Case(where="records", hot_rows=20, batches="split"),
         Case(where="records", hot_rows=20, batches="turns"),
         Case(where="uva", hot_rows=20),
+        Case(ragged=True, history=True),
     ),
     "rules": tuple(
         Case(optimizer=rule, dtype=dtype, moving=True, ragged=ragged)
@@ -41,6 +42,7 @@ CASES = {
         Case(moving=True, ragged=True),
         Case(optimizer="Adam", dtype="int8", fp32_rows=8, moving=True, ragged=True),
         Case(recompute=True, ragged=True),
+        Case(history=True, ragged=True),
     ),
     "replay": (Case(),),
     "faults": (Case(moving=True, ragged=True),),

@@ -30,7 +30,23 @@ WAITS = frozenset(
 COMPOSITE = {
     "binary_cross_entropy_with_logits": 5,  # 1 − y, · x, log_sigmoid, −, sum (Loss.cpp)
     **dict.fromkeys(("constant_pad_nd", "masked_fill"), 2),  # a fill or a copy first
-    **dict.fromkeys(("stack", "abs", "rsub", "bitwise_and", "bitwise_or", "bitwise_xor", "scalar_tensor"), 1),
+    **dict.fromkeys(
+        (
+            "stack",
+            "abs",
+            "rsub",
+            "sum",
+            "mul",
+            "add",
+            "sub",
+            "div",
+            "bitwise_and",
+            "bitwise_or",
+            "bitwise_xor",
+            "scalar_tensor",
+        ),
+        1,
+    ),
     **dict.fromkeys(("zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "new_zeros", "new_ones"), 1),
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), 1),  # without accumulation
     **dict.fromkeys(("new_full", "arange", "clone", "repeat", "_to_copy", "select_backward", "slice_backward"), 1),

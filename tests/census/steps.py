@@ -29,6 +29,8 @@ from tests.census.record import RECORD, Event, recorded
 from tests.census.streams import MODEL
 
 BATCH, STEPS = 96, 4
+LONGEST_HISTORY = 5
+"""Places of a padded history."""
 AHEAD = 3
 """Batches that are prepared beside a step over several ranks."""
 ROWS = (500, 60, 3, 40)
@@ -64,6 +66,8 @@ class Case:
         ``"split"`` into hot and cold samples; ``"turns"`` of hot and cold batches, the step that is counted a hot one.
     pooling, weighted
         Of the ragged feature, and whether ids have weights.
+    history
+        Whether the ragged feature is a history, looked up into padded memory and pooled by attention (DIN).
     recompute
         Whether activations are computed again in backward.
     dense_fused
@@ -85,6 +89,7 @@ class Case:
     batches: str = ""
     pooling: Any = "sum"
     weighted: bool = False
+    history: bool = False
     recompute: bool = False
     dense_fused: bool = True
 
@@ -100,7 +105,7 @@ class Case:
         parts += [f"cut: {self.cut}"] * (self.cut != "table") + [f"hot rows {self.batches}".strip()] * bool(
             self.hot_rows
         )
-        parts += ["recomputed"] * self.recompute
+        parts += ["history"] * self.history + ["recomputed"] * self.recompute
         parts += ["one reader"] * bool(self.reader)
         parts += ["dense optimizer not fused"] * (not self.dense_fused)
         return ", ".join(parts)
@@ -168,6 +173,19 @@ def model_of(case: Case) -> nn.Module:
     poolings = [case.pooling, "sum", "sum", "sum"]
     features = [hb.Feature(f"f{i}", table=t.name, pooling=poolings[i]) for i, t in enumerate(tables)]
     torch.manual_seed(0)
+    if case.history:
+        features.append(hb.Feature("candidate", table="t0"))
+        with CUDA:
+            return hb.nn.DIN(
+                tables,
+                features,
+                13,
+                histories={"f0": "candidate"},
+                max_len=LONGEST_HISTORY,
+                attention=(16,),
+                top=(32, 1),
+                backend="triton",
+            )
     with CUDA:
         model = hb.nn.DLRM(tables, features, bottom=(32, dim), top=(32, 32, 1), backend="triton")
     if case.where == "device" and case.ranks == 1:
@@ -193,6 +211,8 @@ def batch_of(
         lengths = torch.randint(0, longest + 1, (samples,), generator=draw)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         ids["f0"] = torch.randint(0, limits[0], (int(offsets[-1]),), generator=draw, dtype=torch.int32), offsets
+    if case.history:
+        ids["candidate"] = torch.randint(0, limits[0], (samples,), generator=draw, dtype=torch.int32)
     weights = {"f0": torch.rand(len(ids["f0"][0]), generator=draw)} if case.weighted else None
     batch = hb.Batch(
         sparse=hb.Jagged.from_dict(ids, weights),

@@ -54,6 +54,7 @@ BUDGET = {
     "RowWiseAdagrad fp32, rows: records, hot rows split": (211, 0, 7),
     "RowWiseAdagrad fp32, rows: records, hot rows turns": (120, 0, 3),
     "RowWiseAdagrad fp32, rows: uva, hot rows": (136, 0, 2),
+    "RowWiseAdagrad fp32, ragged, history": (254, 0, 1),
     "RowWiseAdagrad fp32, 2 ranks, cut: row": (174, 0, 2),
     "RowWiseAdagrad fp32, ragged, mean, weighted, 2 ranks, cut: row": (174, 0, 2),
     "Adam int8 behind 8 fp32 rows, 2 ranks, cut: row": (233, 8, 2),

@@ -162,7 +162,7 @@ class EmbeddingCollection(TableModule):
             if group.pooled:
                 found.add_pooled(group.pooled, looked_up[0], outputs[0] if room else None)
             for feature, values in zip(group.sequences, looked_up[bool(group.pooled) :], strict=True):
-                found.add_sequence(feature, values.squeeze(1), ids[feature.name])
+                found.add_sequence(feature, values.squeeze(1), ids.bags_of(feature.name))
         return found
 
     def _check_call(self, ids: Jagged | None, room: int, trained: bool) -> None:

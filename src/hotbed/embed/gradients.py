@@ -169,14 +169,19 @@ def _concatenated(arena: Arena, found: Sequence[_Gradient]) -> tuple[Occurrences
 
 
 def _summed(arena: Arena, gradient: _Gradient) -> _Gradient:
-    """Sum a gradient to one row per slot."""
-    kernels = ops.select(arena.store.device, arena.backend)
-    groups = kernels.group(replace(gradient.occurrences, limit=arena.store.slots))
-    count = int(groups.counts[0])
-    sums = arena.store.empty((count, arena.store.dim), torch.float32)
-    here = torch.arange(count, device=sums.device)
+    """Sum a gradient to one row per slot; on a device with room for as many as there are ids, so that no host waits."""
+    store = arena.store
+    kernels, limit = ops.select(store.device, arena.backend), store.slots
+    groups = kernels.group(replace(gradient.occurrences, limit=limit))
+    on_host = store.device.type == "cpu"
+    count = int(groups.counts[0]) if on_host else len(groups.rows)
+    sums = store.empty((count, store.dim), torch.float32)
+    here, slots = torch.arange(count, device=sums.device), groups.rows[:count]
     kernels.segment_sum(gradient.occurrences, groups, gradient.grad, here, sums)
-    return _Gradient(Occurrences(groups.rows[:count], here, None), sums, True)
+    if on_host:
+        return _Gradient(Occurrences(slots, here, None), sums, True)
+    slots = torch.where(here < groups.counts[0], slots, limit)  # beyond them there is nothing: padding
+    return _Gradient(Occurrences(slots, here, None, limit=limit), sums, True)
 
 
 class PooledLookup(torch.autograd.Function):

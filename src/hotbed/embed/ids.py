@@ -259,7 +259,7 @@ class BagPlaces:
         batch_size, offsets = (total, None) if self.single else (len(ids), ids.offsets)
         first, padded = self._first, False
         if self.single and first is not None and first.padding is not None and ids.fixed[at[0]] != first.max_len:
-            padded, offsets = True, _padded_offsets(ids[first.name], first)
+            padded, offsets = True, _padded_offsets(ids.bags_of(first.name), first)
             batch_size = offsets.shape[1] - 1
         if offsets is None:
             offsets = torch.empty(0, batch_size + 1, dtype=torch.int64, device=ids.values.device)

@@ -166,6 +166,7 @@ class Occurrences:
             torch.cat([p.slots for p in parts]),
             torch.cat([p.bags + first for p, first in zip(parts, first_bag, strict=True)]),
             torch.cat(scales) if scaled else None,
+            limit=parts[0].limit if len({p.limit for p in parts}) == 1 else None,
         )
 
 

@@ -221,7 +221,7 @@ class StepGraph:
         """Say why no step of this run can be captured; None if they can."""
         stores = [store for collection in self._collections for store in collection.stores()]
         dynamic = [t.name for c in self._collections for t in c.tables.values() if t.dynamic is not None]
-        unpooled = [f.name for c in self._collections for f in c.features if not f.is_pooled]
+        jagged = [f.name for c in self._collections for f in c.features if not f.is_pooled and f.padding is None]
         reasons = (
             (self._device.type != "cuda", f"they run on {self._device.type}, graphs are CUDA's"),
             (
@@ -234,8 +234,8 @@ class StepGraph:
             ),
             (bool(dynamic), f"table '{dynamic[0] if dynamic else ''}' is dynamic, so the host gives ids their rows"),
             (
-                bool(unpooled),
-                f"feature '{unpooled[0] if unpooled else ''}' is not pooled, so batches have different sizes",
+                bool(jagged),
+                f"feature '{jagged[0] if jagged else ''}' is neither pooled nor padded, so sizes differ",
             ),
             (self._recipe.compile, "train.compile may compile again in any step"),
             (
