@@ -43,6 +43,9 @@ def test_help_lists_every_command(capsys: Output) -> None:
     assert {command.split()[0] for command in (*LIGHT, *HEAVY)} == COMMANDS.keys()
 
 
+RECIPE = str(Path(__file__).parents[2] / "recipes" / "criteo_kaggle.yaml")
+
+
 @pytest.mark.parametrize("more", [[], ["--help"], ["-h"]])
 def test_a_command_of_two_words_has_help_for_the_first(more: list[str], capsys: Output) -> None:
     for name, others in {"bench": ("ops", "step"), "checkpoint": ("inspect", "verify", "convert")}.items():
@@ -88,6 +91,14 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
         ),
         (["trian"], "; did you mean 'train'?"),
         (["bench", "opps"], "no command 'bench opps'; there are bench ops, bench step; did you mean 'bench ops'?"),
+        (
+            ["train", RECIPE, "--ranks", "2"],
+            "--ranks is no argument of hotbed train; torchrun starts several processes",
+        ),
+        (
+            ["train", RECIPE, "--nproc_per_node=2"],
+            "torchrun --nproc_per_node 2 -m hotbed train … (docs/many_processes.md)",
+        ),
         (["--vresion"], "unknown argument --vresion; did you mean '--version'?"),
         (["eval"], "these arguments are required: checkpoint"),
         (["bench", "ops", "--tables", "x"], "tables is 'x', must be int"),
