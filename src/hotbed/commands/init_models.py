@@ -79,10 +79,11 @@ def draft_for(
             "leave out the others with --drop"
         )
     if model == "MMoE" and len(schema.labels) < 2:
+        there = ", ".join(schema.labels) or "no label"
         raise DataError(
             f"{path} lacks what MMoE needs: labels of several tasks, columns of 0 and 1 that are named like labels "
-            f"({', '.join(LABEL_NAMES[:10])}, …); there is {', '.join(schema.labels)} alone. Name all, as "
-            f"--label {schema.labels[0]} OTHER, or draft for DCNv2"
+            f"({', '.join(LABEL_NAMES[:10])}, …); there is {there} alone. Name all, as "
+            f"--label {schema.labels[0] if schema.labels else 'ONE'} OTHER, or draft for DCNv2"
         )
     if model == "TwoTower":
         _check_towers(schema, path, item)

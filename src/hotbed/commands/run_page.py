@@ -104,7 +104,7 @@ def _test(runs: Sequence[RunRecords]) -> list[str]:
     tasks: Sequence[str] = list(tested[0].get("tasks", {}))
     columns = [tested, *([t.get("tasks", {}).get(task, {}) for t in tested] for task in tasks)]
     rows = [
-        [METRIC_NAMES.get(name, name), *(_with_interval([of.get(name) for of in column]) for column in columns)]
+        [METRIC_NAMES.get(name) or name, *(_with_interval([of.get(name) for of in column]) for column in columns)]
         for name in dict.fromkeys(n for column in columns for n, v in column[0].items() if isinstance(v, float))
     ]
     header = ["metric", *(["mean of labels", *tasks] if tasks else ["test"])]
