@@ -90,7 +90,7 @@ def commands(words: list[str]) -> Iterator[tuple[list[str], str]]:
     text = help_of(words)
     yield words, text
     inner = text.partition("Available subcommands:")[2]
-    for name in re.findall(r"^ {4}(\w+)\b", inner, re.MULTILINE):
+    for name in re.findall(r"^ {4}([\w-]+)(?=\s)", inner, re.MULTILINE):
         yield from commands([*words, name])
 
 

@@ -137,7 +137,7 @@ def test_what_is_named_is_there(page: Path) -> None:
     for targets in re.findall(r"^make((?: [a-z][a-z-]*)+)(?= *$| +[#A-Z[])", code, re.MULTILINE):
         for target in targets.split():
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
-    for command in re.findall(r"^hotbed ([a-z]\w*)", code, re.MULTILINE):
+    for command in re.findall(r"^hotbed ([a-z][\w-]*)", code, re.MULTILINE):
         assert command in COMMANDS, f"hotbed {command}"
     for extra in re.findall(r"hotbed\[([a-z]+)\]", text):
         assert extra in EXTRAS, f"hotbed[{extra}]"

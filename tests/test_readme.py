@@ -18,5 +18,5 @@ def test_every_command_of_the_readme_exists():
     from hotbed.commands.main import COMMANDS
 
     text = README.read_text(encoding="utf-8")
-    commands = set(re.findall(r"^hotbed (\w+)", text, re.MULTILINE))
+    commands = set(re.findall(r"^hotbed ([\w-]+)", text, re.MULTILINE))
     assert commands == COMMANDS.keys() - {"eval"}

@@ -29,7 +29,16 @@ REAL_LOG = Path(__file__).parents[3] / "shared" / "data" / "criteo_kaggle_110k.t
 
 LIGHT = (
     *("demo", "init", "train", "daily", "tune", "eval", "predict", "export", "find", "serve"),
-    *("checkpoint", "checkpoint inspect", "checkpoint verify", "checkpoint convert", "bench", "completion", "doctor"),
+    *(
+        "checkpoint",
+        "checkpoint inspect",
+        "checkpoint verify",
+        "checkpoint convert",
+        "bench",
+        "completion",
+        "doctor",
+        "warm-up",
+    ),
 )
 """Commands whose help needs no torch; that of the others shows arguments of functions that do."""
 HEAVY = ("prepare", "pack", "plan", "inspect", "bench ops", "bench step")

@@ -35,6 +35,7 @@ COMMANDS = {
     "inspect": "Show what data, a run or a checkpoint hold; drift between days, what training would refuse, skew.",
     "checkpoint": "Inspect, verify or convert a checkpoint.",
     "doctor": "Say what hotbed finds on this machine and what is missing; measure it for the planner.",
+    "warm-up": "Compile the CPU kernels ahead of the first step, as for an image.",
     "bench": "Measure kernels, or training steps, against this machine's limits.",
     "completion": "Print a script by which a shell completes all this.",
 }
@@ -135,4 +136,4 @@ def _add_arguments(command: str, parser: Parser) -> None:
 
 
 def _module(command: str) -> ModuleType:
-    return import_module(f"hotbed.commands.{command}")
+    return import_module(f"hotbed.commands.{command.replace('-', '_')}")

@@ -72,6 +72,22 @@ _log = logging.getLogger("hotbed")
 _CACHE_DIR = _cache_dir()
 
 
+def kept_forms() -> set[Path]:
+    """List the files of compiled kernels that are kept for later processes.
+
+    Raises
+    ------
+    BackendError
+        If they are not, because `cache_home` cannot be written.
+    """
+    if _CACHE_DIR.parent != cache_home():
+        raise BackendError(
+            f"{cache_home()} cannot be written, so every process compiles kernels anew; set XDG_CACHE_HOME or "
+            "NUMBA_CACHE_DIR to a folder that can"
+        )
+    return set(_CACHE_DIR.glob("*.nbc"))
+
+
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function with Numba at its first call, cached on disk; never with ``fastmath``."""
 
