@@ -29,6 +29,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader
 
 import hotbed as hb
+from benchmarks.pages import put_between
 from benchmarks.quality_results import measured_on
 from hotbed.files import write_json
 from hotbed.train.report import environment
@@ -83,9 +84,7 @@ def write_table(page: Path, results: dict[str, dict[str, Any]]) -> None:
         before, after = (statistics.median(result[side]) for side in ("before", "after"))
         figures = f"{before:.1f} ms | {after:.1f} ms | {before / after:.2f} | {result['difference']:.1e}"
         lines.append(f"| {name} | {figures} |")
-    text = page.read_text(encoding="utf-8")
-    head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(f"{head}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{tail}", encoding="utf-8")
+    put_between(page, BEGIN, END, "\n".join(lines))
 
 
 def measure(make: Callable[[argparse.Namespace, bool], Step], args: argparse.Namespace) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.pages import put_between
 from hotbed.auc import auc
 from hotbed.config import Precision
 from hotbed.specs import RowDtype
@@ -306,9 +307,7 @@ def markdown(results: Results) -> str:
 
 def render(results: Results, page: Path) -> None:
     """Put the tables between the markers of a page."""
-    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    after = rest.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n\n{markdown(results)}\n\n{END}{after}", encoding="utf-8")
+    put_between(page, BEGIN, END, markdown(results))
 
 
 def draw(results: Results, path: Path) -> bool:

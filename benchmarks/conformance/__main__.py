@@ -21,8 +21,9 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from benchmarks.pages import put_between
 from hotbed.errors import HotbedError
-from hotbed.files import write_json, write_text
+from hotbed.files import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = Path(__file__).parent / "claims.yaml"
@@ -51,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.json is not None:
         write_json(args.json, {"rows": rows})
     if args.page is not None:
-        text = args.page.read_text(encoding="utf-8")
-        head, tail = text.split(BEGIN)[0], text.split(END)[1]
-        write_text(args.page, f"{head}{BEGIN}\n\n{markdown(given['sources'], rows)}\n\n{END}{tail}")
+        put_between(args.page, BEGIN, END, markdown(given["sources"], rows))
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -32,6 +32,7 @@ from benchmarks.models.logs import LOGS
 from benchmarks.models.real import REAL_MODELS, real_runs
 from benchmarks.models.retrieval import Retrieval
 from benchmarks.models.training import BY_TASK, Clicks, draw
+from benchmarks.pages import put_between
 from benchmarks.quality_results import measured_on
 from hotbed.files import write_json
 
@@ -141,11 +142,7 @@ def table(args: argparse.Namespace, console: Console) -> None:
     data = json.loads(args.json.read_text(encoding="utf-8"))
     _print(console, data)
     if args.page is not None:
-        text = args.page.read_text(encoding="utf-8")
-        before, rest = text.split(report.BEGIN)
-        after = rest.split(report.END)[1]
-        made = f"{before}{report.BEGIN}\n\n{report.markdown(data)}\n\n{report.END}{after}"
-        args.page.write_text(made, encoding="utf-8")
+        put_between(args.page, report.BEGIN, report.END, report.markdown(data))
 
 
 def rates(args: argparse.Namespace, console: Console) -> None:

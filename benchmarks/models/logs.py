@@ -234,7 +234,33 @@ class Pairs(Log):
         return {name: pa.array(of) for name, of in ids.items()}, 0.25 * pairs + 0.5 * alone
 
 
-class Conflict(Log):
+class _TwoLabels(Log):
+    """A log whose second label is drawn by logits that are in its column."""
+
+    second: ClassVar[str]
+    of_first: ClassVar[bool] = False
+    """Whether only samples with the first label have the second."""
+
+    @property
+    def second_intercept(self) -> float:
+        """What is added to the logits of the second label."""
+        return self.intercept
+
+    @override
+    def chunks(self, split: str) -> Iterator[tuple[Any, Array, Array]]:
+        """As in `Planted`, with the second label drawn, too, and its probabilities in the column ``"p"``."""
+        rng = np.random.default_rng([self.seed, 4, list(self.sizes).index(split)])
+        for table, probability, clicked in super().chunks(split):
+            given = 1 / (1 + np.exp(-(table[self.second].to_numpy() + self.second_intercept)))
+            drawn = rng.random(len(given)) < given
+            if self.of_first:
+                given, drawn = probability * given, clicked & drawn
+            place = table.column_names.index(self.second)
+            table = table.set_column(place, self.second, self.label(drawn))
+            yield table.append_column("p", pa.array(given)), probability, clicked
+
+
+class Conflict(_TwoLabels):
     """Two labels of numbers, as Ma et al. (KDD 2018, section 3.2) plant them, with a correlation of one half.
 
     Each is a linear function of 24 numbers, plus sines of it; the weights of the two have this cosine. Beside them
@@ -267,18 +293,8 @@ class Conflict(Log):
         columns = {"channel": pa.array(channel)} | {name: pa.array(x[:, i]) for i, name in enumerate(self.numbers)}
         return columns | {self.second: pa.array(logits[1])}, logits[0]
 
-    @override
-    def chunks(self, split: str) -> Iterator[tuple[Any, Array, Array]]:
-        """As in `Planted`, with the other label drawn, too, and its probabilities in the column ``"p"``."""
-        rng = np.random.default_rng([self.seed, 4, list(self.sizes).index(split)])
-        for table, probability, clicked in super().chunks(split):
-            given = 1 / (1 + np.exp(-(table[self.second].to_numpy() + self.intercept)))
-            place = table.column_names.index(self.second)
-            table = table.set_column(place, self.second, self.label(rng.random(len(given)) < given))
-            yield table.append_column("p", pa.array(given)), probability, clicked
 
-
-class Tasks(Log):
+class Tasks(_TwoLabels):
     """Clicks, a fifth of the samples, and purchases, of one click in ten.
 
     Either goes by how a user's taste and an item fit: in two dimensions that both share, in two of their own. Price
@@ -289,7 +305,7 @@ class Tasks(Log):
     counts: ClassVar = {"user": 300, "item": 100, "channel": 12}
     roles = Roles("click", ids=tuple(counts), numbers=("price", "hour"))
     rate = 0.2
-    second = "purchase"
+    second, of_first = "purchase", True
     of_clicks = 0.1
 
     @override
@@ -310,19 +326,9 @@ class Tasks(Log):
         columns = {**{name: pa.array(of) for name, of in ids.items()}, "price": pa.array(price), "hour": pa.array(hour)}
         return columns | {"purchase": pa.array(purchase)}, click
 
-    @override
-    def chunks(self, split: str) -> Iterator[tuple[Any, Array, Array]]:
-        """As in `Planted`, with purchases drawn among clicks, and their probabilities in the column ``"p"``."""
-        rng = np.random.default_rng([self.seed, 4, list(self.sizes).index(split)])
-        for table, probability, clicked in super().chunks(split):
-            given = 1 / (1 + np.exp(-(table["purchase"].to_numpy() + self._second_intercept)))
-            bought = clicked & (rng.random(len(clicked)) < given)
-            place = table.column_names.index("purchase")
-            table = table.set_column(place, "purchase", self.label(bought))
-            yield table.append_column("p", pa.array(probability * given)), probability, clicked
-
     @functools.cached_property
-    def _second_intercept(self) -> float:
+    @override
+    def second_intercept(self) -> float:
         """Puts the share of clicks that end in a purchase, nearly, where `of_clicks` says."""
         columns, logits = self.draw(np.random.default_rng([self.seed, 5]), np.linspace(0, 1, 50_000, endpoint=False))
         clicks = 1 / (1 + np.exp(-(logits + self.intercept)))

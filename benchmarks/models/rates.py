@@ -130,32 +130,16 @@ def _torchrec(args: argparse.Namespace, names: list[str], batches: Sequence[hb.B
     load: Callable[[str], Any] = importlib.import_module
     theirs, side = load("torchrec"), load("benchmarks.peers.torchrec_side")
     keyed, filters = load("torchrec.optim.keyed"), load("torchrec.optim.optimizers")
-    collection = theirs.EmbeddingBagCollection(
-        [
-            theirs.EmbeddingBagConfig(name=n, num_embeddings=args.rows, embedding_dim=args.dim, feature_names=[n])
-            for n in names
-        ],
-        device=torch.device("meta"),
-    )
-    in_backward = load("torchrec.optim.apply_optimizer_in_backward").apply_optimizer_in_backward
-    in_backward(filters.Adagrad, collection.parameters(), {"lr": 0.05, "eps": 1e-10})
+    sizes = dict.fromkeys(names, (args.rows, args.dim))
+    collection = side.bags(sizes, {n: n for n in names}, 0.05, 1e-10, filters.Adagrad)
     made = load("torchrec.models.dlrm").DLRM_DCN(collection, DENSE, [512, 256, args.dim], [*TOP], LAYERS, LOW_RANK)
     model = side.distributed(made, collection, names, "sparse_arch.embedding_bag_collection", "table")
     rest = dict(filters.in_backward_optimizer_filter(model.named_parameters()))
     dense = keyed.KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.Adam(parameters, lr=1e-3))
     optimizer = keyed.CombinedOptimizer([model.fused_optimizer, dense])
-    labels = _labels(args.batch)
+    labels, alike = _labels(args.batch), side.same_every_batch(names, args.batch, 1)
     inputs = [
-        theirs.KeyedJaggedTensor(
-            keys=names,
-            values=torch.cat([batch.sparse[name].values for name in names]),
-            lengths=torch.ones(len(names) * args.batch, dtype=torch.int64),
-            offsets=torch.arange(len(names) * args.batch + 1),
-            stride=args.batch,
-            length_per_key=[args.batch] * len(names),
-            offset_per_key=[i * args.batch for i in range(len(names) + 1)],
-            index_per_key={name: i for i, name in enumerate(names)},
-        )
+        theirs.KeyedJaggedTensor(values=torch.cat([batch.sparse[name].values for name in names]), **alike)
         for batch in batches
     ]
 

@@ -14,6 +14,7 @@ therefore turn the same gradients into the same rows, which `benchmarks.peers.nu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,11 @@ from benchmarks.peers.workloads import BOTTOM, DENSE_FEATURES, EPS, LR, TOP, Wor
 
 
 def bags(
-    tables: Mapping[str, tuple[int, int]], features: Mapping[str, str], lr: float, eps: float
+    tables: Mapping[str, tuple[int, int]],
+    features: Mapping[str, str],
+    lr: float,
+    eps: float,
+    optimizer: type[torch.optim.Optimizer] = RowWiseAdagrad,
 ) -> EmbeddingBagCollection:
     """An ``EmbeddingBagCollection`` on ``meta``, from rows and dim of each table and the table of each feature."""
     collection = EmbeddingBagCollection(
@@ -47,7 +52,7 @@ def bags(
         ],
         device=torch.device("meta"),
     )
-    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": lr, "eps": eps})
+    apply_optimizer_in_backward(optimizer, collection.parameters(), {"lr": lr, "eps": eps})
     return collection
 
 
@@ -77,21 +82,26 @@ def distributed(
     return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan)
 
 
+def same_every_batch(names: Sequence[str], batch: int, pooling: int) -> dict[str, Any]:
+    """What a ``KeyedJaggedTensor`` of so many ids per bag has beside its ids, each batch alike."""
+    size = batch * pooling
+    return {
+        "keys": list(names),
+        "lengths": torch.full((len(names) * batch,), pooling),
+        "offsets": torch.arange(0, len(names) * size + 1, pooling),
+        "stride": batch,
+        "length_per_key": [size] * len(names),
+        "offset_per_key": [i * size for i in range(len(names) + 1)],
+        "index_per_key": {name: i for i, name in enumerate(names)},
+    }
+
+
 class _Side:
     """Tables of a workload, and its batches."""
 
     def __init__(self, workload: Workload) -> None:
         w = workload
-        size = w.batch * w.pooling
-        self.constants = {
-            "keys": w.names,
-            "lengths": torch.full((w.tables * w.batch,), w.pooling),
-            "offsets": torch.arange(0, w.tables * size + 1, w.pooling),
-            "stride": w.batch,
-            "length_per_key": [size] * w.tables,
-            "offset_per_key": [i * size for i in range(w.tables + 1)],
-            "index_per_key": {name: i for i, name in enumerate(w.names)},
-        }
+        self.constants = same_every_batch(w.names, w.batch, w.pooling)
         self.tables = bags(dict.fromkeys(w.names, (w.rows, w.dim)), {name: name for name in w.names}, LR, EPS)
 
     def ids(self, ids: Tensor) -> KeyedJaggedTensor:

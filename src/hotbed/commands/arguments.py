@@ -52,13 +52,6 @@ _NAMED = {
 """Mappings of names that users choose to sections, each with its help."""
 
 
-_OF_TORCHRUN = frozenset(
-    f"--{word}"
-    for word in ("ranks", "nproc", "nproc_per_node", "nproc-per-node", "nnodes", "world_size", "gpus", "devices")
-)
-"""What people give to ask for several processes."""
-
-
 class Parser(ArgumentParser):
     """A parser that adds its arguments when it is asked to parse, and whose errors are `RecipeError`.
 
@@ -75,6 +68,8 @@ class Parser(ArgumentParser):
         settings: dict[str, Any] = {"exit_on_error": False, "default_env": False}
         super().__init__(**settings | options)
         self._add_arguments = add_arguments
+        self.elsewhere: dict[str, str] = {}
+        """What to do in the place of options that people give and the command has not."""
 
     def fill(self) -> None:
         """Add the arguments, if they are not there yet."""
@@ -117,11 +112,8 @@ class Parser(ArgumentParser):
     def _explained(self, message: str) -> str:
         if unknown := re.match(r"[Uu]nrecognized arguments: ([^\s=]+)", message):
             known = [option for action in self._actions for option in action.option_strings]
-            if unknown[1] in _OF_TORCHRUN and self.words == "hotbed train":
-                return (
-                    f"{unknown[1]} is no argument of hotbed train; torchrun starts several processes: torchrun "
-                    "--nproc_per_node 2 -m hotbed train … (docs/many_processes.md)"
-                )
+            if unknown[1] in self.elsewhere:
+                return f"{unknown[1]} is no argument of {self.words}; {self.elsewhere[unknown[1]]}"
             return f"unknown argument {unknown[1]}{did_you_mean(unknown[1], known)}"
         if unknown := re.search(r"invalid choice: '(.*?)' \(choose from", message):
             above = self.words.split()[1:]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hotbed.errors import CheckpointError, RecipeError
 from hotbed.files import yaml_text
+from hotbed.specs import is_int
 
 if TYPE_CHECKING:
     from hotbed.checkpoint.importers.hugectr_graph import Graph, Layer
@@ -144,7 +145,7 @@ def _hyper(graph: Graph) -> Mapping[str, Any]:
 
 def _number(values: object, key: str) -> int | None:
     value = cast("Mapping[str, Any]", values).get(key) if isinstance(values, Mapping) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    return value if is_int(value) and value > 0 else None
 
 
 def _inline(values: Mapping[str, Any]) -> str:

@@ -16,14 +16,13 @@ from hotbed.checkpoint.single_files import write_text
 from hotbed.commands.arguments import add_json, add_trust, check_json, console, write_json
 from hotbed.commands.inspect_data import DataOptions, add_data_arguments, inspect_data, print_data
 from hotbed.commands.run_page import page
-from hotbed.commands.run_records import read_runs
+from hotbed.commands.run_records import read_json, read_runs
 from hotbed.commands.skew import SKEW_DEFAULTS, inspect_skew, print_skew
 from hotbed.config import Recipe
 from hotbed.data import Schema
 from hotbed.data.derived import Bucket, Cross, Derived, Lookup
 from hotbed.errors import DataError, RecipeError
 from hotbed.locations import location
-from hotbed.parsing import TextError, parse_json
 from hotbed.specs import is_int
 from hotbed.train.report import RECIPE, SUMMARY, size
 from hotbed.train.stored import FEATURES
@@ -170,15 +169,11 @@ def _numbers(values: Sequence[float]) -> str:
 
 def _run(place: Directory) -> dict[str, Any]:
     finished = place.has(SUMMARY)
-    try:
-        summary = parse_json(place.read(SUMMARY)) if finished else None
-    except TextError as error:
-        raise DataError(f"{place}/{SUMMARY} {error}; copy the run again, or remove that file") from None
     return {
         "kind": "run",
         "path": str(place),
         "finished": finished,
-        "summary": summary,
+        "summary": read_json(place, SUMMARY) if finished else None,
         "checkpoints": [str(checkpoint) for checkpoint in checkpoints_in(place / "checkpoints")],
     }
 

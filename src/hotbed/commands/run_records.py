@@ -14,10 +14,9 @@ from hotbed.checkpoint.single_files import read_yaml
 from hotbed.errors import DataError, PlanError
 from hotbed.parsing import TextError, parse_json
 from hotbed.plan import Plan
-from hotbed.train.report import RECIPE, SUMMARY
+from hotbed.specs import is_int
+from hotbed.train.report import METRICS, PLAN, RECIPE, SUMMARY
 
-METRICS = "metrics.jsonl"
-PLAN = "plan.json"
 # Two-sided 95 % quantiles of Student's t by degrees of freedom, from 1 on.
 _T = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
@@ -127,7 +126,7 @@ def _read(place: Directory) -> RunRecords:
     train, valid = dict[int, Mapping[str, Any]](), dict[int, Mapping[str, Any]]()
     for number, record in _lines(place):
         step = record.get("step")
-        if not isinstance(step, int) or isinstance(step, bool):
+        if not is_int(step):
             raise _damaged(place, number, f"has step {step!r}, must be an integer")
         match record.get("event"):
             case "resume":
@@ -180,11 +179,22 @@ def _plan(place: Directory) -> Plan:
         raise DataError(f"{place}/{PLAN}: {error}; copy the run again") from None
 
 
-def _object(place: Directory, name: str) -> Mapping[str, Any]:
+def read_json(place: Directory, name: str) -> object:
+    """Read a JSON file of a run.
+
+    Raises
+    ------
+    DataError
+        If it is no JSON.
+    """
     try:
-        found = parse_json(place.read(name))
+        return parse_json(place.read(name))
     except TextError as error:
         raise DataError(f"{place}/{name} {error}; copy the run again, or remove that file") from None
+
+
+def _object(place: Directory, name: str) -> Mapping[str, Any]:
+    found = read_json(place, name)
     if not isinstance(found, Mapping):
         raise DataError(f"{place}/{name} is no JSON object; copy the run again, or remove that file")
     return cast("Mapping[str, Any]", found)

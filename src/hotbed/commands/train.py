@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import Namespace
 
-from hotbed.commands.arguments import add_json, add_recipe, console, recipe_of, write_json
+from hotbed.commands.arguments import Parser, add_json, add_recipe, console, recipe_of, write_json
 from hotbed.locations import local
 
+_OF_TORCHRUN = [
+    f"--{word}"
+    for word in ("ranks", "nproc", "nproc_per_node", "nproc-per-node", "nnodes", "world_size", "gpus", "devices")
+]
+_TORCHRUN = "torchrun starts several processes: torchrun --nproc_per_node 2 -m hotbed train … (docs/many_processes.md)"
 
-def add_arguments(parser: ArgumentParser) -> None:
+
+def add_arguments(parser: Parser) -> None:
     """Add the recipe's options, and those of the run."""
     parser.usage = "hotbed train RECIPE.yaml [--key value …]"
     add_recipe(parser)
@@ -24,6 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--dry_run", action="store_true", help="Print the bytes that the run would take, and exit.")
     add_json(parser)
+    parser.elsewhere |= dict.fromkeys(_OF_TORCHRUN, _TORCHRUN)
 
 
 def run(parsed: Namespace) -> None:

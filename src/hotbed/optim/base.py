@@ -123,8 +123,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 for name in group["tables"]
                 if places[name][0] == path
             }
-            beside = list(dict.fromkeys(self._updaters.values()))
-            self._updaters[path] = collection.connect(self.rule, fill, self._on_grad, beside)
+            self._updaters[path] = collection.connect(self.rule, fill, self._on_grad, self._each_updater())
             self._trained += [Trained(collection, table, self._updaters[path], fill[table]) for table in fill]
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -209,9 +208,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         hyper = self._hyper_of_tables()
         return tuple(updater.prepare(of_tables) for updater, of_tables in hyper.items())
 
+    def _each_updater(self) -> list[Updater]:
+        """List the updaters, each once: collections that share arenas have one."""
+        return list(dict.fromkeys(self._updaters.values()))
+
     def _hyper_of_tables(self) -> dict[Updater, dict[str, list[float]]]:
         """Hyperparameters, in kernel order, of the tables that a step trains now, by updater."""
-        hyper: dict[Updater, dict[str, list[float]]] = {updater: {} for updater in self._updaters.values()}
+        hyper: dict[Updater, dict[str, list[float]]] = {updater: {} for updater in self._each_updater()}
         for group in self.param_groups:
             if not self.trains(group):
                 continue
@@ -232,7 +235,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that wait for a step."""
         super().zero_grad(set_to_none)
-        for updater in set(self._updaters.values()):
+        for updater in self._each_updater():
             updater.clear()
 
     def in_backward(self) -> Self:
@@ -279,7 +282,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if not self._check_finite:
             # The first step under a scaler: backward did not look for overflow yet, so look here.
             self._check_finite = True
-            for updater in dict.fromkeys(self._updaters.values()):
+            for updater in self._each_updater():
                 gate = gate & updater.finite()
         unscaled = torch.ones_like(lead) if lead.grad is None else lead.grad.detach().clone()
         return (unscaled if scale is None else unscaled / scale), gate

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 RECIPE = "recipe.yaml"
 SUMMARY = "summary.json"
+METRICS = "metrics.jsonl"
+PLAN = "plan.json"
 
 
 class RunDirectory:
@@ -102,7 +104,7 @@ class RunDirectory:
         (self.path / SUMMARY).unlink(missing_ok=True)
         write_text(self.path / RECIPE, recipe_yaml(recipe))
         if plan is not None:
-            write_text(self.path / "plan.json", plan.to_json())
+            write_text(self.path / PLAN, plan.to_json())
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``; a run without it did not finish."""

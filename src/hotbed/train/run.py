@@ -37,7 +37,7 @@ from hotbed.train.loaders import evaluation_loader, readers_of, training_loader
 from hotbed.train.measure import FeaturesState, measure_buckets, measure_numericals
 from hotbed.train.parallel import Ranks
 from hotbed.train.publish import Publisher
-from hotbed.train.report import RunDirectory, ShowProgress, environment, print_taken
+from hotbed.train.report import METRICS, RunDirectory, ShowProgress, environment, print_taken
 from hotbed.train.resume import Resume, finished_run, resume_from, resume_newest
 from hotbed.train.retention import KeepBest, KeepLast
 from hotbed.train.stored import FEATURES, bad_ids, begin_with, go_on_with, has_features, unknown_vocabularies
@@ -324,7 +324,7 @@ def _callbacks(
     publisher: Publisher | None,
 ) -> list[Callback]:
     train, policy, enough = recipe.train, checkpoint_policy(recipe), patience(recipe)
-    callbacks: list[Callback] = [JsonLines(run.path / "metrics.jsonl")] if ranks.is_first else []
+    callbacks: list[Callback] = [JsonLines(run.path / METRICS)] if ranks.is_first else []
     callbacks += own_callbacks(recipe, run.path, is_first=ranks.is_first)
     if train.tensorboard and ranks.is_first:
         callbacks.append(TensorBoard(run.path / "tensorboard"))
