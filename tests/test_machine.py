@@ -254,3 +254,36 @@ def test_threads_of_a_command_share_few_arenas_unless_the_user_has_set_how_many(
 def test_nothing_is_set_where_the_c_library_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.platform, "libc_ver", lambda: ("", ""))
     assert not machine.share_heap({})
+    assert not machine.keep_heap({})
+
+
+FAULTS = """
+import itertools, os, resource, torch
+from hotbed.machine import keep_heap
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def step():
+    blocks = [torch.ones(16 << 20) for _ in range(3)]  # 64 MiB each, which glibc itself would map and unmap
+
+print(keep_heap(os.environ))
+counted = [faults()]
+for _ in range(12):
+    step()
+    counted.append(faults())
+print(min(after - before for before, after in itertools.pairwise(counted)))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that keeps blocks")
+def test_freed_blocks_are_kept_for_the_next_step_unless_the_user_has_set_what_is() -> None:
+    own, faults = python(FAULTS).stdout.splitlines()
+    assert own == "True" and int(faults) < 100
+    for name, value in (
+        ("MALLOC_MMAP_THRESHOLD_", "33554432"),
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
+    ):
+        own, faults = python(FAULTS, **{name: value}).stdout.splitlines()
+        assert own == "False" and int(faults) > 100

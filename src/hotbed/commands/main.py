@@ -16,7 +16,7 @@ from types import ModuleType
 
 from hotbed.commands.arguments import Parser, RecipeParser, check_json
 from hotbed.errors import CommError, HotbedError, StoppedError
-from hotbed.machine import fit_threads, release, share_heap
+from hotbed.machine import fit_threads, keep_heap, release, share_heap
 
 COMMANDS = {
     "demo": "Raw log to tested model: prepare, train, test.",
@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.remove("--debug")
     former, warnings.formatwarning = warnings.formatwarning, _line
     share_heap(os.environ)
+    keep_heap(os.environ)
     try:
         return _run(args)
     except KeyboardInterrupt:
