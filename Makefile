@@ -89,8 +89,8 @@ $(AUDIT)/ready:
 	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1 cyclonedx-bom==7.5.0
 	touch $@
 
-tutorials: .venv/ready  ## run the notebooks of docs/tutorials, in place
-	$(BIN)/python docs/tutorials/run.py
+tutorials: .venv/ready  ## run the notebooks of docs/tutorials, in place: make tutorials [DATA=log.tsv.gz]
+	DATA="$(DATA)" $(BIN)/python docs/tutorials/run.py
 
 docs: .venv/ready $(DOCS)/ready  ## the documentation's site, into build/docs/site; dead links and names that are not there fail
 	rm -rf build/docs

@@ -1,6 +1,7 @@
 """Execute the tutorials, in place: ``python docs/tutorials/run.py [NOTEBOOK …]``, by default all of them.
 
-Each runs in a process of its own and in a temporary directory, so that nothing but its outputs stays.
+Each runs in a process of its own and in a temporary directory, so that nothing but its outputs stays. Those that need a
+log generate one, or take the file, in Criteo's format, that the variable ``DATA`` names.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("notebooks", nargs="*", type=Path, default=NOTEBOOKS)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads leave the cores to other programs
+    if log := os.environ.get("DATA"):
+        os.environ["DATA"] = str(Path(log).resolve(strict=True))
     for path in parser.parse_args().notebooks:
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
