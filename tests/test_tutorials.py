@@ -10,6 +10,7 @@ from tests.matrix import full
 
 TUTORIALS = Path(__file__).parent.parent / "docs" / "tutorials"
 NOTEBOOKS = sorted(TUTORIALS.glob("*.ipynb"))
+REAL_LOG = TUTORIALS.parents[2] / "shared" / "data" / "criteo_kaggle_110k.tsv.gz"
 MOST_BYTES = 1_500_000  # of all of them together
 
 
@@ -36,14 +37,26 @@ def test_there_are_six_and_the_readme_names_them() -> None:
     assert all(f"({path.name})" in readme for path in NOTEBOOKS)
 
 
-@pytest.mark.parametrize("path", [NOTEBOOKS[0], *map(full, NOTEBOOKS[1:])], ids=lambda path: path.stem)
-def test_it_runs(path: Path, tmp_path: Path) -> None:
+def run(path: Path, folder: Path) -> None:
     spec = importlib.util.spec_from_file_location("tutorials_run", TUTORIALS / "run.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert_ran(module.execute(path, tmp_path))
+    assert_ran(module.execute(path, folder))
+
+
+@pytest.mark.parametrize("path", [NOTEBOOKS[0], *map(full, NOTEBOOKS[1:])], ids=lambda path: path.stem)
+def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DATA", raising=False)
+    run(path, tmp_path)
+
+
+@pytest.mark.skipif(not REAL_LOG.exists(), reason="needs the real log, which is not redistributed")
+@pytest.mark.parametrize("number", [full(number) for number in (1, 3, 5)])
+def test_it_runs_on_a_real_log(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATA", str(REAL_LOG))
+    run(NOTEBOOKS[number - 1], tmp_path)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

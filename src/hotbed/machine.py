@@ -269,7 +269,7 @@ def share_heap(environment: Mapping[str, str]) -> bool:
 
 
 KEPT_BLOCK_BYTES = 1 << 30
-"""Blocks up to this size come from the heap, which keeps them; larger ones are the system's again when they are freed."""
+"""Blocks up to this size come from the heap, which keeps them; larger ones go back to the system once freed."""
 KEPT_BYTES = (1 << 31) - 1
 """Free memory at the end of the heap that is kept: mallopt takes no more."""
 
@@ -306,7 +306,8 @@ def _set_heap(environment: Mapping[str, str], names: Mapping[str, str], options:
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
-    return all([bool(libc.mallopt(option, value)) for option, value in options.items()])
+    done = [bool(libc.mallopt(option, value)) for option, value in options.items()]  # all, even after one that failed
+    return all(done)
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:

@@ -292,6 +292,23 @@ def test_what_a_cache_did_is_counted(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())  # the file has no name, so a killed process leaves none
 
 
+def test_what_a_cache_served_is_counted_by_table(tmp_path: Path) -> None:
+    def made(cache_rows: int) -> Any:
+        spans = [Span(1000), Span(500)]
+        storage = Storage("disk", cache_rows=cache_rows, directory=tmp_path)
+        return storage.make(spans, 16, dtype="fp32", device=torch.device("cpu"), backend="auto")
+
+    assert made(0).served == []
+    store = made(64)
+    store.write(torch.arange(980, 1010), torch.ones(30, 16))
+    assert store.served == [(0, 0), (0, 0)]
+    store.read(torch.arange(975, 1012))
+    assert store.served == [(20, 5), (10, 2)]
+    store.add_moment(Moment("row", "row"))  # makes new records, whose cache is empty
+    store.read(torch.arange(999, 1001))
+    assert sum(hits + misses for hits, misses in store.served) == 2
+
+
 def test_records_are_staged_whole_or_not_at_all() -> None:
     staging = DeviceStaging(MemoryRecords(64, 100), torch.device("cpu"))
     slots, values = torch.tensor([3, 50, 7]), torch.randint(0, 255, (3, 64), dtype=torch.uint8)

@@ -73,6 +73,10 @@ def test_a_run_is_the_same_wherever_rows_are(tmp_path: Path) -> None:
         if memory.get("cache_rows"):
             assert 0 < found["memory"]["hit_rate"] <= 1
             assert all(0 <= r["hit_rate"] <= 1 and r["hits"] + r["misses"] > 0 for r in of_training)
+            rates = [table["hit_rate"] for table in found["tables"]]
+            assert min(rates) <= found["memory"]["hit_rate"] <= max(rates)
+        else:
+            assert all(table["hit_rate"] is None for table in found["tables"])
         if memory["tier"] == "disk":
             assert found["memory"]["written_bytes"] > 0 or memory.get("cache_rows", 0) >= 2000
             assert found["memory"]["disk_bytes"] >= 0

@@ -173,6 +173,7 @@ def _tables(figures: Figures, run: RunRecords) -> list[str]:
             str(table["dtype"]),
             size(table["bytes"]),
             "–" if table["ids_per_sample"] is None else f"{table['ids_per_sample']:.3g}",
+            "–" if table.get("hit_rate") is None else f"{table['hit_rate']:.1%}",  # earlier versions have none
         ]
         for table in tables
     ]
@@ -185,7 +186,7 @@ def _tables(figures: Figures, run: RunRecords) -> list[str]:
     return [
         f"<p>{len(tables):,} tables, {whole} of rows and moments.{few}{held}</p>",
         _figures([figures.bars("MiB of rows and moments", mib)]),
-        _table(["table", "rows", "dim", "dtype", "bytes", "ids per sample"], rows),
+        _table(["table", "rows", "dim", "dtype", "bytes", "ids per sample", "hit rate"], rows),
     ]
 
 

@@ -141,6 +141,15 @@ class TableModule(nn.Module):
         """Counts of what caches and files of this rank did so far."""
         return sum((arena.store.traffic for arena in self._arenas()), Traffic())
 
+    @property
+    def served(self) -> dict[str, tuple[int, int]]:
+        """By table, lookups that found their row in a cache on this rank's host, and that did not."""
+        found: dict[str, tuple[int, int]] = dict.fromkeys(self.tables, (0, 0))
+        for arena in self._arenas():
+            for table, (hits, misses) in zip(arena.tables, arena.store.served, strict=False):
+                found[table] = (found[table][0] + hits, found[table][1] + misses)
+        return found
+
     def weight(self, table: str) -> Tensor:
         """Return the rows of a table ``[R, D]`` float32.
 

@@ -167,6 +167,11 @@ class RowStore(ABC):
         """What caches, staging and files did so far."""
         return Traffic()
 
+    @property
+    def served(self) -> list[tuple[int, int]]:
+        """By span, lookups that found their row in a cache on the host, and that did not; empty without one."""
+        return []
+
     def track(self, since: str) -> None:
         """Note which rows change from now on, after the moment of the checkpoint that this token is of."""
         self.changes = Changes(since, self._touched())
@@ -367,6 +372,14 @@ class Records(ABC):
     def close(self) -> None:
         """Close files; memory is freed with the object."""
         return
+
+    def divide(self, bounds: Tensor) -> None:
+        """Count what a cache serves apart for the spans that begin and end at these slots ``[spans + 1]``."""
+        return
+
+    def served(self) -> list[tuple[int, int]]:
+        """Count lookups by span that a cache on the host served, and that it did not; empty without such a cache."""
+        return []
 
 
 class RecordsAbove(Records):

@@ -80,6 +80,7 @@ class CachedRecords(Records):
         self._dirty = torch.zeros(places, dtype=torch.bool, device=self.device)
         self._now = 0
         self._lock = threading.Lock()
+        self.divide(torch.empty(0, dtype=torch.int64))
 
     def _place(self, below: Records, device: torch.device) -> None:
         """Put the cache on a device, over records of the host."""
@@ -120,6 +121,7 @@ class CachedRecords(Records):
         if use == "lookup":
             self.counted.hits += len(slots) - len(missing)
             self.counted.misses += len(missing)
+            self._count(slots, here)
         if not len(missing):
             return here
         found = torch.empty(len(missing), self.record_bytes, dtype=torch.uint8, device=self.device)
@@ -177,6 +179,21 @@ class CachedRecords(Records):
         self.below.prefetch(slots[places < 0])
 
     @override
+    def divide(self, bounds: Tensor) -> None:
+        spans = max(len(bounds) - 1, 0) if self.device.type == "cpu" else 0  # counting would cost a device 5 launches
+        self._bounds, self._served = bounds, torch.zeros(spans, 2, dtype=torch.int64)
+
+    @override
+    def served(self) -> list[tuple[int, int]]:
+        return [(hits, lookups - hits) for hits, lookups in self._served.tolist()]
+
+    def _count(self, slots: Tensor, here: Tensor) -> None:
+        """Add lookups, and those that found their record, to the counts of the spans that the slots are in."""
+        if len(self._served):
+            spans = torch.bucketize(slots, self._bounds[1:], right=True)
+            self._served.index_add_(0, spans, torch.stack([here, torch.ones_like(here)], dim=1).long())
+
+    @override
     def to(self, device: torch.device) -> None:
         if self._on_host:
             return
@@ -185,6 +202,7 @@ class CachedRecords(Records):
             keys, times, counts = (t.to(device) for t in (self._tags.keys, self._tags.times, self._tags.counts))
             self._tags = replace(self._tags, keys=keys, times=times, counts=counts)
             self._slab, self._dirty = self._slab.to(device), self._dirty.to(device)
+            self.divide(self._bounds)
 
     def _gathered(self, records: Tensor, at: Tensor) -> Tensor:
         out = torch.empty(len(at), self.record_bytes, dtype=torch.uint8, device=self.device)

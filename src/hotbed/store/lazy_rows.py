@@ -78,8 +78,14 @@ class LazyRows(RowStore):
         self._firsts = [0, *accumulate(s.rows for s in spans)]
         self._initial = [Initial() for _ in spans]
         self._initial_moments: list[dict[str, float]] = [{} for _ in spans]
-        self.records = make_records(self._format.record_bytes, self.slots, self.device)
+        self.records = self._make_empty_records()
         self._placed()
+
+    def _make_empty_records(self) -> Records:
+        made = self._make_records(self._format.record_bytes, self.slots, self.device)
+        for layer in made.layers():
+            layer.divide(torch.tensor(self._firsts, dtype=torch.int64))
+        return made
 
     def _placed(self) -> None:
         self._bounds = torch.tensor(self._firsts, dtype=torch.int64, device=self.records.device)
@@ -132,6 +138,11 @@ class LazyRows(RowStore):
     @override
     def traffic(self) -> Traffic:
         return sum((layer.counted for layer in self.records.layers()), Traffic())
+
+    @property
+    @override
+    def served(self) -> list[tuple[int, int]]:
+        return next((found for layer in self.records.layers() if (found := layer.served())), [])
 
     @property
     @override

@@ -41,8 +41,9 @@ def of_tables(trainer: Trainer) -> list[dict[str, Any]]:
     -------
     list
         By table: rows, dim, dtype, bytes of all its rows and moments (of a dynamic table, of its capacity; copies of
-        rows count once), and the mean number of ids that a sample of the first rank's batches looks up (None where
-        other ranks' ids are mixed in).
+        rows count once), the mean number of ids that a sample of the first rank's batches looks up (None where
+        other ranks' ids are mixed in), and the share of all ranks' lookups that caches on hosts served (None where
+        there is none).
     """
     clock = trainer.clock
     moments = {
@@ -55,6 +56,10 @@ def of_tables(trainer: Trainer) -> list[dict[str, Any]]:
     collections = collections_of(trainer.model)
     found: list[dict[str, Any]] = []
     for path, collection in collections.items():
+        served = collection.served
+        hits = trainer.ranks.add(*(hit for hit, _ in served.values()))
+        lookups = trainer.ranks.add(*(hit + miss for hit, miss in served.values()))
+        rates = {t: h / n if n else None for t, h, n in zip(served, hits, lookups, strict=True)}
         for table in collection.tables.values():
             ids = sum(clock.ids[f.name] for f in collection.features if f.table == table.name)
             whole = f"{path}.{table.name}"
@@ -66,6 +71,7 @@ def of_tables(trainer: Trainer) -> list[dict[str, Any]]:
                     "dtype": table.dtype,
                     "bytes": table_bytes(table, moments.get(whole, moments.get(table.name, ()))),
                     "ids_per_sample": ids / clock.drawn if clock.drawn else None,
+                    "hit_rate": rates[table.name],
                 }
             )
     return found
