@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ import polars as pl
 import pytest
 
 from hotbed.commands.main import main
-from hotbed.commands.serve import _row_options
+from hotbed.commands.serve import _path_name, _row_options
 from hotbed.errors import RecipeError
 from tests.commands.cases import Output, refused, train
 from tests.serve.clients import LONG_S
@@ -111,14 +109,17 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, capsys: Output, exported:
         assert message in refused(["serve", "--port", "0", *argv], capsys), argv
 
 
-def test_a_recipe_name_that_is_unfit_for_a_path_is_told(tmp_path: Path, capsys: Output, exported: Exported) -> None:
-    place = tmp_path / "model"
-    shutil.copytree(exported.model, place)
-    manifest = json.loads((place / "manifest.json").read_text())
-    (place / "manifest.json").write_text(json.dumps({**manifest, "name": "a/b c"}))
-    told = refused(["serve", "--port", "0", "--verify", "false", str(place)], capsys)
-    assert "is called 'a/b c', and a name in a path has only letters" in told
-    assert f"give it one: --model NAME={place}" in told
+def test_a_recipe_name_is_made_fit_for_a_path() -> None:
+    for name, called in (
+        ("shop", "shop"),
+        ("odd clicks", "odd-clicks"),
+        ("../a/b c", "a-b-c"),
+        ("Käufe 2.1", "K-ufe-2.1"),
+        ("クリック", "model"),
+        ("", "model"),
+        ("x" * 200, "x" * 100),
+    ):
+        assert _path_name(name) == called
 
 
 def test_options_of_rows_reach_the_model(tmp_path: Path) -> None:

@@ -301,9 +301,9 @@ def test_what_a_cache_served_is_counted_by_table(tmp_path: Path) -> None:
     assert made(0).served == []
     store = made(64)
     store.write(torch.arange(980, 1010), torch.ones(30, 16))
-    assert store.served == [(0, 0), (0, 0)]
+    assert store.served == [[0, 0], [0, 0]]
     store.read(torch.arange(975, 1012))
-    assert store.served == [(20, 5), (10, 2)]
+    assert store.served == [[20, 5], [10, 2]]
     store.add_moment(Moment("row", "row"))  # makes new records, whose cache is empty
     store.read(torch.arange(999, 1001))
     assert sum(hits + misses for hits, misses in store.served) == 2

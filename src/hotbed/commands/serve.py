@@ -148,6 +148,11 @@ def _row_options(given: dict[str, Any], environment: Mapping[str, str] = os.envi
     }
 
 
+def _path_name(name: str) -> str:
+    """What a recipe's name is in paths, which have only letters, digits, '.', '_' and '-'."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or "model"
+
+
 def _opened(name: str | None, place: str, rows: Mapping[str, Any], poll_s: float, opened: ExitStack) -> Served:
     """Open a model, and follow its directory if that is one that training publishes in."""
     from hotbed.checkpoint.storage import directory
@@ -158,12 +163,7 @@ def _opened(name: str | None, place: str, rows: Mapping[str, Any], poll_s: float
     at = directory(location(place))
     model = open_newest(at, **rows)
     opened.callback(model.close)
-    called = name or model.name or "model"
-    if not _NAME.fullmatch(called):
-        raise RecipeError(
-            f"the model in {place} is called {called!r}, and a name in a path has only letters, digits, '.', '_' and "
-            f"'-'; give it one: --model NAME={place}"
-        )
+    called = name or _path_name(model.name or "")
     follower = None
     if not at.has(MANIFEST):
         follower = Follower(model, at, interval_s=poll_s, verify=rows["verify"], cache=rows["cache"])

@@ -168,8 +168,8 @@ class RowStore(ABC):
         return Traffic()
 
     @property
-    def served(self) -> list[tuple[int, int]]:
-        """By span, lookups that found their row in a cache on the host, and that did not; empty without one."""
+    def served(self) -> list[list[int]]:
+        """By span, lookups that a cache on the host served, and that it did not; empty without such a cache."""
         return []
 
     def track(self, since: str) -> None:
@@ -372,14 +372,6 @@ class Records(ABC):
     def close(self) -> None:
         """Close files; memory is freed with the object."""
         return
-
-    def divide(self, bounds: Tensor) -> None:
-        """Count what a cache serves apart for the spans that begin and end at these slots ``[spans + 1]``."""
-        return
-
-    def served(self) -> list[tuple[int, int]]:
-        """Count lookups by span that a cache on the host served, and that it did not; empty without such a cache."""
-        return []
 
 
 class RecordsAbove(Records):

@@ -13,6 +13,7 @@ place (write-back).
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -57,6 +58,8 @@ class CachedRecords(Records):
         Where the cache is, so where records are given and taken; None: on the host, whatever device computes.
     backend
         Kernels to use; ``"auto"`` goes by device.
+    spans
+        Rows of each table, whose hits and misses a cache on the host counts in ``served`` ``[spans, 2]``.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class CachedRecords(Records):
         rows: int,
         policy: CachePolicy = "lru",
         *,
+        spans: Sequence[int] = (),
         device: torch.device | None = None,
         backend: BackendName = "auto",
     ) -> None:
@@ -80,7 +84,8 @@ class CachedRecords(Records):
         self._dirty = torch.zeros(places, dtype=torch.bool, device=self.device)
         self._now = 0
         self._lock = threading.Lock()
-        self.divide(torch.empty(0, dtype=torch.int64))
+        self._ends = torch.tensor(spans, dtype=torch.int64).cumsum(0)
+        self.served = torch.zeros(len(spans), 2, dtype=torch.int64)
 
     def _place(self, below: Records, device: torch.device) -> None:
         """Put the cache on a device, over records of the host."""
@@ -121,7 +126,9 @@ class CachedRecords(Records):
         if use == "lookup":
             self.counted.hits += len(slots) - len(missing)
             self.counted.misses += len(missing)
-            self._count(slots, here)
+            if len(self.served) and self.device.type == "cpu":  # a device would have to launch five kernels
+                hit_or_missed = torch.stack([here, ~here], dim=1).long()
+                self.served.index_add_(0, torch.bucketize(slots, self._ends, right=True), hit_or_missed)
         if not len(missing):
             return here
         found = torch.empty(len(missing), self.record_bytes, dtype=torch.uint8, device=self.device)
@@ -179,21 +186,6 @@ class CachedRecords(Records):
         self.below.prefetch(slots[places < 0])
 
     @override
-    def divide(self, bounds: Tensor) -> None:
-        spans = max(len(bounds) - 1, 0) if self.device.type == "cpu" else 0  # counting would cost a device 5 launches
-        self._bounds, self._served = bounds, torch.zeros(spans, 2, dtype=torch.int64)
-
-    @override
-    def served(self) -> list[tuple[int, int]]:
-        return [(hits, lookups - hits) for hits, lookups in self._served.tolist()]
-
-    def _count(self, slots: Tensor, here: Tensor) -> None:
-        """Add lookups, and those that found their record, to the counts of the spans that the slots are in."""
-        if len(self._served):
-            spans = torch.bucketize(slots, self._bounds[1:], right=True)
-            self._served.index_add_(0, spans, torch.stack([here, torch.ones_like(here)], dim=1).long())
-
-    @override
     def to(self, device: torch.device) -> None:
         if self._on_host:
             return
@@ -202,7 +194,6 @@ class CachedRecords(Records):
             keys, times, counts = (t.to(device) for t in (self._tags.keys, self._tags.times, self._tags.counts))
             self._tags = replace(self._tags, keys=keys, times=times, counts=counts)
             self._slab, self._dirty = self._slab.to(device), self._dirty.to(device)
-            self.divide(self._bounds)
 
     def _gathered(self, records: Tensor, at: Tensor) -> Tensor:
         out = torch.empty(len(at), self.record_bytes, dtype=torch.uint8, device=self.device)

@@ -75,7 +75,7 @@ class LazyStore(LazyRows):
 
     def _keep_only(self, slots: Tensor) -> None:
         """Copy the records of these slots into new ones of the present format, which may be longer; drop others."""
-        old, self.records = self.records, self._make_empty_records()
+        old, self.records = self.records, self._make_records(self._format.record_bytes, self.slots, self.device)
         more = self._format.record_bytes - old.record_bytes
         for chunk in self._at_records(slots).split(ROWS_AT_ONCE):
             before = torch.empty(len(chunk), old.record_bytes, dtype=torch.uint8, device=chunk.device)

@@ -27,6 +27,7 @@ from hotbed.ops.rows import random_bits, rows_of
 from hotbed.specs import RowDtype, Tier
 from hotbed.store import memory
 from hotbed.store.base import Records, RowStore, Span, Traffic, Use, Values
+from hotbed.store.cached import CachedRecords
 from hotbed.store.dense import TORCH_DTYPES
 from hotbed.store.format import RecordFormat
 
@@ -78,14 +79,8 @@ class LazyRows(RowStore):
         self._firsts = [0, *accumulate(s.rows for s in spans)]
         self._initial = [Initial() for _ in spans]
         self._initial_moments: list[dict[str, float]] = [{} for _ in spans]
-        self.records = self._make_empty_records()
+        self.records = make_records(self._format.record_bytes, self.slots, self.device)
         self._placed()
-
-    def _make_empty_records(self) -> Records:
-        made = self._make_records(self._format.record_bytes, self.slots, self.device)
-        for layer in made.layers():
-            layer.divide(torch.tensor(self._firsts, dtype=torch.int64))
-        return made
 
     def _placed(self) -> None:
         self._bounds = torch.tensor(self._firsts, dtype=torch.int64, device=self.records.device)
@@ -141,8 +136,9 @@ class LazyRows(RowStore):
 
     @property
     @override
-    def served(self) -> list[tuple[int, int]]:
-        return next((found for layer in self.records.layers() if (found := layer.served())), [])
+    def served(self) -> list[list[int]]:
+        caches = (layer for layer in self.records.layers() if isinstance(layer, CachedRecords))
+        return next((cache.served.tolist() for cache in caches if cache.device.type == "cpu"), [])
 
     @property
     @override

@@ -108,10 +108,12 @@ class Storage:
                     "in place (host 'uva'); use host 'records', or a cache of 0 rows"
                 )
             return DenseStore(spans, dim, dtype=dtype, device=device, backend=backend, tier="host")
-        records = partial(self._records, backend)
+        records = partial(self._records, backend, [span.rows for span in spans])
         return LazyStore(spans, dim, records, tier=self.tier, dtype=dtype, device=device, backend=backend)
 
-    def _records(self, backend: BackendName, record_bytes: int, slots: int, device: torch.device) -> Records:
+    def _records(
+        self, backend: BackendName, spans: Sequence[int], record_bytes: int, slots: int, device: torch.device
+    ) -> Records:
         """Stack the layers that records of this tier need on this device."""
         make, is_slow = RECORDS[self.tier]
         records = make(record_bytes, slots, self.directory or tempfile.gettempdir())
@@ -122,5 +124,5 @@ class Storage:
             return records
         rows = min(self.cache_rows, slots)
         if on_device:
-            return CachedRecords(records, rows, self.policy, device=device, backend=backend)
-        return CachedRecords(records, rows, self.policy, backend=host_backend(backend, device))
+            return CachedRecords(records, rows, self.policy, device=device, backend=backend, spans=spans)
+        return CachedRecords(records, rows, self.policy, backend=host_backend(backend, device), spans=spans)
