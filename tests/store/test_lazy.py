@@ -328,7 +328,9 @@ def test_records_are_staged_whole_or_not_at_all() -> None:
 
 def test_only_the_layers_are_stacked_that_the_device_needs() -> None:
     def layers(storage: Storage, device: str) -> list[str]:
-        return [type(layer).__name__ for layer in storage._records("auto", 64, 100, torch.device(device)).layers()]
+        return [
+            type(layer).__name__ for layer in storage._records("auto", [100], 64, 100, torch.device(device)).layers()
+        ]
 
     for device in ("cpu", "cuda"):
         assert layers(Storage("host"), device) == ["MemoryRecords"]
@@ -340,7 +342,7 @@ def test_only_the_layers_are_stacked_that_the_device_needs() -> None:
     for tier, kept in (("host", "MemoryRecords"), ("disk", "FileRecords")):
         on_device = layers(Storage(tier, cache_rows=9), "meta")
         assert on_device == ["CachedRecords", "DeviceStaging", "ReadAhead", kept]
-    cached: Any = in_host._records("triton", 64, 100, torch.device("cuda"))
+    cached: Any = in_host._records("triton", [100], 64, 100, torch.device("cuda"))
     assert cached.device.type == "cpu" and cached.ops.NAME == "cpu"
 
 
