@@ -6,11 +6,11 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from tests.data.data_cases import REAL_LOG
 from tests.matrix import full
 
 TUTORIALS = Path(__file__).parent.parent / "docs" / "tutorials"
 NOTEBOOKS = sorted(TUTORIALS.glob("*.ipynb"))
-REAL_LOG = TUTORIALS.parents[2] / "shared" / "data" / "criteo_kaggle_110k.tsv.gz"
 MOST_BYTES = 1_500_000  # of all of them together
 
 
@@ -55,7 +55,7 @@ def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.skipif(not REAL_LOG.exists(), reason="needs the real log, which is not redistributed")
 @pytest.mark.parametrize("number", [full(number) for number in (1, 3, 5)])
 def test_it_runs_on_a_real_log(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DATA", str(REAL_LOG))
+    monkeypatch.setenv("DATA", str(REAL_LOG.resolve()))
     run(NOTEBOOKS[number - 1], tmp_path)
 
 

@@ -245,6 +245,7 @@ def _threads_are_set(environment: MutableMapping[str, str]) -> bool:
     return number is not None and not (number == "1" and "TORCHELASTIC_RUN_ID" in environment)
 
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h, see mallopt(3)
 HEAPS = 2
 """How many arenas the threads of a `hotbed` command share: with 1 or 2 an hour of training stays flat, with glibc's own
 8 per core two thirds of its heap were free pieces after three minutes, and still more later (docs/log.md)."""
@@ -277,7 +278,7 @@ KEPT_BYTES = (1 << 31) - 1
 def keep_heap(environment: Mapping[str, str]) -> bool:
     """Let glibc keep freed blocks for the next step, unless the user has set what it keeps.
 
-    A DLRM's step maps 130 MB of activations and gradients anew without it, at 33,000 page faults: 6 to 20 % of its time
+    A DLRM's step maps 130 MB of activations and gradients anew without it, at 33,000 page faults: 6 to 22 % of its time
     (docs/log.md).
 
     Parameters
@@ -293,9 +294,6 @@ def keep_heap(environment: Mapping[str, str]) -> bool:
     """
     names = {"MALLOC_MMAP_THRESHOLD_": "mmap_threshold", "MALLOC_TRIM_THRESHOLD_": "trim_threshold"}
     return _set_heap(environment, names, {_M_MMAP_THRESHOLD: KEPT_BLOCK_BYTES, _M_TRIM_THRESHOLD: KEPT_BYTES})
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h, see mallopt(3)
 
 
 def _set_heap(environment: Mapping[str, str], names: Mapping[str, str], options: Mapping[int, int]) -> bool:

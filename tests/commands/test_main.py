@@ -20,9 +20,7 @@ from hotbed.config import Recipe
 from hotbed.errors import DataError
 from hotbed.machine import release
 from tests.commands.cases import Output, inspected, refused, train
-
-REAL_LOG = Path(__file__).parents[3] / "shared" / "data" / "criteo_kaggle_110k.tsv.gz"
-
+from tests.data.data_cases import REAL_LOG
 
 # -- help and errors -----------------------------------------------------------------------------------------------
 

@@ -169,7 +169,7 @@ class RowStore(ABC):
 
     @property
     def served(self) -> list[list[int]]:
-        """By span, lookups that a cache on the host served, and that it did not; empty without such a cache."""
+        """By span, lookups that a cache on the host served, and those that it did not; empty without a cache."""
         return []
 
     def track(self, since: str) -> None:

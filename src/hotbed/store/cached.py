@@ -127,8 +127,8 @@ class CachedRecords(Records):
             self.counted.hits += len(slots) - len(missing)
             self.counted.misses += len(missing)
             if len(self.served) and self.device.type == "cpu":  # a device would have to launch five kernels
-                hit_or_missed = torch.stack([here, ~here], dim=1).long()
-                self.served.index_add_(0, torch.bucketize(slots, self._ends, right=True), hit_or_missed)
+                hit_or_missed = torch.bucketize(slots, self._ends, right=True).mul_(2).add_(~here)
+                self.served += torch.bincount(hit_or_missed, minlength=self.served.numel()).view(-1, 2)
         if not len(missing):
             return here
         found = torch.empty(len(missing), self.record_bytes, dtype=torch.uint8, device=self.device)

@@ -137,8 +137,8 @@ class LazyRows(RowStore):
     @property
     @override
     def served(self) -> list[list[int]]:
-        caches = (layer for layer in self.records.layers() if isinstance(layer, CachedRecords))
-        return next((cache.served.tolist() for cache in caches if cache.device.type == "cpu"), [])
+        layers = self.records.layers()
+        return next((layer.served.tolist() for layer in layers if isinstance(layer, CachedRecords)), [])
 
     @property
     @override

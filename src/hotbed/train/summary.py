@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 from hotbed.embed import Distributed, collections_of
@@ -57,9 +58,8 @@ def of_tables(trainer: Trainer) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path, collection in collections.items():
         served = collection.served
-        hits = trainer.ranks.add(*(hit for hit, _ in served.values()))
-        lookups = trainer.ranks.add(*(hit + miss for hit, miss in served.values()))
-        rates = {t: h / n if n else None for t, h, n in zip(served, hits, lookups, strict=True)}
+        counts = iter(trainer.ranks.add(*chain.from_iterable(served.values())))
+        rates = {t: h / (h + m) if h + m else None for t, h, m in zip(served, counts, counts, strict=True)}
         for table in collection.tables.values():
             ids = sum(clock.ids[f.name] for f in collection.features if f.table == table.name)
             whole = f"{path}.{table.name}"
