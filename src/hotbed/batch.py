@@ -151,6 +151,16 @@ class Embeddings(Mapping[str, Tensor]):
             vectors = vectors.view(bags.batch_size, feature.max_len or 0, vectors.shape[1])
         self._sequences[feature.name] = _Sequence(vectors, bags, feature.max_len, feature.padding)
 
+    def looked_up(self) -> Iterator[tuple[list[str], Tensor]]:
+        """Yield the vectors as they were looked up, with the names of their features.
+
+        Pooled features of one dim come together ``[B, features, D]``, others ``[N, D]`` or, padded, ``[B, L, D]``.
+        """
+        for number, of_dim in enumerate(self._pooled):
+            yield [name for name, (at, _) in self._place.items() if at == number], of_dim.vectors
+        for name, (values, *_) in self._sequences.items():
+            yield [name], values
+
     def __getitem__(self, name: str) -> Tensor:
         if name in self._place:
             number, column = self._place[name]

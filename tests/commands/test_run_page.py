@@ -95,7 +95,7 @@ def test_a_page_of_one_run_has_all_sections_figures_and_no_addresses(runs: Path,
     assert page.sections == SECTIONS
     valid = {"auc", "logloss", "normalized_entropy", "calibration"}
     training = ["learning rates", "samples/s", "gradients", "waits", "batches that were ready"]
-    assert page.figures == 1 + len(valid) + len(training) + 2  # loss; time and tables
+    assert page.figures == 1 + len(valid) + len(training) + 3  # loss; time, parts of a step and tables
     assert all(address.startswith(("#", "data:,")) for address in page.addresses)
     assert len(set(page.ids)) == len(page.ids)
     text = " ".join(page.texts)
@@ -103,7 +103,8 @@ def test_a_page_of_one_run_has_all_sections_figures_and_no_addresses(runs: Path,
     assert f"{summary['test']['auc']:.5f}" in text
     assert summary["hardware"] in text
     assert "intervals" not in text
-    for part in ("norm of the dense part", "26 tables", "One process"):
+    parts = ("lookups in tables", "backward pass", "update of tables", "medians of 4 that were logged")
+    for part in ("norm of the dense part", "26 tables", "A gradient is the norm", "One process", *parts):
         assert part in text
 
 
@@ -119,6 +120,7 @@ def test_what_a_run_records_of_time_tables_and_gradients_is_right(runs: Path) ->
     for table in tables:  # 16 float32 and the moment of a row
         assert table["bytes"] == table["rows"] * (16 + 1) * 4
         assert table["ids_per_sample"] == 1
+        assert table["grad_norm"] > 0
     norms = records.curve("grad_norm_dense")
     assert sorted(norms) == [2, 4, 6, 8, 10, 12]
     assert min(norms.values()) > 0

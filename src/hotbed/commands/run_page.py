@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from statistics import median
 from typing import Any
 
 from hotbed.commands.run_figures import Figures, Series
 from hotbed.commands.run_records import RunRecords, interval
 from hotbed.train.report import METRIC_NAMES, size
+from hotbed.train.throughput import SETTLING_STEPS
 
 _STYLE = (
     "body{font-family:system-ui,sans-serif;color:#222;margin:24px auto;max-width:1240px;padding:0 16px}"
@@ -18,8 +20,8 @@ _STYLE = (
     "figure svg{width:100%;height:auto}.wide{overflow-x:auto}.wide figure{width:auto;max-width:none}"
     ".wide figure svg{width:auto}"
     "table{border-collapse:collapse;font-size:13px}td,th{padding:3px 14px 3px 0;text-align:right;vertical-align:top}"
-    "td:first-child,th:first-child{text-align:left;overflow-wrap:anywhere}tr:nth-child(even) td{background:#f6f6f6}"
-    ".facts td{text-align:left}"
+    "td,th{white-space:nowrap}td:first-child,th:first-child,.facts td{text-align:left;white-space:normal}"
+    "td:first-child{overflow-wrap:anywhere;min-width:9ch}tr:nth-child(even) td{background:#f6f6f6}"
 )
 _NOT_METRICS = {"step", "samples"}
 _TRAINING = {
@@ -42,6 +44,15 @@ _TIME = {
     "first_steps_s": "first steps, with compilation",
     "paused_s": "evaluations and checkpoints",
 }
+_PARTS = {
+    "lookup": "lookups in tables",
+    "forward": "forward pass, but lookups",
+    "ranks": "sum of losses over ranks",
+    "backward": "backward pass",
+    "tables": "update of tables",
+    "dense": "update of all else",
+}
+"""Of a step, as `hotbed.train.logged_step` names them."""
 _ENVIRONMENT = ("hardware", "device", "torch", "hotbed", "precision", "precision_because", "threads", "ranks", "seed")
 
 
@@ -148,9 +159,13 @@ def _training(figures: Figures, runs: Sequence[RunRecords]) -> list[str]:
 
 
 def _time(figures: Figures, run: RunRecords) -> list[str]:
+    return [*_whole_time(figures, run), *_parts_of_steps(figures, run)]
+
+
+def _whole_time(figures: Figures, run: RunRecords) -> list[str]:
     time: Mapping[str, float] | None = None if run.summary is None else run.summary.get("time")
     if not time:
-        return ["<p>Not recorded: the run has not finished, or is of an earlier version.</p>"]
+        return ["<p>Of the whole run not recorded: it has not finished, or is of an earlier version.</p>"]
     shares = {title: float(time[name]) for name, title in _TIME.items() if name in time}
     total = sum(shares.values()) or 1.0
     rows = [[title, f"{seconds:,.2f} s", f"{seconds / total:.1%}"] for title, seconds in shares.items()]
@@ -159,6 +174,21 @@ def _time(figures: Figures, run: RunRecords) -> list[str]:
         hidden = run.summary["ids_exchange_hidden_share"]
         rows.append(["exchange of ids, beside", f"{run.summary['ids_exchange_s']:,.2f} s", f"{hidden:.1%} hidden"])
     return [_figures([figures.bars("seconds", shares)]), _table(["", "time", "share"], rows)]
+
+
+def _parts_of_steps(figures: Figures, run: RunRecords) -> list[str]:
+    curves = {title: run.curve(f"step_{part}_s") for part, title in _PARTS.items()}
+    steps = {title: [s for step, s in curve.items() if step > SETTLING_STEPS] for title, curve in curves.items()}
+    times = {title: 1000 * median(seconds) for title, seconds in steps.items() if seconds}
+    if not times:
+        return ["<p>Parts of steps were not recorded: they are timed on CPUs, in steps that are logged.</p>"]
+    total, count = sum(times.values()), max(map(len, steps.values()))
+    rows = [[title, f"{ms:,.2f} ms", f"{ms / total:.1%}"] for title, ms in times.items()]
+    return [
+        f"<p>Parts of a step: medians of {count:,} that were logged, on the first rank.</p>",
+        _figures([figures.bars("milliseconds of a step", times)]),
+        _table(["", "time", "share"], rows),
+    ]
 
 
 def _tables(figures: Figures, run: RunRecords) -> list[str]:
@@ -173,20 +203,26 @@ def _tables(figures: Figures, run: RunRecords) -> list[str]:
             str(table["dtype"]),
             size(table["bytes"]),
             "–" if table["ids_per_sample"] is None else f"{table['ids_per_sample']:.3g}",
-            "–" if table.get("hit_rate") is None else f"{table['hit_rate']:.1%}",  # earlier versions have none
+            # Earlier versions have none of these.
+            "–" if table.get("grad_norm") is None else f"{table['grad_norm']:.3g}",
+            "–" if table.get("hit_rate") is None else f"{table['hit_rate']:.1%}",
         ]
         for table in tables
     ]
+    named = enumerate(["table", "rows", "dim", "dtype", "bytes", "ids per sample", "gradient", "hit rate"])
+    columns = [(name, i) for i, name in named if any(row[i] != "–" for row in rows)]
     by_size = sorted(tables, key=lambda table: -int(table["bytes"]))[: Figures.most_bars]
     mib = {str(table["table"]): table["bytes"] / 2**20 for table in by_size}
     few = f" The largest {len(by_size)} are drawn." if len(by_size) < len(tables) else ""
     whole = size(sum(int(table["bytes"]) for table in tables))
+    norms = " A gradient is the norm of those of a table’s vectors in a step, the root mean square over logged steps."
+    norms = norms if any(table.get("grad_norm") is not None for table in tables) else ""
     memory: Mapping[str, Any] = (run.summary or {}).get("memory", {})
     held = "" if not memory else f" Caches served {memory['hit_rate']:.1%} of the lookups that asked them."
     return [
-        f"<p>{len(tables):,} tables, {whole} of rows and moments.{few}{held}</p>",
+        f"<p>{len(tables):,} tables, {whole} of rows and moments.{few}{held}{norms}</p>",
         _figures([figures.bars("MiB of rows and moments", mib)]),
-        _table(["table", "rows", "dim", "dtype", "bytes", "ids per sample", "hit rate"], rows),
+        _table([name for name, _ in columns], [[row[i] for _, i in columns] for row in rows]),
     ]
 
 

@@ -26,6 +26,7 @@ from hotbed.embed import Distributed
 from hotbed.errors import NonFiniteError
 from hotbed.optim import SparseOptimizer
 from hotbed.store.memory import staging
+from hotbed.train.logged_step import LoggedStep
 from hotbed.train.numerics import Numerics
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import RowPrefetcher
@@ -75,6 +76,8 @@ class Backward:
     ----------
     numerics
         As given.
+    logged
+        What `measure_next` has measured.
     late
         What lets the device decide on losses; None where the host waits for them.
     """
@@ -83,7 +86,7 @@ class Backward:
         self, model: nn.Module, numerics: Numerics, ranks: Ranks, device: torch.device, rows: RowPrefetcher | None
     ) -> None:
         self._model, self.numerics, self._ranks, self._rows = model, numerics, ranks, rows
-        self._device = device
+        self._device, self.logged = device, LoggedStep(model, device)
         self.late: LateLosses | None = None
         self._seed: tuple[float, Tensor] | None = None
 
@@ -105,7 +108,9 @@ class Backward:
         for optimizer in optimizers:
             optimizer.zero_grad()
         done = self(parts, place, requests)
+        self.logged.at_gradients(optimizers)
         self.update(optimizers)
+        self.logged.end()
         return done
 
     def __call__(
@@ -131,6 +136,7 @@ class Backward:
             rows = self._rows.start(following) if self._rows is not None and following is not None else None
             with self._model.no_sync() if isinstance(self._model, Distributed) and not last else nullcontext():
                 total, tasks = self.numerics.summed_loss(part)
+                self.logged.mark("forward")
                 which = "the batch" if len(parts) == 1 else f"part {1 + number} of {len(parts)} of the batch"
                 # Without the graph of autograd, which would live until the next step.
                 check = _Check(self.numerics, total.detach(), part, which, place)
@@ -142,6 +148,8 @@ class Backward:
                     value, everyone, *others = self._ranks.add(total, everyone, samples, *requests())
                     known = _done(known.loss + value / max(everyone, 1), *others)
                     check(known.loss)
+                    if self._ranks.size > 1:
+                        self.logged.mark("ranks")
                     seed = self._gradient_of(total, self._divisor(everyone))
                 elif self._ranks.size == 1:
                     self.late.add(number, total.detach())
@@ -155,6 +163,7 @@ class Backward:
                 total.backward(gradient=seed if self.numerics.scaler is None else self.numerics.scaler.scale(seed))
             if rows is not None:
                 rows.result()
+            self.logged.mark("backward")
 
         return (lambda: known) if self.late is None else partial(self._judged, self.late, checks, everyone, known)
 
@@ -181,10 +190,10 @@ class Backward:
             check(found)
         return known._replace(loss=found)
 
-    @property
-    def waits(self) -> bool:
-        """Whether the host waits for every loss, and gradients are not scaled: so looking at them costs no wait."""
-        return self.late is None and self.numerics.scaler is None
+    def measure_next(self) -> None:
+        """Measure the next step, if the host waits for its loss anyway and gradients are not scaled."""
+        if self.late is None and self.numerics.scaler is None:
+            self.logged.begin()
 
     def update(self, optimizers: Iterable[Optimizer]) -> None:
         """Step all optimizers; none touches anything if a loss was not finite, or a scaled gradient overflowed."""
@@ -194,6 +203,7 @@ class Backward:
         elif scaler is None:
             for optimizer in optimizers:
                 optimizer.step()
+                self.logged.mark("tables" if isinstance(optimizer, SparseOptimizer) else "dense")
         else:
             for optimizer in optimizers:
                 if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):

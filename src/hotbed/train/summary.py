@@ -28,7 +28,7 @@ def of_checkpoints(trainer: Trainer) -> dict[str, Any]:
 
 def of_memory(trainer: Trainer) -> dict[str, Any]:
     """What a summary says of rows that are not all in the device's memory."""
-    collections, traffic = collections_of(trainer.model).values(), trainer.traffic
+    collections, traffic = collections_of(trainer.model).values(), trainer.tiers.total
     if traffic == Traffic():
         return {}
     held = {"table_bytes": sum(c.nbytes for c in collections), "disk_bytes": sum(c.disk_bytes for c in collections)}
@@ -43,8 +43,8 @@ def of_tables(trainer: Trainer) -> list[dict[str, Any]]:
     list
         By table: rows, dim, dtype, bytes of all its rows and moments (of a dynamic table, of its capacity; copies of
         rows count once), the mean number of ids that a sample of the first rank's batches looks up (None where
-        other ranks' ids are mixed in), and the share of all ranks' lookups that caches on hosts served (None where
-        there is none).
+        other ranks' ids are mixed in), the share of all ranks' lookups that caches on hosts served (None where there
+        is none), and the norm of the gradients of its vectors in the steps that were measured (see `LoggedStep.norms`).
     """
     clock = trainer.clock
     moments = {
@@ -55,6 +55,7 @@ def of_tables(trainer: Trainer) -> list[dict[str, Any]]:
         for name in group["tables"]
     }
     collections = collections_of(trainer.model)
+    norms = trainer.backward.logged.norms(trainer.ranks.add, trainer.ranks.size)
     found: list[dict[str, Any]] = []
     for path, collection in collections.items():
         served = collection.served
@@ -72,6 +73,7 @@ def of_tables(trainer: Trainer) -> list[dict[str, Any]]:
                     "bytes": table_bytes(table, moments.get(whole, moments.get(table.name, ()))),
                     "ids_per_sample": ids / clock.drawn if clock.drawn else None,
                     "hit_rate": rates[table.name],
+                    "grad_norm": norms[path, table.name],
                 }
             )
     return found

@@ -11,13 +11,10 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from hotbed.batch import Batch
 from hotbed.embed import Distributed, collections_of
 from hotbed.model_parallel_input import ModelParallelInput
-from hotbed.optim import SparseOptimizer
 from hotbed.store import Traffic
 from hotbed.train.threads import ThreadWatch
 
@@ -234,18 +231,6 @@ class TierCounters:
         now = self.total
         last, self._last = self._last, now
         return {} if now == Traffic() else {"hit_rate": (now - last).hit_rate, **asdict(now - last)}
-
-
-def dense_gradient_norm(optimizers: Iterable[Optimizer]) -> dict[str, float]:
-    """Return ``grad_norm_dense``, the Euclidean norm of the last step's gradients of all that is no table.
-
-    Nothing where there are no gradients, or ranks hold shards of them; elsewhere all ranks have the same.
-    """
-    dense = [optimizer for optimizer in optimizers if not isinstance(optimizer, SparseOptimizer)]
-    grads = [p.grad for o in dense for group in o.param_groups for p in group["params"] if p.grad is not None]
-    if not grads or any(isinstance(grad, DTensor) for grad in grads):
-        return {}
-    return {"grad_norm_dense": nn.utils.get_total_norm(grads).item()}
 
 
 def _over_mean(values: list[float]) -> float:

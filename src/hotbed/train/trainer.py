@@ -22,7 +22,6 @@ from hotbed.embed import Distributed
 from hotbed.errors import BatchError, RecipeError
 from hotbed.nn.layers import recompute_activations
 from hotbed.nn.loss import summed_cross_entropy
-from hotbed.store import Traffic
 from hotbed.train.backward import Backward
 from hotbed.train.checkpointing import Saver
 from hotbed.train.losses import SummedLoss
@@ -35,7 +34,7 @@ from hotbed.train.retrieval import Retrieval, trained_samples
 from hotbed.train.retrieval_metrics import evaluate_found
 from hotbed.train.size_classes import SizeClasses
 from hotbed.train.step_graph import StepGraph
-from hotbed.train.throughput import Balance, Clock, TierCounters, dense_gradient_norm
+from hotbed.train.throughput import Balance, Clock, TierCounters
 
 _COUNTERS = ("step", "epoch", "position", "samples")
 
@@ -133,6 +132,8 @@ class Trainer:
         What saves checkpoints, and more that they are to hold, by name.
     numerics, backward
         Precision and library of products, chosen when training starts; what computes gradients and lets them be used.
+    clock, tiers
+        Count samples and seconds, and what caches and files of this rank's tables do.
     id_kinds
         `Source.id_kinds` of the data, kept by checkpoints.
     """
@@ -188,7 +189,7 @@ class Trainer:
         self.clock = Clock()
         report = partial(self._call, "on_checkpoint")
         self.saver = Saver(self.ranks, self.clock, self.parts, report, recipe.checkpoint_full_every)
-        self._recent, self._tiers, self._of_callbacks = list[float](), TierCounters(model), dict[str, Any]()
+        self._recent, self.tiers, self._of_callbacks = list[float](), TierCounters(model), dict[str, Any]()
         if recipe.recompute:
             recompute_activations(model)
         if recipe.compile:
@@ -233,6 +234,8 @@ class Trainer:
         while not self.finished:
             for parts, last in self._epoch_of(batches):
                 self.ranks.at_step(self.step + 1)
+                if (self.step + 1) % self.recipe.log_every == 0 or self.step + 1 == self.steps_total:
+                    self.backward.measure_next()
                 done = self._take_step(parts, self._place, lambda: (self.ask_save, self.ask_stop))()
                 for schedule in self.schedules.values():
                     schedule.step()
@@ -336,17 +339,12 @@ class Trainer:
                 **{f"lr_{name}": s.base_lrs[0] * self._factor(self.step) for name, s in self.schedules.items()},
                 "samples_per_s": self.samples_per_s,
                 **self.clock.record(self.ranks.largest),
-                **(dense_gradient_norm(self.optimizers.values()) if self.backward.waits else {}),
-                **self._tiers.record(),
+                **self.backward.logged.record(),
+                **self.tiers.record(),
                 **self._balance.record(),
             }
             self._recent.clear()
             self._call("on_log", record)
-
-    @property
-    def traffic(self) -> Traffic:
-        """What caches and files of this rank's tables did so far."""
-        return self._tiers.total
 
     def _evaluation_is_due(self, last: bool) -> bool:
         requested, self.evaluate_now = self.evaluate_now, False
