@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -18,11 +15,9 @@ from torch import Tensor, nn
 
 import hotbed as hb
 from hotbed.comm import Link
-from hotbed.config import Component, Recipe
-from hotbed.data import Schema, SparseColumn
-from hotbed.data.items import ItemDraws, ItemSet, item_ids, items_of
-from hotbed.data.loader import share_of
-from hotbed.errors import BatchError, DataError, HotbedError, RecipeError, SpecError
+from hotbed.config import Recipe
+from hotbed.data.items import ItemDraws
+from hotbed.errors import BatchError, SpecError
 from hotbed.nn import InBatchSoftmax, ItemFrequencies, TwoTower
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.loaders import training_loader
@@ -30,116 +25,7 @@ from hotbed.train.parallel import Ranks as TrainerRanks
 from hotbed.train.retrieval import CANDIDATE, LOG_DRAWN, Options, Retrieval
 from tests.ranks import Ranks
 from tests.train.planted import Losses
-
-SCHEMA = Schema(
-    sparse=(
-        SparseColumn(name="user", rows=30),
-        SparseColumn(name="item", rows=50),
-        SparseColumn(name="genre", rows=9, ids=None, pooling="mean"),
-        SparseColumn(name="refused", rows=50, table="item", ids=None, pooling="mean"),
-    ),
-    dense=("age",),
-    labels=("click",),
-)
-MODEL: dict[str, Any] = {"class_path": "hotbed.nn.TwoTower", "init_args": {"item": ["item", "genre"], "widths": [8]}}
-
-
-def log(rows: int = 60, seed: int = 0) -> Any:
-    rng = np.random.default_rng(seed)
-    items = rng.zipf(1.5, rows) % 40
-    return pa.table(
-        {
-            "user": rng.integers(0, 30, rows),
-            "item": items,
-            "genre": [[int(i % 8), int(i % 3)][: int(i % 3)] for i in items],
-            "refused": [rng.choice(items, n).tolist() for n in rng.integers(0, 3, rows)],
-            "age": rng.normal(size=rows).astype(np.float32),
-            "click": (rng.random(rows) < 0.6).astype(np.float32),
-        }
-    )
-
-
-def recipe_for(folder: Path, **retrieval: Any) -> dict[str, Any]:
-    path = folder / "log.parquet"
-    pq.write_table(log(), path, row_group_size=20)
-    source = {
-        "class_path": "hotbed.data.ParquetSource",
-        "init_args": {"schema": SCHEMA.to_dict(), "ids": "raw"},
-    }
-    return {
-        "name": "retrieval",
-        "data": {"path": str(path), "dim": 16, "source": source, "test_split": None},
-        "model": MODEL,
-        "retrieval": retrieval,
-        "dense_optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
-        "sparse_optimizer": {"class_path": "hotbed.optim.SGD", "init_args": {"lr": 0.1}},
-        "train": {"batch_size": 20, "steps": 3, "device": "cpu", "precision": "fp32"},
-    }
-
-
-def catalogue() -> ItemSet:
-    features = hb.Jagged.from_dict({"item": [2, 5, 7], "genre": [[1], [], [0, 2]]})
-    return ItemSet(torch.tensor([2, 5, 7]), features, torch.tensor([3, 0, 1]))
-
-
-# -- items -------------------------------------------------------------------------------------------------------------
-
-
-def test_items_are_what_they_were_last(tmp_path: Path) -> None:
-    source = open_source(Recipe.from_dict(recipe_for(tmp_path)).data)
-    found = items_of(source, ["item", "genre"], ["train"], counted="train")
-    table = log()
-    items, genres = table["item"].to_pylist(), table["genre"].to_pylist()
-    assert found.ids.tolist() == sorted(set(items))
-    assert found.counts.tolist() == [items.count(i) for i in sorted(set(items))]
-    bags = found.features["genre"]
-    assert bags.offsets is not None
-    assert [v.tolist() for v in bags.values.tensor_split(bags.offsets[1:-1])] == [
-        dict(zip(items, genres, strict=True))[i] for i in sorted(set(items))
-    ]
-
-
-def test_only_columns_of_items_are_read(tmp_path: Path) -> None:
-    """A null label, which training would refuse, is not looked at."""
-    values = recipe_for(tmp_path)
-    table = log()
-    for name, kind in (("click", pa.float32()), ("age", pa.float32())):
-        table = table.set_column(table.column_names.index(name), name, pa.nulls(len(table), kind))
-    pq.write_table(table, values["data"]["path"])
-    source = open_source(Recipe.from_dict(values).data)
-    assert items_of(source, ["item"], ["train"]).ids.tolist() == sorted(set(table["item"].to_pylist()))
-
-
-def test_positions_of_items() -> None:
-    assert catalogue().positions(torch.tensor([7, 3, 2, 9, 5])).tolist() == [2, -1, 0, -1, 1]
-    assert ItemSet(torch.empty(0, dtype=torch.int64), catalogue().features, torch.empty(0)).positions(
-        torch.tensor([1])
-    ).tolist() == [-1]
-
-
-def test_a_sample_has_one_item() -> None:
-    ids = hb.Jagged.from_dict({"item": [[1], [], [2]]})
-    with pytest.raises(BatchError, match=r"feature 'item' says which item a sample is of, and sample 1 has 0 ids"):
-        item_ids(ids, "item")
-
-
-@pytest.mark.parametrize("by_popularity", [False, True])
-def test_items_are_drawn_as_often_as_is_said(by_popularity: bool) -> None:
-    items = ItemSet(torch.arange(4), catalogue().features, torch.tensor([6, 0, 1, 3]))
-    draws = ItemDraws(items, 5, by_popularity=by_popularity)
-    found = torch.cat([draws(step, 1000) for step in range(20)]).bincount(minlength=4) / 20_000
-    expected = torch.tensor([0.6, 0, 0.1, 0.3] if by_popularity else [1 / 3, 0, 1 / 3, 1 / 3])
-    torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
-    torch.testing.assert_close(draws.log_p(torch.arange(4)).exp().float(), expected)
-    assert draws.log_p(torch.tensor([-1])).item() == -math.inf
-    assert torch.equal(draws(7, 50), ItemDraws(items, 5, by_popularity=by_popularity)(7, 50))
-    assert not torch.equal(draws(7, 50), draws(8, 50))
-
-
-def test_of_items_that_nobody_counted_all_are_drawn() -> None:
-    items = ItemSet(torch.arange(3), catalogue().features, torch.zeros(3, dtype=torch.int64))
-    assert set(ItemDraws(items, 0, by_popularity=False)(1, 100).tolist()) == {0, 1, 2}
-
+from tests.train.retrieval_cases import MODEL, catalogue, learned, recipe_for
 
 # -- the softmax -------------------------------------------------------------------------------------------------------
 
@@ -264,25 +150,6 @@ def test_weights_of_samples_count() -> None:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def learned(_: dist.ProcessGroup | None, values: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses, and everything that was learned, by the recipe's steps."""
-    recipe = Recipe.from_dict(values)
-    trainer = build_trainer(recipe, source := open_source(recipe.data))
-    losses: list[float] = []
-
-    class Keep(hb.Callback):
-        def on_step(self, trainer: hb.Trainer, loss: float) -> None:
-            losses.append(loss)
-
-    trainer.callbacks.append(Keep())
-    whole = [source.read("train", i) for i in range(3)]
-    own = [b.take(torch.arange(len(b))[share_of(len(b), trainer.ranks.rank, trainer.ranks.size)]) for b in whole]
-    trainer.fit(own)
-    state = {name: t.detach().clone() for name, t in trainer.model.state_dict().items()}
-    correction: Any = trainer.parts()["retrieval"].state_dict().get("correction", {})
-    return losses, state | {f"correction.{k}": v.clone() for k, v in correction.items()}
-
-
 def sent_by_one(group: dist.ProcessGroup | None, values: dict[str, Any]) -> list[float]:
     """Losses where one rank reads, and devices have links of their own, as over NCCL."""
     before = Link.overlaps
@@ -370,112 +237,6 @@ def test_items_of_a_file_of_their_own_are_drawn(tmp_path: Path) -> None:
     made: Any = build_trainer(recipe, source := open_source(recipe.data)).other_parts["retrieval"]
     found = made.prepared(source.read("train", 0), 1)
     assert set(found.extra[CANDIDATE][20:, 0].tolist()) <= {41, 42}
-
-
-# -- what cannot be ----------------------------------------------------------------------------------------------------
-
-
-def _labels(*names: str) -> Callable[[dict[str, Any]], None]:
-    def change(values: dict[str, Any]) -> None:
-        schema = values["data"]["source"]["init_args"]["schema"]
-        schema |= {"labels": list(names), "dense": [name for name in schema["dense"] if name not in names]}
-
-    return change
-
-
-def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(values: dict[str, Any]) -> None:
-        *folders, last = path.split(".")
-        for folder in folders:
-            values = values.setdefault(folder, {})
-        values[last] = value
-
-    return change
-
-
-REFUSED: list[tuple[Callable[[dict[str, Any]], None], type[HotbedError], str]] = [
-    (_labels("click", "age"), RecipeError, "retrieval is set, and there are the labels click, age; leave one"),
-    (_set("tasks", {"click": {"weight": 2}}), RecipeError, "tasks is set, but retrieval has a loss of its own"),
-    (
-        _set("metrics", {"f1": {"class_path": "torchmetrics.F1"}}),
-        RecipeError,
-        "metrics is set, but retrieval has metrics of its own; leave metrics out",
-    ),
-    (
-        _set("hot", {"batches": "split", "rows": "hot_rows.json"}),
-        RecipeError,
-        "hot.batches is 'split', but retrieval needs all samples of a batch",
-    ),
-    (_set("parallel.reader", "owners"), RecipeError, "parallel.reader is 'owners', but retrieval needs all samples"),
-    (_set("retrieval.negatives", "refusd"), RecipeError, "is 'refusd', which is no sparse column of the schema; did"),
-    (_set("retrieval.negatives", "genre"), RecipeError, "whose table is 'genre', and that of the item's column 'item'"),
-    (_set("retrieval.sampled", -1), RecipeError, "retrieval.sampled is -1, must be at least 0"),
-    (_set("retrieval.sampled_by", "rank"), RecipeError, "retrieval.sampled_by is 'rank', must be one of uniform, pop"),
-    (_set("retrieval.k", []), RecipeError, r"retrieval.k is \[\], must be a list of numbers of items"),
-    (_set("retrieval.k", [0]), RecipeError, "retrieval.k is 0, must be at least 1"),
-    (_set("retrieval.k", [5, 5]), RecipeError, r"retrieval.k is \[5, 5\], which names a number twice"),
-    (
-        _set("retrieval", {"items": "items.parquet", "sampled": 4, "sampled_by": "popularity"}),
-        RecipeError,
-        "retrieval.items items.parquet does not say how often items are met",
-    ),
-    (_set("retrieval.loss.class_path", "torch.nn.Nothing"), RecipeError, "retrieval.loss: module 'torch.nn' has no"),
-    (_set("retrieval.loss.class_path", "hotbed.data.Schema"), RecipeError, "retrieval.loss: hotbed.data.Schema"),
-    (
-        _set(
-            "retrieval.correction",
-            {"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}},
-        ),
-        RecipeError,
-        "retrieval.correction: torch.nn.Linear has parameters, which no optimizer trains",
-    ),
-    (
-        _set("model", {"class_path": "hotbed.nn.DeepFM", "init_args": {"top": [1]}}),
-        RecipeError,
-        "retrieval is set, but DeepFM gives no vectors of users and items; use hotbed.nn.TwoTower",
-    ),
-]
-
-
-@pytest.mark.parametrize(("change", "kind", "message"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
-def test_what_does_not_go_with_retrieval(
-    change: Callable[[dict[str, Any]], None], kind: type[HotbedError], message: str, tmp_path: Path
-) -> None:
-    values = recipe_for(tmp_path)
-    change(values)
-    with pytest.raises(kind, match=message):
-        recipe = Recipe.from_dict(values)
-        build_trainer(recipe, open_source(recipe.data))
-
-
-def test_labels_that_are_all_0(tmp_path: Path) -> None:
-    values = recipe_for(tmp_path)
-    table = log()
-    zeros = pa.array(np.zeros(len(table), np.float32))
-    pq.write_table(table.set_column(table.column_names.index("click"), "click", zeros), values["data"]["path"])
-    recipe = Recipe.from_dict(values)
-    with pytest.raises(DataError, match="no label 'click' to train on is 1, so there is no sample to find an item for"):
-        build_trainer(recipe, open_source(recipe.data))
-
-
-def test_labels_that_are_all_1_and_none_are_trained_on(tmp_path: Path) -> None:
-    values = recipe_for(tmp_path)
-    table = log()
-    ones = pa.array(np.ones(len(table), np.float32))
-    table = table.set_column(table.column_names.index("click"), "click", ones)
-    pq.write_table(table, values["data"]["path"], row_group_size=20)
-    of_ones = learned(None, values)
-    _labels()(values)
-    without = learned(None, values)
-    assert of_ones[0] == without[0]
-
-
-def test_components_of_strangers_are_not_trusted(tmp_path: Path) -> None:
-    from hotbed.config import check_trust
-
-    values = recipe_for(tmp_path, loss=Component(class_path="theirs.Loss").__dict__)
-    with pytest.raises(RecipeError, match=r"retrieval\.loss of the recipe in here is theirs\.Loss"):
-        check_trust(Recipe.from_dict(values), "here", trusted=False)
 
 
 def test_the_model_is_called_with_fewer_users() -> None:

@@ -31,7 +31,7 @@ from hotbed.train.retrieval_build import source_of_items
 from hotbed.train.retrieval_metrics import FoundMetrics, evaluate_found, places_of
 from tests.ranks import Ranks
 
-from .test_retrieval import log, recipe_for
+from .retrieval_cases import log, recipe_for
 
 
 @pytest.fixture
