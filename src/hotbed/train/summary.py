@@ -28,7 +28,7 @@ def of_checkpoints(trainer: Trainer) -> dict[str, Any]:
 
 def of_memory(trainer: Trainer) -> dict[str, Any]:
     """What a summary says of rows that are not all in the device's memory."""
-    collections, traffic = collections_of(trainer.model).values(), trainer.tiers.total
+    collections, traffic = collections_of(trainer.model).values(), trainer.traffic
     if traffic == Traffic():
         return {}
     held = {"table_bytes": sum(c.nbytes for c in collections), "disk_bytes": sum(c.disk_bytes for c in collections)}

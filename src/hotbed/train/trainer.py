@@ -22,6 +22,7 @@ from hotbed.embed import Distributed
 from hotbed.errors import BatchError, RecipeError
 from hotbed.nn.layers import recompute_activations
 from hotbed.nn.loss import summed_cross_entropy
+from hotbed.store import Traffic
 from hotbed.train.backward import Backward
 from hotbed.train.checkpointing import Saver
 from hotbed.train.losses import SummedLoss
@@ -132,8 +133,6 @@ class Trainer:
         What saves checkpoints, and more that they are to hold, by name.
     numerics, backward
         Precision and library of products, chosen when training starts; what computes gradients and lets them be used.
-    clock, tiers
-        Count samples and seconds, and what caches and files of this rank's tables do.
     id_kinds
         `Source.id_kinds` of the data, kept by checkpoints.
     """
@@ -189,7 +188,7 @@ class Trainer:
         self.clock = Clock()
         report = partial(self._call, "on_checkpoint")
         self.saver = Saver(self.ranks, self.clock, self.parts, report, recipe.checkpoint_full_every)
-        self._recent, self.tiers, self._of_callbacks = list[float](), TierCounters(model), dict[str, Any]()
+        self._recent, self._tiers, self._of_callbacks = list[float](), TierCounters(model), dict[str, Any]()
         if recipe.recompute:
             recompute_activations(model)
         if recipe.compile:
@@ -323,9 +322,7 @@ class Trainer:
             raise BatchError(f"epoch {self.epoch} has no batch{again}")
 
     def _advance(self, samples: int, loss: float, last: bool) -> None:
-        self.step += 1
-        self.samples += samples
-        self.position += 1
+        self.step, self.position, self.samples = self.step + 1, self.position + 1, self.samples + samples
         if last:
             self.epoch, self.position = self.epoch + 1, 0
         self.clock.tick(samples)
@@ -340,11 +337,16 @@ class Trainer:
                 "samples_per_s": self.samples_per_s,
                 **self.clock.record(self.ranks.largest),
                 **self.backward.logged.record(),
-                **self.tiers.record(),
+                **self._tiers.record(),
                 **self._balance.record(),
             }
             self._recent.clear()
             self._call("on_log", record)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What caches and files of this rank's tables did so far."""
+        return self._tiers.total
 
     def _evaluation_is_due(self, last: bool) -> bool:
         requested, self.evaluate_now = self.evaluate_now, False
