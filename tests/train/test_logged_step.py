@@ -147,7 +147,7 @@ def norms(group: Group) -> tuple[dict[str, float], list[dict[str, float]]]:
 def test_ranks_have_the_norms_of_one(ranks: Ranks) -> None:
     alone, _ = norms(None)
     assert set(alone) == set(planted.ROWS)
-    for found, records in ranks.run(2, norms):
+    for found, records in ranks.run(3, norms):
         assert found == pytest.approx(alone, rel=1e-5)
         for parts in records:
             assert sorted(parts) == sorted([*PARTS, "step_ranks_s"])
