@@ -113,6 +113,11 @@ def traced_number(thing: Numbered) -> Tensor | None:
     return thing.number
 
 
+def is_exporting() -> bool:
+    """Whether a graph is traced for ``torch.export``; `torch.compiler.is_exporting` of torch 2.11 is true in all."""
+    return bool(torch.compiler._is_exporting_flag)
+
+
 def _make_number(context: Any) -> None:
     """Run by dynamo, while it traces `traced_number`."""
     variable = context.get_local("thing")._i_will_not_complain_if_bc_breaks_VariableTracker()

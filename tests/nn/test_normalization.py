@@ -307,9 +307,9 @@ def test_meta(tmp_path: Path) -> None:
     assert torch.equal(module.measure(source)(raw), expected(raw))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*autograd.function.Function.*should not be instantiated"
-)  # by torch, of its tracing
+# By torch, of its tracing; the second one up to torch 2.11.
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated")
+@pytest.mark.filterwarnings(r"ignore:[\s\S]*Dynamo detected a call to a `functools\.lru_cache`:UserWarning")
 def test_compiled(tmp_path: Path) -> None:
     source = prices(tmp_path, {"name": "price", "rule": "quantile", "missing": "indicator"})
     model = normalize(model_of(source), source.schema)

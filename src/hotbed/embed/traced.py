@@ -27,7 +27,7 @@ from hotbed.embed.gradients import PooledLookup, TableUpdater
 from hotbed.embed.table_group import Request
 from hotbed.errors import BatchError, OptimizerError
 from hotbed.jagged import Jagged
-from hotbed.torch_hooks import number_tensor, numbered, traced_number
+from hotbed.torch_hooks import is_exporting, number_tensor, numbered, traced_number
 
 if TYPE_CHECKING:
     from hotbed.embed.collection import EmbeddingCollection
@@ -43,7 +43,7 @@ REASON = (
 def look_up(collection: EmbeddingCollection, ids: Jagged, room: int) -> Embeddings:
     """Look up and pool, as `EmbeddingCollection.forward`, which is being traced; by a graph break where it must be."""
     number = traced_number(ids) if type(ids) is Jagged else None
-    if number is None or torch.compiler.is_exporting() or room not in (0, 1) or not collection.is_traceable:
+    if number is None or is_exporting() or room not in (0, 1) or not collection.is_traceable:
         return _look_up_outside(collection, ids, room)
     values, offsets, weights = ids.values, ids.offsets, ids.weights
     # The number of samples by a shape, which may be a symbol; a number of the batch would be compiled for.

@@ -16,6 +16,7 @@ from hotbed.config import LinearLibrary
 from hotbed.errors import BatchError, SpecError
 from hotbed.nn.linear import Linear
 from hotbed.ops import BackendName
+from hotbed.torch_hooks import is_exporting
 
 
 def _relu(width: int) -> nn.Module:
@@ -151,7 +152,7 @@ class DotInteraction(nn.Module):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else vectors.dtype
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise BatchError(f"DotInteraction got {dtype} vectors; give it float32, bfloat16 or float16")
-        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        if torch.compiler.is_dynamo_compiling() and not is_exporting():
             from hotbed.nn.traced import interaction
 
             return interaction(vectors.to(dtype), self.width, self.backend_name)
