@@ -73,10 +73,8 @@ def are_valid(bags: Bags, rows: int, device: torch.device) -> bool:
     ids, offsets = bags.values, bags.offsets
     if ids.dtype not in INDEX_DTYPES or ids.device != device:
         return False
-    if len(ids):
-        low, high = torch.aminmax(ids)
-        if low.item() < 0 or high.item() >= rows:
-            return False
+    if len(ids) and (ids.amin().item() < 0 or ids.amax().item() >= rows):
+        return False
     if offsets is None:
         return True
     ends = offsets[:: max(len(offsets) - 1, 1)].tolist()

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hotbed.errors import BatchError
+from hotbed.large_tensors import empty
 from hotbed.ops.backend import launches
 from hotbed.ops.cpu_instructions import peek, poke
 from hotbed.ops.cpu_lookup import NO_WEIGHTS, bag_bounds, divisor
@@ -32,12 +33,11 @@ KEY_BITS = 63
 def occurrences(bags: BagLayout) -> Occurrences:
     """List slot, bag and gradient factor of every id; see the reference."""
     launches["cpu.occurrences"] += 1
-    slots = torch.empty(bags.total, dtype=torch.int64, device="cpu")
-    owners = torch.empty(bags.total, dtype=torch.int64, device="cpu")
+    slots, owners = empty((bags.total,), torch.int64), empty((bags.total,), torch.int64)
     scaled = bags.weights is not None or bags.has_divisors
-    scale = torch.empty(bags.total if scaled else 0, dtype=torch.float32, device="cpu")
+    scale = empty((bags.total if scaled else 0,), torch.float32)
     per_id = NO_WEIGHTS if bags.weights is None else bags.weights.numpy()
-    firsts = launch(
+    found = launch(
         _occurrences,
         bags.ids.numpy(),
         bags.features.numpy(),
@@ -50,21 +50,18 @@ def occurrences(bags: BagLayout) -> Occurrences:
         owners.numpy(),
         scale.numpy(),
     )
+    firsts, segments, known = found
     total = int(firsts[-1])  # there may be room for more
-    segments = _segments(bags.features[:, BASE].numpy(), firsts)
-    return Occurrences(slots[:total], owners[:total], scale[:total] if scaled else None, segments)
-
-
-def _segments(bases: Array, firsts: Array) -> tuple[int, ...] | None:
-    """`Occurrences.segments` from the slot of each feature's table and where its occurrences start."""
-    steps = np.diff(bases)
-    if (steps < 0).any():
-        return None
-    return (*firsts[:-1][np.concatenate([[True], steps > 0])].tolist(), int(firsts[-1]))
+    scale = scale[:total] if scaled else None
+    return Occurrences(slots[:total], owners[:total], scale, torch.from_numpy(segments) if known else None)
 
 
 @kernel(parallel=True)
 def _occurrences(ids, features, offsets, per_id, samples, width, room, slots, owners, scale):
+    """Return where each feature's occurrences start, `Occurrences.segments`, and whether there are such.
+
+    There are where the tables of features follow each other; features of one table are one segment.
+    """
     count = features.shape[0]
     firsts = np.zeros(count + 1, np.int64)
     for f in range(count):
@@ -82,7 +79,14 @@ def _occurrences(ids, features, offsets, per_id, samples, width, room, slots, ow
                 if scale.shape[0]:
                     factor = per_id[i] if per_id.shape[0] else np.float32(1)
                     scale[i + shift] = factor / divisor(pooling, stop - start) if pooling else factor
-    return firsts
+    segments, parts, known = np.empty(count + 1, np.int64), 0, True
+    for f in range(count):
+        known &= f == 0 or features[f, BASE] >= features[f - 1, BASE]
+        if f == 0 or features[f, BASE] > features[f - 1, BASE]:
+            segments[parts] = firsts[f]
+            parts += 1
+    segments[parts] = firsts[count]
+    return firsts, segments[: parts + 1], known
 
 
 def group(occurrences: Occurrences) -> Groups:
@@ -90,45 +94,53 @@ def group(occurrences: Occurrences) -> Groups:
     launches["cpu.group"] += 1
     slots, segments = occurrences.slots, occurrences.segments
     total, threads = len(slots), torch.get_num_threads()
-    order = torch.empty(total, dtype=torch.int64, device="cpu")
-    rows = torch.empty(total, dtype=torch.int64, device="cpu")
-    run_starts = torch.empty(total + 1, dtype=torch.int64, device="cpu")
-    group_runs = torch.empty(total + 1, dtype=torch.int64, device="cpu")
-    counts = torch.empty(2, dtype=torch.int64, device="cpu")
-    slot_bits, place_bits = int(slots.max()).bit_length() if total else 0, total.bit_length()
-    if slot_bits + place_bits > KEY_BITS:
-        raise BatchError(
-            f"{total:,} ids, of which the largest names slot {int(slots.max()):,}: a sort key has {KEY_BITS} bits, and "
-            f"these take {slot_bits} + {place_bits}; use smaller batches"
-        )
-    if segments is not None and _busiest(segments, threads) * threads <= 2 * total:
-        cuts = np.array(segments)
-        ordered = launch(_sort_segments, slots.numpy(), cuts, order.numpy())
+    sizes = total, total, total + 1, total + 1, 2
+    order, rows, run_starts, group_runs, counts = (empty((size,), torch.int64) for size in sizes)
+    found = order.numpy(), rows.numpy(), run_starts.numpy(), group_runs.numpy(), counts.numpy()
+    if segments is not None and _are_even(segments.numpy(), threads):
+        ordered = empty((total,), torch.int64)
+        launch(_group_segments, slots.numpy(), segments.numpy(), ordered.numpy(), *found)
     else:
-        ordered = launch(_sort, slots.numpy(), order.numpy(), slot_bits, place_bits, threads)
-        cuts = np.linspace(0, total, threads + 1).astype(np.int64)
-    launch(_cut, ordered, cuts, rows.numpy(), run_starts.numpy(), group_runs.numpy(), counts.numpy())
+        slot_bits, place_bits = int(slots.max()).bit_length() if total else 0, total.bit_length()
+        if slot_bits + place_bits > KEY_BITS:
+            raise BatchError(
+                f"{total:,} ids, of which the largest names slot {int(slots.max()):,}: a sort key has {KEY_BITS} bits, "
+                f"and these take {slot_bits} + {place_bits}; use smaller batches"
+            )
+        launch(_group_all, slots.numpy(), slot_bits, place_bits, threads, *found)
     return Groups(order, rows, run_starts, group_runs, counts)
 
 
-def _busiest(segments: tuple[int, ...], threads: int) -> int:
-    """Most occurrences of any thread, where each takes as many neighbouring segments as the others."""
-    return max(int(part.sum()) for part in np.array_split(np.diff(segments), threads))
+@kernel()
+def _are_even(segments, threads):
+    """Whether no thread has more than twice its share, where each takes as many neighbouring segments as the others."""
+    parts = segments.shape[0] - 1
+    each, more, most, at = parts // threads, parts % threads, 0, 0
+    for thread in range(threads):
+        end = at + each + (thread < more)
+        most = max(most, segments[end] - segments[at])
+        at = end
+    return most * threads <= 2 * segments[parts]
 
 
 @kernel(parallel=True)
-def _sort_segments(slots, segments, order):
-    """Stable order of the slots into ``order``, one segment per task; returns the slots in this order."""
-    ordered = np.empty_like(slots)
-    for s in prange(segments.shape[0] - 1):
-        if segments[s] < segments[s + 1]:
-            _sort_segment(slots, segments[s], segments[s + 1], order, ordered)
-    return ordered
+def _group_segments(slots, segments, ordered, order, rows, run_starts, group_runs, counts):
+    """Group slots, one segment per task; ``ordered`` is used up."""
+    tasks = segments.shape[0] - 1
+    groups, runs = np.zeros(tasks + 1, np.int64), np.zeros(tasks + 1, np.int64)
+    for s in prange(tasks):
+        start, stop = segments[s], segments[s + 1]
+        if start < stop:
+            _sort_segment(slots, start, stop, order, ordered)
+            groups[s + 1], runs[s + 1] = _count(ordered, start, stop)
+    _add_up(groups, runs, slots.shape[0], run_starts, group_runs, counts)
+    for s in prange(tasks):
+        _fill(ordered, segments[s], segments[s + 1], groups[s], runs[s], rows, run_starts, group_runs)
 
 
 @kernel()
 def _sort_segment(slots, start, stop, order, ordered):
-    """Sort the slots at ``start … stop − 1``.
+    """Sort the slots at ``start … stop − 1``, in memory that stays in the cache of this thread.
 
     What is moved is ``slot · 2^place_bits + place``, both counted from the segment's first.
     """
@@ -189,8 +201,8 @@ def _bit_length(x):
 
 
 @kernel(parallel=True)
-def _sort(slots, order, slot_bits, place_bits, chunks):
-    """Stable order of the slots into ``order``, by ``chunks`` threads; returns the slots in this order.
+def _group_all(slots, slot_bits, place_bits, chunks, order, rows, run_starts, group_runs, counts):
+    """Group slots by ``chunks`` threads that sort all of them together.
 
     What is moved is ``slot · 2^place_bits + place``, so a pass moves one number per id.
     """
@@ -222,31 +234,18 @@ def _sort(slots, order, slot_bits, place_bits, chunks):
             key = peek(keys, p)
             poke(order, p, key & ((1 << place_bits) - 1))
             poke(spare, p, key >> place_bits)
-    return spare
-
-
-@kernel(parallel=True)
-def _cut(ordered, cuts, rows, run_starts, group_runs, counts):
-    """Groups and runs of sorted slots; every task takes the groups that begin between two ``cuts``."""
-    tasks = cuts.shape[0] - 1
-    starts = np.empty(tasks + 1, np.int64)
-    for task in prange(tasks + 1):
-        start = cuts[task]
-        while 0 < start < ordered.shape[0] and peek(ordered, start) == peek(ordered, start - 1):
-            start += 1
-        starts[task] = start
-    groups, runs = np.zeros(tasks + 1, np.int64), np.zeros(tasks + 1, np.int64)
-    for task in prange(tasks):
-        groups[task + 1], runs[task + 1] = _count(ordered, starts[task], starts[task + 1])
-    for task in range(tasks):
-        groups[task + 1] += groups[task]
-        runs[task + 1] += runs[task]
-    for task in prange(tasks):
-        _fill(ordered, starts[task], starts[task + 1], groups[task], runs[task], rows, run_starts, group_runs)
-    run_starts[runs[tasks]] = ordered.shape[0]
-    group_runs[groups[tasks]] = runs[tasks]
-    counts[0] = groups[tasks]
-    counts[1] = runs[tasks]
+    ordered, cuts = spare, np.empty(chunks + 1, np.int64)  # each task takes the groups that begin in its chunk
+    for c in range(chunks + 1):
+        cut = min(c * size, total)
+        while 0 < cut < total and peek(ordered, cut) == peek(ordered, cut - 1):
+            cut += 1
+        cuts[c] = cut
+    groups, runs = np.zeros(chunks + 1, np.int64), np.zeros(chunks + 1, np.int64)
+    for c in prange(chunks):
+        groups[c + 1], runs[c + 1] = _count(ordered, cuts[c], cuts[c + 1])
+    _add_up(groups, runs, total, run_starts, group_runs, counts)
+    for c in prange(chunks):
+        _fill(ordered, cuts[c], cuts[c + 1], groups[c], runs[c], rows, run_starts, group_runs)
 
 
 @kernel()
@@ -263,6 +262,19 @@ def _count(ordered, start, stop):
         left = RUN - 1 if new_run else left - 1
         last = slot
     return groups, runs
+
+
+@kernel()
+def _add_up(groups, runs, total, run_starts, group_runs, counts):
+    """Turn numbers of groups and runs, after a 0, into sums of those before, and write how many there are in all."""
+    tasks = groups.shape[0] - 1
+    for task in range(tasks):
+        groups[task + 1] += groups[task]
+        runs[task + 1] += runs[task]
+    run_starts[runs[tasks]] = total
+    group_runs[groups[tasks]] = runs[tasks]
+    counts[0] = groups[tasks]
+    counts[1] = runs[tasks]
 
 
 @kernel()

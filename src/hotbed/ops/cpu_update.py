@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 from numba import prange
 from torch import Tensor
 
+from hotbed.large_tensors import empty
 from hotbed.ops.backend import launches, no_kernel
 from hotbed.ops.cpu_instructions import peek, poke, prefetch_bytes
 from hotbed.ops.cpu_narrow import read_stored_row, write_stored_row
@@ -59,34 +61,48 @@ def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: 
         NO_PLACES if places is None else places.numpy(),
         flat(out),
         out.shape[1],
+        empty((len(groups.order),), torch.int64).numpy(),
     )
 
 
 @kernel(parallel=True)
-def _sum_long_runs(order, run_starts, group_runs, counts, bags, scale, grad, dim):
-    """Pass 1. Returns bags and factors in sorted order, sums of runs ``[k, D]``, and where those of a group begin."""
+def _sum_long_runs(order, run_starts, group_runs, counts, bags, scale, grad, dim, bag_of):
+    """Pass 1. Returns factors in sorted order, sums of the runs of long groups, and where these begin.
+
+    Bags in sorted order are written to ``bag_of``.
+
+    Of group g the last array has that at ``2 · (group_runs[g] − g)``: before it there are ``group_runs[g] − g`` more
+    runs than groups, and k ≥ 2 runs take no more than 2 · (k − 1) places.
+    """
     groups, runs = counts[0], counts[1]
     total = order.shape[0]
-    bag_of, factors = np.empty(total, np.int64), np.empty(scale.shape[0], np.float32)
+    factors = np.empty(scale.shape[0], np.float32)
     for chunk in prange((total + RUNS_PER_TASK - 1) // RUNS_PER_TASK):
         for p in range(chunk * RUNS_PER_TASK, min((chunk + 1) * RUNS_PER_TASK, total)):
             poke(bag_of, p, peek(bags, peek(order, p)))
             if scale.shape[0]:
                 poke(factors, p, peek(scale, peek(order, p)))
-    long_runs = np.empty(2 * (runs - groups), np.int64)  # k ≥ 2 runs of a group are at most 2 · (k − 1)
-    scratch_of = np.empty(groups, np.int64)
+    long_runs = np.full(2 * (runs - groups), -1)
+    for chunk in prange((groups + RUNS_PER_TASK - 1) // RUNS_PER_TASK):
+        first, last = chunk * RUNS_PER_TASK, min((chunk + 1) * RUNS_PER_TASK, groups)
+        if group_runs[last] - group_runs[first] == last - first:
+            continue
+        for g in range(first, last):
+            if group_runs[g + 1] - group_runs[g] > 1:
+                for r in range(group_runs[g], group_runs[g + 1]):
+                    long_runs[r + group_runs[g] - 2 * g] = r
+    scratch_of = np.empty(long_runs.shape[0], np.int64)
     count = 0
-    for g in range(groups):
-        scratch_of[g] = count
-        if group_runs[g + 1] - group_runs[g] > 1:
-            for r in range(group_runs[g], group_runs[g + 1]):
-                long_runs[count] = r
-                count += 1
+    for i in range(long_runs.shape[0]):
+        scratch_of[i] = count
+        if long_runs[i] >= 0:
+            long_runs[count] = long_runs[i]
+            count += 1
     partials = np.empty((count, dim), np.float32)
     for i in prange(count):
         r = long_runs[i]
         sum_rows(partials[i], grad, dim, bag_of, 0, factors, run_starts[r], run_starts[r + 1], total)
-    return bag_of, factors, partials, scratch_of
+    return factors, partials, scratch_of
 
 
 @kernel(inline="always")
@@ -96,7 +112,7 @@ def _sum_group(acc, g, run_starts, group_runs, grad, dim, bag_of, factors, parti
     if last - first == 1:
         sum_rows(acc, grad, dim, bag_of, 0, factors, run_starts[first], run_starts[last], bag_of.shape[0])
     else:
-        from_run = scratch_of[g]
+        from_run = scratch_of[2 * (first - g)]
         for d in range(dim):
             acc[d] = partials[from_run, d]
         for i in range(from_run + 1, from_run + last - first):
@@ -105,10 +121,10 @@ def _sum_group(acc, g, run_starts, group_runs, grad, dim, bag_of, factors, parti
 
 
 @kernel(parallel=True)
-def _segment_sum(order, run_starts, group_runs, counts, bags, scale, grad, places, out, dim):
+def _segment_sum(order, run_starts, group_runs, counts, bags, scale, grad, places, out, dim, bag_of):
     groups, runs = counts[0], counts[1]
-    bag_of, factors, partials, scratch_of = _sum_long_runs(
-        order, run_starts, group_runs, counts, bags, scale, grad, dim
+    factors, partials, scratch_of = _sum_long_runs(
+        order, run_starts, group_runs, counts, bags, scale, grad, dim, bag_of
     )
     for task in prange((runs + RUNS_PER_TASK - 1) // RUNS_PER_TASK):
         begin = np.searchsorted(group_runs[:groups], task * RUNS_PER_TASK)
@@ -149,6 +165,7 @@ def update(
         step.hyper.numpy(),
         step.seeds.numpy(),
         np.float32(step.inv_scale.item()),
+        empty((len(groups.order),), torch.int64).numpy(),
     )
 
 
@@ -187,6 +204,7 @@ def _update(
     hyper,
     seeds,
     inv_scale,
+    bag_of,
 ):
     """Sum the gradient of each group, and apply the rule to its row.
 
@@ -204,8 +222,8 @@ def _update(
     padded = (dim + BLOCK - 1) // BLOCK * BLOCK
     first_slots = np.full(rows.tables.shape[0] + 1, np.iinfo(np.int64).max)
     first_slots[:-1] = rows.tables[:, FIRST_SLOT]
-    bag_of, factors, partials, scratch_of = _sum_long_runs(
-        order, run_starts, group_runs, counts, bags, scale, grad, dim
+    factors, partials, scratch_of = _sum_long_runs(
+        order, run_starts, group_runs, counts, bags, scale, grad, dim, bag_of
     )
     for task in prange((runs + RUNS_PER_TASK - 1) // RUNS_PER_TASK):
         sums = np.zeros(TILE * padded, np.float32)

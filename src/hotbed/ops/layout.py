@@ -136,8 +136,8 @@ class Occurrences:
     scale
         ``[N]`` float32 factor of the gradient (weight, mean divisor), or None where it is 1 everywhere.
     segments
-        Positions ``0 … N`` that cut the occurrences so that all slots of a part are smaller than those of the next;
-        None where it is not known. It only helps to sort.
+        Positions ``0 … N`` (int64, on the host) that cut the occurrences so that all slots of a part are smaller than
+        those of the next; None where it is not known. It only helps to sort.
     limit
         All slots are below it, but for those of padding; None where it is not known.
 
@@ -148,7 +148,7 @@ class Occurrences:
     slots: Tensor
     bags: Tensor
     scale: Tensor | None
-    segments: tuple[int, ...] | None = None
+    segments: Tensor | None = None
     limit: int | None = None
 
     @staticmethod
