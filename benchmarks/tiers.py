@@ -1,0 +1,149 @@
+"""Time lookups and updates by where rows are, in turns: ``python -m benchmarks.tiers [--rows 1000000] [--json FILE]``.
+
+26 tables, one id per sample by Zipf's law (exponent 1.05), row-wise AdaGrad. Every side trains on the same batches, over
+and over, so after the first time caches that have room for all rows hold all that is asked. *whole* is an
+`EmbeddingCollection` as it is made; the others are that, distributed by a plan over one process:
+
+============= =========================================================================================================
+host          rows as records in the host's memory
+host_cached   the same, behind a cache for all rows that are asked
+disk_cached   a file, behind such a cache
+disk_half     a file, behind a cache for half of them
+disk          a file, which the system's page cache may hold
+============= =========================================================================================================
+
+On a CPU the memory of the device and the host's are the same, so what *host* costs is that of records and of their map.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import hotbed as hb
+from hotbed.bench.options import OpsOptions
+from hotbed.bench.workload import Workload
+from hotbed.embed import tables_on_meta
+from hotbed.files import write_json
+from hotbed.plan import Plan
+from hotbed.plan.tiers import with_cache
+from hotbed.plan.tiling import Tier
+from hotbed.train.report import environment
+
+WARM_UP = 2
+"""Times that all batches are trained on before they are timed: rows are made, caches fill, kernels are compiled."""
+
+
+class Side(NamedTuple):
+    """A tier, and the share of the rows that are asked which its cache has room for."""
+
+    tier: Tier
+    cached: float
+
+
+SIDES = {
+    "whole": Side("device", 0),
+    "host": Side("host", 0),
+    "host_cached": Side("host", 1),
+    "disk_cached": Side("disk", 1),
+    "disk_half": Side("disk", 0.5),
+    "disk": Side("disk", 0),
+}
+
+
+class Trained:
+    """A collection and its optimizer, with rows where a side has them."""
+
+    def __init__(self, options: OpsOptions, side: Side, asked: int) -> None:
+        tables, features = options.specs()
+        with torch.device("cpu"), tables_on_meta():
+            module: Any = hb.EmbeddingCollection(tables, features)
+        plan = hb.make_plan(tables, 1)
+        plan = Plan(1, tuple(replace(tile, tier=side.tier) for tile in plan.tiles))
+        if side.cached:  # rows are dealt out to sets by their numbers, so some sets get more than their share
+            plan = with_cache(plan, int(asked * side.cached * (2 if side.cached == 1 else 1)))
+        self.module = hb.distribute(module, plan, device="cpu")
+        self.collection: Any = self.module.module
+        self.optimizer = hb.optim.RowWiseAdagrad(self.module, lr=0.01)
+        self.before: Any = self.collection.traffic
+
+    def step(self, ids: hb.Jagged, grad: torch.Tensor) -> tuple[float, float]:
+        """Seconds of the lookup, and of backward and update."""
+        start = time.perf_counter()
+        found = self.module(ids).stack()
+        looked_up = time.perf_counter()
+        found.backward(grad)
+        self.optimizer.step()
+        return looked_up - start, time.perf_counter() - looked_up
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="of each table")
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--batch_size", type=int, default=4096)
+    parser.add_argument("--batches", type=int, default=12, help="that are trained on over and over")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    options = OpsOptions(rows=args.rows, dim=args.dim, batch_size=args.batch_size, device="cpu")
+    batches = Workload(options).draw(options.zipf, args.batches)
+    asked = sum(
+        len(torch.cat([ids[name].values for ids in batches]).unique()) for name in (f"t{i}" for i in range(26))
+    )
+    grad = torch.randn(args.batch_size, options.tables, args.dim, generator=torch.Generator().manual_seed(0))
+    sides = {name: Trained(options, SIDES[name], asked) for name in args.only}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    console = Console(width=120)
+    for round_ in track(range(WARM_UP + args.rounds), "tiers", console=console):
+        for name, side in sides.items():
+            if round_ == WARM_UP:
+                side.before = side.collection.traffic
+            found = [side.step(ids, grad) for ids in batches]
+            times[name] += found if round_ >= WARM_UP else []
+    results = {name: _result(side, times[name], times.get("whole")) for name, side in sides.items()}
+    here = environment(torch.device("cpu"))
+    table = Table("", "ms", "÷ whole", "lookup", "update", "hit rate", title=here["hardware"])
+    for name, r in results.items():
+        ratio = "–" if r["ratio"] is None else f"{r['ratio']:.2f}"
+        hits = "–" if r["hit_rate"] is None else f"{r['hit_rate']:.1%}"
+        table.add_row(name, f"{r['total_ms']:.1f}", ratio, f"{r['lookup_ms']:.1f}", f"{r['update_ms']:.1f}", hits)
+    console.print(table, f"{asked:,} different rows in {args.batches} batches of {args.batch_size:,}")
+    if args.json:
+        arguments = {"rows": args.rows, "dim": args.dim, "batch_size": args.batch_size, "batches": args.batches}
+        measured = {**here, "threads": torch.get_num_threads(), "rounds": args.rounds, **arguments, "asked": asked}
+        write_json(args.json, {"measured": measured, "results": results})
+
+
+def _result(
+    side: Trained, times: Sequence[tuple[float, float]], whole: Sequence[tuple[float, float]] | None
+) -> dict[str, Any]:
+    """Medians over steps, and the median of the ratios to the same steps of *whole*."""
+    lookups, updates = zip(*times, strict=True)
+    ratios = None if whole is None else [sum(own) / sum(other) for own, other in zip(times, whole, strict=True)]
+    moved = side.collection.traffic - side.before
+    return {
+        "total_ms": 1000 * statistics.median(map(sum, times)),
+        "lookup_ms": 1000 * statistics.median(lookups),
+        "update_ms": 1000 * statistics.median(updates),
+        "ratio": None if ratios is None else statistics.median(ratios),
+        "hit_rate": moved.hit_rate if moved.hits + moved.misses else None,
+        "read_bytes": moved.read_bytes / len(times),
+        "written_bytes": moved.written_bytes / len(times),
+    }
+
+
+if __name__ == "__main__":
+    main()
