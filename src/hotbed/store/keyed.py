@@ -165,14 +165,11 @@ class MemoryRecords(KeyedRecords):
 
     @override
     def _read(self, numbers: Tensor, there: Tensor, out: Tensor, use: Use) -> None:
-        if bool(there.all()):
-            torch.index_select(self._slab, 0, numbers, out=out)
-        else:
-            out[there] = self._slab[numbers[there]]
+        cpu_cache.read_rows(self._slab, numbers, out)
 
     @override
     def _write(self, numbers: Tensor, records: Tensor) -> None:
-        self._slab.index_copy_(0, numbers, records)
+        cpu_cache.write_rows(self._slab, numbers, records)
 
 
 class _Unwritten(NamedTuple):
