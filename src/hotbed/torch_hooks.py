@@ -1,4 +1,4 @@
-"""Exclude tables from ``state_dict``; number objects, so that graphs of ``torch.compile`` can name them.
+"""Exclude tables from ``state_dict``; number objects, so that graphs of ``torch.compile`` can name them; load programs.
 
 A checkpoint stores tables by tile, as each rank has them; ``state_dict()`` would gather them whole on every rank, so
 checkpoints take states `without_tables`. Batches of ids and collections have numbers, see `hotbed.embed.traced`.
@@ -6,16 +6,20 @@ checkpoints take states `without_tables`. Batches of ids and collections have nu
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
-from typing import Any, cast
+from pathlib import Path
+from typing import IO, Any, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 
 _without_tables = ContextVar("without_tables", default=False)
 
@@ -123,6 +127,19 @@ def _make_number(context: Any) -> None:
     variable = context.get_local("thing")._i_will_not_complain_if_bc_breaks_VariableTracker()
     if variable.source is not None:  # else it was made in this graph
         _ = variable.value.number
+
+
+def load_program(file: Path | IO[bytes]) -> ExportedProgram:
+    """Load what ``torch.export.save`` wrote, without what torch 2.11 warns of that its own loader does."""
+    logger = logging.getLogger("torch.export.pt2_archive._package")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+            return torch.export.load(file)
+    finally:
+        logger.setLevel(level)
 
 
 def version(t: Tensor) -> int:

@@ -57,7 +57,7 @@ def test_several_labels_are_named() -> None:
         (b"", 400, "the body is not JSON: Expecting value"),
         (b"\xff\xfe{", 400, "the body is not JSON"),
         (b'[{"user": 1, "user": 2}]', 400, "the body has 'user' twice"),
-        (b"[" * 5000, 400, "the body is nested more than 100 deep"),
+        (b"[" * 5000 + b"]" * 5000, 400, "the body is nested more than 100 deep"),
         (b"[" + b"9" * 5000 + b"]", 400, "the body is not JSON: Exceeds the limit"),
         (7, 400, 'the body must be a list of rows, {"rows": [...]} or {"columns": {NAME: [...]}}; it is 7'),
         ({}, 400, "it is {}"),

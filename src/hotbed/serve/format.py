@@ -54,6 +54,7 @@ from hotbed.serve.schema import (
     manifest_of,
 )
 from hotbed.specs import Feature, Table
+from hotbed.torch_hooks import load_program
 
 MANIFEST = "manifest.json"
 MOST_BYTES = 64 << 20
@@ -314,7 +315,7 @@ class ExportedModel(Published):
         if self._program is None:
             self._program = self.read(self.manifest.dense.file)
         try:
-            return torch.export.load(io.BytesIO(self._program)).module(check_guards=False)
+            return load_program(io.BytesIO(self._program)).module(check_guards=False)
         except Exception as error:  # whatever another release of torch meets in it
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CheckpointError(

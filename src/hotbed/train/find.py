@@ -21,6 +21,7 @@ from hotbed.data import Encoder
 from hotbed.errors import DataError, RecipeError
 from hotbed.files import new_file
 from hotbed.parsing import parse_json, read_limited
+from hotbed.torch_hooks import load_program
 from hotbed.train.predict import new_target, refuse_keep
 from hotbed.train.towers import ABOUT, INDEX, USER, VECTOR, VECTORS, faiss_module
 
@@ -73,7 +74,7 @@ class Finder:
         tables = {feature: parquet.read_table(folder / file) for feature, file in files.items()}
         self._encoder = Encoder.from_dict(about["encoder"], tables)
         self._dense_dtype: torch.dtype = getattr(torch, about["dense_dtype"])
-        self._user = torch.export.load(folder / USER).module()
+        self._user = load_program(folder / USER).module()
         self.item: str = about["item"][0]
         names = [name for name in parquet.read_schema(folder / VECTORS).names if name != VECTOR]
         self.items = parquet.read_table(folder / VECTORS, columns=names)
