@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numba import prange
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hotbed.errors import BatchError
@@ -22,7 +21,6 @@ from hotbed.ops.cpu_lookup import NO_WEIGHTS, bag_bounds, divisor
 from hotbed.ops.cpu_runtime import kernel, launch
 from hotbed.ops.layout import BASE, FIXED, OUT, POOLING, RAGGED_ROW, RUN, START, BagLayout, Groups, Occurrences
 
-Array = NDArray[np.int64]
 RUNS_PER_TASK = 512
 """Parallel work over groups is dealt out by runs: a slot of the whole batch does not hold up one thread."""
 
@@ -237,6 +235,8 @@ def _group_all(slots, slot_bits, place_bits, chunks, order, rows, run_starts, gr
     ordered, cuts = spare, np.empty(chunks + 1, np.int64)  # each task takes the groups that begin in its chunk
     for c in range(chunks + 1):
         cut = min(c * size, total)
+        if c and cuts[c - 1] > cut:  # one group reaches beyond a whole chunk
+            cut = cuts[c - 1]
         while 0 < cut < total and peek(ordered, cut) == peek(ordered, cut - 1):
             cut += 1
         cuts[c] = cut
