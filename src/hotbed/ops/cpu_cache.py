@@ -146,50 +146,36 @@ ROWS_PER_TASK = 256
 
 def read_rows(slab: Tensor, places: Tensor, out: Tensor) -> None:
     """Copy rows ``slab[places]`` to ``out [n, bytes]`` uint8; rows of which the place is −1 stay."""
-    slab, out = _words(slab, out)
-    launch(_read_rows, slab.view(-1).numpy(), places.numpy(), out.view(-1).numpy(), out.shape[1])
+    _copy(slab, places, out, into_slab=False)
 
 
 def write_rows(slab: Tensor, places: Tensor, rows: Tensor) -> None:
     """Copy ``rows [n, bytes]`` uint8 to ``slab[places]``, distinct places; those of place −1 nowhere."""
-    slab, rows = _words(slab, rows)
-    launch(_write_rows, slab.view(-1).numpy(), places.numpy(), rows.view(-1).numpy(), rows.shape[1])
+    _copy(slab, places, rows, into_slab=True)
 
 
-def _words(*arrays: Tensor) -> list[Tensor]:
-    """View rows of bytes as words of 32 bits, where they are whole ones."""
-    whole = all(t.shape[1] % 4 == 0 and t.data_ptr() % 4 == 0 for t in arrays)
-    return [t.view(torch.int32) if whole else t for t in arrays]
-
-
-@kernel(parallel=True)
-def _read_rows(slab, places, out, width):
-    for task in prange((places.shape[0] + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
-        last = min((task + 1) * ROWS_PER_TASK, places.shape[0])
-        for i in range(task * ROWS_PER_TASK, last):
-            _prefetch_row(slab, places, i, last, width)
-            if places[i] >= 0:
-                at = places[i] * width
-                for d in range(width):
-                    poke(out, i * width + d, peek(slab, at + d))
+def _copy(slab: Tensor, places: Tensor, rows: Tensor, *, into_slab: bool) -> None:
+    if rows.shape[1] % 4 == 0 and slab.data_ptr() % 4 == rows.data_ptr() % 4 == 0:
+        slab, rows = slab.view(torch.int32), rows.view(torch.int32)
+    launch(_copy_rows, slab.view(-1).numpy(), places.numpy(), rows.view(-1).numpy(), rows.shape[1], into_slab)
 
 
 @kernel(parallel=True)
-def _write_rows(slab, places, rows, width):
+def _copy_rows(slab, places, rows, width, into_slab):
     for task in prange((places.shape[0] + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
         last = min((task + 1) * ROWS_PER_TASK, places.shape[0])
         for i in range(task * ROWS_PER_TASK, last):
-            _prefetch_row(slab, places, i, last, width)
-            if places[i] >= 0:
-                at = places[i] * width
+            if i + PREFETCH_ROWS < last and places[i + PREFETCH_ROWS] >= 0:
+                prefetch_bytes(slab, places[i + PREFETCH_ROWS] * width, width * slab.itemsize)
+            at, of_rows = places[i] * width, i * width
+            if at < 0:
+                continue
+            if into_slab:
                 for d in range(width):
-                    poke(slab, at + d, peek(rows, i * width + d))
-
-
-@kernel(inline="always")
-def _prefetch_row(slab, places, i, last, width):
-    if i + PREFETCH_ROWS < last and places[i + PREFETCH_ROWS] >= 0:
-        prefetch_bytes(slab, places[i + PREFETCH_ROWS] * width, width * slab.itemsize)
+                    poke(slab, at + d, peek(rows, of_rows + d))
+            else:
+                for d in range(width):
+                    poke(rows, of_rows + d, peek(slab, at + d))
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ MEAN = tl.constexpr(pooling.MEAN)
 
 @triton.jit
 def _bounds(feature, offsets, sample, batch_size):
-    """Position of the first id and number of ids of the bags of these samples; none beyond the batch."""
+    """Position of the first id (int64) and number of ids (int32) of the bags of these samples; none beyond the batch."""
     fixed = tl.load(feature + FIXED)
     in_batch = sample < batch_size
     # Masks and not a branch: a fixed feature reads no offsets, and every value has one definition (one layout).
@@ -51,7 +51,7 @@ def _bounds(feature, offsets, sample, batch_size):
     begin = tl.load(row, mask=in_batch & ragged, other=0)
     end = tl.load(row + 1, mask=in_batch & ragged, other=0)
     first = tl.load(feature + START) + tl.where(ragged, begin, sample * fixed)
-    return first, tl.where(ragged, end - begin, tl.where(in_batch, fixed, 0))
+    return first, tl.where(ragged, end - begin, tl.where(in_batch, fixed, 0)).to(tl.int32)
 
 
 @triton.jit

@@ -131,7 +131,7 @@ def _runs_kernel(
         number = _number(target, runs, run, slot, live, RULE)
         bag = tl.load(runs.first_bags + run, mask=live, other=-1)
         if SCALED or not SINGLE:
-            start = tl.load(runs.starts + run, mask=live, other=0)
+            start = tl.load(runs.starts + run, mask=live, other=0).to(tl.int32)  # as numbers of runs are
         else:
             start = slot
         acc = _gradient(grad, runs.scale, start, bag, D, BLOCK_D, SCALED)

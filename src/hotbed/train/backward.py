@@ -86,7 +86,7 @@ class Backward:
         self, model: nn.Module, numerics: Numerics, ranks: Ranks, device: torch.device, rows: RowPrefetcher | None
     ) -> None:
         self._model, self.numerics, self._ranks, self._rows = model, numerics, ranks, rows
-        self._device, self.logged = device, LoggedStep(model, device)
+        self._device, self.logged = device, LoggedStep(model)
         self.late: LateLosses | None = None
         self._seed: tuple[float, Tensor] | None = None
 
@@ -191,8 +191,8 @@ class Backward:
         return known._replace(loss=found)
 
     def measure_next(self) -> None:
-        """Measure the next step, if the host waits for its loss anyway and gradients are not scaled."""
-        if self.late is None and self.numerics.scaler is None:
+        """Measure the next step, if it is a CPU's and gradients are not scaled."""
+        if self._device.type == "cpu" and self.numerics.scaler is None:
             self.logged.begin()
 
     def update(self, optimizers: Iterable[Optimizer]) -> None:

@@ -1,8 +1,7 @@
 """Measure the steps that are logged: seconds of their parts, and norms of gradients.
 
-Other steps are not measured. A step is measured where the host waits for its loss anyway; elsewhere a clock of the host
-would time the queueing of kernels, and reading a norm would be a wait. Nothing that is measured changes a bit of the
-step.
+Other steps are not measured, nor are those on GPUs: a clock of the host would time the queueing of kernels there, and
+reading a norm would be a wait. Nothing that is measured changes a bit of the step.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ class LoggedStep:
     Parameters
     ----------
     model
-        As it is trained.
-    device
-        Where it is: parts are timed on CPUs alone.
+        As it is trained, on a CPU.
 
     Attributes
     ----------
@@ -43,8 +40,8 @@ class LoggedStep:
         How many were measured so; a resumed run counts anew.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._is_timed = model, device.type == "cpu"
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self.squares, self.steps = defaultdict[tuple[str, str], float](float), 0
         self._seconds, self._found = defaultdict[str, float](float), dict[str, float]()
         self._last: float | None = None
@@ -93,7 +90,7 @@ class LoggedStep:
         dict
             ``step_PART_s`` by part, and ``grad_norm_dense``; empty if the last step was not measured.
         """
-        seconds = {f"step_{part}_s": s for part, s in self._seconds.items()} if self._is_timed else {}
+        seconds = {f"step_{part}_s": s for part, s in self._seconds.items()}
         found = {**self._found, **seconds}
         self._found.clear()
         self._seconds.clear()
