@@ -42,7 +42,7 @@ MEAN = tl.constexpr(pooling.MEAN)
 
 @triton.jit
 def _bounds(feature, offsets, sample, batch_size):
-    """Position of the first id, int64, and number of ids, int32, of the bags of these samples; none beyond the batch."""
+    """Position of the first id, int64, and number of ids, int32, of the bags of these samples; none beyond a batch."""
     fixed = tl.load(feature + FIXED)
     in_batch = sample < batch_size
     # Masks and not a branch: a fixed feature reads no offsets, and every value has one definition (one layout).
