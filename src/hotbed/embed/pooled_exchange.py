@@ -161,7 +161,7 @@ def sum_by_rank(store: RowStore, request: UnitRequest, grad: Tensor, ops: Backen
     scale = request.weights
     if request.divisors is not None:
         scale = (1 if scale is None else scale) / request.divisors[unit]
-    starts = tuple(accumulate(request.ids, initial=0))
+    starts = torch.tensor([*accumulate(request.ids, initial=0)], dtype=torch.int64, device="cpu")
     limit = len(request.ids) * store.slots
     occurrences = Occurrences(rank * store.slots + request.slots, unit, scale, starts, limit)
     groups = ops.group(occurrences)
