@@ -124,14 +124,14 @@ def _runs_kernel(
     if tl.load(target.gate) == 0:
         behind = behind * 0
     for tile in range(first + tl.program_id(0) * R, behind, tl.num_programs(0).to(tl.int64) * R):
-        run = tile + tl.arange(0, R)
-        live = run < behind
+        run = tile.to(tl.int32) + tl.arange(0, R)
+        live = run < behind.to(tl.int32)
         slot = tl.load(runs.slots + run, mask=live, other=-1)
         table = tl.load(runs.tables + run, mask=live, other=0)
         number = _number(target, runs, run, slot, live, RULE)
         bag = tl.load(runs.first_bags + run, mask=live, other=-1)
         if SCALED or not SINGLE:
-            start = tl.load(runs.starts + run, mask=live, other=0).to(tl.int32)  # as numbers of runs are
+            start = tl.load(runs.starts + run, mask=live, other=0).to(tl.int32)
         else:
             start = slot
         acc = _gradient(grad, runs.scale, start, bag, D, BLOCK_D, SCALED)
@@ -140,18 +140,18 @@ def _runs_kernel(
         else:
             kind = tl.load(runs.kinds + run, mask=live, other=0).to(tl.int32)
             to = tl.load(runs.partials + run, mask=live, other=-1)
-            end = start + tl.minimum(kind, RUN)
+            left = tl.minimum(kind, RUN) - 1
             # Four gradients are read together, and the bags of the next four; they are still added one by one.
             at = start + 1
-            bag0 = tl.load(runs.bags + at, mask=at < end, other=-1)
-            bag1 = tl.load(runs.bags + at + 1, mask=at + 1 < end, other=-1)
-            bag2 = tl.load(runs.bags + at + 2, mask=at + 2 < end, other=-1)
-            bag3 = tl.load(runs.bags + at + 3, mask=at + 3 < end, other=-1)
+            bag0 = tl.load(runs.bags + at, mask=left > 0, other=-1)
+            bag1 = tl.load(runs.bags + at + 1, mask=left > 1, other=-1)
+            bag2 = tl.load(runs.bags + at + 2, mask=left > 2, other=-1)
+            bag3 = tl.load(runs.bags + at + 3, mask=left > 3, other=-1)
             for _ in range(1, tl.max(tl.minimum(kind, RUN), axis=0), 4):
-                next0 = tl.load(runs.bags + at + 4, mask=at + 4 < end, other=-1)
-                next1 = tl.load(runs.bags + at + 5, mask=at + 5 < end, other=-1)
-                next2 = tl.load(runs.bags + at + 6, mask=at + 6 < end, other=-1)
-                next3 = tl.load(runs.bags + at + 7, mask=at + 7 < end, other=-1)
+                next0 = tl.load(runs.bags + at + 4, mask=left > 4, other=-1)
+                next1 = tl.load(runs.bags + at + 5, mask=left > 5, other=-1)
+                next2 = tl.load(runs.bags + at + 6, mask=left > 6, other=-1)
+                next3 = tl.load(runs.bags + at + 7, mask=left > 7, other=-1)
                 g0 = _gradient(grad, runs.scale, at, bag0, D, BLOCK_D, SCALED)
                 g1 = _gradient(grad, runs.scale, at + 1, bag1, D, BLOCK_D, SCALED)
                 g2 = _gradient(grad, runs.scale, at + 2, bag2, D, BLOCK_D, SCALED)
@@ -162,6 +162,7 @@ def _runs_kernel(
                 acc = tl.where((bag3 >= 0)[:, None], acc + g3, acc)
                 bag0, bag1, bag2, bag3 = next0, next1, next2, next3
                 at += 4
+                left -= 4
             # First the rule: its loads do not wait for the gradients, as storing partial sums does.
             alone = tl.where(to < 0, slot, -1)
             number = tl.where(to < 0, number, -1)
