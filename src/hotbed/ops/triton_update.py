@@ -124,7 +124,7 @@ def _runs_kernel(
     if tl.load(target.gate) == 0:
         behind = behind * 0
     for tile in range(first + tl.program_id(0) * R, behind, tl.num_programs(0).to(tl.int64) * R):
-        run = tile.to(tl.int32) + tl.arange(0, R)
+        run = tl.cast(tile, tl.int32) + tl.arange(0, R)
         live = run < behind.to(tl.int32)
         slot = tl.load(runs.slots + run, mask=live, other=-1)
         table = tl.load(runs.tables + run, mask=live, other=0)
