@@ -181,7 +181,8 @@ def _parts_of_steps(figures: Figures, run: RunRecords) -> list[str]:
     steps = {title: [s for step, s in curve.items() if step > SETTLING_STEPS] for title, curve in curves.items()}
     times = {title: 1000 * median(seconds) for title, seconds in steps.items() if seconds}
     if not times:
-        return ["<p>Parts of steps were not recorded: they are timed on CPUs, in steps that are logged.</p>"]
+        told = f"in steps that are logged, but for the first {SETTLING_STEPS}"
+        return [f"<p>Parts of steps were not recorded: they are timed on CPUs, {told}.</p>"]
     total, count = sum(times.values()), max(map(len, steps.values()))
     rows = [[title, f"{ms:,.2f} ms", f"{ms / total:.1%}"] for title, ms in times.items()]
     return [
