@@ -23,7 +23,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,8 +36,6 @@ from hotbed.bench.options import OpsOptions
 from hotbed.bench.workload import Workload
 from hotbed.embed import tables_on_meta
 from hotbed.files import write_json
-from hotbed.plan import Plan
-from hotbed.plan.tiers import with_cache
 from hotbed.plan.tiling import Tier
 from hotbed.train.report import environment
 
@@ -47,7 +44,7 @@ WARM_UP = 2
 
 
 class Side(NamedTuple):
-    """A tier, and the share of the rows that are asked which its cache has room for."""
+    """A tier, and how many times the rows that are asked its cache has room for: sets do not get equal shares."""
 
     tier: Tier
     cached: float
@@ -57,8 +54,8 @@ SIDES = {
     "whole": Side("device", 0),
     "distributed": Side("device", 0),
     "host": Side("host", 0),
-    "host_cached": Side("host", 1),
-    "disk_cached": Side("disk", 1),
+    "host_cached": Side("host", 2),
+    "disk_cached": Side("disk", 2),
     "disk_half": Side("disk", 0.5),
     "disk": Side("disk", 0),
 }
@@ -82,11 +79,8 @@ class Trained:
     def _distributed(tables: Sequence[hb.Table], features: Sequence[hb.Feature], side: Side, asked: int) -> Any:
         with torch.device("cpu"), tables_on_meta():
             module = hb.EmbeddingCollection(tables, features)
-        plan = hb.make_plan(tables, 1)
-        plan = Plan(1, tuple(replace(tile, tier=side.tier) for tile in plan.tiles))
-        if side.cached:  # rows are dealt out to sets by their numbers, so some sets get more than their share
-            plan = with_cache(plan, int(asked * side.cached * (2 if side.cached == 1 else 1)))
-        return hb.distribute(module, plan, device="cpu")
+        cut = hb.Cut(tier=side.tier, cache_rows=int(asked * side.cached) // len(tables))  # of each table
+        return hb.distribute(module, hb.make_plan(tables, 1, cut), device="cpu")
 
     def step(self, ids: hb.Jagged, grad: torch.Tensor) -> tuple[float, float]:
         """Seconds of the lookup, and of backward and update."""
@@ -111,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     options = OpsOptions(rows=args.rows, dim=args.dim, batch_size=args.batch_size, device="cpu")
     batches = Workload(options).draw(options.zipf, args.batches)
-    asked = sum(len(torch.cat([ids[name].values for ids in batches]).unique()) for name in (f"t{i}" for i in range(26)))
+    asked = sum(len(torch.cat([ids[name].values for ids in batches]).unique()) for name in batches[0].names)
     grad = torch.randn(args.batch_size, options.tables, args.dim, generator=torch.Generator().manual_seed(0))
     results: dict[str, dict[str, Any]] = {}
     console = Console(width=120)

@@ -216,8 +216,8 @@ def _tables(figures: Figures, run: RunRecords) -> list[str]:
     mib = {str(table["table"]): table["bytes"] / 2**20 for table in by_size}
     few = f" The largest {len(by_size)} are drawn." if len(by_size) < len(tables) else ""
     whole = size(sum(int(table["bytes"]) for table in tables))
-    norms = " A gradient is the norm of those of a table’s vectors in a step, the root mean square over logged steps."
-    norms = norms if any(table.get("grad_norm") is not None for table in tables) else ""
+    told = " A gradient is the norm of those of a table’s vectors in a step, the root mean square over logged steps."
+    norms = told if "gradient" in dict(columns) else ""
     memory: Mapping[str, Any] = (run.summary or {}).get("memory", {})
     held = "" if not memory else f" Caches served {memory['hit_rate']:.1%} of the lookups that asked them."
     return [

@@ -35,7 +35,7 @@ def occurrences(bags: BagLayout) -> Occurrences:
     scaled = bags.weights is not None or bags.has_divisors
     scale = empty((bags.total if scaled else 0,), torch.float32)
     per_id = NO_WEIGHTS if bags.weights is None else bags.weights.numpy()
-    found = launch(
+    firsts, segments, known = launch(
         _occurrences,
         bags.ids.numpy(),
         bags.features.numpy(),
@@ -48,7 +48,6 @@ def occurrences(bags: BagLayout) -> Occurrences:
         owners.numpy(),
         scale.numpy(),
     )
-    firsts, segments, known = found
     total = int(firsts[-1])  # there may be room for more
     scale = scale[:total] if scaled else None
     return Occurrences(slots[:total], owners[:total], scale, torch.from_numpy(segments) if known else None)

@@ -44,15 +44,7 @@ from hotbed.data.derived import Lookup
 from hotbed.data.lookup_table import LookupTable
 from hotbed.data.preparation import PreparationEntry
 from hotbed.errors import CheckpointError, DamagedError, DataError, SpecError
-from hotbed.serve.schema import (
-    DENSE,
-    ROWS,
-    ChangeManifest,
-    FileEntry,
-    Manifest,
-    ModelManifest,
-    manifest_of,
-)
+from hotbed.serve.schema import DENSE, ROWS, ChangeManifest, FileEntry, Manifest, ModelManifest, manifest_of
 from hotbed.specs import Feature, Table
 from hotbed.torch_hooks import load_program
 
