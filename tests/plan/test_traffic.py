@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hotbed.plan import Plan, Tile
 from hotbed.plan.traffic import step_traffic
@@ -39,3 +41,20 @@ def test_all_ranks_together_send_what_they_ask_for(scheme: str):
     found = step_traffic(Plan(4, tiles), {"t": 40})
     assert sum(t.rows for t in found) == pytest.approx(3 * 40 * DIM * 4)
     assert sum(t.gradients for t in found) == pytest.approx(3 * 40 * DIM * 4)
+
+
+@given(st.integers(2, 8), st.integers(1, 50), st.floats(0, 1), st.floats(0, 1))
+def test_copies_of_popular_rows_never_send_less_than_rows_that_are_asked_for(
+    ranks: int, hot: int, of_one: float, of_others: float
+):
+    """Rows that the ranks' batches touch together are at least those of one, and all of them go to every reader."""
+    one = of_one * ROWS
+    distinct, touched = {"t": one}, {"t": one + of_others * (min(ranks * one, ROWS) - one)}
+    owners = range(ranks)
+    others = [(*range(i), *range(i + 1, ranks)) for i in owners]
+    plain = [Tile("t", range(i, ROWS, ranks), range(DIM), i) for i in owners]
+    copied = [Tile("t", range(i, hot, ranks), range(DIM), i, readers=others[i]) for i in owners if i < hot]
+    cold = [Tile("t", range(hot + i, ROWS, ranks), range(DIM), i) for i in owners]
+    plans = Plan(ranks, tuple(plain)), Plan(ranks, (*copied, *cold))
+    sent, with_hot = (sum(t.total for t in step_traffic(plan, distinct, touched=touched)) for plan in plans)
+    assert with_hot >= sent * (1 - 1e-9)

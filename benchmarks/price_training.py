@@ -1,0 +1,141 @@
+"""Train one model per option side by side, as one rank of several, and say how long its steps took and what it learned.
+
+    python -m benchmarks.price_training JOB_AS_JSON      # as every rank; the first prints the results as a line of JSON
+
+All models of a job begin with the same values and take turns batch by batch, so what else the machine does, meets all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+# Read when torch and Numba are imported: one thread per rank.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+import hotbed as hb
+from benchmarks.quality_results import Scores
+from benchmarks.quality_training import DENSE, PlantedLog
+
+BATCH, TEST_BATCH, DIM = 4_096, 16_384, 32
+BLOCKS = 32
+SPARSE_LR, DENSE_LR = 0.02, 0.004
+"""Those of ``benchmarks.quality``."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """How tables are cut, options of `hotbed.distribute`, and of row-wise AdaGrad; of another ``exact`` case or None."""
+
+    plan: str = "row"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rule: Mapping[str, Any] = field(default_factory=dict)
+    exact: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks train."""
+
+    cases: dict[str, Case]
+    samples: int
+    test_samples: int
+    seed: int
+
+
+class Trained:
+    """A case in training."""
+
+    def __init__(self, case: Case, log: PlantedLog, seed: int) -> None:
+        torch.manual_seed(seed)
+        tables = [hb.Table(name, rows, DIM) for name, rows in zip(log.names, log.rows, strict=True)]
+        features = [hb.Feature(name, table=name) for name in log.names]
+        made = hb.nn.DLRM(tables, features, DENSE, bottom=(64, DIM), top=(64, 1), seed=seed)
+        self.model: Any = hb.distribute(made, case.plan, hb.ParallelOptions(**case.options))
+        self.optimizers = (
+            torch.optim.Adam(self.model.parameters(), lr=DENSE_LR),
+            hb.optim.RowWiseAdagrad(self.model, lr=SPARSE_LR, **case.rule),
+        )
+        self.seconds: list[float] = []
+
+    def step(self, batch: hb.Batch) -> None:
+        """Take a step when all ranks are ready, and time it."""
+        assert batch.labels is not None
+        dist.barrier()
+        start = time.perf_counter()
+        loss = F.binary_cross_entropy_with_logits(self.model(batch), batch.labels)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.model.embeddings.settle()  # nothing but the next step would hide it here
+        self.seconds.append(time.perf_counter() - start)
+
+    @torch.no_grad()
+    def scores(self, test: Sequence[hb.Batch]) -> Scores:
+        """Score on the test samples of all ranks."""
+        self.model.sync()
+        self.model.eval()
+        logits = torch.cat([self.model(batch)[:, 0] for batch in test])
+        labels = torch.cat([batch.labels[:, 0] for batch in test if batch.labels is not None])
+        return Scores.of(_gathered(logits), _gathered(labels), BLOCKS)
+
+
+def train(job: Job) -> dict[str, Any]:
+    """Milliseconds of a step, of the slowest rank and the median over steps, and scores, by case."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    logging.getLogger("hotbed").setLevel(logging.ERROR)  # options announce that they change results
+    log = PlantedLog()
+    cases = {name: Trained(case, log, job.seed) for name, case in job.cases.items()}
+    for batch in log.batches("train", job.samples, BATCH, seed=job.seed):
+        own = _share(batch, rank, size)
+        for case in cases.values():
+            case.step(own)
+    test = [_share(batch, rank, size) for batch in log.batches("test", job.test_samples, TEST_BATCH)]
+    found: dict[str, Any] = {}
+    for name, case in cases.items():
+        slowest = torch.tensor(case.seconds)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        every = job.cases[name].options.get("sync_every", 1)
+        periods = slowest[: len(slowest) // every * every].view(-1, every).mean(1)
+        found[name] = {"step_ms": 1e3 * periods.median().item(), **asdict(case.scores(test))}
+    return found
+
+
+def _share(batch: hb.Batch, rank: int, size: int) -> hb.Batch:
+    """A rank's samples."""
+    return batch.take(torch.arange(len(batch) * rank // size, len(batch) * (rank + 1) // size))
+
+
+def _gathered(values: Tensor) -> Tensor:
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, values.contiguous())
+    return torch.cat(parts)
+
+
+def main() -> None:
+    """Be one rank."""
+    read = json.loads(sys.argv[1])
+    read["cases"] = {name: Case(**case) for name, case in read["cases"].items()}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    print(json.dumps(train(Job(**read))))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
