@@ -26,6 +26,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -64,7 +66,9 @@ def group() -> Iterator[Path]:
         **{path: Path("/sys/fs/cgroup") for _, of, path in lines if not of and _has_memory(Path("/sys/fs/cgroup"))},
     }
     if not roots:
-        raise HotbedError("no memory controller of control groups is found below /sys/fs/cgroup; run this as root on Linux")
+        raise HotbedError(
+            "no memory controller of control groups is found below /sys/fs/cgroup; run this as root on Linux"
+        )
     path, root = next(iter(roots.items()))
     made = root / f"hotbed-{os.getpid()}"
     try:
@@ -127,11 +131,13 @@ class Timed:
 
 
 def steps(side: str, directory: Path) -> dict[str, Any]:
-    """Train one side in this process; the first steps after the limit, in which caches of the system empty, are left out."""
+    """Train one side in this process; the first steps after the limit, while the page cache empties, do not count."""
     source = ZipfSource("criteo_1tb_t0", train_samples=(WARM_UP + STEPS) * BATCH)
     cache_rows = int(SIDES[side] * ROWS_AFTER_WARM_UP)
     recipe = demo_recipe("-", source.samples("train"))
-    memory = replace(recipe.memory, tier="host" if side == "memory" else "disk", cache_rows=cache_rows, directory=str(directory))
+    memory = replace(
+        recipe.memory, tier="host" if side == "memory" else "disk", cache_rows=cache_rows, directory=str(directory)
+    )
     model = replace(recipe.model, init_args={"bottom": [512, 256, DIM], "top": [1024, 1024, 512, 256, 1]})
     train = replace(recipe.train, batch_size=BATCH, device="cpu", precision="bf16", log_every=10_000)
     recipe: Recipe = replace(recipe, data=replace(recipe.data, dim=DIM), memory=memory, model=model, train=train)
@@ -144,7 +150,7 @@ def steps(side: str, directory: Path) -> dict[str, Any]:
     moved = batches.trainer.model.embeddings.traffic - batches.before
     return {
         "step_ms": 1e3 * (taken[-1] - taken[0]) / (len(taken) - 1),
-        "median_ms": 1e3 * statistics.median(b - a for a, b in zip(taken, taken[1:], strict=False)),
+        "median_ms": 1e3 * statistics.median(after - before for before, after in pairwise(taken)),
         **batches.limited,
         "hit_rate": moved.hit_rate if moved.hits + moved.misses else None,
         "read_bytes": moved.read_bytes / STEPS,
@@ -174,7 +180,7 @@ def reads(directory: Path) -> dict[str, Any]:
             found["records_per_s"].append(READ / (time.perf_counter() - start))
             direct = os.open(f"/proc/self/fd/{blocks.fileno()}", os.O_RDONLY | os.O_DIRECT)
             start = time.perf_counter()
-            list(readers.map(lambda of: _read_blocks(direct, of), slots.numpy().reshape(READERS, -1)))
+            list(readers.map(partial(_read_blocks, direct), slots.numpy().reshape(READERS, -1)))
             found["blocks_per_s"].append(READ / (time.perf_counter() - start))
             os.close(direct)
     records.close()

@@ -66,7 +66,11 @@ def predicted(case: Case) -> dict[str, float]:
 def measure(case: Case) -> int:
     """Bytes that the rank which took most took."""
     with TemporaryDirectory(prefix="hotbed-") as name:
-        run_local([sys.executable, "-m", "benchmarks.memory", "--as_rank", json.dumps(asdict(case.job)), name], case.ranks, Path(name))
+        run_local(
+            [sys.executable, "-m", "benchmarks.memory", "--as_rank", json.dumps(asdict(case.job)), name],
+            case.ranks,
+            Path(name),
+        )
         return max(int(file.read_text()) for file in Path(name).glob("took*"))
 
 

@@ -37,7 +37,7 @@ SPARSE_LR, DENSE_LR = 0.02, 0.004
 
 @dataclass(frozen=True)
 class Case:
-    """How tables are cut, options of `hotbed.distribute`, and of row-wise AdaGrad; of another ``exact`` case or None."""
+    """A plan, options of `hotbed.distribute` and of row-wise AdaGrad, and the exact case that it is held against."""
 
     plan: str = "row"
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -42,7 +42,11 @@ class Layers(nn.Module):
     def __init__(self, log: Log, seed: int) -> None:
         super().__init__()
         model = log.dlrm(seed)
-        self.bottom, self.top, self.width = nn.Sequential(*model.bottom), nn.Sequential(*model.top), model.interaction.width
+        self.bottom, self.top, self.width = (
+            nn.Sequential(*model.bottom),
+            nn.Sequential(*model.top),
+            model.interaction.width,
+        )
         features = len(log.rows) + 1
         self.register_buffer("pairs", torch.tril_indices(features, features, -1))
 

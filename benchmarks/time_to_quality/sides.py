@@ -102,6 +102,7 @@ class Hotbed(_OneProcess):
     def logits(self, batch: Samples) -> Tensor:
         return self.model(_hotbed_batch(self.log, batch))
 
+
 class HotbedBf16(Hotbed):
     """The same, with layers under autocast to bf16."""
 
@@ -124,6 +125,7 @@ class Plain(_OneProcess):
     def logits(self, batch: Samples) -> Tensor:
         return self.model(_hotbed_batch(self.log, batch))
 
+
 class TorchRec(_OneProcess):
     """TorchRec's DLRM, planned by default, with row-wise AdaGrad in backward."""
 
@@ -145,6 +147,7 @@ class TorchRec(_OneProcess):
 
     def logits(self, batch: Samples) -> Tensor:
         return self.model(batch.dense, self.ids(values=batch.ids.view(-1), **self.alike[len(batch)]))
+
 
 def _hotbed_batch(log: Log, batch: Samples) -> hb.Batch:
     return hb.Batch(sparse=hb.Jagged(log.names, batch.ids.view(-1), batch_size=len(batch)), dense=batch.dense)
