@@ -27,12 +27,14 @@ from rich.table import Table
 
 from benchmarks.predicted import CASES, WIDE, Case
 from benchmarks.quality_results import measured_on
-from hotbed.bench.step_jobs import StepJob, request_of, run_request
+from hotbed.bench.step_jobs import JobRun, StepJob, request_of
+from hotbed.config import ParallelRecipe
 from hotbed.files import write_json
-from hotbed.plan import CostModel
+from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.limits import limits_of
 from hotbed.train.local_ranks import run_local
+from hotbed.train.process_group import Started, process_group
 
 WARMUP, STEPS = 2, 6
 MLPS = {"bottom": (512, 256), "top": (1024, 1024, 512, 256, 1)}
@@ -58,9 +60,10 @@ def predicted(case: Case) -> dict[str, float]:
     model = CostModel(job.workload(case.ranks), case.ranks // job.replicas, machine)
     costs = model.ranks(job.placed(case.ranks))
     beside = {what: n for what, n in limits_of(model).beside.items() if what != "runtime"}
-    rows = max(sum(int(of[rank]) for tier, of in costs.memory.items() if tier != "disk") for rank in range(case.ranks))
+    in_memory = [of for tier, of in costs.memory.items() if tier != "disk"]
+    rows = max(map(sum, zip(*in_memory, strict=True)))
     batches = (WARMUP + STEPS) * job.batch * model.workload.dense.input_bytes
-    return {"rows and moments": rows, **beside, "batches": batches}
+    return {"rows and moments": int(rows), **beside, "batches": batches}
 
 
 def measure(case: Case) -> int:
@@ -76,13 +79,18 @@ def measure(case: Case) -> int:
 
 def be_rank(job: StepJob, folder: Path) -> None:
     """Train as one rank, and write what it took."""
-    run_request(request_of([replace(small(job), warmup=WARMUP)], 1, STEPS))
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident
-    rank = run_request(request_of([replace(job, warmup=WARMUP)], 1, STEPS))["rank"]
-    (folder / f"took{rank}").write_text(str(_status("VmHWM") - before))
+    with process_group(ParallelRecipe(), "cpu") as here:
+        _train(small(job), here)
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        before = _status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident
+        _train(job, here)
+        (folder / f"took{here.rank}").write_text(str(_status("VmHWM") - before))
+
+
+def _train(job: StepJob, here: Started) -> None:
+    JobRun(replace(job, warmup=WARMUP), here.rank, here.size, request_of([job], 1, STEPS)).seconds()
 
 
 def _status(key: str) -> int:
@@ -105,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     found: dict[str, Any] = {}
     for name, case in track(cases.items(), "cases", console=console, disable=not console.is_terminal):
         found[name] = {"predicted": predicted(case), "measured": measure(case)}
+        console.print(f"{name}: {found[name]['measured']:,} bytes")
     console.print(_table(found))
     if args.json:
         write_json(args.json, {"measured on": measured_on(), "cases": found})

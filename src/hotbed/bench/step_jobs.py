@@ -240,7 +240,7 @@ def run_request(request: Mapping[str, Any]) -> dict[str, Any]:
 def _timed(request: Mapping[str, Any], here: Started) -> dict[str, Any]:
     """Time jobs, layers and codecs; models are gone when it returns, and what they have threads for."""
     repeats = range(request["repeats"])
-    runs = [_Run(StepJob.from_dict(job), here.rank, here.size, request) for job in request["jobs"]]
+    runs = [JobRun(StepJob.from_dict(job), here.rank, here.size, request) for job in request["jobs"]]
     steps = [[run.seconds() for run in runs] if i % 2 == 0 else _backwards(runs) for i in repeats]
     layers = [_layer(width, samples, here.size, len(repeats)) for width, samples in request.get("layers", ())]
     codecs = {codec: _codec(codec, here.size, len(repeats)) for codec in request.get("codecs", ())}
@@ -253,13 +253,23 @@ def _timed(request: Mapping[str, Any], here: Started) -> dict[str, Any]:
     }
 
 
-def _backwards(runs: Sequence[_Run]) -> list[float]:
+def _backwards(runs: Sequence[JobRun]) -> list[float]:
     """Seconds of each job's step, the last one's measured first."""
     return [run.seconds() for run in reversed(runs)][::-1]
 
 
-class _Run:
-    """A job on this rank, and where it is in its batches."""
+class JobRun:
+    """A job on this rank, and where it is in its batches.
+
+    Parameters
+    ----------
+    job
+        What is trained.
+    rank, ranks
+        Which rank this is, and of how many.
+    request
+        How often it is timed, see `request_of`: so many batches are made, and those to warm up are trained on.
+    """
 
     def __init__(self, job: StepJob, rank: int, ranks: int, request: Mapping[str, Any]) -> None:
         torch.manual_seed(0)
