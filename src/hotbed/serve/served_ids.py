@@ -108,7 +108,7 @@ class ServedIds:
         for some, of_some in zip(distinct.split(SETS_AT_ONCE), counts.split(SETS_AT_ONCE), strict=True):
             places = some[:, None] * DYNAMIC_WAYS + ways
             is_free = torch.from_numpy(self._ids[places.numpy()]) == cpu_cache.FREE
-            is_free |= positions(freed_sorted, places.flatten())[1].view_as(places)
+            is_free |= (positions(freed_sorted, places.flatten()) >= 0).view_as(places)
             if bool((is_free.sum(1) < of_some).any()):
                 raise DamagedError(
                     f"the changes give more ids to a set of table '{self._table}' than the {DYNAMIC_WAYS} that it has "
@@ -129,7 +129,8 @@ class ServedIds:
     def staged_rows(self, ids: Tensor) -> Tensor:
         """Find the rows that staged ids ``[n]`` are going to have."""
         rows = self._find(ids)
-        at, is_new = positions(self._staged.ids, ids)
+        at = positions(self._staged.ids, ids)
+        is_new = at >= 0
         rows[is_new] = self._staged.rows[at[is_new]]
         return rows
 

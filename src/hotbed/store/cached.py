@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from hotbed import ops
 from hotbed.config.places import CachePolicy
-from hotbed.ops import BackendName, CacheTags
+from hotbed.ops import BackendName, CacheTags, cpu_cache
 from hotbed.ops.layout import FREE
 from hotbed.store import memory
 from hotbed.store.base import Records, RecordsAbove, Use
@@ -279,8 +279,8 @@ class _BatchAhead(NamedTuple):
 
     def outdate(self, written: Tensor) -> None:
         """Note which were written after they were read, or while."""
-        at, found = positions(self.slots, written)
-        self.fresh[at[found]] = False
+        at = positions(self.slots, written)
+        self.fresh[at[at >= 0]] = False
 
 
 class ReadAhead(RecordsAbove):
@@ -323,30 +323,32 @@ class ReadAhead(RecordsAbove):
             for written in self._written or ():
                 batch.outdate(written)
             self._written = None
-            self._batches = [*self._batches, batch][-MOST_BATCHES_AHEAD:]
+            if len(slots):
+                self._batches = [*self._batches, batch][-MOST_BATCHES_AHEAD:]
 
     @override
     def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
         if not self._batches:
             return self.below.read(slots, out, use=use)
-        there = torch.zeros(len(slots), dtype=torch.bool)
-        rest = torch.arange(len(slots))
+        left = slots.clone()
         with self._lock:
             for batch in self._batches:
-                at, found = positions(batch.slots, slots[rest])
-                found &= batch.fresh[at] if len(batch.slots) else False
-                out[rest[found]] = batch.records[at[found]]
-                there[rest[found]] = True
+                at = positions(batch.slots, left)
+                at.masked_fill_(~batch.fresh[at] & (at >= 0), -1)
+                cpu_cache.read_rows(batch.records, at, out)
+                found = at >= 0
+                left.masked_fill_(found, -1)
                 self.counted.ahead += int(found.sum())
-                rest = rest[~found]
                 if use == "lookup":
                     batch.fresh[at[found]] = False
             self._batches = [batch for batch in self._batches if bool(batch.fresh.any())]
+        there = left < 0
+        rest = (~there).nonzero()[:, 0]
         if len(rest):
             found_below = torch.empty(len(rest), self.record_bytes, dtype=torch.uint8)
             below = self.below.read(slots[rest], found_below, use=use)
-            out[rest[below]] = found_below[below]
-            there[rest[below]] = True
+            cpu_cache.write_rows(out, rest.masked_fill(~below, -1), found_below)
+            there[rest] = below
         return there
 
     @override
