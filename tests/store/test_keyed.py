@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hotbed.errors import StoreError
 from hotbed.ops import cpu_cache
-from hotbed.store.keyed import FileRecords, MemoryRecords
+from hotbed.store.keyed import FileRecords, MemoryRecords, positions
 
 
 def test_of_records_that_wait_to_be_written_the_newest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,3 +95,10 @@ def test_more_rows_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     records.write(torch.arange(10), torch.zeros(10, 64, dtype=torch.uint8))
     with pytest.raises(StoreError, match="11 rows of 64 bytes with their moments do not fit"):
         records.write(torch.arange(11), torch.zeros(11, 64, dtype=torch.uint8))
+
+
+@given(st.sets(st.integers(0, 60)), st.lists(st.integers(-1, 65)))
+def test_values_are_found_among_rising_ones_in_any_order(of: set[int], wanted: list[int]) -> None:
+    rising = sorted(of)
+    found = positions(torch.tensor(rising, dtype=torch.int64), torch.tensor(wanted, dtype=torch.int64))
+    assert found.tolist() == [rising.index(value) if value in of else -1 for value in wanted]
