@@ -85,29 +85,44 @@ def main(argv: Sequence[str] | None = None) -> None:
             runs.setdefault(str(ranks), {})[str(seed)] = run_ranks(hosts, argv_of_rank, TIMEOUT_S)[0]
         if args.json:
             write_json(args.json, data)
-    for ranks, seeds in runs.items():
-        console.print(_table(int(ranks), list(seeds.values())))
+    data["summary"] = {ranks: summary(int(ranks), list(seeds.values())) for ranks, seeds in runs.items()}
+    for ranks, of_cases in data["summary"].items():
+        console.print(_table(f"{ranks} ranks, {len(runs[ranks])} seeds", of_cases))
+    if args.json:
+        write_json(args.json, data)
 
 
-def _table(ranks: int, seeds: Sequence[Mapping[str, Any]]) -> Table:
-    view = Table(
-        *("option", "ms per step", "of the exact one's", "AUC", "ΔAUC · 10⁴", "loss of AUC"),
-        title=f"{ranks} ranks, {len(seeds)} seeds",
-        box=MARKDOWN,
-    )
+def summary(ranks: int, seeds: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By case: milliseconds of a step, AUC, and where there is an exact case, what is saved and lost against it."""
+    found: dict[str, dict[str, Any]] = {}
     for name, case in CASES[ranks].items():
         ms = statistics.median(of_seed[name]["step_ms"] for of_seed in seeds)
-        auc = statistics.mean(of_seed[name]["auc"] for of_seed in seeds)
-        cells = [name, f"{ms:.2f}", "–", f"{auc:.5f}", "–", "–"]
+        found[name] = {"step_ms": ms, "auc": statistics.mean(of_seed[name]["auc"] for of_seed in seeds)}
         if case.exact is not None:
             pairs = [(of_seed[name], of_seed[case.exact]) for of_seed in seeds]
-            share = statistics.median(a["step_ms"] / b["step_ms"] for a, b in pairs)
             difference = paired_difference(
                 [(a["auc"], b["auc"]) for a, b in pairs], [(a["block_auc"], b["block_auc"]) for a, b in pairs]
             )
-            cells[2] = f"{share:.2f}"
-            cells[4:] = [f"{1e4 * difference.mean:+.2f} ± {1e4 * difference.half_width:.2f}", verdict(difference)]
-        view.add_row(*cells)
+            found[name] |= {
+                "of_exact": statistics.median(a["step_ms"] / b["step_ms"] for a, b in pairs),
+                "auc_difference": difference.mean,
+                "half_width": difference.half_width if len(pairs) > 1 else None,
+                "verdict": verdict(difference),
+            }
+    return found
+
+
+def _table(title: str, found: Mapping[str, Mapping[str, Any]]) -> Table:
+    view = Table(
+        *("option", "ms per step", "of the exact one's", "AUC", "ΔAUC · 10⁴", "loss of AUC"), title=title, box=MARKDOWN
+    )
+    for name, of_case in found.items():
+        cells = ["–", "–", "–"]
+        if "of_exact" in of_case:
+            width = "?" if of_case["half_width"] is None else f"{1e4 * of_case['half_width']:.2f}"
+            cells = [f"{of_case['of_exact']:.2f}", f"{1e4 * of_case['auc_difference']:+.2f} ± {width}"]
+            cells += [of_case["verdict"]]
+        view.add_row(name, f"{of_case['step_ms']:.2f}", cells[0], f"{of_case['auc']:.5f}", *cells[1:])
     return view
 
 
