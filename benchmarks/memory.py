@@ -3,8 +3,8 @@
 Cases are those of ``benchmarks.predicted`` without links, and larger ones; each is trained between real processes. A
 rank first takes steps of a small model of the same kind, so that kernels are compiled and runtimes have what they keep.
 Then its peak is set back, the case is trained, and what the peak is above what the rank had before is what the case
-took. *Predicted* is rows and moments in memory of any kind, records of caches included, activations, dense parameters
-and rows in exchange (`hotbed.plan.limits`), and the batches, which are all made beforehand here.
+took. *Predicted* is rows and moments in memory of any kind, those that caches have room for, activations, dense
+parameters and rows in exchange (`hotbed.plan.limits`), and the batches, which are all made beforehand here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from benchmarks.quality_results import measured_on
 from hotbed.bench.step_jobs import JobRun, StepJob, request_of
 from hotbed.config import ParallelRecipe
 from hotbed.files import write_json
-from hotbed.plan.cost import CostModel
+from hotbed.optim import RowWiseAdagrad
+from hotbed.plan.cost import CostModel, tile_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.limits import limits_of
 from hotbed.train.local_ranks import run_local
@@ -58,12 +59,18 @@ def predicted(case: Case) -> dict[str, float]:
     job = case.job
     machine = Hardware.load("epyc-7742x2")  # its size does not matter: what the runtime takes is left out
     model = CostModel(job.workload(case.ranks), case.ranks // job.replicas, machine)
-    costs = model.ranks(job.placed(case.ranks))
+    plan, tables = job.placed(case.ranks), {table.name: table for table in job.specs()}
+    costs = model.ranks(plan)
     beside = {what: n for what, n in limits_of(model).beside.items() if what != "runtime"}
     in_memory = [of for tier, of in costs.memory.items() if tier != "disk"]
     rows = max(map(sum, zip(*in_memory, strict=True)))
+    caches = [0] * plan.world_size
+    for tile in plan.tiles:
+        if tile.cache_rows:
+            cached = replace(tile, rows=tile.rows[: tile.cache_rows])
+            caches[tile.owner] += tile_bytes(tables[tile.table], cached, RowWiseAdagrad.rule.moments)
     batches = (WARMUP + STEPS) * job.batch * model.workload.dense.input_bytes
-    return {"rows and moments": int(rows), **beside, "batches": batches}
+    return {"rows and moments": int(rows), "caches": max(caches), **beside, "batches": batches}
 
 
 def measure(case: Case) -> int:

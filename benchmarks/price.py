@@ -27,12 +27,14 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.net.hosts import Hosts, available, run_ranks
-from benchmarks.price_training import Case, Job
+from benchmarks.price_training import BATCH, Case, Job
 from benchmarks.quality_results import measured_on, paired_difference, verdict
 from hotbed.errors import HotbedError
 from hotbed.files import write_json
 
 TIMEOUT_S = 3_600
+MOST_STEPS = 16
+"""Between two averages of copies."""
 
 
 def _wire(forward: str, backward: str) -> Case:
@@ -57,7 +59,7 @@ CASES: dict[int, dict[str, Case]] = {
         "column, moments per part": Case("column", {"per_shard_statistics": True}, exact="column"),
         "2 copies": _copies(2),
         "2 copies, c = 1": _copies(2, moment_scale=1.0),
-        "2 copies, averaged every 16 steps": _copies(2, 16),
+        "2 copies, averaged every 16 steps": _copies(2, MOST_STEPS),
     },
     4: {"row": Case(), "4 copies": _copies(4), "4 copies, c = 1": _copies(4, moment_scale=1.0)},
     8: {"row": Case(), "8 copies": _copies(8), "8 copies, c = 1": _copies(8, moment_scale=1.0)},
@@ -135,6 +137,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mbit_per_s", type=float, help="limit of every rank's link; default: none")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
+    if args.samples < (least := BATCH * MOST_STEPS):
+        parser.error(
+            f"--samples is {args.samples:,}, must be at least {least:,}: copies are averaged every {MOST_STEPS} steps"
+        )
     if why_not := available():
         parser.error(why_not)
     return args

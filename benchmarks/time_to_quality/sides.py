@@ -115,6 +115,7 @@ class Plain(_OneProcess):
     """The same model of ``nn.EmbeddingBag(sparse=True)``, trained by ``torch.optim.Adagrad``."""
 
     def __init__(self, log: Log, rates: Rates, seed: int) -> None:
+        torch.sparse.check_sparse_tensor_invariants.disable()  # said aloud, for torch warns where nobody says
         self.log, self.model = log, PlainDLRM(log.dlrm(seed))
         layers = [*self.model.bottom.parameters(), *self.model.top.parameters()]
         self.optimizers = (

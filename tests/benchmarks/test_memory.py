@@ -17,14 +17,15 @@ def test_a_case_is_measured_and_predicted(tmp_path: Path, capsys: pytest.Capture
     cases = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["cases"]
     assert list(cases) == ["2 ranks, data-parallel"]
     found = cases["2 ranks, data-parallel"]
-    assert found["predicted"]["rows and moments"] == 8 * 20_000 * (4 * 64 + 4)
+    assert found["predicted"]["rows and moments"] == 8 * 20_000 * 4 * 64 + 4 * 20_000 * 4  # moments at owners
     assert found["measured"] > 8 * 20_000 * 4 * 64
     assert "data-parallel" in capsys.readouterr().out
 
 
-def test_rows_behind_a_cache_count_where_they_are_in_memory() -> None:
-    disk = memory.predicted(CASES["1 rank, disk with a cache"])
-    assert 0 < disk["rows and moments"] < memory.predicted(CASES["1 rank, host"])["rows and moments"]
+def test_of_rows_on_disk_those_in_caches_count() -> None:
+    disk, host = (memory.predicted(CASES[name]) for name in ("1 rank, disk with a cache", "1 rank, host"))
+    assert (disk["rows and moments"], disk["caches"]) == (0, 4 * 4_000 * (4 * 64 + 4))
+    assert (host["rows and moments"], host["caches"]) == (4 * 20_000 * (4 * 64 + 4), 0)
 
 
 def test_a_small_job_is_of_the_same_kind() -> None:

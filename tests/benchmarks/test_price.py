@@ -14,7 +14,7 @@ from benchmarks.net.hosts import available
 def test_every_option_is_trained_beside_the_exact_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if why_not := available():
         pytest.skip(why_not)
-    sizes = ["--samples", "8192", "--test_samples", "16384", "--seeds", "1", "--ranks", "2"]
+    sizes = ["--samples", "65536", "--test_samples", "16384", "--seeds", "1", "--ranks", "2"]
     price.main([*sizes, "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["ranks"]["2"]["0"]
     assert list(found) == list(price.CASES[2])
@@ -30,3 +30,9 @@ def test_every_option_is_trained_beside_the_exact_one(tmp_path: Path, capsys: py
 def test_exact_cases_are_there() -> None:
     for cases in price.CASES.values():
         assert all(case.exact is None or case.exact in cases for case in cases.values())
+
+
+def test_a_case_takes_a_whole_period_of_averages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        price.main(["--samples", "65535"])
+    assert "--samples is 65,535, must be at least 65,536" in capsys.readouterr().err

@@ -173,25 +173,25 @@ def _runs_kernel(
 
 
 @triton.jit
-def _partial(partials, window, k, runs, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Partial sum ``[1, BLOCK_D]`` of run k of a long slot; zeros where it has no such run."""
+def _partial(of_run, i, k, runs, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Partial sum ``[1, BLOCK_D]`` of run k + i, where run k is at ``of_run``; zeros where the slot has no such run."""
     col = tl.arange(0, BLOCK_D)[None, :]
-    at = 2 * (window + k) + (k == runs - 1).to(tl.int64)
-    return tl.load(partials + at * D + col, mask=(k + col * 0 < runs) & (col < D), other=0.0)
+    at = 2 * i * D + tl.where(k + i == runs - 1, D, 0)
+    return tl.load(of_run + at + col, mask=(k + i + col * 0 < runs) & (col < D), other=0.0)
 
 
 @triton.jit
-def _eight(partials, window, k, runs, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Partial sums of runs k to k + 7, in flight together."""
+def _eight(of_run, i, k, runs, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Partial sums of runs k + i to k + i + 7, in flight together."""
     return (
-        _partial(partials, window, k, runs, D, BLOCK_D),
-        _partial(partials, window, k + 1, runs, D, BLOCK_D),
-        _partial(partials, window, k + 2, runs, D, BLOCK_D),
-        _partial(partials, window, k + 3, runs, D, BLOCK_D),
-        _partial(partials, window, k + 4, runs, D, BLOCK_D),
-        _partial(partials, window, k + 5, runs, D, BLOCK_D),
-        _partial(partials, window, k + 6, runs, D, BLOCK_D),
-        _partial(partials, window, k + 7, runs, D, BLOCK_D),
+        _partial(of_run, i, k, runs, D, BLOCK_D),
+        _partial(of_run, i + 1, k, runs, D, BLOCK_D),
+        _partial(of_run, i + 2, k, runs, D, BLOCK_D),
+        _partial(of_run, i + 3, k, runs, D, BLOCK_D),
+        _partial(of_run, i + 4, k, runs, D, BLOCK_D),
+        _partial(of_run, i + 5, k, runs, D, BLOCK_D),
+        _partial(of_run, i + 6, k, runs, D, BLOCK_D),
+        _partial(of_run, i + 7, k, runs, D, BLOCK_D),
     )
 
 
@@ -228,14 +228,15 @@ def _long_kernel(
         start = tl.load(runs.starts + run)
         group = runs.group_runs + tl.load(runs.numbers + start) - 1
         count = tl.load(group + 1) - tl.load(group)
-        window = start // RUN
-        acc = _partial(partials, window, 0, count, D, BLOCK_D)
+        of_run = partials + 2 * (start // RUN).to(tl.int64) * D
+        acc = _partial(of_run, 0, 0, count, D, BLOCK_D)
         # 32 partial sums are in flight together, for the slot of the most runs is what all others wait for.
         for k in range(1, count, 32):
-            a = _eight(partials, window, k, count, D, BLOCK_D)
-            b = _eight(partials, window, k + 8, count, D, BLOCK_D)
-            c = _eight(partials, window, k + 16, count, D, BLOCK_D)
-            d = _eight(partials, window, k + 24, count, D, BLOCK_D)
+            of_run += 2 * (1 if k == 1 else 32) * D
+            a = _eight(of_run, 0, k, count, D, BLOCK_D)
+            b = _eight(of_run, 8, k, count, D, BLOCK_D)
+            c = _eight(of_run, 16, k, count, D, BLOCK_D)
+            d = _eight(of_run, 24, k, count, D, BLOCK_D)
             acc = _added(acc, a, k, count)
             acc = _added(acc, b, k + 8, count)
             acc = _added(acc, c, k + 16, count)
