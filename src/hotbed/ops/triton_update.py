@@ -182,7 +182,7 @@ def _partial(of_run, i, k, runs, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _eight(of_run, i, k, runs, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Partial sums of runs k + i to k + i + 7, in flight together."""
+    """Partial sums of runs k + i to k + i + 7."""
     return (
         _partial(of_run, i, k, runs, D, BLOCK_D),
         _partial(of_run, i + 1, k, runs, D, BLOCK_D),
@@ -230,7 +230,7 @@ def _long_kernel(
         count = tl.load(group + 1) - tl.load(group)
         of_run = partials + 2 * (start // RUN).to(tl.int64) * D
         acc = _partial(of_run, 0, 0, count, D, BLOCK_D)
-        # 32 partial sums are in flight together, for the slot of the most runs is what all others wait for.
+        # 32 loads that need not wait for each other: the slot of the most runs is what all others wait for.
         for k in range(1, count, 32):
             of_run += 2 * (1 if k == 1 else 32) * D
             a = _eight(of_run, 0, k, count, D, BLOCK_D)
