@@ -21,8 +21,8 @@ RUNTIME_SHARE = 0.05
 """Of a device's memory that the runtime and fragmentation take; assumed."""
 DENSE_COPIES = 4
 """Weights, gradients and two moments, float32."""
-EXCHANGE_COPIES = 4
-"""Of the rows of a batch: as read, as sent, as arrived, and their gradients (as in `hotbed.train.forecast`)."""
+EXCHANGE_OWN, EXCHANGE_OTHERS = 2, 2
+"""Arrays of the distinct rows of a rank's batch (rows, sums of gradients), and of those that other ranks ask it for."""
 BATCHES = 6
 """Batches that a rank's loader has ready or in use: ``data.prefetch`` and two."""
 SNAPSHOT_BYTES = 80 << 20
@@ -79,7 +79,7 @@ def limits_of(model: CostModel, capacity_bytes: int | None = None, host_bytes: i
     beside = {
         "activations": int(work.dense.activation_bytes * batch),
         "dense parameters": DENSE_COPIES * 4 * work.dense.parameters,
-        "rows in exchange": int(EXCHANGE_COPIES * exchanged * (size - 1) / size),
+        "rows in exchange": int((EXCHANGE_OWN + EXCHANGE_OTHERS * (size - 1) / size) * exchanged) if size > 1 else 0,
         "runtime": int(RUNTIME_SHARE * whole),
     }
     left = whole - sum(beside.values())
