@@ -69,7 +69,7 @@ class KeyedRecords(Records):
             launch(cpu_cache.find_numbers, self._places.numpy(), self._numbers.numpy(), slots.numpy(), numbers.numpy())
         there = numbers >= 0
         if self._count:
-            self._read(numbers, there, out, use)
+            self._read(numbers, out, use)
         return there
 
     @override
@@ -118,8 +118,8 @@ class KeyedRecords(Records):
         """Be ready for so many records."""
 
     @abstractmethod
-    def _read(self, numbers: Tensor, there: Tensor, out: Tensor, use: Use) -> None:
-        """Copy the records with these numbers, where there are any."""
+    def _read(self, numbers: Tensor, out: Tensor, use: Use) -> None:
+        """Copy the records with these numbers; −1 is none."""
 
     @abstractmethod
     def _write(self, numbers: Tensor, records: Tensor) -> None:
@@ -164,7 +164,7 @@ class MemoryRecords(KeyedRecords):
             )
 
     @override
-    def _read(self, numbers: Tensor, there: Tensor, out: Tensor, use: Use) -> None:
+    def _read(self, numbers: Tensor, out: Tensor, use: Use) -> None:
         cpu_cache.read_rows(self._slab, numbers, out)
 
     @override
@@ -245,7 +245,7 @@ class FileRecords(KeyedRecords):
         """Nothing: the file grows as it is written."""
 
     @override
-    def _read(self, numbers: Tensor, there: Tensor, out: Tensor, use: Use) -> None:
+    def _read(self, numbers: Tensor, out: Tensor, use: Use) -> None:
         start = time.perf_counter()
         with self._changed:
             waiting = list(self._unwritten)
