@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -52,6 +52,8 @@ from hotbed.train.build import build_trainer
 WARM_UP, STEPS, BATCH, DIM = 120, 60, 4_096, 128
 SIDES = {"memory": 0.0, "file": 0.0, "file, cache for an eighth": 0.125, "file, cache for a half": 0.5}
 """Rows that a cache has room for, of those that are there after warming up."""
+LIMITS = ("memory.limit_in_bytes", "memory.max")
+"""Files of a group, in versions 1 and 2."""
 ROWS_AFTER_WARM_UP = 1_290_000
 """About; what a cache's share is of."""
 RECORDS, RECORD_BYTES, READ, BLOCK, ROUNDS = 4_000_000, 4 * DIM + 4, 40_000, 4096, 5
@@ -74,13 +76,19 @@ def group() -> Iterator[Path]:
     made = root / f"hotbed-{os.getpid()}"
     try:
         made.mkdir()
-        (made / "cgroup.procs").write_text("0")
     except OSError as error:
         raise HotbedError(f"{made} cannot be made ({error}); run this as root") from None
     try:
+        if not any((made / name).exists() for name in LIMITS):
+            raise HotbedError(f"groups below {root} have no limit of memory; add +memory to its cgroup.subtree_control")
+        try:
+            (made / "cgroup.procs").write_text("0")
+        except OSError as error:
+            raise HotbedError(f"this process cannot be put into {made} ({error}); run this as root") from None
         yield made
     finally:
-        (root / path.lstrip("/") / "cgroup.procs").write_text("0")
+        with suppress(OSError):  # it is there already where it never left
+            (root / path.lstrip("/") / "cgroup.procs").write_text("0")
         made.rmdir()
 
 
@@ -91,8 +99,7 @@ def _has_memory(root: Path) -> bool:
 
 def limit(made: Path, nbytes: int) -> None:
     """Limit what a group takes, page cache included."""
-    name = "memory.limit_in_bytes" if (made / "memory.limit_in_bytes").exists() else "memory.max"
-    (made / name).write_text(str(nbytes))
+    next(made / name for name in LIMITS if (made / name).exists()).write_text(str(nbytes))
 
 
 def own_bytes() -> int:
