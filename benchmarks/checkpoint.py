@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 import hotbed as hb
+from benchmarks.process_memory import peak_extra_kib
 from hotbed.data.zipf_source import Zipf
 from hotbed.plan.cost import table_bytes
 from hotbed.train.report import environment
@@ -35,22 +36,6 @@ from hotbed.train.report import environment
 ROOT = Path(__file__).resolve().parents[1]
 TABLES, DIM, DENSE = 26, 128, 13
 BUFFER_BYTES = 16 << 20
-
-
-def status_kib(key: str) -> int:
-    """A value of this process's memory, in KiB."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1])
-    raise KeyError(key)
-
-
-def peak_extra_mib(action: Callable[[], object]) -> float:
-    """Most memory above that before an action, in MiB."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted anew
-    before = status_kib("VmRSS")
-    action()
-    return (status_kib("VmHWM") - before) / 1024
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -148,7 +133,7 @@ def while_training(model: Model, what: str, folder: Path) -> dict[str, Any]:
         saving.wait()
         found.update(seconds=saving.seconds, stalled_s=saving.stalled_s, start_s=saving.started_s)
 
-    found["peak_extra_mib"] = peak_extra_mib(save)
+    found["peak_extra_mib"] = peak_extra_kib(save) / 1024
     shutil.rmtree(folder / "background")
     return {
         **found,
@@ -171,7 +156,7 @@ def measure(model: Model, folder: Path, rounds: int, console: Console) -> dict[s
     def timed(name: str, action: Callable[[], object]) -> None:
         os.sync()
         found: list[float] = []
-        peak = peak_extra_mib(lambda: found.append(seconds(action)))
+        peak = peak_extra_kib(lambda: found.append(seconds(action))) / 1024
         times[name] += found
         if name in peaks:
             peaks[name].append(peak)

@@ -19,12 +19,10 @@ import json
 import mmap
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -39,6 +37,8 @@ from rich.progress import track
 from rich.table import Table
 
 import hotbed as hb
+from benchmarks.command import json_of
+from benchmarks.process_memory import memory_group, set_limit, status_kib
 from benchmarks.quality_results import measured_on
 from hotbed.commands.demo import demo_recipe
 from hotbed.config import Recipe
@@ -52,8 +52,7 @@ from hotbed.train.build import build_trainer
 WARM_UP, STEPS, BATCH, DIM = 120, 60, 4_096, 128
 SIDES = {"memory": 0.0, "file": 0.0, "file, cache for an eighth": 0.125, "file, cache for a half": 0.5}
 """Rows that a cache has room for, of those that are there after warming up."""
-LIMITS = ("memory.limit_in_bytes", "memory.max")
-"""Files of a group, in versions 1 and 2."""
+NO_LIMIT = 1 << 60
 ROWS_AFTER_WARM_UP = 1_290_000
 """About; what a cache's share is of."""
 RECORDS, RECORD_BYTES, READ, BLOCK, ROUNDS = 4_000_000, 4 * DIM + 4, 40_000, 4096, 5
@@ -62,50 +61,15 @@ RECORDS, RECORD_BYTES, READ, BLOCK, ROUNDS = 4_000_000, 4 * DIM + 4, 40_000, 409
 
 @contextmanager
 def group() -> Iterator[Path]:
-    """Put this process into a new memory cgroup (version 1 or 2), and back at the end."""
-    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    roots = {
-        **{path: Path("/sys/fs/cgroup/memory") for _, of, path in lines if "memory" in of.split(",")},
-        **{path: Path("/sys/fs/cgroup") for _, of, path in lines if not of and _has_memory(Path("/sys/fs/cgroup"))},
-    }
-    if not roots:
-        raise HotbedError(
-            "no memory controller of control groups is found below /sys/fs/cgroup; run this as root on Linux"
-        )
-    path, root = next(iter(roots.items()))
-    made = root / f"hotbed-{os.getpid()}"
-    try:
-        made.mkdir()
-    except OSError as error:
-        raise HotbedError(f"{made} cannot be made ({error}); run this as root") from None
-    try:
-        if not any((made / name).exists() for name in LIMITS):
-            raise HotbedError(f"groups below {root} have no limit of memory; add +memory to its cgroup.subtree_control")
+    """Put this process into a new memory control group without a limit, and back at the end."""
+    with memory_group(NO_LIMIT) as made:
+        if made is None:
+            raise HotbedError("no control group of memory can be made here; run this as root on Linux")
+        (made / "cgroup.procs").write_text("0")
         try:
-            (made / "cgroup.procs").write_text("0")
-        except OSError as error:
-            raise HotbedError(f"this process cannot be put into {made} ({error}); run this as root") from None
-        yield made
-    finally:
-        with suppress(OSError):  # it is there already where it never left
-            (root / path.lstrip("/") / "cgroup.procs").write_text("0")
-        made.rmdir()
-
-
-def _has_memory(root: Path) -> bool:
-    controllers = root / "cgroup.controllers"
-    return controllers.is_file() and "memory" in controllers.read_text().split()
-
-
-def limit(made: Path, nbytes: int) -> None:
-    """Limit what a group takes, page cache included."""
-    next(made / name for name in LIMITS if (made / name).exists()).write_text(str(nbytes))
-
-
-def own_bytes() -> int:
-    """Bytes of this process that no file has."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+            yield made
+        finally:
+            (made.parent / "cgroup.procs").write_text("0")
 
 
 # -- steps ---------------------------------------------------------------------------------------------------------
@@ -132,10 +96,10 @@ class Timed:
         collection = self.trainer.model.embeddings
         self.before = collection.traffic
         on_disk = collection.disk_bytes
-        self.limited = {"file_bytes": on_disk, "own_bytes": own_bytes(), "cached_bytes": on_disk // 4}
+        self.limited = {"file_bytes": on_disk, "own_bytes": 1024 * status_kib("RssAnon"), "cached_bytes": on_disk // 4}
         if on_disk:
             os.sync()
-            limit(self.made, self.limited["own_bytes"] + self.limited["cached_bytes"])
+            set_limit(self.made, self.limited["own_bytes"] + self.limited["cached_bytes"])
 
 
 def steps(side: str, directory: Path) -> dict[str, Any]:
@@ -154,7 +118,7 @@ def steps(side: str, directory: Path) -> dict[str, Any]:
         batches = Timed(list(Loader(source, "train", BATCH, shuffle=False)), made)
         batches.trainer = build_trainer(recipe, source)
         batches.trainer.fit(batches)
-        limit(made, 1 << 60)
+        set_limit(made, NO_LIMIT)
     taken = batches.taken[WARM_UP + 5 :]
     moved = batches.trainer.model.embeddings.traffic - batches.before
     return {
@@ -224,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in args.only}
     for _ in range(args.rounds):
         for side, of_side in track(runs.items(), "steps", console=console, disable=not console.is_terminal):
-            of_side.append(_run(side, args.directory))
+            of_side.append(json_of(side, "benchmarks.cold_rows", "--side", side, "--directory", args.directory))
     of_reads = reads(args.directory)
     console.print(_table(runs))
     share = of_reads["records_per_s"] / of_reads["blocks_per_s"]
@@ -234,14 +198,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     if args.json:
         write_json(args.json, {"measured on": measured_on(), "steps": runs, "reads": of_reads})
-
-
-def _run(side: str, directory: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.cold_rows", "--side", side, "--directory", str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise HotbedError(f"{side} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _table(runs: dict[str, list[dict[str, Any]]]) -> Table:

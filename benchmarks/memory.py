@@ -26,6 +26,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.predicted import CASES, WIDE, Case
+from benchmarks.process_memory import peak_extra_kib
 from benchmarks.quality_results import measured_on
 from hotbed.bench.step_jobs import JobRun, StepJob, request_of
 from hotbed.config import ParallelRecipe
@@ -90,20 +91,12 @@ def be_rank(job: StepJob, folder: Path) -> None:
         _train(small(job), here)
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        before = _status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident
-        _train(job, here)
-        (folder / f"took{here.rank}").write_text(str(_status("VmHWM") - before))
+        taken = 1024 * peak_extra_kib(lambda: _train(job, here))
+        (folder / f"took{here.rank}").write_text(str(taken))
 
 
 def _train(job: StepJob, here: Started) -> None:
     JobRun(replace(job, warmup=WARMUP), here.rank, here.size, request_of([job], 1, STEPS)).seconds()
-
-
-def _status(key: str) -> int:
-    """A line of the kernel's status of this process, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key + ":"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

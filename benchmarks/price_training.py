@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 import hotbed as hb
 from benchmarks.quality_results import Scores
-from benchmarks.quality_training import DENSE, PlantedLog
+from benchmarks.quality_training import DENSE, PlantedLog, share
 
 BATCH, TEST_BATCH, DIM = 4_096, 16_384, 32
 BLOCKS = 32
@@ -101,10 +101,10 @@ def train(job: Job) -> dict[str, Any]:
     log = PlantedLog()
     cases = {name: Trained(case, log, job.seed) for name, case in job.cases.items()}
     for batch in log.batches("train", job.samples, BATCH, seed=job.seed):
-        own = _share(batch, rank, size)
+        own = share(batch, rank, size)
         for case in cases.values():
             case.step(own)
-    test = [_share(batch, rank, size) for batch in log.batches("test", job.test_samples, TEST_BATCH)]
+    test = [share(batch, rank, size) for batch in log.batches("test", job.test_samples, TEST_BATCH)]
     found: dict[str, Any] = {}
     for name, case in cases.items():
         slowest = torch.tensor(case.seconds)
@@ -113,11 +113,6 @@ def train(job: Job) -> dict[str, Any]:
         periods = slowest[: len(slowest) // every * every].view(-1, every).mean(1)
         found[name] = {"step_ms": 1e3 * periods.median().item(), **asdict(case.scores(test))}
     return found
-
-
-def _share(batch: hb.Batch, rank: int, size: int) -> hb.Batch:
-    """A rank's samples."""
-    return batch.take(torch.arange(len(batch) * rank // size, len(batch) * (rank + 1) // size))
 
 
 def _gathered(values: Tensor) -> Tensor:

@@ -133,6 +133,11 @@ class PlantedLog:
         return predictions.metrics()
 
 
+def share(batch: hb.Batch, rank: int, size: int) -> hb.Batch:
+    """A rank's samples."""
+    return batch.take(torch.arange(len(batch) * rank // size, len(batch) * (rank + 1) // size))
+
+
 # -- training ------------------------------------------------------------------------------------------------------
 
 

@@ -38,11 +38,11 @@ from rich.console import Console
 from rich.table import Table
 
 import hotbed as hb
+from benchmarks.process_memory import memory_group
 from hotbed.batch import Batch
 from hotbed.data.columns import SparseColumn
 from hotbed.data.encode import Encoder
 from hotbed.files import write_json
-from hotbed.machine import control_groups
 from hotbed.nn.dense_part import DensePart, traced
 from hotbed.serve.format import MANIFEST, ExportedModel
 from hotbed.serve.model import ServedModel
@@ -114,7 +114,7 @@ def compared(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if place == "redis" and shutil.which("redis-server") is None:
             console.print("no redis-server is installed: redis is left out")
             continue
-        with redis(folder) if place == "redis" else nothing() as address, group(limit) as join:
+        with redis(folder) if place == "redis" else nothing() as address, memory_group(limit) as join:
             limited |= join is not None
             if place != "memory" and join is None:
                 console.print("[red]no control group of memory can be made here: the page cache is not limited[/red]")
@@ -126,7 +126,7 @@ def compared(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                         "model": str(model), "rows": rows, "exponent": exponent, "batch": batch,
                         "batches": args.batches, "redis": address, "folder": str(folder),
                         "memory_bytes": None if place == "memory" else cache_bytes,
-                        "group": None if place == "memory" else join,
+                        "group": None if place == "memory" or join is None else str(join),
                     }  # fmt: skip
                     forget(model)
                     results[f"{place} {law} {batch}"] = run(case)
@@ -259,30 +259,6 @@ def fill(place: Path, address: str) -> None:
             for some in rows.split(1 << 16):  # what Redis lacks is put there
                 layer.read(some, torch.empty(len(some), layer.record_bytes, dtype=torch.uint8))
     served.close()
-
-
-@contextmanager
-def group(limit: int) -> Generator[str | None]:
-    """Make a control group of so much memory, in the one that this process is in; None where that is not allowed."""
-    made: Path | None = None
-    for folder, version in control_groups("memory"):
-        name = "memory.limit_in_bytes" if version == 1 else "memory.max"
-        if not (folder / "cgroup.procs").is_file():
-            continue
-        try:
-            made = folder / f"hotbed-rows-{os.getpid()}"
-            made.mkdir()
-            (made / name).write_text(str(limit), encoding="ascii")
-            break
-        except OSError:
-            if made is not None and made.is_dir():
-                made.rmdir()
-            made = None
-    try:
-        yield None if made is None else str(made)
-    finally:
-        if made is not None:
-            made.rmdir()
 
 
 def used(folder: Path) -> int:

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import hotbed as hb
-from benchmarks.quality_training import PlantedLog
+from benchmarks.quality_training import PlantedLog, share
 from hotbed.commands.demo import TEST_FRACTION, THRESHOLD
 from hotbed.data import Loader, SplitBinarySource
 from hotbed.data.prepare import prepare
@@ -97,11 +97,6 @@ def cases(replicas: Iterable[int]) -> list[Case]:
     """One group first: the others are compared with it."""
     found = [Case(1, "c=1")]
     return found + [Case(m, rule) for m in replicas if m > 1 for rule in ("c=1", "c=M", "exact")]
-
-
-def share(batch: hb.Batch, rank: int, size: int) -> hb.Batch:
-    """A rank's samples."""
-    return batch.take(torch.arange(len(batch) * rank // size, len(batch) * (rank + 1) // size))
 
 
 def planted(settings: Settings, rank: int) -> Data:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,6 +11,25 @@ from torch.nn import functional as F
 import hotbed as hb
 from benchmarks.peers import hotbed_side
 from benchmarks.peers.workloads import LR, Workload
+
+
+class PlainLayers(nn.Module):
+    """All of hotbed's DLRM but its tables, with its initial values, in modules of torch."""
+
+    def __init__(self, model: hb.nn.DLRM) -> None:
+        super().__init__()
+        self.bottom, self.top = nn.Sequential(*model.bottom), nn.Sequential(*model.top)
+        self.width = model.interaction.width
+        vectors = len(model.embeddings.tables) + 1
+        self.register_buffer("pairs", torch.tril_indices(vectors, vectors, -1))
+
+    def forward(self, dense: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        """Logits ``[B, 1]`` from dense inputs and a vector ``[B, D]`` of each table."""
+        hidden = self.bottom(dense)
+        stacked = torch.stack([hidden, *vectors], 1)
+        gram = torch.bmm(stacked, stacked.mT)
+        flat = gram[:, self.pairs[0], self.pairs[1]]
+        return self.top(F.pad(torch.cat([hidden, flat], 1), (0, self.width - hidden.shape[1] - flat.shape[1])))
 
 
 class PlainDLRM(nn.Module):
@@ -22,18 +43,12 @@ class PlainDLRM(nn.Module):
             )
             for name in model.embeddings.tables
         )
-        self.bottom, self.top = nn.Sequential(*model.bottom), nn.Sequential(*model.top)
-        self.width = model.interaction.width
-        self.register_buffer("pairs", torch.tril_indices(len(self.bags) + 1, len(self.bags) + 1, -1))
+        self.layers = PlainLayers(model)
 
     def forward(self, batch: hb.Batch) -> Tensor:
         size = len(batch)
-        hidden = self.bottom(batch.dense)
         vectors = [bag(batch.sparse.values[i * size : (i + 1) * size].view(-1, 1)) for i, bag in enumerate(self.bags)]
-        stacked = torch.stack([hidden, *vectors], 1)
-        gram = torch.bmm(stacked, stacked.mT)
-        flat = gram[:, self.pairs[0], self.pairs[1]]
-        return self.top(F.pad(torch.cat([hidden, flat], 1), (0, self.width - hidden.shape[1] - flat.shape[1])))
+        return self.layers(batch.dense, vectors)
 
 
 class Embedding:
@@ -73,7 +88,7 @@ class Step:
         self.model = PlainDLRM(hotbed_side.dlrm(workload))
         self.optimizers = [
             torch.optim.SGD(self.model.bags.parameters(), lr=LR),
-            torch.optim.SGD([*self.model.bottom.parameters(), *self.model.top.parameters()], lr=LR),
+            torch.optim.SGD(self.model.layers.parameters(), lr=LR),
         ]
 
     def prepare(self, ids: Tensor, dense: Tensor, labels: Tensor) -> hb.Batch:

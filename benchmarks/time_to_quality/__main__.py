@@ -18,8 +18,6 @@ import argparse
 import importlib.util
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.command import json_of
 from benchmarks.quality_results import measured_on
 from benchmarks.time_to_quality.logs import Log, planted, real, save
 from benchmarks.time_to_quality.run import SERVED, SIDES
@@ -75,12 +74,13 @@ def _measure(args: argparse.Namespace, data: dict[str, Any], console: Console) -
     if not args.real_log:
         console.print("real log skipped: its licence forbids shipping it; give yours as --real_log FILE")
     with Progress(console=console, disable=not console.is_terminal) as progress, tempfile.TemporaryDirectory() as place:
-        task = progress.add_task("runs", total=len(logs) * len(sides) * (args.seeds + 3))
+        task = progress.add_task("runs", total=sum(len(sides) * (args.seeds + len(RATES[name][1])) for name in logs))
         for name in logs:
             found = data.setdefault("logs", {}).setdefault(name, {})
             layers, rates = RATES[name]
+            of_all_seeds = real(args.real_log) if name == "real" else None
             for seed in (PILOT, *range(args.seeds)):
-                log = real(args.real_log) if name == "real" else planted(args.samples, args.samples // 8, seed)
+                log = of_all_seeds or planted(args.samples, args.samples // 8, seed)
                 path = Path(place) / "log.pt"
                 save(_quarter(log) if seed == PILOT else log, path)
                 for side in sides:
@@ -105,11 +105,8 @@ def _quarter(log: Log) -> Log:
 
 
 def _run(side: str, log: Path, seed: int, layers: float, tables: float) -> list[Point]:
-    command = [sys.executable, "-m", "benchmarks.time_to_quality.run", side, log, seed, layers, tables]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise HotbedError(f"{side} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
-    return [Point(*point) for point in json.loads(done.stdout.splitlines()[-1])]
+    argv = (side, log, seed, layers, tables)
+    return [Point(*point) for point in json_of(side, "benchmarks.time_to_quality.run", *argv)]
 
 
 def _curves(found: Mapping[str, Any]) -> dict[str, list[list[Point]]]:

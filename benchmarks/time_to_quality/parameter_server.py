@@ -23,39 +23,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import rpc
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from benchmarks.time_to_quality.logs import Log, Samples, load
+from benchmarks.peers.plain_side import PlainLayers
+from benchmarks.time_to_quality.logs import Samples, load
 from benchmarks.time_to_quality.sides import EPS, Rates
 
 PERIOD, PULL = 8, 0.9
 BEHIND = 2
 """Gradients of so many batches may be on their way to the server before their trainer waits."""
-
-
-class Layers(nn.Module):
-    """All of the model but its tables."""
-
-    def __init__(self, log: Log, seed: int) -> None:
-        super().__init__()
-        model = log.dlrm(seed)
-        self.bottom, self.top, self.width = (
-            nn.Sequential(*model.bottom),
-            nn.Sequential(*model.top),
-            model.interaction.width,
-        )
-        features = len(log.rows) + 1
-        self.register_buffer("pairs", torch.tril_indices(features, features, -1))
-
-    def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
-        """Logits ``[B, 1]`` from rows ``[F, B, D]``."""
-        hidden = self.bottom(dense)
-        stacked = torch.cat([hidden[:, None], rows.transpose(0, 1)], 1)
-        flat = torch.bmm(stacked, stacked.mT)[:, self.pairs[0], self.pairs[1]]
-        return self.top(F.pad(torch.cat([hidden, flat], 1), (0, self.width - hidden.shape[1] - flat.shape[1])))
 
 
 class Server:
@@ -68,7 +47,7 @@ class Server:
         self.rows = torch.cat([model.embeddings.weight(name).detach() for name in log.names])
         self.moments = torch.zeros(len(self.rows))
         self.rate, self.pull = rates.tables, PULL / trainers
-        self.layers = Layers(log, seed)
+        self.layers = PlainLayers(model)
         self.center = parameters_to_vector(self.layers.parameters()).detach()
         self.averaging = threading.Lock()
 
@@ -95,7 +74,7 @@ class Server:
     def logits(self, batch: Samples) -> Tensor:
         """Logits of the center."""
         vector_to_parameters(self.center, self.layers.parameters())
-        return self.layers(batch.dense, self.look_up(batch.ids))
+        return self.layers(batch.dense, self.look_up(batch.ids).unbind())
 
 
 class Trainer:
@@ -103,7 +82,7 @@ class Trainer:
 
     def __init__(self, log: Path, rates: Rates, seed: int, server: Any, number: int, trainers: int) -> None:
         self.log, self.number, self.trainers = load(log), number, trainers
-        self.server, self.layers, self.steps = server, Layers(self.log, seed), 0
+        self.server, self.layers, self.steps = server, PlainLayers(self.log.dlrm(seed)), 0
         self.adam = torch.optim.Adam(self.layers.parameters(), lr=rates.layers, fused=True)
 
     def train(self, start: int, stop: int) -> None:
@@ -116,7 +95,7 @@ class Trainer:
             rows = coming.wait().requires_grad_()
             coming = server.look_up(following.ids) if following is not None else None
             self.adam.zero_grad()
-            F.binary_cross_entropy_with_logits(self.layers(batch.dense, rows), batch.labels).backward()
+            F.binary_cross_entropy_with_logits(self.layers(batch.dense, rows.unbind()), batch.labels).backward()
             sent.append(server.update(batch.ids, rows.grad))
             self.adam.step()
             self._average()

@@ -71,13 +71,15 @@ def logloss(side: Side, test: Sequence[Samples]) -> float:
 
 
 class _OneProcess:
-    """Steps of one process."""
+    """Steps of one process, of a model that takes hotbed's batches."""
 
     log: Log
+    model: nn.Module
     optimizers: Sequence[Any]
 
     def logits(self, batch: Samples) -> Tensor:
-        raise NotImplementedError
+        sparse = hb.Jagged(self.log.names, batch.ids.view(-1), batch_size=len(batch))
+        return self.model(hb.Batch(sparse=sparse, dense=batch.dense))
 
     def train(self, start: int, stop: int) -> None:
         for batch in self.log.train[start:stop]:
@@ -99,9 +101,6 @@ class Hotbed(_OneProcess):
             hb.optim.RowWiseAdagrad(self.model, lr=rates.tables),
         )
 
-    def logits(self, batch: Samples) -> Tensor:
-        return self.model(_hotbed_batch(self.log, batch))
-
 
 class HotbedBf16(Hotbed):
     """The same, with layers under autocast to bf16."""
@@ -117,14 +116,10 @@ class Plain(_OneProcess):
     def __init__(self, log: Log, rates: Rates, seed: int) -> None:
         torch.sparse.check_sparse_tensor_invariants.disable()  # said aloud, for torch warns where nobody says
         self.log, self.model = log, PlainDLRM(log.dlrm(seed))
-        layers = [*self.model.bottom.parameters(), *self.model.top.parameters()]
         self.optimizers = (
-            torch.optim.Adam(layers, lr=rates.layers, fused=True),
+            torch.optim.Adam(self.model.layers.parameters(), lr=rates.layers, fused=True),
             torch.optim.Adagrad(self.model.bags.parameters(), lr=rates.tables),
         )
-
-    def logits(self, batch: Samples) -> Tensor:
-        return self.model(_hotbed_batch(self.log, batch))
 
 
 class TorchRec(_OneProcess):
@@ -148,7 +143,3 @@ class TorchRec(_OneProcess):
 
     def logits(self, batch: Samples) -> Tensor:
         return self.model(batch.dense, self.ids(values=batch.ids.view(-1), **self.alike[len(batch)]))
-
-
-def _hotbed_batch(log: Log, batch: Samples) -> hb.Batch:
-    return hb.Batch(sparse=hb.Jagged(log.names, batch.ids.view(-1), batch_size=len(batch)), dense=batch.dense)

@@ -24,7 +24,7 @@ def test_a_side_is_limited_by_a_quarter_of_its_file(side: str, tmp_path: Path, m
     if why_not := in_a_group():
         pytest.skip(why_not)
     limits: list[int] = []
-    monkeypatch.setattr(cold_rows, "limit", lambda _, nbytes: limits.append(nbytes))
+    monkeypatch.setattr(cold_rows, "set_limit", lambda _, nbytes: limits.append(nbytes))
     monkeypatch.setattr(cold_rows, "keep_heap", lambda _: None)  # of the process, which has other tests
     for name, value in {"WARM_UP": 3, "STEPS": 8, "BATCH": 64, "ROWS_AFTER_WARM_UP": 2_000}.items():
         monkeypatch.setattr(cold_rows, name, value)

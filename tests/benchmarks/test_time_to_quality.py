@@ -11,9 +11,10 @@ import torch
 from torch.nn import functional as F
 
 import hotbed as hb
+from benchmarks.peers.plain_side import PlainLayers
 from benchmarks.time_to_quality import __main__ as command
 from benchmarks.time_to_quality.logs import Log, planted, save
-from benchmarks.time_to_quality.parameter_server import Layers, Server
+from benchmarks.time_to_quality.parameter_server import Server
 from benchmarks.time_to_quality.sides import EPS, Hotbed, HotbedBf16, Plain, Point, Rates, curve
 
 RATES = Rates(0.004, 0.02)
@@ -57,10 +58,10 @@ def test_the_server_updates_rows_as_rowwise_adagrad_does(tmp_path: Path) -> None
     save(log, tmp_path / "log.pt")
     own = Hotbed(log, RATES, 0)
     tables = hb.optim.RowWiseAdagrad(own.model, lr=RATES.tables, eps=EPS)
-    server, layers = Server(tmp_path / "log.pt", RATES, 0, 1), Layers(log, 0)
+    server, layers = Server(tmp_path / "log.pt", RATES, 0, 1), PlainLayers(log.dlrm(0))
     for batch in log.train[:2]:
         rows = server.look_up(batch.ids).requires_grad_()
-        F.binary_cross_entropy_with_logits(layers(batch.dense, rows), batch.labels).backward()
+        F.binary_cross_entropy_with_logits(layers(batch.dense, rows.unbind()), batch.labels).backward()
         assert rows.grad is not None
         server.update(batch.ids, rows.grad)
         loss = F.binary_cross_entropy_with_logits(own.logits(batch), batch.labels)
