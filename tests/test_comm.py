@@ -50,13 +50,13 @@ def of_nodes(group: dist.ProcessGroup) -> tuple[set[int], int, str]:
     link = NodeLink(Link(group, timedelta(seconds=ANSWER_S)), 2)
     sent_to: set[int] = set()
     for part in (link._inside, link._between):
-        original = part._pairwise
+        original = part._pairs.start
 
         def noted(outgoing: Any, incoming: Any, others: Any, part: Link = part, original: Any = original) -> Any:
             sent_to.update(part._names[r] for r in others if outgoing[r].numel())
             return original(outgoing, incoming, others)
 
-        part._pairwise = noted  # pyright: ignore[reportAttributeAccessIssue]
+        part._pairs.start = noted  # pyright: ignore[reportAttributeAccessIssue]
     ones = [1] * link.size
     link.all_to_all("numbers", torch.arange(link.size), ones, ones).wait()
     link.step = 3

@@ -27,11 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hotbed.errors import CommError
+from hotbed.pairwise import TAGS, MeetingError, Pairs, Work
 
 T = TypeVar("T")
 
-_TAGS = 1 << 16
-"""Exchanges that may be under way at once, before two would have one tag."""
 _WAITS: set[int] = set()
 """Threads that wait for another rank."""
 
@@ -57,7 +56,7 @@ class Handle(Generic[T]):
     def __init__(
         self,
         result: Callable[[], T],
-        work: Sequence[tuple[int | None, dist.Work]] = (),
+        work: Sequence[tuple[int | None, Work]] = (),
         explained: Callable[[Exception, int | None], Exception] = lambda error, _: error,
     ) -> None:
         self._result, self._work, self._explained = result, list(work), explained
@@ -135,7 +134,7 @@ class Link:
         """The error of an exchange that a hook of torch started, which would not pass it on."""
         self.sent_bytes: Counter[str] = Counter()
         """Bytes that this rank sent to others in pairwise exchanges, by the exchange's name."""
-        self._exchanges = 0
+        self._pairs = Pairs(self.group, self.rank, self.size)
 
     def __deepcopy__(self, memo: object) -> Self:
         """Return the link itself: copies of a model share process groups."""
@@ -147,6 +146,11 @@ class Link:
         if "cpu:" not in dist.get_backend_config(self.group):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
+
+    @property
+    def sharing(self) -> list[int]:
+        """Ranks of this machine with which CPU tensors are exchanged through memory; see `hotbed.pairwise`."""
+        return self._pairs.sharing
 
     @property
     def overlaps(self) -> bool:
@@ -244,7 +248,7 @@ class Link:
         self.sent_bytes[what] += sum(outgoing[r].nbytes for r in others)
         incoming[self.rank].copy_(outgoing[self.rank])
         if outgoing[0].device.type == "cpu":
-            return self._start(what, lambda: self._pairwise(outgoing, incoming, others), lambda: None)
+            return self._start(what, lambda: self._pairs.start(outgoing, incoming, others), lambda: None)
         empty = outgoing[0][:0]
         sent, received = ([t if r != self.rank else empty for r, t in enumerate(ts)] for ts in (outgoing, incoming))
 
@@ -252,21 +256,6 @@ class Link:
             return dist.all_to_all(received, sent, group=self.gpu_group, async_op=True)
 
         return self._start(what, lambda: [(None, self._after_the_last(start))], lambda: None)
-
-    def _pairwise(
-        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], others: Sequence[int]
-    ) -> list[tuple[int | None, dist.Work]]:
-        """Start an all-to-all of Gloo by pairs, every receive before any send.
-
-        Gloo's own sends first; then a link carries data in one direction at a time (docs/log.md).
-        """
-        self._exchanges += 1
-        tag = self._exchanges % _TAGS
-        sources = [r for r in others if incoming[r].numel()]
-        targets = [r for r in others if outgoing[r].numel()]
-        works = [(r, dist.irecv(incoming[r], group=self.group, group_src=r, tag=tag)) for r in sources]
-        works += [(r, dist.isend(outgoing[r], group=self.group, group_dst=r, tag=tag)) for r in targets]
-        return [(r, work) for r, work in works if work is not None]
 
     def all_gather(self, what: str, values: Tensor) -> Handle[Tensor]:
         """Gather every rank's tensor, all of one shape: ``[…] → [W, …]``."""
@@ -296,7 +285,7 @@ class Link:
 
         To be called after an error that does not name the rank which failed; the link cannot be used afterwards.
         """
-        own, tag = torch.zeros(1, dtype=torch.uint8), _TAGS
+        own, tag = torch.zeros(1, dtype=torch.uint8), TAGS
         others = [r for r in range(self.size) if r != self.rank]
         gone: list[int] = []
         calls: list[tuple[int, dist.Work]] = []
@@ -333,12 +322,13 @@ class Link:
         return work
 
     def _start(
-        self, what: str, start: Callable[[], list[tuple[int | None, dist.Work]]], result: Callable[[], T]
+        self, what: str, start: Callable[[], Sequence[tuple[int | None, Work]]], result: Callable[[], T]
     ) -> Handle[T]:
         try:
             work = start()
         except RuntimeError as error:
-            raise self._explained(what, error) from error
+            peer = error.rank if isinstance(error, MeetingError) else None
+            raise self._explained(what, error, peer) from error
         return Handle(result, work, lambda error, peer: self._explained(what, error, peer))
 
     def _explained(self, what: str, error: Exception, peer: int | None = None) -> CommError:
@@ -364,7 +354,6 @@ class OneRank(Link):
         self._step = [0]
         self.failure = None
         self.sent_bytes = Counter()
-        self._exchanges = 0
 
     @property
     def device(self) -> torch.device:
