@@ -27,7 +27,7 @@ ANSWER_S = 15
 PRELOADED = ["torch._dynamo", "hotbed.commands.main", "hotbed.ops.cpu", "hotbed.train.run", "tests.ranks"]
 """What is imported once, by the process that ranks are forked from."""
 SIZES = (1, 3, 4)
-"""World sizes that tests ask for; 2 proves nothing for sums, which have one order then. Ranks of 3 exchange by sockets."""
+"""World sizes that tests ask for; 2 proves nothing for sums, which have one order then. 3 ranks exchange by sockets."""
 
 
 class RankError(Exception):

@@ -101,7 +101,7 @@ def test_a_sender_waits_for_room_among_messages(monkeypatch: pytest.MonkeyPatch)
     numbers = [peers[1].expect() for _ in range(3)]
     for i in range(2):
         own.send({1: torch.tensor([i])}, peers)
-    with pytest.raises(RuntimeError, match="timed out after 0.3 s"):
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.3 s"):
         own.send({1: torch.tensor([9])}, peers)
     own, peers = memories()
     for i in range(2):
@@ -156,11 +156,11 @@ def test_memory_of_others_is_not_opened():
         PeerMemory(changed(own.address, shared_memory._KEY_BYTES), 0, SHORT)
     with pytest.raises(OSError, match="another process has that number here"):
         PeerMemory(changed(own.address, 0), 0, SHORT)
-    with pytest.raises(OSError, match="another process has that number here|No such file"):
+    with pytest.raises(OSError, match=r"another process has that number here|No such file"):
         PeerMemory(address, 0, SHORT)
     told = f"{shared_memory._network()} {os.getpid()} 0 ".encode()
     of_input = torch.frombuffer(bytearray(b"k" * 16 + told.ljust(48)), dtype=torch.uint8)
-    with pytest.raises(OSError, match="another process has that number here|No such file"):
+    with pytest.raises(OSError, match=r"another process has that number here|No such file"):
         PeerMemory(of_input, 0, SHORT)
 
 
@@ -228,4 +228,6 @@ def meets_nobody(group: dist.ProcessGroup) -> str:
 def test_a_rank_that_does_not_come_to_the_first_exchange_is_named(ranks: Ranks):
     for rank, said in enumerate(ranks.run(4, meets_nobody)):
         if rank != 1:
-            assert said.startswith(f"rank {rank} of 4: the exchange of numbers failed; rank 1 has ended or not answered")
+            assert said.startswith(
+                f"rank {rank} of 4: the exchange of numbers failed; rank 1 has ended or not answered"
+            )

@@ -74,10 +74,9 @@ class Pairs:
         shared = {r: memory for r in targets if (memory := self._peers[r]) is not None}
         if shared:
             cast(OwnMemory, self._own).send({r: outgoing[r] for r in shared}, shared)
-        for r in targets:
-            if r not in shared:
-                works.append((r, cast(Work, dist.isend(outgoing[r], group=self._group, group_dst=r, tag=tag))))
-        return works
+        by_sockets = [r for r in targets if r not in shared]
+        sent = [dist.isend(outgoing[r], group=self._group, group_dst=r, tag=tag) for r in by_sockets]
+        return works + [(r, cast(Work, work)) for r, work in zip(by_sockets, sent, strict=True)]
 
     def _meet(self, ranks: Sequence[int]) -> None:
         """Find out which of these ranks, which do the same now, share memory with this one: both must open the other's.

@@ -1,7 +1,7 @@
 """Send tensors between processes of one machine through memory that both have mapped.
 
-Each process has a file in memory without a name (`OwnMemory`; ``memfd_create``): it ends with the process, whatever ends
-it, and no limit of ``/dev/shm`` concerns it. Others open it by ``/proc/PID/fd`` (`PeerMemory`). It holds::
+Each process has a file in memory without a name (`OwnMemory`; ``memfd_create``), which ends with the process, whatever
+ends that, and which no limit of ``/dev/shm`` concerns. Others open it by ``/proc/PID/fd`` (`PeerMemory`). It holds::
 
     key       by which who opens it knows that it is the right one
     messages  to rank 0, then to rank 1 …: pairs of where the bytes of message m are, and m; −m once they were copied
@@ -43,7 +43,7 @@ _MESSAGES_BYTES = 16 * MESSAGES
 _LINE = 64
 _NAME = "hotbed"
 _SPIN_S = 1e-3
-"""How long a receiver looks without a pause; it then sleeps a twentieth of the time it has waited, at most this long."""
+"""How long a receiver looks without a pause; then it sleeps a twentieth of the time it has waited, at most this."""
 _LOOK_S = 0.1
 """After which it looks whether the sender lives."""
 
@@ -182,7 +182,7 @@ class PeerMemory:
         if network != _network():
             raise OSError("it is of another machine, or of a container with a network of its own")
         path = Path("/proc", process, "fd", number)
-        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        if not str(path.readlink()).startswith(f"/memfd:{_NAME}"):
             raise OSError("another process has that number here")
         self._process = os.pidfd_open(int(process))
         weakref.finalize(self, os.close, self._process)
@@ -271,4 +271,4 @@ def _network() -> str:
     Processes of two networks are on two machines to all that they send each other; benchmarks of links rely on it.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:8]
-    return f"{boot}.{os.stat('/proc/self/ns/net').st_ino}"
+    return f"{boot}.{Path('/proc/self/ns/net').stat().st_ino}"

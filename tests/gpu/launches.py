@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -61,6 +61,8 @@ def launches(amount: Amount) -> Iterator[Launch]:
     yield _update(128, "fp32", 0, "rowwise_adagrad", "fp32", "mixed")
     yield _update(128, "fp32", 0, "sgd", "bf16", scaled=True)
     yield _weights(128)
+    yield _cut(64, is_update=False)
+    yield _cut(64, is_update=True)
     for dim, dtype in product(dims, FLOATS):
         yield _interaction(dim, dtype)
     yield Launch("", 0, 0, 0, _others)
@@ -136,6 +138,25 @@ def _weights(dim: int) -> Launch:
         kernels.spread(groups, groups.rows)
 
     return Launch(_about(dim, "fp32", 0, "weighted means"), 4 * dim, 4 * dim, 4 * dim, run)
+
+
+def _cut(dim: int, *, is_update: bool) -> Launch:
+    """What rows need of which this arena has only some columns."""
+
+    def run() -> None:
+        tables = [ROWS] * TABLES
+        arena = Arena.make(RULES["rowwise_adagrad"], dim, tables=tables, wide=tables, active=(1,) * TABLES)
+        found = occurrences_of([0] * BATCH * TABLES, BATCH, scaled=False)
+        groups, grad = kernels.group(found), torch.zeros(BATCH, dim)
+        step = arena.step(arena.seeds, torch.tensor(1.0), torch.tensor(True))
+        if is_update:
+            step = replace(step, mean_squares=torch.zeros(BATCH * TABLES))
+            kernels.update(step, arena.rows, arena.moments, found, groups, grad)
+        else:
+            kernels.square_blocks(found, groups, grad, step.inv_scale, torch.zeros(BATCH * TABLES, dim // 16))
+
+    about = _about(dim, "fp32", 0, "cut rows, rowwise_adagrad" if is_update else "squares of cut rows")
+    return Launch(about, 4 * dim, 4 * dim, 4 * dim, run)
 
 
 def _interaction(dim: int, dtype: str) -> Launch:

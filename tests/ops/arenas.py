@@ -111,11 +111,19 @@ class Arena:
         return RuleStep(rule=self.rule, hyper=self.hyper, seeds=seeds, uses=self.uses, inv_scale=inv_scale, gate=gate)
 
     def updated(
-        self, backend: Kernels, occurrences: Occurrences, grad: Tensor, *, inv_scale: float = 1.0, gate: object = True
+        self,
+        backend: Kernels,
+        occurrences: Occurrences,
+        grad: Tensor,
+        *,
+        inv_scale: float = 1.0,
+        gate: object = True,
+        mean_squares: Tensor | None = None,
     ) -> Arena:
         """The arena after the step; this one stays as it is."""
         arena, found = backend.put(self), backend.put(occurrences)
         step = arena.step(arena.seeds, backend.put(torch.tensor(inv_scale)), backend.put(torch.tensor(gate)))
+        step = replace(step, mean_squares=backend.put(mean_squares))
         groups = backend.ops.group(found)
         backend.ops.update(step, arena.rows, arena.moments, found, groups, backend.put(grad))
         return backend.back(arena)

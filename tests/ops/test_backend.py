@@ -19,6 +19,7 @@ OPERATIONS = (
     "group",
     "spread",
     "segment_sum",
+    "square_blocks",
     "update",
     "interaction",
     "interaction_backward",

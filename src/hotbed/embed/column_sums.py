@@ -11,7 +11,7 @@ A table of 48 columns, of which rank 0 has 0 … 31 and rank 1 has 32 … 47; a 
 
 Messages carry no row numbers: the batch requested a row of all its tiles, so their owners update the same rows, and
 both sides sort them by (kinds of the tile that sends and of the one that receives, the two tiles, row). All tiles of
-two kinds are read and written at once: thousands of tables take as many operations as one.
+two kinds and a rank are read and written at once: thousands of tables take as many operations as one.
 """
 
 from __future__ import annotations
@@ -28,15 +28,10 @@ from torch import Tensor
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena, rounding_bits
 from hotbed.embed.locate import KIND, Locator
-from hotbed.ops import Backend, Occurrences, RuleStep
-from hotbed.ops.layout import ACTIVE, BLOCK, LR, OWN
+from hotbed.ops import Backend, Groups, Occurrences, RuleStep
+from hotbed.ops.layout import ACTIVE, BLOCK
 from hotbed.ops.reference_rules import blocks_of, rule_steps, sum_of_blocks
-from hotbed.optim.adagrad import rowwise_step_size
-from hotbed.optim.sgd import PLAIN
 from hotbed.plan.tiling import common_places
-
-_ROWS_AT_ONCE = 1 << 12
-"""Whose squares stay in a core's cache."""
 
 
 class Neighbour(NamedTuple):
@@ -69,55 +64,82 @@ class Neighbour(NamedTuple):
 
 
 class TouchedRows:
-    """Rows of an arena that a step updates, and their gradients.
+    """Rows of an arena that a step updates.
 
     Attributes
     ----------
     slots
         ``[U]``, rising.
-    shard, within
-        Shard of each ``[U]``, and which slot of the shard it is.
-    gradient
-        Summed and scaled ``[U, cols]``.
+    of_shards
+        How many of each shard.
     """
 
     def __init__(self, arena: Arena, step: RuleStep, found: tuple[Occurrences, Tensor] | None, ops: Backend) -> None:
-        self.arena, self.step = arena, step
+        self.arena, self.step, self._ops = arena, step, ops
         device = arena.store.device
-        slots = torch.empty(0, dtype=torch.int64, device=device)
-        gradient = arena.store.empty((0, arena.store.dim), torch.float32)
+        self._found: tuple[Occurrences, Groups, Tensor] | None = None
+        self.slots = torch.empty(0, dtype=torch.int64, device=device)
         if found is not None and bool(step.gate):
-            occurrences, grad = found
-            groups = ops.group(replace(occurrences, limit=arena.store.slots))
-            slots = groups.rows[: int(groups.counts[0])]
-            gradient = arena.store.empty((len(slots), arena.store.dim), torch.float32)
-            ops.segment_sum(occurrences, groups, grad, None, gradient)
-            gradient *= step.inv_scale
-        shard, within = arena.locate(slots)
-        active = step.hyper[shard, ACTIVE] != 0
-        if not bool(active.all()):
-            slots, shard, within, gradient = slots[active], shard[active], within[active], gradient[active]
-        self.slots, self.shard, self.within, self.gradient = slots, shard, within, gradient
+            occurrences = _of_active_tables(replace(found[0], limit=arena.store.slots), arena, step)
+            groups = ops.group(occurrences)
+            self._found = replace(occurrences, groups=groups), groups, found[1]
+            self.slots = groups.rows[: int(groups.counts[0])]
         first_slots = torch.tensor(arena.first_slots, dtype=torch.int64, device=device)
-        self._bounds = torch.searchsorted(slots, first_slots).cpu()
+        self._bounds = torch.searchsorted(self.slots, first_slots).cpu()
+        self.of_shards: list[int] = self._bounds.diff().tolist()
 
-    def of(self, neighbours: Sequence[Neighbour]) -> tuple[Tensor, Tensor]:
-        """Find which of these rows each neighbour has, and how many ``[neighbours]``, on the host."""
+    def gradient(self) -> Tensor:
+        """Sum and scale the gradient of each ``[U, cols]``."""
+        out = self.arena.store.empty((len(self.slots), self.arena.store.dim), torch.float32)
+        if self._found is not None:
+            occurrences, groups, grad = self._found
+            self._ops.segment_sum(occurrences, groups, grad, None, out)
+            out *= self.step.inv_scale
+        return out
+
+    def square_blocks(self) -> Tensor:
+        """Sum the squares of each gradient in blocks of columns ``[U, blocks]``."""
+        store = self.arena.store
+        out = store.empty((len(self.slots), -(-store.dim // BLOCK)), torch.float32)
+        if self._found is not None:
+            self._ops.square_blocks(*self._found, self.step.inv_scale, out)
+        return out
+
+    def update(self, mean_squares: Tensor) -> None:
+        """Apply row-wise AdaGrad with the mean squares of whole gradients ``[U]``."""
+        if self._found is not None:
+            occurrences, _, grad = self._found
+            self.arena.store.update(replace(self.step, mean_squares=mean_squares), occurrences, grad)
+
+    def of(self, neighbours: Sequence[Neighbour]) -> tuple[Tensor | slice, list[int]]:
+        """Find which of these rows each neighbour has; a slice where they follow each other. And how many they are."""
         shards = torch.tensor([n.shard for n in neighbours])
         starts, counts = self._bounds[shards], self._bounds[shards + 1] - self._bounds[shards]
         if any(n.rows is not None for n in neighbours):
             found = [self._common(n, int(a), int(c)) for n, a, c in zip(neighbours, starts, counts, strict=True)]
-            return torch.cat(found), torch.tensor([len(places) for places in found])
+            return torch.cat(found), [len(places) for places in found]
+        if bool((starts[1:] == (starts + counts)[:-1]).all()):
+            return slice(int(starts[0]), int(starts[-1] + counts[-1])), counts.tolist()
         before = counts.cumsum(0) - counts
         places = torch.arange(int(counts.sum())) + torch.repeat_interleave(starts - before, counts)
-        return places.to(self.slots.device), counts
+        return places.to(self.slots.device), counts.tolist()
 
     def _common(self, neighbour: Neighbour, start: int, count: int) -> Tensor:
-        within, rows = self.within[start : start + count], neighbour.rows
-        if rows is None:
-            return torch.arange(start, start + count, device=within.device)
+        if neighbour.rows is None:
+            return torch.arange(start, start + count, device=self.slots.device)
+        rows, within = neighbour.rows, self.slots[start : start + count] - self.arena.first_slots[neighbour.shard]
         common = (within >= rows.start) & (within < rows.stop) & ((within - rows.start) % rows.step == 0)
         return start + common.nonzero()[:, 0]
+
+
+def _of_active_tables(occurrences: Occurrences, arena: Arena, step: RuleStep) -> Occurrences:
+    """Keep what is of tables that the step updates."""
+    active = step.hyper[:, ACTIVE] != 0
+    if bool(active.all()):
+        return occurrences
+    keep = active[arena.locate(occurrences.slots)[0]]
+    scale = None if occurrences.scale is None else occurrences.scale[keep]
+    return Occurrences(occurrences.slots[keep], occurrences.bags[keep], scale, limit=occurrences.limit)
 
 
 class ColumnSums:
@@ -157,10 +179,11 @@ class ColumnSums:
                         common = None if rows == range(len(tile.rows)) else rows
                         first_block = other.cols.start // BLOCK
                         neighbours.append(Neighbour(kind, shard, common, other.owner, i, j, kind_of[j], first_block))
-        neighbours.sort(key=lambda n: (n.kind, n.other_kind, n.owner, n.tile, n.other))
-        self._to = _by_kinds(neighbours, lambda n: (n.kind, n.other_kind))
-        neighbours.sort(key=lambda n: (n.other_kind, n.kind, n.owner, n.other, n.tile))
-        self._from = _by_kinds(neighbours, lambda n: (n.other_kind, n.kind))
+        neighbours.sort(key=lambda n: (n.owner, n.kind, n.other_kind, n.tile, n.other))
+        self._to = _by_owner(neighbours, lambda n: (n.kind, n.other_kind))
+        neighbours.sort(key=lambda n: (n.owner, n.other_kind, n.kind, n.other, n.tile))
+        self._from = _by_owner(neighbours, lambda n: (n.other_kind, n.kind))
+        """What is sent to each rank, and what each sends: kinds of the tile that sends and of the one that receives."""
 
     def update(
         self,
@@ -188,12 +211,9 @@ class ColumnSums:
         }
         step = steps[arenas[self.kinds[0]]]
         if step.rule.name == "rowwise_adagrad" and step.uses <= {"decay"}:
-            squares = {
-                kind: torch.cat([blocks_of(rows * rows) for rows in t.gradient.split(_ROWS_AT_ONCE)])
-                for kind, t in touched.items()
-            }
+            squares = {kind: t.square_blocks() for kind, t in touched.items()}
             for kind, sums in self._sums(touched, squares, link).items():
-                _rowwise_adagrad(touched[kind], sums, self._dim)
+                touched[kind].update(sums / self._dim)
         else:
             self._any_rule(touched, link)
         for t in touched.values():
@@ -206,9 +226,9 @@ class ColumnSums:
         for kind, t in touched.items():
             store, rule = t.arena.store, t.step.rule
             moments[kind] = {m.name: store.read(t.slots, m.name, use="update") for m in rule.moments}
-            hyper = t.step.hyper[t.shard]
+            hyper = t.step.hyper[t.arena.locate(t.slots)[0]]
             rows = store.read(t.slots, use="update")
-            steps[kind] = rule_steps(rule, rows, moments[kind], t.gradient, hyper, self._dim, t.step.uses)
+            steps[kind] = rule_steps(rule, rows, moments[kind], t.gradient(), hyper, self._dim, t.step.uses)
         sums: Mapping[int, Tensor] | None = None
         new: dict[int, Tensor] = {}
         while not new:
@@ -225,69 +245,57 @@ class ColumnSums:
 
     def _sums(self, touched: Mapping[int, TouchedRows], blocks: Mapping[int, Tensor], link: Link) -> dict[int, Tensor]:
         """Sum over all columns of each row ``[U]``, by kind, from the blocks of this rank ``[U, blocks]``."""
-        whole = {kind: b.new_zeros(len(b), -(-self._dim // BLOCK)) for kind, b in blocks.items()}
         nothing = next(iter(blocks.values())).new_empty(0)
+        outgoing, incoming = [nothing] * link.size, [nothing] * link.size
+        for rank, by_kinds in self._to.items():
+            sent = [blocks[kind][touched[kind].of(ns)[0]].flatten() for (kind, _), ns in by_kinds.items()]
+            outgoing[rank] = sent[0] if len(sent) == 1 else torch.cat(sent)
+        whole = {kind: b.new_zeros(len(b), -(-self._dim // BLOCK)) for kind, b in blocks.items()}
         for kind, own in blocks.items():
-            firsts = torch.tensor(self._first_blocks[kind], dtype=torch.int64, device=own.device)
-            whole[kind].scatter_(1, _columns(firsts[touched[kind].shard], own.shape[1]), own)
-        outgoing: list[list[Tensor]] = [[nothing] for _ in range(link.size)]
-        for (kind, _), neighbours in self._to.items():
-            places, counts = touched[kind].of(neighbours)
-            for to, values in zip(
-                outgoing, blocks[kind][places].split(_by_rank(neighbours, counts, link)), strict=True
-            ):
-                to.append(values.flatten())
-        expected = {kinds: touched[kinds[1]].of(neighbours) for kinds, neighbours in self._from.items()}
+            _put(whole[kind], slice(None), self._first_blocks[kind], touched[kind].of_shards, own)
+        expected: list[tuple[int, int, Sequence[Neighbour], tuple[Tensor | slice, list[int]]]] = []
         widths = {kind: -(-cols // BLOCK) for kind, cols in self._cols.items()}
-        sizes = {
-            kinds: [rows * widths[kinds[0]] for rows in _by_rank(self._from[kinds], counts, link)]
-            for kinds, (_, counts) in expected.items()
-        }
-        recv_counts = [sum(of_kinds[r] for of_kinds in sizes.values()) for r in range(link.size)]
-        sent = [torch.cat(values) for values in outgoing]
-        exchange = link.all_to_all("sums over columns", torch.cat(sent), list(map(len, sent)), recv_counts)
-        received = exchange.wait().split(recv_counts)
-        slices = [iter(values.split([of_kinds[r] for of_kinds in sizes.values()])) for r, values in enumerate(received)]
-        for (other_kind, kind), (places, counts) in expected.items():
-            values = torch.cat([next(of_rank) for of_rank in slices]).view(len(places), widths[other_kind])
-            firsts = torch.tensor([n.first_block for n in self._from[other_kind, kind]]).repeat_interleave(counts)
-            columns = _columns(firsts.to(values.device), widths[other_kind])
-            whole[kind][places[:, None], columns] = values
+        for rank, by_kinds in self._from.items():
+            of_rank = [(rank, other, ns, touched[kind].of(ns)) for (other, kind), ns in by_kinds.items()]
+            incoming[rank] = nothing.new_empty(sum(sum(counts) * widths[other] for _, other, _, (_, counts) in of_rank))
+            expected += of_rank
+        link.exchange("sums over columns", outgoing, incoming).wait()
+        unread = list(incoming)
+        for rank, other, neighbours, (places, counts) in expected:
+            values, unread[rank] = unread[rank].tensor_split([sum(counts) * widths[other]])
+            firsts = [n.first_block for n in neighbours]
+            _put(whole[neighbours[0].kind], places, firsts, counts, values.view(-1, widths[other]))
         return {kind: sum_of_blocks(w) for kind, w in whole.items()}
 
 
-def _by_kinds(
+def _by_owner(
     neighbours: Sequence[Neighbour], kinds: Callable[[Neighbour], tuple[int, int]]
-) -> dict[tuple[int, int], list[Neighbour]]:
-    """Group neighbours by the kinds of tile that sends and tile that receives; they are sorted by these."""
-    return {key: list(found) for key, found in groupby(neighbours, kinds)}
+) -> dict[int, dict[tuple[int, int], list[Neighbour]]]:
+    """Group neighbours by owner, then by kinds of the tile that sends and that receives; they are sorted by these."""
+    return {
+        owner: {key: list(found) for key, found in groupby(of_owner, kinds)}
+        for owner, of_owner in groupby(neighbours, lambda n: n.owner)
+    }
 
 
-def _by_rank(neighbours: Sequence[Neighbour], counts: Tensor, link: Link) -> list[int]:
-    """Count the rows of each rank, from those of each neighbour."""
-    owners = torch.tensor([n.owner for n in neighbours])
-    return torch.zeros(link.size, dtype=torch.int64).scatter_add_(0, owners, counts).tolist()
+def _put(whole: Tensor, places: Tensor | slice, firsts: Sequence[int], counts: Sequence[int], blocks: Tensor) -> None:
+    """Write blocks ``[n, width]`` into some rows of ``whole [U, all blocks]``.
 
-
-def _columns(firsts: Tensor, width: int) -> Tensor:
-    """List ``width`` columns from each of ``firsts`` on: ``[U, width]``."""
-    return firsts[:, None] + torch.arange(width, device=firsts.device)
-
-
-def _rowwise_adagrad(touched: TouchedRows, squares: Tensor, dim: int) -> None:
-    """Set ``v ← v + squares / dim``, then descend with a step size per row, for which there is a kernel."""
-    store, step, slots = touched.arena.store, touched.step, touched.slots
-    (moment,) = step.rule.moments
-    before = store.read(slots, moment.name, use="update")
-    v = before + squares / dim
-    store.write(slots, v, moment.name)
-    hyper = step.hyper[touched.shard]
-    step_size = rowwise_step_size(before, v, hyper[:, LR], hyper[:, OWN:].unbind(1))
-    descent = step.hyper[:, :OWN].clone()
-    descent[:, LR] = 1
-    one = torch.ones_like(step.inv_scale)
-    occurrences = Occurrences(slots, torch.arange(len(slots), device=slots.device), step_size)
-    store.update(replace(step, rule=PLAIN, hyper=descent, inv_scale=one), occurrences, touched.gradient)
+    Parameters
+    ----------
+    places
+        Which rows ``[n]``.
+    firsts, counts
+        Place of the first block in a row, and for how many rows that is so: ``Σ counts = n``.
+    """
+    width = blocks.shape[1]
+    if len(set(firsts)) == 1:  # as where all tables are cut alike
+        whole[places, firsts[0] : firsts[0] + width] = blocks
+    else:
+        rows = torch.arange(len(whole), device=whole.device)[places]
+        each = torch.tensor([firsts, counts], dtype=torch.int64)  # a rank may have none
+        first = each[0].repeat_interleave(each[1]).to(whole.device)
+        whole[rows[:, None], first[:, None] + torch.arange(width, device=whole.device)] = blocks
 
 
 def _store(touched: TouchedRows, rows: Tensor, moments: Mapping[str, Tensor]) -> None:

@@ -58,6 +58,12 @@ class Backend(Protocol):
         """Sum the gradient of each distinct slot into a row of ``out [n, D]``."""
         ...
 
+    def square_blocks(
+        self, occurrences: Occurrences, groups: Groups, grad: Tensor, inv_scale: Tensor, out: Tensor
+    ) -> None:
+        """Sum the squares of each distinct slot's gradient in blocks of 16 columns ``[n, ⌈D / 16⌉]``."""
+        ...
+
     def update(
         self,
         step: RuleStep,

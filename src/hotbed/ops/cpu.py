@@ -5,7 +5,7 @@ from hotbed.ops.cpu_interaction import interaction, interaction_backward
 from hotbed.ops.cpu_lookup import lookup, weight_gradient
 from hotbed.ops.cpu_rows import initial_values_
 from hotbed.ops.cpu_segment import group, occurrences, spread
-from hotbed.ops.cpu_update import segment_sum, update
+from hotbed.ops.cpu_update import segment_sum, square_blocks, update
 
 NAME = "cpu"
 
@@ -24,6 +24,7 @@ __all__ = [
     "occurrences",
     "segment_sum",
     "spread",
+    "square_blocks",
     "update",
     "weight_gradient",
 ]

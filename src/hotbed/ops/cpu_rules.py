@@ -37,8 +37,8 @@ def has_no_options(h):
 
 
 @kernel(inline="always")
-def rowwise_adagrad_steps(steps, m0, slots, sums, dim, h):
-    """Move the moments ``m0`` of up to `TILE` slots by their sums ``[TILE · padded dim]``.
+def rowwise_adagrad_steps(steps, m0, slots, sums, dim, h, means):
+    """Move the moments ``m0`` of up to `TILE` slots by their sums ``[TILE · padded dim]``, or by mean squares.
 
     What sums are to be multiplied by is put into the first row of ``steps [3, TILE]``; the others are used up. Bit for
     bit what `apply_rule` does for one row after the other; here square roots and divisions are one vector each.
@@ -47,10 +47,14 @@ def rowwise_adagrad_steps(steps, m0, slots, sums, dim, h):
     width = sums.shape[0] // TILE
     for k in range(slots.shape[0]):
         before[k] = m0[slots[k]]
-        after[k] = sum_of_products(sums, k * width, sums, k * width, width // BLOCK)
+        if means.shape[0]:
+            after[k] = means[k]
+        else:
+            after[k] = sum_of_products(sums, k * width, sums, k * width, width // BLOCK)
+    columns = np.float32(1) if means.shape[0] else np.float32(dim)
     lr, eps, inside, share, delayed = h[LR], h[OWN], h[OWN + 1], h[OWN + 2], h[OWN + 3]
     for k in range(TILE):
-        after[k] = before[k] + after[k] / np.float32(dim)
+        after[k] = before[k] + after[k] / columns
         v = after[k] if delayed == 0 else before[k]
         steps[0, k] = lr / (np.sqrt(v / share + inside) + eps)
     for k in range(slots.shape[0]):
@@ -58,12 +62,12 @@ def rowwise_adagrad_steps(steps, m0, slots, sums, dim, h):
 
 
 @kernel(inline="always")
-def apply_rule(rule, w, m0, m1, g, h, scratch):
+def apply_rule(rule, w, m0, m1, g, h, scratch, means):
     """Update a row by one step.
 
     ``w`` is the row, ``m0`` and ``m1`` are its moments, of one or ``dim`` values; ``g`` is the summed gradient,
     zero-padded to whole blocks, and is used up; ``h`` is the row's line of `RuleStep.hyper`; ``scratch`` is as long as
-    ``g`` and zero beyond ``dim``.
+    ``g`` and zero beyond ``dim``; ``means`` has the mean square of ``g`` where other columns of the row are elsewhere.
 
     Row-wise AdaGrad with learning rate 0.1, ε = 0::
 
@@ -99,7 +103,7 @@ def apply_rule(rule, w, m0, m1, g, h, scratch):
             w[d] -= lr * g[d] / (np.sqrt(m0[d]) + h[OWN])
     elif rule == ROWWISE_ADAGRAD:
         before = m0[0]
-        m0[0] += sum_of_products(g, 0, g, 0, blocks) / np.float32(dim)
+        m0[0] += means[0] if means.shape[0] else sum_of_products(g, 0, g, 0, blocks) / np.float32(dim)
         v = m0[0] if h[OWN + 3] == 0 else before
         step = lr / (np.sqrt(v / h[OWN + 2] + h[OWN + 1]) + h[OWN])
         for d in range(dim):

@@ -4,7 +4,7 @@
 Groups of equal slots are dealt out to tasks by number of runs, so that a row that a whole batch
 touches does not hold up one thread. Pass 1 sums the runs of long groups (more than one run) into a scratch buffer, in
 parallel over runs. Pass 2 goes over all groups: it sums the only run, or the scratch rows in run order. `segment_sum`
-writes this down; `update` applies the rule to the row while the sum is still in cache.
+writes this down, `square_blocks` sums of its squares; `update` applies the rule to the row while the sum is in cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hotbed.ops.cpu_rows import place, prefetch_row, row_arrays, row_key
 from hotbed.ops.cpu_rules import ROWWISE_ADAGRAD, RULES, SGD, TILE, apply_rule, has_no_options, rowwise_adagrad_steps
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, flat, kernel, launch
 from hotbed.ops.cpu_segment import RUNS_PER_TASK
-from hotbed.ops.cpu_sums import sum_rows
+from hotbed.ops.cpu_sums import sum_of_products, sum_rows
 from hotbed.ops.layout import (
     ACTIVE,
     BLOCK,
@@ -43,6 +43,7 @@ from hotbed.ops.layout import (
 
 NO_SCALE = np.empty(0, np.float32)
 NO_MOMENT = np.empty(0, np.float32)
+NO_MEANS = np.empty(0, np.float32)
 NO_PLACES = np.empty(0, np.int64)
 
 
@@ -136,6 +137,44 @@ def _segment_sum(order, run_starts, group_runs, counts, bags, scale, grad, place
             _sum_group(out[to : to + dim], g, run_starts, group_runs, grad, dim, bag_of, factors, partials, scratch_of)
 
 
+def square_blocks(occurrences: Occurrences, groups: Groups, grad: Tensor, inv_scale: Tensor, out: Tensor) -> None:
+    """Sum the squares of each distinct slot's gradient in blocks of 16 columns; see the reference."""
+    launches["cpu.square_blocks"] += 1
+    launch(
+        _square_blocks,
+        groups.order.numpy(),
+        groups.run_starts.numpy(),
+        groups.group_runs.numpy(),
+        groups.counts.numpy(),
+        occurrences.bags.numpy(),
+        NO_SCALE if occurrences.scale is None else occurrences.scale.numpy(),
+        flat(grad),
+        grad.shape[-1],
+        np.float32(inv_scale.item()),
+        out.numpy(),
+        empty((len(groups.order),), torch.int64).numpy(),
+    )
+
+
+@kernel(parallel=True)
+def _square_blocks(order, run_starts, group_runs, counts, bags, scale, grad, dim, inv_scale, out, bag_of):
+    groups, runs = counts[0], counts[1]
+    factors, partials, scratch_of = _sum_long_runs(
+        order, run_starts, group_runs, counts, bags, scale, grad, dim, bag_of
+    )
+    for task in prange((runs + RUNS_PER_TASK - 1) // RUNS_PER_TASK):
+        acc = np.zeros((dim + BLOCK - 1) // BLOCK * BLOCK, np.float32)
+        begin = np.searchsorted(group_runs[:groups], task * RUNS_PER_TASK)
+        end = np.searchsorted(group_runs[:groups], (task + 1) * RUNS_PER_TASK)
+        for g in range(begin, end):
+            _sum_group(acc, g, run_starts, group_runs, grad, dim, bag_of, factors, partials, scratch_of)
+            if inv_scale != 1:
+                for d in range(dim):
+                    acc[d] *= inv_scale
+            for b in range(out.shape[1]):
+                out[g, b] = sum_of_products(acc, b * BLOCK, acc, b * BLOCK, 1)
+
+
 def update(
     step: RuleStep, rows: Rows, state: Mapping[str, Tensor], occurrences: Occurrences, groups: Groups, grad: Tensor
 ) -> None:
@@ -165,6 +204,7 @@ def update(
         step.hyper.numpy(),
         step.seeds.numpy(),
         np.float32(step.inv_scale.item()),
+        NO_MEANS if step.mean_squares is None else step.mean_squares.numpy(),
         empty((len(groups.order),), torch.int64).numpy(),
     )
 
@@ -204,6 +244,7 @@ def _update(
     hyper,
     seeds,
     inv_scale,
+    means,
     bag_of,
 ):
     """Sum the gradient of each group, and apply the rule to its row.
@@ -260,7 +301,7 @@ def _update(
                 g += size
                 steps[0] = h[LR]
                 if rule == ROWWISE_ADAGRAD:
-                    rowwise_adagrad_steps(steps, m0, tile, sums, dim, h)
+                    rowwise_adagrad_steps(steps, m0, tile, sums, dim, h, means[g - size : g])
                 for k in range(size):
                     at, of_sums, step = (first_wide + tile[k] - first_slot) * dim, k * padded, steps[0, k]
                     w, acc = rows.wide[at : at + dim], sums[of_sums : of_sums + dim]
@@ -285,7 +326,7 @@ def _update(
                     read_stored_row(row_values, kind, narrow, exponents, dim, at)
                 own_m0 = m0[slot * m0_stride : (slot + 1) * m0_stride]
                 own_m1 = m1[slot * m1_stride : (slot + 1) * m1_stride]
-                apply_rule(rule, w, own_m0, own_m1, acc, h, scratch)
+                apply_rule(rule, w, own_m0, own_m1, acc, h, scratch, means[g : g + 1])
                 if not wide:
                     of_table = rows.tables[table, FIRST_ROW] + row * rows.tables[table, ROW_STEP]
                     key = row_key(np.uint32(seeds[table]), of_table)

@@ -140,6 +140,8 @@ class Occurrences:
         those of the next; None where it is not known. It only helps to sort.
     limit
         All slots are below it, but for those of padding; None where it is not known.
+    groups
+        These occurrences by slot, where somebody has grouped them.
 
     Where `BagLayout.total` has room for more ids than there are, as many occurrences may follow as are missing: slot
     ``limit``, bag 0, factor 0. They form a group, to which no rule is applied.
@@ -150,6 +152,7 @@ class Occurrences:
     scale: Tensor | None
     segments: Tensor | None = None
     limit: int | None = None
+    groups: Groups | None = None
 
     @staticmethod
     def concatenate(parts: Sequence[Occurrences], bags: Sequence[int]) -> Occurrences:
@@ -189,6 +192,9 @@ class RuleStep:
         0-d float32 factor of all gradients (1 / loss scale).
     gate
         0-d; where it is 0 nothing is touched.
+    mean_squares
+        By group of the occurrences ``[≥ groups]`` float32: the mean square of the gradient over all columns of the row,
+        where the arena has only some of them. For row-wise AdaGrad, without limits of norms and L2.
     """
 
     rule: Rule
@@ -197,6 +203,7 @@ class RuleStep:
     uses: frozenset[str]
     inv_scale: Tensor
     gate: Tensor
+    mean_squares: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from hotbed.ops.layout import (
     RuleStep,
 )
 from hotbed.ops.reference_cache import cache_find, cache_read, cache_take, cache_use, cache_write
-from hotbed.ops.reference_rules import apply_rule, block_sum
+from hotbed.ops.reference_rules import apply_rule, block_sum, blocks_of
 from hotbed.ops.rows import cells_of, random_bits, read_rows, table_of, write_rows
 from hotbed.pooling import divisors
 
@@ -256,6 +256,25 @@ def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: 
         out[to] = _canonical_sum(occurrences, groups, grad.float())
 
 
+def square_blocks(occurrences: Occurrences, groups: Groups, grad: Tensor, inv_scale: Tensor, out: Tensor) -> None:
+    """Sum the squares of each distinct slot's gradient in blocks of 16 columns, for rows of which others have the rest.
+
+    Parameters
+    ----------
+    occurrences, groups, grad
+        As in `segment_sum`.
+    inv_scale
+        0-d float32: the sum of a slot is multiplied by it before it is squared.
+    out
+        ``[≥ groups, ⌈D / 16⌉]`` float32: halving trees inside blocks.
+    """
+    launches["reference.square_blocks"] += 1
+    count = int(groups.counts[0])
+    if count:
+        total = _canonical_sum(occurrences, groups, grad.float()) * inv_scale
+        out[:count] = blocks_of(total * total)
+
+
 def update(
     step: RuleStep, rows: Rows, state: Mapping[str, Tensor], occurrences: Occurrences, groups: Groups, grad: Tensor
 ) -> None:
@@ -288,7 +307,8 @@ def update(
     active = (step.hyper[table, ACTIVE] != 0) & (slots < len(rows.wide) + len(rows.narrow))  # else padding
     slots, total, table = slots[active], total[active], table[active]
     moments = {m.name: state[m.name][slots] for m in step.rule.moments}
-    new = apply_rule(step.rule, read_rows(rows, slots), moments, total, step.hyper[table])
+    given = None if step.mean_squares is None else step.mean_squares[:count][active]
+    new = apply_rule(step.rule, read_rows(rows, slots), moments, total, step.hyper[table], given)
     for name, moment in moments.items():
         state[name][slots] = moment
     write_rows(rows, slots, new, random_bits(step.seeds[table], *cells_of(rows, slots, table)))

@@ -16,7 +16,14 @@ from hotbed.optim import COMMON, Rule
 from hotbed.optim.rule import Steps, sqrt
 
 
-def apply_rule(rule: Rule, w: Tensor, moments: dict[str, Tensor], g: Tensor, hyper: Tensor) -> Tensor:
+def apply_rule(
+    rule: Rule,
+    w: Tensor,
+    moments: dict[str, Tensor],
+    g: Tensor,
+    hyper: Tensor,
+    mean_squares: Tensor | None = None,
+) -> Tensor:
     """One step of some rows.
 
     In this order: ``g ← g · min(1, max_grad_norm / ‖g‖)``; ``g ← g + l2 · w``; ``w ← w − decay · w``; the rule;
@@ -34,17 +41,21 @@ def apply_rule(rule: Rule, w: Tensor, moments: dict[str, Tensor], g: Tensor, hyp
         Summed gradients ``[U, D]``.
     hyper
         ``[U, 6 + H + C]``: each row's line of `RuleStep.hyper`.
+    mean_squares
+        ``[U]``, see `RuleStep`.
 
     Returns
     -------
     Tensor
         The new rows ``[U, D]`` float32.
     """
-    steps = rule_steps(rule, w, moments, g, hyper, w.shape[1])
+    # The rule divides its sum by the number of columns, which those of a mean have been divided by.
+    steps = rule_steps(rule, w, moments, g, hyper, w.shape[1] if mean_squares is None else 1)
     sums = None
     while True:
         try:
-            sums = block_sum(next(steps) if sums is None else steps.send(sums))
+            terms = next(steps) if sums is None else steps.send(sums)
+            sums = block_sum(terms) if mean_squares is None else mean_squares
         except StopIteration as end:
             return end.value
 

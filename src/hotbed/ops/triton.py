@@ -6,7 +6,7 @@ from hotbed.ops.triton_lookup import lookup, weight_gradient
 from hotbed.ops.triton_occurrences import occurrences
 from hotbed.ops.triton_rows import initial_values_
 from hotbed.ops.triton_segment import group, spread
-from hotbed.ops.triton_update import segment_sum, update
+from hotbed.ops.triton_update import segment_sum, square_blocks, update
 
 NAME = "triton"
 
@@ -25,6 +25,7 @@ __all__ = [
     "occurrences",
     "segment_sum",
     "spread",
+    "square_blocks",
     "update",
     "weight_gradient",
 ]

@@ -57,11 +57,10 @@ def value(hyper, column):
 
 
 @triton.jit
-def block_sum(x, BLOCK_D: tl.constexpr):
-    """``[R, BLOCK_D] → [R]``: a halving tree inside each block of 16 columns, then the blocks in column order.
+def block_sums(x, BLOCK_D: tl.constexpr):
+    """``[R, BLOCK_D] → [R, BLOCK_D / 16]``: a halving tree inside each block of 16 columns.
 
-    Each reduction but the last adds exactly two values, and the last picks one, so the order of additions is written
-    here and not left to the compiler.
+    Each reduction adds exactly two values, so the order of additions is written here and not left to the compiler.
     """
     R: tl.constexpr = x.shape[0]
     BLOCKS: tl.constexpr = BLOCK_D // BLOCK
@@ -69,7 +68,14 @@ def block_sum(x, BLOCK_D: tl.constexpr):
     x = tl.reshape(tl.sum(x, axis=2), [R, BLOCKS, 2, 4])
     x = tl.reshape(tl.sum(x, axis=2), [R, BLOCKS, 2, 2])
     x = tl.reshape(tl.sum(x, axis=2), [R, BLOCKS, 2])
-    x = tl.sum(x, axis=2)
+    return tl.sum(x, axis=2)
+
+
+@triton.jit
+def block_sum(x, BLOCK_D: tl.constexpr):
+    """``[R, BLOCK_D] → [R]``: `block_sums`, then the blocks in column order; each reduction here picks one value."""
+    BLOCKS: tl.constexpr = BLOCK_D // BLOCK
+    x = block_sums(x, BLOCK_D)
     at = tl.arange(0, BLOCKS)[None, :]
     total = tl.sum(tl.where(at == 0, x, 0.0), axis=1)
     for b in tl.static_range(1, BLOCKS):  # pyright: ignore[reportGeneralTypeIssues]
@@ -137,9 +143,23 @@ def _rowwise_adagrad(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr
     """``v ← v + mean_d(g_d²)``, ``w ← w − lr / (√(v / c + ε_inside) + ε) · g``; v from before the step if delayed."""
     lr = value(hyper, LR)
     v = m0 + _mean_square(g, D, BLOCK_D)
-    used = tl.where(value(hyper, OWN + 3) == 0, v[:, None], m0[:, None])
+    return _descended(w, lr, m0, v, g, hyper), v, m1
+
+
+@triton.jit
+def _rowwise_adagrad_by_mean(w, m0, mean, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """As `_rowwise_adagrad`, with the ``mean_d(g_d²) [R]`` over more columns than these."""
+    lr = value(hyper, LR)
+    v = m0 + mean
+    return _descended(w, lr, m0, v, g, hyper), v, mean
+
+
+@triton.jit
+def _descended(w, lr, before, after, g, hyper):
+    """``w − lr / (√(v / c + ε_inside) + ε) · g`` with v ``[R]`` from before or after a step."""
+    used = tl.where(value(hyper, OWN + 3) == 0, after[:, None], before[:, None])
     root = tl.sqrt_rn(_div(used, value(hyper, OWN + 2)) + value(hyper, OWN + 1))
-    return w - _div(lr, root + value(hyper, OWN)) * g, v, m1
+    return w - _div(lr, root + value(hyper, OWN)) * g
 
 
 @triton.jit
@@ -211,7 +231,7 @@ RULES: dict[str, Any] = {
 # -- a whole step --------------------------------------------------------------------------------------------------
 
 
-_NONE, _PER_ROW, _PER_ELEMENT = 0, 1, 2
+_NONE, _PER_ROW, _PER_ELEMENT, _PER_GROUP = 0, 1, 2, 3
 
 
 class Target(NamedTuple):
@@ -219,7 +239,7 @@ class Target(NamedTuple):
 
     rows: Any  # RowPointers
     moment0: Any  # [S], [S, D] or unused
-    moment1: Any
+    moment1: Any  # of row-wise AdaGrad by mean squares: these, by group
     hyper: Any  # [T, HYPER]
     seeds: Any  # [T]
     inv_scale: Any
@@ -233,9 +253,12 @@ def target_of(step: RuleStep, rows: Rows, state: Mapping[str, Tensor]) -> tuple[
     unused = 2 - len(step.rule.moments)
     moments = [state[moment.name] for moment in step.rule.moments] + [step.hyper] * unused
     kinds = [_PER_ROW if moment.per == "row" else _PER_ELEMENT for moment in step.rule.moments] + [_NONE] * unused
+    rule = RULES[step.rule.name]
+    if step.mean_squares is not None:
+        rule, moments[1], kinds[1] = _rowwise_adagrad_by_mean, step.mean_squares, _PER_GROUP
     pointers = Target(row_pointers(rows), *moments, step.hyper, step.seeds, step.inv_scale, step.gate)
     return pointers, {
-        "RULE": RULES[step.rule.name],
+        "RULE": rule,
         "USES": tuple(name in step.uses for name in ("active", *COMMON)),
         "HYPER": step.hyper.shape[1],
         "KINDS": tuple(kinds),
@@ -249,6 +272,7 @@ def apply(
     slot,  # [R]; −1: none
     table,  # [R]
     number,  # [R], see `place_number`; anything where all rows are float32
+    group,  # [R]; anything where no moment is by group
     g,  # [R, BLOCK_D] summed gradient, zero beyond D
     RULE: tl.constexpr,
     USES: tl.constexpr,  # by column of hyper
@@ -272,7 +296,7 @@ def apply(
     places = numbered(target.rows, slot, table, number, HAS_WIDE)
     w = load_rows(target.rows, places, D, BLOCK_D, HAS_WIDE)
     m0 = _load_moment(target.moment0, slot, D, BLOCK_D, KINDS[0])
-    m1 = _load_moment(target.moment1, slot, D, BLOCK_D, KINDS[1])
+    m1 = _load_moment(target.moment1, slot if KINDS[1] != 3 else tl.where(slot >= 0, group, -1), D, BLOCK_D, KINDS[1])
 
     g = g * tl.load(target.inv_scale)
     if USES[MAX_GRAD_NORM]:
@@ -298,7 +322,7 @@ def apply(
 @triton.jit
 def _load_moment(moment, slot, D: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr):
     """A moment of a tile of rows: ``[R]``, ``[R, BLOCK_D]``, or a zero where the rule has none."""
-    if KIND == 1:
+    if KIND == 1 or KIND == 3:
         return tl.load(moment + slot, mask=slot >= 0, other=0.0)
     elif KIND == 2:
         col = tl.arange(0, BLOCK_D)[None, :]

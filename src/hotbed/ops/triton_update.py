@@ -17,7 +17,8 @@ window, nor two last ones (they are more than 32 apart), nor two that are not la
 So the scratch row ``2 · window + (1 if last else 0)`` of a run is its own: N / 16 rows, 55 MB for 1.7M occurrences of
 128 columns, instead of N.
 
-`segment_sum` runs the same kernels with rows of ``out`` for slots, and stores where `update` applies the rule.
+`segment_sum` and `square_blocks` run the same kernels with rows of ``out`` for slots, and store where `update` applies
+the rule.
 """
 
 from __future__ import annotations
@@ -31,21 +32,23 @@ import triton.language as tl
 from torch import Tensor
 
 from hotbed.ops.backend import launches
-from hotbed.ops.layout import BLOCK, RUN, Groups, Occurrences, Rows, RuleStep
+from hotbed.ops.layout import RUN, Groups, Occurrences, Rows, RuleStep
 from hotbed.ops.triton_rows import as_float32
-from hotbed.ops.triton_rules import Target, apply, target_of
+from hotbed.ops.triton_rules import Target, apply, block_sums, target_of
 from hotbed.ops.triton_runs import RunList, list_runs
-from hotbed.ops.triton_runtime import STRICT, TILE, ceil_div, power_of_two, programs, rows_per_program
+from hotbed.ops.triton_runtime import BLOCK, STRICT, TILE, ceil_div, power_of_two, programs, rows_per_program
 
 
 class Sums(NamedTuple):
-    """What `segment_sum` fills, in place of a `Target`."""
+    """What `segment_sum` and `square_blocks` fill, in place of a `Target`."""
 
-    out: Any  # [n, D]
+    out: Any  # [n, D] or [n, blocks]
+    inv_scale: Any
     gate: Any
 
 
-NO_RULE = {"RULE": None, "USES": (), "HYPER": 0, "KINDS": (), "HAS_WIDE": False}
+_SUMS = {"RULE": None, "USES": (), "HYPER": 0, "KINDS": (0, 0), "HAS_WIDE": False}
+"""What the kernels are compiled for that store sums; ``HYPER``, the columns of ``out`` where these are of squares."""
 
 
 @triton.jit
@@ -54,6 +57,7 @@ def _finish(
     slot,  # [R]; −1: none
     table,  # [R]
     number,  # [R], see `place_number`; anything where all rows are float32
+    group,  # [R]; anything where no moment is by group
     total,  # [R, BLOCK_D]
     RULE: tl.constexpr,
     USES: tl.constexpr,
@@ -63,12 +67,17 @@ def _finish(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Apply the rule to these slots, or store their sums."""
-    if RULE is None:
+    """Apply the rule to these slots, or store their sums, or sums of squares."""
+    if RULE is None and HYPER > 0:
+        total = total * tl.load(target.inv_scale)
+        at = tl.arange(0, BLOCK_D // BLOCK)[None, :]
+        to = target.out + slot[:, None] * HYPER + at
+        tl.store(to, block_sums(total * total, BLOCK_D), mask=(slot >= 0)[:, None] & (at < HYPER))
+    elif RULE is None:
         col = tl.arange(0, BLOCK_D)[None, :]
         tl.store(target.out + slot[:, None] * D + col, total, mask=(slot >= 0)[:, None] & (col < D))
     else:
-        apply(target, slot, table, number, total, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
+        apply(target, slot, table, number, group, total, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
 
 
 @triton.jit
@@ -78,6 +87,15 @@ def _number(target, runs, run, slot, live, RULE: tl.constexpr):
         return slot
     elif target.rows.narrow.dtype.element_ty != tl.float32:
         return tl.load(runs.places + run, mask=live, other=-1)
+    else:
+        return slot
+
+
+@triton.jit
+def _group(runs, start, live, slot, KINDS: tl.constexpr):
+    """Group of the run that starts at a position; anything where no moment is by group."""
+    if KINDS[1] == 3:
+        return tl.load(runs.numbers + start, mask=live, other=1) - 1
     else:
         return slot
 
@@ -130,13 +148,14 @@ def _runs_kernel(
         table = tl.load(runs.tables + run, mask=live, other=0)
         number = _number(target, runs, run, slot, live, RULE)
         bag = tl.load(runs.first_bags + run, mask=live, other=-1)
-        if SCALED or not SINGLE:
+        if SCALED or not SINGLE or KINDS[1] == 3:
             start = tl.load(runs.starts + run, mask=live, other=0).to(tl.int32)
         else:
             start = slot
+        group = _group(runs, start, live, slot, KINDS)
         acc = _gradient(grad, runs.scale, start, bag, D, BLOCK_D, SCALED)
         if SINGLE:
-            _finish(target, slot, table, number, acc, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
+            _finish(target, slot, table, number, group, acc, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
         else:
             kind = tl.load(runs.kinds + run, mask=live, other=0).to(tl.int32)
             to = tl.load(runs.partials + run, mask=live, other=-1)
@@ -166,7 +185,7 @@ def _runs_kernel(
             # First the rule: its loads do not wait for the gradients, as storing partial sums does.
             alone = tl.where(to < 0, slot, -1)
             number = tl.where(to < 0, number, -1)
-            _finish(target, alone, table, number, acc, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
+            _finish(target, alone, table, number, group, acc, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
             col = tl.arange(0, BLOCK_D)[None, :]
             row = partials + to.to(tl.int64)[:, None] * D
             tl.store(row + col, acc, mask=(to >= 0)[:, None] & (col < D))
@@ -244,7 +263,8 @@ def _long_kernel(
         slot = tl.zeros([1], tl.int64) + tl.load(runs.slots + run)
         table = tl.zeros([1], tl.int32) + tl.load(runs.tables + run)
         number = _number(target, runs, tl.zeros([1], tl.int64) + run, slot, slot >= 0, RULE)
-        _finish(target, slot, table, number, acc, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
+        group = _group(runs, tl.zeros([1], tl.int64) + start, slot >= 0, slot, KINDS)
+        _finish(target, slot, table, number, group, acc, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
 
 
 def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: Tensor | None, out: Tensor) -> None:
@@ -257,7 +277,20 @@ def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: 
             places = torch.arange(len(groups.order), device=grad.device)
         runs = list_runs(occurrences, groups, places.contiguous(), None)
         # Open: there is a group.
-        _launch(Sums(out, gate=groups.counts), NO_RULE, runs, grad, out.shape[1], occurrences.scale is not None)
+        target = Sums(out, out, gate=groups.counts)
+        _launch(target, _SUMS, runs, grad, out.shape[1], occurrences.scale is not None)
+
+
+def square_blocks(occurrences: Occurrences, groups: Groups, grad: Tensor, inv_scale: Tensor, out: Tensor) -> None:
+    """Sum the squares of each distinct slot's gradient in blocks, see `hotbed.ops.reference.square_blocks`."""
+    launches["triton.square_blocks"] += 1
+    if len(groups.order) == 0:
+        return
+    with torch.cuda.device_of(grad):
+        runs = list_runs(occurrences, groups, torch.arange(len(groups.order), device=grad.device), None)
+        compiled = {**_SUMS, "HYPER": out.shape[1]}
+        target = Sums(out, inv_scale, gate=groups.counts)
+        _launch(target, compiled, runs, grad, grad.shape[-1], occurrences.scale is not None)
 
 
 def update(
@@ -284,7 +317,7 @@ def _launch(
         with 32 occurrences or fewer no slot has several runs, and with one occurrence no run has several
     """
     total = len(runs.slots)
-    block_d = max(power_of_two(dim), BLOCK)
+    block_d = max(power_of_two(dim), BLOCK.value)
     tile_rows = rows_per_program(block_d, TILE // 2)
     partials = torch.empty(2 * ceil_div(total, RUN), dim, dtype=torch.float32, device=grad.device)
     grad = grad.contiguous()

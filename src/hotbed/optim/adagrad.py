@@ -81,18 +81,8 @@ def _rowwise_adagrad(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mappin
     v = moments["sum_of_squares"]
     before = v.clone()
     v.add_((yield g * g) / dim)
-    own = (h["eps"], h["eps_inside"], h["moment_scale"], h["delayed"])
-    return w - rowwise_step_size(before[:, None], v[:, None], h["lr"], own) * g
-
-
-def rowwise_step_size(before: Tensor, after: Tensor, lr: Tensor, own: Sequence[Tensor]) -> Tensor:
-    """``lr / (√(v / c + ε_inside) + ε)``, v from after the step, or from before it where ``delayed``.
-
-    ``own`` are the rule's own hyperparameters in kernel order, of the same shape as the others.
-    """
-    eps, eps_inside, scale, delayed = own
-    v = torch.where(delayed == 0, after, before)
-    return lr / (sqrt(v / scale + eps_inside) + eps)
+    used = torch.where(h["delayed"] == 0, v[:, None], before[:, None])
+    return w - h["lr"] / (sqrt(used / h["moment_scale"] + h["eps_inside"]) + h["eps"]) * g
 
 
 class RowWiseAdagrad(AdagradBase):

@@ -154,7 +154,7 @@ class DenseStore(RowStore):
     def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
         if self.changes is not None or self.on_change is not None:
             self.changing(occurrences.slots[occurrences.slots < self.slots])  # others are of padding
-        groups = self.ops.group(replace(occurrences, limit=self.slots))
+        groups = occurrences.groups or self.ops.group(replace(occurrences, limit=self.slots))
         self.ops.update(step, self.rows, self.moments, occurrences, groups, grad)
 
     @override

@@ -202,7 +202,7 @@ class LazyRows(RowStore):
 
     @override
     def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
-        groups = self.ops.group(replace(occurrences, limit=self.slots))
+        groups = occurrences.groups or self.ops.group(replace(occurrences, limit=self.slots))
         active = step.hyper[:, ACTIVE] != 0
         told = torch.stack([(step.gate != 0).view(()), active.all()]).long()
         slots, (told, *seeds) = self._distinct(groups, told, *[step.seeds] * self._is_apart)
