@@ -20,6 +20,9 @@ Results = Mapping[str, Mapping[str, float]]
 TIMES = {"": "total_s", "_lookup": "lookup_s", "_update": "update_s"}
 """Suffix of a ratio of embeddings → what it compares."""
 
+SCHEMES = ("table", "row", "column", "column_apart")
+"""Of hotbed's tables over ranks; `sides`."""
+
 EMBEDDING_RATIOS = {
     "ratio_fbgemm_default": ("fbgemm_default", "hotbed"),
     "ratio_fbgemm_hugepages": ("fbgemm_hugepages", "hotbed"),
@@ -28,7 +31,7 @@ EMBEDDING_RATIOS = {
     "ratio_fbgemm_hugepages_one_thread": ("fbgemm_hugepages", "hotbed_one_thread"),
     **{
         f"ratio_{ours}{pages}": (f"torchrec_{peer}{pages}", f"hotbed_{ours}")
-        for peer, ours in (("table", "table"), ("row", "row"), ("column", "column"), ("column", "column_apart"))
+        for peer, ours in zip(("table", "row", "column", "column"), SCHEMES, strict=True)
         for pages in ("", "_hugepages")
     },
 }
@@ -92,6 +95,11 @@ DEFINITIONS = {
     "rank; both start together. Ids follow Zipf's law, or every row is as popular as any other: hotbed sends each "
     "distinct row once per rank, which helps where ids repeat",
     "world2_step": "the same for a whole step of the DLRM of `step`, whose MLPs are data-parallel (DDP) on both sides",
+    "hotbed_alone*": "hotbed with all tables whole on each rank and no DDP: two processes beside each other that "
+    "exchange nothing",
+    "sharding_share_*": "1 − seconds of hotbed_alone ÷ seconds of the scheme, in the same precision: the share of a "
+    "step that routes, exchanges of ids, rows and gradients (those of the MLPs, too) and all else that sharding adds "
+    "take",
     "ratio_table*, ratio_row*, ratio_column*": "TorchRec and hotbed with all tables sharded table-, row- or "
     "column-wise, each the way it recommends: TorchRec with optimizers fused into backward, hotbed with wire format "
     "`rows`",
@@ -149,6 +157,10 @@ def step_summary(rounds: Sequence[Round], batch: int) -> dict[str, float]:
             summary |= spread(name, [batch / r[side]["bf16_s"] for r in rounds])
         for precision in ("fp32", "bf16"):
             summary |= spread(f"{side}_{precision}_s", [r[side][f"{precision}_s"] for r in rounds])
+    for scheme in SCHEMES if "hotbed_alone" in rounds[0] else ():
+        for time in ("fp32_s", "bf16_s"):
+            shares = [1 - r["hotbed_alone"][time] / r[f"hotbed_{scheme}"][time] for r in rounds]
+            summary |= spread(f"sharding_share_{scheme}_{time.removesuffix('_s')}", shares)
     return summary
 
 
@@ -191,6 +203,10 @@ def table(section: str, summary: Mapping[str, float], title: str) -> Table:
     if "row_limit_s" in summary:
         limit, share = milliseconds(summary["row_limit_s"]), shown("share_of_row_limit")
         made.add_row("limit of random rows", milliseconds(summary["hotbed_s"]), limit, f"share: {share}")
+    for share in (name for name in summary if name.startswith("sharding_share_") and f"{name}_min" in summary):
+        side, precision = share.removeprefix("sharding_share_").rsplit("_", 1)
+        seconds = [milliseconds(summary[f"hotbed_{of}_{precision}_s"]) for of in (side, "alone")]
+        made.add_row(f"hotbed {side.replace('_', ' ')}, {precision}; not sharded", *seconds, f"share: {shown(share)}")
     return made
 
 

@@ -87,8 +87,10 @@ SHARDED_EMBEDDING_SIDES = {
 """Tables are sharded over ranks; those with one scheme follow each other, for a ratio is of neighbours in time."""
 
 SHARDED_STEP_SIDES = {
-    name: side for name, side in SHARDED_EMBEDDING_SIDES.items() if HUGE_PAGES not in side.environment
+    **{name: side for name, side in SHARDED_EMBEDDING_SIDES.items() if HUGE_PAGES not in side.environment},
+    "hotbed_alone": Side("hotbed_side", ONE_THREAD),
 }
+"""The last has all tables on each rank, which exchange nothing: what sharding costs is told by it."""
 
 
 def sides_of(section: str) -> dict[str, Side]:

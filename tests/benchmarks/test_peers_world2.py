@@ -45,7 +45,7 @@ EMBEDDING_ROUND = {
 STEP_ROUND = {
     name: {"fp32_s": 2.0, "bf16_s": 1.0} if name.startswith("hotbed") else {"fp32_s": 6.0, "bf16_s": 5.0}
     for name in SHARDED_STEP_SIDES
-}
+} | {"hotbed_alone": {"fp32_s": 1.5, "bf16_s": 0.9}}
 RESULTS = {
     "world2": report.embedding_summary([EMBEDDING_ROUND]),
     "world2_step": report.step_summary([STEP_ROUND], batch=100),
@@ -62,6 +62,8 @@ def test_ratios_are_by_scheme():
     steps = RESULTS["world2_step"]
     assert [steps[f"ratio_row_{end}"] for end in ("fp32", "fp32_like_for_like", "bf16")] == [6, 3, 5]
     assert steps["samples_per_s_column_apart"] == 100
+    shares = [steps[f"sharding_share_row_{precision}"] for precision in ("fp32", "bf16")]
+    assert shares == pytest.approx([0.25, 0.1])
 
 
 def test_every_side_of_a_section_is_in_a_ratio():
@@ -69,7 +71,7 @@ def test_every_side_of_a_section_is_in_a_ratio():
     for section, summary in RESULTS.items():
         seconds_of = {name for _, ours, theirs in report.compared(section, summary).values() for name in (ours, theirs)}
         ends = ("_fp32_s", "_bf16_s") if section in STEPS else ("_s",)
-        assert seconds_of == {side + end for side in sides_of(section) for end in ends}
+        assert seconds_of == {side + end for side in sides_of(section) if side != "hotbed_alone" for end in ends}
 
 
 def test_what_is_compared_is_said():
@@ -83,6 +85,7 @@ def test_what_is_compared_is_said():
         "TorchRec column-wise, hotbed per shard",
         "TorchRec row-wise fp32, hotbed bf16",
         "TorchRec column-wise bf16, hotbed per shard bf16",
+        "hotbed column apart, bf16; not sharded",
         "26 tables × 200,000 × 128, batch 4,096, 1 id per bag, 2 ranks",
     ):
         assert f"{shown} " in text
