@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -117,11 +118,22 @@ def test_a_sender_waits_for_room_among_messages(monkeypatch: pytest.MonkeyPatch)
         assert found.item() == i
 
 
-def test_no_more_memory_is_taken_than_there_is(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shared_memory, "memory_bytes", lambda: 1 << 20)
+def test_a_machine_without_memory_for_an_exchange_says_so(monkeypatch: pytest.MonkeyPatch):
     own, peers = memories()
-    with pytest.raises(MemoryError, match=r"exchanges take .* bytes, more than there are for this process"):
+
+    def full(file: int, first: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        CommError, match=r"no memory for 4,194,304 bytes more .*No space left .*smaller batches"
+    ):
         own.send({1: torch.zeros(1 << 20)}, peers)
+    monkeypatch.undo()
+    own.send({1: torch.arange(1 << 20)}, peers)  # nothing has changed
+    found = torch.empty(1 << 20, dtype=torch.int64)
+    peers[1].receive(peers[1].expect(), found)
+    assert torch.equal(found, torch.arange(1 << 20))
 
 
 def test_the_end_of_a_process_ends_the_wait():

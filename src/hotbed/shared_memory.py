@@ -4,8 +4,9 @@ Each process has a file in memory without a name (`OwnMemory`; ``memfd_create``)
 ends that, and which no limit of ``/dev/shm`` concerns. Others open it by ``/proc/PID/fd`` (`PeerMemory`). It holds::
 
     key       by which who opens it knows that it is the right one
-    messages  to rank 0, then to rank 1 …: pairs of where the bytes of message m are, and m; −m once they were copied
-    blocks    bytes of messages
+    messages  to rank 0, then to rank 1 …, of four numbers each: place and size of a block, from which byte of it on,
+              and the number m of the message, which is −m once it was copied
+    blocks    bytes of messages; each is mapped by itself, when it is first used
 
 The sender copies tensors into a free block, then notes the messages; a receiver looks until one is there, copies, and
 marks it as taken; a block is free when all its messages are. Nobody waits but who receives, and who has sent a rank
@@ -31,15 +32,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hotbed.machine import memory_bytes
+from hotbed.errors import CommError
 
 ADDRESS_BYTES = 64
 """Size of what a process tells others of its memory."""
 MESSAGES = 4096
 """To one rank, that it need not have taken."""
 _KEY_BYTES = 16
-_PAGE = 4096
-_MESSAGES_BYTES = 16 * MESSAGES
+_PAGE = mmap.ALLOCATIONGRANULARITY
+_FIELDS = 4
+_MESSAGES_BYTES = -(-8 * _FIELDS * MESSAGES // _PAGE) * _PAGE
 _LINE = 64
 _NAME = "hotbed"
 _SPIN_S = 1e-3
@@ -54,13 +56,15 @@ class _Block:
     Attributes
     ----------
     first, size
-        Place and number of bytes.
+        Where in the file it is.
+    content
+        ``[size]`` uint8.
     messages
-        By rank, the number of the message that they were sent by.
+        By rank, the number of the message that its bytes were sent by.
     """
 
-    def __init__(self, first: int, size: int) -> None:
-        self.first, self.size = first, size
+    def __init__(self, first: int, content: Tensor) -> None:
+        self.first, self.size, self.content = first, len(content), content
         self.messages: dict[int, int] = {}
 
 
@@ -84,14 +88,14 @@ class OwnMemory:
         self._key = secrets.token_bytes(_KEY_BYTES)
         self._file = os.memfd_create(_NAME)
         weakref.finalize(self, os.close, self._file)
-        # Pages are taken when they are written first, so that it is as large as all memory costs nothing.
-        size = memory_bytes() // _PAGE * _PAGE
-        os.ftruncate(self._file, size)
-        memory = mmap.mmap(self._file, size)
-        memory[:_KEY_BYTES] = self._key
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._end = _PAGE + _MESSAGES_BYTES * ranks
-        self._messages = memoryview(memory)[: self._end].cast("q")
+        os.ftruncate(self._file, self._end)
+        memory = mmap.mmap(self._file, self._end)
+        memory[:_KEY_BYTES] = self._key
+        self._messages = [
+            memoryview(memory)[first : first + _MESSAGES_BYTES].cast("q")
+            for first in range(_PAGE, self._end, _MESSAGES_BYTES)
+        ]
         self._sent = [0] * ranks
         self._blocks: list[_Block] = []
 
@@ -119,21 +123,22 @@ class OwnMemory:
         distinct = {(t.data_ptr(), t.nbytes): t for t in tensors.values()}
         starts = [0, *accumulate(-(-t.nbytes // _LINE) * _LINE for t in distinct.values())]
         block = self._free_block(starts[-1])
-        firsts: dict[tuple[int, int], int] = {}
-        for (key, t), start in zip(distinct.items(), starts, strict=False):
-            firsts[key] = first = block.first + start
-            self._bytes[first : first + t.nbytes] = flat_bytes(t)
-        block.messages = {rank: self._noted(rank, firsts[t.data_ptr(), t.nbytes], peers) for rank, t in tensors.items()}
+        at = dict(zip(distinct, starts, strict=False))
+        for key, t in distinct.items():
+            block.content[at[key] : at[key] + t.nbytes] = flat_bytes(t)
+        block.messages = {
+            rank: self._noted(rank, block, at[t.data_ptr(), t.nbytes], peers[rank]) for rank, t in tensors.items()
+        }
 
-    def _noted(self, rank: int, first: int, peers: Mapping[int, PeerMemory]) -> int:
+    def _noted(self, rank: int, block: _Block, start: int, peer: PeerMemory) -> int:
         """Tell a rank where bytes for it are; return the number of the message."""
         self._sent[rank] = number = self._sent[rank] + 1
-        at = _place(rank, number)
+        messages, at = self._messages[rank], _place(number)
         if number > MESSAGES:
-            peers[rank].wait_until(lambda: self._messages[at + 1] < 0)
-        self._messages[at] = first
+            peer.wait_until(lambda: messages[at + 3] < 0)
+        messages[at], messages[at + 1], messages[at + 2] = block.first, block.size, start
         _order()
-        self._messages[at + 1] = number
+        messages[at + 3] = number
         return number
 
     def _free_block(self, nbytes: int) -> _Block:
@@ -144,16 +149,23 @@ class OwnMemory:
             return min(fitting, key=lambda b: b.size)
         # Sizes that vary, as of the distinct rows of a batch, shall fit into one another's blocks.
         step = max(1 << max(nbytes.bit_length() - 3, 0), _PAGE)
-        block = _Block(self._end, -(-nbytes // step) * step)
-        self._end += block.size
-        if self._end > len(self._bytes):
-            raise MemoryError(f"exchanges take {self._end:,} bytes, more than there are for this process")
+        size = -(-nbytes // step) * step
+        try:
+            # Takes the pages now: where there are none, writing to them later would end the process.
+            os.posix_fallocate(self._file, self._end, size)
+        except OSError as error:
+            raise CommError(
+                f"there is no memory for {size:,} bytes more that this rank sends to others of its machine "
+                f"({error.strerror}), beside {self._end:,}; take smaller batches, or fewer ranks per machine"
+            ) from error
+        block = _Block(self._end, _mapped(self._file, self._end, size))
+        self._end += size
         self._blocks.append(block)
         return block
 
     def _is_free(self, block: _Block) -> bool:
         """Whether all its messages were taken; where there is a later one in the place of a message, it was."""
-        return all(self._messages[_place(r, n) + 1] != n for r, n in block.messages.items())
+        return all(self._messages[rank][_place(n) + 3] != n for rank, n in block.messages.items())
 
 
 class PeerMemory:
@@ -186,16 +198,14 @@ class PeerMemory:
             raise OSError("another process has that number here")
         self._process = os.pidfd_open(int(process))
         weakref.finalize(self, os.close, self._process)
-        file = os.open(path, os.O_RDWR)
-        try:
-            memory = mmap.mmap(file, os.fstat(file).st_size)
-        finally:
-            os.close(file)
-        if memory[:_KEY_BYTES] != key:
+        self._file = os.open(path, os.O_RDWR)
+        weakref.finalize(self, os.close, self._file)
+        if os.pread(self._file, _KEY_BYTES, 0) != key:
             raise OSError("another process has that number here")
-        self._rank, self._timeout, self._number = rank, timeout.total_seconds(), process
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self._messages = memoryview(memory)[: _PAGE + _MESSAGES_BYTES * (1 + rank)].cast("q")
+        self._timeout, self._number = timeout.total_seconds(), process
+        messages = mmap.mmap(self._file, _MESSAGES_BYTES, offset=_PAGE + _MESSAGES_BYTES * rank)
+        self._messages = memoryview(messages).cast("q")
+        self._blocks: dict[int, Tensor] = {}
         self._expected = 0
 
     def expect(self) -> int:
@@ -211,13 +221,15 @@ class PeerMemory:
         RuntimeError
             If the sender has ended, or has not sent it in time.
         """
-        at = _place(self._rank, number)
-        self.wait_until(lambda: self._messages[at + 1] == number)
+        at = _place(number)
+        self.wait_until(lambda: self._messages[at + 3] == number)
         _order()
-        first = self._messages[at]
-        flat_bytes(out)[:] = self._bytes[first : first + out.nbytes]
+        block, size, start = self._messages[at : at + 3]
+        if block not in self._blocks:
+            self._blocks[block] = _mapped(self._file, block, size)
+        flat_bytes(out)[:] = self._blocks[block][start : start + out.nbytes]
         _order()
-        self._messages[at + 1] = -number
+        self._messages[at + 3] = -number
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait for what the other process does; RuntimeError if it has ended, or not done it in time."""
@@ -247,9 +259,14 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # strides of one row may be any
 
 
-def _place(rank: int, number: int) -> int:
-    """Find where a message to a rank is among all numbers."""
-    return (_PAGE + _MESSAGES_BYTES * rank) // 8 + 2 * (number % MESSAGES)
+def _mapped(file: int, first: int, size: int) -> Tensor:
+    """Map a part of a file ``[size]`` uint8; the tensor keeps the map."""
+    return torch.frombuffer(mmap.mmap(file, size, offset=first), dtype=torch.uint8)
+
+
+def _place(number: int) -> int:
+    """Find where a message is among the numbers of all to its rank."""
+    return _FIELDS * (number % MESSAGES)
 
 
 _lock = threading.Lock()
