@@ -76,10 +76,11 @@ def limits_of(model: CostModel, capacity_bytes: int | None = None, host_bytes: i
     on_node, size, batch = model.ranks_on_node, model.world_size, model.local_batch
     whole = here.device_bytes // (on_node if here.cores_shared else 1)
     exchanged = sum(u.expected.distinct(range(u.table.rows), u.ids * batch) * 4 * u.table.dim for u in work.uses)
+    others = EXCHANGE_OTHERS + here.cores_shared  # what ranks of a machine send lies in memory that they share, too
     beside = {
         "activations": int(work.dense.activation_bytes * batch),
         "dense parameters": DENSE_COPIES * 4 * work.dense.parameters,
-        "rows in exchange": int((EXCHANGE_OWN + EXCHANGE_OTHERS * (size - 1) / size) * exchanged) if size > 1 else 0,
+        "rows in exchange": int((EXCHANGE_OWN + others * (size - 1) / size) * exchanged) if size > 1 else 0,
         "runtime": int(RUNTIME_SHARE * whole),
     }
     left = whole - sum(beside.values())
