@@ -29,12 +29,15 @@ from rich.table import Table
 from benchmarks.net.hosts import Hosts, available, run_ranks
 from benchmarks.price_training import BATCH, Case, Job
 from benchmarks.quality_results import measured_on, paired_difference, verdict
+from benchmarks.quality_training import ROWS
 from hotbed.errors import HotbedError
 from hotbed.files import write_json
 
 TIMEOUT_S = 3_600
 MOST_STEPS = 16
 """Between two averages of copies."""
+SMALL = 1_000
+"""Rows of a small table, at most."""
 
 
 def _wire(forward: str, backward: str) -> Case:
@@ -44,6 +47,8 @@ def _wire(forward: str, backward: str) -> Case:
 def _copies(copies: int, every: int = 1, **rule: float) -> Case:
     return Case(options={"replicas": copies, "sync_every": every}, rule=rule, exact="row")
 
+
+_SMALL = [f"t{i}" for i, rows in enumerate(ROWS) if rows <= SMALL]
 
 CASES: dict[int, dict[str, Case]] = {
     2: {
@@ -57,6 +62,8 @@ CASES: dict[int, dict[str, Case]] = {
         "dense part by FSDP": Case(options={"dense": "fsdp"}, exact="row"),
         "column": Case("column"),
         "column, moments per part": Case("column", {"per_shard_statistics": True}, exact="column"),
+        "small tables on both ranks": Case({**dict.fromkeys(_SMALL, "dp"), "*": "row"}, exact="row"),
+        "small tables in the dense part": Case(dense_rows=SMALL, exact="row"),
         "2 copies": _copies(2),
         "2 copies, c = 1": _copies(2, moment_scale=1.0),
         "2 copies, averaged every 16 steps": _copies(2, MOST_STEPS),
@@ -64,7 +71,8 @@ CASES: dict[int, dict[str, Case]] = {
     4: {"row": Case(), "4 copies": _copies(4), "4 copies, c = 1": _copies(4, moment_scale=1.0)},
     8: {"row": Case(), "8 copies": _copies(8), "8 copies, c = 1": _copies(8, moment_scale=1.0)},
 }
-"""By number of ranks. Copies are of all tables, one per rank; c is ``moment_scale``, by default their number."""
+"""By number of ranks. Small tables in the dense part have its rule, and gradients that are averaged whole. Copies are of
+all tables, one per rank; c is ``moment_scale``, by default their number."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -22,10 +22,11 @@ if __name__ == "__main__":  # read when torch and Numba are imported: one thread
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotbed as hb
+from benchmarks.peers.plain_side import PlainLayers
 from benchmarks.quality_results import Scores
 from benchmarks.quality_training import DENSE, PlantedLog, share
 
@@ -37,12 +38,16 @@ SPARSE_LR, DENSE_LR = 0.02, 0.004
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, options of `hotbed.distribute` and of row-wise AdaGrad, and the exact case that it is held against."""
+    """A plan, options of `hotbed.distribute` and of row-wise AdaGrad, and the exact case that it is held against.
 
-    plan: str = "row"
+    Tables of at most ``dense_rows`` rows are no tables of hotbed's, but parameters of the dense part.
+    """
+
+    plan: str | Mapping[str, str] = "row"
     options: Mapping[str, Any] = field(default_factory=dict)
     rule: Mapping[str, Any] = field(default_factory=dict)
     exact: str | None = None
+    dense_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,33 @@ class Job:
     seed: int
 
 
+class WithDenseTables(nn.Module):
+    """A DLRM on the planted log whose small tables are plain modules of torch: their gradients are averaged whole."""
+
+    def __init__(self, made: hb.nn.DLRM, features: Sequence[hb.Feature], dense_rows: int, seed: int) -> None:
+        super().__init__()
+        self.names = [f.name for f in features]
+        tables = made.embeddings.tables
+        large = [table for table in tables.values() if table.rows > dense_rows]
+        kept = {table.name for table in large}
+        self.embeddings = hb.EmbeddingCollection(large, [f for f in features if f.table in kept], seed=seed)
+        self.small = nn.ModuleDict(
+            {
+                name: nn.EmbeddingBag.from_pretrained(made.embeddings.weight(name).clone(), freeze=False, mode="sum")
+                for name in tables
+                if name not in kept
+            }
+        )
+        self.layers = PlainLayers(made)
+
+    def forward(self, batch: hb.Batch) -> Tensor:
+        assert batch.dense is not None
+        embedded = self.embeddings(batch.sparse)
+        ids = dict(zip(self.names, batch.sparse.values.view(len(self.names), -1, 1), strict=True))
+        vectors = [self.small[n](ids[n]) if n in self.small else embedded[n] for n in self.names]
+        return self.layers(batch.dense, vectors)
+
+
 class Trained:
     """A case in training."""
 
@@ -63,6 +95,8 @@ class Trained:
         tables = [hb.Table(name, rows, DIM) for name, rows in zip(log.names, log.rows, strict=True)]
         features = [hb.Feature(name, table=name) for name in log.names]
         made = hb.nn.DLRM(tables, features, DENSE, bottom=(64, DIM), top=(64, 1), seed=seed)
+        if case.dense_rows:
+            made = WithDenseTables(made, features, case.dense_rows, seed)
         self.model: Any = hb.distribute(made, case.plan, hb.ParallelOptions(**case.options))
         self.optimizers = (
             torch.optim.Adam(self.model.parameters(), lr=DENSE_LR),

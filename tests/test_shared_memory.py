@@ -125,9 +125,7 @@ def test_a_machine_without_memory_for_an_exchange_says_so(monkeypatch: pytest.Mo
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(
-        CommError, match=r"no memory for 4,194,304 bytes more .*No space left .*smaller batches"
-    ):
+    with pytest.raises(CommError, match=r"no memory for 4,194,304 bytes more .*No space left .*smaller batches"):
         own.send({1: torch.zeros(1 << 20)}, peers)
     monkeypatch.undo()
     own.send({1: torch.arange(1 << 20)}, peers)  # nothing has changed

@@ -21,6 +21,7 @@ def test_every_option_is_trained_beside_the_exact_one(tmp_path: Path, capsys: py
     assert all(of["step_ms"] > 0 and len(of["block_auc"]) == 32 for of in found.values())
     exact = {name: {k: v for k, v in of.items() if k != "step_ms"} for name, of in found.items()}
     assert exact["column"] == exact["row"]  # a plan does not change the model
+    assert exact["small tables on both ranks"] == exact["row"] != exact["small tables in the dense part"]
     assert exact["rows and gradients as int8"] != exact["row"]
     assert exact["column, moments per part"] != exact["row"]
     assert exact["2 copies"] != exact["2 copies, c = 1"] != exact["row"]
