@@ -7,7 +7,7 @@ For each seed, the cases of a number of ranks are trained on the same samples of
 values (`price_training`), and compared with the exact case of their plan: rows by ids and gradients in float32, moments
 across column cuts, one copy of everything. Differences of AUC are paired and have intervals as in docs/quality.md.
 Every rank is a host of its own, a network namespace (Linux, root, iproute2), with or without a limit of its link. The
-file is written after each seed, and what is in it is not repeated.
+file is written after each seed, and seeds of which it has all cases are not repeated.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ CASES: dict[int, dict[str, Case]] = {
     4: {"row": Case(), "4 copies": _copies(4), "4 copies, c = 1": _copies(4, moment_scale=1.0)},
     8: {"row": Case(), "8 copies": _copies(8), "8 copies, c = 1": _copies(8, moment_scale=1.0)},
 }
-"""By number of ranks. Small tables in the dense part have its rule, and gradients that are averaged whole. Copies are of
-all tables, one per rank; c is ``moment_scale``, by default their number."""
+"""By number of ranks. Small tables in the dense part have its rule, and gradients that are averaged whole. Copies are
+of all tables, one per rank; c is ``moment_scale``, by default their number."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise HotbedError(f"{args.json} has runs of {data['settings']}, asked for {settings}; choose another file")
     data["measured on"] = measured_on()
     runs: dict[str, dict[str, Any]] = data.setdefault("ranks", {})
-    missing = [(n, seed) for n in args.ranks for seed in range(args.seeds) if str(seed) not in runs.get(str(n), {})]
+    wanted = [(n, seed) for n in args.ranks for seed in range(args.seeds)]
+    missing = [(n, seed) for n, seed in wanted if not CASES[n].keys() <= runs.get(str(n), {}).get(str(seed), {}).keys()]
     for ranks, seed in track(missing, "seeds", console=console, disable=not console.is_terminal):
         job = Job(CASES[ranks], args.samples, args.test_samples, seed)
         argv_of_rank = [sys.executable, "-m", "benchmarks.price_training", json.dumps(asdict(job))]
@@ -95,9 +96,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             runs.setdefault(str(ranks), {})[str(seed)] = run_ranks(hosts, argv_of_rank, TIMEOUT_S)[0]
         if args.json:
             write_json(args.json, data)
-    data["summary"] = {ranks: summary(int(ranks), list(seeds.values())) for ranks, seeds in runs.items()}
+    whole = {
+        ranks: [of_seed for of_seed in seeds.values() if CASES[int(ranks)].keys() <= of_seed.keys()]
+        for ranks, seeds in runs.items()
+    }
+    data["summary"] = {ranks: summary(int(ranks), seeds) for ranks, seeds in whole.items() if seeds}
     for ranks, of_cases in data["summary"].items():
-        console.print(_table(f"{ranks} ranks, {len(runs[ranks])} seeds", of_cases))
+        console.print(_table(f"{ranks} ranks, {len(whole[ranks])} seeds", of_cases))
     if args.json:
         write_json(args.json, data)
 

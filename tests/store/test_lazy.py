@@ -5,6 +5,7 @@ In memory, in files, behind caches of any size and either policy, and staged as 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,13 +172,17 @@ def drive(store: Any, rule: Any, actions: list[tuple[str, list[int]]]) -> list[A
         else:
             grad = torch.randn(len(slots), 16, generator=draw).to(store.device)
             bags = torch.arange(len(slots), device=store.device)
-            store.update(step_of(rule, number, store.device), Occurrences(at, bags, None), grad)
+            step, found = step_of(rule, number, store.device), Occurrences(at, bags, None)
+            if action == "update of parts" and rule.name == "rowwise_adagrad":  # others have more columns of these rows
+                step = replace(step, mean_squares=torch.rand(len(slots), generator=draw).to(store.device))
+                found = replace(found, groups=store.ops.group(replace(found, limit=60)))
+            store.update(step, found, grad)
     return seen
 
 
 ACCESSES = st.lists(
     st.tuples(
-        st.sampled_from(["lookup", "ahead", "write", "update"]),
+        st.sampled_from(["lookup", "ahead", "write", "update", "update of parts"]),
         st.lists(st.integers(0, 59), min_size=1, max_size=20),
     ),
     min_size=1,

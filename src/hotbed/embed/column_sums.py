@@ -80,7 +80,7 @@ class TouchedRows:
         self._found: tuple[Occurrences, Groups, Tensor] | None = None
         self.slots = torch.empty(0, dtype=torch.int64, device=device)
         if found is not None and bool(step.gate):
-            occurrences = _of_active_tables(replace(found[0], limit=arena.store.slots), arena, step)
+            occurrences = replace(found[0], limit=arena.store.slots)
             groups = ops.group(occurrences)
             self._found = replace(occurrences, groups=groups), groups, found[1]
             self.slots = groups.rows[: int(groups.counts[0])]
@@ -130,16 +130,6 @@ class TouchedRows:
         rows, within = neighbour.rows, self.slots[start : start + count] - self.arena.first_slots[neighbour.shard]
         common = (within >= rows.start) & (within < rows.stop) & ((within - rows.start) % rows.step == 0)
         return start + common.nonzero()[:, 0]
-
-
-def _of_active_tables(occurrences: Occurrences, arena: Arena, step: RuleStep) -> Occurrences:
-    """Keep what is of tables that the step updates."""
-    active = step.hyper[:, ACTIVE] != 0
-    if bool(active.all()):
-        return occurrences
-    keep = active[arena.locate(occurrences.slots)[0]]
-    scale = None if occurrences.scale is None else occurrences.scale[keep]
-    return Occurrences(occurrences.slots[keep], occurrences.bags[keep], scale, limit=occurrences.limit)
 
 
 class ColumnSums:
@@ -299,8 +289,11 @@ def _put(whole: Tensor, places: Tensor | slice, firsts: Sequence[int], counts: S
 
 
 def _store(touched: TouchedRows, rows: Tensor, moments: Mapping[str, Tensor]) -> None:
-    """Round and write rows; write their moments."""
+    """Round and write rows of the tables that the step updates; write their moments."""
     arena, slots = touched.arena, touched.slots
+    active = touched.step.hyper[arena.locate(slots)[0], ACTIVE] != 0
+    if not bool(active.all()):
+        slots, rows, moments = slots[active], rows[active], {name: m[active] for name, m in moments.items()}
     arena.store.write(slots, rows, random=rounding_bits(arena, slots, touched.step.seeds))
     for name, moment in moments.items():
         arena.store.write(slots, moment, name)

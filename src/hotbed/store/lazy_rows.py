@@ -210,6 +210,9 @@ class LazyRows(RowStore):
         if not is_open:
             return
         if not are_all_active:  # rows of other tables must not be materialized
+            if step.mean_squares is not None:
+                kept = self._are_of(groups.rows[: int(groups.counts[0])], active)
+                step = replace(step, mean_squares=step.mean_squares[: len(kept)][kept])
             occurrences = self._of_tables(occurrences, active)
             groups = self.ops.group(replace(occurrences, limit=self.slots))
             slots, _ = self._distinct(groups)
@@ -242,10 +245,13 @@ class LazyRows(RowStore):
 
     def _of_tables(self, occurrences: Occurrences, active: Tensor) -> Occurrences:
         """Keep the occurrences of active tables."""
-        span = torch.searchsorted(self._bounds.to(occurrences.slots.device), occurrences.slots, right=True) - 1
-        keep = active[span]
+        keep = self._are_of(occurrences.slots, active)
         scale = None if occurrences.scale is None else occurrences.scale[keep]
         return Occurrences(occurrences.slots[keep], occurrences.bags[keep], scale)
+
+    def _are_of(self, slots: Tensor, tables: Tensor) -> Tensor:
+        """Whether each slot ``[n]`` is of one of some tables, given as ``[T]`` bool."""
+        return tables[torch.searchsorted(self._bounds.to(slots.device), slots, right=True) - 1]
 
     def _as_tables(self, values: Tensor, slots: Tensor) -> Rows:
         """Float32 rows of rising slots as `Rows` of the tables that they belong to."""
