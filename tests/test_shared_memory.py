@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,14 +87,23 @@ def test_messages_may_be_taken_in_any_order_and_no_block_is_written_before_they_
 
 def test_memory_does_not_grow_while_messages_are_taken():
     own, peers = memories()
-    ends: set[int] = set()
     for i in range(100):
         sent = torch.full((10_000 + 7 * i,), i)
         own.send({0: sent}, peers)
         found = torch.empty_like(sent)
         peers[0].receive(peers[0].expect(), found)
-        ends.add(own._end)
-    assert len(ends) <= 2  # sizes that vary a little fit into one another's blocks
+    assert len(own._blocks) <= 2  # sizes that vary a little fit into one another's blocks
+
+
+def test_few_files_stay_open():
+    """One per memory and one per process: limits are often 1,024, and a rank has several links to many peers."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    kept = [memories(8) for _ in range(5)]
+    for own, peers in kept:
+        for i in range(8):
+            own.send({i: torch.zeros(1 << (2 * i), dtype=torch.uint8)}, peers)
+            peers[i].receive(peers[i].expect(), torch.empty(1 << (2 * i), dtype=torch.uint8))
+    assert len(list(Path("/proc/self/fd").iterdir())) - before <= 5 + 1
 
 
 def test_a_sender_waits_for_room_among_messages(monkeypatch: pytest.MonkeyPatch):
@@ -128,6 +138,10 @@ def test_a_machine_without_memory_for_an_exchange_says_so(monkeypatch: pytest.Mo
     with pytest.raises(CommError, match=r"no memory for 4,194,304 bytes more .*No space left .*smaller batches"):
         own.send({1: torch.zeros(1 << 20)}, peers)
     monkeypatch.undo()
+    monkeypatch.setattr(own, "_end", len(own._bytes) - 4096)
+    with pytest.raises(CommError, match=r"no memory for 4,194,304 bytes more .*bytes at most"):
+        own.send({1: torch.zeros(1 << 20)}, peers)
+    monkeypatch.undo()
     own.send({1: torch.arange(1 << 20)}, peers)  # nothing has changed
     found = torch.empty(1 << 20, dtype=torch.int64)
     peers[1].receive(peers[1].expect(), found)
@@ -148,6 +162,23 @@ def test_the_end_of_a_process_ends_the_wait():
         with pytest.raises(RuntimeError, match=f"process {process.pid} has ended"):
             peer.receive(peer.expect(), torch.empty(3))
         assert time.monotonic() - start < 60
+
+
+def test_what_was_sent_is_there_when_the_sender_has_ended():
+    code = (
+        "import sys, torch; from datetime import timedelta; from hotbed.shared_memory import OwnMemory, PeerMemory; "
+        "own = OwnMemory(2); print(own.address.tolist(), flush=True); sys.stdin.readline(); "
+        "own.send({1: torch.arange(9)}, {1: PeerMemory(own.address, 1, timedelta(1))})"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        address = torch.tensor(eval(process.stdout.readline()), dtype=torch.uint8)
+        peer = PeerMemory(address, 1, timedelta(minutes=5))
+        process.communicate(b"\n")
+        assert process.returncode == 0
+    found = torch.empty(9, dtype=torch.int64)
+    peer.receive(peer.expect(), found)
+    assert torch.equal(found, torch.arange(9))
 
 
 def changed(address: Tensor, place: int) -> Tensor:

@@ -1,22 +1,22 @@
 """Send tensors between processes of one machine through memory that both have mapped.
 
-Each process has a file in memory without a name (`OwnMemory`; ``memfd_create``), which ends with the process, whatever
-ends that, and which no limit of ``/dev/shm`` concerns. Others open it by ``/proc/PID/fd`` (`PeerMemory`). It holds::
+Each process has a file in memory without a name (`OwnMemory`; ``memfd_create``), which ends with the processes that
+have mapped it, whatever ends them, and which no limit of ``/dev/shm`` concerns. Others map it by ``/proc/PID/fd``
+(`PeerMemory`), whole and once, so that what was sent is there when its sender has ended. It holds::
 
     key       by which who opens it knows that it is the right one
-    messages  to rank 0, then to rank 1 …, of four numbers each: place and size of a block, from which byte of it on,
-              and the number m of the message, which is −m once it was copied
-    blocks    bytes of messages; each is mapped by itself, when it is first used
+    messages  to rank 0, then to rank 1 …: pairs of where the bytes of message m are, and m; −m once they were copied
+    blocks    bytes of messages
 
 The sender copies tensors into a free block, then notes the messages; a receiver looks until one is there, copies, and
 marks it as taken; a block is free when all its messages are. Nobody waits but who receives, and who has sent a rank
-4,096 messages that it has not taken. A copy of 14 MB takes 0.6 ms, through a socket of the loopback interface 9; and
+1,024 messages that it has not taken. A copy of 14 MB takes 0.6 ms, through a socket of the loopback interface 9; and
 messages do not depend on other threads of these processes, which find no free core (docs/log.md).
 """
 
 from __future__ import annotations
 
-import mmap
+import errno
 import os
 import secrets
 import select
@@ -33,16 +33,18 @@ import torch
 from torch import Tensor
 
 from hotbed.errors import CommError
+from hotbed.machine import memory_bytes
 
 ADDRESS_BYTES = 64
 """Size of what a process tells others of its memory."""
-MESSAGES = 4096
+MESSAGES = 1024
 """To one rank, that it need not have taken."""
 _KEY_BYTES = 16
-_PAGE = mmap.ALLOCATIONGRANULARITY
-_FIELDS = 4
-_MESSAGES_BYTES = -(-8 * _FIELDS * MESSAGES // _PAGE) * _PAGE
 _LINE = 64
+_PAGE = 4096
+_MOST_BYTES = 16 << 30
+"""Of a process's memory; pages are taken when they are needed."""
+_PAGES_OF_MESSAGES = 16 * MESSAGES // _PAGE
 _NAME = "hotbed"
 _SPIN_S = 1e-3
 """How long a receiver looks without a pause; then it sleeps a twentieth of the time it has waited, at most this."""
@@ -56,15 +58,13 @@ class _Block:
     Attributes
     ----------
     first, size
-        Where in the file it is.
-    content
-        ``[size]`` uint8.
+        Where it begins, and how many bytes it has.
     messages
         By rank, the number of the message that its bytes were sent by.
     """
 
-    def __init__(self, first: int, content: Tensor) -> None:
-        self.first, self.size, self.content = first, len(content), content
+    def __init__(self, first: int, size: int) -> None:
+        self.first, self.size = first, size
         self.messages: dict[int, int] = {}
 
 
@@ -88,14 +88,12 @@ class OwnMemory:
         self._key = secrets.token_bytes(_KEY_BYTES)
         self._file = os.memfd_create(_NAME)
         weakref.finalize(self, os.close, self._file)
-        self._end = _PAGE + _MESSAGES_BYTES * ranks
-        os.ftruncate(self._file, self._end)
-        memory = mmap.mmap(self._file, self._end)
-        memory[:_KEY_BYTES] = self._key
-        self._messages = [
-            memoryview(memory)[first : first + _MESSAGES_BYTES].cast("q")
-            for first in range(_PAGE, self._end, _MESSAGES_BYTES)
-        ]
+        os.ftruncate(self._file, size := min(memory_bytes(), _MOST_BYTES) // _PAGE * _PAGE)
+        os.posix_fallocate(self._file, 0, _PAGE)  # a system that cannot, says so here
+        self._bytes = _mapped(f"/proc/self/fd/{self._file}", size)
+        self._bytes[:_KEY_BYTES] = torch.frombuffer(bytearray(self._key), dtype=torch.uint8)
+        self._messages = _numbers(self._bytes)
+        self._end = _PAGE + _PAGES_OF_MESSAGES * _PAGE * ranks
         self._sent = [0] * ranks
         self._blocks: list[_Block] = []
 
@@ -121,24 +119,24 @@ class OwnMemory:
             If a rank has ended, or not taken earlier messages in time, while there is no room for more.
         """
         distinct = {(t.data_ptr(), t.nbytes): t for t in tensors.values()}
-        starts = [0, *accumulate(-(-t.nbytes // _LINE) * _LINE for t in distinct.values())]
+        starts = list(accumulate((-(-t.nbytes // _LINE) * _LINE for t in distinct.values()), initial=0))
         block = self._free_block(starts[-1])
-        at = dict(zip(distinct, starts, strict=False))
+        firsts = {key: block.first + start for key, start in zip(distinct, starts, strict=False)}
         for key, t in distinct.items():
-            block.content[at[key] : at[key] + t.nbytes] = flat_bytes(t)
+            self._bytes[firsts[key] : firsts[key] + t.nbytes] = flat_bytes(t)
         block.messages = {
-            rank: self._noted(rank, block, at[t.data_ptr(), t.nbytes], peers[rank]) for rank, t in tensors.items()
+            rank: self._noted(rank, firsts[t.data_ptr(), t.nbytes], peers[rank]) for rank, t in tensors.items()
         }
 
-    def _noted(self, rank: int, block: _Block, start: int, peer: PeerMemory) -> int:
+    def _noted(self, rank: int, first: int, peer: PeerMemory) -> int:
         """Tell a rank where bytes for it are; return the number of the message."""
         self._sent[rank] = number = self._sent[rank] + 1
-        messages, at = self._messages[rank], _place(number)
+        messages, at = self._messages, _place(rank, number)
         if number > MESSAGES:
-            peer.wait_until(lambda: messages[at + 3] < 0)
-        messages[at], messages[at + 1], messages[at + 2] = block.first, block.size, start
+            peer.wait_until(lambda: messages[at + 1] < 0)
+        messages[at] = first
         _order()
-        messages[at + 3] = number
+        messages[at + 1] = number
         return number
 
     def _free_block(self, nbytes: int) -> _Block:
@@ -151,6 +149,8 @@ class OwnMemory:
         step = max(1 << max(nbytes.bit_length() - 3, 0), _PAGE)
         size = -(-nbytes // step) * step
         try:
+            if self._end + size > len(self._bytes):
+                raise OSError(errno.ENOSPC, f"{len(self._bytes):,} bytes at most")
             # Takes the pages now: where there are none, writing to them later would end the process.
             os.posix_fallocate(self._file, self._end, size)
         except OSError as error:
@@ -158,14 +158,13 @@ class OwnMemory:
                 f"there is no memory for {size:,} bytes more that this rank sends to others of its machine "
                 f"({error.strerror}), beside {self._end:,}; take smaller batches, or fewer ranks per machine"
             ) from error
-        block = _Block(self._end, _mapped(self._file, self._end, size))
+        self._blocks.append(_Block(self._end, size))
         self._end += size
-        self._blocks.append(block)
-        return block
+        return self._blocks[-1]
 
     def _is_free(self, block: _Block) -> bool:
         """Whether all its messages were taken; where there is a later one in the place of a message, it was."""
-        return all(self._messages[rank][_place(n) + 3] != n for rank, n in block.messages.items())
+        return all(self._messages[_place(rank, n) + 1] != n for rank, n in block.messages.items())
 
 
 class PeerMemory:
@@ -193,19 +192,15 @@ class PeerMemory:
         network, process, number = told.decode().split()
         if network != _network():
             raise OSError("it is of another machine, or of a container with a network of its own")
+        self._number, self._rank, self._timeout = process, rank, timeout.total_seconds()
         path = Path("/proc", process, "fd", number)
         if not str(path.readlink()).startswith(f"/memfd:{_NAME}"):
             raise OSError("another process has that number here")
-        self._process = os.pidfd_open(int(process))
-        weakref.finalize(self, os.close, self._process)
-        self._file = os.open(path, os.O_RDWR)
-        weakref.finalize(self, os.close, self._file)
-        if os.pread(self._file, _KEY_BYTES, 0) != key:
+        self._bytes = _mapped(str(path), path.stat().st_size)
+        if bytes(self._bytes[:_KEY_BYTES].tolist()) != key:
             raise OSError("another process has that number here")
-        self._timeout, self._number = timeout.total_seconds(), process
-        messages = mmap.mmap(self._file, _MESSAGES_BYTES, offset=_PAGE + _MESSAGES_BYTES * rank)
-        self._messages = memoryview(messages).cast("q")
-        self._blocks: dict[int, Tensor] = {}
+        self._messages = _numbers(self._bytes)
+        self._process = _process(int(process))
         self._expected = 0
 
     def expect(self) -> int:
@@ -221,15 +216,13 @@ class PeerMemory:
         RuntimeError
             If the sender has ended, or has not sent it in time.
         """
-        at = _place(number)
-        self.wait_until(lambda: self._messages[at + 3] == number)
+        at = _place(self._rank, number)
+        self.wait_until(lambda: self._messages[at + 1] == number)
         _order()
-        block, size, start = self._messages[at : at + 3]
-        if block not in self._blocks:
-            self._blocks[block] = _mapped(self._file, block, size)
-        flat_bytes(out)[:] = self._blocks[block][start : start + out.nbytes]
+        first = self._messages[at]
+        flat_bytes(out)[:] = self._bytes[first : first + out.nbytes]
         _order()
-        self._messages[at + 3] = -number
+        self._messages[at + 1] = -number
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait for what the other process does; RuntimeError if it has ended, or not done it in time."""
@@ -249,9 +242,31 @@ class PeerMemory:
 
     def _ended(self) -> str:
         """Say that the process has ended; empty while it lives."""
-        poll = select.poll()
-        poll.register(self._process, select.POLLIN)
-        return f"process {self._number} has ended" if poll.poll(0) else ""
+        return f"process {self._number} has ended" if self._process.has_ended() else ""
+
+
+class _Process:
+    """Another process; one descriptor, which tells when it has ended, serves all links."""
+
+    def __init__(self, number: int) -> None:
+        file = os.pidfd_open(number)
+        weakref.finalize(self, os.close, file)
+        self._poll = select.poll()
+        self._poll.register(file, select.POLLIN)
+
+    def has_ended(self) -> bool:
+        return bool(self._poll.poll(0))
+
+
+_processes: weakref.WeakValueDictionary[int, _Process] = weakref.WeakValueDictionary()
+
+
+def _process(number: int) -> _Process:
+    """Find a process by its number."""
+    found = _processes.get(number)
+    if found is None or found.has_ended():  # then the number may be another's
+        _processes[number] = found = _Process(number)
+    return found
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
@@ -259,14 +274,22 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # strides of one row may be any
 
 
-def _mapped(file: int, first: int, size: int) -> Tensor:
-    """Map a part of a file ``[size]`` uint8; the tensor keeps the map."""
-    return torch.frombuffer(mmap.mmap(file, size, offset=first), dtype=torch.uint8)
+def _mapped(path: str, size: int) -> Tensor:
+    """Map a file ``[size]`` uint8; unlike Python's own maps this one keeps no descriptor open."""
+    try:
+        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
 
 
-def _place(number: int) -> int:
-    """Find where a message is among the numbers of all to its rank."""
-    return _FIELDS * (number % MESSAGES)
+def _numbers(memory: Tensor) -> memoryview:
+    """Return all of a memory as int64."""
+    return memoryview(memory.numpy()).cast("q")
+
+
+def _place(rank: int, number: int) -> int:
+    """Find where a message to a rank is among the numbers of a memory."""
+    return (1 + _PAGES_OF_MESSAGES * rank) * _PAGE // 8 + 2 * (number % MESSAGES)
 
 
 _lock = threading.Lock()
