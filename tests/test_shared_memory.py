@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hotbed import pairwise, shared_memory
-from hotbed.comm import Link
+from hotbed.comm import Link, waits
 from hotbed.errors import CommError
 from hotbed.shared_memory import ADDRESS_BYTES, OwnMemory, PeerMemory
 
@@ -260,9 +260,15 @@ def meets_nobody(group: dist.ProcessGroup) -> str:
     """What a rank is told when another does not come to the first exchange."""
     link = Link(dist.new_group(timeout=timedelta(seconds=ANSWER_S)))
     if link.rank == 1:
+        time.sleep(2)  # then it ends the group
         return ""
+    waiting: list[bool] = []
+    looker = threading.Timer(0.5, lambda: waiting.append(waits()))
+    looker.start()
     with pytest.raises(CommError) as caught:
         link.all_gather("numbers", torch.arange(3)).wait()
+    looker.join()
+    assert waiting == [True] and not waits()  # who watches this process does not take it for one that hangs
     return str(caught.value)
 
 

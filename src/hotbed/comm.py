@@ -324,11 +324,14 @@ class Link:
     def _start(
         self, what: str, start: Callable[[], Sequence[tuple[int | None, Work]]], result: Callable[[], T]
     ) -> Handle[T]:
+        _WAITS.add(thread := threading.get_ident())  # the first exchange of two ranks waits until both are there
         try:
             work = start()
         except RuntimeError as error:
             peer = error.rank if isinstance(error, MeetingError) else None
             raise self._explained(what, error, peer) from error
+        finally:
+            _WAITS.discard(thread)
         return Handle(result, work, lambda error, peer: self._explained(what, error, peer))
 
     def _explained(self, what: str, error: Exception, peer: int | None = None) -> CommError:
