@@ -24,6 +24,7 @@ from hotbed.ops.layout import (
     RuleStep,
 )
 from hotbed.ops.reference_cache import cache_find, cache_read, cache_take, cache_use, cache_write
+from hotbed.ops.reference_interaction import interaction, interaction_backward
 from hotbed.ops.reference_rules import apply_rule, block_sum, blocks_of
 from hotbed.ops.rows import cells_of, random_bits, read_rows, table_of, write_rows
 from hotbed.pooling import divisors
@@ -46,6 +47,7 @@ __all__ = [
     "occurrences",
     "segment_sum",
     "spread",
+    "square_blocks",
     "update",
     "weight_gradient",
 ]
@@ -332,43 +334,3 @@ def _canonical_sum(occurrences: Occurrences, groups: Groups, grad: Tensor) -> Te
     group_runs = groups.group_runs[: count + 1]
     per_run = left_to_right(each, run_starts[:-1], run_starts.diff())
     return left_to_right(per_run, group_runs[:-1], group_runs.diff())
-
-
-# -- interaction ---------------------------------------------------------------------------------------------------
-
-
-def interaction(vectors: Tensor, width: int) -> Tensor:
-    """Dot interaction of DLRM (Naumov et al. 2019).
-
-    The n vectors of a sample (the dense one first) are multiplied pairwise; the strict lower triangle of the Gram
-    matrix, row by row, follows the first vector; zeros fill up to ``width``.
-
-    Parameters
-    ----------
-    vectors
-        ``[B, n, D]``.
-    width
-        Columns of the result, at least ``D + n (n − 1) / 2``.
-
-    Returns
-    -------
-    Tensor
-        ``[B, width]`` in the dtype of the vectors.
-    """
-    launches["reference.interaction"] += 1
-    gram = vectors @ vectors.transpose(1, 2)
-    i, j = torch.tril_indices(vectors.shape[1], vectors.shape[1], -1, device=vectors.device)
-    out = torch.cat([vectors[:, 0], gram[:, i, j]], dim=1)
-    return torch.nn.functional.pad(out, (0, width - out.shape[1]))
-
-
-def interaction_backward(grad: Tensor, vectors: Tensor) -> Tensor:
-    """Gradient ``[B, n, D]`` of `interaction` from ``grad [B, width]``."""
-    launches["reference.interaction_backward"] += 1
-    n, dim = vectors.shape[1:]
-    i, j = torch.tril_indices(n, n, -1, device=vectors.device)
-    gram = grad.new_zeros(len(grad), n, n)
-    gram[:, i, j] = grad[:, dim : dim + len(i)]
-    out = (gram + gram.transpose(1, 2)) @ vectors
-    out[:, 0] += grad[:, :dim]
-    return out

@@ -117,7 +117,7 @@ def _launch(vectors: int, dim: int, dtype: torch.dtype) -> dict[str, int | str]:
 
 
 def interaction(vectors: Tensor, width: int) -> Tensor:
-    """Dot interaction, see `hotbed.ops.reference.interaction`."""
+    """Dot interaction, see `hotbed.ops.reference_interaction.interaction`."""
     launches["triton.interaction"] += 1
     samples, n, dim = vectors.shape
     out = vectors.new_empty(samples, width)
@@ -137,7 +137,7 @@ def interaction(vectors: Tensor, width: int) -> Tensor:
 
 
 def interaction_backward(grad: Tensor, vectors: Tensor) -> Tensor:
-    """Gradient of the dot interaction, see `hotbed.ops.reference.interaction_backward`."""
+    """Gradient of the dot interaction, see `hotbed.ops.reference_interaction.interaction_backward`."""
     launches["triton.interaction_backward"] += 1
     samples, n, dim = vectors.shape
     out = torch.empty_like(vectors, memory_format=torch.contiguous_format)
