@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -148,15 +151,21 @@ def test_a_machine_without_memory_for_an_exchange_says_so(monkeypatch: pytest.Mo
     assert torch.equal(found, torch.arange(1 << 20))
 
 
-def test_the_end_of_a_process_ends_the_wait():
+@contextmanager
+def another(then: str) -> Generator[tuple[subprocess.Popen[bytes], PeerMemory]]:
+    """A process with memory of its own, which does something once a line comes; and what rank 1 sees of it."""
     code = (
-        "import sys; from hotbed.shared_memory import OwnMemory; own = OwnMemory(2); "
-        "print(own.address.tolist(), flush=True); sys.stdin.read()"
+        "import sys, torch; from datetime import timedelta; from hotbed.shared_memory import OwnMemory, PeerMemory; "
+        f"own = OwnMemory(2); print(own.address.tolist(), flush=True); sys.stdin.readline(); {then}"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        address = torch.tensor(eval(process.stdout.readline()), dtype=torch.uint8)
-        peer = PeerMemory(address, 1, timedelta(minutes=5))
+        address = torch.tensor(json.loads(process.stdout.readline()), dtype=torch.uint8)
+        yield process, PeerMemory(address, 1, timedelta(minutes=5))
+
+
+def test_the_end_of_a_process_ends_the_wait():
+    with another("") as (process, peer):
         process.kill()
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=f"process {process.pid} has ended"):
@@ -165,15 +174,7 @@ def test_the_end_of_a_process_ends_the_wait():
 
 
 def test_what_was_sent_is_there_when_the_sender_has_ended():
-    code = (
-        "import sys, torch; from datetime import timedelta; from hotbed.shared_memory import OwnMemory, PeerMemory; "
-        "own = OwnMemory(2); print(own.address.tolist(), flush=True); sys.stdin.readline(); "
-        "own.send({1: torch.arange(9)}, {1: PeerMemory(own.address, 1, timedelta(1))})"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        address = torch.tensor(eval(process.stdout.readline()), dtype=torch.uint8)
-        peer = PeerMemory(address, 1, timedelta(minutes=5))
+    with another("own.send({1: torch.arange(9)}, {1: PeerMemory(own.address, 1, timedelta(1))})") as (process, peer):
         process.communicate(b"\n")
         assert process.returncode == 0
     found = torch.empty(9, dtype=torch.int64)

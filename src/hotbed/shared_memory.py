@@ -284,7 +284,7 @@ def _mapped(path: str, size: int) -> Tensor:
 
 def _numbers(memory: Tensor) -> memoryview:
     """Return all of a memory as int64."""
-    return memoryview(memory.numpy()).cast("q")
+    return memory.numpy().data.cast("q")
 
 
 def _place(rank: int, number: int) -> int:

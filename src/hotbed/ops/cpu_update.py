@@ -10,6 +10,7 @@ writes this down, `square_blocks` sums of its squares; `update` applies the rule
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,11 +48,9 @@ NO_MEANS = np.empty(0, np.float32)
 NO_PLACES = np.empty(0, np.int64)
 
 
-def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: Tensor | None, out: Tensor) -> None:
-    """Sum the gradient of each distinct slot into a row of ``out [n, D]``; see the reference."""
-    launches["cpu.segment_sum"] += 1
-    launch(
-        _segment_sum,
+def _batch(occurrences: Occurrences, groups: Groups, grad: Tensor) -> tuple[Any, ...]:
+    """Return what kernels sum: order, run starts, runs of groups, counts, bags, factors and gradients."""
+    return (
         groups.order.numpy(),
         groups.run_starts.numpy(),
         groups.group_runs.numpy(),
@@ -59,6 +58,15 @@ def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: 
         occurrences.bags.numpy(),
         NO_SCALE if occurrences.scale is None else occurrences.scale.numpy(),
         flat(grad),
+    )
+
+
+def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: Tensor | None, out: Tensor) -> None:
+    """Sum the gradient of each distinct slot into a row of ``out [n, D]``; see the reference."""
+    launches["cpu.segment_sum"] += 1
+    launch(
+        _segment_sum,
+        *_batch(occurrences, groups, grad),
         NO_PLACES if places is None else places.numpy(),
         flat(out),
         out.shape[1],
@@ -142,13 +150,7 @@ def square_blocks(occurrences: Occurrences, groups: Groups, grad: Tensor, inv_sc
     launches["cpu.square_blocks"] += 1
     launch(
         _square_blocks,
-        groups.order.numpy(),
-        groups.run_starts.numpy(),
-        groups.group_runs.numpy(),
-        groups.counts.numpy(),
-        occurrences.bags.numpy(),
-        NO_SCALE if occurrences.scale is None else occurrences.scale.numpy(),
-        flat(grad),
+        *_batch(occurrences, groups, grad),
         grad.shape[-1],
         np.float32(inv_scale.item()),
         out.numpy(),
