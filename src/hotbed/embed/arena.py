@@ -113,6 +113,8 @@ class Arena:
     def _placed(self, device: torch.device) -> None:
         self.seeds = torch.tensor(self._seeds, dtype=torch.int64, device=device)
         """Seed of each shard's table ``[T]`` int64, 32 bits."""
+        self.bounds = torch.tensor(self.first_slots, dtype=torch.int64, device=device)
+        """`first_slots` on the device ``[T + 1]``."""
 
     def seed_of(self, number: int) -> int:
         """Return the seed of the initial values of a shard's table."""
@@ -129,7 +131,7 @@ class Arena:
 
     def locate(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Find the shard of each slot ``[n]``, and which slot of that shard it is."""
-        firsts = torch.tensor(self.first_slots[:-1], dtype=torch.int64, device=slots.device)
+        firsts = self.bounds[:-1]
         shard = torch.searchsorted(firsts, slots, right=True) - 1
         return shard, slots - firsts[shard]
 

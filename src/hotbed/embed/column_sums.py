@@ -32,6 +32,7 @@ from hotbed.ops import Backend, Groups, Occurrences, RuleStep
 from hotbed.ops.layout import ACTIVE, BLOCK
 from hotbed.ops.reference_rules import blocks_of, rule_steps, sum_of_blocks
 from hotbed.plan.tiling import common_places
+from hotbed.store import memory
 
 
 class Neighbour(NamedTuple):
@@ -76,16 +77,21 @@ class TouchedRows:
 
     def __init__(self, arena: Arena, step: RuleStep, found: tuple[Occurrences, Tensor] | None, ops: Backend) -> None:
         self.arena, self.step, self._ops = arena, step, ops
-        device = arena.store.device
         self._found: tuple[Occurrences, Groups, Tensor] | None = None
-        self.slots = torch.empty(0, dtype=torch.int64, device=device)
-        if found is not None and bool(step.gate):
+        self.slots = torch.empty(0, dtype=torch.int64, device=arena.store.device)
+        self._bounds = torch.zeros(len(arena.first_slots), dtype=torch.int64)
+        if found is not None:
             occurrences = replace(found[0], limit=arena.store.slots)
             groups = ops.group(occurrences)
-            self._found = replace(occurrences, groups=groups), groups, found[1]
-            self.slots = groups.rows[: int(groups.counts[0])]
-        first_slots = torch.tensor(arena.first_slots, dtype=torch.int64, device=device)
-        self._bounds = torch.searchsorted(self.slots, first_slots).cpu()
+            # What is behind the groups is anything; as slots that no shard has, it leaves all rising.
+            is_group = torch.arange(len(groups.rows), device=groups.rows.device) < groups.counts[0]
+            slots = torch.where(is_group, groups.rows, arena.store.slots)
+            is_open = (step.gate != 0).long().view(1)
+            *bounds, told = memory.to_host(torch.cat([torch.searchsorted(slots, arena.bounds), is_open])).tolist()
+            if told:
+                self._found = replace(occurrences, groups=groups), groups, found[1]
+                self._bounds = torch.tensor(bounds)
+                self.slots = groups.rows[: bounds[-1]]
         self.of_shards: list[int] = self._bounds.diff().tolist()
 
     def gradient(self) -> Tensor:

@@ -196,6 +196,10 @@ def cells_of(rows: Rows, slots: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 def read_rows(rows: Rows, slots: Tensor) -> Tensor:
     """Rows ``[n, D]`` as float32."""
     wide, at = places(rows, slots)
+    if not len(rows.narrow):  # without masks, whose sizes a host would wait for
+        return rows.wide[at]
+    if not len(rows.wide):
+        return widen(_bits(rows.narrow)[at].view(rows.narrow.dtype), _exponents(rows, at))
     out = torch.empty(len(slots), rows.dim, dtype=torch.float32, device=slots.device)
     out[wide] = rows.wide[at[wide]]
     at = at[~wide]
@@ -209,8 +213,12 @@ def write_rows(rows: Rows, slots: Tensor, values: Tensor, random: Tensor | None)
     ``random [n, D]`` (see `random_bits`) rounds stochastically, None to the nearest. Exponents of int8 rows only grow.
     """
     wide, at = places(rows, slots)
-    rows.wide[at[wide]] = values[wide]
-    at, values = at[~wide], values[~wide]
+    if not len(rows.narrow):  # without masks, whose sizes a host would wait for
+        rows.wide[at] = values
+        return
+    if len(rows.wide):
+        rows.wide[at[wide]] = values[wide]
+        at, values, random = at[~wide], values[~wide], None if random is None else random[~wide]
     exponents = _exponents(rows, at)
     dtype = rows.narrow.dtype
     if dtype == torch.int8:
@@ -219,7 +227,7 @@ def write_rows(rows: Rows, slots: Tensor, values: Tensor, random: Tensor | None)
     if random is None:
         narrow = round_nearest(values, dtype, exponents)
     else:
-        narrow = round_stochastic(values, dtype, exponents, random[~wide])
+        narrow = round_stochastic(values, dtype, exponents, random)
     _bits(rows.narrow)[at] = _bits(narrow)
 
 
