@@ -195,7 +195,7 @@ class Link:
         except RuntimeError as error:
             raise CommError(
                 f"{self.here}: no process group could be started; another rank has ended or not come as far in time, "
-                f"its own output says why ({_reason(error)})"
+                f"its own output says why ({reason(error)})"
             ) from error
 
     def all_to_all(
@@ -339,7 +339,7 @@ class Link:
         who = "another rank" if peer is None else f"rank {self._names[peer]}"
         explained = CommError(
             f"{self.here}: the exchange of {what} failed; {who} has ended or not answered in time, its own output "
-            f"says why ({_reason(error)})"
+            f"says why ({reason(error)})"
         )
         explained.__cause__ = error
         return explained
@@ -386,7 +386,7 @@ class OneRank(Link):
         return []
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """Shorten the message of a collective: without the place in its source and the advice of torch."""
     text = str(error).split(". This is typically")[0]
     return text.split("] ", 1)[1] if text.startswith("[/") and "] " in text else text

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hotbed.batch import Batch
-from hotbed.comm import Link
+from hotbed.comm import Link, reason
 from hotbed.config import Recipe
 from hotbed.data import Source
 from hotbed.data.loader import share_of
@@ -89,7 +89,7 @@ class Ranks:
                 raise
             raise CommError(
                 f"{self.link.here}: {_ranks(gone)} ended or does not answer; its own output says why "
-                f"({str(error).splitlines()[0]})"
+                f"({reason(error).splitlines()[0]})"
             ) from error
 
     @contextmanager
