@@ -206,7 +206,8 @@ def table(section: str, summary: Mapping[str, float], title: str) -> Table:
     for share in (name for name in summary if name.startswith("sharding_share_") and f"{name}_min" in summary):
         side, precision = share.removeprefix("sharding_share_").rsplit("_", 1)
         seconds = [milliseconds(summary[f"hotbed_{of}_{precision}_s"]) for of in (side, "alone")]
-        made.add_row(f"hotbed {side.replace('_', ' ')}, {precision}; not sharded", *seconds, f"share: {shown(share)}")
+        name = NAMES.get(f"hotbed_{side}", f"hotbed {side}-wise")
+        made.add_row(f"{name}, {precision}; not sharded", *seconds, f"share: {shown(share)}")
     return made
 
 

@@ -25,6 +25,9 @@ from torch import Tensor
 HUGE_PAGE_BYTES = 2 << 20
 """Size of a transparent huge page on x86-64, and on AArch64 with 4 KiB base pages."""
 
+PAGE_BYTES = 4096
+"""Least size of a block of memory."""
+
 MAX_FREE_BYTES = 2 << 30
 """Memory kept for later; blocks that have waited longest are given up first."""
 
@@ -57,13 +60,20 @@ def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         while sum(map(len, _free)) > MAX_FREE_BYTES:
             _free.pop(0)
     if block is None:
-        # Sizes that vary, as of what follows the distinct rows of a batch, shall fit into one another's memory.
-        step = 1 << max(nbytes.bit_length() - 3, 0)
-        block = _map(-(-nbytes // step) * step)
+        block = _map(with_room(nbytes))
     array = _aligned(block, nbytes)
     # torch holds the array for as long as any tensor shares its storage.
     weakref.finalize(array, _returned.append, block).atexit = False
     return torch.from_numpy(array).view(dtype).view(*shape)
+
+
+def with_room(nbytes: int) -> int:
+    """Round a size up to whole pages and by a quarter at most, so that sizes that vary fit into one another's memory.
+
+    As of what follows the distinct rows of a batch.
+    """
+    step = max(1 << max(nbytes.bit_length() - 3, 0), PAGE_BYTES)
+    return -(-nbytes // step) * step
 
 
 def _map(nbytes: int) -> mmap.mmap:

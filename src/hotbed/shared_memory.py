@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from hotbed.errors import CommError
+from hotbed.large_tensors import PAGE_BYTES, with_room
 from hotbed.machine import memory_bytes
 
 ADDRESS_BYTES = 64
@@ -41,10 +42,10 @@ MESSAGES = 1024
 """To one rank, that it need not have taken."""
 _KEY_BYTES = 16
 _LINE = 64
-_PAGE = 4096
+"""Each tensor begins at a multiple of it."""
 _MOST_BYTES = 16 << 30
 """Of a process's memory; pages are taken when they are needed."""
-_PAGES_OF_MESSAGES = 16 * MESSAGES // _PAGE
+_PAGES_OF_MESSAGES = 16 * MESSAGES // PAGE_BYTES
 _NAME = "hotbed"
 _SPIN_S = 1e-3
 """How long a receiver looks without a pause; then it sleeps a twentieth of the time it has waited, at most this."""
@@ -88,12 +89,12 @@ class OwnMemory:
         self._key = secrets.token_bytes(_KEY_BYTES)
         self._file = os.memfd_create(_NAME)
         weakref.finalize(self, os.close, self._file)
-        os.ftruncate(self._file, size := min(memory_bytes(), _MOST_BYTES) // _PAGE * _PAGE)
-        os.posix_fallocate(self._file, 0, _PAGE)  # a system that cannot, says so here
+        os.ftruncate(self._file, size := min(memory_bytes(), _MOST_BYTES) // PAGE_BYTES * PAGE_BYTES)
+        os.posix_fallocate(self._file, 0, PAGE_BYTES)  # a system that cannot, says so here
         self._bytes = _mapped(f"/proc/self/fd/{self._file}", size)
         self._bytes[:_KEY_BYTES] = torch.frombuffer(bytearray(self._key), dtype=torch.uint8)
         self._messages = _numbers(self._bytes)
-        self._end = _PAGE + _PAGES_OF_MESSAGES * _PAGE * ranks
+        self._end = PAGE_BYTES + _PAGES_OF_MESSAGES * PAGE_BYTES * ranks
         self._sent = [0] * ranks
         self._blocks: list[_Block] = []
 
@@ -141,13 +142,11 @@ class OwnMemory:
 
     def _free_block(self, nbytes: int) -> _Block:
         """Find the smallest free block that has room, at most twice as much, or make one."""
-        most = 2 * max(nbytes, _PAGE)
+        most = 2 * max(nbytes, PAGE_BYTES)
         fitting = [b for b in self._blocks if nbytes <= b.size <= most and self._is_free(b)]
         if fitting:
             return min(fitting, key=lambda b: b.size)
-        # Sizes that vary, as of the distinct rows of a batch, shall fit into one another's blocks.
-        step = max(1 << max(nbytes.bit_length() - 3, 0), _PAGE)
-        size = -(-nbytes // step) * step
+        size = with_room(nbytes)
         try:
             if self._end + size > len(self._bytes):
                 raise OSError(errno.ENOSPC, f"{len(self._bytes):,} bytes at most")
@@ -289,7 +288,7 @@ def _numbers(memory: Tensor) -> memoryview:
 
 def _place(rank: int, number: int) -> int:
     """Find where a message to a rank is among the numbers of a memory."""
-    return (1 + _PAGES_OF_MESSAGES * rank) * _PAGE // 8 + 2 * (number % MESSAGES)
+    return (1 + _PAGES_OF_MESSAGES * rank) * PAGE_BYTES // 8 + 2 * (number % MESSAGES)
 
 
 _lock = threading.Lock()

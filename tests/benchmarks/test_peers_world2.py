@@ -85,7 +85,7 @@ def test_what_is_compared_is_said():
         "TorchRec column-wise, hotbed per shard",
         "TorchRec row-wise fp32, hotbed bf16",
         "TorchRec column-wise bf16, hotbed per shard bf16",
-        "hotbed column apart, bf16; not sharded",
+        "hotbed per shard, bf16; not sharded",
         "26 tables × 200,000 × 128, batch 4,096, 1 id per bag, 2 ranks",
     ):
         assert f"{shown} " in text
