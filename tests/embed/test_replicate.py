@@ -20,8 +20,8 @@ from hotbed.optim import Moment
 from hotbed.plan import make_plan
 from hotbed.specs import Table
 from hotbed.store import DenseStore, LazyStore, Span, Storage
-from hotbed.store.base import Records, Use
 from hotbed.store.cached import CachedRecords
+from hotbed.store.records import Records, Use
 from tests.embed.replica_cases import TABLES, Model, batch
 from tests.ranks import Ranks
 

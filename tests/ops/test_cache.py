@@ -114,6 +114,20 @@ def test_records_are_copied_where_there_is_a_place(backend, words):
         assert torch.equal(mine.cpu(), after)
 
 
+@pytest.mark.parametrize("words", [(1, 3), (33, 32), (5, 130)], ids=["1-3", "33-32", "5-130"])
+def test_of_longer_records_the_first_bytes_are_copied(backend, words):
+    slab, records = (torch.randint(0, 256, (n, 4 * w), dtype=torch.uint8) for n, w in zip((9, 3), words, strict=True))
+    places, size = torch.tensor([4, -1, 8]), 4 * min(words)
+    out, after = records.clone(), slab.clone()
+    for i, place in ((0, 4), (2, 8)):
+        out[i, :size], after[place, :size] = slab[place, :size], records[i, :size]
+    mine, read = backend.put(slab), backend.put(records)
+    backend.ops.cache_read(mine, backend.put(places), read)
+    assert torch.equal(read.cpu(), out)
+    backend.ops.cache_write(mine, backend.put(places), backend.put(records))
+    assert torch.equal(mine.cpu(), after)
+
+
 def test_a_batch_of_no_keys_is_nothing(backend):
     tags, none = backend.put(empty_tags(2, 4, False)), torch.empty(0, dtype=torch.int64, device=backend.device)
     assert backend.ops.cache_find(tags, none).tolist() == []

@@ -257,3 +257,27 @@ def test_block_sum_of_a_column_tile_is_a_partial_of_the_whole(dim, seed):
         total = total + partial
     assert torch.equal(block_sum(x), total)
     assert block_sum(x).tolist() == [float(naive_block_sum(row)) for row in x.numpy()]
+
+
+@every_rule
+@pytest.mark.parametrize("dim", [1, 16, 40])
+def test_rows_and_moments_may_be_parts_of_records(backend, rule, dim):
+    """Where a backend says so; what lies between them stays."""
+    before, occurrences, grad = (
+        Arena.make(rule, dim),
+        occurrences_of(SEGMENTS["few"], 12, scaled=True),
+        gradient(12, dim),
+    )
+    after = before.updated(backend, occurrences, grad)
+    assert (backend.name != "triton") == backend.ops.TAKES_ROWS_APART
+    if not backend.ops.TAKES_ROWS_APART:
+        return
+    columns = {name: m.view(24, -1) for name, m in before.moments.items()}
+    records = torch.cat([before.rows.wide, *columns.values(), torch.full((24, 2), 7.0)], dim=1)
+    fields = records.split([dim, *(m.shape[1] for m in columns.values()), 2], dim=1)
+    moments = {n: f[:, 0] if before.moments[n].dim() == 1 else f for n, f in zip(columns, fields[1:], strict=False)}
+    step = before.step(before.seeds, torch.tensor(1.0), torch.tensor(True))
+    rows = replace(before.rows, wide=fields[0])
+    backend.ops.update(step, rows, moments, occurrences, backend.ops.group(occurrences), grad)
+    assert_same(replace(before, rows=replace(rows, wide=fields[0].contiguous()), moments=moments), after)
+    assert (fields[-1] == 7).all()

@@ -21,9 +21,9 @@ from hotbed.optim import Adam, Moment, RowWiseAdagrad
 from hotbed.optim.sgd import PLAIN
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore, Span, Storage
-from hotbed.store.base import Traffic
 from hotbed.store.cached import DeviceStaging
 from hotbed.store.keyed import MemoryRecords
+from hotbed.store.records import Traffic
 from hotbed.store.tiers import RECORDS
 from hotbed.testing.store import OWN, Format, StoreContract
 from tests.matrix import full
@@ -228,7 +228,10 @@ def test_a_cache_in_triton_is_the_cache_in_numba(
     for mine, other in zip(state_of(triton.records), state_of(numba.records), strict=True):
         assert torch.equal(mine, other)
     counted = {
-        key: value for key, value in vars(triton.traffic).items() if key not in ("waited_s", "ahead", "read_bytes")
+        key: value
+        for key, value in vars(triton.traffic).items()
+        # Numba updates in place what is here, after it has made a few rows that are not: these may be written twice.
+        if key not in ("waited_s", "ahead", "read_bytes", "written_bytes")
     }
     assert counted == {key: vars(numba.traffic)[key] for key in counted}
     assert everything(triton, moments) == everything(numba, moments) == everything(dense, moments)

@@ -11,7 +11,7 @@ from torch import Tensor
 from hotbed.config.places import MemoryRecipe
 from hotbed.specs import RowDtype, Tier
 from hotbed.store import LazyStore, Span, Storage
-from hotbed.store.base import Records, Use
+from hotbed.store.records import Records, Use
 from hotbed.store.tiers import RECORDS, TierRecords
 from hotbed.testing.store import Format, StoreContract
 
@@ -34,7 +34,7 @@ class DictRecords(Records):
     def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
         for i, slot in enumerate(slots.tolist()):
             if slot in self._records:
-                out[i] = self._records[slot]
+                out[i] = self._records[slot][: out.shape[1]]
         return torch.tensor([slot in self._records for slot in slots.tolist()], dtype=torch.bool)
 
     def write(self, slots: Tensor, records: Tensor) -> None:

@@ -27,6 +27,8 @@ class Backend(Protocol):
     """List the operations every backend implements; `hotbed.ops.reference` defines what they compute."""
 
     NAME: str
+    TAKES_ROWS_APART: bool
+    """Whether `update` takes wide rows and moments that have other values between them, as views of records do."""
 
     def initial_values_(self, out: Tensor, *, seed: int, rows: range | Tensor, cols: range, bound: float) -> None:
         """Fill ``out [rows, cols]`` with the table's initial values."""

@@ -8,9 +8,11 @@ from hotbed.ops.cpu_segment import group, occurrences, spread
 from hotbed.ops.cpu_update import segment_sum, square_blocks, update
 
 NAME = "cpu"
+TAKES_ROWS_APART = True
 
 __all__ = [
     "NAME",
+    "TAKES_ROWS_APART",
     "cache_find",
     "cache_read",
     "cache_take",

@@ -147,7 +147,10 @@ ROWS_PER_TASK = 256
 
 
 def read_rows(slab: Tensor, places: Tensor, out: Tensor) -> None:
-    """Copy rows ``slab[places]`` to ``out [n, bytes]`` uint8; rows of which the place is −1 stay."""
+    """Copy rows ``slab[places]`` to ``out [n, bytes]`` uint8; rows of which the place is −1 stay.
+
+    Where rows on one side are longer, here and in `write_rows`, it is about as many of their first bytes.
+    """
     _copy(slab, places, out, into_slab=False)
 
 
@@ -157,19 +160,22 @@ def write_rows(slab: Tensor, places: Tensor, rows: Tensor) -> None:
 
 
 def _copy(slab: Tensor, places: Tensor, rows: Tensor, *, into_slab: bool) -> None:
-    if rows.shape[1] % 4 == 0 and slab.data_ptr() % 4 == rows.data_ptr() % 4 == 0:
-        slab, rows = slab.view(torch.int32), rows.view(torch.int32)
-    launch(_copy_rows, slab.view(-1).numpy(), places.numpy(), rows.view(-1).numpy(), rows.shape[1], into_slab)
+    widths = slab.shape[1], rows.shape[1]
+    slab, rows = slab.view(-1), rows.view(-1)
+    if widths[0] % 4 == widths[1] % 4 == 0 and slab.data_ptr() % 4 == rows.data_ptr() % 4 == 0:
+        slab, rows, widths = slab.view(torch.int32), rows.view(torch.int32), (widths[0] // 4, widths[1] // 4)
+    launch(_copy_rows, slab.numpy(), places.numpy(), rows.numpy(), *widths, into_slab)
 
 
 @kernel(parallel=True)
-def _copy_rows(slab, places, rows, width, into_slab):
+def _copy_rows(slab, places, rows, slab_width, rows_width, into_slab):
+    width = min(slab_width, rows_width)
     for task in prange((places.shape[0] + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
         last = min((task + 1) * ROWS_PER_TASK, places.shape[0])
         for i in range(task * ROWS_PER_TASK, last):
             if i + PREFETCH_ROWS < last and places[i + PREFETCH_ROWS] >= 0:
-                prefetch_bytes(slab, places[i + PREFETCH_ROWS] * width, width * slab.itemsize)
-            at, of_rows = places[i] * width, i * width
+                prefetch_bytes(slab, places[i + PREFETCH_ROWS] * slab_width, width * slab.itemsize)
+            at, of_rows = places[i] * slab_width, i * rows_width
             if at < 0:
                 continue
             if into_slab:
@@ -254,21 +260,26 @@ _pwrite = types.ExternalFunction("pwrite", _SIGNATURE)
 
 
 @kernel()
-def read_records(file, numbers, at, out):
+def read_records(file, record_bytes, numbers, at, out):
     """Read the records with these rising numbers ``[n]`` into rows ``at [n]`` of ``out [m, bytes]``.
 
-    Neighbours in the file that are neighbours in ``out`` are read by one call. Returns how many records were read: all,
-    or those before a failure.
+    Of records that are longer than rows of ``out`` the first bytes are read. Neighbours in the file that are neighbours
+    in ``out`` are read by one call. Returns how many records were read: all, or those before a failure.
     """
     size = out.shape[1]
     first = 0
     while first < numbers.shape[0]:
         last = first + 1
-        while last < numbers.shape[0] and numbers[last] == numbers[last - 1] + 1 and at[last] == at[last - 1] + 1:
+        while (
+            size == record_bytes
+            and last < numbers.shape[0]
+            and numbers[last] == numbers[last - 1] + 1
+            and at[last] == at[last - 1] + 1
+        ):
             last += 1
         done, wanted = 0, (last - first) * size
         while done < wanted:
-            here, there = out.ctypes.data + at[first] * size + done, numbers[first] * size + done
+            here, there = out.ctypes.data + at[first] * size + done, numbers[first] * record_bytes + done
             count = _pread(file, here, wanted - done, there)
             if count <= 0:
                 return first

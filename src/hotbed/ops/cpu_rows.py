@@ -7,6 +7,7 @@ once per row, so there is one compiled kernel for all dtypes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -53,9 +54,10 @@ _NO_BYTES = np.empty(0, np.uint8)
 
 
 class RowArrays(NamedTuple):
-    """`Rows` as kernels take them: flat arrays, that of narrow rows of bytes."""
+    """`Rows` as kernels take them: flat arrays, of bytes for narrow rows; wide rows begin ``stride`` values apart."""
 
     dim: int
+    stride: int
     kind: int
     wide: np.ndarray
     narrow: np.ndarray
@@ -64,9 +66,10 @@ class RowArrays(NamedTuple):
 
 
 def row_arrays(rows: Rows) -> RowArrays:
-    """Views of an arena's tensors."""
+    """Views of an arena's tensors, whose rows lie one after the other."""
     kind = _KINDS[rows.narrow.dtype]
     return RowArrays(
+        rows.dim,
         rows.dim,
         kind,
         rows.wide.view(-1).numpy(),
@@ -74,6 +77,21 @@ def row_arrays(rows: Rows) -> RowArrays:
         rows.exponents.view(-1).numpy(),
         rows.tables.numpy(),
     )
+
+
+def spaced_row_arrays(rows: Rows) -> RowArrays:
+    """Views of an arena's tensors; wide rows may have other values between them."""
+    if rows.wide.is_contiguous():
+        return row_arrays(rows)
+    contiguous = row_arrays(replace(rows, wide=rows.wide[:0]))
+    return contiguous._replace(stride=rows.wide.stride(0), wide=spanned(rows.wide))
+
+
+def spanned(rows: Tensor) -> np.ndarray:
+    """Everything from the first value to the last of equally spaced rows ``[n]`` or ``[n, D]``."""
+    width = 1 if rows.dim() == 1 else rows.shape[1]
+    size = (len(rows) - 1) * rows.stride(0) + width if len(rows) else 0
+    return rows.as_strided((size,), (1,)).numpy()
 
 
 @kernel(inline="always")
@@ -89,7 +107,7 @@ def place(rows, table, row):
 def prefetch_row(rows, wide, at):
     """Bring a row closer."""
     if wide:
-        prefetch_bytes(rows.wide, at * rows.dim, rows.dim * 4)
+        prefetch_bytes(rows.wide, at * rows.stride, rows.dim * 4)
     else:
         nbytes = rows.dim * (2 if rows.kind <= FP16 else 1)
         prefetch_bytes(rows.narrow, at * nbytes, nbytes)

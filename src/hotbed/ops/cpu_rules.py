@@ -37,16 +37,17 @@ def has_no_options(h):
 
 
 @kernel(inline="always")
-def rowwise_adagrad_steps(steps, m0, slots, sums, dim, h, means):
-    """Move the moments ``m0`` of up to `TILE` slots by their sums ``[TILE · padded dim]``, or by mean squares.
+def rowwise_adagrad_steps(steps, m0, stride, slots, sums, dim, h, means):
+    """Move the moments of up to `TILE` slots by their sums ``[TILE · padded dim]``, or by mean squares.
 
-    What sums are to be multiplied by is put into the first row of ``steps [3, TILE]``; the others are used up. Bit for
-    bit what `apply_rule` does for one row after the other; here square roots and divisions are one vector each.
+    The moment of a slot is at ``m0[slot · stride]``. What sums are to be multiplied by is put into the first row of
+    ``steps [3, TILE]``; the others are used up. Bit for bit what `apply_rule` does for one row after the other; here
+    square roots and divisions are one vector each.
     """
     before, after = steps[1], steps[2]
     width = sums.shape[0] // TILE
     for k in range(slots.shape[0]):
-        before[k] = m0[slots[k]]
+        before[k] = m0[slots[k] * stride]
         if means.shape[0]:
             after[k] = means[k]
         else:
@@ -58,7 +59,7 @@ def rowwise_adagrad_steps(steps, m0, slots, sums, dim, h, means):
         v = after[k] if delayed == 0 else before[k]
         steps[0, k] = lr / (np.sqrt(v / share + inside) + eps)
     for k in range(slots.shape[0]):
-        m0[slots[k]] = after[k]
+        m0[slots[k] * stride] = after[k]
 
 
 @kernel(inline="always")

@@ -21,7 +21,7 @@ from hotbed.large_tensors import empty
 from hotbed.ops.backend import launches, no_kernel
 from hotbed.ops.cpu_instructions import peek, poke, prefetch_bytes
 from hotbed.ops.cpu_narrow import read_stored_row, write_stored_row
-from hotbed.ops.cpu_rows import place, prefetch_row, row_arrays, row_key
+from hotbed.ops.cpu_rows import place, prefetch_row, row_key, spaced_row_arrays, spanned
 from hotbed.ops.cpu_rules import ROWWISE_ADAGRAD, RULES, SGD, TILE, apply_rule, has_no_options, rowwise_adagrad_steps
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, flat, kernel, launch
 from hotbed.ops.cpu_segment import RUNS_PER_TASK
@@ -187,14 +187,15 @@ def update(
     if not bool(step.gate):
         return
     moments = [state[moment.name] for moment in step.rule.moments]
-    flat_moments = [m.view(-1).numpy() for m in moments] + [NO_MOMENT] * (2 - len(moments))
-    strides = [1 if m.dim() == 1 else rows.dim for m in moments] + [0] * (2 - len(moments))
+    none = [0] * (2 - len(moments))
     launch(
         _update,
         RULES[step.rule.name],
-        row_arrays(rows),
-        *flat_moments,
-        *strides,
+        spaced_row_arrays(rows),
+        *map(spanned, moments),
+        *[NO_MOMENT] * len(none),
+        (*(m.stride(0) for m in moments), *none),
+        (*(1 if m.dim() == 1 else rows.dim for m in moments), *none),
         groups.order.numpy(),
         groups.rows.numpy(),
         groups.run_starts.numpy(),
@@ -212,7 +213,7 @@ def update(
 
 
 @kernel(inline="always")
-def _prefetch(rows, m0, m1, m0_stride, m1_stride, slots, ahead, end, first_slots, table):
+def _prefetch(rows, m0, m1, strides, sizes, slots, ahead, end, first_slots, table):
     """Bring the row and moments of place ``ahead`` of the slots closer; return its table, at least the one given."""
     if ahead < end:
         slot = slots[ahead]
@@ -220,10 +221,10 @@ def _prefetch(rows, m0, m1, m0_stride, m1_stride, slots, ahead, end, first_slots
             table += 1
         wide, at = place(rows, table, slot - first_slots[table])
         prefetch_row(rows, wide, at)
-        if m0_stride:
-            prefetch_bytes(m0, slot * m0_stride, m0_stride * 4)
-        if m1_stride:
-            prefetch_bytes(m1, slot * m1_stride, m1_stride * 4)
+        if sizes[0]:
+            prefetch_bytes(m0, slot * strides[0], sizes[0] * 4)
+        if sizes[1]:
+            prefetch_bytes(m1, slot * strides[1], sizes[1] * 4)
     return table
 
 
@@ -233,8 +234,8 @@ def _update(
     rows,
     m0,
     m1,
-    m0_stride,
-    m1_stride,
+    strides,
+    sizes,
     order,
     slots,
     run_starts,
@@ -291,7 +292,7 @@ def _update(
                 end_slot, size = first_slot + wide_rows, 0
                 while size < TILE and g + size < end and slots[g + size] < end_slot:
                     table_ahead = _prefetch(
-                        rows, m0, m1, m0_stride, m1_stride, slots, g + size + TILE, end, first_slots, table_ahead
+                        rows, m0, m1, strides, sizes, slots, g + size + TILE, end, first_slots, table_ahead
                     )
                     acc = sums[size * padded : (size + 1) * padded]
                     _sum_group(acc, g + size, run_starts, group_runs, grad, dim, bag_of, factors, partials, scratch_of)
@@ -303,9 +304,9 @@ def _update(
                 g += size
                 steps[0] = h[LR]
                 if rule == ROWWISE_ADAGRAD:
-                    rowwise_adagrad_steps(steps, m0, tile, sums, dim, h, means[g - size : g])
+                    rowwise_adagrad_steps(steps, m0, strides[0], tile, sums, dim, h, means[g - size : g])
                 for k in range(size):
-                    at, of_sums, step = (first_wide + tile[k] - first_slot) * dim, k * padded, steps[0, k]
+                    at, of_sums, step = (first_wide + tile[k] - first_slot) * rows.stride, k * padded, steps[0, k]
                     w, acc = rows.wide[at : at + dim], sums[of_sums : of_sums + dim]
                     for d in range(dim):
                         w[d] -= step * acc[d]
@@ -313,7 +314,7 @@ def _update(
             acc = sums[:padded]
             while g < end and slots[g] < end_slot:
                 table_ahead = _prefetch(
-                    rows, m0, m1, m0_stride, m1_stride, slots, g + PREFETCH_ROWS, end, first_slots, table_ahead
+                    rows, m0, m1, strides, sizes, slots, g + PREFETCH_ROWS, end, first_slots, table_ahead
                 )
                 slot, row = slots[g], slots[g] - first_slot
                 _sum_group(acc, g, run_starts, group_runs, grad, dim, bag_of, factors, partials, scratch_of)
@@ -322,12 +323,12 @@ def _update(
                         acc[d] *= inv_scale
                 wide, at = place(rows, table, row)
                 if wide:
-                    w = rows.wide[at * dim : (at + 1) * dim]
+                    w = rows.wide[at * rows.stride : at * rows.stride + dim]
                 else:
                     w = row_values[:dim]
                     read_stored_row(row_values, kind, narrow, exponents, dim, at)
-                own_m0 = m0[slot * m0_stride : (slot + 1) * m0_stride]
-                own_m1 = m1[slot * m1_stride : (slot + 1) * m1_stride]
+                own_m0 = m0[slot * strides[0] : slot * strides[0] + sizes[0]]
+                own_m1 = m1[slot * strides[1] : slot * strides[1] + sizes[1]]
                 apply_rule(rule, w, own_m0, own_m1, acc, h, scratch, means[g : g + 1])
                 if not wide:
                     of_table = rows.tables[table, FIRST_ROW] + row * rows.tables[table, ROW_STEP]

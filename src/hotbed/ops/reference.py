@@ -30,9 +30,11 @@ from hotbed.ops.rows import cells_of, random_bits, read_rows, table_of, write_ro
 from hotbed.pooling import divisors
 
 NAME = "reference"
+TAKES_ROWS_APART = True
 
 __all__ = [
     "NAME",
+    "TAKES_ROWS_APART",
     "cache_find",
     "cache_read",
     "cache_take",

@@ -83,14 +83,19 @@ def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tenso
 
 
 def cache_read(slab: Tensor, places: Tensor, out: Tensor) -> None:
-    """Copy the records ``slab[places]`` to ``out [n, record_bytes]`` uint8; rows of which the place is −1 stay."""
+    """Copy the records ``slab[places]`` to ``out [n, bytes]`` uint8; rows of which the place is −1 stay.
+
+    Where rows on one side are longer, here and in `cache_write`, it is about as many of their first bytes.
+    """
     launches["reference.cache_read"] += 1
     here = places >= 0
-    out[here] = slab[places[here]]
+    size = min(slab.shape[1], out.shape[1])
+    out[here, :size] = slab[places[here], :size]
 
 
 def cache_write(slab: Tensor, places: Tensor, records: Tensor) -> None:
-    """Copy records ``[n, record_bytes]`` uint8 to ``slab[places]``, distinct places; those of place −1 nowhere."""
+    """Copy records ``[n, bytes]`` uint8 to ``slab[places]``, distinct places; those of place −1 nowhere."""
     launches["reference.cache_write"] += 1
     here = places >= 0
-    slab[places[here]] = records[here]
+    size = min(slab.shape[1], records.shape[1])
+    slab[places[here], :size] = records[here, :size]

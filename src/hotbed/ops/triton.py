@@ -9,9 +9,11 @@ from hotbed.ops.triton_segment import group, spread
 from hotbed.ops.triton_update import segment_sum, square_blocks, update
 
 NAME = "triton"
+TAKES_ROWS_APART = False
 
 __all__ = [
     "NAME",
+    "TAKES_ROWS_APART",
     "cache_find",
     "cache_read",
     "cache_take",

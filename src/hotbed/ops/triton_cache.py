@@ -179,11 +179,13 @@ def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tenso
 
 @triton.jit(do_not_specialize=["total"])
 def _copy_kernel(
-    to,  # [·, WORDS] int32
+    to,  # [·, ≥ WORDS] int32
     source,
     places,  # [n]
     total,  # n
-    WORDS: tl.constexpr,
+    SLAB_WORDS: tl.constexpr,  # of rows that places are of
+    ROW_WORDS: tl.constexpr,  # of the others
+    WORDS: tl.constexpr,  # the fewer
     BLOCK_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     WRITE: tl.constexpr,
@@ -193,7 +195,7 @@ def _copy_kernel(
     place = tl.load(places + i, mask=i < total, other=-1)
     word = tl.program_id(1) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
     mask = (place >= 0)[:, None] & (word < WORDS)[None, :]
-    at, slab = i[:, None] * WORDS + word[None, :], place[:, None] * WORDS + word[None, :]
+    at, slab = i[:, None] * ROW_WORDS + word[None, :], place[:, None] * SLAB_WORDS + word[None, :]
     if WRITE:
         tl.store(to + slab, tl.load(source + at, mask=mask), mask=mask)
     else:
@@ -201,7 +203,8 @@ def _copy_kernel(
 
 
 def _copy(to: Tensor, source: Tensor, places: Tensor, *, write: bool) -> None:
-    words = to.shape[1] // 4
+    slab_words, row_words = (to.shape[1] // 4, source.shape[1] // 4)[:: 1 if write else -1]
+    words = min(slab_words, row_words)
     block_words = min(power_of_two(words), TILE)
     block = rows_per_program(block_words, TILE)
     if len(places):
@@ -211,6 +214,8 @@ def _copy(to: Tensor, source: Tensor, places: Tensor, *, write: bool) -> None:
                 source.view(torch.int32),
                 places,
                 len(places),
+                SLAB_WORDS=slab_words,
+                ROW_WORDS=row_words,
                 WORDS=words,
                 BLOCK_WORDS=block_words,
                 BLOCK=block,

@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from hotbed.errors import StoreError
 from hotbed.ops import cpu_cache
-from hotbed.store.base import Records, RecordsAbove, Use
+from hotbed.store.records import Records, RecordsAbove, Use
 
 READERS = 16
 """Threads that read files, of all models together: a disk is fast when it has much to do at once."""
@@ -50,11 +50,12 @@ class RecordFile(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """Files that are open: their descriptors, first slots, and what to call them."""
+    """Files that are open: their descriptors, first slots, what to call them, and the size of their records."""
 
     descriptors: list[int]
     firsts: list[int]
     names: list[str]
+    record_bytes: int
 
     def read(self, slots: Tensor, at: Tensor, out: Tensor) -> None:
         """Read the records of rising slots ``[n]`` into rows ``at [n]`` of ``out``, by several threads."""
@@ -74,17 +75,18 @@ class _Open(NamedTuple):
             if file + 1 < len(self.firsts):
                 end = int(torch.searchsorted(slots, self.firsts[file + 1]))
             numbers, rows = slots[begin:end] - self.firsts[file], at[begin:end]
-            done = cpu_cache.read_records(self.descriptors[file], numbers.numpy(), rows.numpy(), out.numpy())
+            places = numbers.numpy(), rows.numpy()
+            done = cpu_cache.read_records(self.descriptors[file], self.record_bytes, *places, out.numpy())
             if done < len(numbers):
-                self._explain(file, int(numbers[done]), out.shape[1])
+                self._explain(file, int(numbers[done]))
             begin = end
 
-    def _explain(self, file: int, number: int, record_bytes: int) -> None:
+    def _explain(self, file: int, number: int) -> None:
         """Raise what the system says of a record that could not be read."""
-        reason = f"it ends before byte {(number + 1) * record_bytes:,}"
+        reason = f"it ends before byte {(number + 1) * self.record_bytes:,}"
         try:
-            found = len(os.pread(self.descriptors[file], record_bytes, number * record_bytes))
-            reason = reason if found < record_bytes else "no reason is given"
+            found = len(os.pread(self.descriptors[file], self.record_bytes, number * self.record_bytes))
+            reason = reason if found < self.record_bytes else "no reason is given"
         except OSError as error:
             reason = str(error)
         raise StoreError(f"row {number:,} of {self.names[file]} cannot be read ({reason}); mend the disk, or the file")
@@ -116,7 +118,9 @@ class RecordFiles(Records):
             descriptors.append(os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
             if hasattr(os, "posix_fadvise"):  # neighbours of a row that is needed are not
                 os.posix_fadvise(descriptors[-1], 0, 0, os.POSIX_FADV_RANDOM)
-        self._files = _Open(descriptors, [file.first for file in files], [str(file.path) for file in files])
+        self._files = _Open(
+            descriptors, [file.first for file in files], [str(file.path) for file in files], record_bytes
+        )
         self._bytes = sum(os.fstat(descriptor).st_size for descriptor in descriptors)
 
     @property
@@ -133,7 +137,7 @@ class RecordFiles(Records):
     def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
         slots, order = slots.sort()
         self._files.read(slots, order, out)
-        self.counted.read_bytes += len(slots) * self.record_bytes
+        self.counted.read_bytes += len(slots) * out.shape[1]
         return torch.ones(len(slots), dtype=torch.bool)
 
     @override
@@ -182,7 +186,7 @@ class ChangedRecords(RecordsAbove):
         descriptors = [unnamed_file(directory) for _ in range(2)]
         self._close = weakref.finalize(self, _close, descriptors)
         place = str(directory or tempfile.gettempdir())
-        self._files = [_Open([d], [0], [f"the changes in {place}"]) for d in descriptors]
+        self._files = [_Open([d], [0], [f"the changes in {place}"], self.record_bytes) for d in descriptors]
 
     @property
     @override
@@ -206,7 +210,7 @@ class ChangedRecords(RecordsAbove):
             self.counted.read_bytes += len(own) * self.record_bytes
         rest = (where == 0).nonzero()[:, 0]
         if len(rest):
-            found = torch.empty(len(rest), self.record_bytes, dtype=torch.uint8)
+            found = torch.empty(len(rest), out.shape[1], dtype=torch.uint8)
             self.below.read(slots[rest], found, use=use)
             out[rest] = found
         return torch.ones(len(slots), dtype=torch.bool)

@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed.errors import StoreError
-from hotbed.store.base import Records, RecordsAbove, Use
+from hotbed.store.records import Records, RecordsAbove, Use
 
 BLOCK_BYTES = 1024
 """About how many bytes one key holds."""
@@ -99,9 +99,8 @@ class RedisRecords(RecordsAbove):
                 self._from_below(blocks[missing], data, missing)
                 if time.monotonic() >= self._put_at:
                     self._put(blocks[missing], data[missing])
-        torch.index_select(
-            data.view(-1, self.record_bytes), 0, inverse * self._block_rows + rows % self._block_rows, out=out
-        )
+        records = data.view(-1, self.record_bytes)[:, : out.shape[1]]
+        torch.index_select(records, 0, inverse * self._block_rows + rows % self._block_rows, out=out)
         return torch.ones(len(slots), dtype=torch.bool)
 
     def _from_redis(self, blocks: Tensor, data: Tensor, at: Tensor) -> Tensor | None:

@@ -31,8 +31,8 @@ from hotbed.serve.redis_records import RedisRecords
 from hotbed.serve.schema import TableEntry
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore, RowStore, Span, Storage
-from hotbed.store.base import Records
 from hotbed.store.cached import CachedRecords
+from hotbed.store.records import Records
 
 BYTES_AT_ONCE = 16 << 20
 """Of records that are copied together."""
@@ -165,7 +165,8 @@ class ResidentRows(ServedRows):
             for some in slots.split(step):
                 records = torch.empty(len(some), self._size, dtype=torch.uint8)
                 numbers, at = torch.arange(done, done + len(some)), torch.arange(len(some))
-                if cpu_cache.read_records(self._file, numbers.numpy(), at.numpy(), records.numpy()) < len(some):
+                places = numbers.numpy(), at.numpy()
+                if cpu_cache.read_records(self._file, self._size, *places, records.numpy()) < len(some):
                     raise OSError("changed rows that were written cannot be read again")
                 self._put(number, some, records[:, :size].contiguous())
                 done += len(some)

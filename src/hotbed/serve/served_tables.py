@@ -27,7 +27,7 @@ from hotbed.serve.served_ids import ServedIds
 from hotbed.serve.served_rows import FileRows, ResidentRows, ServedRows, encoded, file_storage
 from hotbed.specs import ANY_ID, Feature, Table
 from hotbed.store import LazyStore, Storage, Traffic
-from hotbed.store.base import Records
+from hotbed.store.records import Records
 
 
 class ServedCollection(EmbeddingCollection):

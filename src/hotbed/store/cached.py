@@ -13,7 +13,8 @@ place (write-back).
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,8 +27,8 @@ from hotbed.config.places import CachePolicy
 from hotbed.ops import BackendName, CacheTags, cpu_cache
 from hotbed.ops.layout import FREE
 from hotbed.store import memory
-from hotbed.store.base import Records, RecordsAbove, Use
 from hotbed.store.keyed import distinct, positions
+from hotbed.store.records import InPlace, Records, RecordsAbove, Use
 
 WAYS = 32
 """Places of a set (Neo's row cache)."""
@@ -118,7 +119,7 @@ class CachedRecords(Records):
         with self._lock:
             places = kernels.cache_find(self._tags, slots)
             kernels.cache_read(self._slab, places, out)
-            if use != "once":
+            if use == "lookup":  # updates are of what has been looked up
                 self._now += 1
                 kernels.cache_use(self._tags, places, self._now)
         here = places >= 0
@@ -150,11 +151,21 @@ class CachedRecords(Records):
         with self._lock:
             places = kernels.cache_find(self._tags, slots)
             kernels.cache_write(self._slab, places, records)
-            kernels.cache_use(self._tags, places, self._now)
             missing = (places < 0).nonzero()[:, 0]
             self._dirty[places if not len(missing) else places[places >= 0]] = True
         if len(missing):
             self._insert(slots[missing], self._gathered(records, missing), dirty=True)
+
+    @override
+    @contextmanager
+    def changed_in_place(self, slots: Tensor) -> Generator[InPlace | None]:
+        if self.device.type != "cpu":
+            yield None
+            return
+        with self._lock:
+            places = self.ops.cache_find(self._tags, slots)
+            self._dirty[places if not len(places) or int(places.min()) >= 0 else places[places >= 0]] = True
+            yield InPlace(self._slab, places)
 
     @override
     def keys(self) -> Tensor:
@@ -247,11 +258,11 @@ class DeviceStaging(RecordsAbove):
         found = memory.staging(out.shape, torch.uint8, self.device)
         there = self.below.read(slots.cpu(), found, use=use)
         at = there.nonzero()[:, 0]
-        self.counted.to_device_bytes += len(at) * self.record_bytes
+        self.counted.to_device_bytes += len(at) * out.shape[1]
         if len(at) == len(there):
             out.copy_(found, non_blocking=True)
         elif len(at):  # only records that were found are copied
-            sent = memory.staging((len(at), self.record_bytes), torch.uint8, self.device)
+            sent = memory.staging((len(at), out.shape[1]), torch.uint8, self.device)
             torch.index_select(found, 0, at, out=sent)
             came = sent.to(self.device, non_blocking=True)
             out.view(torch.int32).index_copy_(0, at.to(self.device), came.view(torch.int32))
@@ -345,7 +356,7 @@ class ReadAhead(RecordsAbove):
         there = left < 0
         rest = (~there).nonzero()[:, 0]
         if len(rest):
-            found_below = torch.empty(len(rest), self.record_bytes, dtype=torch.uint8)
+            found_below = torch.empty(len(rest), out.shape[1], dtype=torch.uint8)
             below = self.below.read(slots[rest], found_below, use=use)
             cpu_cache.write_rows(out, rest.masked_fill(~below, -1), found_below)
             there[rest] = below

@@ -18,7 +18,8 @@ from hotbed.ops.rows import MIN_EXPONENT, block_count, places, read_rows, write_
 from hotbed.optim import Moment
 from hotbed.specs import RowDtype, Tier, row_bytes
 from hotbed.store import memory
-from hotbed.store.base import Extent, RowStore, Span, Use, Values
+from hotbed.store.base import Extent, RowStore, Span, Values
+from hotbed.store.records import Use
 from hotbed.store.touched import Touched, TouchedMask
 
 TORCH_DTYPES: dict[RowDtype, torch.dtype] = {

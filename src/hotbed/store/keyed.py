@@ -18,7 +18,9 @@ import time
 import weakref
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +33,7 @@ from hotbed.errors import StoreError
 from hotbed.ops import cpu_cache
 from hotbed.ops.cpu_runtime import launch
 from hotbed.store import memory
-from hotbed.store.base import Records, Use
+from hotbed.store.records import InPlace, Records, Use
 
 UNWRITTEN_BYTES = 256 << 20
 """Limit of the memory that holds what is not in the file yet, by default."""
@@ -64,9 +66,7 @@ class KeyedRecords(Records):
 
     @override
     def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
-        numbers = torch.empty(len(slots), dtype=torch.int64)
-        with self._lock:
-            launch(cpu_cache.find_numbers, self._places.numpy(), self._numbers.numpy(), slots.numpy(), numbers.numpy())
+        numbers = self._numbers_of(slots)
         there = numbers >= 0
         if self._count:
             self._read(numbers, out, use)
@@ -76,15 +76,20 @@ class KeyedRecords(Records):
     def write(self, slots: Tensor, records: Tensor) -> None:
         if not len(slots):
             return
-        numbers = torch.empty(len(slots), dtype=torch.int64)
-        with self._lock:
-            launch(cpu_cache.find_numbers, self._places.numpy(), self._numbers.numpy(), slots.numpy(), numbers.numpy())
+        numbers = self._numbers_of(slots)
         new = (numbers < 0).nonzero()[:, 0]
         self._make_room(self._count + len(new))
         numbers[new] = torch.arange(self._count, self._count + len(new))
         self._write(numbers, records)
         if len(new):
             self._add(slots[new])  # last, so that whoever finds a record can read it
+
+    def _numbers_of(self, slots: Tensor) -> Tensor:
+        """Find the numbers of slots ``[n]``; −1 where there is no record."""
+        numbers = torch.empty(len(slots), dtype=torch.int64)
+        with self._lock:
+            launch(cpu_cache.find_numbers, self._places.numpy(), self._numbers.numpy(), slots.numpy(), numbers.numpy())
+        return numbers
 
     def _add(self, slots: Tensor) -> None:
         """Number distinct slots that have no number yet."""
@@ -154,6 +159,11 @@ class MemoryRecords(KeyedRecords):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NORESERVE if sys.platform == "linux" else 0)
         slab = np.frombuffer(mmap.mmap(-1, self._most * self.record_bytes, flags=flags), np.uint8)
         self._slab = torch.from_numpy(slab).view(self._most, self.record_bytes)
+
+    @override
+    @contextmanager
+    def changed_in_place(self, slots: Tensor) -> Generator[InPlace | None]:
+        yield InPlace(self._slab, self._numbers_of(slots))
 
     @override
     def _make_room(self, count: int) -> None:
@@ -258,14 +268,16 @@ class FileRecords(KeyedRecords):
         rows, chunk = at[order], max(-(-len(wanted) // READERS), 256)
         chunks = list(zip(wanted.split(chunk), rows.split(chunk), strict=True)) if len(wanted) else []
         calls = [
-            self._readers.submit(cpu_cache.read_records, self._file, n.numpy(), to.numpy(), out.numpy())
+            self._readers.submit(
+                cpu_cache.read_records, self._file, self.record_bytes, n.numpy(), to.numpy(), out.numpy()
+            )
             for n, to in chunks
         ]
         for (of_chunk, _), call in zip(chunks, calls, strict=True):
             if (done := call.result()) < len(of_chunk):
                 self._explain(of_chunk[done:], written=False)
         with self._counting:
-            self.counted.read_bytes += len(wanted) * self.record_bytes
+            self.counted.read_bytes += len(wanted) * out.shape[1]
             if use != "ahead":
                 self.counted.waited_s += time.perf_counter() - start
 

@@ -26,10 +26,14 @@ from hotbed.ops.layout import ACTIVE, Groups, renamed
 from hotbed.ops.rows import random_bits, rows_of
 from hotbed.specs import RowDtype, Tier
 from hotbed.store import memory
-from hotbed.store.base import Records, RowStore, Span, Traffic, Use, Values
+from hotbed.store.base import RowStore, Span, Values
 from hotbed.store.cached import CachedRecords
 from hotbed.store.dense import TORCH_DTYPES
 from hotbed.store.format import RecordFormat
+from hotbed.store.records import Records, Traffic, Use
+
+MOST_MADE = 8
+"""One row of so many at most is made before an update in place; of more, all are copied."""
 
 
 class Initial(NamedTuple):
@@ -219,6 +223,8 @@ class LazyRows(RowStore):
         if not len(slots):
             return
         self.changing(slots)
+        if self._update_in_place(step, slots, occurrences, groups, grad):
+            return
         records, wide = self._read(slots, use="update")
         span, rows = self._cells(slots)
         values = self._at_device(self._format.rows(records, wide))
@@ -235,6 +241,35 @@ class LazyRows(RowStore):
         for name, moment in zip(moments, others, strict=True):
             self._format.moment(records, name).copy_(moment)
         self.records.write(slots, records)
+
+    def _update_in_place(
+        self, step: RuleStep, slots: Tensor, occurrences: Occurrences, groups: Groups, grad: Tensor
+    ) -> bool:
+        """Update float32 rows and moments in the records themselves, if all of them are in the host's memory.
+
+        And the kernels take rows that are apart, and all tables have one line of hyperparameters, so that rows need not
+        lie by table. A few rows that have no record yet are made first.
+        """
+        if self._is_apart or self._format.has_narrow or not self.ops.TAKES_ROWS_APART:
+            return False
+        if not bool((step.hyper == step.hyper[0]).all()):
+            return False
+        for may_make in (True, False):
+            with self.records.changed_in_place(slots) as lent:
+                if lent is None:
+                    return False
+                missing = (lent.places < 0).nonzero()[:, 0]
+                if not len(missing):
+                    fields = lent.slab.view(torch.float32)
+                    moments = {m.name: self._format.moment(lent.slab, m.name) for m in step.rule.moments}
+                    one = replace(step, hyper=step.hyper[:1], seeds=step.seeds[:1])
+                    rows, groups = rows_of(fields[:, : self.dim]), replace(groups, rows=lent.places)
+                    self.ops.update(one, rows, moments, occurrences, groups, grad)
+                    return True
+            if not may_make or MOST_MADE * len(missing) > len(slots):
+                return False
+            self.records.write(slots[missing], self._read(slots[missing], use="update")[0])
+        return False
 
     def _back_at_records(self, *changed: Tensor) -> list[Tensor]:
         """Bring what an update has changed, all float32 and by row, to where the records are: one wait for a device."""
@@ -268,8 +303,12 @@ class LazyRows(RowStore):
         self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None, use: Use = "lookup"
     ) -> Tensor:
         slots = self._at_records(slots)
-        records = memory.empty((len(slots), self._format.record_bytes), torch.uint8, self.records.device)
-        wide = self._complete(slots, records, self.records.read(slots, records, use=use))
+        if moment is None and not self._format.has_narrow and not self._is_apart:
+            out = self.empty((len(slots), self.dim), torch.float32) if out is None else out
+            first = out.as_strided(out.shape, (self.dim, 1)).view(torch.uint8)  # of records: the rows
+            self._complete(slots, first, self.records.read(slots, first, use=use))
+            return out
+        records, wide = self._read(slots, use=use)
         values = self._format.rows(records, wide) if moment is None else self._format.moment(records, moment)
         if out is None:
             return self._at_device(values)
@@ -318,7 +357,7 @@ class LazyRows(RowStore):
         """Fill in new records where there are none, and find which of the rows ``[n]`` are wide."""
         if not bool(there.all()):
             new = (~there).nonzero()[:, 0]
-            records[new] = self._initialized(slots[new])
+            records[new] = self._initialized(slots[new])[:, : records.shape[1]]
         return self._is_wide(slots)
 
     def _is_wide(self, slots: Tensor) -> Tensor:

@@ -20,11 +20,12 @@ from hotbed.errors import StoreError
 from hotbed.ops import BackendName, host_backend
 from hotbed.specs import RowDtype, Tier
 from hotbed.store import cached
-from hotbed.store.base import Records, RowStore, Span
+from hotbed.store.base import RowStore, Span
 from hotbed.store.cached import CachedRecords, ReadAhead
 from hotbed.store.dense import DenseStore
 from hotbed.store.keyed import FileRecords, MemoryRecords
 from hotbed.store.lazy import LazyStore
+from hotbed.store.records import Records
 
 
 class TierRecords(NamedTuple):
