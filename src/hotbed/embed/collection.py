@@ -23,6 +23,7 @@ from hotbed.embed.dynamic import DynamicTables, Reinitialized
 from hotbed.embed.gradients import PooledLookup, TableUpdater
 from hotbed.embed.id_exchange import IdExchange
 from hotbed.embed.ids import Discarded, checked_ids, refuse_other_ids, verified_ids
+from hotbed.embed.local_tables import LocalTables, storages_of
 from hotbed.embed.sharded_tables import ShardedTables
 from hotbed.embed.table_group import Request, TableGroup
 from hotbed.embed.tables import TableModule
@@ -267,6 +268,8 @@ class EmbeddingCollection(TableModule):
     def _checked(self, ids: Jagged, discarded: Discarded) -> Jagged:
         if isinstance(ids, ModelParallelInput):
             whole = checked_ids(ids.whole, self._features_in(ids), self._rows, discarded)
+            if len(ids.sizes) == 1:
+                return whole
             return ids if whole is ids.whole else ModelParallelInput(whole, ids.sizes, ids.rank)
         return checked_ids(ids, self.features, self._rows, discarded)
 
@@ -287,6 +290,10 @@ class EmbeddingCollection(TableModule):
         if not self._is_distributed:
             raise BatchError(
                 "the batch is model-parallel input, the model is not distributed; call hotbed.distribute first"
+            )
+        if len(ids.sizes) != self._ranks:
+            raise BatchError(
+                f"the model-parallel input is of {len(ids.sizes)} ranks, the model of {self._ranks}; make them equal"
             )
         return [f for f in self.features if f.name in ids.whole]
 
@@ -316,6 +323,24 @@ class EmbeddingCollection(TableModule):
             updater.add(fill, self._groups)
         self._updaters.add(updater)
         return updater
+
+    def _placed(
+        self, group: TableGroup, plan: Plan, wire: Wire, device: torch.device, storage: Storage
+    ) -> LocalTables | ShardedTables:
+        """Make the tables of a group anew, where a plan puts them.
+
+        Of a single rank they are looked up directly. Not where a GPU reads them in other memories: that it does ahead,
+        while it computes another part of a batch.
+        """
+        tables, seed, backend = list(group.tables.values()), self.seed, self._backend
+        storages = storages_of(tables, plan, storage) if wire.is_alone else None
+        if storages is not None and (device.type == "cpu" or all(s.tier == "device" for s in storages.values())):
+            return LocalTables(
+                group.dim, tables, self.features, seed=seed, device=device, backend=backend, storages=storages
+            )
+        return ShardedTables(
+            tables, self.features, plan, wire, seed=seed, device=device, backend=backend, storage=storage
+        )
 
     def distribute(
         self, plan: Plan, wire: Wire, device: torch.device | None = None, storage: Storage | None = None
@@ -347,17 +372,14 @@ class EmbeddingCollection(TableModule):
         rows = storage or Storage()
         sharded: list[TableGroup] = []
         for group in self._groups:
-            tables = list(group.tables.values())
-            new = ShardedTables(
-                tables, self.features, plan, wire, seed=self.seed, device=place, backend=self._backend, storage=rows
-            )
+            new = self._placed(group, plan, wire, place, rows)
             if self.device.type != "meta":
                 for table in group.tables:
                     new.load(table, group.raw(table))
             sharded.append(new)
         self._groups, self._is_distributed = sharded, True
         self._dynamic = DynamicTables(list(self.tables.values()), self.features, wire.link)
-        self._summed_ranks = wire.summed_ranks
+        self._ranks, self._summed_ranks = wire.link.size, wire.summed_ranks
         for name, handle in self.handles.items():
             new_handle = torch.zeros((), dtype=torch.float32, device=place)
             self.handles[name] = new_handle.requires_grad_(handle.requires_grad)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -11,15 +13,25 @@ from typing_extensions import override
 
 from hotbed.bags import Bags
 from hotbed.embed.arena import Arena, LocalTile, Shard
+from hotbed.embed.id_exchange import IdExchange
 from hotbed.embed.ids import BagPlaces
 from hotbed.embed.local_gradients import LocalSource
 from hotbed.embed.single_feature import SingleFeature
 from hotbed.embed.table_group import Request, TableGroup
 from hotbed.jagged import Jagged
-from hotbed.ops import BackendName, Occurrences, RuleStep
+from hotbed.ops import BackendName, BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
+from hotbed.plan import Plan
 from hotbed.specs import Feature, Table
 from hotbed.store import Storage
+
+
+class _Lookup(NamedTuple):
+    """Bags that are looked up in a source, and in which output."""
+
+    source: LocalSource
+    output: int
+    bags: BagLayout
 
 
 class LocalTables(TableGroup):
@@ -33,7 +45,7 @@ class LocalTables(TableGroup):
         As in `Arena`.
     storages
         Where the rows of tables are, by name; default: in the device's memory. Tables with one dtype and one storage
-        share an arena.
+        share an arena, and its cache.
     """
 
     def __init__(
@@ -131,17 +143,36 @@ class LocalTables(TableGroup):
         return self.arenas[0].store.empty(shape, dtype)
 
     @override
+    def routes(self, ids: Jagged, exchange: IdExchange, trained: Callable[[set[str]], bool]) -> list[_Lookup]:
+        return self._lookups(ids, 0)
+
+    @override
+    def read_ahead(self, routes: object) -> None:
+        for source, _, bags in cast("list[_Lookup]", routes):
+            if bags.groups is not None:
+                source.arena.store.prefetch(bags.groups.rows[: int(bags.groups.counts[0])])
+
+    @override
     def requests(
         self, ids: Jagged, room: int, trained: Callable[[set[str]], bool], routes: object = None
     ) -> list[Request]:
         found: list[Request] = []
+        for source, output, bags in self._lookups(ids, room) if routes is None else cast("list[_Lookup]", routes):
+            if output == 0 and self.pooled and bags.room != room:
+                bags = replace(bags, width=room + len(self.pooled), room=room)
+            found.append(Request(source, bags, output, trained(source.names)))
+        return found
+
+    def _lookups(self, ids: Jagged, room: int) -> list[_Lookup]:
+        """Lay out the bags of a batch, and group them where the store wants them so."""
+        found: list[_Lookup] = []
         output = int(bool(self.pooled))
         for source in self._sources:
-            wanted = trained(source.names)
             if source.pooled is not None:
-                found.append(Request(source, source.pooled.layout(ids, room + len(self.pooled), room), 0, wanted))
+                layout = source.pooled.layout(ids, room + len(self.pooled), room)
+                found.append(_Lookup(source, 0, source.arena.store.grouped(layout)))
             for places in source.sequences:
-                found.append(Request(source, places.layout(ids, 1, 0), output, wanted))
+                found.append(_Lookup(source, output, source.arena.store.grouped(places.layout(ids, 1, 0))))
                 output += 1
         return found
 
@@ -207,3 +238,22 @@ class LocalTables(TableGroup):
             return
         for arena in self.arenas:
             arena.to(device)
+
+
+def storages_of(tables: Sequence[Table], plan: Plan, storage: Storage) -> dict[str, Storage] | None:
+    """Say where the rows of tables are, for `LocalTables`; None unless a plan keeps each whole, in one place.
+
+    Caches of tables that share an arena, by dtype, memory and whether there is one, are one cache.
+    """
+    dtypes = {t.name: t.dtype for t in tables}
+    kinds: dict[str, tuple[object, ...]] = {}
+    rows: Counter[tuple[object, ...]] = Counter()
+    for tile in plan.tiles:
+        if tile.table in dtypes:
+            kind = dtypes[tile.table], tile.tier, tile.cache_rows > 0
+            if tile.readers or tile.table in kinds:
+                return None
+            kinds[tile.table] = kind
+            rows[kind] += tile.cache_rows
+    tiers = {tile.table: tile.tier for tile in plan.tiles}
+    return {t.name: replace(storage, tier=tiers[t.name], cache_rows=rows[kinds[t.name]]) for t in tables}

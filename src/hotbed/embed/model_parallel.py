@@ -48,12 +48,8 @@ def make_model_parallel_route(
     Raises
     ------
     BatchError
-        If a table is cut into rows, or copied, or the batch is for another number of ranks.
+        If a table is cut into rows, or copied.
     """
-    if len(ids.sizes) != link.size:
-        raise BatchError(
-            f"the model-parallel input is of {len(ids.sizes)} ranks, the model of {link.size}; make them equal"
-        )
     whole = {t.name: range(t.rows) for t in locator.tables}
     for tile in locator.tiles:
         if tile.rows != whole[tile.table] or tile.readers:

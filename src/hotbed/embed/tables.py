@@ -73,7 +73,7 @@ class TableModule(nn.Module):
             LocalTables(dim, [t for t in tables if t.dim == dim], features, seed=seed, device=place, backend=backend)
             for dim in dict.fromkeys(t.dim for t in tables)
         ]
-        self._summed_ranks, self._is_distributed = 1, False
+        self._ranks, self._summed_ranks, self._is_distributed = 1, 1, False
         self.handles = {
             t.name: torch.zeros((), dtype=torch.float32, device=place, requires_grad=not t.frozen) for t in tables
         }

@@ -83,6 +83,12 @@ class Wire:
         return [self.link] if self.replicas is None else [self.link, self.replicas.link]
 
     @property
+    def is_alone(self) -> bool:
+        """Whether there is one rank, and nothing that its rows or gradients pass through."""
+        codecs = self.options.forward_codec, self.options.backward_codec
+        return self.link.size == 1 and self.replicas is None and codecs == ("fp32", "fp32")
+
+    @property
     def summed_ranks(self) -> int:
         """Count the ranks whose gradients a row is updated by."""
         exact = self.replicas is not None and self.replicas.exact

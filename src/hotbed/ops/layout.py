@@ -103,6 +103,8 @@ class BagLayout:
         All slots are below it; None where it is not known. Needed where there is room for more ids.
     spans
         First id and number of ids of each feature, where the host knows them; None: they are read from the device.
+    groups
+        Their occurrences by slot, where somebody has grouped them.
     """
 
     ids: Tensor
@@ -117,6 +119,7 @@ class BagLayout:
     ids_per_bag: int | None = None
     limit: int | None = None
     spans: tuple[tuple[int, int], ...] | None = None
+    groups: Groups | None = None
 
     def versions(self) -> tuple[int, int, int]:
         """Counts of in-place changes of ids, offsets and weights."""

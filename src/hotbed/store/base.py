@@ -148,6 +148,10 @@ class RowStore(ABC):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make an uninitialised tensor for `lookup` to write to."""
 
+    def grouped(self, bags: BagLayout) -> BagLayout:
+        """Group the occurrences of bags, if `lookup` and `update` both need that; another thread may call this."""
+        return bags
+
     @abstractmethod
     def occurrences(self, bags: BagLayout) -> Occurrences:
         """List slot, bag and gradient factor of every id, as `update` takes them."""

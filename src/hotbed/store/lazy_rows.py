@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -173,8 +173,12 @@ class LazyRows(RowStore):
             self.records.prefetch(self._at_records(slots))
 
     @override
+    def grouped(self, bags: BagLayout) -> BagLayout:
+        return replace(bags, groups=self.ops.group(self.ops.occurrences(replace(bags, limit=self.slots))))
+
+    @override
     def occurrences(self, bags: BagLayout) -> Occurrences:
-        return self.ops.occurrences(bags)
+        return replace(self.ops.occurrences(bags), groups=bags.groups)
 
     @override
     def lookup(self, bags: BagLayout, out: Tensor) -> None:
@@ -186,7 +190,7 @@ class LazyRows(RowStore):
 
     def _looked_up(self, bags: BagLayout) -> tuple[Rows, BagLayout]:
         """Read the rows of a batch, and replace the ids of its bags by positions of these rows."""
-        groups = self.ops.group(self.ops.occurrences(replace(bags, limit=self.slots)))
+        groups = bags.groups or cast(Groups, self.grouped(bags).groups)
         slots, _ = self._distinct(groups)
         rows = rows_of(self.read(slots))
         return rows, renamed(bags, self.ops.spread(groups, torch.arange(len(slots), device=self.device)))
