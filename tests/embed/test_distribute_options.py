@@ -27,7 +27,7 @@ def test_keywords_of_earlier_versions_warn_with_the_new_form_and_serve():
     with pytest.warns(DeprecationWarning, match=new):
         model: Any = hb.distribute(one_table(), plan, hb.ParallelOptions(dense="fsdp"), **given)
     assert model.wire.options == hb.ParallelOptions(dense="fsdp", per_shard_statistics=True)
-    assert model.module._groups[0]._storage.policy == "lfu"
+    assert model.module._groups[0].arenas[0].store.records._tags.by_count
 
 
 def test_keywords_that_no_version_had_are_refused():

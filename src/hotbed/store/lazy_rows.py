@@ -254,7 +254,7 @@ class LazyRows(RowStore):
         And the kernels take rows that are apart, and all tables have one line of hyperparameters, so that rows need not
         lie by table. A few rows that have no record yet are made first.
         """
-        if self._is_apart or self._format.has_narrow or not self.ops.TAKES_ROWS_APART:
+        if self.device.type != "cpu" or self._format.has_narrow or not self.ops.TAKES_ROWS_APART:
             return False
         if not bool((step.hyper == step.hyper[0]).all()):
             return False
