@@ -19,6 +19,7 @@ from hotbed.ops import BackendName
 from hotbed.ops.rows import random_bits
 from hotbed.specs import RowDtype, Table
 from hotbed.store import DenseStore, Extent, RowStore, Span, Storage
+from hotbed.store.memory import to_device
 
 
 class Shard(NamedTuple):
@@ -240,8 +241,7 @@ def rounding_bits(arena: Arena, slots: Tensor, seeds: Tensor) -> Tensor | None:
     if not arena.shards or arena.shards[0].table.dtype == "fp32":
         return None
     shard, within = arena.locate(slots)
-    first, step, col = torch.tensor(
-        [(s.rows.start, s.rows.step, s.cols.start) for s in arena.shards], device=slots.device
-    )[shard].unbind(1)
+    of_shards = torch.tensor([(s.rows.start, s.rows.step, s.cols.start) for s in arena.shards], device="cpu")
+    first, step, col = to_device(of_shards, slots.device)[shard].unbind(1)
     cols = col[:, None] + torch.arange(arena.store.dim, device=slots.device)
     return random_bits(seeds[shard], first + within * step, cols)

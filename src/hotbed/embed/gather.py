@@ -147,30 +147,29 @@ def push_rows(
     link
         The ranks.
     """
-    device = locator.copies.device
-    to = torch.zeros(link.size, len(arenas), dtype=torch.int64, device=device)
-    messages: list[tuple[Tensor, Tensor]] = []
-    for kind, arena in enumerate(arenas):
-        here, there, readers = _messages(locator, kind, arena, touched.get(arena))
-        to[:, kind] = torch.bincount(readers, minlength=link.size)
-        messages.append((here, there))
+    ranks = torch.arange(link.size + 1, device=locator.copies.device)
+    messages = [_messages(locator, kind, arena, touched.get(arena)) for kind, arena in enumerate(arenas)]
+    to = torch.stack([torch.searchsorted(readers, ranks).diff() for _, _, readers in messages], dim=1)
     ones = [1] * link.size
-    recv_counts = link.all_to_all("numbers of updated rows", to, ones, ones).wait().T.tolist()
-    for kind, (here, there) in enumerate(messages):
-        counts = to[:, kind].tolist()
+    received = link.all_to_all("numbers of updated rows", to, ones, ones).wait()
+    send_counts, recv_counts = torch.stack([to, received]).transpose(1, 2).tolist()  # one wait for both
+    for kind, (here, there, _) in enumerate(messages):
+        counts = send_counts[kind]
         slots = link.all_to_all("updated rows' places", there, counts, recv_counts[kind])
         rows = link.all_to_all("updated rows", arenas[kind].store.read(here, use="update"), counts, recv_counts[kind])
         copies[kind].store.write(slots.wait(), rows.wait())
 
 
 def _messages(locator: Locator, kind: int, arena: Arena, touched: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """List what is sent of an arena, by reader: slot here, slot there, reader."""
-    tiles = torch.tensor(locator.owned(locator.kinds[kind]), dtype=torch.int64, device=locator.copies.device)
-    if touched is None or not len(tiles):
-        nothing = torch.empty(0, dtype=torch.int64, device=locator.copies.device)
+    """List what is sent of an arena, by rising reader: slot here, slot there, reader."""
+    copies = locator.copies_of_owned[kind]  # [W, shards]
+    if touched is None or not copies.shape[1] or not len(touched):
+        nothing = torch.empty(0, dtype=torch.int64, device=copies.device)
         return nothing, nothing, nothing
-    slots = touched.unique()
+    slots = touched.sort().values
+    is_first = torch.ones_like(slots, dtype=torch.bool)
+    torch.ne(slots[1:], slots[:-1], out=is_first[1:])
     shard, within = arena.locate(slots)
-    first_there = locator.copies[:, tiles][:, shard]  # [W, n]
-    readers, which = (first_there >= 0).nonzero(as_tuple=True)
+    first_there = copies[:, shard]  # [W, n]
+    readers, which = ((first_there >= 0) & is_first).nonzero(as_tuple=True)
     return slots[which], first_there[readers, which] + within[which], readers

@@ -121,6 +121,8 @@ class Locator:
         owner's arena; first slot in this rank's arena of copies, or −1 where it holds none.
     copies
         ``[W, tiles]`` int64: the same of every rank.
+    copies_of_owned
+        By kind, ``[W, owned tiles]``: the same of the tiles that this rank owns, in the order of their slots.
     lines
         ``[tiles]`` int64: units of one bag and one line get positions of their own (`hotbed.embed.pooled_exchange`).
         The line of a tile is its lane, or 0 in a table some of whose lanes overlap, because its rows are not all cut at
@@ -168,6 +170,7 @@ class Locator:
             math.gcd(self.dim, kind.cols, *(a for a, b in self.lanes if b - a == kind.cols)) for kind in self.kinds
         ]
         self.copies = copies.to(device)
+        self.copies_of_owned = [copies[:, self._owned[kind]].to(device) for kind in self.kinds]
         lines = [
             0 if _overlap(plan.by_table[tile.table]) else row[LANE] for tile, row in zip(self.tiles, rows, strict=True)
         ]

@@ -47,6 +47,7 @@ from hotbed.ops.layout import ACTIVE
 from hotbed.ops.rows import step_seeds
 from hotbed.store import DenseStore, RowStore
 from hotbed.store.base import Values
+from hotbed.store.memory import to_device
 from hotbed.store.touched import TouchedSlots
 
 
@@ -233,12 +234,12 @@ class Sync:
         link, shards = self._replicas.of_thread
         device = locator.copies.device
         touched = {arena: self._touched[arena].take(device) for arena in self._arenas}
-        counts = torch.tensor([len(slots) for slots in touched.values()], device=device)
+        counts = to_device(torch.tensor([len(slots) for slots in touched.values()], device="cpu"), device)
         by_arena: list[list[int]] = link.all_gather("numbers of touched rows", counts).wait().T.tolist()
         averaged: dict[Arena, Tensor] = {}
         for arena, of_replicas in zip(self._arenas, by_arena, strict=True):
             slots = touched_anywhere(arena.store, touched[arena], of_replicas, link)
-            seeds = step_seeds(self._seeds[arena].to(device), torch.tensor(-1, device=device))
+            seeds = step_seeds(self._seeds[arena].to(device), torch.full((), -1, device=device))
             for bucket in slots.split(max(BUCKET_BYTES // row_bytes(arena.store), 1)):
                 if len(bucket):
                     average_rows(arena, bucket, seeds, link)

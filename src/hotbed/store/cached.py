@@ -82,7 +82,7 @@ class CachedRecords(Records):
         self._slab = memory.zeros((places, self.record_bytes), torch.uint8, self.device)
         free = torch.full((places,), FREE, dtype=torch.int64, device=self.device)
         self._tags = CacheTags(free, torch.zeros_like(free), torch.zeros_like(free), ways, policy == "lfu")
-        self._dirty = torch.zeros(places, dtype=torch.bool, device=self.device)
+        self._dirty = torch.zeros(places + 1, dtype=torch.bool, device=self.device)  # the last is of place −1: none
         self._now = 0
         self._lock = threading.Lock()
         self._ends = torch.tensor(spans, dtype=torch.int64).cumsum(0)
@@ -106,7 +106,7 @@ class CachedRecords(Records):
     @property
     def rows(self) -> int:
         """How many records there is room for."""
-        return len(self._dirty)
+        return len(self._slab)
 
     @property
     @override
@@ -133,11 +133,11 @@ class CachedRecords(Records):
         if not len(missing):
             return here
         found = torch.empty(len(missing), self.record_bytes, dtype=torch.uint8, device=self.device)
-        there = self.below.read(slots[missing], found, use=use)
-        if not bool(there.all()):
-            missing, found = missing[there], found[there]
-        if not len(missing):
+        there = self.below.read(slots[missing], found, use=use).nonzero()[:, 0]
+        if not len(there):
             return here
+        if len(there) < len(missing):
+            missing, found = missing[there], found[there]
         kernels.cache_write(out, missing, found)
         here[missing] = True
         if use != "once":
@@ -152,7 +152,7 @@ class CachedRecords(Records):
             places = kernels.cache_find(self._tags, slots)
             kernels.cache_write(self._slab, places, records)
             missing = (places < 0).nonzero()[:, 0]
-            self._dirty[places if not len(missing) else places[places >= 0]] = True
+            self._dirty[places] = True
         if len(missing):
             self._insert(slots[missing], self._gathered(records, missing), dirty=True)
 
@@ -164,7 +164,7 @@ class CachedRecords(Records):
             return
         with self._lock:
             places = self.ops.cache_find(self._tags, slots)
-            self._dirty[places if not len(places) or int(places.min()) >= 0 else places[places >= 0]] = True
+            self._dirty[places] = True
             yield InPlace(self._slab, places)
 
     @override
@@ -220,15 +220,14 @@ class CachedRecords(Records):
                 if len(absent) < len(slots):
                     slots, records = slots[absent], self._gathered(records, absent)
             places, evicted = kernels.cache_take(self._tags, slots, self._now)
-            kept = places >= 0
-            lost = (kept & (evicted != FREE) & self._dirty[places.clamp(min=0)]).nonzero()[:, 0]
-            out_slots, out = evicted[lost], self._gathered(self._slab, places[lost])
-            if dirty and not bool(kept.all()):
-                out_slots, out = torch.cat([out_slots, slots[~kept]]), torch.cat([out, records[~kept]])
-            if len(out_slots):  # written below before anyone can miss it here
-                self.below.write(out_slots, out)
+            leaves = (evicted != FREE) & self._dirty[places]
+            leaving = (leaves | (places < 0) if dirty else leaves).nonzero()[:, 0]
+            if len(leaving):  # written below before anyone can miss it here
+                at, out = places[leaving], self._gathered(records, leaving)
+                kernels.cache_read(self._slab, at, out)  # but for what finds no place
+                self.below.write(torch.where(at < 0, slots[leaving], evicted[leaving]), out)
             kernels.cache_write(self._slab, places, records)
-            self._dirty[places[kept]] = dirty
+            self._dirty[places] = dirty
 
 
 class DeviceStaging(RecordsAbove):
@@ -265,8 +264,8 @@ class DeviceStaging(RecordsAbove):
             sent = memory.staging((len(at), out.shape[1]), torch.uint8, self.device)
             torch.index_select(found, 0, at, out=sent)
             came = sent.to(self.device, non_blocking=True)
-            out.view(torch.int32).index_copy_(0, at.to(self.device), came.view(torch.int32))
-        return there.to(self.device)
+            out.view(torch.int32).index_copy_(0, memory.to_device(at, self.device), came.view(torch.int32))
+        return memory.to_device(there, self.device)
 
     @override
     def write(self, slots: Tensor, records: Tensor) -> None:

@@ -349,4 +349,5 @@ def distinct(slots: Tensor) -> tuple[Tensor, Tensor]:
     ordered, order = slots.sort(stable=True)
     new = torch.ones(len(slots), dtype=torch.bool, device=slots.device)
     new[1:] = ordered[1:] != ordered[:-1]
-    return ordered[new], order[new]
+    at = new.nonzero()[:, 0]
+    return ordered[at], order[at]

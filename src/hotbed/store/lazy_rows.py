@@ -359,8 +359,8 @@ class LazyRows(RowStore):
 
     def _complete(self, slots: Tensor, records: Tensor, there: Tensor) -> Tensor:
         """Fill in new records where there are none, and find which of the rows ``[n]`` are wide."""
-        if not bool(there.all()):
-            new = (~there).nonzero()[:, 0]
+        new = (~there).nonzero()[:, 0]
+        if len(new):
             records[new] = self._initialized(slots[new])[:, : records.shape[1]]
         return self._is_wide(slots)
 
@@ -382,8 +382,11 @@ class LazyRows(RowStore):
         records = self._format.blank(len(slots), slots.device)
         span, rows = self._cells(slots)
         values = torch.zeros(len(slots), self.dim, device=slots.device)
-        for i in span.unique().tolist():
-            at = (span == i).nonzero()[:, 0]
+        ordered, order = span.sort(stable=True)
+        cuts = torch.searchsorted(ordered, torch.arange(len(self.spans) + 1, device=span.device))
+        for i, at in enumerate(order.split(cuts.diff().tolist())):
+            if not len(at):
+                continue
             seed, bound = self._initial[i]
             if bound:
                 of_span = torch.empty(len(at), self.dim, device=slots.device)
