@@ -50,6 +50,7 @@ def launches(amount: Amount) -> Iterator[Launch]:
         for kind in ("one", "fixed", "any") if amount == "all" or condition[0] == 128 else ("one",):
             for out in FLOATS if amount == "all" else ("fp32",):
                 yield _lookup(*condition, kind, out)
+        yield _gather(*condition)
     rules = [("rowwise_adagrad", *condition) for condition in conditions]
     others = [rule for rule in RULES if rule != "rowwise_adagrad"]
     rules += [
@@ -103,6 +104,13 @@ def _lookup(dim: int, dtype: str, wide: int, kind: str, out: str) -> Launch:
 
     about = _about(dim, dtype, wide, kind, f"into {out}")
     return Launch(about, _stored(dim, dtype), 0, dim * FLOATS[out].itemsize, run)
+
+
+def _gather(dim: int, dtype: str, wide: int) -> Launch:
+    def run() -> None:
+        kernels.gather(_rows(dim, dtype, wide), torch.zeros(BATCH, dtype=torch.int64), torch.zeros(BATCH, dim))
+
+    return Launch(_about(dim, dtype, wide), _stored(dim, dtype), 0, 4 * dim, run)
 
 
 def _update(

@@ -34,7 +34,7 @@ from hotbed.ops import (
 )
 from hotbed.ops.layout import FREE
 from tests.ops.arenas import OPTIONS, SEGMENTS, Arena, gradient, oracle
-from tests.ops.cases import CASES, Kernels, occurrences_of
+from tests.ops.cases import CASES, Kernels, occurrences_of, random_rows
 from tests.ops.naive_rules import RULES
 
 from .race import checking
@@ -54,6 +54,20 @@ def _lookup(ops: Any, dim: int = 17) -> Same:
                 kernels.lookup(case.rows(columns), case.layout(), out)
                 found.append(out)
         return torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
+
+    return same
+
+
+def _gather(ops: Any) -> Same:
+    """Whether rows of all tables, of more slots than a program takes, are those of the reference."""
+    rows = random_rows([4, 300], [1, 200], 600, torch.int8)
+    slots = torch.randint(0, 304, (50,), generator=torch.Generator().manual_seed(1))
+
+    def same() -> bool:
+        found = [torch.zeros(len(slots), 600) for _ in range(2)]
+        for kernels, out in zip((ops, reference), found, strict=True):
+            kernels.gather(rows, slots, out)
+        return torch.equal(*found)
 
     return same
 
@@ -133,6 +147,7 @@ def _loss(ops: Any) -> Same:
 
 OPERATIONS: dict[str, Callable[[Any], Same]] = {
     "lookup": _lookup,
+    "gather": _gather,
     "update": _update,
     "group": _group,
     "cache": _cache,

@@ -14,6 +14,7 @@ from hotbed.ops import backend as module
 OPERATIONS = (
     "initial_values_",
     "lookup",
+    "gather",
     "weight_gradient",
     "occurrences",
     "group",

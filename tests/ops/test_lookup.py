@@ -17,7 +17,17 @@ from hotbed.ops import BagLayout, Rows, cpu_lookup
 from hotbed.ops.cpu_instructions import stream_line, streams_end
 from hotbed.pooling import POOLED, POOLING_CODE, divisors
 
-from .cases import CASES, Kernels, embedding_bag, naive_bags, naive_lookup, places_of, values_of, without_narrow
+from .cases import (
+    CASES,
+    Kernels,
+    embedding_bag,
+    naive_bags,
+    naive_lookup,
+    places_of,
+    random_rows,
+    values_of,
+    without_narrow,
+)
 from .formats import DTYPES, NARROW, VALUES
 
 OUT_DTYPES = {"to_fp32": torch.float32, "to_bf16": torch.bfloat16, "to_fp16": torch.float16}
@@ -162,6 +172,33 @@ def check_one_hot(backend: Kernels, narrow: Tensor, exponents: Tensor, expected:
 
 DIVIDED_BY = {"sum": lambda ids: 1, "mean": lambda ids: max(ids, 1)}
 """By pooling, what the sum of a bag of so many ids is divided by; a new pooling is a row here."""
+
+
+@pytest.mark.parametrize("dim", [1, 17, 40, 200])
+@pytest.mark.parametrize("wide", [[0, 0, 0, 0], [1, 5, 0, 4]], ids=["narrow", "mixed"])
+@every_dtype
+def test_rows_of_any_tables_are_gathered(backend, dtype, wide, dim):
+    rows = random_rows([4, 5, 0, 200], wide, dim, dtype)
+    draw = torch.Generator().manual_seed(1)
+    for slots in (
+        torch.randint(0, 209, (300,), generator=draw),
+        torch.arange(209),
+        torch.tensor([208]),
+        torch.empty(0),
+    ):
+        out = torch.full((len(slots), dim), SENTINEL, device=backend.device)
+        assert backend.ops.gather(backend.put(rows), backend.put(slots.long()), out) is None
+        assert np.array_equal(out.cpu().numpy(), values_of(rows)[slots.long().numpy()])
+
+
+def test_gathered_rows_may_be_written_past_the_caches(monkeypatch):
+    monkeypatch.setattr(cpu_lookup, "STREAM_BYTES", 1)
+    for dtype in (torch.float32, torch.int8):
+        rows, slots = random_rows([40, 50], [3, 20], 32, dtype), torch.arange(89, -1, -1)
+        out = large_tensors.empty((1 << 14, 32))[:90]
+        assert cpu_lookup.streams(out[:, None])
+        cpu_lookup.gather(rows, slots, out)
+        assert np.array_equal(out.numpy(), values_of(rows)[::-1])
 
 
 @pytest.mark.parametrize("pooling", POOLED)

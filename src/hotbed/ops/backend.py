@@ -38,6 +38,10 @@ class Backend(Protocol):
         """Pool the rows of each bag into ``out [B, width, D]``."""
         ...
 
+    def gather(self, rows: Rows, slots: Tensor, out: Tensor) -> None:
+        """Copy the rows at slots ``[n]`` to ``out [n, D]`` float32."""
+        ...
+
     def weight_gradient(self, rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
         """Write the gradient of the per-id weights into ``out [N]``."""
         ...

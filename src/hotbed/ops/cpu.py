@@ -2,7 +2,7 @@
 
 from hotbed.ops.cpu_cache import cache_find, cache_read, cache_take, cache_use, cache_write
 from hotbed.ops.cpu_interaction import interaction, interaction_backward
-from hotbed.ops.cpu_lookup import lookup, weight_gradient
+from hotbed.ops.cpu_lookup import gather, lookup, weight_gradient
 from hotbed.ops.cpu_rows import initial_values_
 from hotbed.ops.cpu_segment import group, occurrences, spread
 from hotbed.ops.cpu_update import segment_sum, square_blocks, update
@@ -18,6 +18,7 @@ __all__ = [
     "cache_take",
     "cache_use",
     "cache_write",
+    "gather",
     "group",
     "initial_values_",
     "interaction",

@@ -26,6 +26,7 @@ from hotbed.ops.layout import (
     BASE,
     BLOCK,
     FIRST_NARROW,
+    FIRST_SLOT,
     FIRST_WIDE,
     FIXED,
     OUT,
@@ -82,6 +83,13 @@ def streams(out: Tensor) -> bool:
     """Whether pooled vectors ``[B, width, D]`` are written past the caches: many whole cache lines."""
     line = out.shape[2] * out.element_size() % LINE_BYTES == 0 and out.data_ptr() % LINE_BYTES == 0
     return line and out.nbytes >= STREAM_BYTES
+
+
+def gather(rows: Rows, slots: Tensor, out: Tensor) -> None:
+    """Copy the rows at slots ``[n]`` to ``out [n, D]``; see the reference."""
+    launches["cpu.gather"] += 1
+    per_task = samples_per_task(len(slots))
+    launch(_gather, row_arrays(rows), slots.numpy(), flat(out), streams(out[:, None]), per_task)
 
 
 def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
@@ -235,6 +243,43 @@ def _write(out, to, values, at, dim, streamed):
 def _pool_wide(acc, wide_rows, dim, ids, base, per_id, start, stop, last):
     # A function of its own: inlined, it took registers from the loop that copies rows of one-hot features.
     sum_rows(acc, wide_rows, dim, ids, base, per_id, start, stop, last)
+
+
+@kernel(parallel=True)
+def _gather(rows, slots, out, streamed, per_task):
+    dim = rows.dim
+    for task in prange((slots.shape[0] + per_task - 1) // per_task):
+        first, last = task * per_task, min((task + 1) * per_task, slots.shape[0])
+        if rows.kind == WIDE:
+            for i in range(first, last):
+                if i + PREFETCH_ROWS < last:
+                    prefetch_bytes(rows.wide, slots[i + PREFETCH_ROWS] * dim, dim * 4)
+                _write(out, i * dim, rows.wide, slots[i] * dim, dim, streamed)
+        else:
+            _gather_of_tables(rows, slots, first, last, np.empty(dim, np.float32), out, streamed)
+        if streamed:
+            streams_end()
+
+
+@kernel()
+def _gather_of_tables(rows, slots, first, last, acc, out, streamed):
+    # As `_pool_samples`, of slots of one table after the other, in the place of ids.
+    dim, kind, wide, narrow, exponents = rows.dim, rows.kind, rows.wide, rows.narrow, rows.exponents
+    first_slots = rows.tables[:, FIRST_SLOT]
+    while first < last:
+        table = np.searchsorted(first_slots, slots[first], side="right") - 1
+        begin, end = first_slots[table], first + 1
+        after = first_slots[table + 1] if table + 1 < first_slots.shape[0] else np.iinfo(np.int64).max
+        while end < last and begin <= slots[end] < after:
+            end += 1
+        wide_end, in_wide = begin + rows.tables[table, WIDE_ROWS], rows.tables[table, FIRST_WIDE] - begin
+        in_narrow = rows.tables[table, FIRST_NARROW]
+        for i in range(first, end):
+            sum_stored_rows(
+                acc, kind, wide, narrow, exponents, dim, slots, wide_end, in_wide, in_narrow, NO_WEIGHTS, i, i + 1, end
+            )
+            _write(out, i * dim, acc, 0, dim, streamed)
+        first = end
 
 
 @kernel(parallel=True)

@@ -41,6 +41,7 @@ __all__ = [
     "cache_use",
     "cache_write",
     "divisors",
+    "gather",
     "group",
     "initial_values_",
     "interaction",
@@ -122,6 +123,22 @@ def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
         if feature[POOLING]:
             pooled /= divisors(feature[POOLING], lengths)[:, None]
         out[:, bags.room + feature[OUT]] = pooled.to(out.dtype)
+
+
+def gather(rows: Rows, slots: Tensor, out: Tensor) -> None:
+    """Copy rows as float32.
+
+    Parameters
+    ----------
+    rows
+        The arena.
+    slots
+        ``[n]`` int64, of any tables, in any order.
+    out
+        ``[n, D]`` float32.
+    """
+    launches["reference.gather"] += 1
+    out.copy_(read_rows(rows, slots))
 
 
 def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from hotbed.ops.triton_cache import cache_find, cache_read, cache_take, cache_use, cache_write
 from hotbed.ops.triton_interaction import interaction, interaction_backward
-from hotbed.ops.triton_lookup import lookup, weight_gradient
+from hotbed.ops.triton_lookup import gather, lookup, weight_gradient
 from hotbed.ops.triton_occurrences import occurrences
 from hotbed.ops.triton_rows import initial_values_
 from hotbed.ops.triton_segment import group, spread
@@ -19,6 +19,7 @@ __all__ = [
     "cache_take",
     "cache_use",
     "cache_write",
+    "gather",
     "group",
     "initial_values_",
     "interaction",

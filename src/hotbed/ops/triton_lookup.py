@@ -19,6 +19,7 @@ from torch import Tensor
 from hotbed import pooling
 from hotbed.ops.backend import launches
 from hotbed.ops.layout import BLOCK, BagLayout, Rows
+from hotbed.ops.rows import table_of
 from hotbed.ops.triton_rows import as_float32, load_rows, locate, round_nearest, row_pointers
 from hotbed.ops.triton_rules import block_sum
 from hotbed.ops.triton_runtime import (
@@ -160,6 +161,27 @@ def _lookup_kernel(
     tl.store(to, round_nearest(acc, out.dtype.element_ty), mask=(sample < batch_size)[:, None] & (col < D)[None, :])
 
 
+@triton.jit(do_not_specialize=["count"])
+def _gather_kernel(
+    out,  # [count, D] float32
+    rows,
+    slots,  # [count]
+    tables,  # [count] of the slots; anything where all rows are float32
+    count,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    HAS_WIDE: tl.constexpr,
+):
+    """``out[i] = row[slots[i]]``."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    slot = tl.load(slots + i, mask=i < count, other=-1)
+    table = tl.load(tables + i, mask=i < count, other=0)
+    values = load_rows(rows, locate(rows, slot, table, HAS_WIDE), D, BLOCK_D, HAS_WIDE)
+    col = tl.arange(0, BLOCK_D)
+    tl.store(out + i[:, None] * D + col[None, :], values, mask=(i < count)[:, None] & (col < D)[None, :])
+
+
 @triton.jit(do_not_specialize=["batch_size", "width", "room", "blocks"])
 def _weight_gradient_kernel(
     out,  # parallel to ids
@@ -224,6 +246,30 @@ def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
             WEIGHTED=bags.weights is not None,
             HAS_DIVISORS=bags.has_divisors,
             KIND=kind,
+            **STRICT,
+        )
+
+
+def gather(rows: Rows, slots: Tensor, out: Tensor) -> None:
+    """Copy the rows at slots to ``out``, see `hotbed.ops.reference.gather`; ``out`` must be contiguous."""
+    launches["triton.gather"] += 1
+    if not len(slots):
+        return
+    dim = rows.dim
+    block_d = power_of_two(dim)
+    block_b = rows_per_program(block_d, TILE)
+    with torch.cuda.device_of(out):
+        tables = slots if rows.narrow.dtype == torch.float32 else table_of(rows, slots)
+        _gather_kernel[(ceil_div(len(slots), block_b),)](
+            out,
+            row_pointers(rows),
+            slots,
+            tables,
+            len(slots),
+            D=dim,
+            BLOCK_D=block_d,
+            BLOCK_B=block_b,
+            HAS_WIDE=len(rows.wide) > 0,
             **STRICT,
         )
 

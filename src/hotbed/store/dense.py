@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from hotbed import ops
 from hotbed.ops import BackendName, BagLayout, Occurrences, Rows, RuleStep
-from hotbed.ops.rows import MIN_EXPONENT, block_count, places, read_rows, write_rows
+from hotbed.ops.rows import MIN_EXPONENT, block_count, places, write_rows
 from hotbed.optim import Moment
 from hotbed.specs import RowDtype, Tier, row_bytes
 from hotbed.store import memory
@@ -94,7 +94,6 @@ class DenseStore(RowStore):
             ).view(-1, 7),
         )
         self.moments: dict[str, Tensor] = {}
-        self._one_table: Tensor | None = None  # `BagLayout.features` of single rows
 
     @property
     def ops(self) -> ops.Backend:
@@ -178,20 +177,12 @@ class DenseStore(RowStore):
     def read(
         self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None, use: Use = "lookup"
     ) -> Tensor:
-        if moment is not None or (len(self.rows.wide) and self.rows.narrow.dtype != torch.float32):
-            values = read_rows(self.rows, slots) if moment is None else self.moments[moment][slots]
+        if moment is not None:
+            values = self.moments[moment][slots]
             return values if out is None else out.copy_(values)
         if out is None:
             out = self.empty((len(slots), self.dim), torch.float32)
-        # A slot is a position in memory, whatever table it is of, so all are ids of one.
-        if self._one_table is None:
-            self._one_table = torch.tensor([[0, 1, 0, 0, 0, 0, 0]], device=self.device)
-        offsets = torch.empty(0, len(slots) + 1, dtype=torch.int64, device=self.device)
-        self.ops.lookup(
-            self.rows,
-            BagLayout(slots, self._one_table, offsets, None, len(slots), len(slots), False, 1, 0, 1),
-            out[:, None],
-        )
+        self.ops.gather(self.rows, slots.contiguous(), out)
         return out
 
     @override
