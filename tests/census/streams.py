@@ -120,7 +120,11 @@ class Model:
         self.on_wait()
 
     def operation(self, reads: Iterable[Tensor], writes: Iterable[Tensor], new: Iterable[Tensor]) -> None:
-        """An operation of the current stream, by the tensors of the host that stand for its arguments."""
+        """An operation of the current stream, by the tensors of the host that stand for its arguments.
+
+        Those without any bytes are left out: all of them have the same address, 0.
+        """
+        reads, writes, new = ([t for t in tensors if t.untyped_storage().nbytes()] for tensors in (reads, writes, new))
         stream = self.current()
         _learn(stream.clock, self.host)
         tick = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
