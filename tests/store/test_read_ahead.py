@@ -11,8 +11,8 @@ import torch
 
 from hotbed.optim import Adam
 from hotbed.store import Storage
-from hotbed.store.cached import ReadAhead
 from hotbed.store.keyed import FileRecords
+from hotbed.store.read_ahead import ReadAhead
 from tests.store.test_lazy import CACHED, drive, everything, made
 
 
@@ -90,3 +90,35 @@ def test_rows_that_were_read_ahead_are_used_once_by_lookups_and_stay_for_them(tm
     records.read(slots[:2], out[:2])
     assert records.counted.ahead == 3 + 8 and not records._batches
     below.close()
+
+
+def test_an_update_takes_what_its_lookup_has_read_unless_it_was_written_since(tmp_path: Path) -> None:
+    below = FileRecords(64, tmp_path)
+    records = ReadAhead(below, keeps=True)
+    values = torch.arange(640).view(10, 64).byte()
+    records.write(torch.arange(10), values)
+    wanted, out, whole = torch.tensor([7, 2, 7, 11]), torch.empty(4, 60, dtype=torch.uint8), torch.empty(4, 64).byte()
+    assert records.read(wanted, out).tolist() == [True, True, True, False]  # the first bytes, as lookups do
+    assert torch.equal(out[:3], values[wanted[:3], :60])
+    read = below.counted.read_bytes
+    assert records.read(torch.tensor([2, 7]), whole[:2], use="update").all()
+    assert torch.equal(whole[:2], values[[2, 7]]) and below.counted.read_bytes == read
+    records.write(torch.tensor([7]), values[:1])
+    assert records.read(torch.tensor([2, 3, 7, 12]), whole, use="update").tolist() == [True, True, True, False]
+    assert torch.equal(whole[:3], values[[2, 3, 0]]) and below.counted.read_bytes == read + 2 * 64
+    records.write(torch.tensor([2]), values[:1])
+    assert records.nbytes == 0
+    for _ in range(10):  # lookups without updates
+        records.read(torch.arange(10), torch.empty(10, 64).byte())
+    assert records.nbytes == 4 * 640
+    records.clear()
+    assert records.nbytes == 0 and not records.read(wanted, out, use="update").any()
+    below.close()
+
+
+def test_only_without_a_cache_lookups_are_kept() -> None:
+    for cache_rows in (0, 100):
+        store = made(Storage("disk", cache_rows=cache_rows), "fp32", [])
+        drive(store, Adam.rule, [("write", [1, 2, 3]), ("lookup", [1, 2])])
+        read_ahead = next(layer for layer in store.records.layers() if isinstance(layer, ReadAhead))
+        assert (read_ahead.nbytes > 0) == (cache_rows == 0)

@@ -1,4 +1,4 @@
-"""Put layers over slow records: a cache, staging for a device, read-ahead of a file.
+"""Put layers over slow records: a cache, and staging for a device; `hotbed.store.read_ahead` is a third.
 
 `hotbed.store.tiers` stacks them once, when a store is built, and only those that this machine needs::
 
@@ -16,7 +16,6 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +23,14 @@ from typing_extensions import override
 
 from hotbed import ops
 from hotbed.config.places import CachePolicy
-from hotbed.ops import BackendName, CacheTags, cpu_cache
+from hotbed.ops import BackendName, CacheTags
 from hotbed.ops.layout import FREE
 from hotbed.store import memory
-from hotbed.store.keyed import distinct, positions
+from hotbed.store.keyed import distinct
 from hotbed.store.records import InPlace, Records, RecordsAbove, Use
 
 WAYS = 32
 """Places of a set (Neo's row cache)."""
-MOST_BATCHES_AHEAD = 32
-"""Prefetches whose records may wait to be used."""
 
 
 def needs_staging(device: torch.device) -> bool:
@@ -277,102 +274,3 @@ class DeviceStaging(RecordsAbove):
     @override
     def prefetch(self, slots: Tensor) -> None:
         self.below.prefetch(slots.cpu())
-
-
-class _BatchAhead(NamedTuple):
-    """Records that were read before they were needed: those that exist, by rising slot."""
-
-    slots: Tensor
-    records: Tensor
-    fresh: Tensor
-    """``[n]`` bool: neither looked up nor written since."""
-
-    def outdate(self, written: Tensor) -> None:
-        """Note which were written after they were read, or while."""
-        at = positions(self.slots, written)
-        self.fresh[at[at >= 0]] = False
-
-
-class ReadAhead(RecordsAbove):
-    """Read records of a file before they are needed.
-
-    One thread may `prefetch` while another, the only one that writes, looks up and updates.
-
-    Parameters
-    ----------
-    below
-        Where they are.
-    """
-
-    reads_ahead = True
-
-    def __init__(self, below: Records) -> None:
-        super().__init__(below)
-        self._lock = threading.Lock()
-        self._batches: list[_BatchAhead] = []
-        self._written: list[Tensor] | None = None
-        """What was written since the prefetch under way began."""
-
-    @property
-    @override
-    def nbytes(self) -> int:
-        return sum(batch.records.nbytes for batch in list(self._batches))
-
-    @override
-    def prefetch(self, slots: Tensor) -> None:
-        if not len(slots):
-            return
-        slots, _ = distinct(slots)
-        with self._lock:
-            self._written = []
-        records = torch.empty(len(slots), self.record_bytes, dtype=torch.uint8)
-        there = self.below.read(slots, records, use="ahead")
-        with self._lock:
-            slots, order = slots[there].sort()
-            batch = _BatchAhead(slots, records[there][order], torch.ones(len(slots), dtype=torch.bool))
-            for written in self._written or ():
-                batch.outdate(written)
-            self._written = None
-            if len(slots):
-                self._batches = [*self._batches, batch][-MOST_BATCHES_AHEAD:]
-
-    @override
-    def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
-        if not self._batches:
-            return self.below.read(slots, out, use=use)
-        left = slots.clone()
-        with self._lock:
-            for batch in self._batches:
-                at = positions(batch.slots, left)
-                at.masked_fill_(~batch.fresh[at] & (at >= 0), -1)
-                cpu_cache.read_rows(batch.records, at, out)
-                found = at >= 0
-                left.masked_fill_(found, -1)
-                self.counted.ahead += int(found.sum())
-                if use == "lookup":
-                    batch.fresh[at[found]] = False
-            self._batches = [batch for batch in self._batches if bool(batch.fresh.any())]
-        there = left < 0
-        rest = (~there).nonzero()[:, 0]
-        if len(rest):
-            found_below = torch.empty(len(rest), out.shape[1], dtype=torch.uint8)
-            below = self.below.read(slots[rest], found_below, use=use)
-            cpu_cache.write_rows(out, rest.masked_fill(~below, -1), found_below)
-            there[rest] = below
-        return there
-
-    @override
-    def write(self, slots: Tensor, records: Tensor) -> None:
-        # First, so that what is read ahead from now on is what was written; what was read before is marked then.
-        self.below.write(slots, records)
-        with self._lock:
-            for batch in self._batches:
-                batch.outdate(slots)
-            if self._written is not None:
-                self._written.append(slots)
-
-    @override
-    def clear(self) -> None:
-        with self._lock:
-            self._batches.clear()
-        self.below.clear()

@@ -285,7 +285,7 @@ class FileRecords(KeyedRecords):
     def _write(self, numbers: Tensor, records: Tensor) -> None:
         start = time.perf_counter()
         numbers, order = numbers.sort()
-        batch = _Unwritten(numbers, records[order])
+        batch = _Unwritten(numbers, gathered(records, order))
         with self._changed:
             while self._unwritten and self._unwritten_bytes + batch.records.nbytes > self._limit:
                 self._changed.wait()
@@ -342,6 +342,13 @@ def positions(of: Tensor, wanted: Tensor) -> Tensor:
     found = torch.empty_like(wanted)
     cpu_cache.find_rising(of.numpy(), wanted.numpy(), found.numpy())
     return found
+
+
+def gathered(records: Tensor, at: Tensor) -> Tensor:
+    """Copy the records ``[m, bytes]`` at these places ``[n]``, by all threads."""
+    out = torch.empty(len(at), records.shape[1], dtype=torch.uint8)
+    cpu_cache.read_rows(records, at, out)
+    return out
 
 
 def distinct(slots: Tensor) -> tuple[Tensor, Tensor]:

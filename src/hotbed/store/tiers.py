@@ -21,10 +21,11 @@ from hotbed.ops import BackendName, host_backend
 from hotbed.specs import RowDtype, Tier
 from hotbed.store import cached
 from hotbed.store.base import RowStore, Span
-from hotbed.store.cached import CachedRecords, ReadAhead
+from hotbed.store.cached import CachedRecords
 from hotbed.store.dense import DenseStore
 from hotbed.store.keyed import FileRecords, MemoryRecords
 from hotbed.store.lazy import LazyStore
+from hotbed.store.read_ahead import ReadAhead
 from hotbed.store.records import Records
 
 
@@ -120,7 +121,7 @@ class Storage:
         records = make(record_bytes, slots, self.directory or tempfile.gettempdir())
         on_device = self.cache_rows > 0 and self.cache_tier == "device"
         if is_slow or (on_device and cached.needs_staging(device)):
-            records = ReadAhead(records)
+            records = ReadAhead(records, keeps=not self.cache_rows)
         if not self.cache_rows:
             return records
         rows = min(self.cache_rows, slots)
