@@ -2,7 +2,7 @@
 
 26 tables, one id per sample by Zipf's law (exponent 1.05), row-wise AdaGrad. Every side trains on the same batches,
 time and again, so after the first time caches that have room for all rows hold all that is asked. Sides in memory take
-turns first, then those with files: the system goes on writing files while others compute.
+turns first, then those with files, each of which ends its turn when its file is written.
 
 ============= =========================================================================================================
 whole         an `EmbeddingCollection` as it is made
@@ -37,6 +37,8 @@ from hotbed.bench.workload import Workload
 from hotbed.embed import tables_on_meta
 from hotbed.files import write_json
 from hotbed.plan.tiling import Tier
+from hotbed.store import LazyStore
+from hotbed.store.keyed import FileRecords
 from hotbed.train.report import environment
 
 WARM_UP = 2
@@ -82,6 +84,13 @@ class Trained:
         cut = hb.Cut(tier=side.tier, cache_rows=int(asked * side.cached) // len(tables))  # of each table
         return hb.distribute(module, hb.make_plan(tables, 1, cut), device="cpu")
 
+    def drain(self) -> None:
+        """Wait until files are written, which would take another side's time."""
+        for arena in self.collection._groups[0].arenas:
+            for layer in arena.store.records.layers() if isinstance(arena.store, LazyStore) else ():
+                if isinstance(layer, FileRecords):
+                    layer.drain()
+
     def step(self, ids: hb.Jagged, grad: torch.Tensor) -> tuple[float, float]:
         """Seconds of the lookup, and of backward and update."""
         start = time.perf_counter()
@@ -118,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if round_ == WARM_UP:
                     side.before = side.collection.traffic
                 found = [side.step(ids, grad) for ids in batches]
+                side.drain()
                 times[name] += found if round_ >= WARM_UP else []
         results |= {name: _result(side, times[name]) for name, side in sides.items()}
     for found in results.values():

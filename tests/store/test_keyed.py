@@ -34,7 +34,7 @@ def test_of_records_that_wait_to_be_written_the_newest_is_read(tmp_path: Path, m
         assert records.read(torch.arange(1, 10), out).all()
         found.append(out[:, 0].tolist())
         may_write.set()
-        records._drain()
+        records.drain()
     records.close()
     assert found == [[1, 2, 3, 3, 3, 3, 3, 3, 3]] * 2
 
@@ -43,7 +43,7 @@ def test_a_file_that_lost_its_end_is_an_error(tmp_path: Path, monkeypatch: pytes
     records = FileRecords(64, tmp_path)
     out = torch.empty(10, 64, dtype=torch.uint8)
     records.write(torch.arange(10), torch.ones(10, 64, dtype=torch.uint8))
-    records._drain()
+    records.drain()
     os.ftruncate(records._file, 5 * 64)
     with pytest.raises(OSError, match=r"rows in .* could not be read: the file is shorter than it was"):
         records.read(torch.arange(10), out)

@@ -142,7 +142,7 @@ class Server:
             timeout_graceful_shutdown=max(1, round(options.timeout_s + options.read_timeout_s)),
         )
         self._uvicorn = _Uvicorn(config)
-        self._uvicorn.draining = self._drain
+        self._uvicorn.draining = self.drain
         self.started = threading.Event()
         self._uvicorn.listening = self._listening
 
@@ -180,7 +180,7 @@ class Server:
         LOG.info("ready", extra={"details": {"host": self.host, "port": self.port}})
         self.started.set()
 
-    def _drain(self, number: int) -> float:
+    def drain(self, number: int) -> float:
         """Say that it is over; how long requests are still answered."""
         self._app.draining = True
         LOG.info("draining", extra={"details": {"signal": signal.Signals(number).name}})

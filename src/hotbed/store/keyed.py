@@ -240,7 +240,7 @@ class FileRecords(KeyedRecords):
 
     @override
     def clear(self) -> None:
-        self._drain()
+        self.drain()
         self._forget()
         os.ftruncate(self._file, 0)
 
@@ -316,7 +316,7 @@ class FileRecords(KeyedRecords):
                 self._limit = 1 << 62  # nobody waits for room that does not come
             self._changed.notify_all()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Wait until everything is written."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unwritten or self._failure is not None)
