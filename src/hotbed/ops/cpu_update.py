@@ -258,8 +258,8 @@ def _update(
         grad [[1], [2]]: acc of slot 3 is 1, of slot 7 is 1 + 2
         row 3 falls by 0.1, row 7 by 0.3
 
-    A moment of a slot is at ``m0[slot · strides[0]]`` and has ``sizes[0]`` values. (Moments are arguments and no members
-    of a tuple: Numba takes what is written to a tuple's arrays for unused, and leaves it out.)
+    A moment of a slot is at ``m0[slot · strides[0]]`` and has ``sizes[0]`` values. Moments are arguments, not parts of
+    a tuple: Numba takes what is written to a tuple's arrays for unused, and leaves it out.
 
     Groups of wide rows under the commonest rules go in tiles of one table: all sums first, while rows and moments come
     closer, then all steps, then all rows; this takes a fifth to a quarter less time than one row after the other.
