@@ -25,7 +25,7 @@ x86_vectors = pytest.mark.skipif(
     reason="looks for instructions of x86 with AVX2 and F16C",
 )
 FLOATS, LONGS, BYTES = (np.empty(0, kind) for kind in (np.float32, np.int64, np.uint8))
-ROWS = RowArrays(64, BF16, FLOATS, BYTES, np.empty(0, np.int8), np.empty((1, 7), np.int64))
+ROWS = RowArrays(64, 64, BF16, FLOATS, BYTES, np.empty(0, np.int8), np.empty((1, 7), np.int64))
 WIDENING = {
     "bf16": r"vpmovzxwd .*%[yz]mm",
     "fp16 and fp8": r"vcvtph2psx? .*%[yz]mm",
