@@ -6,7 +6,9 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -287,3 +289,20 @@ def test_freed_blocks_are_kept_for_the_next_step_unless_the_user_has_set_what_is
     ):
         own, faults = python(FAULTS, **{name: value}).stdout.splitlines()
         assert own == "False" and int(faults) > 100
+
+
+def test_single_threads_compute_alone_from_their_first_operation_on() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with machine.single_threads(2, "alone") as pool:
+            values = torch.ones(1 << 20)
+            assert all(
+                pool.submit(lambda: (values.exp().sum(), torch.get_num_threads())[1]).result() == 1 for _ in range(8)
+            )
+            assert pool.submit(lambda: threading.current_thread().name.rsplit("_", 1)[0]).result() == "alone"
+        assert torch.get_num_threads() == 2
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == 2
+    finally:
+        torch.set_num_threads(before)

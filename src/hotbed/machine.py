@@ -29,6 +29,7 @@ import platform
 import sys
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -237,6 +238,37 @@ def fit_threads(processes: int = 1) -> None:
     share = max(usable_cores() // processes, 1)
     if not _threads_are_set(os.environ):
         torch.set_num_threads(share if processes > 1 else min(share, torch.get_num_threads()))
+
+
+def single_threads(count: int, name: str) -> ThreadPoolExecutor:
+    """Start threads each of which computes alone, whatever number of threads torch uses elsewhere.
+
+    For what is done beside something else. A thread whose operations begin a team of their own gives OpenMP more
+    threads than there are cores, and then it lets those of all teams sleep at barriers (docs/log.md).
+
+    Parameters
+    ----------
+    count
+        How many.
+    name
+        What they are called by, and a number.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    barrier = threading.Barrier(count + 1)
+
+    def start() -> None:
+        torch.get_num_threads()  # a thread's first question makes it take the number that all have
+        torch.set_num_threads(1)
+        barrier.wait()
+
+    pool = ThreadPoolExecutor(count, name, initializer=start)
+    for _ in range(count):
+        pool.submit(int)
+    barrier.wait()
+    torch.set_num_threads(before)  # threads that begin later take the number that was set last
+    return pool
 
 
 def _threads_are_set(environment: MutableMapping[str, str]) -> bool:

@@ -14,9 +14,7 @@ Equal bits need equal libraries, processors and devices, too: a GPU, or another 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -29,6 +27,7 @@ from torch import Tensor, nn
 from hotbed.batch import Batch, Embeddings
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
+from hotbed.machine import single_threads
 from hotbed.nn.dense_part import DensePart, Vectors
 from hotbed.specs import Feature
 
@@ -78,7 +77,7 @@ class Scorer:
         self._smallest = BLOCK_ROWS if is_cpu else DEVICE_BLOCK_ROWS
         self._sizes: list[int] | None = None
         self._threads = threads or torch.get_num_threads()
-        self._pool = _single_threads(self._threads) if is_cpu else None
+        self._pool = single_threads(self._threads, "scorer") if is_cpu else None
         self._dense = dense
         self.replace_dense(dense)
 
@@ -241,20 +240,3 @@ def _random(vectors: Vectors, draw: torch.Generator) -> Vectors:
 def _spread(values: Tensor) -> float:
     """Root mean square of values, 1 where all are 0."""
     return float(values.float().square().mean().sqrt()) or 1.0
-
-
-def _single_threads(count: int) -> ThreadPoolExecutor:
-    """Threads each of which computes alone, whatever number of threads torch uses elsewhere."""
-    before = torch.get_num_threads()
-    barrier = threading.Barrier(count + 1)
-
-    def start() -> None:
-        torch.set_num_threads(1)
-        barrier.wait()
-
-    pool = ThreadPoolExecutor(count, "scorer", initializer=start)
-    for _ in range(count):
-        pool.submit(int)
-    barrier.wait()
-    torch.set_num_threads(before)  # threads that begin later take the number that was set last
-    return pool

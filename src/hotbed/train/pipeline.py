@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -29,6 +29,7 @@ from torch import nn
 from hotbed.batch import Batch
 from hotbed.embed import Distributed, collections_of
 from hotbed.embed.id_exchange import IdExchange
+from hotbed.machine import single_threads
 
 T = TypeVar("T")
 Divide = Callable[[Batch], Sequence[Batch]]
@@ -149,7 +150,7 @@ class BatchPrefetcher:
         if not self._link.overlaps:
             yield from self._in_stages(batches, [self._began, self._counted, self._exchanged])
             return
-        with ThreadPoolExecutor(1, thread_name_prefix="hotbed-prefetch") as thread:
+        with single_threads(1, "hotbed-prefetch") as thread:
             pending: tuple[Future[list[Batch]], T] | None = None
             for batch, beside in batches:
                 following = thread.submit(in_stream, stream_of(self._device), partial(self._prepare, batch))
@@ -250,7 +251,7 @@ class RowPrefetcher:
     def __init__(self, model: Distributed, device: torch.device) -> None:
         self._collections = collections_of(model).values()
         self._link, self._device, self._side = model.wire.link.clone(), device, SideStream(device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hotbed-fetch")
+        self._thread = single_threads(1, "hotbed-fetch")
 
     def start(self, batch: Batch) -> Fetching:
         """Fetch the rows of a batch whose ids were prefetched; no row may be updated until it has been computed."""
