@@ -269,8 +269,8 @@ def test_rows_and_moments_may_be_parts_of_records(backend, rule, dim):
         gradient(12, dim),
     )
     after = before.updated(backend, occurrences, grad)
-    assert (backend.name != "triton") == backend.ops.TAKES_ROWS_APART
-    if not backend.ops.TAKES_ROWS_APART:
+    assert (backend.name != "triton") == backend.ops.TAKES_STRIDED_ROWS
+    if not backend.ops.TAKES_STRIDED_ROWS:
         return
     columns = {name: m.view(24, -1) for name, m in before.moments.items()}
     records = torch.cat([before.rows.wide, *columns.values(), torch.full((24, 2), 7.0)], dim=1)

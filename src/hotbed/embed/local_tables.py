@@ -16,13 +16,14 @@ from hotbed.embed.arena import Arena, LocalTile, Shard
 from hotbed.embed.id_exchange import IdExchange
 from hotbed.embed.ids import BagPlaces
 from hotbed.embed.local_gradients import LocalSource
+from hotbed.embed.locate import Kind
 from hotbed.embed.single_feature import SingleFeature
 from hotbed.embed.table_group import Request, TableGroup
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName, BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
 from hotbed.plan import Plan
-from hotbed.specs import Feature, Table
+from hotbed.specs import Feature, RowDtype, Table
 from hotbed.store import Storage
 
 
@@ -245,15 +246,13 @@ def storages_of(tables: Sequence[Table], plan: Plan, storage: Storage) -> dict[s
 
     Caches of tables that share an arena, by dtype, memory and whether there is one, are one cache.
     """
-    dtypes = {t.name: t.dtype for t in tables}
-    kinds: dict[str, tuple[object, ...]] = {}
-    rows: Counter[tuple[object, ...]] = Counter()
+    dtypes: dict[str, RowDtype] = {t.name: t.dtype for t in tables}
+    kinds: dict[str, Kind] = {}
+    rows: Counter[Kind] = Counter()
     for tile in plan.tiles:
         if tile.table in dtypes:
-            kind = dtypes[tile.table], tile.tier, tile.cache_rows > 0
             if tile.readers or tile.table in kinds:
                 return None
-            kinds[tile.table] = kind
+            kinds[tile.table] = kind = Kind(len(tile.cols), dtypes[tile.table], tile.tier, tile.cache_rows > 0)
             rows[kind] += tile.cache_rows
-    tiers = {tile.table: tile.tier for tile in plan.tiles}
-    return {t.name: replace(storage, tier=tiers[t.name], cache_rows=rows[kinds[t.name]]) for t in tables}
+    return {name: replace(storage, tier=kind.tier, cache_rows=rows[kind]) for name, kind in kinds.items()}

@@ -27,7 +27,7 @@ class Backend(Protocol):
     """List the operations every backend implements; `hotbed.ops.reference` defines what they compute."""
 
     NAME: str
-    TAKES_ROWS_APART: bool
+    TAKES_STRIDED_ROWS: bool
     """Whether `update` takes wide rows and moments that have other values between them, as views of records do."""
 
     def initial_values_(self, out: Tensor, *, seed: int, rows: range | Tensor, cols: range, bound: float) -> None:

@@ -8,11 +8,11 @@ from hotbed.ops.cpu_segment import group, occurrences, spread
 from hotbed.ops.cpu_update import segment_sum, square_blocks, update
 
 NAME = "cpu"
-TAKES_ROWS_APART = True
+TAKES_STRIDED_ROWS = True
 
 __all__ = [
     "NAME",
-    "TAKES_ROWS_APART",
+    "TAKES_STRIDED_ROWS",
     "cache_find",
     "cache_read",
     "cache_take",

@@ -79,7 +79,7 @@ def row_arrays(rows: Rows) -> RowArrays:
     )
 
 
-def spaced_row_arrays(rows: Rows) -> RowArrays:
+def strided_row_arrays(rows: Rows) -> RowArrays:
     """Views of an arena's tensors; wide rows may have other values between them."""
     if rows.wide.is_contiguous():
         return row_arrays(rows)

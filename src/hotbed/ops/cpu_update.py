@@ -21,7 +21,7 @@ from hotbed.large_tensors import empty
 from hotbed.ops.backend import launches, no_kernel
 from hotbed.ops.cpu_instructions import peek, poke, prefetch_bytes
 from hotbed.ops.cpu_narrow import read_stored_row, write_stored_row
-from hotbed.ops.cpu_rows import place, prefetch_row, row_key, spaced_row_arrays, spanned
+from hotbed.ops.cpu_rows import place, prefetch_row, row_key, spanned, strided_row_arrays
 from hotbed.ops.cpu_rules import ROWWISE_ADAGRAD, RULES, SGD, TILE, apply_rule, has_no_options, rowwise_adagrad_steps
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, flat, kernel, launch
 from hotbed.ops.cpu_segment import RUNS_PER_TASK
@@ -188,22 +188,18 @@ def update(
         return
     moments = [state[moment.name] for moment in step.rule.moments]
     none = [0] * (2 - len(moments))
+    order, *others = _batch(occurrences, groups, grad)
     launch(
         _update,
         RULES[step.rule.name],
-        spaced_row_arrays(rows),
+        strided_row_arrays(rows),
         *map(spanned, moments),
         *[NO_MOMENT] * len(none),
         (*(m.stride(0) for m in moments), *none),
         (*(1 if m.dim() == 1 else rows.dim for m in moments), *none),
-        groups.order.numpy(),
+        order,
         groups.rows.numpy(),
-        groups.run_starts.numpy(),
-        groups.group_runs.numpy(),
-        groups.counts.numpy(),
-        occurrences.bags.numpy(),
-        NO_SCALE if occurrences.scale is None else occurrences.scale.numpy(),
-        flat(grad),
+        *others,
         step.hyper.numpy(),
         step.seeds.numpy(),
         np.float32(step.inv_scale.item()),

@@ -30,11 +30,11 @@ from hotbed.ops.rows import cells_of, random_bits, read_rows, table_of, write_ro
 from hotbed.pooling import divisors
 
 NAME = "reference"
-TAKES_ROWS_APART = True
+TAKES_STRIDED_ROWS = True
 
 __all__ = [
     "NAME",
-    "TAKES_ROWS_APART",
+    "TAKES_STRIDED_ROWS",
     "cache_find",
     "cache_read",
     "cache_take",

@@ -196,10 +196,6 @@ def cells_of(rows: Rows, slots: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 def read_rows(rows: Rows, slots: Tensor) -> Tensor:
     """Rows ``[n, D]`` as float32."""
     wide, at = places(rows, slots)
-    if not len(rows.narrow):  # without masks, whose sizes a host would wait for
-        return rows.wide[at]
-    if not len(rows.wide):
-        return widen(_bits(rows.narrow)[at].view(rows.narrow.dtype), _exponents(rows, at))
     out = torch.empty(len(slots), rows.dim, dtype=torch.float32, device=slots.device)
     out[wide] = rows.wide[at[wide]]
     at = at[~wide]

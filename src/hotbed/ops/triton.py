@@ -9,11 +9,11 @@ from hotbed.ops.triton_segment import group, spread
 from hotbed.ops.triton_update import segment_sum, square_blocks, update
 
 NAME = "triton"
-TAKES_ROWS_APART = False
+TAKES_STRIDED_ROWS = False
 
 __all__ = [
     "NAME",
-    "TAKES_ROWS_APART",
+    "TAKES_STRIDED_ROWS",
     "cache_find",
     "cache_read",
     "cache_take",

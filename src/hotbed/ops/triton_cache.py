@@ -203,7 +203,8 @@ def _copy_kernel(
 
 
 def _copy(to: Tensor, source: Tensor, places: Tensor, *, write: bool) -> None:
-    slab_words, row_words = (to.shape[1] // 4, source.shape[1] // 4)[:: 1 if write else -1]
+    slab, rows = (to, source) if write else (source, to)
+    slab_words, row_words = slab.shape[1] // 4, rows.shape[1] // 4
     words = min(slab_words, row_words)
     block_words = min(power_of_two(words), TILE)
     block = rows_per_program(block_words, TILE)

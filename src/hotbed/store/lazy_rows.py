@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple, Self, cast
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -174,7 +174,10 @@ class LazyRows(RowStore):
 
     @override
     def grouped(self, bags: BagLayout) -> BagLayout:
-        return replace(bags, groups=self.ops.group(self.ops.occurrences(replace(bags, limit=self.slots))))
+        return replace(bags, groups=self._groups_of(bags))
+
+    def _groups_of(self, bags: BagLayout) -> Groups:
+        return bags.groups or self.ops.group(self.ops.occurrences(replace(bags, limit=self.slots)))
 
     @override
     def occurrences(self, bags: BagLayout) -> Occurrences:
@@ -190,7 +193,7 @@ class LazyRows(RowStore):
 
     def _looked_up(self, bags: BagLayout) -> tuple[Rows, BagLayout]:
         """Read the rows of a batch, and replace the ids of its bags by positions of these rows."""
-        groups = bags.groups or cast(Groups, self.grouped(bags).groups)
+        groups = self._groups_of(bags)
         slots, _ = self._distinct(groups)
         rows = rows_of(self.read(slots))
         return rows, renamed(bags, self.ops.spread(groups, torch.arange(len(slots), device=self.device)))
@@ -249,12 +252,12 @@ class LazyRows(RowStore):
     def _update_in_place(
         self, step: RuleStep, slots: Tensor, occurrences: Occurrences, groups: Groups, grad: Tensor
     ) -> bool:
-        """Update float32 rows and moments in the records themselves, if all of them are in the host's memory.
+        """Update float32 rows and moments in the records themselves, and return whether that was possible.
 
-        And the kernels take rows that are apart, and all tables have one line of hyperparameters, so that rows need not
-        lie by table. A few rows that have no record yet are made first.
+        It is if all of them are in the host's memory, the kernels take strided rows, and all tables have one line of
+        hyperparameters, so that rows need not lie by table. A few rows that have no record yet are made first.
         """
-        if self.device.type != "cpu" or self._format.has_narrow or not self.ops.TAKES_ROWS_APART:
+        if self.device.type != "cpu" or self._format.has_narrow or not self.ops.TAKES_STRIDED_ROWS:
             return False
         if not bool((step.hyper == step.hyper[0]).all()):
             return False
@@ -355,14 +358,14 @@ class LazyRows(RowStore):
     def _read(self, slots: Tensor, *, use: Use) -> tuple[Tensor, Tensor]:
         """Read records of slots, with new ones where there are none, and find which of their rows are wide."""
         records = memory.empty((len(slots), self._format.record_bytes), torch.uint8, self.records.device)
-        return records, self._complete(slots, records, self.records.read(slots, records, use=use))
+        self._complete(slots, records, self.records.read(slots, records, use=use))
+        return records, self._is_wide(slots)
 
-    def _complete(self, slots: Tensor, records: Tensor, there: Tensor) -> Tensor:
-        """Fill in new records where there are none, and find which of the rows ``[n]`` are wide."""
+    def _complete(self, slots: Tensor, records: Tensor, there: Tensor) -> None:
+        """Fill in new records where there are none."""
         new = (~there).nonzero()[:, 0]
         if len(new):
             records[new] = self._initialized(slots[new])[:, : records.shape[1]]
-        return self._is_wide(slots)
 
     def _is_wide(self, slots: Tensor) -> Tensor:
         """Find which slots ``[n]`` have float32 rows."""

@@ -26,7 +26,7 @@ class _BatchAhead(NamedTuple):
     slots: Tensor
     records: Tensor
     fresh: Tensor
-    """``[n]`` bool: neither looked up nor written since."""
+    """``[n]`` bool: not written since, and of what was read ahead, not looked up."""
 
     def outdate(self, written: Tensor) -> None:
         """Note which were written after they were read, or while."""
