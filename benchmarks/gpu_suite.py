@@ -127,6 +127,7 @@ def test_command(tiny: bool, report: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "-p", "no:cacheprovider"]
     # Of the options in pyproject.toml, some need a plugin.
     command += ["-o", "addopts=", "-q", "--strict-markers", "-p", "benchmarks.gpu_tests"]
+    command += ["-p", "no:benchmark"]  # where it is installed, it warns of xdist
     if tiny:
         return [*command, "tests/ops/test_lookup.py", "-k", "triton and one_hot and 16"]
     # Where there is no GPU, the same tests run with the other backends.

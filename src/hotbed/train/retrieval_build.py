@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hotbed.config import Component, Recipe
-from hotbed.data import ParquetSource, Schema, Source
+from hotbed.data import Schema, Source
 from hotbed.data.items import ItemSet, items_of
 from hotbed.embed import Distributed
 from hotbed.errors import DataError, RecipeError, did_you_mean
@@ -67,6 +67,8 @@ def source_of_items(recipe: Recipe, source: Source, path: str, item: Sequence[st
     RecipeError
         If the recipe's data are not read by `ParquetSource`, which alone can read such a file.
     """
+    from hotbed.data import ParquetSource
+
     given = recipe.data.source
     if not issubclass(given.load(), ParquetSource):
         raise RecipeError(
