@@ -162,7 +162,7 @@ def count(
         "launches": census.kernels.total() - sum(copies.values()),
         "copies": copies,
         "kernels": dict(census.kernels.most_common()),
-        "waits": sorted({f"{w.filename}:{w.lineno}" for w in waits if "synchroniz" in str(w.message)}),
+        "waits": sorted({f"{w.filename}:{w.lineno}" for w in waits if "called a synchronizing" in str(w.message)}),
         "capture": captured(trainer, batches[0].to(sizes.device)),
         "replay": replay_of(sizes, rule=rule, dtype=dtype, ragged=ragged, moving=moving),
     }

@@ -83,10 +83,11 @@ def test_padding_of_ragged_bags(max_len):
 def test_rows_are_looked_up_into_padded_memory(bags, padding, backend):
     if backend == "triton":
         pytest.importorskip("triton")
-    of = {"backend": backend}
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    of = {"backend": backend, "device": device}
     jagged = make(Feature("h", table="items", pooling="none", max_len=4), **of)
     collection = make(Feature("h", table="items", pooling="none", max_len=4, padding=padding), **of)
-    batch = Jagged.from_dict({"h": bags})
+    batch = Jagged.from_dict({"h": bags}).to(device)
     expected, expected_mask = jagged(batch).padded("h")
     e = collection(batch)
     vectors, mask = e.padded("h")
@@ -95,7 +96,7 @@ def test_rows_are_looked_up_into_padded_memory(bags, padding, backend):
     if padding == "right":
         assert torch.equal(vectors, expected) and torch.equal(mask, expected_mask)
     else:
-        assert torch.equal(mask, torch.arange(4) >= 4 - lengths[:, None])
+        assert torch.equal(mask, torch.arange(4, device=device) >= 4 - lengths[:, None])
         assert torch.equal(vectors[mask], expected[expected_mask]) and not vectors[~mask].any()
 
 

@@ -87,9 +87,11 @@ class SignDescent(SparseOptimizer):
 def test_a_backend_without_a_kernel_of_a_rule_says_what_to_do(of: str):
     if of == "triton":
         pytest.importorskip("triton")
-    ids = Jagged.from_dict({"a": torch.tensor([3])})
+    device = "cuda" if of == "triton" and torch.cuda.is_available() else "cpu"
+    ids = Jagged.from_dict({"a": torch.tensor([3])}).to(device)
     for name, runs in ((of, False), ("reference", True)):
-        model = EmbeddingCollection([Table("a", rows=5, dim=4)], [Feature("a", table="a")], backend=name)
+        tables, features = [Table("a", rows=5, dim=4)], [Feature("a", table="a")]
+        model = EmbeddingCollection(tables, features, device=device, backend=name)
         before = model.weight("a").clone()
         optimizer = SignDescent(model, {"lr": 0.5})
         (model(ids).stack().sum() * 3).backward()

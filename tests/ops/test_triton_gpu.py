@@ -22,6 +22,7 @@ def gpu() -> Kernels:
     return Kernels("triton", torch.device("cuda"), select("cuda"))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("rule", ["rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("name", ["one_hot", "weighted"])
@@ -49,8 +50,8 @@ def test_a_step_runs_as_a_cuda_graph(gpu, name, rule, dtype):
     step(gpu.put(before))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         with torch.cuda.graph(graph):
             captured = step(arena)
     finally:

@@ -14,6 +14,7 @@ from typing_extensions import override
 from hotbed import ops
 from hotbed.config import LinearLibrary
 from hotbed.errors import BatchError, SpecError
+from hotbed.nn.fused_relu import can_fuse, linear_relu
 from hotbed.nn.linear import Linear
 from hotbed.ops import BackendName
 from hotbed.torch_hooks import is_exporting
@@ -89,8 +90,19 @@ class MLP(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         """``[…, inputs]`` to ``[…, widths[-1]]``."""
         if not (self.recompute and torch.is_grad_enabled()):
-            return super().forward(input)
-        return checkpoint(super().forward, input, use_reentrant=False, preserve_rng_state=self.draws)
+            return self._layers(input)
+        return checkpoint(self._layers, input, use_reentrant=False, preserve_rng_state=self.draws)
+
+    def _layers(self, values: Tensor) -> Tensor:
+        """Call each layer and its activation, or both at once where kernels do that."""
+        modules = list(self)
+        for i in range(0, len(modules), 2):
+            layer, activation = modules[i], modules[i + 1] if i + 1 < len(modules) else None
+            if activation is not None and can_fuse(values, layer, activation):
+                values = linear_relu(values, cast(Linear, layer))
+            else:
+                values = layer(values) if activation is None else activation(layer(values))
+        return values
 
 
 def recompute_activations(model: nn.Module) -> None:

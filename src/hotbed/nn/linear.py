@@ -129,7 +129,7 @@ class Linear(nn.Linear):
 def _onednn_gains(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN computes this layer's products faster: plain float32 ones on a CPU that are large enough."""
     return (
-        not _is_transformed()  # before sizes are looked at, which may be symbols
+        not is_transformed()  # before sizes are looked at, which may be symbols
         and type(x) in _PLAIN
         and type(weight) in _PLAIN
         and x.dtype == weight.dtype == torch.float32
@@ -144,7 +144,7 @@ _PLAIN = (Tensor, nn.Parameter)
 """Types of tensors without a meaning of their own, as fake, traced and sharded ones have."""
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Whether torch compiles, exports, traces, or differentiates forward or by torch.func: by its own products."""
     return (
         torch.compiler.is_compiling()

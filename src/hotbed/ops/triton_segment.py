@@ -25,6 +25,25 @@ _NONE = tl.constexpr(127)
 """Above all kinds of runs."""
 KINDS = tl.constexpr(LONG + 1)
 """Number of kinds of runs."""
+_PACK = tl.constexpr(5)
+"""Kinds that are counted at once, in parts of one integer of 64 bits."""
+_PACKS = tl.constexpr(-(-(LONG + 1) // 5))
+"""How many such integers count all kinds."""
+_BITS = tl.constexpr(11)
+"""Bits of each part: a block has up to `_BLOCK` runs of a kind."""
+_ALL_BITS = tl.constexpr((1 << 11) - 1)
+
+
+@triton.jit
+def _in_pack(kind, pack):
+    """Give 1 in the part of each kind of this pack, 0 for all other kinds."""
+    return tl.where(kind // _PACK == pack, tl.full(kind.shape, 1, tl.int64) << ((kind % _PACK) * _BITS), 0)
+
+
+@triton.jit
+def _part(counted, kind):
+    """Read the part of a kind."""
+    return (counted >> ((kind % _PACK) * _BITS)).to(tl.int32) & _ALL_BITS
 
 
 @triton.jit
@@ -123,8 +142,11 @@ def _place_groups_kernel(
     alone = tl.where(left == 1, 0, left)  # LONG where there are more than RUN
     kind = tl.where(run_starts, tl.where(starts_here, alone, tl.minimum(left, RUN)), _NONE)
     tl.store(kinds + i, kind.to(tl.int8), mask=live)
-    for k in range(KINDS):
-        tl.store(run_counts + k * blocks + tl.program_id(0), tl.sum((kind == k).to(tl.int32), axis=0))
+    part = tl.arange(0, 8)
+    for pack in tl.static_range(_PACKS):
+        k = pack * _PACK + part
+        found = _part(tl.sum(_in_pack(kind, pack), axis=0), part)
+        tl.store(run_counts + k * blocks + tl.program_id(0), found, mask=(part < _PACK) & (k < KINDS))
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -166,15 +188,14 @@ def _place_runs_kernel(
     k_all = tl.arange(0, BLOCK_K)
     before = tl.load(run_counts + k_all * blocks + tl.program_id(0), mask=k_all < KINDS, other=0)
     in_all = tl.load(totals + k_all, mask=k_all < KINDS, other=0)
-    for k in range(KINDS):
-        here = kind == k
-        if tl.max(here.to(tl.int32), axis=0) != 0:
-            first = tl.sum(tl.where(k_all < k, in_all, 0) + tl.where(k_all == k, before, 0), axis=0)
-            at = first + tl.cumsum(here.to(tl.int32), axis=0) - 1
-            tl.store(by_kind + at, i, mask=here)
-            tl.store(kinds_in_order + at, kind.to(tl.int8), mask=here)
-
     run_first = kind != _NONE
+    at = tl.gather(tl.cumsum(in_all, axis=0) - in_all + before, tl.where(run_first, kind, 0), axis=0)
+    for pack in tl.static_range(_PACKS):
+        up_to_here = _part(tl.cumsum(_in_pack(kind, pack), axis=0), kind)
+        at += tl.where(kind // _PACK == pack, up_to_here - 1, 0)
+    tl.store(by_kind + at, i, mask=run_first)
+    tl.store(kinds_in_order + at, kind.to(tl.int8), mask=run_first)
+
     r = tl.sum(before, axis=0) + tl.cumsum(run_first.to(tl.int32), axis=0) - 1
     g = tl.load(number + i, mask=live, other=1) - 1
     tl.store(run_starts + r, i, mask=run_first)
