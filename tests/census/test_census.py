@@ -289,7 +289,7 @@ def test_two_ranks_launch_what_is_predicted(two_ranks: list[dict[str, Any]]) -> 
 
 # -- what predicted steps are made of ----------------------------------------------------------------------------------
 
-VARYING = ("_cross_entropy_kernel", "_total_kernel", "_fused_sgd_")
+VARYING = ("_cross_entropy_kernel", "_total_kernel", "_fused_sgd_", "_relu_backward_kernel", "_add_parts_kernel")
 """Kernels whose bytes are not compared: partial sums, and what an optimizer keeps."""
 
 
@@ -313,9 +313,14 @@ def summary(kernels: Iterable[tuple[str, float, float]]) -> Counter[tuple[str, f
 def test_predictions_have_the_kernels_of_the_dense_part_and_their_bytes(usual: dict[str, Any], case: Case) -> None:
     """All that is launched outside of tables and optimizers of theirs: the same operations, bytes and products."""
     of_tables = ("store/", "embed/", "optim/", "ops/")
-    counted = [k for k in usual[case.name]["kernels"] if not k[1].startswith(of_tables)]
+    # Gradients that the stand-ins for Triton's kernels make are copied where they are kept; those of a GPU are not.
+    counted = [
+        k
+        for k in usual[case.name]["kernels"]
+        if not k[1].startswith(of_tables) and k[1] != "backward of torch::autograd::AccumulateGrad"
+    ]
     assert all(count == 1 for _, _, count, _, _ in counted)
-    products = ("addmm", "mm")
+    products = ("addmm", "_addmm_activation", "mm")
     expected = [(k.op, k.nbytes(BATCH), k.flops * BATCH * (k.op in products)) for k in predicted_kernels(case)]
     assert summary((op, nbytes, flops) for op, _, _, nbytes, flops in counted) == summary(expected)
 

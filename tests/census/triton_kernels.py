@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from triton.runtime.jit import JITFunction
 
 import hotbed.ops.backend as backend
-from hotbed.ops import reference, triton, triton_loss, triton_runtime, triton_step, triton_update
+from hotbed.ops import reference, triton, triton_loss, triton_relu, triton_runtime, triton_step, triton_update
 from hotbed.ops.rows import step_seeds
 from hotbed.store import memory
 from tests.census import graphs
@@ -88,6 +88,20 @@ def replace_kernels() -> None:
             _fill(results, (total.detach(), torch.autograd.grad(total, x)[0]))
 
     triton_loss.cross_entropy = cross_entropy
+    noted_relu = triton_relu.relu_backward
+
+    def relu_backward(of_out: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        results = noted_relu(of_out, out)
+        graphs.run(passed_and_summed, to_host((results, of_out, out)))
+        return results
+
+    def passed_and_summed(given: Any) -> None:
+        results, of_out, out = given
+        with RECORD.computing():
+            passed = torch.where(out <= 0, 0, of_out)
+            _fill(results, (passed, passed.float().sum(0).to(passed.dtype)))
+
+    triton_relu.relu_backward = relu_backward
     pretended = Pretended()
     load = backend._load
     backend._load = lambda name: pretended if name == "triton" else load(name)

@@ -1,9 +1,9 @@
 """Compute a fully connected layer and its ReLU at once on GPUs: fewer passes over activations and their gradients.
 
-Forward, the product's own kernel adds the bias and applies ReLU (cuBLASLt). Backward, one pass over the gradient applies
-ReLU's and sums it for the bias (`hotbed.ops.triton_relu`), where torch takes two kernels, of which the sum is several
-times slower than the memory. Values of forward and the gradient of ReLU's input are torch's own; gradients of biases are
-rounded from a float32 sum in another order.
+Forward, the product's own kernel adds the bias and applies ReLU (cuBLASLt). Backward, one pass over the gradient
+applies ReLU's and sums it for the bias (`hotbed.ops.triton_relu`), where torch takes two kernels, of which the sum is
+several times slower than the memory. Values of forward and the gradient of ReLU's input are torch's own; gradients of
+biases are rounded from a float32 sum in another order.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _LinearRelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        out = torch._addmm_activation(bias, x, weight.t(), use_gelu=False)  # pyright: ignore[reportPrivateUsage]
+        out = torch._addmm_activation(bias, x, weight.t(), use_gelu=False)  # pyright: ignore[reportPrivateImportUsage]
         ctx.save_for_backward(x, weight, out)
         return out
 

@@ -21,11 +21,13 @@ from hotbed.ops.triton_rows import as_float32, round_nearest
 from hotbed.ops.triton_runtime import STRICT, power_of_two
 
 _BYTES = 8192
-"""Bytes of the tile of vectors in one step of the loop over D.
+"""Bytes of the tile of vectors in one step of the loop over D, of two-byte values: DLRM's 32 vectors of 128 columns.
 
-DLRM's 32 vectors of 128 columns are one step in bfloat16 and two in float32, whose splitting into TF32 numbers takes
-three times the registers.
+Of float32, whose splitting into TF32 numbers takes three times the registers, it is half as many.
 """
+_FORWARD, _BACKWARD = 32, 16
+"""Rows of the Gram matrix per warp. Few warps wait for each other the least, and many programs fit beside each other; a
+warp's registers are the limit, which hold both operands of a product backward. Figures: docs/log.md, 2026-11-27."""
 
 _UPCAST = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """Triton's interpreter multiplies the bit patterns of bfloat16; there, products are made of exact float32 copies."""
@@ -104,13 +106,14 @@ def _precision() -> str:
     return "ieee" if torch.version.hip else "tf32x3"
 
 
-def _launch(vectors: int, dim: int, dtype: torch.dtype) -> dict[str, int | str]:
-    """Tile sizes: four warps where the Gram matrix is up to 64 × 64; programs beside each other hide the latency."""
+def _launch(vectors: int, dim: int, dtype: torch.dtype, rows_per_warp: int) -> dict[str, int | str]:
+    """Tile sizes, and warps."""
     block_n = max(power_of_two(vectors), 16)
+    nbytes = _BYTES if dtype.itemsize == 2 else _BYTES // 2
     return {
         "BLOCK_N": block_n,
-        "BLOCK_D": min(max(power_of_two(dim), 16), max(_BYTES // dtype.itemsize // block_n, 16)),
-        "num_warps": 4 if block_n <= 64 else 8,
+        "BLOCK_D": min(max(power_of_two(dim), 16), max(nbytes // dtype.itemsize // block_n, 16)),
+        "num_warps": max(block_n // rows_per_warp, 1) if block_n <= 64 else 8,
         "num_stages": 1,
         "PRECISION": _precision(),
     }
@@ -130,7 +133,7 @@ def interaction(vectors: Tensor, width: int) -> Tensor:
                 N=n,
                 D=dim,
                 BLOCK_PAD=power_of_two(width - dim - n * (n - 1) // 2),
-                **_launch(n, dim, vectors.dtype),
+                **_launch(n, dim, vectors.dtype, _FORWARD),
                 **STRICT,
             )
     return out
@@ -150,7 +153,7 @@ def interaction_backward(grad: Tensor, vectors: Tensor) -> Tensor:
                 WIDTH=grad.shape[1],
                 N=n,
                 D=dim,
-                **_launch(n, dim, vectors.dtype),
+                **_launch(n, dim, vectors.dtype, _BACKWARD),
                 **STRICT,
             )
     return out

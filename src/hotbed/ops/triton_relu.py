@@ -31,11 +31,12 @@ _SUMMED_COLUMNS = 32
 def _relu_backward_kernel(
     gradient,  # [B, COLUMNS], written
     sums,  # [parts, COLUMNS]
-    of_out,  # [B, COLUMNS]
+    of_out,  # [B, COLUMNS], a row every STEP elements
     out,  # [B, COLUMNS]
     rows,  # B
     per_part,  # rows of a part, a multiple of BLOCK_R
     COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -47,8 +48,9 @@ def _relu_backward_kernel(
         row = (start + tl.arange(0, BLOCK_R))[:, None]
         live = (row < rows) & (col < COLUMNS)
         at = row.to(tl.int64) * COLUMNS + col
-        passed = as_float32(tl.load(out + at, mask=live, other=0.0)) <= 0.0
-        value = tl.where(passed, 0.0, as_float32(tl.load(of_out + at, mask=live, other=0.0)))
+        is_zero = as_float32(tl.load(out + at, mask=live, other=0.0)) <= 0.0
+        given = tl.load(of_out + row.to(tl.int64) * STEP + col, mask=live, other=0.0)
+        value = tl.where(is_zero, 0.0, as_float32(given))
         tl.store(gradient + at, value.to(gradient.dtype.element_ty), mask=live)  # exact: it was of this dtype
         found += tl.where(live, value, 0.0)
     to = sums + tl.program_id(0).to(tl.int64) * COLUMNS + tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -81,7 +83,9 @@ def relu_backward(of_out: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         ``[B, N]``, and ``[N]``: float32 sums, rounded to the same dtype.
     """
     launches["triton.relu_backward"] += 1
-    of_out, out = of_out.contiguous(), out.contiguous()
+    out = out.contiguous()
+    if of_out.stride(-1) != 1:  # a gradient may be columns of a wider one
+        of_out = of_out.contiguous()
     rows, columns = out.shape
     gradient, total = torch.empty_like(out), torch.empty(columns, dtype=out.dtype, device=out.device)
     if not out.numel():
@@ -102,6 +106,7 @@ def relu_backward(of_out: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
             rows,
             per_part,
             COLUMNS=columns,
+            STEP=of_out.stride(0),
             BLOCK_R=block_r,
             BLOCK_C=block_c,
             **STRICT,

@@ -143,7 +143,7 @@ def _place_groups_kernel(
     kind = tl.where(run_starts, tl.where(starts_here, alone, tl.minimum(left, RUN)), _NONE)
     tl.store(kinds + i, kind.to(tl.int8), mask=live)
     part = tl.arange(0, 8)
-    for pack in tl.static_range(_PACKS):
+    for pack in tl.static_range(_PACKS):  # pyright: ignore[reportGeneralTypeIssues]
         k = pack * _PACK + part
         found = _part(tl.sum(_in_pack(kind, pack), axis=0), part)
         tl.store(run_counts + k * blocks + tl.program_id(0), found, mask=(part < _PACK) & (k < KINDS))
@@ -190,7 +190,7 @@ def _place_runs_kernel(
     in_all = tl.load(totals + k_all, mask=k_all < KINDS, other=0)
     run_first = kind != _NONE
     at = tl.gather(tl.cumsum(in_all, axis=0) - in_all + before, tl.where(run_first, kind, 0), axis=0)
-    for pack in tl.static_range(_PACKS):
+    for pack in tl.static_range(_PACKS):  # pyright: ignore[reportGeneralTypeIssues]
         up_to_here = _part(tl.cumsum(_in_pack(kind, pack), axis=0), kind)
         at += tl.where(kind // _PACK == pack, up_to_here - 1, 0)
     tl.store(by_kind + at, i, mask=run_first)

@@ -11,6 +11,7 @@ so steps of models with attention or histories are longer than this says.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from torch import nn
 
@@ -75,8 +76,11 @@ def dense_kernels(
 
 
 def _products(model: nn.Module, size: int, dense_inputs: int) -> Iterator[Kernel]:
-    """Products of all layers, and the sums of their outputs' gradients."""
-    of_layers = 0
+    """Products of all layers, and the sums of their outputs' gradients.
+
+    A layer's ReLU is its product's, and passes and sums the gradient in one kernel (`hotbed.nn.fused_relu`).
+    """
+    of_layers, fused = 0, set(_before_relu(model))
     for layer in model.modules():
         if not isinstance(layer, nn.Linear):
             continue
@@ -85,11 +89,15 @@ def _products(model: nn.Module, size: int, dense_inputs: int) -> Iterator[Kernel
         both: dict[str, float] = {"flops": 2.0 * weight, "sample_bytes": float(size * (x + y))}
         bias = 0 if layer.bias is None else y  # pyright: ignore[reportUnnecessaryComparison]
         forward = float(size * (weight + bias))
-        yield Kernel(part=PRODUCTS, op="addmm" if bias else "mm", step_bytes=forward, **both)
+        op = "_addmm_activation" if layer in fused else "addmm" if bias else "mm"
+        yield Kernel(part=PRODUCTS, op=op, step_bytes=forward, **both)
         products = 1 if x == max(dense_inputs, 1) else 2  # a batch has no gradient
         for _ in range(products):  # of the weight; of the input
             yield Kernel(part=BACKWARD_PRODUCTS, op="mm", step_bytes=float(size * weight), **both)
-        if bias:
+        if layer in fused:
+            yield Kernel(part=BACKWARD_ACTIVATIONS, op="_relu_backward_kernel", sample_bytes=3.0 * size * y)
+            yield Kernel(part=BIASES, op="_add_parts_kernel", step_bytes=float(size * y))
+        elif bias:
             yield Kernel(part=BIASES, op="sum", sample_bytes=float(size * y), step_bytes=float(size * y))
     others = sum(p.numel() for p in model.parameters() if p.dim() >= 2) - of_layers
     if others:
@@ -97,8 +105,15 @@ def _products(model: nn.Module, size: int, dense_inputs: int) -> Iterator[Kernel
         yield from [Kernel(part=BACKWARD_PRODUCTS, op="bmm", flops=2.0 * others)] * 2
 
 
+def _before_relu(model: nn.Module) -> Iterator[nn.Module]:
+    """Layers of MLPs that a ReLU follows."""
+    for mlp in model.modules():
+        if isinstance(mlp, MLP):
+            yield from (layer for layer, each in pairwise(mlp) if type(layer) is Linear and type(each) is nn.ReLU)
+
+
 def _activations(model: nn.Module, size: int) -> Iterator[Kernel]:
-    """Activations and dropout of MLPs, and what cross layers multiply and add."""
+    """Activations and dropout of MLPs that are no part of products, and what cross layers multiply and add."""
 
     def both(width: int, op: str, backward: str) -> Iterator[Kernel]:
         yield Kernel(part=ACTIVATIONS, op=op, sample_bytes=2.0 * size * width)
@@ -111,10 +126,12 @@ def _activations(model: nn.Module, size: int) -> Iterator[Kernel]:
             yield from [Kernel(part=BACKWARD_ACTIVATIONS, op=op, sample_bytes=passes) for op in ("mul", "mul", "add")]
         if not isinstance(module, MLP):
             continue
-        width = 0
+        width, is_fused, fused = 0, False, set(_before_relu(module))
         for child in module:
             if isinstance(child, nn.Linear):
-                width = child.out_features
+                width, is_fused = child.out_features, child in fused
+                continue
+            if is_fused:
                 continue
             for each in child if isinstance(child, nn.Sequential) else [child]:
                 if isinstance(each, nn.Dropout):  # and a byte of its mask
