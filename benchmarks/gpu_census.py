@@ -25,6 +25,7 @@ from hotbed.train.build import fused
 from hotbed.train.trainer import Callback, Trainer
 
 WARM_STEPS, STEPS = 4, 7
+TOP = (1024, 1024, 512, 256, 1)
 REPLAYED = 16
 """Steps of the comparison of captured steps with others."""
 CASES: dict[str, dict[str, Any]] = {
@@ -67,23 +68,25 @@ class Steps(Callback):
         self._times.append(time.perf_counter())
 
     def seconds(self) -> float:
-        """Of one of the last steps."""
-        last = self._times[REPLAYED // 2 :]
+        """Of one of the last steps, on average."""
+        last = self._times[len(self._times) // 2 :]
         return (last[-1] - last[0]) / (len(last) - 1)
 
 
-def trainer_of(sizes: Sizes, rule: str, dtype: Any, *, moving: bool, cuda_graph: bool = False) -> Trainer:
+def trainer_of(
+    sizes: Sizes, rule: str, dtype: Any, *, moving: bool, cuda_graph: bool = False, precision: Any = "bf16"
+) -> Trainer:
     """A DLRM with these tables."""
     dim = sizes.dims[-1]
     tables = [hb.Table(f"t{i}", rows=rows, dim=dim, dtype=dtype) for i, rows in enumerate(sizes.tables(dim))]
     features = [hb.Feature(f"f{i}", table=table.name) for i, table in enumerate(tables)]
     torch.manual_seed(0)
     with sizes.device:
-        model = hb.nn.DLRM(tables, features, bottom=(512, 256, dim), backend="triton")
+        model = hb.nn.DLRM(tables, features, bottom=(512, 256, dim), top=TOP, backend="triton")
     sgd = Component(class_path="torch.optim.SGD", init_args={"lr": LR})
     dense = (fused(sgd) if sizes.device.type == "cuda" else sgd).build(list(model.parameters()))
     device: Any = "cuda" if sizes.device.type == "cuda" else "cpu"
-    recipe = TrainRecipe(batch_size=sizes.batch, precision="bf16", device=device, cuda_graph=cuda_graph)
+    recipe = TrainRecipe(batch_size=sizes.batch, precision=precision, device=device, cuda_graph=cuda_graph)
     schedule = ScheduleRecipe(warmup_steps=1000) if moving else None
     return Trainer(model, dense, OPTIMIZERS[rule](model), recipe=recipe, schedule=schedule)
 
