@@ -78,11 +78,11 @@ class Sizes:
         return self
 
     def tables(self, dim: int) -> tuple[int, ...]:
-        """Rows per table, shrunk in proportion where they and two moments would take over 70 % of the free memory."""
+        """Rows per table, shrunk in proportion where they and two moments would take over 70 % of the device's memory."""
         if self.device.type == "cpu":
             return self.rows
-        free, _ = torch.cuda.mem_get_info()
-        share = min(1.0, 0.7 * free / (sum(self.rows) * dim * 12))
+        _, memory = torch.cuda.mem_get_info()  # not what is free, which differs from one question to the next
+        share = min(1.0, 0.7 * memory / (sum(self.rows) * dim * 12))
         return tuple(max(int(r * share), 1) for r in self.rows)
 
     def options(self, kind: type[Options], dim: int, **more: Any) -> Options:
