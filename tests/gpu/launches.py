@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from hotbed.ops import BagLayout, CacheTags, triton_loss, triton_step
+from hotbed.ops import BagLayout, CacheTags, triton_loss, triton_relu, triton_step
 from hotbed.ops import triton as kernels
 from hotbed.ops.layout import FREE
 from tests.ops.arenas import OPTIONS, Arena
@@ -177,7 +177,9 @@ def _interaction(dim: int, dtype: str) -> Launch:
 
 
 def _others() -> None:
-    """Initial values, loss, counts of steps, caches."""
+    """ReLU's gradient, initial values, loss, counts of steps, caches."""
+    for dtype in (torch.float32, torch.bfloat16):
+        triton_relu.relu_backward(torch.zeros(9000, 512, dtype=dtype), torch.zeros(9000, 512, dtype=dtype))
     triton_loss.cross_entropy(torch.zeros(9, 2), torch.zeros(9, 2), torch.ones(9, 1))
     triton_step.step_seeds(torch.arange(9), torch.arange(9))
     triton_step.count_steps_(torch.arange(9), torch.ones(9, dtype=torch.int64), torch.tensor(1.0))

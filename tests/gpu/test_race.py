@@ -28,6 +28,7 @@ from hotbed.ops import (
     triton_interaction,
     triton_lookup,
     triton_loss,
+    triton_relu,
     triton_runs,
     triton_segment,
     triton_update,
@@ -145,6 +146,18 @@ def _loss(ops: Any) -> Same:
     return same
 
 
+def _relu(ops: Any) -> Same:
+    """Whether the gradient of more rows than a program takes passes as by torch, and its sum."""
+    of_out, out = torch.randn(600, 150), torch.randn(600, 150).relu()
+
+    def same() -> bool:
+        found, total = getattr(ops, "relu_backward", triton_relu.relu_backward)(of_out, out)
+        expected = torch.ops.aten.threshold_backward(of_out, out, 0)
+        return torch.equal(found, expected) and torch.allclose(total, expected.sum(0), rtol=1e-4, atol=1e-4)
+
+    return same
+
+
 OPERATIONS: dict[str, Callable[[Any], Same]] = {
     "lookup": _lookup,
     "gather": _gather,
@@ -153,6 +166,7 @@ OPERATIONS: dict[str, Callable[[Any], Same]] = {
     "cache": _cache,
     "interaction": _interaction,
     "loss": _loss,
+    "relu": _relu,
 }
 
 
@@ -231,6 +245,9 @@ MUTATIONS = {
     ),
     "all programs of a loss leave their sums in one place": Mutation(
         triton_loss, "tl.store(sums + tl.program_id(0), tl.sum", "tl.store(sums, tl.sum", "loss", "by several programs"
+    ),
+    "all parts of a gradient leave their sums in one place": Mutation(
+        triton_relu, "sums + tl.program_id(0).to(tl.int64) * COLUMNS", "sums", "relu", "by several programs"
     ),
     "logits beyond the last have a gradient": Mutation(
         triton_loss, "tl.store(gradient + i, grad, mask=live)", "tl.store(gradient + i, grad)", "loss", "out of bounds"
