@@ -112,7 +112,7 @@ class TrainRecipe:
     """Compute the activations of MLPs again in backward, instead of keeping them: less memory, the same results."""
     cuda_graph: CudaGraph = False
     """Capture steps in CUDA graphs and replay them, the same results (`hotbed.train.step_graph`): ``auto`` where that
-    can be, ``true`` or not at all. Not yet tried on a GPU."""
+    can be, ``true`` or not at all. What a model's own Python does from step to step is not repeated (docs/gpu.md)."""
     log_every: int = 100
     """Steps between lines of metrics.jsonl."""
     eval_every: int | None = None
