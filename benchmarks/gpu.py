@@ -78,7 +78,7 @@ class Sizes:
         return self
 
     def tables(self, dim: int) -> tuple[int, ...]:
-        """Rows per table, shrunk in proportion where they and two moments would take over 70 % of the device's memory."""
+        """Rows per table, shrunk in proportion where they and two moments take over 70 % of the device's memory."""
         if self.device.type == "cpu":
             return self.rows
         _, memory = torch.cuda.mem_get_info()  # not what is free, which differs from one question to the next

@@ -56,6 +56,7 @@ def test_tiny_parts_have_all_the_time_they_take(tmp_path, monkeypatch, tiny, bud
 
 
 BLOCK = """
+import importlib.util
 import sys
 
 
@@ -66,6 +67,8 @@ class Block:
 
 
 sys.meta_path.insert(0, Block())
+found = importlib.util.find_spec  # by which others ask whether a package is there
+importlib.util.find_spec = lambda name, of=None: None if name.split(".")[0] in BLOCKED else found(name, of)
 """
 
 
@@ -91,6 +94,15 @@ def test_what_lacks_a_package_is_skipped_and_says_which(tmp_path: Path) -> None:
     part = summary["parts"]["census"]
     assert status == 1 and part["status"] == "skipped", shown[-2000:]
     assert "  needs the package numba, which is not here" in part["last_lines"]
+
+
+def test_parts_can_be_imported_without_what_they_do_not_need(tmp_path: Path) -> None:
+    """The whole suite without these packages is a test of its own, which takes longer."""
+    modules = [gpu_suite.FUNCTIONS.get(part, (f"benchmarks.gpu_{part}",))[0] for part in gpu_suite.PARTS]
+    path = os.pathsep.join([without(tmp_path, *UNNEEDED)["PYTHONPATH"], str(ROOT / "src"), str(ROOT)])
+    command = [sys.executable, "-c", "\n".join(f"import {module}" for module in modules)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_results_are_written_whatever_fails(tmp_path: Path) -> None:
