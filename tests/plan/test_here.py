@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,13 @@ import torch
 from hotbed import machine
 from hotbed.errors import RecipeError
 from hotbed.plan import here
-from hotbed.plan.cost import CostModel
+from hotbed.plan.cost import HOST, CostModel
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.limits import limits_of
 from hotbed.plan.search import search
-from hotbed.plan.tiling import Tier
+from hotbed.plan.tiling import Tier, Tile
 from hotbed.plan.workload import Workload
-from hotbed.specs import Table
+from hotbed.specs import RowDtype, Table
 
 CPU = Hardware.load("epyc-7742x2").with_(ranks_per_node=2)
 
@@ -65,9 +66,8 @@ def test_on_cpus_the_host_has_what_a_limit_of_device_memory_leaves():
 
 
 def test_a_cache_before_slower_memory_is_in_plan_and_costs():
-    work, tiers = Workload.of([Table("x", 1_000_000, 64)], batch_size=8192), ("device", "host")
-
-    def found(cache_rows: int, cached: tuple[Tier, ...] = ("host", "disk")):  # type: ignore[no-untyped-def]
+    def found(cache_rows: int, cached: tuple[Tier, ...] = ("host", "disk"), dtype: RowDtype = "bf16"):  # type: ignore[no-untyped-def]
+        work, tiers = Workload.of([Table("x", 1_000_000, 64, dtype=dtype)], batch_size=8192), ("device", "host")
         return search(work, 2, CPU, capacity_bytes=1 << 20, tiers=tiers, cache_rows=cache_rows, cached=cached)
 
     for rank in range(2):
@@ -75,6 +75,19 @@ def test_a_cache_before_slower_memory_is_in_plan_and_costs():
         assert 10_000 <= sum(rows) <= 10_000 + len(rows)
     assert found(10_000).load < found(0).load and found(10_000).gap >= -1e-9
     assert {t.cache_rows for t in found(10, ("disk",)).plan.tiles} == {0}
+    assert found(10_000, dtype="fp32").load > found(0, dtype="fp32").load  # which are updated where they are
+
+
+@pytest.mark.parametrize(("dtype", "hardware", "is_copied"), [
+    ("fp32", CPU, False), ("bf16", CPU, True), ("fp32", Hardware.load("h100"), True)
+])  # fmt: skip
+def test_float32_rows_of_the_hosts_memory_cost_cores_what_rows_of_the_devices_do(
+    dtype: RowDtype, hardware: Hardware, is_copied: bool
+):
+    model = CostModel(Workload.of([Table("x", 1000, 64, dtype=dtype)], batch_size=64), 1, hardware)
+    tile = Tile("x", range(1000), range(64), 0)
+    device, host = (model.tile(replace(tile, tier=tier)) for tier in ("device", "host"))
+    assert (host.owner.sum() > device.owner.sum()) == is_copied and host.owner_bytes[HOST] > 0
 
 
 def test_disks_without_a_rate_are_refused():

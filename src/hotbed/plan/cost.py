@@ -345,6 +345,8 @@ class CostModel:
         if not here.cores_shared:  # cores read and write rows at page-locked memory, which is then copied
             found[HOST] = 1 / here.host_link + 2 * ranks / here.host_stream
         found[DISK] = ranks / here.disk_read if here.disk_read else 0.0
+        if here.cores_shared and tile.tier == "host" and not tile.cache_rows and use.table.dtype == "fp32":
+            found[HOST] = 0.0  # read and updated where they are, as rows of the device's memory
         for part, row in ((HOST, "host_row"), (DISK, "disk_row")):
             if row in here.overheads:  # of the bytes that are counted for one
                 found[part] = here.overhead(row, ranks) / (2 * record)
