@@ -88,6 +88,15 @@ def test_a_set_takes_many_keys_at_once_in_their_order(backend):
     assert places.tolist() == [4, 5] and evicted.tolist() == own[:2].tolist()
 
 
+def test_no_place_is_taken_for_none(backend):
+    tags = backend.put(empty_tags(1, 2, False))
+    places, evicted = backend.ops.cache_take(tags, torch.tensor([FREE, 7, FREE, 9, 11], device=backend.device), 3)
+    assert places.tolist() == [-1, 0, -1, 1, -1] and evicted.tolist() == [FREE] * 5
+    assert tags.keys.tolist() == [7, 9]
+    places, evicted = backend.ops.cache_take(tags, torch.tensor([FREE, FREE, 5], device=backend.device), 4)
+    assert places.tolist() == [-1, -1, 0] and evicted.tolist() == [FREE, FREE, 7]
+
+
 def test_a_free_place_comes_before_any_key_whatever_its_time_was(backend):
     tags = backend.put(empty_tags(1, 3, True))
     tags.keys.copy_(torch.tensor([5, FREE, 6]))

@@ -21,7 +21,7 @@ from hotbed.optim import Adam, Moment, RowWiseAdagrad
 from hotbed.optim.sgd import PLAIN
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore, Span, Storage
-from hotbed.store.cached import DeviceStaging
+from hotbed.store.cached import CachedRecords
 from hotbed.store.keyed import MemoryRecords
 from hotbed.store.records import Traffic
 from hotbed.store.tiers import RECORDS
@@ -239,6 +239,7 @@ def test_a_cache_in_triton_is_the_cache_in_numba(
 
 def state_of(cached: Any) -> list[Tensor]:
     """What is where in a cache, and since when."""
+    cached.keys()  # so that it has what was written last
     tags = cached._tags
     kept = cached._slab[tags.keys >= 0]
     return [t.cpu() for t in (tags.keys, tags.times, tags.counts, cached._dirty[:-1], kept)]
@@ -317,21 +318,63 @@ def test_what_a_cache_served_is_counted_by_table(tmp_path: Path) -> None:
     assert sum(hits + misses for hits, misses in store.served) == 2
 
 
-def test_records_are_staged_whole_or_not_at_all() -> None:
-    staging = DeviceStaging(MemoryRecords(64, 100), torch.device("cpu"))
-    slots, values = torch.tensor([3, 50, 7]), torch.randint(0, 255, (3, 64), dtype=torch.uint8)
-    staging.write(slots, values)
-    staging.write(slots[:0], values[:0])
-    assert staging.counted == Traffic(from_device_bytes=3 * 64)
-    wanted = torch.tensor([50, 8, 3])
-    out = torch.full((3, 64), 9, dtype=torch.uint8)
-    assert staging.read(wanted, out).tolist() == [True, False, True]
-    assert torch.equal(out, torch.stack([values[1], torch.full((64,), 9, dtype=torch.uint8), values[0]]))
-    assert staging.counted == Traffic(from_device_bytes=3 * 64, to_device_bytes=2 * 64)
-    assert staging.read(torch.tensor([8, 9, 10]), out).tolist() == [False] * 3
-    assert staging.read(slots, out).all() and torch.equal(out, values)
-    assert staging.counted == Traffic(from_device_bytes=3 * 64, to_device_bytes=5 * 64)
-    assert staging.keys().tolist() == [3, 7, 50]
+def apart(monkeypatch: pytest.MonkeyPatch, rows: int) -> CachedRecords:
+    """A cache as in a device's memory, over records that have 3, 50 and 7."""
+    monkeypatch.setattr("hotbed.store.cached.needs_staging", lambda _: True)
+    below = MemoryRecords(64, 100)
+    below.write(torch.tensor([3, 50, 7]), torch.tensor([3, 50, 7], dtype=torch.uint8)[:, None].repeat(1, 64))
+    return CachedRecords(below, rows, device=DEVICE)
+
+
+def read(records: CachedRecords, slots: list[int]) -> list[int | None]:
+    """The first byte of each record, None where there is none."""
+    out = torch.zeros(len(slots), 64, dtype=torch.uint8, device=DEVICE)
+    there = records.read(torch.tensor(slots, dtype=torch.int64, device=DEVICE), out)
+    return [int(row[0]) if is_there else None for row, is_there in zip(out, there, strict=True)]
+
+
+def write(records: CachedRecords, slots: list[int], value: int) -> None:
+    values = torch.full((len(slots), 64), value, dtype=torch.uint8, device=DEVICE)
+    records.write(torch.tensor(slots, dtype=torch.int64, device=DEVICE), values)
+
+
+def test_a_cache_on_a_device_brings_what_there_is_and_returns_only_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = apart(monkeypatch, rows=2)
+    assert read(records, [50, 8, 3]) == [50, None, 3] and read(records, []) == []
+    assert records.counted == Traffic(misses=3, to_device_bytes=2 * 64)
+    assert read(records, [8, 9]) == [None, None] and read(records, [3, 50]) == [3, 50]
+    assert read(records, [7, 7]) == [7, 7]  # twice, and in the place of one that nobody has changed
+    assert records.counted == Traffic(hits=2, misses=7, to_device_bytes=4 * 64)
+
+
+def test_what_leaves_a_cache_on_a_device_is_below_before_anyone_misses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = apart(monkeypatch, rows=2)
+    write(records, [10, 11], 1)  # known to the device only, until somebody asks
+    assert records.below.keys().tolist() == [3, 7, 50] and records.keys().tolist() == [3, 7, 10, 11, 50]
+    assert read(records, [3, 7]) == [3, 7] and read(records, [10, 11]) == [1, 1]
+    write(records, [12, 13, 14], 2)  # one of them finds no place
+    assert read(records, [10, 11, 12, 13, 14, 3]) == [1, 1, 2, 2, 2, 3]
+    assert records.keys().tolist() == [3, 7, 10, 11, 12, 13, 14, 50]
+    write(records, [20, 21, 22], 3)
+    records.forget(torch.tensor([20, 21, 22]))
+    assert read(records, [20, 21, 22, 12]) == [None, None, None, 2]
+    write(records, [20], 4)
+    records.clear()
+    assert read(records, [20, 3]) == [None, None]
+
+
+def test_what_cannot_be_written_below_is_kept_for_the_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = apart(monkeypatch, rows=1)
+    write(records, [10, 11, 12], 1)
+
+    def full(*_: Tensor) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records.below, "write", full)
+        with pytest.raises(OSError, match="no space left"):
+            read(records, [10])
+    assert read(records, [10, 11, 12]) == [1, 1, 1]
 
 
 def test_only_the_layers_are_stacked_that_the_device_needs() -> None:
@@ -348,22 +391,16 @@ def test_only_the_layers_are_stacked_that_the_device_needs() -> None:
     assert layers(Storage("host", cache_rows=9), "cpu") == ["CachedRecords", "MemoryRecords"]
     assert layers(Storage("disk", cache_rows=9), "cpu") == ["CachedRecords", "ReadAhead", "FileRecords"]
     for tier, kept in (("host", "MemoryRecords"), ("disk", "FileRecords")):
-        on_device = layers(Storage(tier, cache_rows=9), "meta")
-        assert on_device == ["CachedRecords", "DeviceStaging", "ReadAhead", kept]
+        assert layers(Storage(tier, cache_rows=9), "meta") == ["CachedRecords", "ReadAhead", kept]
     cached: Any = in_host._records("triton", [100], 64, 100, torch.device("cuda"))
     assert cached.device.type == "cpu" and cached.ops.NAME == "cpu"
 
 
-def test_a_cache_that_moves_is_staged_where_it_needs_to_be() -> None:
-    def layers(store: Any) -> list[str]:
-        return [type(layer).__name__ for layer in store.records.layers()]
-
+def test_a_cache_moves_with_its_store_unless_it_is_the_hosts() -> None:
     meta = torch.device("meta")
-    store = made(Storage("disk", cache_rows=7), "int8", [])
-    assert layers(store.to(meta)) == ["CachedRecords", "DeviceStaging", "ReadAhead", "FileRecords"]
-    assert store.records.device == store.records.layers()[1].device == meta
-    store = made(Storage("disk", cache_rows=7, cache_tier="host"), "int8", [])
-    assert layers(store.to(meta)) == ["CachedRecords", "ReadAhead", "FileRecords"]
+    store = made(Storage("disk", cache_rows=7), "int8", []).to(meta)
+    assert store.records.device == meta and store.records.layers()[1].device == CPU
+    store = made(Storage("disk", cache_rows=7, cache_tier="host"), "int8", []).to(meta)
     assert store.records.device == CPU and store.device == meta
 
 

@@ -1,9 +1,11 @@
-"""Compute a fully connected layer and its ReLU at once on GPUs: fewer passes over activations and their gradients.
+"""Compute a fully connected layer and its ReLU on GPUs with fewer passes over the gradient.
 
-Forward, the product's own kernel adds the bias and applies ReLU (cuBLASLt). Backward, one pass over the gradient
-applies ReLU's and sums it for the bias (`hotbed.ops.triton_relu`), where torch takes two kernels, of which the sum is
-several times slower than the memory. Values of forward and the gradient of ReLU's input are torch's own; gradients of
-biases are rounded from a float32 sum in another order.
+Backward, one pass over the gradient applies ReLU's and sums it for the bias (`hotbed.ops.triton_relu`), where torch
+takes two kernels, of which the sum is several times slower than the memory. Values of forward and the gradient of
+ReLU's input are torch's own; gradients of biases are rounded from a float32 sum in another order.
+
+Forward, ReLU is a kernel of its own: that in the product's (cuBLASLt) makes zeros of NaN, so a batch with NaN would
+have a finite loss, and be trained on.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class _LinearRelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        out = torch._addmm_activation(bias, x, weight.t(), use_gelu=False)  # pyright: ignore[reportPrivateImportUsage]
+        out = torch.addmm(bias, x, weight.t()).relu_()
         ctx.save_for_backward(x, weight, out)
         return out
 

@@ -74,13 +74,16 @@ def use(times, counts, places, now):
 
 @kernel()
 def take(keys, times, counts, sets, first_set, ways, by_count, wanted, now, out, evicted):
-    """Find a place for each of these distinct keys ``[n]``, which are not here, and note that it is used now.
+    """Find a place for each of these distinct keys ``[n]``, which are not here or −1, and note that it is used now.
 
     That of the least recently used key of its set, or, ``by_count``, the least often used one (of equals the least
     recently used); free places first, and none that is used now: then ``out`` is −1.
     ``evicted`` gets the key that was there, or −1.
     """
     for i in range(wanted.shape[0]):
+        out[i] = evicted[i] = FREE
+        if wanted[i] == FREE:
+            continue
         first = (_set_of(wanted[i], sets) - first_set) * ways
         best = -1
         for at in range(first, first + ways):
@@ -96,9 +99,8 @@ def take(keys, times, counts, sets, first_set, ways, by_count, wanted, now, out,
                     best = at
             elif times[at] < times[best]:
                 best = at
-        out[i] = best
-        evicted[i] = FREE
         if best >= 0:
+            out[i] = best
             evicted[i] = keys[best]
             keys[best] = wanted[i]
             times[best] = now

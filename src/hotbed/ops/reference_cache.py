@@ -56,19 +56,22 @@ def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tenso
     tags
         Overwritten at these places.
     wanted
-        ``[n]`` int64, none of them in the cache.
+        ``[n]`` int64, none of them in the cache; `FREE` is none.
     now
         Present time; none of ``tags.times`` is later.
 
     Returns
     -------
     tuple[Tensor, Tensor]
-        Place of each key ``[n]``, −1 where all of its set are in use now; and the key that was there, or `FREE`.
+        Place of each key ``[n]``, −1 of none and where all of its set are in use now; and the key that was there, or
+        `FREE`.
     """
     launches["reference.cache_take"] += 1
     places, evicted = torch.full_like(wanted, -1), torch.full_like(wanted, FREE)
     for i, (key, of) in enumerate(zip(wanted.tolist(), sets_of(wanted, tags.sets).tolist(), strict=True)):
         ranked: list[tuple[int, int, int]] = []
+        if key == FREE:
+            continue
         for at in range(of * tags.ways, (of + 1) * tags.ways):
             time, count = int(tags.times[at]), int(tags.counts[at])
             if tags.keys[at] == FREE:

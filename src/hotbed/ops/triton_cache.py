@@ -126,8 +126,10 @@ def _take_kernel(
         count = tl.load(counts + place, mask=live, other=0)
         following = mine
         while following == mine:
+            i = tl.load(order + at)
+            coming = tl.load(wanted + i)
             free = live & (key == _FREE)
-            may = free | (live & (time < now))
+            may = (free | (live & (time < now))) & (coming != _FREE)
             if BY_COUNT:
                 # What counts first; a free place comes before all others.
                 often = tl.where(may, tl.where(free, -1, count), _LATEST)
@@ -135,10 +137,9 @@ def _take_kernel(
             age = tl.where(may, tl.where(free, -1, time), _LATEST)
             best = tl.min(tl.where(may & (age == tl.min(age, axis=0)), way, BLOCK_WAYS), axis=0)
             taken = way == best
-            i = tl.load(order + at)
             tl.store(out + i, tl.where(best < WAYS, mine * WAYS + best, -1))
             tl.store(evicted + i, tl.sum(tl.where(taken, key, 0), axis=0) + tl.where(best < WAYS, 0, _FREE))
-            key = tl.where(taken, tl.load(wanted + i), key)
+            key = tl.where(taken, coming, key)
             time = tl.where(taken, now, time)
             count = tl.where(taken, 1, count)
             at += 1

@@ -1,13 +1,16 @@
-"""Put layers over slow records: a cache, and staging for a device; `hotbed.store.read_ahead` is a third.
+"""Put a cache over slow records; `hotbed.store.read_ahead` is another layer.
 
 `hotbed.store.tiers` stacks them once, when a store is built, and only those that this machine needs::
 
-    disk, cache on a GPU:   CachedRecords ─ DeviceStaging ─ ReadAhead ─ FileRecords
-    disk, cache on the CPU: CachedRecords ─ ReadAhead ─ FileRecords
-    disk, no cache:         ReadAhead ─ FileRecords
+    disk, cache:    CachedRecords ─ ReadAhead ─ FileRecords
+    disk, no cache: ReadAhead ─ FileRecords
 
 A record is dirty while only the cache has its newest bytes; it is written to the layer below when another takes its
 place (write-back).
+
+A cache in a device's memory is apart from the records below, which are the host's: a read waits for the list of what is
+not here, and nothing else waits. What a write did not find is listed, and what is evicted copied, while the host goes
+on; both are looked at by the next read, before it asks the records below.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ from hotbed.config.places import CachePolicy
 from hotbed.ops import BackendName, CacheTags
 from hotbed.ops.layout import FREE
 from hotbed.store import memory
-from hotbed.store.keyed import distinct
-from hotbed.store.records import InPlace, Records, RecordsAbove, Use
+from hotbed.store.keyed import distinct, gathered
+from hotbed.store.records import InPlace, Listed, Records, Use
 
 WAYS = 32
 """Places of a set (Neo's row cache)."""
@@ -72,8 +75,8 @@ class CachedRecords(Records):
     ) -> None:
         super().__init__(below.record_bytes)
         self.backend_name: BackendName = backend
-        self._on_host = device is None
-        self._place(below, device or below.device)
+        self.below, self._on_host, self.reads_ahead = below, device is None, below.reads_ahead
+        self._place(device or below.device)
         ways = min(WAYS, rows)
         places = -(-rows // ways) * ways
         self._slab = memory.zeros((places, self.record_bytes), torch.uint8, self.device)
@@ -81,15 +84,15 @@ class CachedRecords(Records):
         self._tags = CacheTags(free, torch.zeros_like(free), torch.zeros_like(free), ways, policy == "lfu")
         self._dirty = torch.zeros(places + 1, dtype=torch.bool, device=self.device)  # the last is of place −1: none
         self._now = 0
+        self._is_changed = False  # whether any record ever was dirty
+        self._written: tuple[_Listing, Tensor] | None = None
+        self._leaving: list[memory.Arriving] = []
         self._lock = threading.Lock()
         self._ends = torch.tensor(spans, dtype=torch.int64).cumsum(0)
         self.served = torch.zeros(len(spans), 2, dtype=torch.int64)
 
-    def _place(self, below: Records, device: torch.device) -> None:
-        """Put the cache on a device, over records of the host."""
-        self.device = device
-        self.below = DeviceStaging(below, device) if needs_staging(device) and not self._on_host else below
-        self.reads_ahead = below.reads_ahead
+    def _place(self, device: torch.device) -> None:
+        self.device, self._is_apart = device, needs_staging(device) and not self._on_host
 
     @override
     def layers(self) -> list[Records]:
@@ -112,46 +115,68 @@ class CachedRecords(Records):
 
     @override
     def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
+        absent = self.read_or_list(slots, out, use=use)
+        return torch.ones(len(slots), dtype=torch.bool, device=self.device).index_fill_(0, absent.at, False)
+
+    @override
+    def read_or_list(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Listed:
         kernels = self.ops
         with self._lock:
+            self._insert_written()
             places = kernels.cache_find(self._tags, slots)
             kernels.cache_read(self._slab, places, out)
             if use == "lookup":  # updates are of what has been looked up
                 self._now += 1
                 kernels.cache_use(self._tags, places, self._now)
-        here = places >= 0
-        missing = (~here).nonzero()[:, 0]
+            missing = self._listing(places < 0, slots).wait()
+            self._write_back()
         if use == "lookup":
-            self.counted.hits += len(slots) - len(missing)
-            self.counted.misses += len(missing)
-            if len(self.served) and self.device.type == "cpu":  # a device would have to launch five kernels
-                hit_or_missed = torch.bucketize(slots, self._ends, right=True).mul_(2).add_(~here)
-                self.served += torch.bincount(hit_or_missed, minlength=self.served.numel()).view(-1, 2)
-        if not len(missing):
-            return here
-        found = torch.empty(len(missing), self.record_bytes, dtype=torch.uint8, device=self.device)
-        there = self.below.read(slots[missing], found, use=use).nonzero()[:, 0]
-        if not len(there):
-            return here
-        if len(there) < len(missing):
-            missing, found = missing[there], found[there]
-        kernels.cache_write(out, missing, found)
-        here[missing] = True
+            self._count(slots, missing)
+        if not len(missing.at):
+            return missing
+        found = self._staging(len(missing.slots))
+        there = self.below.read(missing.slots, found, use=use)
+        numbers = there.nonzero()[:, 0]
+        absent = missing.picked((~there).nonzero()[:, 0])
+        if not len(numbers):
+            return absent
+        if len(absent.at):
+            missing, found = (
+                missing.picked(numbers),
+                torch.index_select(found, 0, numbers, out=self._staging(len(numbers))),
+            )
+        if self._is_apart:
+            self.counted.to_device_bytes += found.nbytes
+        records = found.to(self.device, non_blocking=True)
+        kernels.cache_write(out, missing.at, records)
         if use != "once":
-            absent, first = distinct(slots[missing])
-            self._insert(absent, self._gathered(found, first), dirty=False)
-        return here
+            kept, first = distinct(missing.slots)
+            if len(first) < len(missing.slots) or not bool((first[1:] > first[:-1]).all()):
+                records = self._gathered(records, memory.to_device(first, self.device))
+            with self._lock:
+                self._insert(kept, records, dirty=False)
+        return absent
+
+    def _count(self, slots: Tensor, missing: Listed) -> None:
+        """Count the hits and misses of a lookup."""
+        self.counted.hits += len(slots) - len(missing.at)
+        self.counted.misses += len(missing.at)
+        if len(self.served) and self.device.type == "cpu":  # a device would have to launch five kernels
+            hit_or_missed = torch.bucketize(slots, self._ends, right=True).mul_(2)
+            hit_or_missed[missing.at] += 1
+            self.served += torch.bincount(hit_or_missed, minlength=self.served.numel()).view(-1, 2)
 
     @override
     def write(self, slots: Tensor, records: Tensor) -> None:
         kernels = self.ops
         with self._lock:
+            self._insert_written()
             places = kernels.cache_find(self._tags, slots)
             kernels.cache_write(self._slab, places, records)
-            missing = (places < 0).nonzero()[:, 0]
-            self._dirty[places] = True
-        if len(missing):
-            self._insert(slots[missing], self._gathered(records, missing), dirty=True)
+            self._dirty[places] = self._is_changed = True
+            self._written = self._listing(places < 0, slots), records
+            if not self._is_apart:
+                self._insert_written()
 
     @override
     @contextmanager
@@ -160,13 +185,16 @@ class CachedRecords(Records):
             yield None
             return
         with self._lock:
+            self._insert_written()
             places = self.ops.cache_find(self._tags, slots)
-            self._dirty[places] = True
+            self._dirty[places] = self._is_changed = True
             yield InPlace(self._slab, places)
 
     @override
     def keys(self) -> Tensor:
         with self._lock:
+            self._insert_written()
+            self._write_back()
             own = self._tags.keys[self._tags.keys != FREE].cpu()
         return torch.cat([self.below.keys(), own]).unique()
 
@@ -179,9 +207,12 @@ class CachedRecords(Records):
         """Drop the records of these slots, or all, unwritten: those below are other ones now."""
         with self._lock:
             if slots is None:
+                self._written, self._leaving = None, []
                 self._tags.keys.fill_(FREE)
                 self._dirty.fill_(False)
                 return
+            self._insert_written()
+            self._write_back(but=slots)
             places = self.ops.cache_find(self._tags, slots.to(self.device))
             places = places[places >= 0]
             self._tags.keys[places] = FREE
@@ -190,87 +221,111 @@ class CachedRecords(Records):
     @override
     def prefetch(self, slots: Tensor) -> None:
         with self._lock:
-            places = self.ops.cache_find(self._tags, slots)
-        self.below.prefetch(slots[places < 0])
+            missing = self._listing(self.ops.cache_find(self._tags, slots) < 0, slots)
+        self.below.prefetch(missing.wait().slots)
 
     @override
     def to(self, device: torch.device) -> None:
         if self._on_host:
             return
         with self._lock:
-            self._place(self.below.below if isinstance(self.below, DeviceStaging) else self.below, device)
+            self._insert_written()
+            self._write_back()
+            self._place(device)
             keys, times, counts = (t.to(device) for t in (self._tags.keys, self._tags.times, self._tags.counts))
             self._tags = replace(self._tags, keys=keys, times=times, counts=counts)
             self._slab, self._dirty = self._slab.to(device), self._dirty.to(device)
+
+    def _listing(self, mask: Tensor, slots: Tensor) -> _Listing:
+        return _Listing(mask, slots, is_apart=self._is_apart)
+
+    def _staging(self, count: int) -> Tensor:
+        return memory.staging((count, self.record_bytes), torch.uint8, self.device)
 
     def _gathered(self, records: Tensor, at: Tensor) -> Tensor:
         out = torch.empty(len(at), self.record_bytes, dtype=torch.uint8, device=self.device)
         self.ops.cache_read(records, at, out)
         return out
 
+    # -- with the lock ---------------------------------------------------------------------------------------------
+
+    def _insert_written(self) -> None:
+        """Keep what was written last of what was not here."""
+        if self._written is not None:
+            (listing, records), self._written = self._written, None
+            missing = listing.wait()
+            if len(missing.at):
+                self._insert(missing.slots, self._gathered(records, missing.at), dirty=True)
+
     def _insert(self, slots: Tensor, records: Tensor, *, dirty: bool) -> None:
-        """Keep records of distinct slots that are not here; write back what is evicted, or finds no place."""
-        kernels = self.ops
-        with self._lock:
-            if not dirty:  # what was read without the lock may be here by now, perhaps changed
-                absent = (kernels.cache_find(self._tags, slots) < 0).nonzero()[:, 0]
-                if len(absent) < len(slots):
-                    slots, records = slots[absent], self._gathered(records, absent)
-            places, evicted = kernels.cache_take(self._tags, slots, self._now)
-            leaves = (evicted != FREE) & self._dirty[places]
-            leaving = (leaves | (places < 0) if dirty else leaves).nonzero()[:, 0]
-            if len(leaving):  # written below before anyone can miss it here
-                at, out = places[leaving], self._gathered(records, leaving)
-                kernels.cache_read(self._slab, at, out)  # but for what finds no place
-                self.below.write(torch.where(at < 0, slots[leaving], evicted[leaving]), out)
-            kernels.cache_write(self._slab, places, records)
-            self._dirty[places] = dirty
+        """Keep records of distinct slots, on the host; what is evicted, or finds no place, leaves."""
+        kernels, wanted = self.ops, memory.to_device(slots, self.device)
+        if not dirty:  # what was read without the lock may be here by now, perhaps changed
+            wanted = wanted.masked_fill(kernels.cache_find(self._tags, wanted) >= 0, FREE)
+        places, evicted = kernels.cache_take(self._tags, wanted, self._now)
+        leaving = torch.where(self._dirty[places], evicted, FREE)
+        if dirty:
+            leaving = torch.where(places < 0, wanted, leaving)
+        if self._is_changed or dirty:
+            self._leave(leaving, places, records)
+        kernels.cache_write(self._slab, places, records)
+        self._dirty[places] = dirty
+
+    def _leave(self, slots: Tensor, places: Tensor, records: Tensor) -> None:
+        """Send records to those below: of places that are about to be taken; of place −1 these.
+
+        Those of slot `FREE` stay. Before anyone can miss what leaves, `_write_back` writes it.
+        """
+        if not self._is_apart:
+            leaving = (slots != FREE).nonzero()[:, 0]
+            if not len(leaving):
+                return
+            slots, places, records = slots[leaving], places[leaving], self._gathered(records, leaving)
+        else:
+            records = records.clone()
+        self.ops.cache_read(self._slab, places, records)
+        self._leaving.append(memory.Arriving(slots, records))
+        if not self._is_apart:
+            self._write_back()
+
+    def _write_back(self, but: Tensor | None = None) -> None:
+        """Write what left to the records below, but for these slots."""
+        while self._leaving:
+            slots, records = self._leaving[0].wait()
+            written = slots != FREE
+            if but is not None:
+                written &= ~torch.isin(slots, but.cpu())
+            numbers = written.nonzero()[:, 0]
+            if self._is_apart:
+                self.counted.from_device_bytes += records.nbytes
+            if len(numbers) < len(slots):
+                slots, records = slots[numbers], gathered(records, numbers)
+            if len(slots):
+                self.below.write(slots, records)
+            self._leaving.pop(0)
 
 
-class DeviceStaging(RecordsAbove):
-    """Copy records between the host, where they are, and a device that reads and writes them.
+class _Listing:
+    """List what a mask picks of some slots; `wait` gives it as the host knows it.
 
-    Copies go through page-locked memory. Those to the device are asynchronous, those from it wait for the device.
-
-    Parameters
-    ----------
-    below
-        Where the records are.
-    device
-        Where they are given and taken.
+    The host of a device that is apart does not know how many these are until the list has arrived.
     """
 
-    def __init__(self, below: Records, device: torch.device) -> None:
-        super().__init__(below)
-        self.device, self.reads_ahead = device, below.reads_ahead
+    def __init__(self, mask: Tensor, slots: Tensor, *, is_apart: bool) -> None:
+        self._is_padded = is_apart and len(slots) > 0
+        if not self._is_padded:
+            self._at = mask.nonzero()[:, 0]
+            self._arriving = memory.Arriving(slots[self._at])
+            return
+        count = mask.cumsum(0)
+        numbers = torch.arange(1, len(slots) + 1, device=slots.device)
+        self._at = torch.searchsorted(count, numbers).clamp_(max=len(slots) - 1)
+        self._arriving = memory.Arriving(torch.cat([count[-1:], slots[self._at]]))
 
-    @property
-    @override
-    def nbytes(self) -> int:
-        return 0
-
-    @override
-    def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
-        found = memory.staging(out.shape, torch.uint8, self.device)
-        there = self.below.read(slots.cpu(), found, use=use)
-        at = there.nonzero()[:, 0]
-        self.counted.to_device_bytes += len(at) * out.shape[1]
-        if len(at) == len(there):
-            out.copy_(found, non_blocking=True)
-        elif len(at):  # only records that were found are copied
-            sent = memory.staging((len(at), out.shape[1]), torch.uint8, self.device)
-            torch.index_select(found, 0, at, out=sent)
-            came = sent.to(self.device, non_blocking=True)
-            out.view(torch.int32).index_copy_(0, memory.to_device(at, self.device), came.view(torch.int32))
-        return memory.to_device(there, self.device)
-
-    @override
-    def write(self, slots: Tensor, records: Tensor) -> None:
-        sent = memory.staging(records.shape, torch.uint8, self.device)
-        sent.copy_(records)
-        self.counted.from_device_bytes += sent.nbytes
-        self.below.write(slots.cpu(), sent)
-
-    @override
-    def prefetch(self, slots: Tensor) -> None:
-        self.below.prefetch(slots.cpu())
+    def wait(self) -> Listed:
+        """Wait for what the device was given before the list was asked for."""
+        (slots,) = self._arriving.wait()
+        if not self._is_padded:
+            return Listed(self._at, slots)
+        count = int(slots[0])
+        return Listed(self._at[:count], slots[1 : count + 1])

@@ -30,7 +30,7 @@ from hotbed.store.base import RowStore, Span, Values
 from hotbed.store.cached import CachedRecords
 from hotbed.store.dense import TORCH_DTYPES
 from hotbed.store.format import RecordFormat
-from hotbed.store.records import Records, Traffic, Use
+from hotbed.store.records import Listed, Records, Traffic, Use
 
 MOST_MADE = 8
 """One row of so many at most is made before an update in place; of more, all are copied."""
@@ -87,8 +87,8 @@ class LazyRows(RowStore):
         self._placed()
 
     def _placed(self) -> None:
-        self._bounds = torch.tensor(self._firsts, dtype=torch.int64, device=self.records.device)
-        self._entries = torch.tensor(self.spans or [[0] * 5], dtype=torch.int64, device=self.records.device)
+        self._on_host = torch.tensor(self._firsts), torch.tensor(self.spans or [[0] * 5], dtype=torch.int64)
+        self._bounds, self._entries = (t.to(self.records.device) for t in self._on_host)
         self._record_backend = self.backend_name
         if self.records.device.type == "cpu":
             self._record_backend = ops.host_backend(self.backend_name, self.device)
@@ -313,7 +313,7 @@ class LazyRows(RowStore):
         if moment is None and not self._format.has_narrow and not self._is_apart:
             out = self.empty((len(slots), self.dim), torch.float32) if out is None else out
             first = out.as_strided(out.shape, (self.dim, 1)).view(torch.uint8)  # of records: the rows
-            self._complete(slots, first, self.records.read(slots, first, use=use))
+            self._complete(first, self.records.read_or_list(slots, first, use=use))
             return out
         records, wide = self._read(slots, use=use)
         values = self._format.rows(records, wide) if moment is None else self._format.moment(records, moment)
@@ -358,14 +358,13 @@ class LazyRows(RowStore):
     def _read(self, slots: Tensor, *, use: Use) -> tuple[Tensor, Tensor]:
         """Read records of slots, with new ones where there are none, and find which of their rows are wide."""
         records = memory.empty((len(slots), self._format.record_bytes), torch.uint8, self.records.device)
-        self._complete(slots, records, self.records.read(slots, records, use=use))
+        self._complete(records, self.records.read_or_list(slots, records, use=use))
         return records, self._is_wide(slots)
 
-    def _complete(self, slots: Tensor, records: Tensor, there: Tensor) -> None:
+    def _complete(self, records: Tensor, absent: Listed) -> None:
         """Fill in new records where there are none."""
-        new = (~there).nonzero()[:, 0]
-        if len(new):
-            records[new] = self._initialized(slots[new])[:, : records.shape[1]]
+        if len(absent.at):
+            records[absent.at] = self._initialized(absent.slots)[:, : records.shape[1]]
 
     def _is_wide(self, slots: Tensor) -> Tensor:
         """Find which slots ``[n]`` have float32 rows."""
@@ -376,28 +375,31 @@ class LazyRows(RowStore):
 
     def _cells(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Find the span of each slot, and which row of its table it holds."""
-        span = torch.searchsorted(self._bounds, slots, right=True) - 1
-        entry = self._entries[span]
-        return span, entry[:, 2] + (slots - self._bounds[span]) * entry[:, 3]
+        bounds, entries = (self._bounds, self._entries) if slots.device.type != "cpu" else self._on_host
+        span = torch.searchsorted(bounds, slots, right=True) - 1
+        entry = entries[span]
+        return span, entry[:, 2] + (slots - bounds[span]) * entry[:, 3]
 
     def _initialized(self, slots: Tensor) -> Tensor:
-        """Make records of rows with their initial values."""
-        records = self._format.blank(len(slots), slots.device)
+        """Make records, where they are given and taken, of slots on the host, with the initial values of their rows."""
+        device = self.records.device
         span, rows = self._cells(slots)
-        values = torch.zeros(len(slots), self.dim, device=slots.device)
         ordered, order = span.sort(stable=True)
-        cuts = torch.searchsorted(ordered, torch.arange(len(self.spans) + 1, device=span.device))
-        for i, at in enumerate(order.split(cuts.diff().tolist())):
-            if not len(at):
+        cuts = torch.searchsorted(ordered, torch.arange(len(self.spans) + 1))
+        counts = cuts.diff().tolist()
+        here, at, rows = (memory.to_device(t, device) for t in (slots, order, rows[order]))
+        records, values = self._format.blank(len(slots), device), torch.zeros(len(slots), self.dim, device=device)
+        for i, (part, of_rows) in enumerate(zip(at.split(counts), rows.split(counts), strict=True)):
+            if not len(part):
                 continue
             seed, bound = self._initial[i]
             if bound:
-                of_span = torch.empty(len(at), self.dim, device=slots.device)
+                of_span = torch.empty(len(part), self.dim, device=device)
                 first = self.spans[i].first_col
                 cols = range(first, first + self.dim)
-                self._record_ops.initial_values_(of_span, seed=seed, rows=rows[at], cols=cols, bound=bound)
-                values[at] = of_span
+                self._record_ops.initial_values_(of_span, seed=seed, rows=of_rows, cols=cols, bound=bound)
+                values[part] = of_span
             for moment, value in self._initial_moments[i].items():
-                self._format.moment(records, moment)[at] = value
-        self._format.put_rows(records, self._is_wide(slots), values)
+                self._format.moment(records, moment)[part] = value
+        self._format.put_rows(records, self._is_wide(here), values)
         return records

@@ -151,15 +151,32 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return staged.copy_(values).to(device, non_blocking=True)
 
 
+class Arriving:
+    """Copy values of a device to page-locked memory of the host; `wait` gives the copies when they have arrived.
+
+    Values that are on the host already are given as they are.
+    """
+
+    def __init__(self, *values: Tensor) -> None:
+        self._copied = None
+        if values[0].device.type != "cuda":
+            self._values = tuple(v.cpu() for v in values)
+            return
+        self._values, self._copied = tuple(staging(v.shape, v.dtype, v.device) for v in values), torch.cuda.Event()
+        for arriving, value in zip(self._values, values, strict=True):
+            arriving.copy_(value, non_blocking=True)
+        self._copied.record()
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Wait for what the device was given before these copies, and return them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values
+
+
 def to_host(values: Tensor) -> Tensor:
     """Copy values of a device to page-locked memory of the host, and wait until they have arrived."""
-    if values.device.type != "cuda":
-        return values.cpu()
-    arrived, copied = staging(values.shape, values.dtype, values.device), torch.cuda.Event()
-    arrived.copy_(values, non_blocking=True)
-    copied.record()
-    copied.synchronize()
-    return arrived
+    return Arriving(values).wait()[0]
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

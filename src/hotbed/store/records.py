@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hotbed.store.memory import to_device
+
 Use = Literal["lookup", "update", "once", "ahead"]
 """What a record is read for.
 
@@ -84,6 +86,25 @@ class InPlace(NamedTuple):
     places: Tensor
 
 
+class Listed(NamedTuple):
+    """Say which of some slots are meant, in a way that the host need not ask a device.
+
+    Attributes
+    ----------
+    at
+        ``[n]`` int64, rising: their positions, on the device.
+    slots
+        ``[n]`` int64: themselves, on the host.
+    """
+
+    at: Tensor
+    slots: Tensor
+
+    def picked(self, numbers: Tensor) -> Listed:
+        """Keep those with these numbers ``[k]`` int64, on the host."""
+        return Listed(self.at[to_device(numbers, self.at.device)], self.slots[numbers])
+
+
 class Records(ABC):
     """Keep records by slot.
 
@@ -142,6 +163,11 @@ class Records(ABC):
         Tensor
             ``[n]`` bool: which slots have a record.
         """
+
+    def read_or_list(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Listed:
+        """Copy records as `read` does, and list the slots that have none."""
+        at = (~self.read(slots, out, use=use)).nonzero()[:, 0]
+        return Listed(at, slots[at])
 
     @abstractmethod
     def write(self, slots: Tensor, records: Tensor) -> None:

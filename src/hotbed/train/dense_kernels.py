@@ -30,7 +30,7 @@ CASTS, LOSS, OPTIMIZER = "casts and copies", "loss", "dense optimizer"
 ARENA_LAUNCHES, EXCHANGED_ARENA_LAUNCHES = 19, 101
 """Of an arena on the device, of one rank, and of several: launches of a step with RowWiseAdagrad that are not the dense
 part's."""
-HOST_LAUNCHES, CACHED_LAUNCHES = 64 + 3, 272 + 22
+HOST_LAUNCHES, CACHED_LAUNCHES = 64 + 3, 204 + 7
 """How many more an arena has whose rows are in slower memory, and behind a cache on the device. Each wait of the host
 (the second summand) is as a launch: the device has nothing to do until the next one."""
 OPTIMIZER_BYTES = 28
@@ -78,7 +78,7 @@ def dense_kernels(
 def _products(model: nn.Module, size: int, dense_inputs: int) -> Iterator[Kernel]:
     """Products of all layers, and the sums of their outputs' gradients.
 
-    A layer's ReLU is its product's, and passes and sums the gradient in one kernel (`hotbed.nn.fused_relu`).
+    ReLU after a layer passes and sums the gradient in one kernel (`hotbed.nn.fused_relu`).
     """
     of_layers, fused = 0, set(_before_relu(model))
     for layer in model.modules():
@@ -89,12 +89,12 @@ def _products(model: nn.Module, size: int, dense_inputs: int) -> Iterator[Kernel
         both: dict[str, float] = {"flops": 2.0 * weight, "sample_bytes": float(size * (x + y))}
         bias = 0 if layer.bias is None else y  # pyright: ignore[reportUnnecessaryComparison]
         forward = float(size * (weight + bias))
-        op = "_addmm_activation" if layer in fused else "addmm" if bias else "mm"
-        yield Kernel(part=PRODUCTS, op=op, step_bytes=forward, **both)
+        yield Kernel(part=PRODUCTS, op="addmm" if bias else "mm", step_bytes=forward, **both)
         products = 1 if x == max(dense_inputs, 1) else 2  # a batch has no gradient
         for _ in range(products):  # of the weight; of the input
             yield Kernel(part=BACKWARD_PRODUCTS, op="mm", step_bytes=float(size * weight), **both)
         if layer in fused:
+            yield Kernel(part=ACTIVATIONS, op="relu_", sample_bytes=2.0 * size * y)
             yield Kernel(part=BACKWARD_ACTIVATIONS, op="_relu_backward_kernel", sample_bytes=3.0 * size * y)
             yield Kernel(part=BIASES, op="_add_parts_kernel", step_bytes=float(size * y))
         elif bias:
