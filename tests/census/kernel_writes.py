@@ -65,7 +65,9 @@ def written(kernel: Kernel, args: Sequence[Any], options: dict[str, Any]) -> lis
 
     reading = _Reading()
     reading.call(kernel, [given(arg) for arg in args], {name: given(value) for name, value in options.items()})
-    return [tensors[i] for i in reading.stored]
+    found = [tensors[i] for i in reading.stored]
+    tensors.clear()  # `given` refers to itself, and would keep them until somebody collects garbage
+    return found
 
 
 @cache

@@ -44,6 +44,7 @@ COMPOSITE = {
             "bitwise_or",
             "bitwise_xor",
             "scalar_tensor",
+            "remainder",
         ),
         1,
     ),

@@ -38,7 +38,7 @@ BUDGET = {
     "RowWiseAdagrad fp32": (60, 0, 1),
     "Adam int8 behind 8 fp32 rows, lr moves": (66, 0, 1),
     "RowWiseAdagrad fp32, ragged": (60, 0, 1),
-    "RowWiseAdagrad fp32, dense fp32": (59, 0, 1),
+    "RowWiseAdagrad fp32, dense fp32": (55, 0, 1),
     "RowWiseAdagrad fp32, dense optimizer not fused": (60, 1, 0),
     "RowWiseAdagrad fp32, rows: uva": (115, 0, 2),
     "RowWiseAdagrad fp32, rows: records": (124, 0, 5),
@@ -48,7 +48,7 @@ BUDGET = {
     "RowWiseAdagrad fp32, ragged, weighted, 2 ranks, one reader": (162, 0, 2),
     "RowWiseAdagrad fp32, ragged, mean": (60, 0, 1),
     "RowWiseAdagrad fp32, ragged, weighted": (60, 0, 1),
-    "RowWiseAdagrad fp32, dense tf32": (59, 0, 1),
+    "RowWiseAdagrad fp32, dense tf32": (55, 0, 1),
     "RowWiseAdagrad fp32, dense fp16": (86, 1, 0),
     "RowWiseAdagrad fp32, rows: records, hot rows": (145, 0, 5),
     "RowWiseAdagrad fp32, rows: records, hot rows split": (211, 0, 7),
@@ -58,18 +58,18 @@ BUDGET = {
     "RowWiseAdagrad fp32, 2 ranks, cut: row": (174, 0, 2),
     "RowWiseAdagrad fp32, ragged, mean, weighted, 2 ranks, cut: row": (174, 0, 2),
     "Adam int8 behind 8 fp32 rows, 2 ranks, cut: row": (184, 0, 2),
-    "RowWiseAdagrad fp32, 2 ranks, cut: row, hot rows": (295, 2, 2),
-    "RowWiseAdagrad fp32, 2 ranks, cut: row, hot rows turns": (294, 2, 2),
+    "RowWiseAdagrad fp32, 2 ranks, cut: row, hot rows": (298, 0, 3),
+    "RowWiseAdagrad fp32, 2 ranks, cut: row, hot rows turns": (298, 0, 3),
     "RowWiseAdagrad fp32, rows: uva, 2 ranks": (160, 0, 2),
-    "RowWiseAdagrad fp32, 2 ranks, 2 replicas": (220, 4, 2),
-    "Adam int8 behind 8 fp32 rows, lr moves, 2 ranks, 2 replicas": (378, 13, 2),
+    "RowWiseAdagrad fp32, 2 ranks, 2 replicas": (251, 0, 5),
+    "Adam int8 behind 8 fp32 rows, lr moves, 2 ranks, 2 replicas": (409, 9, 5),
     "RowWiseAdagrad fp32, 2 ranks, cut: column": (195, 0, 3),
     "RowWiseAdagrad fp32, rows: records, 2 ranks": (168, 0, 6),
     "RowWiseAdagrad fp32, rows: records, 2 ranks, cut: row": (182, 0, 6),
     "Adam int8 behind 8 fp32 rows, lr moves, rows: records, 2 ranks, cut: row": (188, 0, 6),
-    "RowWiseAdagrad fp32, rows: records, 2 ranks, hot rows": (312, 3, 7),
-    "RowWiseAdagrad fp32, rows: records, 2 ranks, hot rows split": (496, 3, 9),
-    "RowWiseAdagrad fp32, rows: records, 2 ranks, cut: row, hot rows split": (646, 3, 9),
+    "RowWiseAdagrad fp32, rows: records, 2 ranks, hot rows": (319, 0, 8),
+    "RowWiseAdagrad fp32, rows: records, 2 ranks, hot rows split": (503, 0, 10),
+    "RowWiseAdagrad fp32, rows: records, 2 ranks, cut: row, hot rows split": (653, 0, 10),
     "RowWiseAdagrad fp32, rows: cache, 2 ranks": (334, 0, 10),
 }
 """Launches of a step, waits of the host for all that the device was given, and for an event, by case."""
@@ -313,12 +313,7 @@ def summary(kernels: Iterable[tuple[str, float, float]]) -> Counter[tuple[str, f
 def test_predictions_have_the_kernels_of_the_dense_part_and_their_bytes(usual: dict[str, Any], case: Case) -> None:
     """All that is launched outside of tables and optimizers of theirs: the same operations, bytes and products."""
     of_tables = ("store/", "embed/", "optim/", "ops/")
-    # Gradients that the stand-ins for Triton's kernels make are copied where they are kept; those of a GPU are not.
-    counted = [
-        k
-        for k in usual[case.name]["kernels"]
-        if not k[1].startswith(of_tables) and k[1] != "backward of torch::autograd::AccumulateGrad"
-    ]
+    counted = [k for k in usual[case.name]["kernels"] if not k[1].startswith(of_tables)]
     assert all(count == 1 for _, _, count, _, _ in counted)
     products = ("addmm", "mm")
     expected = [(k.op, k.nbytes(BATCH), k.flops * BATCH * (k.op in products)) for k in predicted_kernels(case)]

@@ -17,6 +17,8 @@ from hotbed.embed.arena import Arena, Shard, raw_shapes
 from hotbed.embed.locate import Locator
 from hotbed.ops.layout import SCALE_BLOCK
 from hotbed.specs import Table
+from hotbed.store.listing import padded_positions
+from hotbed.store.memory import to_host
 
 
 class PlacedTile:
@@ -147,29 +149,31 @@ def push_rows(
     link
         The ranks.
     """
-    ranks = torch.arange(link.size + 1, device=locator.copies.device)
     messages = [_messages(locator, kind, arena, touched.get(arena)) for kind, arena in enumerate(arenas)]
-    to = torch.stack([torch.searchsorted(readers, ranks).diff() for _, _, readers in messages], dim=1)
+    to = torch.stack([of_readers for _, _, of_readers in messages], dim=1)
     ones = [1] * link.size
     received = link.all_to_all("numbers of updated rows", to, ones, ones).wait()
-    send_counts, recv_counts = torch.stack([to, received]).transpose(1, 2).tolist()  # one wait for both
+    send_counts, recv_counts = to_host(torch.stack([to, received])).transpose(1, 2).tolist()  # one wait for both
     for kind, (here, there, _) in enumerate(messages):
         counts = send_counts[kind]
+        here, there = here[: sum(counts)], there[: sum(counts)]
         slots = link.all_to_all("updated rows' places", there, counts, recv_counts[kind])
         rows = link.all_to_all("updated rows", arenas[kind].store.read(here, use="update"), counts, recv_counts[kind])
         copies[kind].store.write(slots.wait(), rows.wait())
 
 
 def _messages(locator: Locator, kind: int, arena: Arena, touched: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """List what is sent of an arena, by rising reader: slot here, slot there, reader."""
+    """List what is sent of an arena, by rising reader: slots here and there, padded on a device; how many to each."""
     copies = locator.copies_of_owned[kind]  # [W, shards]
     if touched is None or not copies.shape[1] or not len(touched):
         nothing = torch.empty(0, dtype=torch.int64, device=copies.device)
-        return nothing, nothing, nothing
+        return nothing, nothing, copies.new_zeros(len(copies), dtype=torch.int64)
     slots = touched.sort().values
     is_first = torch.ones_like(slots, dtype=torch.bool)
     torch.ne(slots[1:], slots[:-1], out=is_first[1:])
     shard, within = arena.locate(slots)
     first_there = copies[:, shard]  # [W, n]
-    readers, which = ((first_there >= 0) & is_first).nonzero(as_tuple=True)
-    return slots[which], first_there[readers, which] + within[which], readers
+    sent = (first_there >= 0) & is_first
+    at = padded_positions(sent.view(-1))[0] if sent.device.type == "cuda" else sent.view(-1).nonzero()[:, 0]
+    which = at % len(slots)
+    return slots[which], first_there.view(-1)[at] + within[which], sent.sum(1)

@@ -43,11 +43,12 @@ from hotbed.embed.gather import push_rows
 from hotbed.embed.locate import Locator
 from hotbed.errors import SpecError
 from hotbed.ops import Occurrences, RuleStep
-from hotbed.ops.layout import ACTIVE
+from hotbed.ops.layout import ACTIVE, FREE
 from hotbed.ops.rows import step_seeds
 from hotbed.store import DenseStore, RowStore
 from hotbed.store.base import Values
-from hotbed.store.memory import to_device
+from hotbed.store.listing import positions, rising
+from hotbed.store.memory import to_device, to_host
 from hotbed.store.touched import TouchedSlots
 
 
@@ -235,7 +236,8 @@ class Sync:
         device = locator.copies.device
         touched = {arena: self._touched[arena].take(device) for arena in self._arenas}
         counts = to_device(torch.tensor([len(slots) for slots in touched.values()], device="cpu"), device)
-        by_arena: list[list[int]] = link.all_gather("numbers of touched rows", counts).wait().T.tolist()
+        everyones = link.all_gather("numbers of touched rows", counts).wait()
+        by_arena: list[list[int]] = to_host(everyones).T.tolist()
         averaged: dict[Arena, Tensor] = {}
         for arena, of_replicas in zip(self._arenas, by_arena, strict=True):
             slots = touched_anywhere(arena.store, touched[arena], of_replicas, link)
@@ -252,9 +254,11 @@ class Sync:
 
 
 def _trained(arena: Arena, slots: Tensor, step: RuleStep) -> Tensor:
-    """Select the slots of tables that the step updates."""
+    """Replace the slots of tables that the step does not update by `FREE`, without waiting for a device."""
     active = step.hyper[:, ACTIVE] != 0
-    return slots if bool(active.all()) else slots[active[arena.locate(slots)[0]]]
+    if slots.device.type == "cpu" and bool(active.all()):
+        return slots
+    return torch.where(active[arena.locate(slots)[0]], slots, FREE)
 
 
 def row_bytes(store: RowStore) -> int:
@@ -304,13 +308,13 @@ def touched_anywhere(store: RowStore, touched: Tensor, counts: Sequence[int], li
         return torch.arange(slots, device=touched.device)
     if message == "numbers":
         own = touched.to(torch.int32 if slots < 1 << 31 else torch.int64)
-        return gathered("touched rows", own, counts, link).long().unique()
+        return rising(gathered("touched rows", own, counts, link).long())
     bits = torch.arange(8, dtype=torch.uint8, device=touched.device)
     mask = torch.zeros(slots + -slots % 8, dtype=torch.uint8, device=touched.device)
     mask[touched] = 1
     own = (mask.view(-1, 8) << bits).sum(1, dtype=torch.uint8)
     union = reduce(torch.bitwise_or, link.all_gather("bitmap of touched rows", own).wait())
-    return ((union[:, None] >> bits) & 1).view(-1)[:slots].nonzero()[:, 0]
+    return positions(((union[:, None] >> bits) & 1).view(-1)[:slots].bool())
 
 
 def average_rows(arena: Arena, slots: Tensor, seeds: Tensor, link: Link) -> None:

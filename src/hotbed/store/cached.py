@@ -30,7 +30,8 @@ from hotbed.ops import BackendName, CacheTags
 from hotbed.ops.layout import FREE
 from hotbed.store import memory
 from hotbed.store.keyed import distinct, gathered
-from hotbed.store.records import InPlace, Listed, Records, Use
+from hotbed.store.listing import Listed, Listing
+from hotbed.store.records import InPlace, Records, Use
 
 WAYS = 32
 """Places of a set (Neo's row cache)."""
@@ -85,7 +86,7 @@ class CachedRecords(Records):
         self._dirty = torch.zeros(places + 1, dtype=torch.bool, device=self.device)  # the last is of place −1: none
         self._now = 0
         self._is_changed = False  # whether any record ever was dirty
-        self._written: tuple[_Listing, Tensor] | None = None
+        self._written: tuple[Listing, Tensor] | None = None
         self._leaving: list[memory.Arriving] = []
         self._lock = threading.Lock()
         self._ends = torch.tensor(spans, dtype=torch.int64).cumsum(0)
@@ -236,8 +237,8 @@ class CachedRecords(Records):
             self._tags = replace(self._tags, keys=keys, times=times, counts=counts)
             self._slab, self._dirty = self._slab.to(device), self._dirty.to(device)
 
-    def _listing(self, mask: Tensor, slots: Tensor) -> _Listing:
-        return _Listing(mask, slots, is_apart=self._is_apart)
+    def _listing(self, mask: Tensor, slots: Tensor) -> Listing:
+        return Listing(mask, slots, is_apart=self._is_apart)
 
     def _staging(self, count: int) -> Tensor:
         return memory.staging((count, self.record_bytes), torch.uint8, self.device)
@@ -303,29 +304,3 @@ class CachedRecords(Records):
             if len(slots):
                 self.below.write(slots, records)
             self._leaving.pop(0)
-
-
-class _Listing:
-    """List what a mask picks of some slots; `wait` gives it as the host knows it.
-
-    The host of a device that is apart does not know how many these are until the list has arrived.
-    """
-
-    def __init__(self, mask: Tensor, slots: Tensor, *, is_apart: bool) -> None:
-        self._is_padded = is_apart and len(slots) > 0
-        if not self._is_padded:
-            self._at = mask.nonzero()[:, 0]
-            self._arriving = memory.Arriving(slots[self._at])
-            return
-        count = mask.cumsum(0)
-        numbers = torch.arange(1, len(slots) + 1, device=slots.device)
-        self._at = torch.searchsorted(count, numbers).clamp_(max=len(slots) - 1)
-        self._arriving = memory.Arriving(torch.cat([count[-1:], slots[self._at]]))
-
-    def wait(self) -> Listed:
-        """Wait for what the device was given before the list was asked for."""
-        (slots,) = self._arriving.wait()
-        if not self._is_padded:
-            return Listed(self._at, slots)
-        count = int(slots[0])
-        return Listed(self._at[:count], slots[1 : count + 1])

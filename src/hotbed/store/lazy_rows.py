@@ -30,7 +30,8 @@ from hotbed.store.base import RowStore, Span, Values
 from hotbed.store.cached import CachedRecords
 from hotbed.store.dense import TORCH_DTYPES
 from hotbed.store.format import RecordFormat
-from hotbed.store.records import Listed, Records, Traffic, Use
+from hotbed.store.listing import Listed
+from hotbed.store.records import Records, Traffic, Use
 
 MOST_MADE = 8
 """One row of so many at most is made before an update in place; of more, all are copied."""

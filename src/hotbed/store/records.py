@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.store.memory import to_device
+from hotbed.store.listing import Listed
 
 Use = Literal["lookup", "update", "once", "ahead"]
 """What a record is read for.
@@ -84,25 +84,6 @@ class InPlace(NamedTuple):
 
     slab: Tensor
     places: Tensor
-
-
-class Listed(NamedTuple):
-    """Say which of some slots are meant, in a way that the host need not ask a device.
-
-    Attributes
-    ----------
-    at
-        ``[n]`` int64, rising: their positions, on the device.
-    slots
-        ``[n]`` int64: themselves, on the host.
-    """
-
-    at: Tensor
-    slots: Tensor
-
-    def picked(self, numbers: Tensor) -> Listed:
-        """Keep those with these numbers ``[k]`` int64, on the host."""
-        return Listed(self.at[to_device(numbers, self.at.device)], self.slots[numbers])
 
 
 class Records(ABC):

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hotbed.store.listing import rising
+
 
 class Touched(ABC):
     """Collect slots."""
@@ -50,7 +52,7 @@ class TouchedMask(Touched):
 
 
 class TouchedSlots(Touched):
-    """Collect slots of a store with more slots than memory: takes memory for those that were touched only."""
+    """Collect slots of a store with more slots than memory, for those that were touched only; −1 is none."""
 
     def __init__(self) -> None:
         self._slots: list[Tensor] = []
@@ -75,7 +77,7 @@ class TouchedSlots(Touched):
 
     def _merge(self, device: torch.device) -> None:
         nothing = torch.empty(0, dtype=torch.int64, device=device)
-        self._slots = [torch.cat([nothing, *(earlier.to(device) for earlier in self._slots)]).unique()]
+        self._slots = [rising(torch.cat([nothing, *(earlier.to(device) for earlier in self._slots)]))]
         self._distinct = len(self._slots[0])
 
 

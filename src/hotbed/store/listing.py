@@ -1,0 +1,88 @@
+"""Tell the host which elements a device has picked, with one wait for a list instead of one for its length."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hotbed.store.memory import Arriving, to_device, to_host
+
+
+class Listed(NamedTuple):
+    """Say which of some slots are meant, in a way that the host need not ask a device.
+
+    Attributes
+    ----------
+    at
+        ``[n]`` int64, rising: their positions, on the device.
+    slots
+        ``[n]`` int64: themselves, on the host.
+    """
+
+    at: Tensor
+    slots: Tensor
+
+    def picked(self, numbers: Tensor) -> Listed:
+        """Keep those with these numbers ``[k]`` int64, on the host."""
+        return Listed(self.at[to_device(numbers, self.at.device)], self.slots[numbers])
+
+
+class Listing:
+    """List what a mask picks of some slots; `wait` gives it as the host knows it.
+
+    Parameters
+    ----------
+    mask, slots
+        ``[n]`` bool, and int64.
+    is_apart
+        Whether they are in the memory of a device, which the host waits for.
+    """
+
+    def __init__(self, mask: Tensor, slots: Tensor, *, is_apart: bool) -> None:
+        self._is_padded = is_apart and len(slots) > 0
+        if not self._is_padded:
+            self._at = mask.nonzero()[:, 0]
+            self._arriving = Arriving(slots[self._at])
+            return
+        self._at, count = padded_positions(mask)
+        self._arriving = Arriving(torch.cat([count, slots[self._at]]))
+
+    def wait(self) -> Listed:
+        """Wait for what the device was given before the list was asked for."""
+        (slots,) = self._arriving.wait()
+        if not self._is_padded:
+            return Listed(self._at, slots)
+        count = int(slots[0])
+        return Listed(self._at[:count], slots[1 : count + 1])
+
+
+def positions(mask: Tensor) -> Tensor:
+    """List where a mask ``[n]`` is true, rising ``[k]`` int64: one wait for a device, for what it was given so far."""
+    if mask.device.type == "cpu" or not len(mask):
+        return mask.nonzero()[:, 0]
+    at, count = padded_positions(mask)
+    return at[: int(to_host(count))]
+
+
+def rising(slots: Tensor) -> Tensor:
+    """List the distinct slots among ``[n]`` int64, rising, without negative ones; one wait as in `positions`."""
+    ordered = slots.sort().values
+    is_first = ordered >= 0
+    is_first[1:] &= ordered[1:] != ordered[:-1]
+    return ordered[positions(is_first)]
+
+
+def padded_positions(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """List where a mask ``[n]`` is true, without the host having to know how often that is.
+
+    Returns
+    -------
+    tuple[Tensor, Tensor]
+        Positions ``[n]`` int64, rising, and how many of these are meant ``[1]``; what follows is the last position. Of
+        ``[0, 1, 0, 1]``: ``[1, 3, 3, 3]`` and ``[2]``.
+    """
+    so_far = mask.cumsum(0)
+    numbers = torch.arange(1, len(mask) + 1, device=mask.device)
+    return torch.searchsorted(so_far, numbers).clamp_(max=len(mask) - 1), so_far[-1:]
