@@ -28,6 +28,8 @@ WARM_STEPS, STEPS = 4, 7
 TOP = (1024, 1024, 512, 256, 1)
 REPLAYED = 16
 """Steps of the comparison of captured steps with others."""
+DRAWN = 4
+"""Batches that take turns."""
 CASES: dict[str, dict[str, Any]] = {
     "rowwise_adagrad": {},
     "adam, lr moves": {"rule": "adam", "moving": True},
@@ -103,6 +105,12 @@ def batch_of(sizes: Sizes, number: int, *, ragged: bool) -> hb.Batch:
     return batch.pin_memory() if sizes.device.type == "cuda" else batch
 
 
+def batches_of(sizes: Sizes, count: int, *, ragged: bool) -> list[hb.Batch]:
+    """So many batches, of which a few take turns: drawing one takes longer than its step."""
+    drawn = [batch_of(sizes, i, ragged=ragged) for i in range(min(count, DRAWN))]
+    return [drawn[i % len(drawn)] for i in range(count)]
+
+
 def captured(trainer: Trainer, batch: hb.Batch) -> str:
     """Capture a step in a CUDA graph; ``ok``, or why not."""
     if trainer.device.type != "cuda":
@@ -123,7 +131,7 @@ def replayed(sizes: Sizes, *, rule: str, dtype: Any, ragged: bool, moving: bool)
     for cuda_graph in (False, True):
         trainer, steps = trainer_of(sizes, rule, dtype, moving=moving, cuda_graph=cuda_graph), Steps()
         trainer.callbacks.append(steps)
-        trainer.fit([batch_of(sizes, i, ragged=ragged) for i in range(REPLAYED)])
+        trainer.fit(batches_of(sizes, REPLAYED, ragged=ragged))
         tables = [trainer.model.embeddings.weight(name) for name in trainer.model.embeddings.tables]
         tensors = [t.detach().cpu() for t in (*tables, *trainer.model.parameters())]
         results.append((steps.losses, tensors, steps.seconds()))
@@ -152,7 +160,7 @@ def count(
     """Train for some steps, and say what one asked of the device."""
     trainer, census = trainer_of(sizes, rule, dtype, moving=moving), Census(sizes.device)
     trainer.callbacks.append(census)
-    batches = [batch_of(sizes, i, ragged=ragged) for i in range(STEPS)]
+    batches = batches_of(sizes, STEPS, ragged=ragged)
     with warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")
         try:

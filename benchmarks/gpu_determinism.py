@@ -37,7 +37,7 @@ def train(sizes: Sizes, dim: int, update: str, dtype: str, steps: int, *, distur
     device = sizes.device
     rows = [min(r, 100_000) for r in sizes.rows]
     options = sizes.options(
-        OpsOptions, dim, rows=rows, batch_size=min(sizes.batch, 8192), dtype=dtype, fp32_rows=max(rows) // 10
+        OpsOptions, dim, rows=rows, batch_size=min(sizes.batch, 4096), dtype=dtype, fp32_rows=max(rows) // 10
     )
     batch, n = options.batch_size, len(rows) + 1
     side = torch.cuda.Stream() if disturbed and device.type == "cuda" else None
