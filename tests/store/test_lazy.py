@@ -21,9 +21,6 @@ from hotbed.optim import Adam, Moment, RowWiseAdagrad
 from hotbed.optim.sgd import PLAIN
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore, Span, Storage
-from hotbed.store.cached import CachedRecords
-from hotbed.store.keyed import MemoryRecords
-from hotbed.store.records import Traffic
 from hotbed.store.tiers import RECORDS
 from hotbed.testing.store import OWN, Format, StoreContract
 from tests.matrix import full
@@ -316,65 +313,6 @@ def test_what_a_cache_served_is_counted_by_table(tmp_path: Path) -> None:
     store.add_moment(Moment("row", "row"))  # makes new records, whose cache is empty
     store.read(torch.arange(999, 1001))
     assert sum(hits + misses for hits, misses in store.served) == 2
-
-
-def apart(monkeypatch: pytest.MonkeyPatch, rows: int) -> CachedRecords:
-    """A cache as in a device's memory, over records that have 3, 50 and 7."""
-    monkeypatch.setattr("hotbed.store.cached.needs_staging", lambda _: True)
-    below = MemoryRecords(64, 100)
-    below.write(torch.tensor([3, 50, 7]), torch.tensor([3, 50, 7], dtype=torch.uint8)[:, None].repeat(1, 64))
-    return CachedRecords(below, rows, device=DEVICE)
-
-
-def read(records: CachedRecords, slots: list[int]) -> list[int | None]:
-    """The first byte of each record, None where there is none."""
-    out = torch.zeros(len(slots), 64, dtype=torch.uint8, device=DEVICE)
-    there = records.read(torch.tensor(slots, dtype=torch.int64, device=DEVICE), out)
-    return [int(row[0]) if is_there else None for row, is_there in zip(out, there, strict=True)]
-
-
-def write(records: CachedRecords, slots: list[int], value: int) -> None:
-    values = torch.full((len(slots), 64), value, dtype=torch.uint8, device=DEVICE)
-    records.write(torch.tensor(slots, dtype=torch.int64, device=DEVICE), values)
-
-
-def test_a_cache_on_a_device_brings_what_there_is_and_returns_only_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    records = apart(monkeypatch, rows=2)
-    assert read(records, [50, 8, 3]) == [50, None, 3] and read(records, []) == []
-    assert records.counted == Traffic(misses=3, to_device_bytes=2 * 64)
-    assert read(records, [8, 9]) == [None, None] and read(records, [3, 50]) == [3, 50]
-    assert read(records, [7, 7]) == [7, 7]  # twice, and in the place of one that nobody has changed
-    assert records.counted == Traffic(hits=2, misses=7, to_device_bytes=4 * 64)
-
-
-def test_what_leaves_a_cache_on_a_device_is_below_before_anyone_misses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    records = apart(monkeypatch, rows=2)
-    write(records, [10, 11], 1)  # known to the device only, until somebody asks
-    assert records.below.keys().tolist() == [3, 7, 50] and records.keys().tolist() == [3, 7, 10, 11, 50]
-    assert read(records, [3, 7]) == [3, 7] and read(records, [10, 11]) == [1, 1]
-    write(records, [12, 13, 14], 2)  # one of them finds no place
-    assert read(records, [10, 11, 12, 13, 14, 3]) == [1, 1, 2, 2, 2, 3]
-    assert records.keys().tolist() == [3, 7, 10, 11, 12, 13, 14, 50]
-    write(records, [20, 21, 22], 3)
-    records.forget(torch.tensor([20, 21, 22]))
-    assert read(records, [20, 21, 22, 12]) == [None, None, None, 2]
-    write(records, [20], 4)
-    records.clear()
-    assert read(records, [20, 3]) == [None, None]
-
-
-def test_what_cannot_be_written_below_is_kept_for_the_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    records = apart(monkeypatch, rows=1)
-    write(records, [10, 11, 12], 1)
-
-    def full(*_: Tensor) -> None:
-        raise OSError("no space left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(records.below, "write", full)
-        with pytest.raises(OSError, match="no space left"):
-            read(records, [10])
-    assert read(records, [10, 11, 12]) == [1, 1, 1]
 
 
 def test_only_the_layers_are_stacked_that_the_device_needs() -> None:

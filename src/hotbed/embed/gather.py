@@ -149,31 +149,48 @@ def push_rows(
     link
         The ranks.
     """
-    messages = [_messages(locator, kind, arena, touched.get(arena)) for kind, arena in enumerate(arenas)]
-    to = torch.stack([of_readers for _, _, of_readers in messages], dim=1)
+    messages = [_Message(locator, kind, arena, touched.get(arena)) for kind, arena in enumerate(arenas)]
+    to = torch.stack([message.of_readers for message in messages], dim=1)
     ones = [1] * link.size
     received = link.all_to_all("numbers of updated rows", to, ones, ones).wait()
     send_counts, recv_counts = to_host(torch.stack([to, received])).transpose(1, 2).tolist()  # one wait for both
-    for kind, (here, there, _) in enumerate(messages):
+    for kind, message in enumerate(messages):
         counts = send_counts[kind]
-        here, there = here[: sum(counts)], there[: sum(counts)]
+        here, there = message.slots(sum(counts))
         slots = link.all_to_all("updated rows' places", there, counts, recv_counts[kind])
         rows = link.all_to_all("updated rows", arenas[kind].store.read(here, use="update"), counts, recv_counts[kind])
         copies[kind].store.write(slots.wait(), rows.wait())
 
 
-def _messages(locator: Locator, kind: int, arena: Arena, touched: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """List what is sent of an arena, by rising reader: slots here and there, padded on a device; how many to each."""
-    copies = locator.copies_of_owned[kind]  # [W, shards]
-    if touched is None or not copies.shape[1] or not len(touched):
-        nothing = torch.empty(0, dtype=torch.int64, device=copies.device)
-        return nothing, nothing, copies.new_zeros(len(copies), dtype=torch.int64)
-    slots = touched.sort().values
-    is_first = torch.ones_like(slots, dtype=torch.bool)
-    torch.ne(slots[1:], slots[:-1], out=is_first[1:])
-    shard, within = arena.locate(slots)
-    first_there = copies[:, shard]  # [W, n]
-    sent = (first_there >= 0) & is_first
-    at = padded_positions(sent.view(-1))[0] if sent.device.type == "cuda" else sent.view(-1).nonzero()[:, 0]
-    which = at % len(slots)
-    return slots[which], first_there.view(-1)[at] + within[which], sent.sum(1)
+class _Message:
+    """What is sent of an arena: which of its updated rows which readers have, found without waiting for a device.
+
+    Attributes
+    ----------
+    of_readers
+        Rows that each rank reads ``[W]`` int64.
+    """
+
+    def __init__(self, locator: Locator, kind: int, arena: Arena, touched: Tensor | None) -> None:
+        copies = locator.copies_of_owned[kind]  # [W, shards]
+        none = torch.empty(0, dtype=torch.int64, device=copies.device)
+        self._slots = self._within = self._at = none
+        self._first_there = none.view(len(copies), 0)
+        self.of_readers = torch.zeros(len(copies), dtype=torch.int64, device=copies.device)
+        if touched is None or not copies.shape[1] or not len(touched):
+            return
+        self._slots = touched.sort().values
+        is_first = torch.ones_like(self._slots, dtype=torch.bool)
+        torch.ne(self._slots[1:], self._slots[:-1], out=is_first[1:])
+        shard, self._within = arena.locate(self._slots)
+        self._first_there = copies[:, shard]  # [W, n]
+        sent = (self._first_there >= 0) & is_first
+        on_host = sent.device.type == "cpu"
+        self._at = sent.flatten().nonzero()[:, 0] if on_host else padded_positions(sent.flatten())[0]
+        self.of_readers = sent.sum(1)
+
+    def slots(self, count: int) -> tuple[Tensor, Tensor]:
+        """List the slots here and there of the rows that are sent, ``count`` in all, by rising reader."""
+        at = self._at[:count]
+        which = at % max(len(self._slots), 1)
+        return self._slots[which], self._first_there.flatten()[at] + self._within[which]

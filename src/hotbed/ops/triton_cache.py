@@ -87,13 +87,13 @@ def cache_use(tags: CacheTags, places: Tensor, now: int) -> None:
 
 @triton.jit(do_not_specialize=["sets", "total"])
 def _sets_kernel(out, wanted, sets, total, BLOCK: tl.constexpr):
-    """``out[i]`` = the set of ``wanted[i]``."""
+    """``out[i]`` = the set of ``wanted[i]``; of none a set behind all others."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(wanted + i, mask=i < total, other=0)
-    tl.store(out + i, _set_of(key, sets), mask=i < total)
+    tl.store(out + i, tl.where(key == _FREE, sets, _set_of(key, sets)), mask=i < total)
 
 
-@triton.jit(do_not_specialize=["now", "total"])
+@triton.jit(do_not_specialize=["sets", "now", "total"])
 def _take_kernel(
     out,  # [n]
     evicted,  # [n]
@@ -103,6 +103,7 @@ def _take_kernel(
     wanted,  # [n]
     of_set,  # [n] set of each wanted key, rising
     order,  # [n] which wanted key it is of
+    sets,
     now,
     total,  # n
     WAYS: tl.constexpr,
@@ -117,7 +118,10 @@ def _take_kernel(
     """
     at = tl.program_id(0).to(tl.int64)
     mine = tl.load(of_set + at)
-    if tl.load(of_set + at - 1, mask=at > 0, other=-1) != mine:
+    if mine == sets:
+        tl.store(out + tl.load(order + at), -1)
+        tl.store(evicted + tl.load(order + at), _FREE)
+    elif tl.load(of_set + at - 1, mask=at > 0, other=-1) != mine:
         way = tl.arange(0, BLOCK_WAYS)
         place = mine * WAYS + way
         live = way < WAYS
@@ -127,9 +131,8 @@ def _take_kernel(
         following = mine
         while following == mine:
             i = tl.load(order + at)
-            coming = tl.load(wanted + i)
             free = live & (key == _FREE)
-            may = (free | (live & (time < now))) & (coming != _FREE)
+            may = free | (live & (time < now))
             if BY_COUNT:
                 # What counts first; a free place comes before all others.
                 often = tl.where(may, tl.where(free, -1, count), _LATEST)
@@ -139,7 +142,7 @@ def _take_kernel(
             taken = way == best
             tl.store(out + i, tl.where(best < WAYS, mine * WAYS + best, -1))
             tl.store(evicted + i, tl.sum(tl.where(taken, key, 0), axis=0) + tl.where(best < WAYS, 0, _FREE))
-            key = tl.where(taken, coming, key)
+            key = tl.where(taken, tl.load(wanted + i), key)
             time = tl.where(taken, now, time)
             count = tl.where(taken, 1, count)
             at += 1
@@ -167,6 +170,7 @@ def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tenso
                 wanted,
                 of_set,
                 order,
+                tags.sets,
                 now,
                 total,
                 WAYS=tags.ways,

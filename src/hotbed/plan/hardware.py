@@ -67,8 +67,8 @@ class Hardware:
     gather: Curve
     """Of a lookup of rows at random, by bytes of a row: bytes of rows read and of vectors written ÷ seconds."""
     scatter: Curve
-    """Of an update of rows at random, grouping included, by bytes of a row: bytes of gradients read, and of rows and
-    moments read and written ÷ seconds."""
+    """Of an update of rows at random, by bytes of a row: bytes of gradients read, and of rows and moments read and
+    written ÷ seconds; grouping included, unless ``overheads`` has it as ``id``."""
     flops: Mapping[str, float]
     """Of large matrix products, by dtype: fp32, tf32, bf16, fp16."""
     host_stream: float

@@ -9,8 +9,8 @@ A record is dirty while only the cache has its newest bytes; it is written to th
 place (write-back).
 
 A cache in a device's memory is apart from the records below, which are the host's: a read waits for the list of what is
-not here, and nothing else waits. What a write did not find is listed, and what is evicted copied, while the host goes
-on; both are looked at by the next read, before it asks the records below.
+not here. What a write did not find is listed, and what is evicted copied, while the host goes on; both are looked at
+when the cache is used again, and by a read before it asks the records below.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class CachedRecords(Records):
     @property
     @override
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self._slab, self._tags.keys, self._tags.times, self._tags.counts, self._dirty))
+        kept = [self._slab, self._tags.keys, self._tags.times, self._tags.counts, self._dirty, *self._leaving]
+        return sum(t.nbytes for t in kept) + (self._written[1].nbytes if self._written else 0)
 
     @override
     def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
@@ -155,6 +156,7 @@ class CachedRecords(Records):
             if len(first) < len(missing.slots) or not bool((first[1:] > first[:-1]).all()):
                 records = self._gathered(records, memory.to_device(first, self.device))
             with self._lock:
+                self._insert_written()  # or an older record would be kept of what was written meanwhile
                 self._insert(kept, records, dirty=False)
         return absent
 
@@ -172,6 +174,7 @@ class CachedRecords(Records):
         kernels = self.ops
         with self._lock:
             self._insert_written()
+            self._write_back(but_last=1)  # which may still be on its way
             places = kernels.cache_find(self._tags, slots)
             kernels.cache_write(self._slab, places, records)
             self._dirty[places] = self._is_changed = True
@@ -253,14 +256,16 @@ class CachedRecords(Records):
     def _insert_written(self) -> None:
         """Keep what was written last of what was not here."""
         if self._written is not None:
-            (listing, records), self._written = self._written, None
+            listing, records = self._written
             missing = listing.wait()
             if len(missing.at):
                 self._insert(missing.slots, self._gathered(records, missing.at), dirty=True)
+            self._written = None
 
     def _insert(self, slots: Tensor, records: Tensor, *, dirty: bool) -> None:
         """Keep records of distinct slots, on the host; what is evicted, or finds no place, leaves."""
         kernels, wanted = self.ops, memory.to_device(slots, self.device)
+        old = records.clone() if self._is_apart and (dirty or self._is_changed) else records
         if not dirty:  # what was read without the lock may be here by now, perhaps changed
             wanted = wanted.masked_fill(kernels.cache_find(self._tags, wanted) >= 0, FREE)
         places, evicted = kernels.cache_take(self._tags, wanted, self._now)
@@ -268,12 +273,14 @@ class CachedRecords(Records):
         if dirty:
             leaving = torch.where(places < 0, wanted, leaving)
         if self._is_changed or dirty:
-            self._leave(leaving, places, records)
+            self._leave(leaving, places, old)
         kernels.cache_write(self._slab, places, records)
         self._dirty[places] = dirty
+        if not self._is_apart:
+            self._write_back()
 
     def _leave(self, slots: Tensor, places: Tensor, records: Tensor) -> None:
-        """Send records to those below: of places that are about to be taken; of place −1 these.
+        """Send records to those below: of places that are about to be taken, which overwrite these; of place −1 these.
 
         Those of slot `FREE` stay. Before anyone can miss what leaves, `_write_back` writes it.
         """
@@ -282,25 +289,21 @@ class CachedRecords(Records):
             if not len(leaving):
                 return
             slots, places, records = slots[leaving], places[leaving], self._gathered(records, leaving)
-        else:
-            records = records.clone()
         self.ops.cache_read(self._slab, places, records)
         self._leaving.append(memory.Arriving(slots, records))
-        if not self._is_apart:
-            self._write_back()
 
-    def _write_back(self, but: Tensor | None = None) -> None:
-        """Write what left to the records below, but for these slots."""
-        while self._leaving:
+    def _write_back(self, but: Tensor | None = None, but_last: int = 0) -> None:
+        """Write what left to the records below, but for these slots, and for what left last."""
+        while len(self._leaving) > but_last:
             slots, records = self._leaving[0].wait()
             written = slots != FREE
             if but is not None:
                 written &= ~torch.isin(slots, but.cpu())
             numbers = written.nonzero()[:, 0]
-            if self._is_apart:
-                self.counted.from_device_bytes += records.nbytes
+            sent = records.nbytes if self._is_apart else 0
             if len(numbers) < len(slots):
                 slots, records = slots[numbers], gathered(records, numbers)
             if len(slots):
                 self.below.write(slots, records)
+            self.counted.from_device_bytes += sent
             self._leaving.pop(0)

@@ -88,7 +88,8 @@ class LazyRows(RowStore):
         self._placed()
 
     def _placed(self) -> None:
-        self._on_host = torch.tensor(self._firsts), torch.tensor(self.spans or [[0] * 5], dtype=torch.int64)
+        entries = torch.tensor(self.spans or [[0] * 5], dtype=torch.int64, device="cpu")
+        self._on_host = torch.tensor(self._firsts, dtype=torch.int64, device="cpu"), entries
         self._bounds, self._entries = (t.to(self.records.device) for t in self._on_host)
         self._record_backend = self.backend_name
         if self.records.device.type == "cpu":
@@ -386,7 +387,7 @@ class LazyRows(RowStore):
         device = self.records.device
         span, rows = self._cells(slots)
         ordered, order = span.sort(stable=True)
-        cuts = torch.searchsorted(ordered, torch.arange(len(self.spans) + 1))
+        cuts = torch.searchsorted(ordered, torch.arange(len(self.spans) + 1, device="cpu"))
         counts = cuts.diff().tolist()
         here, at, rows = (memory.to_device(t, device) for t in (slots, order, rows[order]))
         records, values = self._format.blank(len(slots), device), torch.zeros(len(slots), self.dim, device=device)

@@ -165,7 +165,12 @@ class Arriving:
         self._values, self._copied = tuple(staging(v.shape, v.dtype, v.device) for v in values), torch.cuda.Event()
         for arriving, value in zip(self._values, values, strict=True):
             arriving.copy_(value, non_blocking=True)
-        self._copied.record()
+        self._copied.record(torch.cuda.current_stream(values[0].device))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(v.nbytes for v in self._values)
 
     def wait(self) -> tuple[Tensor, ...]:
         """Wait for what the device was given before these copies, and return them."""

@@ -45,7 +45,7 @@ class Traffic:
     ahead
         Records that were read before they were needed, from files or for a device.
     to_device_bytes, from_device_bytes
-        Records that came to a cache on a device from the host's memory or a file, and went back.
+        Records that came to a cache on a device from the host's memory or a file, and those that gave way to others.
     waited_s
         Seconds that reading and writing of files held up the caller.
     """
