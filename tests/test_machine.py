@@ -301,6 +301,10 @@ def test_single_threads_compute_alone_from_their_first_operation_on() -> None:
                 pool.submit(lambda: (values.exp().sum(), torch.get_num_threads())[1]).result() == 1 for _ in range(8)
             )
             assert pool.submit(lambda: threading.current_thread().name.rsplit("_", 1)[0]).result() == "alone"
+        seen: list[object] = []
+        thread = machine.start_alone(lambda: seen.extend([torch.get_num_threads(), values.exp().sum()]), "apart")
+        thread.join()
+        assert seen[0] == 1 and len(seen) == 2 and thread.daemon and thread.name == "apart"
         assert torch.get_num_threads() == 2
         with ThreadPoolExecutor(1) as later:
             assert later.submit(torch.get_num_threads).result() == 2

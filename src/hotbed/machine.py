@@ -28,7 +28,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -240,6 +240,31 @@ def fit_threads(processes: int = 1) -> None:
         torch.set_num_threads(share if processes > 1 else min(share, torch.get_num_threads()))
 
 
+def start_alone(work: Callable[[], None], name: str) -> threading.Thread:
+    """Start a daemon thread that computes alone, see `single_threads`, and return it."""
+    import torch
+
+    before, begun = torch.get_num_threads(), threading.Event()
+
+    def run() -> None:
+        _compute_alone()
+        begun.set()
+        work()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    begun.wait()
+    torch.set_num_threads(before)  # threads that begin later take the number that was set last
+    return thread
+
+
+def _compute_alone() -> None:
+    import torch
+
+    torch.get_num_threads()  # a thread's first question makes it take the number that all have
+    torch.set_num_threads(1)
+
+
 def single_threads(count: int, name: str) -> ThreadPoolExecutor:
     """Start threads each of which computes alone, whatever number of threads torch uses elsewhere.
 
@@ -259,8 +284,7 @@ def single_threads(count: int, name: str) -> ThreadPoolExecutor:
     barrier = threading.Barrier(count + 1)
 
     def start() -> None:
-        torch.get_num_threads()  # a thread's first question makes it take the number that all have
-        torch.set_num_threads(1)
+        _compute_alone()
         barrier.wait()
 
     pool = ThreadPoolExecutor(count, name, initializer=start)

@@ -50,6 +50,7 @@ from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tensor_files import UNFINISHED, Array, FileWriter, is_left_by_attempts, make_directory
 from hotbed.comm import Link
 from hotbed.errors import CheckpointError, CommError
+from hotbed.machine import start_alone
 from hotbed.store import RowStore
 
 ATTEMPT_DIGITS = 8
@@ -233,8 +234,7 @@ class Saving:
         """Write in a thread, which leaves this one free to notice ranks that have ended."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the thread has another stream
-        self._thread = threading.Thread(target=self.run, name="hotbed-checkpoint", daemon=True)
-        self._thread.start()
+        self._thread = start_alone(self.run, "hotbed-checkpoint")
 
     def abandon(self) -> None:
         """Where training has failed: write what is under way, but wait no longer for ranks that may be gone."""
