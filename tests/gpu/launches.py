@@ -66,6 +66,8 @@ def launches(amount: Amount) -> Iterator[Launch]:
     yield _cut(64, is_update=True)
     for dim, dtype in product(dims, FLOATS):
         yield _interaction(dim, dtype)
+    for dtype in FLOATS:
+        yield _relu(dtype)
     yield Launch("", 0, 0, 0, _others)
 
 
@@ -176,10 +178,15 @@ def _interaction(dim: int, dtype: str) -> Launch:
     return Launch(f"27 × {dim} {dtype}", 0, 0, 0, run)
 
 
+def _relu(dtype: str) -> Launch:
+    def run() -> None:
+        triton_relu.relu_backward(*(torch.zeros(9000, 512, dtype=FLOATS[dtype]) for _ in range(2)))
+
+    return Launch(f"512 {dtype}", 0, 0, 0, run)
+
+
 def _others() -> None:
-    """ReLU's gradient, initial values, loss, counts of steps, caches."""
-    for dtype in (torch.float32, torch.bfloat16):
-        triton_relu.relu_backward(torch.zeros(9000, 512, dtype=dtype), torch.zeros(9000, 512, dtype=dtype))
+    """Initial values, loss, counts of steps, caches."""
     triton_loss.cross_entropy(torch.zeros(9, 2), torch.zeros(9, 2), torch.ones(9, 1))
     triton_step.step_seeds(torch.arange(9), torch.arange(9))
     triton_step.count_steps_(torch.arange(9), torch.ones(9, dtype=torch.int64), torch.tensor(1.0))
