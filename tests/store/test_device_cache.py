@@ -118,3 +118,26 @@ def test_what_cannot_be_written_below_is_kept_for_the_next_try(monkeypatch: pyte
             read(records, [10])
     assert read(records, [10, 11]) == [1, 2]
     assert records.keys().tolist() == [3, 7, 10, 11, 50]
+
+
+@pytest.mark.parametrize("is_apart", [True, False], ids=["device", "host"])
+def test_what_takes_the_place_of_what_cannot_be_written_is_there_once(
+    monkeypatch: pytest.MonkeyPatch, is_apart: bool
+) -> None:
+    records = apart(monkeypatch, rows=4)
+    if not is_apart:
+        records = CachedRecords(records.below, 4)
+    write(records, [10, 11, 12, 13], 1)
+    assert read(records, [99]) == [None]  # so that all of them may give way
+
+    def full(*_: Tensor) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records.below, "write", full)
+        with pytest.raises(OSError, match="no space left"):
+            write(records, [14, 15], 2)
+            read(records, [10])
+    assert records.keys().tolist() == [3, 7, 10, 11, 12, 13, 14, 15, 50]
+    assert len(records._tags.keys.unique()) == 4
+    assert read(records, [10, 11, 12, 13, 14, 15]) == [1, 1, 1, 1, 2, 2]

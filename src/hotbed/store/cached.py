@@ -143,10 +143,8 @@ class CachedRecords(Records):
         if not len(numbers):
             return absent
         if len(absent.at):
-            missing, found = (
-                missing.picked(numbers),
-                torch.index_select(found, 0, numbers, out=self._staging(len(numbers))),
-            )
+            missing = missing.picked(numbers)
+            found = torch.index_select(found, 0, numbers, out=self._staging(len(numbers)))
         if self._is_apart:
             self.counted.to_device_bytes += found.nbytes
         records = found.to(self.device, non_blocking=True)
@@ -158,6 +156,7 @@ class CachedRecords(Records):
             with self._lock:
                 self._insert_written()  # or an older record would be kept of what was written meanwhile
                 self._insert(kept, records, dirty=False)
+                self._write_back_on_host()
         return absent
 
     def _count(self, slots: Tensor, missing: Listed) -> None:
@@ -261,6 +260,7 @@ class CachedRecords(Records):
             if len(missing.at):
                 self._insert(missing.slots, self._gathered(records, missing.at), dirty=True)
             self._written = None
+            self._write_back_on_host()
 
     def _insert(self, slots: Tensor, records: Tensor, *, dirty: bool) -> None:
         """Keep records of distinct slots, on the host; what is evicted, or finds no place, leaves."""
@@ -276,8 +276,6 @@ class CachedRecords(Records):
             self._leave(leaving, places, old)
         kernels.cache_write(self._slab, places, records)
         self._dirty[places] = dirty
-        if not self._is_apart:
-            self._write_back()
 
     def _leave(self, slots: Tensor, places: Tensor, records: Tensor) -> None:
         """Send records to those below: of places that are about to be taken, which overwrite these; of place −1 these.
@@ -291,6 +289,11 @@ class CachedRecords(Records):
             slots, places, records = slots[leaving], places[leaving], self._gathered(records, leaving)
         self.ops.cache_read(self._slab, places, records)
         self._leaving.append(memory.Arriving(slots, records))
+
+    def _write_back_on_host(self) -> None:
+        """Write what left at once where nothing has to arrive first."""
+        if not self._is_apart:
+            self._write_back()
 
     def _write_back(self, but: Tensor | None = None, but_last: int = 0) -> None:
         """Write what left to the records below, but for these slots, and for what left last."""
