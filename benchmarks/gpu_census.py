@@ -128,10 +128,11 @@ def captured(trainer: Trainer, batch: hb.Batch) -> str:
 def replayed(sizes: Sizes, *, rule: str, dtype: Any, ragged: bool, moving: bool) -> dict[str, Any]:
     """Train with captured steps and without: whether all bits are the same, and seconds of a step."""
     results: list[tuple[list[float], list[torch.Tensor], float]] = []
+    batches = batches_of(sizes, REPLAYED, ragged=ragged)
     for cuda_graph in (False, True):
         trainer, steps = trainer_of(sizes, rule, dtype, moving=moving, cuda_graph=cuda_graph), Steps()
         trainer.callbacks.append(steps)
-        trainer.fit(batches_of(sizes, REPLAYED, ragged=ragged))
+        trainer.fit(batches)
         tables = [trainer.model.embeddings.weight(name) for name in trainer.model.embeddings.tables]
         tensors = [t.detach().cpu() for t in (*tables, *trainer.model.parameters())]
         results.append((steps.losses, tensors, steps.seconds()))

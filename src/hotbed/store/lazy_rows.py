@@ -386,9 +386,7 @@ class LazyRows(RowStore):
         """Make records, where they are given and taken, of slots on the host, with the initial values of their rows."""
         device = self.records.device
         span, rows = self._cells(slots)
-        ordered, order = span.sort(stable=True)
-        cuts = torch.searchsorted(ordered, torch.arange(len(self.spans) + 1, device="cpu"))
-        counts = cuts.diff().tolist()
+        order, counts = span.argsort(stable=True), span.bincount(minlength=len(self.spans)).tolist()
         here, at, rows = (memory.to_device(t, device) for t in (slots, order, rows[order]))
         records, values = self._format.blank(len(slots), device), torch.zeros(len(slots), self.dim, device=device)
         for i, (part, of_rows) in enumerate(zip(at.split(counts), rows.split(counts), strict=True)):

@@ -78,7 +78,7 @@ def dense_kernels(
 def _products(model: nn.Module, size: int, dense_inputs: int) -> Iterator[Kernel]:
     """Products of all layers, and the sums of their outputs' gradients.
 
-    ReLU after a layer passes and sums the gradient in one kernel (`hotbed.nn.fused_relu`).
+    Where a ReLU follows, its gradient's kernel sums, in parts that are added up here (`hotbed.nn.fused_relu`).
     """
     of_layers, fused = 0, set(_before_relu(model))
     for layer in model.modules():
@@ -94,8 +94,6 @@ def _products(model: nn.Module, size: int, dense_inputs: int) -> Iterator[Kernel
         for _ in range(products):  # of the weight; of the input
             yield Kernel(part=BACKWARD_PRODUCTS, op="mm", step_bytes=float(size * weight), **both)
         if layer in fused:
-            yield Kernel(part=ACTIVATIONS, op="relu_", sample_bytes=2.0 * size * y)
-            yield Kernel(part=BACKWARD_ACTIVATIONS, op="_relu_backward_kernel", sample_bytes=3.0 * size * y)
             yield Kernel(part=BIASES, op="_add_parts_kernel", step_bytes=float(size * y))
         elif bias:
             yield Kernel(part=BIASES, op="sum", sample_bytes=float(size * y), step_bytes=float(size * y))
@@ -113,7 +111,7 @@ def _before_relu(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _activations(model: nn.Module, size: int) -> Iterator[Kernel]:
-    """Activations and dropout of MLPs that are no part of products, and what cross layers multiply and add."""
+    """Activations and dropout of MLPs, and what cross layers multiply and add."""
 
     def both(width: int, op: str, backward: str) -> Iterator[Kernel]:
         yield Kernel(part=ACTIVATIONS, op=op, sample_bytes=2.0 * size * width)
@@ -131,15 +129,13 @@ def _activations(model: nn.Module, size: int) -> Iterator[Kernel]:
             if isinstance(child, nn.Linear):
                 width, is_fused = child.out_features, child in fused
                 continue
-            if is_fused:
-                continue
             for each in child if isinstance(child, nn.Sequential) else [child]:
                 if isinstance(each, nn.Dropout):  # and a byte of its mask
                     mask = (2.0 * size + 1) * width
                     yield Kernel(part=ACTIVATIONS, op="native_dropout", sample_bytes=mask)
                     yield Kernel(part=BACKWARD_ACTIVATIONS, op="native_dropout_backward", sample_bytes=mask)
                 elif isinstance(each, nn.ReLU):
-                    yield from both(width, "relu_", "threshold_backward")
+                    yield from both(width, "relu_", "_relu_backward_kernel" if is_fused else "threshold_backward")
                 else:
                     yield from both(width, "activation", "activation_backward")
 
