@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hotbed import large_tensors
 from hotbed.ops import BagLayout, Rows, cpu_lookup
-from hotbed.ops.cpu_instructions import stream_line, streams_end
+from hotbed.ops.cpu_instructions import stream_row, streams_end
 from hotbed.pooling import POOLED, POOLING_CODE, divisors
 
 from .cases import (
@@ -281,8 +281,7 @@ def test_streamed_lines_are_non_temporal_stores(kind):
 
     @njit
     def copy(out, values):
-        for i in range(0, out.shape[0], cpu_lookup.LINE_BYTES // out.itemsize):
-            stream_line(out, i, values, i)
+        stream_row(out, 0, values, 0, out.shape[0])
         streams_end()
 
     copy.compile((types.Array(from_dtype(np.dtype(kind)), 1, "C"), types.Array(types.float32, 1, "C")))

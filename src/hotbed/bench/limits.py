@@ -25,7 +25,7 @@ from hotbed.bench.meter import EVICT_BYTES, Limit, Way, buffer
 from hotbed.bench.options import OpsOptions
 from hotbed.errors import RecipeError
 from hotbed.ops import Rows
-from hotbed.ops.cpu_instructions import prefetch_bytes, stream_line, streams_end
+from hotbed.ops.cpu_instructions import prefetch_bytes, stream_row, streams_end
 from hotbed.ops.cpu_lookup import streams
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, kernel, launch
 from hotbed.ops.rows import places
@@ -245,8 +245,7 @@ def _gather(matrix, at, pooling, out, streamed):
             row, bag = at[i], i // pooling
             for piece in range(pieces):
                 if streamed:
-                    for d in range(0, words, 16):
-                        stream_line(out, (bag * pieces + piece) * words + d, matrix, row * words + d)
+                    stream_row(out, (bag * pieces + piece) * words, matrix, row * words, words)
                     continue
                 for first in range(0, words - width + 1, width):
                     part = matrix[row, first : first + width]

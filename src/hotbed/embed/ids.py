@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -129,9 +130,12 @@ def _features_out_of_range(ids: Jagged, features: Sequence[Feature], rows: Mappi
     at = [ids.index(f.name) for f in features]
     if not len(ids.values):
         return []
+    if ids.values.is_cpu:
+        largest = _largest_ids(ids)
+        return [f for f, i in zip(features, at, strict=True) if largest[i] >= rows[f.table]]
     limits = [rows[f.table] for f in features]
     if len(set(ids.fixed)) == 1 and ids.fixed[0] is not None:
-        of_features = ids.values.view(len(ids.names), -1)  # torch's aminmax takes three times as long as these two
+        of_features = ids.values.view(len(ids.names), -1)
         low, high = of_features.amin(1).tolist(), of_features.amax(1).tolist()
         return [f for f, i, limit in zip(features, at, limits, strict=True) if low[i] < 0 or high[i] >= limit]
     # Two operations for each feature would cost more than all ids do, where there are many features.
@@ -145,6 +149,20 @@ def _features_out_of_range(ids: Jagged, features: Sequence[Feature], rows: Mappi
         return []
     found = set(torch.searchsorted(starts, wrong.nonzero()[:, 0].cpu(), right=True).sub(1).unique().tolist())
     return [f for f, i in zip(features, at, strict=True) if i in found]
+
+
+def _largest_ids(ids: Jagged) -> list[int]:
+    """Largest id of each feature on the host, -1 where it has none; negative ones count as unsigned numbers do.
+
+    NumPy needs a third of the time that torch takes for smallest and largest ids.
+    """
+    values = ids.values.numpy()
+    values = values.view(f"u{values.itemsize}")
+    starts = np.asarray(ids.starts)
+    has_ids = starts[:-1] < starts[1:]
+    largest = np.full(len(ids.names), -1, object)
+    largest[has_ids] = np.maximum.reduceat(values, starts[:-1][has_ids])
+    return largest.tolist()
 
 
 def _repaired(ids: Jagged, feature: Feature, rows: int, bad: Counter[str]) -> Bags:

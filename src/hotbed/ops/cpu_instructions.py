@@ -114,51 +114,72 @@ def store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     """``store(array, i, x)``: float32 into flat element i; into uint16 as bfloat16, rounded to the nearest even."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, value = address(context, builder, signature.args[0], *args[:2]), args[2]
-        if signature.args[0].dtype != types.float32:
-            value = _bfloat16_bits(builder, value)
-        builder.store(value, pointer)
+        _store(builder, args[2], address(context, builder, signature.args[0], *args[:2]))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32), codegen
 
 
-@intrinsic
-def store_block(typingctx: Any, array: Any, index: Any, values: Any, at: Any) -> Any:
-    """``store_block(array, i, values, j)``: `store` 16 values of float32 from ``values[j]`` on."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        block = _load16(builder, address(context, builder, signature.args[2], *args[2:]))
-        if signature.args[0].dtype != types.float32:
-            block = _bfloat16_bits(builder, block)
-        pointer = address(context, builder, signature.args[0], *args[:2])
-        builder.store(block, builder.bitcast(pointer, block.type.as_pointer()), align=2)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, values, types.intp), codegen
+def _store(builder: Any, value: Any, pointer: Any) -> Any:
+    """Store float32, a vector or one, to a pointer to float32 or to bits of bfloat16."""
+    if pointer.type.pointee != ir.FloatType():
+        value = _bfloat16_bits(builder, value)
+    return builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=2)
 
 
 @intrinsic
-def stream_line(typingctx: Any, array: Any, index: Any, values: Any, at: Any) -> Any:
-    """``stream_line(array, i, values, j)``: `store` a whole cache line from ``values[j]`` on, past the caches.
+def store_row(typingctx: Any, array: Any, index: Any, values: Any, at: Any, size: Any) -> Any:
+    """``store_row(array, i, values, j, n)``: `store` n values of float32 from ``values[j]`` on, 16 at a time.
 
-    ``values`` are of 32 bits each; ``array[i]`` must begin a line. `streams_end` makes lines visible to other threads.
+    Loops in Numba ask before each row whether arrays overlap, and what will remain; that took longer than the row.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        first = address(context, builder, signature.args[2], *args[2:])
-        line = _load16(builder, first)
-        if signature.args[0].dtype == types.uint16:
-            # Both halves in one store: LLVM turns the store of one into one that truncates and is no longer special.
-            second = _load16(builder, builder.gep(first, [ir.Constant(ir.IntType(64), 16)]))
-            lanes = ir.Constant(ir.VectorType(ir.IntType(32), 32), list(range(32)))
-            line = builder.shuffle_vector(_bfloat16_bits(builder, line), _bfloat16_bits(builder, second), lanes)
-        pointer = address(context, builder, signature.args[0], *args[:2])
-        stored = builder.store(line, builder.bitcast(pointer, line.type.as_pointer()), align=LINE_BYTES)
-        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+        to = address(context, builder, signature.args[0], *args[:2])
+        source = address(context, builder, signature.args[2], *args[2:4])
+        size = args[4]
+        blocks = builder.lshr(size, size.type(4))
+        with cgutils.for_range(builder, blocks) as loop:
+            d = builder.shl(loop.index, size.type(4))
+            _store(builder, _load16(builder, builder.gep(source, [d])), builder.gep(to, [d]))
+        with cgutils.for_range(builder, size, start=builder.shl(blocks, size.type(4))) as loop:
+            _store(builder, builder.load(builder.gep(source, [loop.index])), builder.gep(to, [loop.index]))
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, values, types.intp), codegen
+    return types.void(array, types.intp, values, types.intp, types.intp), codegen
+
+
+def _stream(builder: Any, source: Any, to: Any, narrow: bool) -> None:
+    """Store the cache line that a pointer points to past the caches, from 16 values, or 32 that become bfloat16."""
+    line = _load16(builder, source)
+    if narrow:
+        # Both halves in one store: LLVM turns the store of one into one that truncates and is no longer special.
+        second = _load16(builder, builder.gep(source, [ir.Constant(ir.IntType(64), 16)]))
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), 32), list(range(32)))
+        line = builder.shuffle_vector(_bfloat16_bits(builder, line), _bfloat16_bits(builder, second), lanes)
+    stored = builder.store(line, builder.bitcast(to, line.type.as_pointer()), align=LINE_BYTES)
+    stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+
+
+@intrinsic
+def stream_row(typingctx: Any, array: Any, index: Any, values: Any, at: Any, size: Any) -> Any:
+    """``stream_row(array, i, values, j, n)``: `store` n values from ``values[j]`` on, past the caches.
+
+    ``values`` are of 32 bits each; ``array[i]`` must begin a cache line, and n fill whole ones. `streams_end` makes
+    them visible to other threads.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to = address(context, builder, signature.args[0], *args[:2])
+        source = address(context, builder, signature.args[2], *args[2:4])
+        size, narrow = args[4], signature.args[0].dtype == types.uint16
+        shift = size.type(5 if narrow else 4)
+        with cgutils.for_range(builder, builder.lshr(size, shift)) as loop:
+            d = builder.shl(loop.index, shift)
+            _stream(builder, builder.gep(source, [d]), builder.gep(to, [d]), narrow)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, values, types.intp, types.intp), codegen
 
 
 @intrinsic

@@ -12,10 +12,10 @@ from hotbed.ops.backend import launches
 from hotbed.ops.cpu_instructions import (
     LINE_BYTES,
     load,
+    peek,
     prefetch_bytes,
-    store,
-    store_block,
-    stream_line,
+    store_row,
+    stream_row,
     streams_end,
 )
 from hotbed.ops.cpu_narrow import WIDE, read_stored_row
@@ -155,26 +155,42 @@ def _lookup_wide(wide, dim, ids, features, offsets, per_id, samples, width, room
         f, first_sample, last_sample, last = _task(task, features, offsets, samples, per_task)
         first, _ = bag_bounds(features, offsets, f, first_sample)
         base = features[f, BASE]
-        acc = np.empty(dim, np.float32)
         for i in range(first, min(first + PREFETCH_ROWS, last)):
             prefetch_bytes(wide, (np.int64(ids[i]) + base) * dim, dim * 4)
-        for b in range(first_sample, last_sample):
-            start, stop = bag_bounds(features, offsets, f, b)
-            to = (b * width + room + features[f, OUT]) * dim
-            if stop - start == 1 and not per_id.shape[0]:
-                at = (np.int64(ids[start]) + base) * dim
-                if start + PREFETCH_ROWS < last:
-                    prefetch_bytes(wide, (np.int64(ids[start + PREFETCH_ROWS]) + base) * dim, dim * 4)
-                _write(out, to, wide, at, dim, streamed)
-                continue
-            if start == stop:
-                acc[:] = 0
-            else:
-                _pool_wide(acc, wide, dim, ids, base, per_id, start, stop, last)
-            _divide(features, f, stop - start, acc)
-            _write(out, to, acc, 0, dim, streamed)
+        if features[f, FIXED] == 1 and not per_id.shape[0]:
+            to = (first_sample * width + room + features[f, OUT]) * dim
+            _copy_rows(wide, dim, ids, base, first, last, out, to, width * dim, streamed)
+        else:
+            _pool_bags(
+                wide, dim, ids, features, f, offsets, per_id, first_sample, last_sample, width, room, out, streamed
+            )
         if streamed:
             streams_end()
+
+
+@kernel()
+def _copy_rows(wide, dim, ids, base, first, last, out, to, step, streamed):
+    """Copy the rows of ids ``first … last − 1``, each a bag of its own, to every ``step`` values from ``to`` on."""
+    for i in range(first, last):
+        if i + PREFETCH_ROWS < last:
+            prefetch_bytes(wide, (np.int64(peek(ids, i + PREFETCH_ROWS)) + base) * dim, dim * 4)
+        _write(out, to, wide, (np.int64(peek(ids, i)) + base) * dim, dim, streamed)
+        to += step
+
+
+@kernel()
+def _pool_bags(wide, dim, ids, features, f, offsets, per_id, first_sample, last_sample, width, room, out, streamed):
+    """Pool the bags of some samples of a feature, at least one."""
+    base, acc = features[f, BASE], np.empty(dim, np.float32)
+    last = bag_bounds(features, offsets, f, last_sample - 1)[1]
+    for b in range(first_sample, last_sample):
+        start, stop = bag_bounds(features, offsets, f, b)
+        if start == stop:
+            acc[:] = 0
+        else:
+            sum_rows(acc, wide, dim, ids, base, per_id, start, stop, last)
+        _divide(features, f, stop - start, acc)
+        _write(out, (b * width + room + features[f, OUT]) * dim, acc, 0, dim, streamed)
 
 
 @kernel(parallel=True)
@@ -229,20 +245,9 @@ def _divide(features, f, count, acc):
 @kernel(inline="always")
 def _write(out, to, values, at, dim, streamed):
     if streamed:
-        for d in range(0, dim, LINE_BYTES // out.itemsize):
-            stream_line(out, to + d, values, at + d)
+        stream_row(out, to, values, at, dim)
     else:
-        whole = dim // BLOCK * BLOCK
-        for d in range(0, whole, BLOCK):
-            store_block(out, to + d, values, at + d)
-        for d in range(whole, dim):
-            store(out, to + d, load(values, at + d))
-
-
-@kernel()
-def _pool_wide(acc, wide_rows, dim, ids, base, per_id, start, stop, last):
-    # A function of its own: inlined, it took registers from the loop that copies rows of one-hot features.
-    sum_rows(acc, wide_rows, dim, ids, base, per_id, start, stop, last)
+        store_row(out, to, values, at, dim)
 
 
 @kernel(parallel=True)
