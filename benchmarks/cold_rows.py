@@ -45,7 +45,7 @@ from hotbed.config import Recipe
 from hotbed.data import Loader, ZipfSource
 from hotbed.errors import HotbedError
 from hotbed.files import write_json
-from hotbed.machine import keep_heap
+from hotbed.heap import keep_heap
 from hotbed.store.keyed import READERS, FileRecords
 from hotbed.train.build import build_trainer
 

@@ -36,6 +36,7 @@ from hotbed.plan.cost import CostModel, tile_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.limits import limits_of
 from hotbed.train.local_ranks import run_local
+from hotbed.train.memory_trace import nbytes_of
 from hotbed.train.process_group import Started, process_group
 
 WARMUP, STEPS = 2, 6
@@ -70,7 +71,8 @@ def predicted(case: Case) -> dict[str, float]:
         if tile.cache_rows:
             cached = replace(tile, rows=tile.rows[: tile.cache_rows])
             caches[tile.owner] += tile_bytes(tables[tile.table], cached, RowWiseAdagrad.rule.moments)
-    batches = (WARMUP + STEPS) * job.batch * model.workload.dense.input_bytes
+    (batch,) = job.batches(0, 1)
+    batches = (WARMUP + STEPS) * nbytes_of([batch.sparse.values, batch.dense, batch.labels])
     return {"rows and moments": int(rows), "caches": max(caches), **beside, "batches": batches}
 
 

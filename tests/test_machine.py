@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotbed import machine
+from hotbed import heap, machine
 from hotbed.commands.main import main
 from tests.matrix import full
 
@@ -183,7 +183,7 @@ def test_the_command_fits_its_threads(six_cores: pytest.MonkeyPatch, tmp_path: P
 THROTTLE = """
 import ctypes, os, sys, threading
 from pathlib import Path
-from hotbed import machine
+from hotbed import heap, machine
 import torch
 from hotbed.ops import cpu
 torch.set_num_threads(2)
@@ -227,7 +227,7 @@ def test_there_is_nothing_to_throttle_without_a_gnu_runtime(tmp_path: Path) -> N
 
 HEAPS = """
 import ctypes, os, sys, threading
-from hotbed.machine import share_heap
+from hotbed.heap import share_heap
 
 print(share_heap(os.environ), flush=True)
 all_allocate = threading.Barrier(6)
@@ -247,21 +247,21 @@ libc.fflush(stdout)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arenas are glibc's")
 def test_threads_of_a_command_share_few_arenas_unless_the_user_has_set_how_many() -> None:
     own, *heaps = python(HEAPS).stdout.splitlines()
-    assert own == "True" and sum(line.startswith("<heap nr=") for line in heaps) == machine.HEAPS
+    assert own == "True" and sum(line.startswith("<heap nr=") for line in heaps) == heap.HEAPS
     for name, value in (("MALLOC_ARENA_MAX", "5"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=5")):
         own, *heaps = python(HEAPS, **{name: value}).stdout.splitlines()
         assert own == "False" and sum(line.startswith("<heap nr=") for line in heaps) == 5
 
 
 def test_nothing_is_set_where_the_c_library_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.platform, "libc_ver", lambda: ("", ""))
-    assert not machine.share_heap({})
-    assert not machine.keep_heap({})
+    monkeypatch.setattr(heap.platform, "libc_ver", lambda: ("", ""))
+    assert not heap.share_heap({})
+    assert not heap.keep_heap({})
 
 
 FAULTS = """
 import itertools, os, resource, torch
-from hotbed.machine import keep_heap
+from hotbed.heap import keep_heap
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -13,11 +13,6 @@ together, in the middle of what the others wait for.
 
 *Throttling.* Even the short spin does harm while other processes have the cores, and a shorter one costs a third on
 idle ones. `SpinThrottle` takes it to 100 turns while training finds the cores busy (`hotbed.train.threads`).
-
-*Memory.* glibc lets every few threads allocate from a heap of their own (an arena), and what one thread allocates and
-another frees goes back to the first one's. Batches and rows do that all the time, so free pieces pile up in each arena
-(`share_heap`). And it returns large blocks to the system when they are freed, so each activation and gradient of a step
-is mapped anew, at a page fault per 4 KiB (`keep_heap`).
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -299,69 +294,6 @@ def _threads_are_set(environment: MutableMapping[str, str]) -> bool:
     """Whether the user, and not torchrun, has set a number of threads."""
     number = environment.get("OMP_NUM_THREADS")
     return number is not None and not (number == "1" and "TORCHELASTIC_RUN_ID" in environment)
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h, see mallopt(3)
-HEAPS = 2
-"""How many arenas the threads of a `hotbed` command share: with 1 or 2 an hour of training stays flat, with glibc's own
-8 per core two thirds of its heap were free pieces after three minutes, and still more later (docs/log.md)."""
-
-
-def share_heap(environment: Mapping[str, str]) -> bool:
-    """Let all threads of this process allocate from few arenas of glibc, unless the user has set how many.
-
-    Arenas that threads already have stay, so it is called before threads are started.
-
-    Parameters
-    ----------
-    environment
-        Of the process; ``MALLOC_ARENA_MAX`` or ``GLIBC_TUNABLES`` say that the user has decided.
-
-    Returns
-    -------
-    bool
-        Whether it was set; False where the C library is not glibc too.
-    """
-    return _set_heap(environment, {"MALLOC_ARENA_MAX": "arena_max"}, {_M_ARENA_MAX: HEAPS})
-
-
-KEPT_BLOCK_BYTES = 1 << 30
-"""Blocks up to this size come from the heap, which keeps them; larger ones go back to the system once freed."""
-KEPT_BYTES = (1 << 31) - 1
-"""Free memory at the end of the heap that is kept: mallopt takes no more."""
-
-
-def keep_heap(environment: Mapping[str, str]) -> bool:
-    """Let glibc keep freed blocks for the next step, unless the user has set what it keeps.
-
-    A DLRM's step maps 130 MB of activations and gradients anew without it, at 33,000 page faults: 6 to 22 % of its time
-    (docs/log.md).
-
-    Parameters
-    ----------
-    environment
-        Of the process; ``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_`` or ``GLIBC_TUNABLES`` say that the user
-        has decided.
-
-    Returns
-    -------
-    bool
-        Whether it was set; False where the C library is not glibc too.
-    """
-    names = {"MALLOC_MMAP_THRESHOLD_": "mmap_threshold", "MALLOC_TRIM_THRESHOLD_": "trim_threshold"}
-    return _set_heap(environment, names, {_M_MMAP_THRESHOLD: KEPT_BLOCK_BYTES, _M_TRIM_THRESHOLD: KEPT_BYTES})
-
-
-def _set_heap(environment: Mapping[str, str], names: Mapping[str, str], options: Mapping[int, int]) -> bool:
-    """Set options of glibc's heap, unless a variable of these names, or its tunable, is set."""
-    tunables = environment.get("GLIBC_TUNABLES", "")
-    if any(name in environment or f"glibc.malloc.{tunable}" in tunables for name, tunable in names.items()):
-        return False
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    libc = ctypes.CDLL(None)
-    done = [bool(libc.mallopt(option, value)) for option, value in options.items()]  # all, even after one that failed
-    return all(done)
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:

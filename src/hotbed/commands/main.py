@@ -16,7 +16,8 @@ from types import ModuleType
 
 from hotbed.commands.arguments import Parser, RecipeParser, check_json
 from hotbed.errors import CommError, HotbedError, StoppedError
-from hotbed.machine import fit_threads, keep_heap, release, share_heap
+from hotbed.heap import keep_heap, share_heap
+from hotbed.machine import fit_threads, release
 
 COMMANDS = {
     "demo": "Raw log to tested model: prepare, train, test.",

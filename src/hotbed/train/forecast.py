@@ -22,6 +22,8 @@ from hotbed.config import Recipe
 from hotbed.data import Source
 from hotbed.data.items import items_in
 from hotbed.embed import collections_of
+from hotbed.heap import KEPT_BYTES, heap_is_kept
+from hotbed.large_tensors import HUGE_PAGE_BYTES
 from hotbed.machine import resident_bytes
 from hotbed.nn.normalization import normalization_of
 from hotbed.optim import Moment
@@ -44,6 +46,9 @@ CHECKPOINT_BYTES = 80 << 20
 """What writing a checkpoint takes: blocks that are hashed and written, beside those that are read."""
 BYTES_PER_PREDICTION = 128
 """Of every sample and label of an evaluation: logit, label, weight and what sorting them for the AUC takes."""
+HEAP_KEEPS = 1.15
+"""Free pieces of a heap that keeps what is freed (`hotbed.heap.keep_heap`), in bytes of a step's tensors in it: blocks
+of other sizes come in another order than they went, and many do not fit. Measured 0.7 to 1.6 (docs/log.md)."""
 TAG_BYTES = 25
 """Of a cached row: key, times and a flag."""
 
@@ -134,15 +139,15 @@ class Forecast:
         saved = sum(found.tiers.values()) + self._trace.dense_bytes + self._trace.optimizer_bytes
         checkpoint = 0 if train.checkpoint == "none" else min(saved, CHECKPOINT_BYTES)
         often = train.checkpoint == "best" or train.checkpoint_every or train.checkpoint_minutes
+        batches = self._loader(train.batch_size, samples, training=True)
         moments: list[dict[str, float]] = [
-            {
-                "step": step.nbytes,
-                "batches": self._loader(train.batch_size, samples, training=True),
-                "checkpoint": checkpoint if often else 0,
-            },
+            {"step": step.nbytes, "batches": batches, "checkpoint": checkpoint if often else 0},
             {"step": step.recycled, "checkpoint": checkpoint},
             self._evaluation(step),
         ]
+        if self._compute == "host" and heap_is_kept():
+            for parts, freed in zip(moments, (0, batches, batches), strict=True):
+                parts["kept heap"] = min(HEAP_KEEPS * step.plain + freed, KEPT_BYTES)
         return max(moments, key=lambda parts: sum(parts.values()))
 
     # -- tables ----------------------------------------------------------------------------------------------------
@@ -178,7 +183,10 @@ class Forecast:
         found.add("index of rows", 16 * entries + 8 * touched)
         cached = min(tile.cache_rows, touched)
         place = self._compute if self._recipe.memory.cache_tier == "device" else "host"
-        found.add("cache", cached * record + tile.cache_rows * TAG_BYTES, place)
+        room = tile.cache_rows * record
+        found.add(
+            "cache", (room if place == "device" else _in_huge_pages(room, cached)) + tile.cache_rows * TAG_BYTES, place
+        )
         # Records of a batch: as read, as looked up, as updated, and as they go to the records below.
         found.add("rows of a batch", 4 * in_batch * record, self._compute)
         if tile.tier == "disk":
@@ -238,6 +246,12 @@ class Forecast:
         kept = step.recycled + peak.recycled if of_other_sizes else max(step.recycled, peak.recycled)
         batches = self._loader(size, share, training=False, split=split)
         return {"evaluation": peak.plain + kept + predictions, "batches": batches}
+
+
+def _in_huge_pages(nbytes: float, pieces: float) -> float:
+    """Expected bytes in memory of an array in huge pages, of which so many pieces anywhere were touched."""
+    pages = max(math.ceil(nbytes / HUGE_PAGE_BYTES), 1)
+    return nbytes * (1 - (1 - 1 / pages) ** pieces)
 
 
 class _Trace:
