@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hotbed.embed import EmbeddingCollection
-from hotbed.embed.ids import Discarded, checked_ids
+from hotbed.embed.ids import Discarded, beyond_on_device, beyond_on_host, checked_ids
 from hotbed.errors import BatchError, OptimizerError
 from hotbed.jagged import Jagged
 from hotbed.optim import SGD
@@ -122,3 +122,29 @@ def test_int32_ids_of_tables_with_more_rows_than_int32_counts():
     discarded = Discarded(Counter(), Counter())
     kept = checked_ids(ids, [feature], {"t": 3_000_000_000}, discarded)
     assert kept["a"].values.tolist() == [1, 7] and discarded.bad["a"] == 1
+
+
+ON = {"host": beyond_on_host, "device": beyond_on_device}
+"""Both run on the host here; the second also on a GPU."""
+
+
+@pytest.mark.parametrize("find", ON.values(), ids=ON)
+@pytest.mark.parametrize("rows", [5, 2**31, 2**32, 5_000_000_000, 2**63 - 1])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("fixed", [True, False])
+def test_negative_ids_are_found_whatever_the_number_of_rows(find, rows, dtype, fixed):
+    """As unsigned numbers of 32 bits they are less than some numbers of rows."""
+    lists = [[3], [-2], [4]] if fixed else [[3, 1], [], [4, -2]]
+    values = torch.tensor([i for bag in lists for i in bag], dtype=dtype)
+    offsets = None if fixed else torch.tensor([[0, len(bag)] for bag in lists])
+    ids = Jagged(("a", "b", "c"), values, batch_size=1, fixed=[1 if fixed else None] * 3, offsets=offsets)
+    assert find(ids, dict.fromkeys(range(3), rows)) == {1 if fixed else 2}
+    assert find(ids, {0: rows}) == set()
+
+
+@pytest.mark.parametrize("find", ON.values(), ids=ON)
+def test_ids_out_of_range_are_found_behind_features_without_ids(find):
+    offsets = torch.tensor([[0, 0], [0, 2], [0, 0], [0, 1]])
+    ids = Jagged(("a", "b", "c", "d"), torch.tensor([1, 9, 2]), batch_size=1, fixed=[None] * 4, offsets=offsets)
+    assert find(ids, dict.fromkeys(range(4), 9)) == {1}
+    assert find(ids, {0: 1, 1: 10, 2: 1, 3: 2}) == {3}
