@@ -242,11 +242,13 @@ def _gather(matrix, at, pooling, out, streamed):
         stop = min((task + 1) * per_task, count)
         for i in range(task * per_task, stop):
             prefetch_bytes(matrix, at[min(i + PREFETCH_ROWS, stop - 1)] * words, words * 4)
-            row, bag = at[i], i // pooling
+            row = at[i]
+            if streamed:
+                for piece in range(i * pieces, (i + 1) * pieces):
+                    stream_row(out, piece * words, matrix, row * words, words)
+                continue
+            bag = i // pooling
             for piece in range(pieces):
-                if streamed:
-                    stream_row(out, (bag * pieces + piece) * words, matrix, row * words, words)
-                    continue
                 for first in range(0, words - width + 1, width):
                     part = matrix[row, first : first + width]
                     if i % pooling == 0 and first == 0:
