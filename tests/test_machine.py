@@ -183,7 +183,7 @@ def test_the_command_fits_its_threads(six_cores: pytest.MonkeyPatch, tmp_path: P
 THROTTLE = """
 import ctypes, os, sys, threading
 from pathlib import Path
-from hotbed import heap, machine
+from hotbed import machine
 import torch
 from hotbed.ops import cpu
 torch.set_num_threads(2)
