@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import threading
 from collections.abc import Mapping
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h, see mallopt(3)
@@ -44,8 +45,7 @@ KEPT_BYTES = (1 << 31) - 1
 """Free memory at the end of the heap that is kept: mallopt takes no more."""
 
 
-class _Heap:
-    is_kept = False
+_kept = threading.Event()
 
 
 def keep_heap(environment: Mapping[str, str]) -> bool:
@@ -67,13 +67,15 @@ def keep_heap(environment: Mapping[str, str]) -> bool:
     """
     names = {"MALLOC_MMAP_THRESHOLD_": "mmap_threshold", "MALLOC_TRIM_THRESHOLD_": "trim_threshold"}
     options = {_M_MMAP_THRESHOLD: KEPT_BLOCK_BYTES, _M_TRIM_THRESHOLD: KEPT_BYTES}
-    _Heap.is_kept = _set_heap(environment, names, options)
-    return _Heap.is_kept
+    if not _set_heap(environment, names, options):
+        return False
+    _kept.set()
+    return True
 
 
 def heap_is_kept() -> bool:
-    """Whether `keep_heap` has been called in this process, and has set it."""
-    return _Heap.is_kept
+    """Whether `keep_heap` has set what it does in this process; nothing takes that back."""
+    return _kept.is_set()
 
 
 def _set_heap(environment: Mapping[str, str], names: Mapping[str, str], options: Mapping[int, int]) -> bool:

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
 """Size of a transparent huge page on x86-64, and on AArch64 with 4 KiB base pages."""
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+"""What Linux says of transparent huge pages; the choice is in brackets."""
 
 PAGE_BYTES = 4096
 """Least size of a block of memory."""
@@ -65,6 +69,20 @@ def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     # torch holds the array for as long as any tensor shares its storage.
     weakref.finalize(array, _returned.append, block).atexit = False
     return torch.from_numpy(array).view(dtype).view(*shape)
+
+
+def huge_pages_are_off() -> bool:
+    """Whether Linux gives nobody transparent huge pages; not where it does not say."""
+    try:
+        return "[never]" in HUGE_PAGES.read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def page_bytes(nbytes: int) -> int:
+    """Size of the pages in which `zeros` and `empty` have so many bytes."""
+    is_small = sys.platform != "linux" or nbytes < HUGE_PAGE_BYTES
+    return PAGE_BYTES if is_small or huge_pages_are_off() else HUGE_PAGE_BYTES
 
 
 def with_room(nbytes: int) -> int:

@@ -111,6 +111,18 @@ def test_missing_features_are_named():
         make()(Jagged.from_dict(bags))
 
 
+@pytest.mark.parametrize("samples", [0, 3])
+def test_missing_features_are_named_where_no_sample_has_ids(samples):
+    offsets = torch.zeros(1, samples + 1, dtype=torch.int64)
+    empty = torch.empty(0, dtype=torch.int64)
+    ids = Jagged(("user",), empty, batch_size=samples, fixed=[None], offsets=offsets)
+    collection = make()
+    for call in (collection.check, collection.verify, collection):
+        with pytest.raises(BatchError, match="no feature 'text'; it has user"):
+            call(ids)
+    assert not ids.verified
+
+
 def test_ids_on_another_device_are_refused():
     with pytest.raises(BatchError, match=r"the ids are on meta but the tables on cpu; use batch\.to\('cpu'\)"):
         make()(ids().to("meta"))
@@ -125,7 +137,7 @@ def test_int32_ids_of_tables_with_more_rows_than_int32_counts():
 
 
 ON = {"host": beyond_on_host, "device": beyond_on_device}
-"""Both run on the host here; the second also on a GPU."""
+"""Both with ids on the host; the second is what ids on a GPU go through."""
 
 
 @pytest.mark.parametrize("find", ON.values(), ids=ON)

@@ -119,6 +119,18 @@ def test_lookup_twice_gives_the_same_bits(backend, dtype):
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_lookup_in_several_tasks(monkeypatch, name):
+    """As of many samples, by the CPU's kernels: each task begins somewhere among a feature's samples."""
+    case = CASES[name]
+    monkeypatch.setattr(cpu_lookup, "samples_per_task", lambda samples: 2)
+    for dtype in (torch.float32, torch.int8):
+        rows, bags = case.rows(24, dtype), case.layout()
+        whole = torch.full((bags.batch_size, bags.width, 24), SENTINEL)
+        cpu_lookup.lookup(rows, bags, whole)
+        assert torch.equal(whole[:, places_of(bags)], torch.from_numpy(naive_lookup(values_of(rows), bags)))
+
+
 def test_lookup_reads_slots_beyond_a_table(backend):
     """Two features of one table, and a table that does not start at slot 0, read their own rows."""
     case = CASES["mixed"]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from hotbed import large_tensors
 from hotbed.commands.dry_run import memory_plan
 from hotbed.commands.main import main
 from hotbed.config import Recipe
@@ -169,9 +170,20 @@ def test_a_cache_in_huge_pages_is_all_there_once_a_few_of_its_rows_are(tmp_path:
     memory = {"tier": "disk", "device_bytes": 60_000, "cache_rows": 50_000}
     (found,) = memory_plan(recipe_of(tmp_path, Run([100_000], 64, 640, [16], [8, 1], memory)))["memory"]
     record = (16 + 1) * 4
-    # Of 640 samples hardly a tenth of these rows, which lie in two pages of 2 MiB.
+    # Of 640 samples about a hundredth of these rows, which lie in two pages of 2 MiB.
     assert found["parts"]["cache"] == pytest.approx(50_000 * (record + TAG_BYTES), rel=0.01)
     assert found["tiers"]["disk"] < 640 * record
+
+
+def test_of_a_cache_in_small_pages_those_that_are_touched_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    monkeypatch.setattr(large_tensors, "HUGE_PAGES", tmp_path / "enabled")
+    memory = {"tier": "disk", "device_bytes": 60_000, "cache_rows": 50_000}
+    (found,) = memory_plan(recipe_of(tmp_path, Run([100_000], 64, 640, [16], [8, 1], memory)))["memory"]
+    rows = found["parts"]["cache"] - 50_000 * TAG_BYTES
+    assert 100 * large_tensors.PAGE_BYTES < rows < 640 * large_tensors.PAGE_BYTES
 
 
 def test_what_does_not_fit_is_said(

@@ -11,11 +11,11 @@ import pytest
 import torch
 import yaml
 
+from hotbed import large_tensors
 from hotbed.config import Recipe
 from hotbed.plan import make_plan
 from hotbed.plan.tiers import place_in_tiers
 from hotbed.specs import Table, Tier
-from hotbed.train import idle_settings as checked
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.idle_settings import idle_settings
 from tests.commands.cases import Output, train
@@ -106,10 +106,10 @@ def test_small_pages_are_said_of_large_tables(tmp_path: Path, monkeypatch: pytes
     large = [Table("a", rows=1 << 22, dim=32)]
     for text, count in (("always madvise [never]\n", 1), ("always [madvise] never\n", 0)):
         (tmp_path / "enabled").write_text(text)
-        monkeypatch.setattr(checked, "HUGE_PAGES", tmp_path / "enabled")
+        monkeypatch.setattr(large_tensors, "HUGE_PAGES", tmp_path / "enabled")
         assert len(idle_settings(recipe(), None, large, CPU)) == count
         assert not idle_settings(recipe(), None, NARROW, CPU)
-    monkeypatch.setattr(checked, "HUGE_PAGES", tmp_path / "absent")
+    monkeypatch.setattr(large_tensors, "HUGE_PAGES", tmp_path / "absent")
     assert not idle_settings(recipe(), None, large, CPU)
 
 

@@ -127,9 +127,9 @@ def _refuse_length(ids: Jagged, feature: Feature) -> NoReturn:
 
 
 def _features_out_of_range(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int]) -> list[Feature]:
+    numbered = {ids.index(f.name): f for f in features}  # of a batch without ids, too: a feature that is missing raises
     if not len(ids.values):
         return []
-    numbered = {ids.index(f.name): f for f in features}
     limits = {i: rows[f.table] for i, f in numbered.items()}
     found = beyond_on_host(ids, limits) if ids.values.is_cpu else beyond_on_device(ids, limits)
     return [f for i, f in numbered.items() if i in found]
@@ -153,7 +153,7 @@ def beyond_on_host(ids: Jagged, limits: Mapping[int, int]) -> set[int]:
 def beyond_on_device(ids: Jagged, limits: Mapping[int, int]) -> set[int]:
     """Find the same as `beyond_on_host`, and wait for the device."""
     if len(set(ids.fixed)) == 1 and ids.fixed[0] is not None:
-        of_features = ids.values.view(len(ids.names), -1)  # torch's aminmax takes three times as long as these two
+        of_features = ids.values.view(len(ids.names), -1)
         low, high = of_features.amin(1).tolist(), of_features.amax(1).tolist()
         return {i for i, limit in limits.items() if low[i] < 0 or high[i] >= limit}
     # Two operations for each feature would cost more than all ids do, where there are many features.

@@ -23,7 +23,7 @@ from hotbed.data import Source
 from hotbed.data.items import items_in
 from hotbed.embed import collections_of
 from hotbed.heap import KEPT_BYTES, heap_is_kept
-from hotbed.large_tensors import HUGE_PAGE_BYTES
+from hotbed.large_tensors import page_bytes
 from hotbed.machine import resident_bytes
 from hotbed.nn.normalization import normalization_of
 from hotbed.optim import Moment
@@ -147,7 +147,7 @@ class Forecast:
         ]
         if self._compute == "host" and heap_is_kept():
             for parts, freed in zip(moments, (0, batches, batches), strict=True):
-                parts["kept heap"] = min(HEAP_KEEPS * step.plain + freed, KEPT_BYTES)
+                parts["kept heap"] = HEAP_KEEPS * step.plain + min(freed, KEPT_BYTES)
         return max(moments, key=lambda parts: sum(parts.values()))
 
     # -- tables ----------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Forecast:
         place = self._compute if self._recipe.memory.cache_tier == "device" else "host"
         room = tile.cache_rows * record
         found.add(
-            "cache", (room if place == "device" else _in_huge_pages(room, cached)) + tile.cache_rows * TAG_BYTES, place
+            "cache", (room if place == "device" else _in_pages(room, cached)) + tile.cache_rows * TAG_BYTES, place
         )
         # Records of a batch: as read, as looked up, as updated, and as they go to the records below.
         found.add("rows of a batch", 4 * in_batch * record, self._compute)
@@ -248,9 +248,9 @@ class Forecast:
         return {"evaluation": peak.plain + kept + predictions, "batches": batches}
 
 
-def _in_huge_pages(nbytes: float, pieces: float) -> float:
-    """Expected bytes in memory of an array in huge pages, of which so many pieces anywhere were touched."""
-    pages = max(math.ceil(nbytes / HUGE_PAGE_BYTES), 1)
+def _in_pages(nbytes: float, pieces: float) -> float:
+    """Expected bytes in memory of a large tensor, of which so many pieces anywhere were touched: whole pages."""
+    pages = max(math.ceil(nbytes / page_bytes(int(nbytes))), 1)
     return nbytes * (1 - (1 - 1 / pages) ** pieces)
 
 

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
 from hotbed.config import Recipe
 from hotbed.config.validation import checkpoint_policy
+from hotbed.large_tensors import HUGE_PAGES, huge_pages_are_off
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes
 from hotbed.plan.placement import SCHEMES, Cut
 from hotbed.specs import Table
 
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-"""What Linux says of transparent huge pages; the choice is in brackets."""
 LARGE_BYTES = 256 << 20
 """Tables that are larger lose by small pages."""
 
@@ -154,12 +152,8 @@ def _of_training(recipe: Recipe) -> Iterator[str]:
 
 
 def _of_the_machine(tables: Sequence[Table], device: torch.device) -> Iterator[str]:
-    try:
-        pages = HUGE_PAGES.read_text(encoding="utf-8")
-    except OSError:
-        return  # no Linux, or one that does not say
     nbytes = sum(table_bytes(table) for table in tables if table.dynamic is None)
-    if "[never]" in pages and device.type == "cpu" and nbytes >= LARGE_BYTES:
+    if device.type == "cpu" and nbytes >= LARGE_BYTES and huge_pages_are_off():
         yield (
             f"transparent huge pages are off on this machine ({HUGE_PAGES} says never): lookups in tables of "
             f"{nbytes:,} bytes miss the TLB, which can double their time; write madvise there"
