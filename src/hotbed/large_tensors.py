@@ -81,8 +81,8 @@ def huge_pages_are_off() -> bool:
 
 def page_bytes(nbytes: int) -> int:
     """Size of the pages in which `zeros` and `empty` have so many bytes."""
-    is_small = sys.platform != "linux" or nbytes < HUGE_PAGE_BYTES
-    return PAGE_BYTES if is_small or huge_pages_are_off() else HUGE_PAGE_BYTES
+    is_large = sys.platform == "linux" and nbytes >= HUGE_PAGE_BYTES
+    return HUGE_PAGE_BYTES if is_large and not huge_pages_are_off() else PAGE_BYTES
 
 
 def with_room(nbytes: int) -> int:

@@ -8,12 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hotbed.nn.fused_relu import can_fuse, linear_relu
-from hotbed.nn.linear import Linear
+from hotbed.nn import MLP
+from hotbed.nn.fused_relu import MIN_WEIGHTS, can_fuse, linear_relu
+from hotbed.nn.linear import Linear, has_onednn_linear
 from hotbed.ops import launches
 
-pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KERNELS = "triton" if DEVICE.type == "cuda" else "cpu"
+has_bf16_products = pytest.mark.skipif(
+    not has_onednn_linear() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="oneDNN has no products of bfloat16 on this CPU",
+)
 
 
 def made(outputs: int = 9) -> tuple[Linear, Tensor]:
@@ -29,7 +34,7 @@ def test_values_and_gradients_are_those_of_two_modules() -> None:
     launches.clear()
     out = linear_relu(x, layer)
     found = torch.autograd.grad(out, [x, layer.weight, layer.bias], of_out)
-    assert launches["triton.relu_backward"] == 1
+    assert launches[f"{KERNELS}.relu_backward"] == 1
     torch.testing.assert_close(out, expected)
     for mine, theirs in zip(found, of_expected, strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -56,7 +61,50 @@ def test_gradients_have_gradients() -> None:
     torch.testing.assert_close(*both)
 
 
-def test_only_gpus_layers_that_nobody_watches_are_fused() -> None:
+@has_bf16_products
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_mlp_under_autocast_on_a_cpu_is_what_its_modules_are(recompute: bool) -> None:
+    torch.manual_seed(4)
+    mlp, x = MLP(40, (1024, 32, 1024), last_relu=False), torch.randn(50, 40)
+    mlp.recompute = recompute
+    of_out = torch.randn(50, 1024)
+
+    def passed(given: Tensor) -> tuple[Tensor, list[Tensor]]:
+        given = given.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = mlp(given)
+        return out, list(torch.autograd.grad(out.float(), [given, *mlp.parameters()], of_out))
+
+    launches.clear()
+    out, found = passed(x)
+    assert launches["cpu.relu_backward"] == 2
+    for module in mlp:
+        module.register_forward_hook(lambda *_: None)  # so that each is called
+    expected, of_expected = passed(x)
+    assert launches["cpu.relu_backward"] == 2
+    assert torch.equal(out, expected)
+    for mine, theirs, of in zip(found, of_expected, ["x", *dict(mlp.named_parameters())], strict=True):
+        if of.endswith("bias"):
+            torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=2**-7)
+        else:
+            assert torch.equal(mine, theirs), of
+
+
+@has_bf16_products
+def test_on_a_cpu_large_layers_of_bfloat16_are_fused() -> None:
+    layer, relu = Linear(256, MIN_WEIGHTS // 256), nn.ReLU()
+    assert not can_fuse(torch.randn(4, 256), layer, relu)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert can_fuse(torch.randn(4, 256), layer, relu)
+        assert not can_fuse(torch.randn(4, 256), Linear(256, MIN_WEIGHTS // 256 - 1), relu)
+    with torch.autocast("cpu", torch.float16):
+        assert not can_fuse(torch.randn(4, 256), layer, relu)
+    assert can_fuse(torch.randn(4, 256).bfloat16(), layer.bfloat16(), relu)
+    spoiled = torch.full((4, 256), math.nan, dtype=torch.bfloat16)
+    assert linear_relu(spoiled, layer).isnan().all()
+
+
+def test_only_layers_that_nobody_watches_are_fused() -> None:
     layer, x = made()
     on_gpu = DEVICE.type == "cuda"
     assert can_fuse(x, layer, nn.ReLU()) == on_gpu

@@ -128,10 +128,8 @@ def _refuse_length(ids: Jagged, feature: Feature) -> NoReturn:
 
 def _features_out_of_range(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int]) -> list[Feature]:
     numbered = {ids.index(f.name): f for f in features}  # of a batch without ids, too: a feature that is missing raises
-    if not len(ids.values):
-        return []
-    limits = {i: rows[f.table] for i, f in numbered.items()}
-    found = beyond_on_host(ids, limits) if ids.values.is_cpu else beyond_on_device(ids, limits)
+    find = beyond_on_host if ids.values.is_cpu else beyond_on_device
+    found = find(ids, {i: rows[f.table] for i, f in numbered.items()}) if len(ids.values) else set[int]()
     return [f for i, f in numbered.items() if i in found]
 
 

@@ -1,11 +1,12 @@
-"""Compute a fully connected layer and its ReLU on GPUs with fewer passes over the gradient.
+"""Compute a fully connected layer and its ReLU with fewer passes: on GPUs, and of bfloat16 on CPUs.
 
-Backward, one pass over the gradient applies ReLU's and sums it for the bias (`hotbed.ops.triton_relu`), where torch
-takes two kernels, of which the sum is several times slower than the memory. Values of forward and the gradient of
-ReLU's input are torch's own; gradients of biases are rounded from a float32 sum in another order.
+Backward, one pass over the gradient applies ReLU's and sums it for the bias (`hotbed.ops.triton_relu`, `cpu_relu`),
+where torch takes two, of which the sum is several times slower than a GPU's memory. On CPUs the product adds the bias,
+too, where torch copies it to every row first. The gradient of ReLU's input is torch's own; gradients of biases are
+rounded from a float32 sum in another order.
 
-Forward, ReLU is a kernel of its own: that in the product's (cuBLASLt) makes zeros of NaN, so a batch with NaN would
-have a finite loss, and be trained on.
+Forward, ReLU is an operation of its own: that in the products' (cuBLASLt, oneDNN) makes zeros of NaN, so a batch with
+NaN would have a finite loss, and be trained on.
 """
 
 from __future__ import annotations
@@ -17,26 +18,41 @@ import torch
 from torch import Tensor, nn
 
 from hotbed import ops
-from hotbed.nn.linear import Linear, is_transformed
+from hotbed.nn.linear import Linear, has_onednn_linear, is_plain, is_transformed, onednn_product
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIN_WEIGHTS = 1 << 15
+"""Weights of a layer from which fewer passes are faster on CPUs; whatever the batch, so that its bits are the same."""
 
 
 def can_fuse(input: Tensor, linear: nn.Module, activation: nn.Module) -> bool:
     """Whether these two modules, one after the other, are computed at once for this input.
 
-    They are on GPUs with Triton's kernels, if nothing sees what is between them: no hook, no transformation of torch's.
+    They are where that is faster, if nothing sees what is between them: no hook, no transformation of torch's.
     """
     return (
-        input.device.type == "cuda"
-        and type(linear) is Linear
+        type(linear) is Linear
         and type(activation) is nn.ReLU
         and input.shape[-1] == linear.in_features  # else the layer says what is wrong
         and not is_transformed()
         and not (_has_hooks(linear) or _has_hooks(activation))
-        and _dtype(input) in _DTYPES
-        and (torch.is_autocast_enabled("cuda") or linear.weight.dtype == input.dtype)
-        and ops.select(input.device).NAME == "triton"
+        and (torch.is_autocast_enabled(input.device.type) or linear.weight.dtype == input.dtype)
+        and (_is_faster_on_cpu(input, linear) if input.device.type == "cpu" else _has_triton(input))
+    )
+
+
+def _has_triton(input: Tensor) -> bool:
+    return input.device.type == "cuda" and _dtype(input) in _DTYPES and ops.select(input.device).NAME == "triton"
+
+
+def _is_faster_on_cpu(input: Tensor, layer: Linear) -> bool:
+    """Whether products are oneDNN's of bfloat16, beside which passes take time: none of float32 (docs/log.md)."""
+    return (
+        is_plain(input, layer.weight)
+        and _dtype(input) == torch.bfloat16
+        and layer.weight.numel() >= MIN_WEIGHTS
+        and has_onednn_linear()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
 
 
@@ -73,7 +89,7 @@ class _LinearRelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        out = torch.addmm(bias, x, weight.t()).relu_()
+        out = (onednn_product(x, weight, bias) if x.is_cpu else torch.addmm(bias, x, weight.t())).relu_()
         ctx.save_for_backward(x, weight, out)
         return out
 
@@ -87,5 +103,6 @@ class _LinearRelu(torch.autograd.Function):
             grad = torch.where(out <= 0, 0, grad_outputs[0])
             of_bias = grad.sum(0)
         else:
-            grad, of_bias = importlib.import_module("hotbed.ops.triton_relu").relu_backward(grad_outputs[0], out)
+            kernels = importlib.import_module(f"hotbed.ops.{'cpu' if out.is_cpu else 'triton'}_relu")
+            grad, of_bias = kernels.relu_backward(grad_outputs[0], out)
         return grad @ weight if of_x else None, grad.mT @ x if of_weight else None, of_bias

@@ -130,8 +130,7 @@ def _onednn_gains(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN computes this layer's products faster: plain float32 ones on a CPU that are large enough."""
     return (
         not is_transformed()  # before sizes are looked at, which may be symbols
-        and type(x) in _PLAIN
-        and type(weight) in _PLAIN
+        and is_plain(x, weight)
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and weight.shape[0] >= MIN_OUTPUTS
@@ -140,8 +139,9 @@ def _onednn_gains(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-_PLAIN = (Tensor, nn.Parameter)
-"""Types of tensors without a meaning of their own, as fake, traced and sharded ones have."""
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether tensors have no meaning of their own, as fake, traced and sharded ones have."""
+    return all(type(t) in (Tensor, nn.Parameter) for t in tensors)
 
 
 def is_transformed() -> bool:
@@ -193,7 +193,7 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``a bᵀ + bias`` of float32 matrices on the CPU, whose rows need not be contiguous."""
+    """Compute ``a bᵀ + bias`` of matrices of one dtype on the CPU, whose rows need not be contiguous."""
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
