@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 import threading
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotbed import heap, machine
+from hotbed import machine
 from hotbed.commands.main import main
 from tests.matrix import full
 
@@ -223,72 +222,6 @@ def test_there_is_nothing_to_throttle_without_a_gnu_runtime(tmp_path: Path) -> N
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/maps").write_text("7f00-7f01 r-xp 0000 08:01 12 /usr/lib/libm.so.6\n7f02-7f03 rw-p 0 0 0\n")
     assert machine.SpinThrottle().set(True, tmp_path) is False
-
-
-HEAPS = """
-import ctypes, os, sys, threading
-from hotbed.heap import share_heap
-
-print(share_heap(os.environ), flush=True)
-all_allocate = threading.Barrier(6)
-threads = [threading.Thread(target=lambda: (bytearray(10_000), all_allocate.wait())) for _ in range(6)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-libc = ctypes.CDLL(None)
-libc.fdopen.restype = ctypes.c_void_p
-stdout = ctypes.c_void_p(libc.fdopen(1, b"w"))
-libc.malloc_info(0, stdout)
-libc.fflush(stdout)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arenas are glibc's")
-def test_threads_of_a_command_share_few_arenas_unless_the_user_has_set_how_many() -> None:
-    own, *heaps = python(HEAPS).stdout.splitlines()
-    assert own == "True" and sum(line.startswith("<heap nr=") for line in heaps) == heap.HEAPS
-    for name, value in (("MALLOC_ARENA_MAX", "5"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=5")):
-        own, *heaps = python(HEAPS, **{name: value}).stdout.splitlines()
-        assert own == "False" and sum(line.startswith("<heap nr=") for line in heaps) == 5
-
-
-def test_nothing_is_set_where_the_c_library_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap.platform, "libc_ver", lambda: ("", ""))
-    assert not heap.share_heap({})
-    assert not heap.keep_heap({})
-
-
-FAULTS = """
-import itertools, os, resource, torch
-from hotbed.heap import keep_heap
-
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-def step():
-    blocks = [torch.ones(16 << 20) for _ in range(3)]  # 64 MiB each, which glibc itself would map and unmap
-
-print(keep_heap(os.environ))
-counted = [faults()]
-for _ in range(12):
-    step()
-    counted.append(faults())
-print(min(after - before for before, after in itertools.pairwise(counted)))
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that keeps blocks")
-def test_freed_blocks_are_kept_for_the_next_step_unless_the_user_has_set_what_is() -> None:
-    own, faults = python(FAULTS).stdout.splitlines()
-    assert own == "True" and int(faults) < 100
-    for name, value in (
-        ("MALLOC_MMAP_THRESHOLD_", "33554432"),
-        ("MALLOC_TRIM_THRESHOLD_", "131072"),
-        ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
-    ):
-        own, faults = python(FAULTS, **{name: value}).stdout.splitlines()
-        assert own == "False" and int(faults) > 100
 
 
 def test_single_threads_compute_alone_from_their_first_operation_on() -> None:
