@@ -74,7 +74,7 @@ def keep_heap(environment: Mapping[str, str]) -> bool:
 
 
 def heap_is_kept() -> bool:
-    """Whether `keep_heap` has set what it does in this process; nothing takes that back."""
+    """Whether `keep_heap` has succeeded in this process; nothing takes that back."""
     return _kept.is_set()
 
 

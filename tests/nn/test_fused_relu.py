@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hotbed.nn import MLP
 from hotbed.nn.fused_relu import MIN_WEIGHTS, can_fuse, linear_relu
@@ -19,6 +20,9 @@ has_bf16_products = pytest.mark.skipif(
     not has_onednn_linear() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
     reason="oneDNN has no products of bfloat16 on this CPU",
 )
+has_kernels = pytest.mark.skipif(
+    DEVICE.type == "cpu" and not has_onednn_linear(), reason="this build of torch has no oneDNN"
+)
 
 
 def made(outputs: int = 9) -> tuple[Linear, Tensor]:
@@ -26,6 +30,7 @@ def made(outputs: int = 9) -> tuple[Linear, Tensor]:
     return Linear(5, outputs).to(DEVICE), torch.randn(4, 6, 5, device=DEVICE, requires_grad=True)
 
 
+@has_kernels
 def test_values_and_gradients_are_those_of_two_modules() -> None:
     layer, x = made()
     of_out = torch.randn(4, 6, 9, device=DEVICE)
@@ -40,6 +45,7 @@ def test_values_and_gradients_are_those_of_two_modules() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+@has_kernels
 def test_a_batch_with_a_nan_has_it_in_its_output() -> None:
     """So that a loss is not finite; a ReLU that takes a maximum would make it 0."""
     layer, x = made()
@@ -52,6 +58,7 @@ def test_a_batch_with_a_nan_has_it_in_its_output() -> None:
     assert linear_relu(x, layer)[..., 4].isnan().all()
 
 
+@has_kernels
 def test_gradients_have_gradients() -> None:
     layer, x = made()
     both: list[Tensor] = []
@@ -100,8 +107,55 @@ def test_on_a_cpu_large_layers_of_bfloat16_are_fused() -> None:
     with torch.autocast("cpu", torch.float16):
         assert not can_fuse(torch.randn(4, 256), layer, relu)
     assert can_fuse(torch.randn(4, 256).bfloat16(), layer.bfloat16(), relu)
+    with torch.no_grad():
+        assert not can_fuse(torch.randn(4, 256).bfloat16(), layer, relu)
     spoiled = torch.full((4, 256), math.nan, dtype=torch.bfloat16)
     assert linear_relu(spoiled, layer).isnan().all()
+
+
+def not_called(*_: Tensor) -> None:
+    raise AssertionError("was called")
+
+
+@has_bf16_products
+def test_what_is_odd_goes_through_the_modules() -> None:
+    """So that the layer says what is wrong, or torch does what it does."""
+    layer, relu = Linear(256, 128), nn.ReLU()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert can_fuse(torch.randn(4, 256), layer, relu)
+        assert not can_fuse(torch.randn(4, 256).double(), layer, relu)
+        assert not can_fuse(torch.ones(4, 256, dtype=torch.int64), layer, relu)
+        assert not can_fuse(torch.randn(4, 256), Linear(256, 128).double(), relu)
+        assert not can_fuse(torch.randn(4, 256), Linear(256, 128, device="meta"), relu)
+        assert not can_fuse(torch.empty(4, 256, device="meta"), Linear(256, 128, device="meta"), relu)
+        replaced = Linear(256, 128)
+        replaced.forward = not_called
+        assert not can_fuse(torch.randn(4, 256), replaced, relu)
+        without = Linear(256, 128)
+        without.register_parameter("bias", None)
+        assert not can_fuse(torch.randn(4, 256), without, relu)
+    assert MLP(256, (256, 128)).to("meta")(torch.empty(3, 256, device="meta")).shape == (3, 128)
+
+
+@has_bf16_products
+def test_many_gradients_at_once_and_graphs_of_gradients() -> None:
+    """Which a kernel would not see: to it a gradient that stands for many is one, and it is in no graph."""
+    torch.manual_seed(5)
+    mlp, x = MLP(256, (128, 3)), torch.randn(2, 256)
+
+    def of(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return mlp(x).float()
+
+    def gradient(x: Tensor) -> Tensor:
+        return torch.autograd.grad(of(x).sum(), x)[0]
+
+    one_by_one = torch.autograd.functional.jacobian(of, x)
+    torch.testing.assert_close(torch.autograd.functional.jacobian(of, x, vectorize=True), one_by_one)
+    x.requires_grad_()
+    graph = make_fx(gradient)(x)
+    other = torch.randn(2, 256, requires_grad=True)
+    torch.testing.assert_close(graph(other), gradient(other))
 
 
 def test_only_layers_that_nobody_watches_are_fused() -> None:

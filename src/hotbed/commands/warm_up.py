@@ -61,13 +61,14 @@ def _cases() -> Iterator[Callable[[], None]]:
 
 
 def _dlrm(ids: torch.dtype, dtype: torch.dtype) -> None:
-    """Train a DLRM, which multiplies the vectors of its features."""
+    """Train a DLRM, which multiplies its features' vectors; a layer is large enough for `hotbed.nn.fused_relu`."""
     import torch
 
     import hotbed as hb
 
     tables = [hb.Table(f"t{i}", ROWS, 16, init_bound=0.1) for i in range(3)]
-    model = hb.nn.DLRM(tables, [hb.Feature(t.name, t.name) for t in tables], 2, bottom=(16,), top=(8, 1), backend="cpu")
+    features, top = [hb.Feature(t.name, t.name) for t in tables], (256, 128, 1)
+    model = hb.nn.DLRM(tables, features, 2, bottom=(16,), top=top, backend="cpu")
     draw = {t.name: torch.randint(0, ROWS, (SAMPLES,), dtype=ids) for t in tables}
     batch = hb.Batch(sparse=hb.Jagged.from_dict(draw), dense=torch.rand(SAMPLES, 2))
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):

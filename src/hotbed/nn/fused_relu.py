@@ -1,9 +1,9 @@
 """Compute a fully connected layer and its ReLU with fewer passes: on GPUs, and of bfloat16 on CPUs.
 
-Backward, one pass over the gradient applies ReLU's and sums it for the bias (`hotbed.ops.triton_relu`, `cpu_relu`),
-where torch takes two, of which the sum is several times slower than a GPU's memory. On CPUs the product adds the bias,
-too, where torch copies it to every row first. The gradient of ReLU's input is torch's own; gradients of biases are
-rounded from a float32 sum in another order.
+Backward, one pass over the gradient applies ReLU's and sums it for the bias (`hotbed.ops.triton_relu`,
+`hotbed.ops.cpu_relu`), where torch takes two, of which the sum is several times slower than a GPU's memory. On CPUs the
+product adds the bias, too, where torch copies it to every row first. The gradient of ReLU's input is torch's own;
+gradients of biases are rounded from a float32 sum in another order.
 
 Forward, ReLU is an operation of its own: that in the products' (cuBLASLt, oneDNN) makes zeros of NaN, so a batch with
 NaN would have a finite loss, and be trained on.
@@ -22,7 +22,8 @@ from hotbed.nn.linear import Linear, has_onednn_linear, is_plain, is_transformed
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_WEIGHTS = 1 << 15
-"""Weights of a layer from which fewer passes are faster on CPUs; whatever the batch, so that its bits are the same."""
+"""Weights of a layer from which fewer passes are faster on CPUs. The batch's size does not count, so that the bits of a
+sample do not depend on it."""
 
 
 def can_fuse(input: Tensor, linear: nn.Module, activation: nn.Module) -> bool:
@@ -31,24 +32,36 @@ def can_fuse(input: Tensor, linear: nn.Module, activation: nn.Module) -> bool:
     They are where that is faster, if nothing sees what is between them: no hook, no transformation of torch's.
     """
     return (
-        type(linear) is Linear
+        input.device.type in ("cpu", "cuda")
+        and type(linear) is Linear
         and type(activation) is nn.ReLU
-        and input.shape[-1] == linear.in_features  # else the layer says what is wrong
         and not is_transformed()
-        and not (_has_hooks(linear) or _has_hooks(activation))
-        and (torch.is_autocast_enabled(input.device.type) or linear.weight.dtype == input.dtype)
-        and (_is_faster_on_cpu(input, linear) if input.device.type == "cpu" else _has_triton(input))
+        and not (_is_watched(linear) or _is_watched(activation))
+        and _fits(input, linear)
+        and (_is_faster_on_cpu(input, linear) if input.device.type == "cpu" else ops.select("cuda").NAME == "triton")
     )
 
 
-def _has_triton(input: Tensor) -> bool:
-    return input.device.type == "cuda" and _dtype(input) in _DTYPES and ops.select(input.device).NAME == "triton"
+def _fits(input: Tensor, layer: Linear) -> bool:
+    """Whether a layer takes this input; what it does not take, it refuses itself, and says why."""
+    return (
+        input.shape[-1] == layer.in_features
+        and input.device == layer.weight.device
+        and input.dtype in _DTYPES
+        and layer.weight.dtype in _DTYPES
+        and (torch.is_autocast_enabled(input.device.type) or layer.weight.dtype == input.dtype)
+        and layer.bias is not None  # pyright: ignore[reportUnnecessaryComparison]
+    )
 
 
 def _is_faster_on_cpu(input: Tensor, layer: Linear) -> bool:
-    """Whether products are oneDNN's of bfloat16, beside which passes take time: none of float32 (docs/log.md)."""
+    """Whether products are oneDNN's of bfloat16: float32's are so slow that fewer passes gain nothing (docs/log.md).
+
+    Without gradients only the bias would be gained, and lost is that autocast casts a weight once for many calls.
+    """
     return (
-        is_plain(input, layer.weight)
+        torch.is_grad_enabled()
+        and is_plain(input, layer.weight)
         and _dtype(input) == torch.bfloat16
         and layer.weight.numel() >= MIN_WEIGHTS
         and has_onednn_linear()
@@ -71,10 +84,10 @@ def _dtype(input: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody is told of what this module gets or gives."""
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody is told of what this module gets or gives, or has replaced its ``forward``."""
     of_all = nn.modules.module
-    return any(
+    return "forward" in vars(module) or any(
         getattr(of, name)
         for names, of in ((_HOOKS, module), ([f"_global{name}" for name in _HOOKS], of_all))
         for name in names
@@ -99,7 +112,7 @@ class _LinearRelu(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         x, weight, out = ctx.saved_tensors
         of_x, of_weight, _ = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # for gradients of gradients
+        if torch.is_grad_enabled() or is_transformed(grad_outputs[0]):  # for gradients of gradients, or many at once
             grad = torch.where(out <= 0, 0, grad_outputs[0])
             of_bias = grad.sum(0)
         else:

@@ -5,7 +5,8 @@ which torch ships too, uses them. Which library computes a product follows from 
 product alone, never from a timing, so that equal machines choose alike and a product's bits repeat. Figures of both
 libraries are in ``docs/log.md`` (2026-11-23).
 
-Products in other dtypes, under autocast, on GPUs and in compiled or exported graphs are torch's own.
+Products in other dtypes, under autocast, on GPUs and in compiled or exported graphs are torch's own; those of an `MLP`
+with its ReLU are in `hotbed.nn.fused_relu`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportMissingModuleSource]
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from typing_extensions import override
@@ -140,17 +142,22 @@ def _onednn_gains(x: Tensor, weight: Tensor) -> bool:
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Whether tensors have no meaning of their own, as fake, traced and sharded ones have."""
+    """Whether these are ordinary tensors, not fake, traced or sharded ones."""
     return all(type(t) in (Tensor, nn.Parameter) for t in tensors)
 
 
-def is_transformed() -> bool:
-    """Whether torch compiles, exports, traces, or differentiates forward or by torch.func: by its own products."""
+def is_transformed(*tensors: Tensor) -> bool:
+    """Whether torch compiles, exports, traces, or differentiates forward or by torch.func: by its own products.
+
+    Or whether one of these tensors stands for many, as gradients do in ``torch.autograd.grad(is_grads_batched=True)``.
+    """
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
         or torch._C._are_functorch_transforms_active()
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
         or forward_ad._current_level >= 0
+        or any(map(is_legacy_batchedtensor, tensors))
     )
 
 

@@ -184,9 +184,8 @@ class Forecast:
         cached = min(tile.cache_rows, touched)
         place = self._compute if self._recipe.memory.cache_tier == "device" else "host"
         room = tile.cache_rows * record
-        found.add(
-            "cache", (room if place == "device" else _in_pages(room, cached)) + tile.cache_rows * TAG_BYTES, place
-        )
+        found.add("cache", tile.cache_rows * TAG_BYTES, place)
+        found.add("cache", room if place == "device" else _in_pages(room, cached, record), place)
         # Records of a batch: as read, as looked up, as updated, and as they go to the records below.
         found.add("rows of a batch", 4 * in_batch * record, self._compute)
         if tile.tier == "disk":
@@ -248,10 +247,10 @@ class Forecast:
         return {"evaluation": peak.plain + kept + predictions, "batches": batches}
 
 
-def _in_pages(nbytes: float, pieces: float) -> float:
-    """Expected bytes in memory of a large tensor, of which so many pieces anywhere were touched: whole pages."""
+def _in_pages(nbytes: float, pieces: float, piece: float) -> float:
+    """Expected bytes in memory of a large tensor of which so many pieces, anywhere, were touched: whole pages."""
     pages = max(math.ceil(nbytes / page_bytes(int(nbytes))), 1)
-    return nbytes * (1 - (1 - 1 / pages) ** pieces)
+    return max(nbytes * (1 - (1 - 1 / pages) ** pieces), min(pieces * piece, nbytes))
 
 
 class _Trace:
