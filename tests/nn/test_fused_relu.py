@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hotbed.nn import MLP
-from hotbed.nn.fused_relu import MIN_WEIGHTS, can_fuse, linear_relu
+from hotbed.nn import MLP, fused_relu
+from hotbed.nn.fused_relu import MIN_PRODUCTS, can_fuse, linear_relu
 from hotbed.nn.linear import Linear, has_onednn_linear
 from hotbed.ops import launches
 
@@ -72,9 +72,9 @@ def test_gradients_have_gradients() -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_an_mlp_under_autocast_on_a_cpu_is_what_its_modules_are(recompute: bool) -> None:
     torch.manual_seed(4)
-    mlp, x = MLP(40, (1024, 32, 1024), last_relu=False), torch.randn(50, 40)
+    mlp, x = MLP(40, (1024, 32, 1024), last_relu=False), torch.randn(2048, 40)
     mlp.recompute = recompute
-    of_out = torch.randn(50, 1024)
+    of_out = torch.randn(2048, 1024)
 
     def passed(given: Tensor) -> tuple[Tensor, list[Tensor]]:
         given = given.clone().requires_grad_()
@@ -99,16 +99,17 @@ def test_an_mlp_under_autocast_on_a_cpu_is_what_its_modules_are(recompute: bool)
 
 @has_bf16_products
 def test_on_a_cpu_large_layers_of_bfloat16_are_fused() -> None:
-    layer, relu = Linear(256, MIN_WEIGHTS // 256), nn.ReLU()
-    assert not can_fuse(torch.randn(4, 256), layer, relu)
+    layer, relu = Linear(256, 128), nn.ReLU()
+    x = torch.randn(MIN_PRODUCTS // layer.weight.numel(), 256)
+    assert not can_fuse(x, layer, relu)
     with torch.autocast("cpu", torch.bfloat16):
-        assert can_fuse(torch.randn(4, 256), layer, relu)
-        assert not can_fuse(torch.randn(4, 256), Linear(256, MIN_WEIGHTS // 256 - 1), relu)
+        assert can_fuse(x, layer, relu)
+        assert not can_fuse(x[1:], layer, relu)
     with torch.autocast("cpu", torch.float16):
-        assert not can_fuse(torch.randn(4, 256), layer, relu)
-    assert can_fuse(torch.randn(4, 256).bfloat16(), layer.bfloat16(), relu)
+        assert not can_fuse(x, layer, relu)
+    assert can_fuse(x.bfloat16(), layer.bfloat16(), relu)
     with torch.no_grad():
-        assert not can_fuse(torch.randn(4, 256).bfloat16(), layer, relu)
+        assert not can_fuse(x.bfloat16(), layer, relu)
     spoiled = torch.full((4, 256), math.nan, dtype=torch.bfloat16)
     assert linear_relu(spoiled, layer).isnan().all()
 
@@ -118,8 +119,9 @@ def not_called(*_: Tensor) -> None:
 
 
 @has_bf16_products
-def test_what_is_odd_goes_through_the_modules() -> None:
+def test_what_is_odd_goes_through_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the layer says what is wrong, or torch does what it does."""
+    monkeypatch.setattr(fused_relu, "MIN_PRODUCTS", 0)
     layer, relu = Linear(256, 128), nn.ReLU()
     with torch.autocast("cpu", torch.bfloat16):
         assert can_fuse(torch.randn(4, 256), layer, relu)
@@ -138,8 +140,9 @@ def test_what_is_odd_goes_through_the_modules() -> None:
 
 
 @has_bf16_products
-def test_many_gradients_at_once_and_graphs_of_gradients() -> None:
+def test_many_gradients_at_once_and_graphs_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which a kernel would not see: to it a gradient that stands for many is one, and it is in no graph."""
+    monkeypatch.setattr(fused_relu, "MIN_PRODUCTS", 0)
     torch.manual_seed(5)
     mlp, x = MLP(256, (128, 3)), torch.randn(2, 256)
 

@@ -21,9 +21,8 @@ from hotbed import ops
 from hotbed.nn.linear import Linear, has_onednn_linear, is_plain, is_transformed, onednn_product
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MIN_WEIGHTS = 1 << 15
-"""Weights of a layer from which fewer passes are faster on CPUs. The batch's size does not count, so that the bits of a
-sample do not depend on it."""
+MIN_PRODUCTS = 1 << 26
+"""Multiplications of a product from which fewer passes are faster on CPUs; below, their start costs more."""
 
 
 def can_fuse(input: Tensor, linear: nn.Module, activation: nn.Module) -> bool:
@@ -63,7 +62,7 @@ def _is_faster_on_cpu(input: Tensor, layer: Linear) -> bool:
         torch.is_grad_enabled()
         and is_plain(input, layer.weight)
         and _dtype(input) == torch.bfloat16
-        and layer.weight.numel() >= MIN_WEIGHTS
+        and input.numel() * layer.out_features >= MIN_PRODUCTS
         and has_onednn_linear()
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )

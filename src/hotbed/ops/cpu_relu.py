@@ -23,18 +23,7 @@ _MIN_ROWS = 32
 
 
 def relu_backward(of_out: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Give the gradient of a ReLU's input, and the sum of it over all rows.
-
-    Parameters
-    ----------
-    of_out, out
-        ``[B, N]``: the gradient of what a ReLU gave, and what it gave; both float32, bfloat16 or float16.
-
-    Returns
-    -------
-    tuple[Tensor, Tensor]
-        ``[B, N]``, and ``[N]``: float32 sums, rounded to the same dtype.
-    """
+    """Give the gradient ``[B, N]`` of a ReLU's input, and its sum ``[N]``; see `triton_relu.relu_backward`."""
     if out.dtype == torch.float16:  # all of its values are float32's, too
         gradient, total = relu_backward(of_out.float(), out.float())
         return gradient.half(), total.half()
