@@ -44,7 +44,7 @@ _lock = threading.Lock()
 def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Zero-filled CPU tensor, in huge pages where it is large and the system is Linux."""
     nbytes = math.prod(shape) * dtype.itemsize
-    if sys.platform != "linux" or nbytes < HUGE_PAGE_BYTES:
+    if not _is_mapped(nbytes):
         return torch.zeros(*shape, dtype=dtype, device="cpu")
     return torch.from_numpy(_aligned(_map(nbytes), nbytes)).view(dtype).view(*shape)
 
@@ -52,7 +52,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
 def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Uninitialised CPU tensor; a large one reuses the memory of an earlier one that is no longer in use."""
     nbytes = math.prod(shape) * dtype.itemsize
-    if sys.platform != "linux" or nbytes < HUGE_PAGE_BYTES:
+    if not _is_mapped(nbytes):
         return torch.empty(*shape, dtype=dtype, device="cpu")
     with _lock:
         while _returned:
@@ -81,8 +81,7 @@ def huge_pages_are_off() -> bool:
 
 def page_bytes(nbytes: int) -> int:
     """Size of the pages in which `zeros` and `empty` have so many bytes."""
-    is_large = sys.platform == "linux" and nbytes >= HUGE_PAGE_BYTES
-    return HUGE_PAGE_BYTES if is_large and not huge_pages_are_off() else PAGE_BYTES
+    return HUGE_PAGE_BYTES if _is_mapped(nbytes) and not huge_pages_are_off() else PAGE_BYTES
 
 
 def with_room(nbytes: int) -> int:
@@ -92,6 +91,11 @@ def with_room(nbytes: int) -> int:
     """
     step = max(1 << max(nbytes.bit_length() - 3, 0), PAGE_BYTES)
     return -(-nbytes // step) * step
+
+
+def _is_mapped(nbytes: int) -> bool:
+    """Whether a tensor of so many bytes gets a map of its own, in huge pages."""
+    return sys.platform == "linux" and nbytes >= HUGE_PAGE_BYTES
 
 
 def _map(nbytes: int) -> mmap.mmap:

@@ -109,9 +109,10 @@ def test_the_peak_is_near_the_forecast(tmp_path: Path, name: str, ranks: int) ->
         port: int = free.getsockname()[1]
     out = ["--out", str(tmp_path / "runs")]
     running = [started(tmp_path, *out, rank=rank, ranks=ranks, port=port) for rank in range(ranks)]
-    # Nearly always within a tenth; the same run differs from itself by that (docs/log.md, 2026-11-27).
+    # Of large steps glibc's heap has 1.6 to 1.9 GiB from run to run: free pieces, in which other blocks do not fit.
+    within = 0.2 if name == "large batch" else 0.1
     for expected, process in zip(forecast, running, strict=True):
-        assert expected == pytest.approx(peak_bytes(process), rel=0.2)
+        assert expected == pytest.approx(peak_bytes(process), rel=within)
 
 
 def test_rows_are_forecast_in_the_tiers_that_the_recipe_says(tmp_path: Path) -> None:

@@ -31,14 +31,24 @@ def can_fuse(input: Tensor, linear: nn.Module, activation: nn.Module) -> bool:
     They are where that is faster, if nothing sees what is between them: no hook, no transformation of torch's.
     """
     return (
-        input.device.type in ("cpu", "cuda")
-        and type(linear) is Linear
+        type(linear) is Linear
         and type(activation) is nn.ReLU
+        and _may_gain(input)  # before what takes longer: most layers on CPUs end here
         and not is_transformed()
         and not (_is_watched(linear) or _is_watched(activation))
         and _fits(input, linear)
         and (_is_faster_on_cpu(input, linear) if input.device.type == "cpu" else ops.select("cuda").NAME == "triton")
     )
+
+
+def _may_gain(input: Tensor) -> bool:
+    """Whether inputs of this device and dtype can gain; of float32 on CPUs products are too slow (docs/log.md).
+
+    Without gradients only the bias would be gained there, and lost is that autocast casts a weight once for many calls.
+    """
+    if input.device.type == "cpu":
+        return torch.is_grad_enabled() and _dtype(input) == torch.bfloat16
+    return input.device.type == "cuda"
 
 
 def _fits(input: Tensor, layer: Linear) -> bool:
@@ -54,14 +64,9 @@ def _fits(input: Tensor, layer: Linear) -> bool:
 
 
 def _is_faster_on_cpu(input: Tensor, layer: Linear) -> bool:
-    """Whether products are oneDNN's of bfloat16: float32's are so slow that fewer passes gain nothing (docs/log.md).
-
-    Without gradients only the bias would be gained, and lost is that autocast casts a weight once for many calls.
-    """
+    """Whether the product is oneDNN's, and large enough."""
     return (
-        torch.is_grad_enabled()
-        and is_plain(input, layer.weight)
-        and _dtype(input) == torch.bfloat16
+        is_plain(input, layer.weight)
         and input.numel() * layer.out_features >= MIN_PRODUCTS
         and has_onednn_linear()
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
