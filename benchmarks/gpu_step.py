@@ -3,7 +3,8 @@
 ``hotbed bench step`` by Triton's kernels, of the model that NVIDIA published (bottom 13-512-256-128, 26 tables of 128
 columns, top 1024-1024-512-256-1) on its tables of Criteo 1TB, batch 65,536, Zipf-distributed ids. Batches lie on the
 device, so that loading is not measured, and the host queues every kernel, which takes it longer than the device needs.
-``trained`` are steps of the trainer, captured in CUDA graphs, with batches from the host's page-locked memory.
+``trained`` are steps of the trainer, captured in CUDA graphs, with batches from the host's page-locked memory;
+``grouped_behind`` are the same with ids grouped when rows are updated, not beside the forward pass.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -24,6 +26,7 @@ from benchmarks.gpu_census import Steps, batch_of, trainer_of
 from benchmarks.gpu_suite import INCOMPLETE
 from hotbed.bench.options import StepOptions
 from hotbed.bench.step import bench_step
+from hotbed.embed import local_tables
 
 CONDITIONS = (
     ("bf16", "SGD", "fp32"),
@@ -99,6 +102,9 @@ def main(out: Path, budget_s: float) -> int:
             found = measure(sizes, *conditions)
             emptied(sizes)
             found["trained"] = trained(sizes, *conditions)
+            emptied(sizes)
+            with patch.object(local_tables, "grouped_beside", lambda _, bags: bags):
+                found["grouped_behind"] = trained(sizes, *conditions)
         except Exception as error:
             traceback.print_exc()
             failed = True
@@ -108,7 +114,7 @@ def main(out: Path, budget_s: float) -> int:
         if "error" in found:
             continue
         parts = ", ".join(f"{part['part']} {part['median_s'] * 1e3:.2f}" for part in found["parts"])
-        rates = found["step"]["samples_per_s"], found["trained"]["samples_per_s"]
-        shown = "{:12,.0f} samples/s, trained {:12,.0f}".format(*rates)
+        rates = [found[name]["samples_per_s"] for name in ("step", "trained", "grouped_behind")]
+        shown = "{:12,.0f} samples/s, trained {:12,.0f}, grouped behind {:12,.0f}".format(*rates)
         print(f"  {' '.join(conditions):28s} {shown}   ms: {parts}", flush=True)
     return int(failed)

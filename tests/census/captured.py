@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import hotbed as hb
+from hotbed.embed.beside import Beside
 from hotbed.optim import SparseOptimizer
 from hotbed.train import step_graph
 from hotbed.train.backward import Backward
@@ -20,7 +21,7 @@ from hotbed.train.trainer import Trainer
 from tests.census.graphs import GRAPHS
 from tests.census.record import recorded
 from tests.census.steps import BATCH, Case, batch_of, state_of, trainer_of
-from tests.census.streams import MODEL
+from tests.census.streams import MODEL, Stream
 
 STEPS = 12
 SMALL = (4, 6, 8, 10)
@@ -183,6 +184,16 @@ def _without_keeping(capture: Callable[..., Any]) -> Any:
     return captured
 
 
+def _without_waiting(grouped: Callable[..., Any]) -> Any:
+    """Group beside the step what it may not have written yet."""
+
+    def at_once(beside: Beside, *args: Any) -> Any:
+        with replaced(Stream, "wait_stream", lambda self, other: None):
+            return grouped(beside, *args)
+
+    return at_once
+
+
 FAULTS: dict[str, Callable[[Case], str]] = {
     "learning rates of the dense optimizer are not written": _with(Rates, "write", _once),
     "hyperparameters of the sparse optimizer are not written": _with(SparseOptimizer, "prepare", _without_writing),
@@ -191,6 +202,8 @@ FAULTS: dict[str, Callable[[Case], str]] = {
     "the loss is waited for": _with(
         Backward, "_gradient_of", lambda own: lambda self, total, divisor: own(self, total, divisor + 0 * total.item())
     ),
+    "the stream beside is not waited for": _with(Beside, "join", lambda own: lambda self: None),
+    "the stream beside does not wait for the step": _with(Beside, "grouped", _without_waiting),
     "nothing": _with(StepGraph, "_why_never", lambda own: own),
 }
 """What must be found, and a change that is none."""

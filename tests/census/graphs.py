@@ -78,6 +78,7 @@ class Graph:
     def capture_begin(self, *pool: Any, capture_error_mode: str = "global", **_: Any) -> None:
         assert GRAPHS.capturing is None
         GRAPHS.capturing, self._random = self, torch.get_rng_state()
+        MODEL.begin_capture()
 
     def capture_end(self) -> None:
         GRAPHS.capturing = None
@@ -85,6 +86,7 @@ class Graph:
         for whole, before in self._before.values():
             whole.copy_(before)
         self._before.clear()
+        MODEL.end_capture()
         GRAPHS.captured.append(self)
 
     def add(self, work: Callable[..., None], given: Any, made: Sequence[Tensor]) -> None:

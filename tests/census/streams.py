@@ -4,7 +4,8 @@ Every operation is a tick of its stream's clock. A stream that waits for an even
 the clocks of the stream that recorded it (vector clocks, as race detectors of threads keep them). Memory may be read
 only by a stream that knows of its last write, and written only by one that knows of all its uses. Memory that was
 dropped is given out again to the stream that it was allocated for, as PyTorch's allocator does; that stream must know
-of all its uses by others then.
+of all its uses by others then. A stream is captured with another when it waits for what that was given, and must have
+been waited for when the capture ends; in between, none of both may wait for streams that are not captured.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ class Stream:
         Stream.made += 1
 
     def wait_stream(self, other: Stream) -> None:
-        _learn(self.clock, other.clock)
+        self.wait_event(other.record_event())
 
     def wait_event(self, event: Event) -> None:
+        MODEL.capture(self, event)
         _learn(self.clock, event.clock)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -58,10 +60,11 @@ class Event:
     """In the place of ``torch.cuda.Event``."""
 
     def __init__(self, **_: Any) -> None:
-        self.clock = Clock()
+        self.clock, self.stream = Clock(), -1
 
     def record(self, stream: Stream | None = None) -> None:
-        self.clock = dict((stream or MODEL.current()).clock)
+        stream = stream or MODEL.current()
+        self.clock, self.stream = dict(stream.clock), stream.number
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or MODEL.current()).wait_event(self)
@@ -92,6 +95,7 @@ class Model:
         self._main, self._here = Stream(), threading.local()  # autograd's threads use the main thread's stream
         self._memory: dict[int, _Memory] = {}
         self._shared: list[_Memory] = []
+        self._captured: dict[int, Stream] = {}
         self.where: Callable[[], str] = lambda: ""
         self.on_wait: Callable[[], None] = lambda: None
 
@@ -114,6 +118,24 @@ class Model:
         else:
             self._here.stream = stream
 
+    def begin_capture(self) -> None:
+        """Capture the current stream, and those that wait for it."""
+        self._captured = {self.current().number: self.current()}
+
+    def capture(self, stream: Stream, event: Event) -> None:
+        """Capture a stream, too, that waits for an event of one that is captured."""
+        if event.stream in self._captured:
+            self._captured[stream.number] = stream
+        elif stream.number in self._captured:
+            raise RuntimeError("dependency created on uncaptured work in another stream")
+
+    def end_capture(self) -> None:
+        """End it, in the stream that it began in."""
+        captured, self._captured = self._captured, {}
+        for number, stream in captured.items():
+            if self.current().clock.get(number, 0) < stream.clock.get(number, 0):
+                raise RuntimeError("capturing stream has unjoined work")
+
     def waited(self, clock: Clock) -> None:
         """The host has waited: what it gives to any stream from now on comes later."""
         _learn(self.host, clock)
@@ -126,6 +148,8 @@ class Model:
         """
         reads, writes, new = ([t for t in tensors if t.untyped_storage().nbytes()] for tensors in (reads, writes, new))
         stream = self.current()
+        if self._captured and stream.number not in self._captured:
+            raise RuntimeError("a step that is captured gives work to a stream that is not")
         _learn(stream.clock, self.host)
         tick = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
         for tensor in new:

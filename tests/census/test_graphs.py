@@ -76,6 +76,8 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("places of bags are not kept", "a graph was replayed that uses memory which has been freed"),
         ("batches are not copied", "is another"),
         ("the loss is waited for", "a step of this model cannot be captured (operation not permitted"),
+        ("the stream beside is not waited for", "capturing stream has unjoined work"),
+        ("the stream beside does not wait for the step", "gives work to a stream that is not"),
         ("nothing", "nothing"),
     ],
 )

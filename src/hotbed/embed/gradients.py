@@ -170,9 +170,8 @@ def _concatenated(arena: Arena, found: Sequence[_Gradient]) -> tuple[Occurrences
 
 def _summed(arena: Arena, gradient: _Gradient) -> _Gradient:
     """Sum a gradient to one row per slot; on a device with room for as many as there are ids, so that no host waits."""
-    store = arena.store
-    kernels, limit = ops.select(store.device, arena.backend), store.slots
-    groups = kernels.group(replace(gradient.occurrences, limit=limit))
+    store, limit, kernels = arena.store, arena.store.slots, ops.select(arena.store.device, arena.backend)
+    groups = gradient.occurrences.groups or kernels.group(replace(gradient.occurrences, limit=limit))
     on_host = store.device.type == "cpu"
     count = int(groups.counts[0]) if on_host else len(groups.rows)
     sums = store.empty((count, store.dim), torch.float32)

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from hotbed.bags import Bags
 from hotbed.embed.arena import Arena, LocalTile, Shard
+from hotbed.embed.beside import grouped_beside
 from hotbed.embed.id_exchange import IdExchange
 from hotbed.embed.ids import BagPlaces
 from hotbed.embed.local_gradients import LocalSource
@@ -109,8 +110,7 @@ class LocalTables(TableGroup):
     def _leave(self, device: torch.device) -> None:
         """Copy what a shared arena has of these tables to an arena of their own."""
         (arena,) = self.arenas
-        numbers = [number for _, number in self._place.values()]
-        own = arena.part(numbers, device)
+        own = arena.part([number for _, number in self._place.values()], device)
         self.serve([(own, {name: i for i, name in enumerate(self._place)})])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -161,7 +161,9 @@ class LocalTables(TableGroup):
         for source, output, bags in self._lookups(ids, room) if routes is None else cast("list[_Lookup]", routes):
             if output == 0 and self.pooled and bags.room != room:
                 bags = replace(bags, width=room + len(self.pooled), room=room)
-            found.append(Request(source, bags, output, trained(source.names)))
+            if is_trained := trained(source.names):
+                bags = grouped_beside(source.arena, bags)
+            found.append(Request(source, bags, output, is_trained))
         return found
 
     def _lookups(self, ids: Jagged, room: int) -> list[_Lookup]:

@@ -136,7 +136,8 @@ class DenseStore(RowStore):
 
     @override
     def occurrences(self, bags: BagLayout) -> Occurrences:
-        return self.ops.occurrences(replace(bags, limit=self.slots))
+        found = self.ops.occurrences(replace(bags, limit=self.slots))
+        return found if bags.groups is None else replace(found, groups=bags.groups)
 
     @override
     def lookup(self, bags: BagLayout, out: Tensor) -> None:

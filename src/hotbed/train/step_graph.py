@@ -2,7 +2,8 @@
 
 A captured step is two graphs, one behind the other: *forward* to the loss, which goes to the host, and *the rest*,
 backward and the updates of all optimizers. Between them lies the event by which the host knows that the loss has
-arrived, so it prepares the next step while the device computes the rest of this one, as without graphs.
+arrived, so it prepares the next step while the device computes the rest of this one, as without graphs. Ids are grouped
+for the updates in a second stream, beside the forward pass (`hotbed.embed.beside`).
 
 A graph repeats kernels on the same memory with the same numbers. So whatever differs from step to step is in the
 device's memory before it runs (`hotbed.train.graph_inputs`): the batch is copied into buffers of its size class
@@ -31,6 +32,7 @@ from torch.optim import Optimizer
 from hotbed.batch import Batch
 from hotbed.config import TrainRecipe
 from hotbed.embed import Distributed, EmbeddingCollection
+from hotbed.embed.beside import grouping_beside
 from hotbed.embed.ids import claims
 from hotbed.errors import RecipeError
 from hotbed.nn import MLP
@@ -115,7 +117,8 @@ class StepGraph:
                     f"train.cuda_graph is true, but steps cannot be captured: {why}; set it to auto or false"
                 )
             return f"; steps are not captured in a CUDA graph: {why}"
-        self._stream, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
+        self._stream, self._beside = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        self._pool = torch.cuda.graph_pool_handle()
         self._captured, self._seen = dict[Hashable, _Captured](), Counter[Hashable]()
         self._rates = Rates(self._optimizers, self._device)
         rows = ({t.name: t.rows for t in c.tables.values()} for c in self._collections)
@@ -197,11 +200,17 @@ class StepGraph:
         capture = ExitStack()
 
         def cut() -> None:
+            beside.join()
             capture.close()
             capture.enter_context(torch.cuda.graph(rest, **options))
 
         try:
-            with self._rates.in_memory(capturing=True), late.calling(cut), capture:
+            with (
+                grouping_beside(self._beside) as beside,
+                self._rates.in_memory(capturing=True),
+                late.calling(cut),
+                capture,
+            ):
                 capture.enter_context(torch.cuda.graph(forward, **options))
                 self._backward.step([static], self._optimizers, lambda: "a step that is captured")
         except Exception as error:
