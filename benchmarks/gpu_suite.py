@@ -33,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ("hotbed", "benchmarks", "tests")
 TEST_FOLDERS = ("ops", "store", "embed", "nn", "equivalence")
-PARTS = {"step": 85, "census": 75, "bandwidth": 120, "tiers": 60, "t0": 50, "determinism": 60, "tests": 130}
+PARTS = {"step": 115, "census": 75, "bandwidth": 120, "tiers": 60, "t0": 50, "determinism": 60, "tests": 100}
 """Seconds of each part."""
 FUNCTIONS = {"t0": ("benchmarks.gpu_tiers", "t0")}
 """Where a part is, if it is not ``benchmarks.gpu_PART.main``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -61,8 +62,7 @@ class _Addresses:
         replay, step = taken._replay, trainer.backward.step
 
         def noted(captured: Any, *args: Any) -> Any:
-            graphs = (captured.forward, captured.rest)
-            assert all({t.data_ptr() for t in columns(captured.batch)} & set(g.outside) for g in graphs)
+            assert {t.data_ptr() for t in columns(captured.batch)} & set(captured.forward.outside)
             self.replayed.setdefault(id(captured), []).append(tuple(t.data_ptr() for t in columns(captured.batch)))
             return replay(captured, *args)
 
@@ -96,7 +96,8 @@ def captured(cases: Sequence[Case]) -> dict[str, Any]:
 
 def faults(case: Case) -> dict[str, Any]:
     """Make faults that must be found, and train with what keeps steps from being captured."""
-    return {name: fault(case) for name, fault in FAULTS.items()} | {"left out": left_out(case)}
+    found: dict[str, Any] = {name: fault(case) for name, fault in FAULTS.items()}
+    return found | {"left out": left_out(case), "lookups": {name: looked_up(case, w) for name, w in LOOKUPS.items()}}
 
 
 def same(one: _Steps, other: _Steps) -> int:
@@ -109,11 +110,13 @@ def same(one: _Steps, other: _Steps) -> int:
 
 def compared(case: Case) -> dict[str, Any]:
     MODEL.hazards.clear()
-    with recorded():
+    beside = list[Any]()
+    with recorded(), replaced(Beside, "grouped", _noting(beside)(Beside.grouped)):
         eager = eager_steps(case)
         _, replayed, addresses = trained(case, batches_of(case), graphs=True)
     return {
         "chosen": replayed.chosen,
+        "beside": len(beside),
         "same": same(eager, replayed),
         "losses": replayed.losses,
         "eager": addresses.eager,
@@ -133,16 +136,33 @@ def replaced(where: Any, name: str, by: Any) -> Iterator[None]:
         setattr(where, name, before)
 
 
+def _noting(calls: list[Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Note the arguments of all calls of a method."""
+
+    def change(own: Callable[..., Any]) -> Any:
+        def noted(*args: Any) -> Any:
+            calls.append(args)
+            return own(*args)
+
+        return noted
+
+    return change
+
+
 def _with(where: Any, name: str, change: Callable[[Callable[..., Any]], Any]) -> Callable[[Case], str]:
     """Train with a method that is another; say what came of it."""
 
     def fault(case: Case) -> str:
         eager = eager_steps(case)
-        with replaced(where, name, change(getattr(where, name))):
+        MODEL.hazards.clear()
+        twice = replaced(hb.nn.DLRM, "forward", _looking_up_twice(hb.nn.DLRM.forward))
+        with recorded(), twice, replaced(where, name, change(getattr(where, name))):
             try:
                 _, replayed, _ = trained(case, batches_of(case), graphs=True)
             except Exception as error:
                 return str(error)
+        if MODEL.hazards:
+            return MODEL.hazards[0]
         return f"step {same(eager, replayed)} is another" if same(eager, replayed) < STEPS else "nothing"
 
     return fault
@@ -194,6 +214,29 @@ def _without_waiting(grouped: Callable[..., Any]) -> Any:
     return at_once
 
 
+def _forgetting(grouped: Callable[..., Any]) -> Any:
+    """Keep nothing of what is read beside the step, of a model that drops a lookup."""
+
+    def forgetting(beside: Beside, arena: Any, bags: Any) -> Any:
+        found = grouped(beside, arena, bags)
+        beside._reads[:] = [replace(bags, ids=bags.ids[:0], offsets=bags.offsets[:0], weights=None)]
+        return found
+
+    return forgetting
+
+
+def _failing(forward: Callable[..., Any]) -> Any:
+    """Raise an error in a forward pass that is captured, when rows were looked up."""
+
+    def failing(*args: Any) -> Any:
+        logits = forward(*args)
+        if GRAPHS.capturing is not None:
+            raise ValueError("this model is out of order")
+        return logits
+
+    return failing
+
+
 FAULTS: dict[str, Callable[[Case], str]] = {
     "learning rates of the dense optimizer are not written": _with(Rates, "write", _once),
     "hyperparameters of the sparse optimizer are not written": _with(SparseOptimizer, "prepare", _without_writing),
@@ -204,9 +247,65 @@ FAULTS: dict[str, Callable[[Case], str]] = {
     ),
     "the stream beside is not waited for": _with(Beside, "join", lambda own: lambda self: None),
     "the stream beside does not wait for the step": _with(Beside, "grouped", _without_waiting),
+    "what the stream beside reads is not kept": _with(Beside, "grouped", _forgetting),
+    "the model fails": _with(hb.nn.DLRM, "forward", _failing),
     "nothing": _with(StepGraph, "_why_never", lambda own: own),
 }
 """What must be found, and a change that is none."""
+
+
+def _looking_up_twice(forward: Callable[..., Any]) -> Any:
+    """Look a batch up once more, for nothing."""
+
+    def twice(model: Any, batch: hb.Batch) -> Any:
+        model.embeddings(batch.sparse)
+        return forward(model, batch)
+
+    return twice
+
+
+def _looking_up_for_no_gradient(forward: Callable[..., Any]) -> Any:
+    def twice(model: Any, batch: hb.Batch) -> Any:
+        with torch.no_grad():
+            model.embeddings(batch.sparse)
+        return forward(model, batch)
+
+    return twice
+
+
+def _frozen(forward: Callable[..., Any]) -> Any:
+    """Train no table."""
+
+    def frozen(model: Any, batch: hb.Batch) -> Any:
+        for handle in model.embeddings.handles.values():
+            handle.requires_grad_(False)
+        return forward(model, batch)
+
+    return frozen
+
+
+LOOKUPS: dict[str, Callable[[Callable[..., Any]], Any]] = {
+    "one": lambda own: own,
+    "two": _looking_up_twice,
+    "one, and one without gradients": _looking_up_for_no_gradient,
+    "one, of frozen tables": _frozen,
+}
+"""Forward passes of DLRM by what they look up."""
+
+
+def looked_up(case: Case, change: Callable[[Callable[..., Any]], Any]) -> dict[str, Any]:
+    """Train a model with another forward pass, captured and not; say how often ids were grouped beside it."""
+    MODEL.hazards.clear()
+    beside = list[Any]()
+    with (
+        recorded(),
+        replaced(hb.nn.DLRM, "forward", change(hb.nn.DLRM.forward)),
+        replaced(Beside, "grouped", _noting(beside)(Beside.grouped)),
+    ):
+        _, eager, _ = trained(case, batches_of(case), graphs=False)
+        _, replayed, addresses = trained(case, batches_of(case), graphs=True)
+    captures = len(addresses.replayed)
+    return {"same": same(eager, replayed), "beside": len(beside) / captures, "hazards": list(MODEL.hazards)}
 
 
 def stopped(case: Case) -> dict[str, Any]:

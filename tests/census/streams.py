@@ -5,7 +5,9 @@ the clocks of the stream that recorded it (vector clocks, as race detectors of t
 only by a stream that knows of its last write, and written only by one that knows of all its uses. Memory that was
 dropped is given out again to the stream that it was allocated for, as PyTorch's allocator does; that stream must know
 of all its uses by others then. A stream is captured with another when it waits for what that was given, and must have
-been waited for when the capture ends; in between, none of both may wait for streams that are not captured.
+been waited for when the capture ends; until then neither may wait for what was given to streams before they were
+captured. Stricter than CUDA, which lets other streams work meanwhile: the thread that captures gives work to captured
+streams only.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Stream:
         self.wait_event(other.record_event())
 
     def wait_event(self, event: Event) -> None:
-        MODEL.capture(self, event)
+        if event.clock:  # else nothing is waited for
+            MODEL.capture(self, event)
         _learn(self.clock, event.clock)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -60,11 +63,11 @@ class Event:
     """In the place of ``torch.cuda.Event``."""
 
     def __init__(self, **_: Any) -> None:
-        self.clock, self.stream = Clock(), -1
+        self.clock, self.capture = Clock(), 0
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or MODEL.current()
-        self.clock, self.stream = dict(stream.clock), stream.number
+        self.clock, self.capture = dict(stream.clock), MODEL.capture_of(stream)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or MODEL.current()).wait_event(self)
@@ -96,6 +99,7 @@ class Model:
         self._memory: dict[int, _Memory] = {}
         self._shared: list[_Memory] = []
         self._captured: dict[int, Stream] = {}
+        self._capture, self._capturing = 0, 0
         self.where: Callable[[], str] = lambda: ""
         self.on_wait: Callable[[], None] = lambda: None
 
@@ -121,10 +125,15 @@ class Model:
     def begin_capture(self) -> None:
         """Capture the current stream, and those that wait for it."""
         self._captured = {self.current().number: self.current()}
+        self._capture, self._capturing = self._capture + 1, threading.get_ident()
+
+    def capture_of(self, stream: Stream) -> int:
+        """Number of the capture that a stream is in, counted from 1; else 0."""
+        return self._capture if stream.number in self._captured else 0
 
     def capture(self, stream: Stream, event: Event) -> None:
-        """Capture a stream, too, that waits for an event of one that is captured."""
-        if event.stream in self._captured:
+        """Capture a stream, too, that waits for an event that was captured."""
+        if self._captured and event.capture == self._capture:
             self._captured[stream.number] = stream
         elif stream.number in self._captured:
             raise RuntimeError("dependency created on uncaptured work in another stream")
@@ -148,7 +157,8 @@ class Model:
         """
         reads, writes, new = ([t for t in tensors if t.untyped_storage().nbytes()] for tensors in (reads, writes, new))
         stream = self.current()
-        if self._captured and stream.number not in self._captured:
+        captures = self._captured and threading.get_ident() == self._capturing
+        if captures and stream.number not in self._captured:
             raise RuntimeError("a step that is captured gives work to a stream that is not")
         _learn(stream.clock, self.host)
         tick = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1

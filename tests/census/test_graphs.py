@@ -27,6 +27,12 @@ def test_replayed_steps_train_to_the_same_bits(found: dict[str, Any], case: str)
 
 
 @pytest.mark.parametrize("case", NAMES)
+def test_captured_steps_group_their_ids_beside_the_forward_pass(found: dict[str, Any], case: str) -> None:
+    """Two sizes of batches are captured; of DIN, pooled features and histories apart."""
+    assert found[case]["beside"] == (4 if "history" in case else 2)
+
+
+@pytest.mark.parametrize("case", NAMES)
 def test_each_size_class_is_replayed_on_the_same_memory(found: dict[str, Any], case: str) -> None:
     """Two numbers of samples take turns, each with a graph of its own."""
     assert sorted(found[case]["replays"]) == [3, 5]
@@ -74,15 +80,17 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("learning rates of the dense optimizer are not written", "step 5 is another"),
         ("hyperparameters of the sparse optimizer are not written", "stream is capturing: allocation of page-locked"),
         ("places of bags are not kept", "a graph was replayed that uses memory which has been freed"),
-        ("batches are not copied", "is another"),
+        ("batches are not copied", "step 5 is another"),
         ("the loss is waited for", "a step of this model cannot be captured (operation not permitted"),
         ("the stream beside is not waited for", "capturing stream has unjoined work"),
         ("the stream beside does not wait for the step", "gives work to a stream that is not"),
+        ("what the stream beside reads is not kept", "is given the memory of what stream"),
+        ("the model fails", "a step of this model cannot be captured (this model is out of order)"),
         ("nothing", "nothing"),
     ],
 )
 def test_what_a_graph_would_get_wrong_is_found(faults: dict[str, Any], fault: str, seen: str) -> None:
-    """Each is a change to the trainer; the last is none, and nothing is found."""
+    """Each is a change to the trainer, of a model that drops a lookup; the last is none, and nothing is found."""
     assert seen in faults[fault]
 
 
@@ -90,3 +98,12 @@ def test_what_a_graph_would_get_wrong_is_found(faults: dict[str, Any], fault: st
 @pytest.mark.parametrize("what", ["a hook", "rows are marked"])
 def test_steps_that_cannot_be_captured_are_taken_as_ever(faults: dict[str, Any], what: str) -> None:
     assert faults["left out"][what] == {"same": STEPS, "eager": STEPS, "replayed": 0}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("lookups", "beside"),
+    [("one", 1), ("two", 2), ("one, and one without gradients", 1), ("one, of frozen tables", 0)],
+)
+def test_ids_are_grouped_beside_where_rows_will_be_updated(faults: dict[str, Any], lookups: str, beside: int) -> None:
+    assert faults["lookups"][lookups] == {"same": STEPS, "beside": beside, "hazards": []}

@@ -140,10 +140,11 @@ class StepGraph:
         # Captured or not, all steps are in one stream: gradients are added up in that in which they were at first.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            done = self._step(parts, place, requests)
-        current.wait_stream(self._stream)
-        return done
+        try:
+            with torch.cuda.stream(self._stream):
+                return self._step(parts, place, requests)
+        finally:
+            current.wait_stream(self._stream)
 
     def _step(
         self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
@@ -200,18 +201,13 @@ class StepGraph:
         capture = ExitStack()
 
         def cut() -> None:
-            beside.join()
             capture.close()
             capture.enter_context(torch.cuda.graph(rest, **options))
 
         try:
-            with (
-                grouping_beside(self._beside) as beside,
-                self._rates.in_memory(capturing=True),
-                late.calling(cut),
-                capture,
-            ):
+            with self._rates.in_memory(capturing=True), late.calling(cut), capture:
                 capture.enter_context(torch.cuda.graph(forward, **options))
+                capture.enter_context(grouping_beside(self._beside))
                 self._backward.step([static], self._optimizers, lambda: "a step that is captured")
         except Exception as error:
             raise RecipeError(
