@@ -4,9 +4,9 @@
 columns; rows exist from their first update), with all rows in memory (tier ``host``) and with all in a file, without
 a cache and with caches for an eighth and for a half of the rows that are there after `WARM_UP` steps. Each side is a
 process in a memory cgroup of its own; after warming up, the group of a side with a file is limited to what the process
-itself takes and a quarter of its file. So three quarters of the rows can be in no cache of the system. Batches are not
-seen twice; the trainer reads the rows of the next one while it computes. Hit rates and what was read are of the steps
-that are timed.
+itself takes and a quarter of the bytes of the rows in its file. So three quarters of the rows can be in no cache of the
+system. Batches are not seen twice; the trainer reads the rows of the next one while it computes. Hit rates and what was
+read are of the steps that are timed.
 
 *Reads*. Records that no memory has are read from a file as a training step does it; the limit is what as many threads
 get of random blocks of 4 KiB without the system's cache (``O_DIRECT``), of the same disk in the same run.
@@ -46,7 +46,8 @@ from hotbed.data import Loader, ZipfSource
 from hotbed.errors import HotbedError
 from hotbed.files import write_json
 from hotbed.heap import keep_heap
-from hotbed.store.keyed import READERS, FileRecords
+from hotbed.store.file_records import READERS, FileRecords
+from hotbed.store.lazy import LazyStore
 from hotbed.train.build import build_trainer
 
 WARM_UP, STEPS, BATCH, DIM = 120, 60, 4_096, 128
@@ -95,9 +96,12 @@ class Timed:
     def _limit(self) -> None:
         collection = self.trainer.model.embeddings
         self.before = collection.traffic
-        on_disk = collection.disk_bytes
-        self.limited = {"file_bytes": on_disk, "own_bytes": 1024 * status_kib("RssAnon"), "cached_bytes": on_disk // 4}
-        if on_disk:
+        stores = [store for store in collection.stores() if isinstance(store, LazyStore)]
+        files = [layer for store in stores for layer in store.records.layers() if isinstance(layer, FileRecords)]
+        rows = sum(len(file) * file.record_bytes for file in files)
+        self.limited = {"file_bytes": collection.disk_bytes, "rows_bytes": rows, "cached_bytes": rows // 4}
+        self.limited["own_bytes"] = 1024 * status_kib("RssAnon")
+        if rows:
             os.sync()
             set_limit(self.made, self.limited["own_bytes"] + self.limited["cached_bytes"])
 
@@ -202,7 +206,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _table(runs: dict[str, list[dict[str, Any]]]) -> Table:
     view = Table(
-        *("rows in", "ms per step", "÷ memory", "file, MB", "limit − own, MB", "hit rate", "read per step, MB"),
+        *(
+            "rows in",
+            "ms per step",
+            "÷ memory",
+            "rows in file, MB",
+            "file, MB",
+            "limit − own, MB",
+            "hit rate",
+            "read per step, MB",
+        ),
         box=MARKDOWN,
     )
 
@@ -214,7 +227,7 @@ def _table(runs: dict[str, list[dict[str, Any]]]) -> Table:
         cells = [side, f"{median(side, 'step_ms'):.0f}", ratio]
         if side != "memory":
             hits = "–" if of_side[0]["hit_rate"] is None else f"{median(side, 'hit_rate'):.0%}"
-            cells += [f"{median(side, 'file_bytes', 1e-6):,.0f}", f"{median(side, 'cached_bytes', 1e-6):,.0f}", hits]
+            cells += [f"{median(side, f'{of}_bytes', 1e-6):,.0f}" for of in ("rows", "file", "cached")] + [hits]
             cells += [f"{median(side, 'read_bytes', 1e-6):.1f}"]
         view.add_row(*cells)
     return view

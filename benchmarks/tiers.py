@@ -38,7 +38,7 @@ from hotbed.embed import tables_on_meta
 from hotbed.files import write_json
 from hotbed.plan.tiling import Tier
 from hotbed.store import LazyStore
-from hotbed.store.keyed import FileRecords
+from hotbed.store.file_records import FileRecords
 from hotbed.train.report import environment
 
 WARM_UP = 2

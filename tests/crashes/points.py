@@ -30,7 +30,7 @@ from hotbed.data.split_binary import SplitBinaryWriter
 from hotbed.embed import dynamic, replicas
 from hotbed.store.cached import CachedRecords
 from hotbed.store.dense import DenseStore
-from hotbed.store.keyed import FileRecords
+from hotbed.store.file_records import FileRecords
 from hotbed.store.lazy_rows import LazyRows
 from hotbed.train import resume
 from hotbed.train.callbacks import JsonLines
@@ -180,6 +180,7 @@ OPERATIONS: list[tuple[Any, str, str]] = [
     (tensor_files.TensorFiles, "copy_rows", "loading"),
     (FileRecords, "_write", "write-back"),
     (FileRecords, "_write_oldest", "write-back"),
+    (FileRecords, "_put", "write-back"),
     (FileRecords, "_read", "write-back"),
     (FileRecords, "_make_room", "write-back"),
     (CachedRecords, "_insert", "evictions"),

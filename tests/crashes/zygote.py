@@ -18,7 +18,7 @@ from numba.core.registry import cpu_target
 
 from hotbed.checkpoint import differential
 from hotbed.commands.main import main as command
-from hotbed.store.keyed import FileRecords
+from hotbed.store.file_records import FileRecords
 from hotbed.train import Trainer
 from tests.crashes import exchanges, points, wants
 from tests.crashes.points import COUNTING, COUNTS, DEATH, DIGESTS, Point

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 
 from hotbed.errors import StoreError
 from hotbed.ops import cpu_cache
-from hotbed.store.keyed import FileRecords, MemoryRecords, positions
+from hotbed.store.file_records import FileRecords
+from hotbed.store.keyed import MemoryRecords, positions
+from hotbed.store.segments import Segments
 
 
 def test_of_records_that_wait_to_be_written_the_newest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +89,43 @@ def test_writing_waits_for_room(tmp_path: Path) -> None:
     out = torch.empty(29, 64, dtype=torch.uint8)
     assert records.read(torch.arange(29), out).all()
     assert out[:, 0].tolist() == [min(i, 19) for i in range(29)]
-    assert records.disk_bytes == 29 * 64
+    assert records.disk_bytes == 20 * 10 * 64  # nothing is overwritten yet
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_records_that_are_moved_to_keep_the_file_short_stay_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr("hotbed.store.file_records.Segments", partial(Segments, 4))
+    records, draw = FileRecords(64, tmp_path), torch.Generator().manual_seed(0)
+    expected = torch.zeros(400, 64, dtype=torch.uint8)
+    for step in range(60):
+        some = torch.randperm(400, generator=draw)[: 400 if step == 0 else 30]
+        expected[some] = torch.randint(0, 255, (len(some), 64), generator=draw, dtype=torch.uint8)
+        records.write(some, expected[some])
+        out = torch.empty_like(expected)
+        assert records.read(torch.arange(400), out).all()
+        assert torch.equal(out, expected)
+    records.drain()
+    moved = records.counted.written_bytes // 64 - 400 - 59 * 30
+    assert moved > 0
+    assert records.disk_bytes < (1.5 * 400 + 40 * 4) * 64
+    if fails:  # what could not be moved is where it was
+        monkeypatch.setattr("hotbed.ops.cpu_cache.read_records", lambda *_: 0)
+        monkeypatch.setattr("os.pread", _full)
+        for _ in range(9):
+            some = torch.randperm(400, generator=draw)[:30]
+            try:
+                records.write(some, expected[some])
+            except OSError:
+                break
+        with pytest.raises(OSError, match=r"rows in .* could not be read: .*No space left"):
+            records.drain()
+        monkeypatch.undo()
+        out = torch.empty_like(expected)
+        assert records.read(torch.arange(400), out).all()
+        assert torch.equal(out, expected)
+    records.close()
 
 
 def test_more_rows_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,6 @@ thread's.
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import torch
 from numba import prange, types
@@ -290,41 +288,10 @@ def read_records(file, record_bytes, numbers, at, out):
     return first
 
 
-if sys.platform == "linux":
-    _fadvise = types.ExternalFunction("posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32))
-    _WILL_NEED, _PAGE_BITS = 3, 12
-
-    @kernel()
-    def _ask_for_pages(file, numbers, size):
-        """Have the system read the pages that records with these rising numbers share with others, all at once.
-
-        A write to a part of a page that is not in memory waits for it, one page after the other.
-        """
-        asked = -1
-        for i in range(numbers.shape[0]):
-            if i == 0 or numbers[i] != numbers[i - 1] + 1:
-                first = numbers[i] * size >> _PAGE_BITS
-                if first != asked:
-                    _fadvise(file, first << _PAGE_BITS, 1, _WILL_NEED)
-                asked = first
-            if i + 1 == numbers.shape[0] or numbers[i + 1] != numbers[i] + 1:
-                last = (numbers[i] + 1) * size - 1 >> _PAGE_BITS
-                if last != asked:
-                    _fadvise(file, last << _PAGE_BITS, 1, _WILL_NEED)
-                asked = last
-
-else:
-
-    @kernel()
-    def _ask_for_pages(file, numbers, size):
-        """Do nothing: pages are read when they are written to."""
-
-
 @kernel()
 def write_records(file, numbers, records):
-    """Write ``records [n, bytes]`` to the places of these rising numbers; neighbours by one call. Returns as above."""
+    """Write ``records [n, bytes]`` to these places; neighbours by one call. Returns as above."""
     size = records.shape[1]
-    _ask_for_pages(file, numbers, size)
     first = 0
     while first < numbers.shape[0]:
         last = first + 1

@@ -25,6 +25,8 @@ EXCHANGE_OWN, EXCHANGE_OTHERS = 2, 2
 """Arrays of the distinct rows of a rank's batch (rows, sums of gradients), and of those that other ranks ask it for."""
 BATCHES = 6
 """Batches that a rank's loader has ready or in use: ``data.prefetch`` and two."""
+FILE_SPACE = 1.5
+"""Bytes of a file per byte of its rows; see `hotbed.store.segments`."""
 SNAPSHOT_BYTES = 80 << 20
 """What a rank that writes a checkpoint takes of the host's memory."""
 
@@ -97,7 +99,7 @@ def limits_of(model: CostModel, capacity_bytes: int | None = None, host_bytes: i
         host -= on_node * (left + sum(beside.values()))
     if host_bytes is not None:
         host = min(host, on_node * host_bytes)
-    room = {"device": left, "host": max(host, 0), "disk": here.disk_bytes}
+    room = {"device": left, "host": max(host, 0), "disk": int(here.disk_bytes / FILE_SPACE)}
     return Limits({tier: room[tier] for tier in TIERS}, on_node, beside)
 
 

@@ -1,28 +1,20 @@
-"""Keep records in an append-only slab, in memory or in a file, found by slot.
+"""Number records by slot, and keep them in memory by number; files are in `hotbed.store.file_records`.
 
-Only slots that were written have a place, so a table may have more rows than the disk has bytes. Records are numbered
+Only slots that were written have a record, so a table may have more rows than there is room for. Records are numbered
 in the order in which they were added; a hash table has the number of each slot::
 
     write slots [700, 5], then [5, 9]   →   700: number 0, 5: number 1 (overwritten), 9: number 2
-    slab or file                            | record of 700 | record of 5 | record of 9 |
+    slab                                    | record of 700 | record of 5 | record of 9 |
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 import sys
-import tempfile
 import threading
-import time
-import weakref
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,17 +27,13 @@ from hotbed.ops.cpu_runtime import launch
 from hotbed.store import memory
 from hotbed.store.records import InPlace, Records, Use
 
-UNWRITTEN_BYTES = 256 << 20
-"""Limit of the memory that holds what is not in the file yet, by default."""
-READERS = 16
-"""Threads that read a file: a disk is fast when it has much to do at once."""
 _FIRST = 1 << 10
 """Places of a new hash table, a power of two."""
 _NORESERVE = 0x4000  # Linux: no swap is set aside for memory that is never touched
 
 
 class KeyedRecords(Records):
-    """Number the records of a slab; any thread may `read` while one writes."""
+    """Number records; any thread may `read` while one writes."""
 
     def __init__(self, record_bytes: int) -> None:
         super().__init__(record_bytes)
@@ -180,161 +168,6 @@ class MemoryRecords(KeyedRecords):
     @override
     def _write(self, numbers: Tensor, records: Tensor) -> None:
         cpu_cache.write_rows(self._slab, numbers, records)
-
-
-class _Unwritten(NamedTuple):
-    """Records that a file does not have yet, by rising number."""
-
-    numbers: Tensor
-    records: Tensor
-
-
-class FileRecords(KeyedRecords):
-    """Keep records in a file without a name, which nobody can mistake for complete data: it ends with the process.
-
-    Writing is done by a thread, in order of place, from a limited amount of memory. One thread may call `write`, any
-    may read; a record that is overwritten meanwhile may come as a mixture of both.
-
-    Parameters
-    ----------
-    record_bytes
-        Size of a record.
-    directory
-        Where the file is made; it needs as much room as records are written.
-    limit_bytes
-        Most bytes that wait to be written.
-
-    Raises
-    ------
-    StoreError
-        If no file can be made there.
-    """
-
-    def __init__(self, record_bytes: int, directory: str | Path, limit_bytes: int = UNWRITTEN_BYTES) -> None:
-        super().__init__(record_bytes)
-        self._directory, self._limit = Path(directory), limit_bytes
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._directory, prefix="hotbed-") as unnamed:
-                self._file = os.dup(unnamed.fileno())
-        except OSError as error:
-            raise StoreError(f"no file for rows can be made in {directory} ({error}); choose another") from None
-        self._close = weakref.finalize(self, os.close, self._file)
-        self._changed = threading.Condition()
-        self._unwritten: deque[_Unwritten] = deque()
-        self._unwritten_bytes = 0
-        self._failure: OSError | None = None
-        self._readers = ThreadPoolExecutor(READERS, "hotbed-rows")
-        self._writer = ThreadPoolExecutor(1, "hotbed-write-rows")
-        self._counting = threading.Lock()  # another thread may be reading ahead
-
-    @property
-    @override
-    def nbytes(self) -> int:
-        return self.key_bytes + self._unwritten_bytes
-
-    @property
-    @override
-    def disk_bytes(self) -> int:
-        return self._count * self.record_bytes
-
-    @override
-    def clear(self) -> None:
-        self.drain()
-        self._forget()
-        os.ftruncate(self._file, 0)
-
-    @override
-    def close(self) -> None:
-        self._writer.shutdown(wait=True)
-        self._readers.shutdown(wait=True)
-        self._close()
-
-    @override
-    def _make_room(self, count: int) -> None:
-        """Nothing: the file grows as it is written."""
-
-    @override
-    def _read(self, numbers: Tensor, out: Tensor, use: Use) -> None:
-        start = time.perf_counter()
-        with self._changed:
-            waiting = list(self._unwritten)
-        for batch in reversed(waiting):  # the newest counts
-            place = positions(batch.numbers, numbers)
-            cpu_cache.read_rows(batch.records, place, out)
-            numbers = numbers.masked_fill(place >= 0, -1)
-        at = (numbers >= 0).nonzero()[:, 0]
-        wanted, order = numbers[at].sort()
-        rows, chunk = at[order], max(-(-len(wanted) // READERS), 256)
-        chunks = list(zip(wanted.split(chunk), rows.split(chunk), strict=True)) if len(wanted) else []
-        calls = [
-            self._readers.submit(
-                cpu_cache.read_records, self._file, self.record_bytes, n.numpy(), to.numpy(), out.numpy()
-            )
-            for n, to in chunks
-        ]
-        for (of_chunk, _), call in zip(chunks, calls, strict=True):
-            if (done := call.result()) < len(of_chunk):
-                self._explain(of_chunk[done:], written=False)
-        with self._counting:
-            self.counted.read_bytes += len(wanted) * out.shape[1]
-            if use != "ahead":
-                self.counted.waited_s += time.perf_counter() - start
-
-    @override
-    def _write(self, numbers: Tensor, records: Tensor) -> None:
-        start = time.perf_counter()
-        numbers, order = numbers.sort()
-        batch = _Unwritten(numbers, gathered(records, order))
-        with self._changed:
-            while self._unwritten and self._unwritten_bytes + batch.records.nbytes > self._limit:
-                self._changed.wait()
-            if self._failure is not None:
-                raise self._failure
-            self._unwritten.append(batch)
-            self._unwritten_bytes += batch.records.nbytes
-        self._writer.submit(self._write_oldest)
-        with self._counting:
-            self.counted.written_bytes += batch.records.nbytes
-            self.counted.waited_s += time.perf_counter() - start
-
-    def _write_oldest(self) -> None:
-        batch = self._unwritten[0]
-        failure: OSError | None = None
-        try:
-            done = cpu_cache.write_records(self._file, batch.numbers.numpy(), batch.records.numpy())
-            if done < len(batch.numbers):
-                self._explain(batch.numbers[done:], written=True)
-        except OSError as error:
-            failure = error
-        with self._changed:
-            self._failure = self._failure or failure
-            if failure is None:  # what is not in the file stays where it can be read
-                self._unwritten.popleft()
-                self._unwritten_bytes -= batch.records.nbytes
-            else:
-                self._limit = 1 << 62  # nobody waits for room that does not come
-            self._changed.notify_all()
-
-    def drain(self) -> None:
-        """Wait until everything is written."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._unwritten or self._failure is not None)
-            if self._failure is not None:
-                raise self._failure
-
-    def _explain(self, numbers: Tensor, *, written: bool) -> None:
-        """Raise what the system says of these records, of which the first run could not be read or written."""
-        what = "written" if written else "read"
-        try:
-            for at in (numbers * self.record_bytes).tolist():
-                if written:
-                    os.pwrite(self._file, bytes(self.record_bytes), at)
-                elif len(os.pread(self._file, self.record_bytes, at)) < self.record_bytes:
-                    raise OSError("the file is shorter than it was")
-        except OSError as error:
-            raise OSError(error.errno, f"rows in {self._directory} could not be {what}: {error}") from None
-        raise OSError(f"rows in {self._directory} could not be {what}, for no reason that the system gives")
 
 
 def positions(of: Tensor, wanted: Tensor) -> Tensor:

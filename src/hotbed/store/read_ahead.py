@@ -1,4 +1,8 @@
-"""Read records of a file before they are needed, and keep what a lookup has read for its update."""
+"""Read records of a file before they are needed, and keep what the last lookups have read.
+
+Most rows of a batch were in the batch before it. So what a lookup has read is kept for its update and for the lookups
+that follow, and whatever is kept is overwritten with what is written: it is never older than what the file will have.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +20,32 @@ from hotbed.store.records import Records, RecordsAbove, Use
 
 MOST_BATCHES_AHEAD = 32
 """Prefetches whose records may wait to be used."""
-MOST_LOOKUPS_KEPT = 4
-"""Lookups whose records may wait for an update."""
+MOST_LOOKUPS_KEPT = 2
+"""Lookups whose records are kept."""
 
 
-class _BatchAhead(NamedTuple):
-    """Records that were read before they were needed: those that exist, by rising slot."""
+class _Written(NamedTuple):
+    """Records that were written, by slot."""
 
     slots: Tensor
     records: Tensor
-    fresh: Tensor
-    """``[n]`` bool: not written since, and of what was read ahead, not looked up."""
 
-    def outdate(self, written: Tensor) -> None:
-        """Note which were written after they were read, or while."""
-        at = positions(self.slots, written)
-        self.fresh[at[at >= 0]] = False
+
+class _Batch(NamedTuple):
+    """Records that were read together: those that exist, by rising slot."""
+
+    slots: Tensor
+    records: Tensor
+    waiting: Tensor
+    """``[n]`` bool: not looked up since they were read."""
+
+    def overwrite(self, written: _Written) -> None:
+        """Overwrite those that were written after they were read, or while."""
+        cpu_cache.write_rows(self.records, positions(self.slots, written.slots), written.records)
 
 
 class ReadAhead(RecordsAbove):
-    """Read records of a file before they are needed, and once for a lookup and the update that follows it.
+    """Read records of a file before they are needed, and once for the lookups and updates that follow each other.
 
     One thread may `prefetch` while another, the only one that writes, looks up and updates.
 
@@ -44,7 +54,7 @@ class ReadAhead(RecordsAbove):
     below
         Where they are.
     keeps
-        Whether what a lookup has read is kept for an update, as where no cache does so.
+        Whether what lookups have read is kept, as where no cache does so.
     """
 
     reads_ahead = True
@@ -52,9 +62,9 @@ class ReadAhead(RecordsAbove):
     def __init__(self, below: Records, *, keeps: bool = False) -> None:
         super().__init__(below)
         self._lock = threading.Lock()
-        self._batches: list[_BatchAhead] = []
-        self._looked_up: deque[_BatchAhead] = deque(maxlen=MOST_LOOKUPS_KEPT if keeps else 0)
-        self._written: list[Tensor] | None = None
+        self._batches: list[_Batch] = []
+        self._looked_up: deque[_Batch] = deque(maxlen=MOST_LOOKUPS_KEPT if keeps else 0)
+        self._written: list[_Written] | None = None
         """What was written since the prefetch under way began."""
 
     @property
@@ -70,14 +80,14 @@ class ReadAhead(RecordsAbove):
         with self._lock:
             self._written = []
         records = torch.empty(len(slots), self.record_bytes, dtype=torch.uint8)
-        there = self.below.read(slots, records, use="ahead")
+        there = self._read(slots, records, "ahead")
         with self._lock:
             at = there.nonzero()[:, 0]
             if len(at) < len(slots):
                 slots, records = slots[at], gathered(records, at)
-            batch = _BatchAhead(slots, records, torch.ones(len(slots), dtype=torch.bool))
+            batch = _Batch(slots, records, torch.ones(len(slots), dtype=torch.bool))
             for written in self._written or ():
-                batch.outdate(written)
+                batch.overwrite(written)
             self._written = None
             if len(slots):
                 self._batches = [*self._batches, batch][-MOST_BATCHES_AHEAD:]
@@ -99,26 +109,25 @@ class ReadAhead(RecordsAbove):
         if kept is not slots:
             records = gathered(records, at)
         with self._lock:
-            self._looked_up.append(_BatchAhead(kept, records, torch.ones(len(kept), dtype=torch.bool)))
+            self._looked_up.append(_Batch(kept, records, torch.zeros(len(kept), dtype=torch.bool)))
         return there
 
     def _read(self, slots: Tensor, out: Tensor, use: Use) -> Tensor:
-        kept = list(self._looked_up) if use == "update" else []
-        if not kept and not self._batches:
+        if not self._looked_up and not self._batches:
             return self.below.read(slots, out, use=use)
         left = slots.clone()
         with self._lock:
-            for number, batch in enumerate([*kept, *self._batches]):
+            for batch in [*self._batches, *self._looked_up]:
                 at = positions(batch.slots, left)
-                at.masked_fill_(~batch.fresh[at] & (at >= 0), -1)
                 cpu_cache.read_rows(batch.records, at, out)
                 found = at >= 0
                 left.masked_fill_(found, -1)
-                if number >= len(kept):
-                    self.counted.ahead += int(found.sum())
-                    if use == "lookup":
-                        batch.fresh[at[found]] = False
-            self._batches = [batch for batch in self._batches if bool(batch.fresh.any())]
+                if use == "lookup":
+                    waited = at[found]
+                    self.counted.ahead += int(batch.waiting[waited].sum())
+                    batch.waiting[waited] = False
+            if use == "lookup":
+                self._batches = [batch for batch in self._batches if bool(batch.waiting.any())]
         there = left < 0
         rest = (~there).nonzero()[:, 0]
         if len(rest):
@@ -130,15 +139,14 @@ class ReadAhead(RecordsAbove):
 
     @override
     def write(self, slots: Tensor, records: Tensor) -> None:
-        # First, so that what is read ahead from now on is what was written; what was read before is marked then.
+        # First, so that what is read ahead from now on is what was written; what was read before is overwritten then.
         self.below.write(slots, records)
+        written = _Written(slots, records)
         with self._lock:
             for batch in [*self._batches, *self._looked_up]:
-                batch.outdate(slots)
-            while self._looked_up and not bool(self._looked_up[0].fresh.any()):
-                self._looked_up.popleft()
+                batch.overwrite(written)
             if self._written is not None:
-                self._written.append(slots)
+                self._written.append(written)
 
     @override
     def clear(self) -> None:

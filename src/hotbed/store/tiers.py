@@ -23,7 +23,8 @@ from hotbed.store import cached
 from hotbed.store.base import RowStore, Span
 from hotbed.store.cached import CachedRecords
 from hotbed.store.dense import DenseStore
-from hotbed.store.keyed import FileRecords, MemoryRecords
+from hotbed.store.file_records import FileRecords
+from hotbed.store.keyed import MemoryRecords
 from hotbed.store.lazy import LazyStore
 from hotbed.store.read_ahead import ReadAhead
 from hotbed.store.records import Records
