@@ -113,7 +113,7 @@ def test_what_a_lookup_has_read_is_kept_as_it_was_written_since(tmp_path: Path) 
     assert torch.equal(whole[:2], values[[0, 2]]) and below.counted.read_bytes == read + 64
     for _ in range(10):
         records.read(torch.arange(10), torch.empty(10, 64).byte())
-    assert records.nbytes == 2 * 640
+    assert records.nbytes == 4 * 640
     records.clear()
     assert records.nbytes == 0 and not records.read(wanted, out, use="update").any()
     below.close()

@@ -20,8 +20,8 @@ from hotbed.store.records import Records, RecordsAbove, Use
 
 MOST_BATCHES_AHEAD = 32
 """Prefetches whose records may wait to be used."""
-MOST_LOOKUPS_KEPT = 2
-"""Lookups whose records are kept."""
+MOST_LOOKUPS_KEPT = 4
+"""Lookups whose records are kept; a step may take several."""
 
 
 class _Written(NamedTuple):
