@@ -141,3 +141,20 @@ def test_values_are_found_among_rising_ones_in_any_order(of: set[int], wanted: l
     rising = sorted(of)
     found = positions(torch.tensor(rising, dtype=torch.int64), torch.tensor(wanted, dtype=torch.int64))
     assert found.tolist() == [rising.index(value) if value in of else -1 for value in wanted]
+
+
+def test_a_writer_that_fails_in_any_way_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = FileRecords(64, tmp_path, limit_bytes=640)
+
+    def fails(*_: object) -> None:
+        raise MemoryError("no memory is left")
+
+    monkeypatch.setattr(records._segments, "take", fails)
+    values = torch.ones(10, 64, dtype=torch.uint8)
+    with pytest.raises(MemoryError, match="no memory is left"):
+        for _ in range(3):
+            records.write(torch.arange(10), values)
+        records.drain()
+    out = torch.zeros_like(values)
+    assert records.read(torch.arange(10), out).all() and torch.equal(out, values)
+    records.close()

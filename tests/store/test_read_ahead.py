@@ -125,3 +125,28 @@ def test_only_without_a_cache_lookups_are_kept() -> None:
         drive(store, Adam.rule, [("write", [1, 2, 3]), ("lookup", [1, 2])])
         read_ahead = next(layer for layer in store.records.layers() if isinstance(layer, ReadAhead))
         assert (read_ahead.nbytes > 0) == (cache_rows == 0)
+
+
+def test_rows_that_no_lookup_asks_for_keep_no_later_batches(tmp_path: Path) -> None:
+    below = FileRecords(64, tmp_path)
+    records = ReadAhead(below)
+    slots, out = torch.arange(10), torch.empty(9, 64, dtype=torch.uint8)
+    records.write(slots, torch.arange(640).view(10, 64).byte())
+    records.prefetch(slots)  # the last is never looked up
+    for _ in range(20):
+        records.read(slots[:9], out)
+        records.prefetch(slots[:9])
+    assert len(records._batches) == 2
+    below.close()
+
+
+def test_a_read_ahead_that_fails_keeps_nothing_that_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    below = FileRecords(64, tmp_path)
+    records = ReadAhead(below)
+    records.write(torch.arange(10), torch.zeros(10, 64, dtype=torch.uint8))
+    below.drain()
+    monkeypatch.setattr("hotbed.ops.cpu_cache.read_records", lambda *_: 0)
+    with pytest.raises(OSError, match="could not be read"):
+        records.prefetch(torch.arange(10))
+    assert records._written is None
+    below.close()

@@ -75,7 +75,7 @@ class FileRecords(KeyedRecords):
         self._segments = Segments()
         self._unwritten: deque[_Unwritten] = deque()
         self._unwritten_bytes = 0
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
         self._readers = ThreadPoolExecutor(READERS, "hotbed-rows")
         self._writer = ThreadPoolExecutor(1, "hotbed-write-rows")
         self._counting = threading.Lock()  # another thread may be reading ahead
@@ -161,10 +161,10 @@ class FileRecords(KeyedRecords):
 
     def _write_oldest(self) -> None:
         batch = self._unwritten[0]
-        failure: OSError | None = None
+        failure: Exception | None = None
         try:
             self._put(batch.numbers, batch.records)
-        except OSError as error:
+        except Exception as error:  # whoever writes or drains raises it
             failure = error
         with self._changed:
             self._failure = self._failure or failure
@@ -177,7 +177,7 @@ class FileRecords(KeyedRecords):
         if failure is None:
             try:
                 self._shorten()
-            except OSError as error:
+            except Exception as error:
                 self._failure = self._failure or error
 
     def _put(self, numbers: Tensor, records: Tensor) -> None:
@@ -207,7 +207,7 @@ class FileRecords(KeyedRecords):
             self._put(numbers, records)
 
     def drain(self) -> None:
-        """Wait until everything is written."""
+        """Wait until everything is written, and raise what failed."""
         self._writer.submit(lambda: None).result()
         if self._failure is not None:
             raise self._failure

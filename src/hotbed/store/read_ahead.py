@@ -80,7 +80,12 @@ class ReadAhead(RecordsAbove):
         with self._lock:
             self._written = []
         records = torch.empty(len(slots), self.record_bytes, dtype=torch.uint8)
-        there = self._read(slots, records, "ahead")
+        try:
+            there = self._read(slots, records, "ahead")
+        except BaseException:
+            with self._lock:
+                self._written = None
+            raise
         with self._lock:
             at = there.nonzero()[:, 0]
             if len(at) < len(slots):
@@ -120,14 +125,11 @@ class ReadAhead(RecordsAbove):
             for batch in [*self._batches, *self._looked_up]:
                 at = positions(batch.slots, left)
                 cpu_cache.read_rows(batch.records, at, out)
-                found = at >= 0
-                left.masked_fill_(found, -1)
+                left.masked_fill_(at >= 0, -1)
                 if use == "lookup":
-                    waited = at[found]
-                    self.counted.ahead += int(batch.waiting[waited].sum())
-                    batch.waiting[waited] = False
+                    self.counted.ahead += int(batch.waiting[at[at >= 0]].sum())
             if use == "lookup":
-                self._batches = [batch for batch in self._batches if bool(batch.waiting.any())]
+                self._used(slots)
         there = left < 0
         rest = (~there).nonzero()[:, 0]
         if len(rest):
@@ -136,6 +138,13 @@ class ReadAhead(RecordsAbove):
             cpu_cache.write_rows(out, rest.masked_fill(~below, -1), found_below)
             there[rest] = below
         return there
+
+    def _used(self, slots: Tensor) -> None:
+        """Note in all batches that these slots wait for no lookup any more; forget batches of which none does."""
+        for batch in self._batches:
+            at = positions(batch.slots, slots)
+            batch.waiting[at[at >= 0]] = False
+        self._batches = [batch for batch in self._batches if bool(batch.waiting.any())]
 
     @override
     def write(self, slots: Tensor, records: Tensor) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 PER_SEGMENT = 1024
 """Places of a segment: whole pages, whatever a record's size, if that is a multiple of 4 bytes."""
 SPACE = 1.5
-"""Places of a file per record, at most."""
+"""Places of a file per record, beyond which records are moved; `_SLACK`, and what is read meanwhile, come on top."""
 _SLACK = 8
 """Segments that a file may have beyond that."""
 _AT_ONCE = 16
