@@ -11,7 +11,7 @@ from benchmarks import tiers
 
 
 def test_every_side_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--rows", "200", "--dim", "8", "--batch_size", "32", "--batches", "2", "--rounds", "1"]
+    sizes = ["--rows", "200", "--dim", "8", "--batch_size", "32", "--batches", "7", "--rounds", "1"]
     tiers.main([*sizes, "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["results"]
     assert list(found) == list(tiers.SIDES)

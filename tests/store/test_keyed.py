@@ -89,6 +89,8 @@ def test_writing_waits_for_room(tmp_path: Path) -> None:
     out = torch.empty(29, 64, dtype=torch.uint8)
     assert records.read(torch.arange(29), out).all()
     assert out[:, 0].tolist() == [min(i, 19) for i in range(29)]
+    assert records.disk_bytes >= 29 * 64
+    records.drain()
     assert records.disk_bytes == 20 * 10 * 64  # nothing is overwritten yet
 
 

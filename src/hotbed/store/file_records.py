@@ -88,7 +88,7 @@ class FileRecords(KeyedRecords):
     @property
     @override
     def disk_bytes(self) -> int:
-        return self._segments.end * self.record_bytes
+        return max(self._segments.end, self._count) * self.record_bytes  # with what waits to be written
 
     @override
     def clear(self) -> None:
