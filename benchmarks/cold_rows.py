@@ -76,6 +76,12 @@ def group() -> Iterator[Path]:
 # -- steps ---------------------------------------------------------------------------------------------------------
 
 
+def files_of(collection: hb.EmbeddingCollection) -> list[FileRecords]:
+    """List the files that a collection has rows in."""
+    stores = [store for store in collection.stores() if isinstance(store, LazyStore)]
+    return [layer for store in stores for layer in store.records.layers() if isinstance(layer, FileRecords)]
+
+
 class Timed:
     """Batches that say when they were taken; before the timed ones, the group is limited."""
 
@@ -96,9 +102,7 @@ class Timed:
     def _limit(self) -> None:
         collection = self.trainer.model.embeddings
         self.before = collection.traffic
-        stores = [store for store in collection.stores() if isinstance(store, LazyStore)]
-        files = [layer for store in stores for layer in store.records.layers() if isinstance(layer, FileRecords)]
-        rows = sum(len(file) * file.record_bytes for file in files)
+        rows = sum(len(file) * file.record_bytes for file in files_of(collection))
         self.limited = {"file_bytes": collection.disk_bytes, "rows_bytes": rows, "cached_bytes": rows // 4}
         self.limited["own_bytes"] = 1024 * status_kib("RssAnon")
         if rows:

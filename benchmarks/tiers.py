@@ -32,13 +32,12 @@ from rich.progress import track
 from rich.table import Table
 
 import hotbed as hb
+from benchmarks.cold_rows import files_of
 from hotbed.bench.options import OpsOptions
 from hotbed.bench.workload import Workload
 from hotbed.embed import tables_on_meta
 from hotbed.files import write_json
 from hotbed.plan.tiling import Tier
-from hotbed.store import LazyStore
-from hotbed.store.file_records import FileRecords
 from hotbed.train.report import environment
 
 WARM_UP = 2
@@ -86,10 +85,8 @@ class Trained:
 
     def drain(self) -> None:
         """Wait until files are written, which would take another side's time."""
-        for arena in self.collection._groups[0].arenas:
-            for layer in arena.store.records.layers() if isinstance(arena.store, LazyStore) else ():
-                if isinstance(layer, FileRecords):
-                    layer.drain()
+        for file in files_of(self.collection):
+            file.drain()
 
     def step(self, ids: hb.Jagged, grad: torch.Tensor) -> tuple[float, float]:
         """Seconds of the lookup, and of backward and update."""

@@ -8,13 +8,14 @@ import json
 import math
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from hotbed.errors import DataError, RecipeError
+from hotbed.errors import DataError, RecipeError, StoreError
 from hotbed.parsing import TextError, parse_yaml, read_limited
 
 MOST_TEXT_BYTES = 16 << 20
@@ -69,6 +70,31 @@ def new_file(path: Path) -> Generator[Path]:
         unfinished.unlink(missing_ok=True)
         if claim is not None:
             os.close(claim)
+
+
+def unnamed_file(directory: str | Path | None, what: str) -> int:
+    """Make a file without a name, which ends with the process, and return its descriptor.
+
+    Parameters
+    ----------
+    directory
+        Where, made if it is not there; None: that of temporary files.
+    what
+        What it is for, for the error.
+
+    Raises
+    ------
+    StoreError
+        If it cannot be made there.
+    """
+    try:
+        if directory is not None:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory, prefix="hotbed-") as unnamed:
+            return os.dup(unnamed.fileno())
+    except OSError as error:
+        place = directory or tempfile.gettempdir()
+        raise StoreError(f"no file for {what} can be made in {place} ({error}); choose another") from None
 
 
 def sync(path: Path) -> None:

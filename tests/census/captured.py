@@ -59,10 +59,14 @@ class _Addresses:
         self.replayed: dict[int, list[tuple[int, ...]]] = {}
         self.eager = 0
         taken: Any = trainer._take_step
+        model: Any = trainer.model
+        tables = model.embeddings.handles.values()
         replay, step = taken._replay, trainer.backward.step
 
         def noted(captured: Any, *args: Any) -> Any:
-            assert {t.data_ptr() for t in columns(captured.batch)} & set(captured.forward.outside)
+            # Of frozen tables, backward and updates read nothing of the batch.
+            graphs = (captured.forward, captured.rest)[: 1 + any(h.requires_grad for h in tables)]
+            assert all({t.data_ptr() for t in columns(captured.batch)} & set(g.outside) for g in graphs)
             self.replayed.setdefault(id(captured), []).append(tuple(t.data_ptr() for t in columns(captured.batch)))
             return replay(captured, *args)
 
@@ -110,8 +114,7 @@ def same(one: _Steps, other: _Steps) -> int:
 
 def compared(case: Case) -> dict[str, Any]:
     MODEL.hazards.clear()
-    beside = list[Any]()
-    with recorded(), replaced(Beside, "grouped", _noting(beside)(Beside.grouped)):
+    with recorded(), noted_groups() as beside:
         eager = eager_steps(case)
         _, replayed, addresses = trained(case, batches_of(case), graphs=True)
     return {
@@ -136,17 +139,17 @@ def replaced(where: Any, name: str, by: Any) -> Iterator[None]:
         setattr(where, name, before)
 
 
-def _noting(calls: list[Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Note the arguments of all calls of a method."""
+@contextmanager
+def noted_groups() -> Iterator[list[Any]]:
+    """Note the arguments of all that is grouped beside forward passes."""
+    calls, own = list[Any](), Beside.grouped
 
-    def change(own: Callable[..., Any]) -> Any:
-        def noted(*args: Any) -> Any:
-            calls.append(args)
-            return own(*args)
+    def noted(*args: Any) -> Any:
+        calls.append(args)
+        return own(*args)
 
-        return noted
-
-    return change
+    with replaced(Beside, "grouped", noted):
+        yield calls
 
 
 def _with(where: Any, name: str, change: Callable[[Callable[..., Any]], Any]) -> Callable[[Case], str]:
@@ -296,12 +299,7 @@ LOOKUPS: dict[str, Callable[[Callable[..., Any]], Any]] = {
 def looked_up(case: Case, change: Callable[[Callable[..., Any]], Any]) -> dict[str, Any]:
     """Train a model with another forward pass, captured and not; say how often ids were grouped beside it."""
     MODEL.hazards.clear()
-    beside = list[Any]()
-    with (
-        recorded(),
-        replaced(hb.nn.DLRM, "forward", change(hb.nn.DLRM.forward)),
-        replaced(Beside, "grouped", _noting(beside)(Beside.grouped)),
-    ):
+    with recorded(), replaced(hb.nn.DLRM, "forward", change(hb.nn.DLRM.forward)), noted_groups() as beside:
         _, eager, _ = trained(case, batches_of(case), graphs=False)
         _, replayed, addresses = trained(case, batches_of(case), graphs=True)
     captures = len(addresses.replayed)

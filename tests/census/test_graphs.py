@@ -28,7 +28,7 @@ def test_replayed_steps_train_to_the_same_bits(found: dict[str, Any], case: str)
 
 @pytest.mark.parametrize("case", NAMES)
 def test_captured_steps_group_their_ids_beside_the_forward_pass(found: dict[str, Any], case: str) -> None:
-    """Two sizes of batches are captured; of DIN, pooled features and histories apart."""
+    """Two sizes of batches are captured; DIN has a lookup of pooled features and one of histories."""
     assert found[case]["beside"] == (4 if "history" in case else 2)
 
 

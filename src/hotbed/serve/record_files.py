@@ -31,11 +31,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed.errors import StoreError
+from hotbed.files import unnamed_file
 from hotbed.ops import cpu_cache
 from hotbed.store.records import Records, RecordsAbove, Use
 
 READERS = 16
 """Threads that read files, of all models together: a disk is fast when it has much to do at once."""
+CHANGED_ROWS = "changed rows"
+"""What files without a name are for, in errors."""
 LEAST_READS = 8
 """Records that one thread reads before another one is asked."""
 
@@ -183,7 +186,7 @@ class ChangedRecords(RecordsAbove):
         self._staged: list[tuple[Tensor, Tensor]] = []  # slots, and which file each is going to be read from
         self._replacement: Records | None = None
         self._outdated: Records | None = None
-        descriptors = [unnamed_file(directory) for _ in range(2)]
+        descriptors = [unnamed_file(directory, CHANGED_ROWS) for _ in range(2)]
         self._close = weakref.finalize(self, _close, descriptors)
         place = str(directory or tempfile.gettempdir())
         self._files = [_Open([d], [0], [f"the changes in {place}"], self.record_bytes) for d in descriptors]
@@ -266,24 +269,6 @@ class ChangedRecords(RecordsAbove):
     def close(self) -> None:
         self._close()
         self.below.close()
-
-
-def unnamed_file(directory: str | Path | None) -> int:
-    """Make a file without a name, which ends with the process, and return its descriptor.
-
-    Raises
-    ------
-    StoreError
-        If it cannot be made there.
-    """
-    try:
-        if directory is not None:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory, prefix="hotbed-") as unnamed:
-            return os.dup(unnamed.fileno())
-    except OSError as error:
-        place = directory or tempfile.gettempdir()
-        raise StoreError(f"no file for changed rows can be made in {place} ({error}); choose another") from None
 
 
 def write_all(file: int, numbers: Tensor, records: Tensor) -> None:

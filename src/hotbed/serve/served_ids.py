@@ -19,9 +19,10 @@ from torch import Tensor
 from hotbed.comm import Link
 from hotbed.embed.dynamic import Reinitialized
 from hotbed.errors import DamagedError
+from hotbed.files import unnamed_file
 from hotbed.ops import cpu_cache
 from hotbed.ops.cpu_runtime import launch
-from hotbed.serve.record_files import unnamed_file
+from hotbed.serve.record_files import CHANGED_ROWS
 from hotbed.specs import DYNAMIC_WAYS
 from hotbed.store.keyed import positions
 
@@ -60,7 +61,7 @@ class ServedIds:
 
     def _copied(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Copy ids to a file of our own, and map it; all of it is written, so that its disk is not full later."""
-        file = unnamed_file(self._directory)
+        file = unnamed_file(self._directory, CHANGED_ROWS)
         try:
             for first in range(0, len(ids), COPIED_AT_ONCE):
                 data = memoryview(ids[first : first + COPIED_AT_ONCE].tobytes())

@@ -24,9 +24,10 @@ from typing_extensions import override
 
 from hotbed.embed.arena import Arena
 from hotbed.errors import DamagedError
+from hotbed.files import unnamed_file
 from hotbed.ops import BackendName, cpu_cache, host_backend
 from hotbed.serve.format import ExportedModel
-from hotbed.serve.record_files import ChangedRecords, RecordFile, RecordFiles, unnamed_file, write_all
+from hotbed.serve.record_files import CHANGED_ROWS, ChangedRecords, RecordFile, RecordFiles, write_all
 from hotbed.serve.redis_records import RedisRecords
 from hotbed.serve.schema import TableEntry
 from hotbed.specs import RowDtype
@@ -102,7 +103,7 @@ class ResidentRows(ServedRows):
         self._store = arena.store
         self._size = max(model.manifest.tables[name].record_bytes for name in self.tables)
         self._entries = [model.manifest.tables[name] for name in self.tables]
-        self._file = unnamed_file(directory)
+        self._file = unnamed_file(directory, CHANGED_ROWS)
         self._close = weakref.finalize(self, os.close, self._file)
         self._staged: list[tuple[int, Tensor]] = []
         self._count = 0

@@ -6,7 +6,6 @@ Where a record is, by its number, is known by `hotbed.store.segments`: one that 
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import time
 import weakref
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.errors import StoreError
+from hotbed.files import unnamed_file
 from hotbed.ops import cpu_cache
 from hotbed.store.keyed import KeyedRecords, gathered, positions
 from hotbed.store.records import Use
@@ -62,15 +61,10 @@ class FileRecords(KeyedRecords):
     def __init__(self, record_bytes: int, directory: str | Path, limit_bytes: int = UNWRITTEN_BYTES) -> None:
         super().__init__(record_bytes)
         self._directory, self._limit = Path(directory), limit_bytes
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._directory, prefix="hotbed-") as unnamed:
-                self._file = os.dup(unnamed.fileno())
-        except OSError as error:
-            raise StoreError(f"no file for rows can be made in {directory} ({error}); choose another") from None
+        self._file = unnamed_file(directory, "rows")
+        self._close = weakref.finalize(self, os.close, self._file)
         if hasattr(os, "posix_fadvise"):  # else the system reads megabytes around what it takes for a sequence
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
-        self._close = weakref.finalize(self, os.close, self._file)
         self._changed = threading.Condition()
         self._segments = Segments()
         self._unwritten: deque[_Unwritten] = deque()
@@ -161,24 +155,18 @@ class FileRecords(KeyedRecords):
 
     def _write_oldest(self) -> None:
         batch = self._unwritten[0]
-        failure: Exception | None = None
         try:
             self._put(batch.numbers, batch.records)
-        except Exception as error:  # whoever writes or drains raises it
-            failure = error
-        with self._changed:
-            self._failure = self._failure or failure
-            if failure is None:  # what is not in the file stays where it can be read
+            with self._changed:
                 self._unwritten.popleft()
                 self._unwritten_bytes -= batch.records.nbytes
-            else:
+                self._changed.notify_all()
+            self._shorten()
+        except Exception as error:  # what is not in the file stays where it can be read
+            with self._changed:
+                self._failure = self._failure or error  # whoever writes or drains raises it
                 self._limit = 1 << 62  # nobody waits for room that does not come
-            self._changed.notify_all()
-        if failure is None:
-            try:
-                self._shorten()
-            except Exception as error:
-                self._failure = self._failure or error
+                self._changed.notify_all()
 
     def _put(self, numbers: Tensor, records: Tensor) -> None:
         """Write records to new places."""

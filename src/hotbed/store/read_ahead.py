@@ -77,25 +77,24 @@ class ReadAhead(RecordsAbove):
         if not len(slots):
             return
         slots, _ = distinct(slots)
+        written = list[_Written]()
         with self._lock:
-            self._written = []
-        records = torch.empty(len(slots), self.record_bytes, dtype=torch.uint8)
+            self._written = written
         try:
+            records = torch.empty(len(slots), self.record_bytes, dtype=torch.uint8)
             there = self._read(slots, records, "ahead")
-        except BaseException:
+            with self._lock:
+                at = there.nonzero()[:, 0]
+                if len(at) < len(slots):
+                    slots, records = slots[at], gathered(records, at)
+                batch = _Batch(slots, records, torch.ones(len(slots), dtype=torch.bool))
+                for since in written:
+                    batch.overwrite(since)
+                if len(slots):
+                    self._batches = [*self._batches, batch][-MOST_BATCHES_AHEAD:]
+        finally:
             with self._lock:
                 self._written = None
-            raise
-        with self._lock:
-            at = there.nonzero()[:, 0]
-            if len(at) < len(slots):
-                slots, records = slots[at], gathered(records, at)
-            batch = _Batch(slots, records, torch.ones(len(slots), dtype=torch.bool))
-            for written in self._written or ():
-                batch.overwrite(written)
-            self._written = None
-            if len(slots):
-                self._batches = [*self._batches, batch][-MOST_BATCHES_AHEAD:]
 
     @override
     def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
@@ -120,17 +119,19 @@ class ReadAhead(RecordsAbove):
     def _read(self, slots: Tensor, out: Tensor, use: Use) -> Tensor:
         if not self._looked_up and not self._batches:
             return self.below.read(slots, out, use=use)
-        left = slots.clone()
+        there = torch.zeros(len(slots), dtype=torch.bool)
         with self._lock:
             for batch in [*self._batches, *self._looked_up]:
-                at = positions(batch.slots, left)
-                cpu_cache.read_rows(batch.records, at, out)
-                left.masked_fill_(at >= 0, -1)
+                at = positions(batch.slots, slots)
+                here = at >= 0
+                new = here & ~there
                 if use == "lookup":
-                    self.counted.ahead += int(batch.waiting[at[at >= 0]].sum())
+                    self.counted.ahead += int(batch.waiting[at[new]].sum())
+                    batch.waiting[at[here]] = False  # also of those that another batch has, too
+                cpu_cache.read_rows(batch.records, at.masked_fill_(~new, -1), out)
+                there |= here
             if use == "lookup":
-                self._used(slots)
-        there = left < 0
+                self._batches = [batch for batch in self._batches if bool(batch.waiting.any())]
         rest = (~there).nonzero()[:, 0]
         if len(rest):
             found_below = torch.empty(len(rest), out.shape[1], dtype=torch.uint8)
@@ -138,13 +139,6 @@ class ReadAhead(RecordsAbove):
             cpu_cache.write_rows(out, rest.masked_fill(~below, -1), found_below)
             there[rest] = below
         return there
-
-    def _used(self, slots: Tensor) -> None:
-        """Note in all batches that these slots wait for no lookup any more; forget batches of which none does."""
-        for batch in self._batches:
-            at = positions(batch.slots, slots)
-            batch.waiting[at[at >= 0]] = False
-        self._batches = [batch for batch in self._batches if bool(batch.waiting.any())]
 
     @override
     def write(self, slots: Tensor, records: Tensor) -> None:
