@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from hotbed.checkpoint import load_checkpoint, read_manifest, verify_checkpoint
 from hotbed.checkpoint.manifest import DIFFERENTIAL, FORMAT
 from hotbed.commands.main import main
 from tests.fixtures.make import FOLDER, RANKS, RUN, make, make_difference, make_tiles
-from tests.fixtures.models import CASES, STEPS, build, sha256, state, train
+from tests.fixtures.models import CASES, STEPS, build, embeddings, sha256, state, train
 from tests.ranks import Ranks
 
 LOADED = {
@@ -102,10 +103,30 @@ def test_rows_in_tiers_load_and_go_on_to_the_same_bits() -> None:
         assert hashes(name, plan) == (LOADED[name], TRAINED[name]), name
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "tiles"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("tiles", "lazy")])
 def test_a_checkpoint_made_today_has_the_recorded_bytes(name: str, tmp_path: Path) -> None:
     make(name, tmp_path)
     assert files(tmp_path / name) == files(FOLDER / name)
+
+
+def test_rows_in_tiers_saved_today_are_the_recorded_ones_in_another_order(tmp_path: Path) -> None:
+    make("lazy", tmp_path)
+    for name, place in (("recorded", FOLDER / "lazy"), ("today", tmp_path / "lazy")):
+        assert main(["checkpoint", "convert", str(place), str(tmp_path / name), "--compact"]) == 0
+    assert files(tmp_path / "today") == files(tmp_path / "recorded")
+
+
+def test_the_order_of_rows_in_tiers_does_not_depend_on_what_was_read_meanwhile(tmp_path: Path) -> None:
+    case = CASES["lazy"]
+    parts = build(case, plan=case.plan)
+    train(case, parts, range(STEPS))
+    hb.save_checkpoint(tmp_path / "before", parts, step=STEPS)
+    store = embeddings(parts).local_tiles("disk")[0].arena.store
+    before = store.nbytes
+    store.prefetch(torch.arange(store.slots))
+    assert store.nbytes > before
+    hb.save_checkpoint(tmp_path / "after", parts, step=STEPS)
+    assert files(tmp_path / "after") == files(tmp_path / "before")
 
 
 def test_a_recorded_difference_loads_on_its_base_to_the_bits_of_a_whole_checkpoint() -> None:

@@ -26,7 +26,7 @@ from hotbed.embed.arena import stored_as
 from hotbed.errors import CheckpointError
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Table
-from hotbed.store import MOMENT, DenseStore, PickedArray, PickedRows, RowStore
+from hotbed.store import MOMENT, DenseStore, LazyStore, PickedArray, PickedRows, RowStore
 
 
 class ModelTable(NamedTuple):
@@ -190,11 +190,16 @@ def chunks_of(
     ``changed`` are the slots of a differential checkpoint by store, as the snapshot was given them.
     """
     # Small stores first: what was kept of a store's rows is free when it has been read.
-    stores = sorted(dict.fromkeys(tile.arena.store for _, _, tile in owned), key=lambda store: store.nbytes)
+    stores = sorted(dict.fromkeys(tile.arena.store for _, _, tile in owned), key=_most_bytes)
     order = {store: i for i, store in enumerate(stores)}
     tiles = sorted(owned, key=lambda tile: (order[tile[2].arena.store], tile[2].number))
     saved = {store: rows_of(store, changed) for store in stores} if snapshot is None else snapshot.rows
     return [chunk for tile in tiles for chunk in _chunks(*tile, saved[tile[2].arena.store], snapshot)]
+
+
+def _most_bytes(store: RowStore) -> int:
+    """Return the bytes of a store with all of its rows; what it takes now depends on how far other threads are."""
+    return store.slots * store.records.record_bytes if isinstance(store, LazyStore) else store.nbytes
 
 
 def _chunks(
