@@ -106,12 +106,12 @@ $(DOCS)/ready: pyproject.toml constraints.txt
 	touch $@
 
 gpu-report: .venv/ready $(if $(TRITON),$(OTHER)/ready)  ## what compilers say of every kernel, without a GPU; into docs/gpu.md [TRITON=3.6.0 beside] [THEIRS=folder] [ARGS=...]
-	$(if $(TRITON),PYTHONPATH=$(OTHER) $(BIN)/python -m tests.gpu.report --targets sm_90 --json $(OTHER)/report.json >$(OTHER)/report.md)
+	$(if $(TRITON),PYTHONPATH=$(OTHER) $(BIN)/python -m tests.gpu.report --json $(OTHER)/report.json >$(OTHER)/report.md)
 	$(BIN)/python -m tests.gpu.report --markdown docs/gpu.md $(if $(TRITON),--beside $(OTHER)/report.json) $(ARGS)
 	$(if $(THEIRS),$(BIN)/python -m tests.gpu.report --markdown docs/gpu.md --targets sm_90 --theirs $(THEIRS))
 
 gpu-limits: .venv/ready $(if $(TRITON),$(OTHER)/ready)  ## the limits of compiled kernels [TRITON=3.6.0: by another Triton]
-	$(if $(TRITON),PYTHONPATH=$(OTHER)) $(BIN)/python -m pytest -m "not full" tests/gpu/test_compiled.py
+	$(if $(TRITON),PYTHONPATH=$(OTHER)) $(BIN)/python -m pytest -m "full or not full" tests/gpu/test_compiled.py
 
 .triton/%/ready: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .triton/$* triton==$*

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from hotbed.train.graph_inputs import Rates, columns
 from hotbed.train.step_graph import StepGraph
 from hotbed.train.trainer import Trainer
 from tests.census.graphs import GRAPHS
-from tests.census.record import recorded
+from tests.census.record import RECORD, asked_for, recorded
 from tests.census.steps import BATCH, Case, batch_of, state_of, trainer_of
 from tests.census.streams import MODEL, Stream
 
@@ -53,11 +54,15 @@ class _Steps(hb.Callback):
 
 
 class _Addresses:
-    """Notes how steps were taken, and which memory each was given."""
+    """Notes how steps were taken, which memory each was given, and what each asked of the device."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.replayed: dict[int, list[tuple[int, ...]]] = {}
         self.eager = 0
+        self.in_graphs = list[int]()
+        """Launches of the graphs of each captured step."""
+        self.by_host = list[Counter[str]]()
+        """What the host asks for in steps that only replay: launches, copies, waits."""
         taken: Any = trainer._take_step
         model: Any = trainer.model
         tables = model.embeddings.handles.values()
@@ -74,7 +79,24 @@ class _Addresses:
             self.eager += GRAPHS.capturing is None
             return step(*args, **kwargs)
 
-        taken._replay = noted
+        step_of, capture = taken._step, taken._capture
+
+        def captured(batch: hb.Batch) -> Any:
+            RECORD.begin()
+            found = capture(batch)
+            of_batch = len(columns(batch))  # which is copied before
+            self.in_graphs.append(asked_for(RECORD.begin())["launches"] - of_batch)
+            return found
+
+        def asked(*args: Any) -> Any:
+            captures, eager = len(self.in_graphs), self.eager
+            RECORD.begin()
+            found = step_of(*args)
+            if (captures, eager) == (len(self.in_graphs), self.eager):
+                self.by_host.append(asked_for(RECORD.begin()))
+            return found
+
+        taken._replay, taken._step, taken._capture = noted, asked, captured
         of_trainer: Any = trainer.backward
         of_trainer.step = counted
 
@@ -124,6 +146,8 @@ def compared(case: Case) -> dict[str, Any]:
         "losses": replayed.losses,
         "eager": addresses.eager,
         "replays": [len(of) for of in addresses.replayed.values()],
+        "in_graphs": addresses.in_graphs,
+        "by_host": addresses.by_host,
         "addresses": [len(set(of)) for of in addresses.replayed.values()],
         "hazards": list(MODEL.hazards),
     }

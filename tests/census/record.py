@@ -6,7 +6,7 @@ import contextlib
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,6 +113,19 @@ class Record:
             yield
         finally:
             self.thread.is_computing = before
+
+
+def asked_for(events: Iterable[Event]) -> Counter[str]:
+    """Count launches, copies that nobody waits for, waits, and page-locked memory that is allocated."""
+    found: Counter[str] = Counter()
+    for event in events:
+        if event.kind == "launch":
+            found["launches"] += event.count
+        elif event.kind == "crossing":
+            found["waits" if event.waits else "copies"] += 1
+        elif event.kind == "host":
+            found[event.what] += 1
+    return found
 
 
 INPUTS = ("batch.py", "jagged.py")

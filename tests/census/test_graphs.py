@@ -12,6 +12,13 @@ from tests.census.test_census import counted
 
 STEPS = 12
 NAMES = [case.name for case in CASES["captured"]]
+BUDGET = {
+    "RowWiseAdagrad fp32, ragged, lr moves": (61, 6, 1),
+    "Adam int8 behind 8 fp32 rows, ragged, lr moves": (65, 7, 2),
+    "RowWiseAdagrad fp32, ragged, recomputed": (98, 4, 0),
+    "RowWiseAdagrad fp32, ragged, history": (256, 4, 0),
+}
+"""Launches of a captured step's graphs, and what the host asks for beside them: launches, copies to the device."""
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +45,19 @@ def test_each_size_class_is_replayed_on_the_same_memory(found: dict[str, Any], c
     assert sorted(found[case]["replays"]) == [3, 5]
     assert found[case]["eager"] == STEPS - 8
     assert found[case]["addresses"] == [1, 1]
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_captured_step_asks_for_no_more_than_its_budget(found: dict[str, Any], case: str) -> None:
+    """The host copies the batch and what has changed of the hyperparameters, and waits for nothing."""
+    in_graphs, launches, copies = BUDGET[case]
+    assert max(found[case]["in_graphs"]) <= in_graphs
+    assert len(found[case]["by_host"]) == sum(found[case]["replays"]) - len(found[case]["in_graphs"])
+    for asked in found[case]["by_host"]:
+        assert asked.pop("launches") <= launches
+        assert asked.pop("copies", 0) <= copies
+        assert asked.pop("allocation of page-locked memory", 0) <= copies
+        assert not asked
 
 
 @pytest.mark.parametrize("case", NAMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import triton
@@ -27,7 +28,7 @@ def ours(found: Sequence[Line]) -> str:
     # In-order machines stop where their code says: their waits are not those of the others.
     waits = [main, *(target for target in targets if target.startswith("gfx"))]
     head = ["kernel", "conditions", f"registers {' / '.join(targets)}"]
-    head += [f"{main}, Triton {other}" for other in others]
+    head += [f"the same, Triton {other}" for other in others]
     head += ["spilled", "programs", "loads", f"waits {' / '.join(dict.fromkeys(waits))}", "KiB"]
     head += [f"share {' / '.join(targets)}", "need"]
     rows: list[list[str]] = []
@@ -43,14 +44,13 @@ def ours(found: Sequence[Line]) -> str:
             return by.get((*key, target, version))
 
         same = [other(target) for target in targets]
-        with_others = [other(main, version) for version in others]
+        with_others = [[other(target, version) for target in targets] for version in others]
         rows.append(
             [
                 kernel,
                 about,
-                " / ".join(str(line.registers) if line else "–" for line in same),
-                *(str(line.registers) if line else "–" for line in with_others),
-                str(max(line.spilled_bytes for line in [*same, *with_others] if line)),
+                *(" / ".join(str(line.registers) if line else "–" for line in of) for of in (same, *with_others)),
+                str(max(line.spilled_bytes for line in chain(same, *with_others) if line)),
                 str(line.programs),
                 _loads(line),
                 " / ".join(_waits(other(target)) for target in dict.fromkeys(waits)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,11 +28,32 @@ FEW = {
     *("count_groups", "place_groups", "add_runs", "place_runs"),
 }
 OTHERS = {
-    *("weight_gradient", "occurrences", "spread", "initial", "find", "use", "sets", "take", "copy"),
+    *("gather", "weight_gradient", "occurrences", "spread", "initial", "find", "use", "sets", "take", "copy"),
     *("cross_entropy", "total", "step_seeds", "count_steps", "relu_backward", "add_parts"),
 }
 LOOKUP, UPDATE = 1.25 * 0.85, 1.25 * 0.60
 """Of the bandwidth of an H100: 125 % of what lookups and updates are to reach."""
+BELOW = {
+    "lookup, 128 bf16 behind fp32, fixed, into fp32": 0.6,
+    "lookup, 128 bf16 behind fp32, any, into fp32": 0.9,
+    "lookup, 128 int8 behind fp32, fixed, into fp32": 0.5,
+    "lookup, 128 int8 behind fp32, any, into fp32": 0.65,
+    "lookup, 128 fp8, any, into fp32": 0.9,
+    "lookup, 128 int8, any, into fp32": 0.9,
+    "runs, single, 128 bf16 behind fp32, rowwise_adagrad": 0.85,
+    "runs, single, 128 int8 behind fp32, rowwise_adagrad": 0.85,
+    "runs, several, 128 bf16, rowwise_adagrad": 0.85,
+    "runs, several, 128 bf16 behind fp32, rowwise_adagrad": 0.85,
+    "runs, several, 128 fp16, rowwise_adagrad": 0.85,
+    "runs, several, 128 fp8, rowwise_adagrad": 0.85,
+    "runs, several, 128 int8, rowwise_adagrad": 0.6,
+    "runs, several, 128 int8 behind fp32, rowwise_adagrad": 0.85,
+    "runs, several, 128 fp32, lamb": 0.85,
+    "runs, several, 64 fp32, cut rows, rowwise_adagrad": 0.95,
+}
+"""Kernels that ask an H100's or A100's memory for less than they need (why: docs/gpu.md), and the share they keep."""
+SPILLED = {("3.6.0", "sm_80", "runs, several, 128 int8 behind fp32, rowwise_adagrad, gradient fp32"): 8}
+"""Bytes that Triton, for a target, spills of a kernel; nothing else is spilled (docs/gpu.md)."""
 
 
 def report(amount: str, *targets: str, file: Path) -> dict[str, Any]:
@@ -51,21 +71,20 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def check(found: dict[str, Any]) -> None:
-    """Nothing is spilled, and reads of one id per bag, of float32 rows, and of runs of one are in flight.
+def refuse_spills(found: dict[str, Any]) -> None:
+    """Nothing is spilled that is not known."""
+    kernels = {(of["triton"], of["target"], f"{of['kernel']}, {of['about']}"): of for of in found["lines"]}
+    spilled = {kernel: of["spilled_bytes"] for kernel, of in kernels.items()}
+    assert {kernel: n for kernel, n in spilled.items() if n > SPILLED.get(kernel, 0)} == {}
 
-    Runs of one in arenas of two dtypes are not; others: docs/gpu.md.
-    """
-    assert not [line for line in found["lines"] if line["spilled_bytes"]]
-    of_interest = re.compile(r"lookup, [^,]*, one,|[^\d]*, \d+ fp32, (?!any|fixed|lamb)|runs, single, \d+ \w+, ")
-    asked = [
-        line
-        for line in found["lines"]
-        if line["share"] is not None and of_interest.match(f"{line['kernel']}, {line['about']}")
-    ]
+
+def check(found: dict[str, Any]) -> None:
+    """Nothing is spilled, and enough reads are in flight, but for the kernels that are known to have too few."""
+    refuse_spills(found)
+    asked = {f"{line['kernel']}, {line['about']}": line for line in found["lines"] if line["share"] is not None}
     assert asked
-    low = [f"{line['kernel']}, {line['about']}: {line['share']}" for line in asked if line["share"] < line["need"]]
-    assert not low
+    low = {name: round(line["share"] / line["need"], 2) for name, line in asked.items() if line["share"] < line["need"]}
+    assert {name: share for name, share in low.items() if share < BELOW.get(name.split(", gradient")[0], 1)} == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is measured")
@@ -82,13 +101,14 @@ def test_rows_of_128_columns_on_an_h100(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is measured")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_every_kernel(target: str, tmp_path: Path) -> None:
-    """On an H100 within all limits; elsewhere it compiles, and spills nothing."""
+    """On an H100 and an A100 within all limits; elsewhere it compiles, and spills nothing."""
     found = report("each", target, file=tmp_path / "report.json")
     assert {line["kernel"] for line in found["lines"]} == FEW | OTHERS
-    assert not [line for line in found["lines"] if line["spilled_bytes"]]
-    if target == "sm_90":
+    refuse_spills(found)
+    if target in ("sm_80", "sm_90"):
         check(found)
-        assert min(found["updates"]["sm_90, 64 columns"].values()) >= UPDATE
+    if target != "sm_100":
+        assert min(share for of in found["updates"].values() for share in of.values()) >= UPDATE
 
 
 def test_loads_that_wait_for_each_other_are_counted() -> None:

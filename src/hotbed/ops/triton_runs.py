@@ -20,8 +20,8 @@ from hotbed.ops.triton_rows import locate, place_number, row_pointers
 from hotbed.ops.triton_runtime import FIRST_SLOT, LONG, STRICT, TABLE_ENTRY, ceil_div
 from hotbed.ops.triton_segment import runs_of
 
-_BLOCK = 1024
-"""Positions per program: eight per thread of four warps."""
+_BLOCK = 512
+"""Positions per program: four per thread of four warps."""
 
 
 class RunList(NamedTuple):
