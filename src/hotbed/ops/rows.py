@@ -95,6 +95,7 @@ MIN_EXPONENT = -120
 INT8_NAN = -128
 
 _FP8_LIMIT = 464.0  # half a quantum above the largest value
+_INFINITY = 0x7F800000
 _MANTISSA = 0x7FFFFF
 _LARGEST_MANTISSA = 0x7E0000  # of 127 / 64
 
@@ -111,9 +112,9 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 def exponents_of(values: Tensor) -> Tensor:
     """Smallest int8 exponents ``[n, blocks]`` that hold float32 values ``[n, D]``; infinities and NaN do not count."""
-    magnitude = torch.where(values.isfinite(), values.abs(), 0.0)
-    padded = torch.nn.functional.pad(magnitude, (0, -values.shape[1] % SCALE_BLOCK))
-    bits = padded.unflatten(1, (-1, SCALE_BLOCK)).amax(2).view(torch.int32)
+    magnitude = values.view(torch.int32) & 0x7FFFFFFF
+    magnitude = torch.where(magnitude < _INFINITY, magnitude, 0)
+    bits = torch.cat([block.amax(1, keepdim=True) for block in magnitude.split(SCALE_BLOCK, dim=1)], dim=1)
     needed = (bits >> 23) - 127 - 6 + ((bits & _MANTISSA) > _LARGEST_MANTISSA).int()
     return needed.clamp(min=MIN_EXPONENT).to(torch.int8)
 
@@ -122,7 +123,7 @@ def widen(narrow: Tensor, exponents: Tensor) -> Tensor:
     """Rows ``[n, D]`` as float32, exactly; ``exponents [n, blocks]`` are read for int8."""
     if narrow.dtype != torch.int8:
         return narrow.to(torch.float32)
-    values = narrow.to(torch.float32) * power_of_two(_by_column(exponents, narrow.shape[1]))
+    values = narrow.to(torch.float32) * _by_column(power_of_two(exponents), narrow.shape[1])
     return values.masked_fill(narrow == INT8_NAN, torch.nan)
 
 
@@ -130,8 +131,8 @@ def round_nearest(values: Tensor, dtype: torch.dtype, exponents: Tensor) -> Tens
     """Float32 values ``[n, D]`` rounded to the nearest, ties to even; int8 by these exponents ``[n, blocks]``."""
     if dtype != torch.int8:
         return _cast(values, dtype)
-    q = torch.round(values * power_of_two(-_by_column(exponents, values.shape[1])))
-    return q.masked_fill(~values.isfinite(), INT8_NAN).to(torch.int8)
+    q = torch.round(values * _by_column(power_of_two(-exponents), values.shape[1]))
+    return q.where(q.abs() <= -INT8_NAN, INT8_NAN).to(torch.int8)  # infinities and NaN are what is left
 
 
 def round_stochastic(values: Tensor, dtype: torch.dtype, exponents: Tensor, random: Tensor) -> Tensor:
@@ -176,9 +177,11 @@ def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
-def _by_column(exponents: Tensor, dim: int) -> Tensor:
-    """Exponents ``[n, blocks]`` as ``[n, D]``."""
-    return exponents.repeat_interleave(SCALE_BLOCK, dim=1)[:, :dim]
+def _by_column(of_blocks: Tensor, dim: int) -> Tensor:
+    """Values of blocks ``[n, blocks]`` as ``[n, D]``."""
+    if of_blocks.shape[1] == 1:
+        return of_blocks.expand(-1, dim)
+    return of_blocks[:, :, None].expand(-1, -1, SCALE_BLOCK).flatten(1)[:, :dim]
 
 
 def table_of(rows: Rows, slots: Tensor) -> Tensor:
@@ -215,6 +218,11 @@ def write_rows(rows: Rows, slots: Tensor, values: Tensor, random: Tensor | None)
     if len(rows.wide):
         rows.wide[at[wide]] = values[wide]
         at, values, random = at[~wide], values[~wide], None if random is None else random[~wide]
+    write_narrow(rows, at, values, random)
+
+
+def write_narrow(rows: Rows, at: Tensor | slice, values: Tensor, random: Tensor | None = None) -> None:
+    """Overwrite narrow rows at these positions among them, as `write_rows` does."""
     exponents = _exponents(rows, at)
     dtype = rows.narrow.dtype
     if dtype == torch.int8:
@@ -235,7 +243,7 @@ def places(rows: Rows, slots: Tensor) -> tuple[Tensor, Tensor]:
     return wide, torch.where(wide, table[:, FIRST_WIDE] + row, table[:, FIRST_NARROW] + row - table[:, WIDE_ROWS])
 
 
-def _exponents(rows: Rows, at: Tensor) -> Tensor:
+def _exponents(rows: Rows, at: Tensor | slice) -> Tensor:
     """Exponents of narrow rows ``[n, blocks]``; nothing where rows are not int8."""
     return rows.exponents[at] if rows.narrow.dtype == torch.int8 else rows.exponents
 

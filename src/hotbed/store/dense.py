@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Literal, Self
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from hotbed import ops
 from hotbed.ops import BackendName, BagLayout, Occurrences, Rows, RuleStep
-from hotbed.ops.rows import MIN_EXPONENT, block_count, places, write_rows
+from hotbed.ops.rows import MIN_EXPONENT, block_count, places, write_narrow, write_rows
 from hotbed.optim import Moment
 from hotbed.specs import RowDtype, Tier, row_bytes
 from hotbed.store import memory
@@ -34,7 +34,7 @@ MOMENT = "moment."
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
-INITIAL_CHUNK = 1 << 22
+INITIAL_CHUNK = 1 << 20
 """Cells that are drawn at once before they are rounded to a narrow dtype."""
 
 
@@ -119,16 +119,31 @@ class DenseStore(RowStore):
     @override
     def initialize(self, slot: int, *, seed: int, rows: range, cols: range, bound: float) -> None:
         self.replaced()
-        if not len(self.rows.narrow):  # then slots are positions in `wide`
-            out = self.rows.wide[slot : slot + len(rows)]
-            self.ops.initial_values_(out, seed=seed, rows=rows, cols=cols, bound=bound)
-            return
-        chunk = max(INITIAL_CHUNK // self.dim, 1)
-        for start in range(0, len(rows), chunk):
-            some = rows[start : start + chunk]
-            values = torch.empty(len(some), self.dim, dtype=torch.float32, device=self.device)
-            self.ops.initial_values_(values, seed=seed, rows=some, cols=cols, bound=bound)
-            self.write(torch.arange(slot + start, slot + start + len(some), device=self.device), values)
+        for array, at, count in self._stretches(slot, len(rows)):
+            some, rows = rows[:count], rows[count:]
+            if array == "wide":
+                out = self.rows.wide[at : at + count]
+                self.ops.initial_values_(out, seed=seed, rows=some, cols=cols, bound=bound)
+                continue
+            chunk = max(INITIAL_CHUNK // self.dim, 1)
+            values = torch.empty(min(chunk, count), self.dim, dtype=torch.float32, device=self.device)
+            for start in range(0, count, chunk):
+                drawn = values[: count - start]
+                self.ops.initial_values_(drawn, seed=seed, rows=some[start : start + chunk], cols=cols, bound=bound)
+                write_narrow(self.rows, slice(at + start, at + start + len(drawn)), drawn)
+
+    def _stretches(self, slot: int, count: int) -> Iterator[tuple[Literal["wide", "narrow"], int, int]]:
+        """Find where so many slots from ``slot`` on are: array, position of the first there, and how many follow it."""
+        so_far = wide = narrow = 0
+        for span in self.spans:
+            of_narrow = span.rows - span.fp32_rows
+            lengths: dict[Literal["wide", "narrow"], int] = {"wide": span.fp32_rows, "narrow": of_narrow}
+            for (array, length), at in zip(lengths.items(), (wide, narrow), strict=True):
+                first, last = max(slot, so_far), min(slot + count, so_far + length)
+                if first < last:
+                    yield array, at + first - so_far, last - first
+                so_far += length
+            wide, narrow = wide + span.fp32_rows, narrow + of_narrow
 
     @override
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
