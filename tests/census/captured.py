@@ -81,7 +81,7 @@ class _Addresses:
 
         step_of, capture = taken._step, taken._capture
 
-        def captured(batch: hb.Batch) -> Any:
+        def noted_capture(batch: hb.Batch) -> Any:
             RECORD.begin()
             found = capture(batch)
             of_batch = len(columns(batch))  # which is copied before
@@ -96,7 +96,7 @@ class _Addresses:
                 self.by_host.append(asked_for(RECORD.begin()))
             return found
 
-        taken._replay, taken._step, taken._capture = noted, asked, captured
+        taken._replay, taken._step, taken._capture = noted, asked, noted_capture
         of_trainer: Any = trainer.backward
         of_trainer.step = counted
 

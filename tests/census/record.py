@@ -116,7 +116,7 @@ class Record:
 
 
 def asked_for(events: Iterable[Event]) -> Counter[str]:
-    """Count launches, copies that nobody waits for, waits, and page-locked memory that is allocated."""
+    """Count launches, copies that nobody waits for, waits for all that was given; the host's events by name."""
     found: Counter[str] = Counter()
     for event in events:
         if event.kind == "launch":

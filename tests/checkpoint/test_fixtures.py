@@ -121,10 +121,10 @@ def test_the_order_of_rows_in_tiers_does_not_depend_on_what_was_read_meanwhile(t
     parts = build(case, plan=case.plan)
     train(case, parts, range(STEPS))
     hb.save_checkpoint(tmp_path / "before", parts, step=STEPS)
-    store = embeddings(parts).local_tiles("disk")[0].arena.store
-    before = store.nbytes
-    store.prefetch(torch.arange(store.slots))
-    assert store.nbytes > before
+    disk, popular = (embeddings(parts).local_tiles(name)[-1].arena.store for name in ("disk", "popular"))
+    assert disk.nbytes < popular.nbytes
+    disk.prefetch(torch.arange(disk.slots))
+    assert disk.nbytes > popular.nbytes
     hb.save_checkpoint(tmp_path / "after", parts, step=STEPS)
     assert files(tmp_path / "after") == files(tmp_path / "before")
 

@@ -60,7 +60,8 @@ def launches(amount: Amount) -> Iterator[Launch]:
         for grad in FLOATS if amount == "all" else ("fp32",):
             yield _update(*condition, rule, grad)
     if amount == "each":
-        yield _update(17, "fp32", 0, "rowwise_adagrad", "fp32")  # read a value at a time
+        for dtype in ("fp32", "bf16", "int8"):
+            yield _update(17, dtype, 0, "rowwise_adagrad", "fp32")  # read a value at a time
     yield _update(128, "fp32", 0, "rowwise_adagrad", "fp32", "mixed")
     yield _update(128, "fp32", 0, "sgd", "bf16", scaled=True)
     yield _weights(128)

@@ -34,26 +34,31 @@ OTHERS = {
 LOOKUP, UPDATE = 1.25 * 0.85, 1.25 * 0.60
 """Of the bandwidth of an H100: 125 % of what lookups and updates are to reach."""
 BELOW = {
-    "lookup, 128 bf16 behind fp32, fixed, into fp32": 0.6,
-    "lookup, 128 bf16 behind fp32, any, into fp32": 0.9,
-    "lookup, 128 int8 behind fp32, fixed, into fp32": 0.5,
-    "lookup, 128 int8 behind fp32, any, into fp32": 0.65,
-    "lookup, 128 fp8, any, into fp32": 0.9,
-    "lookup, 128 int8, any, into fp32": 0.9,
-    "runs, single, 128 bf16 behind fp32, rowwise_adagrad": 0.85,
-    "runs, single, 128 int8 behind fp32, rowwise_adagrad": 0.85,
-    "runs, several, 128 bf16, rowwise_adagrad": 0.85,
-    "runs, several, 128 bf16 behind fp32, rowwise_adagrad": 0.85,
-    "runs, several, 128 fp16, rowwise_adagrad": 0.85,
-    "runs, several, 128 fp8, rowwise_adagrad": 0.85,
-    "runs, several, 128 int8, rowwise_adagrad": 0.6,
-    "runs, several, 128 int8 behind fp32, rowwise_adagrad": 0.85,
-    "runs, several, 128 fp32, lamb": 0.85,
-    "runs, single, 17 fp32, rowwise_adagrad": 0.3,
-    "runs, several, 17 fp32, rowwise_adagrad": 0.2,
-    "runs, several, 64 fp32, cut rows, rowwise_adagrad": 0.95,
+    "sm_90": {
+        "lookup, 128 bf16 behind fp32, fixed, into fp32": 0.6,
+        "lookup, 128 bf16 behind fp32, any, into fp32": 0.9,
+        "lookup, 128 int8 behind fp32, fixed, into fp32": 0.5,
+        "lookup, 128 int8 behind fp32, any, into fp32": 0.65,
+        "lookup, 128 fp8, any, into fp32": 0.95,
+        "lookup, 128 int8, any, into fp32": 0.94,
+        "runs, single, 128 bf16 behind fp32, rowwise_adagrad": 0.85,
+        "runs, single, 128 int8 behind fp32, rowwise_adagrad": 0.85,
+        "runs, several, 128 bf16, rowwise_adagrad": 0.85,
+        "runs, several, 128 bf16 behind fp32, rowwise_adagrad": 0.85,
+        "runs, several, 128 fp16, rowwise_adagrad": 0.85,
+        "runs, several, 128 fp8, rowwise_adagrad": 0.85,
+        "runs, several, 128 int8, rowwise_adagrad": 0.6,
+        "runs, several, 128 int8 behind fp32, rowwise_adagrad": 0.85,
+        "runs, several, 128 fp32, lamb": 0.85,
+        "runs, several, 64 fp32, cut rows, rowwise_adagrad": 0.95,
+    },
+    "sm_80": {
+        "lookup, 128 int8 behind fp32, fixed, into fp32": 0.65,
+        "lookup, 128 int8 behind fp32, any, into fp32": 0.85,
+    },
 }
-"""Kernels that ask an H100's or A100's memory for less than they need (why: docs/gpu.md), and the share they keep."""
+"""By target, kernels that ask its memory for less than they need with Triton 3.9 or 3.6 (why: docs/gpu.md), and the
+share of it that they keep; of rows of 17 columns nothing is asked."""
 SPILLED = {("3.6.0", "sm_80", "runs, several, 128 int8 behind fp32, rowwise_adagrad, gradient fp32"): 8}
 """Bytes that Triton, for a target, spills of a kernel; nothing else is spilled (docs/gpu.md)."""
 
@@ -73,20 +78,25 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+def name_of(line: dict[str, Any]) -> str:
+    return f"{line['kernel']}, {line['about']}"
+
+
 def refuse_spills(found: dict[str, Any]) -> None:
     """Nothing is spilled that is not known."""
-    kernels = {(of["triton"], of["target"], f"{of['kernel']}, {of['about']}"): of for of in found["lines"]}
-    spilled = {kernel: of["spilled_bytes"] for kernel, of in kernels.items()}
-    assert {kernel: n for kernel, n in spilled.items() if n > SPILLED.get(kernel, 0)} == {}
+    for line in found["lines"]:
+        known = SPILLED.get((line["triton"], line["target"], name_of(line)), 0)
+        assert line["spilled_bytes"] <= known, line
 
 
 def check(found: dict[str, Any]) -> None:
     """Nothing is spilled, and enough reads are in flight, but for the kernels that are known to have too few."""
     refuse_spills(found)
-    asked = {f"{line['kernel']}, {line['about']}": line for line in found["lines"] if line["share"] is not None}
+    asked = [of for of in found["lines"] if of["share"] is not None and not of["about"].startswith("17 ")]
     assert asked
-    low = {name: round(line["share"] / line["need"], 2) for name, line in asked.items() if line["share"] < line["need"]}
-    assert {name: share for name, share in low.items() if share < BELOW.get(name.split(", gradient")[0], 1)} == {}
+    for line in asked:
+        kept = BELOW[line["target"]].get(name_of(line).split(", gradient")[0], 1)
+        assert line["share"] >= kept * line["need"], line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is measured")
@@ -103,7 +113,7 @@ def test_rows_of_128_columns_on_an_h100(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is measured")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_every_kernel(target: str, tmp_path: Path) -> None:
-    """On an H100 and an A100 within all limits; elsewhere it compiles, and spills nothing."""
+    """On an H100 and an A100 within all limits, on an MI300X batches are; spilled is only what is known."""
     found = report("each", target, file=tmp_path / "report.json")
     assert {line["kernel"] for line in found["lines"]} == FEW | OTHERS
     refuse_spills(found)

@@ -4,6 +4,8 @@ import gc
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hotbed import large_tensors
 from hotbed.ops import launches
@@ -115,6 +117,27 @@ def test_a_large_table_is_drawn_in_chunks_of_the_same_bits(dtype, monkeypatch):
     monkeypatch.setattr("hotbed.store.dense.INITIAL_CHUNK", 9 * 20)
     for name, chunked in rows().items():
         assert torch.equal(chunked, whole[name]), name
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5),
+    st.sampled_from(["fp32", "bf16", "int8"]),
+    st.data(),
+)
+def test_slots_are_initialized_together_as_one_by_one(counts, dtype, data):
+    """Of any spans, some of whose rows are float32, from any slot on."""
+    spans = [Span(rows, min(wide, rows)) for rows, wide in counts]
+    stores = [DenseStore(spans, 17, dtype=dtype, backend="cpu") for _ in range(2)]
+    slot = data.draw(st.integers(0, stores[0].slots))
+    count = data.draw(st.integers(0, stores[0].slots - slot))
+    stores[0].initialize(slot, seed=1, rows=range(3, 3 + 2 * count, 2), cols=range(17), bound=0.5)
+    for i in range(count):
+        stores[1].initialize(slot + i, seed=1, rows=range(3 + 2 * i, 4 + 2 * i), cols=range(17), bound=0.5)
+    together, alone = (store.read(torch.arange(store.slots)) for store in stores)
+    assert torch.equal(together, alone)
+    assert not together[:slot].any()
+    assert together[slot : slot + count].any(1).all()
+    assert not together[slot + count :].any()
 
 
 def test_an_exponent_never_falls():

@@ -128,11 +128,11 @@ def widen(narrow: Tensor, exponents: Tensor) -> Tensor:
 
 
 def round_nearest(values: Tensor, dtype: torch.dtype, exponents: Tensor) -> Tensor:
-    """Float32 values ``[n, D]`` rounded to the nearest, ties to even; int8 by these exponents ``[n, blocks]``."""
+    """Float32 ``[n, D]`` rounded to the nearest, ties to even; int8 by exponents ``[n, blocks]`` that hold them."""
     if dtype != torch.int8:
         return _cast(values, dtype)
     q = torch.round(values * _by_column(power_of_two(-exponents), values.shape[1]))
-    return q.where(q.abs() <= -INT8_NAN, INT8_NAN).to(torch.int8)  # infinities and NaN are what is left
+    return q.where(q.abs() <= 127, INT8_NAN).to(torch.int8)  # infinities and NaN are what is left
 
 
 def round_stochastic(values: Tensor, dtype: torch.dtype, exponents: Tensor, random: Tensor) -> Tensor:

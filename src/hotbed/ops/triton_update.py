@@ -318,7 +318,7 @@ def _launch(
     """
     total = len(runs.slots)
     block_d = max(power_of_two(dim), BLOCK.value)
-    # Rows that are not whole 16 bytes are read a value at a time, each of which takes registers for its address.
+    # Float32 rows that are not whole 16 bytes are read a value at a time, and each takes registers for its address.
     tile_rows = rows_per_program(block_d, TILE // 2 if dim % 4 == 0 else TILE // 8)
     partials = torch.empty(2 * ceil_div(total, RUN), dim, dtype=torch.float32, device=grad.device)
     grad = grad.contiguous()

@@ -94,6 +94,8 @@ class DenseStore(RowStore):
             ).view(-1, 7),
         )
         self.moments: dict[str, Tensor] = {}
+        self._firsts = list(zip(first_slot, first_wide, strict=True))
+        """Slot and wide row that each span begins with; last, how many there are."""
 
     @property
     def ops(self) -> ops.Backend:
@@ -133,17 +135,19 @@ class DenseStore(RowStore):
                 write_narrow(self.rows, slice(at + start, at + start + len(drawn)), drawn)
 
     def _stretches(self, slot: int, count: int) -> Iterator[tuple[Literal["wide", "narrow"], int, int]]:
-        """Find where so many slots from ``slot`` on are: array, position of the first there, and how many follow it."""
-        so_far = wide = narrow = 0
-        for span in self.spans:
-            of_narrow = span.rows - span.fp32_rows
-            lengths: dict[Literal["wide", "narrow"], int] = {"wide": span.fp32_rows, "narrow": of_narrow}
-            for (array, length), at in zip(lengths.items(), (wide, narrow), strict=True):
-                first, last = max(slot, so_far), min(slot + count, so_far + length)
-                if first < last:
-                    yield array, at + first - so_far, last - first
-                so_far += length
-            wide, narrow = wide + span.fp32_rows, narrow + of_narrow
+        """Find where so many slots from ``slot`` on are: array, position of the first there, and how many are there."""
+        behind = slot + count
+        number = bisect_right(self._firsts, slot, key=lambda first: first[0]) - 1
+        while slot < behind:
+            (first, wide), span = self._firsts[number], self.spans[number]
+            end_wide, end = first + span.fp32_rows, first + span.rows
+            if slot < min(end_wide, behind):
+                yield "wide", wide + slot - first, min(end_wide, behind) - slot
+                slot = min(end_wide, behind)
+            if slot < min(end, behind):
+                yield "narrow", slot - wide - span.fp32_rows, min(end, behind) - slot
+                slot = min(end, behind)
+            number += 1
 
     @override
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -330,6 +334,7 @@ class DenseStore(RowStore):
 
         moved = type(self)([], self.dim, device=device, backend=self.backend_name)
         moved.spans, moved.slots, moved._zeros = self.spans, self.slots, self._zeros
+        moved._firsts = self._firsts
         rows = self.rows
         wide, narrow, exponents = copied(rows.wide), copied(rows.narrow), copied(rows.exponents)
         moved.rows = Rows(wide, narrow, exponents, rows.tables.to(device))
