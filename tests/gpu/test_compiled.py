@@ -55,6 +55,7 @@ BELOW = {
     "sm_80": {
         "lookup, 128 int8 behind fp32, fixed, into fp32": 0.65,
         "lookup, 128 int8 behind fp32, any, into fp32": 0.85,
+        "runs, several, 128 int8 behind fp32, rowwise_adagrad": 0.85,
     },
 }
 """By target, kernels that ask its memory for less than they need with Triton 3.9 or 3.6 (why: docs/gpu.md), and the
