@@ -111,7 +111,7 @@ def test_records_that_are_moved_to_keep_the_file_short_stay_what_they_are(
     records.drain()
     moved = records.counted.written_bytes // 64 - 400 - 59 * 30
     assert moved > 0
-    assert records.disk_bytes < 2.5 * 400 * 64  # 1.5, slack, and what was read while a segment became free; 2,170 written
+    assert records.disk_bytes < 2.5 * 400 * 64  # 1.5, slack, and what was being read; 2,170 were written
     if fails:  # what could not be moved is where it was
         monkeypatch.setattr("hotbed.ops.cpu_cache.read_records", lambda *_: 0)
         monkeypatch.setattr("os.pread", _full)
