@@ -101,17 +101,19 @@ def test_records_that_are_moved_to_keep_the_file_short_stay_what_they_are(
     monkeypatch.setattr("hotbed.store.file_records.Segments", partial(Segments, 4))
     records, draw = FileRecords(64, tmp_path), torch.Generator().manual_seed(0)
     expected = torch.zeros(400, 64, dtype=torch.uint8)
-    for step in range(60):
+    for step in range(120):
         some = torch.randperm(400, generator=draw)[: 400 if step == 0 else 30]
         expected[some] = torch.randint(0, 255, (len(some), 64), generator=draw, dtype=torch.uint8)
         records.write(some, expected[some])
+        if step < 60:
+            records.drain()  # else segments become free while they are read, and the file gets longer
+            assert records.disk_bytes < (1.5 * 400 + 40 * 4) * 64
         out = torch.empty_like(expected)
         assert records.read(torch.arange(400), out).all()
         assert torch.equal(out, expected)
     records.drain()
-    moved = records.counted.written_bytes // 64 - 400 - 59 * 30
+    moved = records.counted.written_bytes // 64 - 400 - 119 * 30
     assert moved > 0
-    assert records.disk_bytes < 2.5 * 400 * 64  # 1.5, slack, and what was being read; 2,170 were written
     if fails:  # what could not be moved is where it was
         monkeypatch.setattr("hotbed.ops.cpu_cache.read_records", lambda *_: 0)
         monkeypatch.setattr("os.pread", _full)

@@ -137,7 +137,7 @@ class DenseStore(RowStore):
     def _stretches(self, slot: int, count: int) -> Iterator[tuple[Literal["wide", "narrow"], int, int]]:
         """Find where so many slots from ``slot`` on are: array, position of the first there, and how many are there."""
         behind = slot + count
-        number = bisect_right(self._firsts, slot, key=lambda first: first[0]) - 1
+        number = self._span_of(slot)
         while slot < behind:
             (first, wide), span = self._firsts[number], self.spans[number]
             end_wide, end = first + span.fp32_rows, first + span.rows
@@ -148,6 +148,10 @@ class DenseStore(RowStore):
                 yield "narrow", slot - wide - span.fp32_rows, min(end, behind) - slot
                 slot = min(end, behind)
             number += 1
+
+    def _span_of(self, slot: int) -> int:
+        """Find the number of the span that has a slot."""
+        return bisect_right(self._firsts, slot, key=lambda first: first[0]) - 1
 
     @override
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -241,7 +245,7 @@ class DenseStore(RowStore):
 
     @override
     def moment(self, span: int, name: str) -> Tensor:
-        first = sum(s.rows for s in self.spans[:span])
+        first, _ = self._firsts[span]
         return self.moments[name][first : first + self.spans[span].rows]
 
     @override
@@ -272,8 +276,7 @@ class DenseStore(RowStore):
     def extents(self, span: int) -> dict[str, Extent]:
         """Find where in `arrays` a span is: what `raw` gives, under its names, and moments under ``moment.NAME``."""
         rows, fp32_rows = self.spans[span][:2]
-        first_slot = sum(s.rows for s in self.spans[:span])
-        first_wide = sum(s.fp32_rows for s in self.spans[:span])
+        first_slot, first_wide = self._firsts[span]
         wide = Extent("wide", first_wide, first_wide + fp32_rows)
         narrow = first_slot - first_wide, first_slot - first_wide + rows - fp32_rows
         if fp32_rows == rows:
@@ -293,8 +296,7 @@ class DenseStore(RowStore):
 
     def stored_array(self, name: str, slots: Tensor) -> Tensor:
         """Copy an array's rows of these slots ``[n]``, all of one span, which all have it, to the CPU."""
-        span = bisect_right([*accumulate(s.rows for s in self.spans)], int(slots[0]))
-        array = self.extents(span)[name].array
+        array = self.extents(self._span_of(int(slots[0])))[name].array
         values = self.arrays()[array]
         bits = values.view(_BITS[values.element_size()])  # torch cannot index all narrow dtypes
         return bits[self.places(slots.to(self.device))[array]].cpu().view(values.dtype)
