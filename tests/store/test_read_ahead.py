@@ -6,9 +6,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hotbed.ops import cpu_cache
 from hotbed.optim import Adam
 from hotbed.store import Storage
 from hotbed.store.file_records import FileRecords
@@ -127,17 +131,35 @@ def test_only_without_a_cache_lookups_are_kept() -> None:
         assert (read_ahead.nbytes > 0) == (cache_rows == 0)
 
 
-def test_rows_that_no_lookup_asks_for_keep_no_later_batches(tmp_path: Path) -> None:
+def test_rows_that_no_lookup_asks_for_are_forgotten_with_the_next_lookup(tmp_path: Path) -> None:
     below = FileRecords(64, tmp_path)
     records = ReadAhead(below)
-    slots, out = torch.arange(10), torch.empty(9, 64, dtype=torch.uint8)
-    records.write(slots, torch.arange(640).view(10, 64).byte())
-    records.prefetch(slots)  # the last is never looked up
-    for _ in range(20):
-        records.read(slots[:9], out)
-        records.prefetch(slots[:9])
-    assert len(records._batches) == 2
+    slots, out = torch.arange(20), torch.empty(9, 64, dtype=torch.uint8)
+    values = torch.arange(20 * 64).view(20, 64).byte()
+    records.write(slots, values)
+    records.prefetch(slots[:10])  # the last is never looked up: a cache has got it meanwhile
+    for of_step in (slots[:5], slots[5:9]):
+        assert records.read(of_step, out[: len(of_step)]).all()
+    assert len(records._batches) == 1
+    records.prefetch(slots[8:18])
+    wanted = torch.tensor([8, 10, 12, 17])  # one of them comes from the batch before
+    assert records.read(wanted, out[:4]).all() and torch.equal(out[:4], values[wanted])
+    assert [batch.slots.tolist() for batch in records._batches] == [slots[8:18].tolist()]
+    assert records.counted.ahead == 5 + 4 + 3
+    read = below.counted.read_bytes
+    assert records.read(slots[9:10], out[:1], use="update").all() and below.counted.read_bytes == read
     below.close()
+
+
+def test_a_lookup_that_finds_nothing_ahead_forgets_nothing(tmp_path: Path) -> None:
+    records = ReadAhead(FileRecords(64, tmp_path))
+    slots, out = torch.arange(20), torch.empty(5, 64, dtype=torch.uint8)
+    records.write(slots, torch.zeros(20, 64, dtype=torch.uint8))
+    records.prefetch(slots[:10])
+    records.prefetch(slots[5:15])
+    records.read(slots[15:], out)
+    assert len(records._batches) == 2
+    records.close()
 
 
 def test_a_read_ahead_that_fails_keeps_nothing_that_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +172,25 @@ def test_a_read_ahead_that_fails_keeps_nothing_that_is_written(tmp_path: Path, m
         records.prefetch(torch.arange(10))
     assert records._written is None
     below.close()
+
+
+_NUMBERS = st.integers(0, 30)
+
+
+@given(kept=st.sets(_NUMBERS), wanted=st.lists(st.tuples(_NUMBERS, st.booleans())), looks_up=st.booleans())
+def test_what_is_found_is_what_a_dictionary_finds(
+    kept: set[int], wanted: list[tuple[int, bool]], looks_up: bool
+) -> None:
+    values = np.array(sorted(kept), np.int64)
+    waiting = values % 3 > 0
+    still, new, found = dict(zip(values.tolist(), waiting.tolist(), strict=True)), 0, 0
+    expected = list[int]()
+    for value, is_there in wanted:
+        if looks_up and still.get(value):
+            still[value], new, found = False, new + (not is_there), found + 1
+        expected.append(values.tolist().index(value) if value in kept and not is_there else -1)
+    there, out = np.array([is_there for _, is_there in wanted], bool), np.empty(len(wanted), np.int64)
+    asked = np.array([value for value, _ in wanted], np.int64)
+    counted = cpu_cache.find_more(values, waiting, asked, there, out, looks_up)
+    assert counted == (new, found) and out.tolist() == expected and waiting.tolist() == list(still.values())
+    assert there.tolist() == [is_there or value in kept for value, is_there in wanted]

@@ -232,24 +232,52 @@ def add_numbers(places, numbers, keys, first):
 def find_rising(values, wanted, out):
     """Position of each wanted value ``[n]`` among rising ones into ``out``, −1 for those that are not there.
 
-    The search begins where the last one ended, or at 0 where a value is less than the one before it.
+    Fastest where wanted values rise, too.
     """
-    at, total = 0, values.shape[0]
+    at = 0
     for i in range(wanted.shape[0]):
-        value = wanted[i]
-        low = at if i and value >= wanted[i - 1] else 0
-        high, step = low, 1
-        while high < total and values[high] < value:
-            low, high, step = high + 1, high + step, 2 * step
-        high = min(high, total)
-        while low < high:
-            middle = (low + high) >> 1
-            if values[middle] < value:
-                low = middle + 1
-            else:
-                high = middle
-        at = low
-        out[i] = at if at < total and values[at] == value else -1
+        at = _first_from(values, wanted[i], at if i and wanted[i] >= wanted[i - 1] else 0)
+        out[i] = at if at < values.shape[0] and values[at] == wanted[i] else -1
+
+
+@kernel()
+def find_more(values, waiting, wanted, there, out, looks_up):
+    """Find wanted values ``[n]`` as `find_rising` does, but those that are ``there`` already; note that they are, too.
+
+    If ``looks_up``, none that is found, or would be, is ``waiting`` any more. Returns how many were that are new, and
+    how many were in all.
+    """
+    at = new = found = 0
+    for i in range(wanted.shape[0]):
+        at = _first_from(values, wanted[i], at if i and wanted[i] >= wanted[i - 1] else 0)
+        out[i] = -1
+        if at == values.shape[0] or values[at] != wanted[i]:
+            continue
+        if looks_up and waiting[at]:
+            new += not there[i]
+            found += 1
+            waiting[at] = False
+        if not there[i]:
+            there[i] = True
+            out[i] = at
+    return new, found
+
+
+@kernel(inline="always")
+def _first_from(values, value, low):
+    """Search rising values for the first that is not less than this one, in steps that grow, from ``low`` on."""
+    total = values.shape[0]
+    high, step = low, 1
+    while high < total and values[high] < value:
+        low, high, step = high + 1, high + step, 2 * step
+    high = min(high, total)
+    while low < high:
+        middle = (low + high) >> 1
+        if values[middle] < value:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

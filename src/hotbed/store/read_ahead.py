@@ -119,19 +119,17 @@ class ReadAhead(RecordsAbove):
     def _read(self, slots: Tensor, out: Tensor, use: Use) -> Tensor:
         if not self._looked_up and not self._batches:
             return self.below.read(slots, out, use=use)
-        there = torch.zeros(len(slots), dtype=torch.bool)
+        there, at = torch.zeros(len(slots), dtype=torch.bool), torch.empty_like(slots)
+        waited = list[int]()
         with self._lock:
             for batch in [*self._batches, *self._looked_up]:
-                at = positions(batch.slots, slots)
-                here = at >= 0
-                new = here & ~there
-                if use == "lookup":
-                    self.counted.ahead += int(batch.waiting[at[new]].sum())
-                    batch.waiting[at[here]] = False  # also of those that another batch has, too
-                cpu_cache.read_rows(batch.records, at.masked_fill_(~new, -1), out)
-                there |= here
-            if use == "lookup":
-                self._batches = [batch for batch in self._batches if bool(batch.waiting.any())]
+                ahead, found = cpu_cache.find_more(
+                    *(t.numpy() for t in (batch.slots, batch.waiting, slots, there, at)), use == "lookup"
+                )
+                self.counted.ahead += ahead
+                waited.append(found)
+                cpu_cache.read_rows(batch.records, at, out)
+            self._forget_before(waited)
         rest = (~there).nonzero()[:, 0]
         if len(rest):
             found_below = torch.empty(len(rest), out.shape[1], dtype=torch.uint8)
@@ -139,6 +137,15 @@ class ReadAhead(RecordsAbove):
             cpu_cache.write_rows(out, rest.masked_fill(~below, -1), found_below)
             there[rest] = below
         return there
+
+    def _forget_before(self, waited: list[int]) -> None:
+        """Forget the batches that were read for earlier lookups than this one, which found so many records in each.
+
+        Lookups come in the order of their prefetches. Some records are never asked for: a cache has got them meanwhile.
+        """
+        if any(waited):
+            of_this = waited.index(max(waited))
+            self._batches = [batch for batch in self._batches[of_this:] if bool(batch.waiting.any())]
 
     @override
     def write(self, slots: Tensor, records: Tensor) -> None:
