@@ -142,7 +142,7 @@ def test_rows_that_no_lookup_asks_for_are_forgotten_with_the_next_lookup(tmp_pat
         assert records.read(of_step, out[: len(of_step)]).all()
     assert len(records._batches) == 1
     records.prefetch(slots[8:18])
-    wanted = torch.tensor([8, 10, 12, 17])  # one of them comes from the batch before
+    wanted = torch.tensor([8, 10, 12, 17])  # the first comes from the batch before
     assert records.read(wanted, out[:4]).all() and torch.equal(out[:4], values[wanted])
     assert [batch.slots.tolist() for batch in records._batches] == [slots[8:18].tolist()]
     assert records.counted.ahead == 5 + 4 + 3
@@ -152,14 +152,33 @@ def test_rows_that_no_lookup_asks_for_are_forgotten_with_the_next_lookup(tmp_pat
 
 
 def test_a_lookup_that_finds_nothing_ahead_forgets_nothing(tmp_path: Path) -> None:
-    records = ReadAhead(FileRecords(64, tmp_path))
+    below = FileRecords(64, tmp_path)
+    records = ReadAhead(below)
     slots, out = torch.arange(20), torch.empty(5, 64, dtype=torch.uint8)
     records.write(slots, torch.zeros(20, 64, dtype=torch.uint8))
     records.prefetch(slots[:10])
     records.prefetch(slots[5:15])
     records.read(slots[15:], out)
     assert len(records._batches) == 2
-    records.close()
+    below.close()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_is_read_for_the_next_step_forgets_nothing_of_this_one(tmp_path: Path, keeps: bool) -> None:
+    below = FileRecords(64, tmp_path)
+    records = ReadAhead(below, keeps=keeps)
+    slots, out = torch.arange(30), torch.empty(10, 64, dtype=torch.uint8)
+    first, second, third = slots[:10], slots[5:15], slots[20:]
+    records.write(slots, torch.zeros(30, 64, dtype=torch.uint8))
+    for part in (first, second, third):
+        records.prefetch(part)
+    records.read(first, out)
+    records.prefetch(slots[:15])  # of the next step, which has most of the rows of this one
+    records.read(second, out)
+    read = below.counted.read_bytes
+    records.read(third, out)
+    assert below.counted.read_bytes == read
+    below.close()
 
 
 def test_a_read_ahead_that_fails_keeps_nothing_that_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

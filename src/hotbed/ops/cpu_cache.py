@@ -230,7 +230,7 @@ def add_numbers(places, numbers, keys, first):
 
 @kernel()
 def find_rising(values, wanted, out):
-    """Position of each wanted value ``[n]`` among rising ones into ``out``, −1 for those that are not there.
+    """Find wanted values ``[n]`` among rising ones: their positions into ``out``, −1 for those that are not there.
 
     Fastest where wanted values rise, too.
     """
@@ -242,10 +242,10 @@ def find_rising(values, wanted, out):
 
 @kernel()
 def find_more(values, waiting, wanted, there, out, looks_up):
-    """Find wanted values ``[n]`` as `find_rising` does, but those that are ``there`` already; note that they are, too.
+    """Find wanted values ``[n]`` among rising ones, but for those that are ``there`` already.
 
-    If ``looks_up``, none that is found, or would be, is ``waiting`` any more. Returns how many were that are new, and
-    how many were in all.
+    Their positions into ``out``, −1 for others; what is found is ``there`` from then on. If ``looks_up``, wanted values
+    do not wait any more. Returns how many of the new ones were ``waiting``, and how many of all.
     """
     at = new = found = 0
     for i in range(wanted.shape[0]):

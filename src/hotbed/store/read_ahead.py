@@ -70,7 +70,8 @@ class ReadAhead(RecordsAbove):
     @property
     @override
     def nbytes(self) -> int:
-        return sum(batch.records.nbytes for batch in [*self._batches, *self._looked_up])
+        with self._lock:
+            return sum(batch.records.nbytes for batch in [*self._batches, *self._looked_up])
 
     @override
     def prefetch(self, slots: Tensor) -> None:
@@ -120,16 +121,16 @@ class ReadAhead(RecordsAbove):
         if not self._looked_up and not self._batches:
             return self.below.read(slots, out, use=use)
         there, at = torch.zeros(len(slots), dtype=torch.bool), torch.empty_like(slots)
-        waited = list[int]()
+        found = list[int]()
         with self._lock:
             for batch in [*self._batches, *self._looked_up]:
-                ahead, found = cpu_cache.find_more(
-                    *(t.numpy() for t in (batch.slots, batch.waiting, slots, there, at)), use == "lookup"
-                )
+                tensors = batch.slots, batch.waiting, slots, there, at
+                ahead, of_batch = cpu_cache.find_more(*(t.numpy() for t in tensors), use == "lookup")
                 self.counted.ahead += ahead
-                waited.append(found)
+                found.append(of_batch)
                 cpu_cache.read_rows(batch.records, at, out)
-            self._forget_before(waited)
+            if any(found):
+                self._forget(found)
         rest = (~there).nonzero()[:, 0]
         if len(rest):
             found_below = torch.empty(len(rest), out.shape[1], dtype=torch.uint8)
@@ -138,14 +139,19 @@ class ReadAhead(RecordsAbove):
             there[rest] = below
         return there
 
-    def _forget_before(self, waited: list[int]) -> None:
-        """Forget the batches that were read for earlier lookups than this one, which found so many records in each.
+    def _forget(self, found: list[int]) -> None:
+        """Forget batches after a lookup that has found so many waiting records in each; the caller holds the lock.
 
-        Lookups come in the order of their prefetches. Some records are never asked for: a cache has got them meanwhile.
+        Those of which nothing waits any more. And behind a cache, which gets some records before they are asked for:
+        those of earlier lookups, which nearly always come in the order of their prefetches. So a batch goes that some
+        lookup has taken from, if this one has found most in a later batch.
         """
-        if any(waited):
-            of_this = waited.index(max(waited))
-            self._batches = [batch for batch in self._batches[of_this:] if bool(batch.waiting.any())]
+        of_this = 0 if self._looked_up.maxlen else found.index(max(found))
+        self._batches = [
+            batch
+            for i, batch in enumerate(self._batches)
+            if bool(batch.waiting.any()) and (i >= of_this or bool(batch.waiting.all()))
+        ]
 
     @override
     def write(self, slots: Tensor, records: Tensor) -> None:
