@@ -98,12 +98,12 @@ def bar(share: float, width: int = 10) -> str:
 
 def print_ops(console: Console, result: Mapping[str, Any]) -> None:
     """Print what `bench_ops` found."""
-    table = _table("kernel", "ms", "GB/s", "limit", "reached", "of copy")
+    table = _table("kernel", "ms", "GB/s", "limit", "its GB/s", "reached", "of copy")
     for k in result["kernels"]:
         share = k["median_share"]
         name = " ".join(filter(None, (k["kernel"], k["ids"])))
-        cells = [_ms(k["median_s"]), f"{k['gb_s']:,.1f}", k["limit"], f"{share:4.0%} {bar(share)}"]
-        table.add_row(name, *cells, f"{k['share_of_copy']:.0%}")
+        cells = [_ms(k["median_s"]), f"{k['gb_s']:,.1f}", k["limit"], f"{k['bytes'] / k['limit_s'] / 1e9:,.1f}"]
+        table.add_row(name, *cells, f"{share:4.0%} {bar(share)}", f"{k['share_of_copy']:.0%}")
     console.print(table)
     _print_dtypes(console, result)
     distinct = {k["ids"]: f"{k['ids']} {k['distinct_rows']:,}" for k in result["kernels"] if k["ids"]}

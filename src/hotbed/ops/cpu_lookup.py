@@ -9,15 +9,7 @@ from numba import prange
 from torch import Tensor
 
 from hotbed.ops.backend import launches
-from hotbed.ops.cpu_instructions import (
-    LINE_BYTES,
-    load,
-    peek,
-    prefetch_bytes,
-    store_row,
-    stream_row,
-    streams_end,
-)
+from hotbed.ops.cpu_instructions import LINE_BYTES, load, peek, prefetch_bytes, store_row, stream_row, streams_end
 from hotbed.ops.cpu_narrow import WIDE, read_stored_row
 from hotbed.ops.cpu_rows import place, prefetch_row, row_arrays
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, flat, kernel, launch
@@ -289,23 +281,26 @@ def _gather_of_tables(rows, slots, first, last, acc, out, streamed):
 
 @kernel(parallel=True)
 def _weight_gradient(rows, ids, features, offsets, samples, width, room, grad, out, per_task):
-    count = features.shape[0]
+    chunks = (samples + per_task - 1) // per_task
     blocks = (rows.dim + BLOCK - 1) // BLOCK
-    for task in prange((samples + per_task - 1) // per_task):
-        row = np.zeros(blocks * BLOCK, np.float32)
+    for task in prange(chunks * features.shape[0]):
+        f, first_sample, last_sample, last = _task(task, features, offsets, samples, per_task)
+        row = np.zeros(blocks * BLOCK, np.float32)  # and the gradient: zeros where a block is longer than they are
         g = np.zeros(blocks * BLOCK, np.float32)
-        for b in range(task * per_task, min((task + 1) * per_task, samples)):
-            for f in range(count):
-                start, stop = bag_bounds(features, offsets, f, b)
-                of_bag = (b * width + room + features[f, OUT]) * rows.dim
-                for d in range(rows.dim):
-                    g[d] = load(grad, of_bag + d)
-                for i in range(start, stop):
-                    wide, at = _find(rows, features, f, ids[i])
-                    if wide:
-                        for d in range(rows.dim):
-                            row[d] = load(rows.wide, at * rows.dim + d)
-                    else:
-                        read_stored_row(row, rows.kind, rows.narrow, rows.exponents, rows.dim, at)
-                    dot = sum_of_products(row, 0, g, 0, blocks)
-                    out[i] = dot / divisor(features[f, POOLING], stop - start) if features[f, POOLING] else dot
+        for b in range(first_sample, last_sample):
+            start, stop = bag_bounds(features, offsets, f, b)
+            of_bag = (b * width + room + features[f, OUT]) * rows.dim
+            for d in range(rows.dim):
+                g[d] = load(grad, of_bag + d)
+            for i in range(start, stop):
+                if i + PREFETCH_ROWS < last:
+                    ahead, ahead_at = _find(rows, features, f, ids[i + PREFETCH_ROWS])
+                    prefetch_row(rows, ahead, ahead_at)
+                wide, at = _find(rows, features, f, ids[i])
+                if wide:
+                    for d in range(rows.dim):
+                        row[d] = load(rows.wide, at * rows.dim + d)
+                else:
+                    read_stored_row(row, rows.kind, rows.narrow, rows.exponents, rows.dim, at)
+                dot = sum_of_products(row, 0, g, 0, blocks)
+                out[i] = dot / divisor(features[f, POOLING], stop - start) if features[f, POOLING] else dot
