@@ -131,6 +131,20 @@ def test_only_without_a_cache_lookups_are_kept() -> None:
         assert (read_ahead.nbytes > 0) == (cache_rows == 0)
 
 
+@pytest.mark.parametrize(("keeps", "batches"), [(False, 1), (True, 2)])
+def test_rows_that_no_lookup_asks_for_keep_no_later_batches(tmp_path: Path, keeps: bool, batches: int) -> None:
+    below = FileRecords(64, tmp_path)
+    records = ReadAhead(below, keeps=keeps)
+    slots, out = torch.arange(10), torch.empty(9, 64, dtype=torch.uint8)
+    records.write(slots, torch.arange(640).view(10, 64).byte())
+    records.prefetch(slots)  # the last is never looked up
+    for _ in range(20):
+        records.read(slots[:9], out)
+        records.prefetch(slots[:9])
+    assert len(records._batches) == batches
+    below.close()
+
+
 def test_rows_that_no_lookup_asks_for_are_forgotten_with_the_next_lookup(tmp_path: Path) -> None:
     below = FileRecords(64, tmp_path)
     records = ReadAhead(below)

@@ -25,12 +25,8 @@ AUTO = ["--resume", "auto"]
 OFTEN = ["--train.checkpoint_every", "3", "--train.keep_last", "9", "--train.log_every", "1"]
 
 
-def runs_of(recipe: Path, name: str) -> list[Path]:
-    return [Path(run.path) for run in runs_in(recipe.parent / "runs" / name)]
-
-
 def runs(recipe: Path) -> list[Path]:
-    return runs_of(recipe, "small")
+    return [Path(run.path) for run in runs_in(recipe.parent / "runs" / "small")]
 
 
 def names(run: Path) -> list[str]:

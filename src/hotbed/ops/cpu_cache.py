@@ -236,7 +236,7 @@ def find_rising(values, wanted, out):
     """
     at = 0
     for i in range(wanted.shape[0]):
-        at = _first_from(values, wanted[i], at if i and wanted[i] >= wanted[i - 1] else 0)
+        at = _search(values, wanted, i, at)
         out[i] = at if at < values.shape[0] and values[at] == wanted[i] else -1
 
 
@@ -249,7 +249,7 @@ def find_more(values, waiting, wanted, there, out, looks_up):
     """
     at = new = found = 0
     for i in range(wanted.shape[0]):
-        at = _first_from(values, wanted[i], at if i and wanted[i] >= wanted[i - 1] else 0)
+        at = _search(values, wanted, i, at)
         out[i] = -1
         if at == values.shape[0] or values[at] != wanted[i]:
             continue
@@ -264,9 +264,13 @@ def find_more(values, waiting, wanted, there, out, looks_up):
 
 
 @kernel(inline="always")
-def _first_from(values, value, low):
-    """Search rising values for the first that is not less than this one, in steps that grow, from ``low`` on."""
-    total = values.shape[0]
+def _search(values, wanted, i, at):
+    """Find the first of rising values that is not less than ``wanted[i]``.
+
+    The search begins where the last one ended, in steps that grow, or at 0 where values have fallen.
+    """
+    value, total = wanted[i], values.shape[0]
+    low = at if i and value >= wanted[i - 1] else 0
     high, step = low, 1
     while high < total and values[high] < value:
         low, high, step = high + 1, high + step, 2 * step
