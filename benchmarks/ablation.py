@@ -1,10 +1,13 @@
 """Measure here what NVIDIA's 113-billion-parameter DLRM reports a gain for, and show both gains.
 
-    python -m benchmarks.ablation [--only mixed_precision fused_tables compile host_tables broadcast] [--rounds 5]
-                                  [--json FILE] [--quick]
+    python -m benchmarks.ablation [--only mixed_precision compile …] [--rounds 5] [--json FILE] [--quick]
+    python -m benchmarks.ablation --isa [--json FILE]
 
 A gain is seconds of a step without the thing ÷ seconds with it; both sides take turns in one process (the loaders: in
 turn, two processes each). The published figures are of another machine, 8 or 1 A100, and of TensorFlow 2.
+
+With ``--isa`` mixed precision is measured once for each set of instructions that this CPU has: torch, oneDNN and Numba
+are told, in processes of their own, to use no later ones.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +35,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotbed as hb
+from benchmarks.json_lines import CHUNK as JSON_CHUNK
+from benchmarks.json_lines import write_json_lines
 from hotbed.commands.demo import demo_recipe
 from hotbed.data import write_synthetic_log
 from hotbed.data.prepare import prepare
+from hotbed.embed import tables_on_meta
+from hotbed.files import write_json
+from hotbed.machine import cpu
+from hotbed.train.report import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 BOTTOM, TOP = (512, 256, 128), (1024, 1024, 512, 256, 1)
@@ -50,10 +60,10 @@ class Sizes(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What measures it, if anything can, and the published gain."""
+    """What measures it, and the published gain, if there is one."""
 
-    gain: Callable[[Sizes], float] | None
-    published: str
+    gain: Callable[[Sizes], float]
+    published: float | None
 
 
 class Unfused(nn.Module):
@@ -66,6 +76,22 @@ class Unfused(nn.Module):
     def forward(self, ids: hb.Jagged) -> Tensor:
         """``[B, F, D]``."""
         return torch.stack([collection(ids).stack()[:, 0] for collection in self.each], dim=1)
+
+
+class UnfusedDLRM(nn.Module):
+    """A DLRM with a collection per table."""
+
+    def __init__(self, tables: list[hb.Table], features: list[hb.Feature]) -> None:
+        super().__init__()
+        self.tables = Unfused(tables, features)
+        self.layers = hb.nn.DLRM([replace(t, rows=1) for t in tables], features, 13, bottom=BOTTOM, top=TOP)
+        del self.layers.embeddings
+
+    def forward(self, samples: hb.Batch) -> Tensor:
+        """Logits ``[B, 1]``."""
+        assert samples.dense is not None
+        dense = self.layers.bottom(samples.dense)[:, None]
+        return self.layers.top(self.layers.interaction(torch.cat([dense, self.tables(samples.sparse)], dim=1)))
 
 
 class Fused(nn.Module):
@@ -97,10 +123,17 @@ def batch(sizes: Sizes, seed: int) -> hb.Batch:
     )
 
 
-def dlrm_step(sizes: Sizes, *, bf16: bool = True, compiled: bool = False) -> Callable[[hb.Batch], None]:
+def dlrm(tables: list[hb.Table], features: list[hb.Feature]) -> nn.Module:
+    """NVIDIA's DLRM, all of whose tables are one collection."""
+    return hb.nn.DLRM(tables, features, 13, bottom=BOTTOM, top=TOP)
+
+
+def dlrm_step(
+    sizes: Sizes, make: Callable[..., nn.Module] = dlrm, *, bf16: bool = True, compiled: bool = False
+) -> Callable[[hb.Batch], None]:
     """A training step of a whole DLRM."""
     torch.manual_seed(0)
-    model = hb.nn.DLRM(*specs(sizes), 13, bottom=BOTTOM, top=TOP)
+    model = make(*specs(sizes))
     dense, sparse = torch.optim.SGD(model.parameters(), lr=0.01), hb.optim.RowWiseAdagrad(model, lr=0.01)
     if compiled:
         model.compile()
@@ -116,9 +149,9 @@ def dlrm_step(sizes: Sizes, *, bf16: bool = True, compiled: bool = False) -> Cal
     return step
 
 
-def embedding_step(sizes: Sizes, kind: type[nn.Module]) -> Callable[[hb.Batch], None]:
+def embedding_step(sizes: Sizes, make: Callable[..., nn.Module]) -> Callable[[hb.Batch], None]:
     """Lookup, backward and update of all tables."""
-    model = kind(*specs(sizes))
+    model = make(*specs(sizes))
     sparse = hb.optim.RowWiseAdagrad(model, lr=0.01)
     grad = torch.randn(sizes.batch, sizes.tables, 128)
 
@@ -147,8 +180,25 @@ def mixed_precision(sizes: Sizes) -> float:
 
 
 def fused_tables(sizes: Sizes) -> float:
-    """A launch per table ÷ one for all."""
+    """A whole step with a launch per table ÷ with one for all."""
+    return alternated(sizes, dlrm_step(sizes, UnfusedDLRM), dlrm_step(sizes))
+
+
+def fused_lookups(sizes: Sizes) -> float:
+    """The same of lookup, backward and update alone."""
     return alternated(sizes, embedding_step(sizes, Unfused), embedding_step(sizes, Fused))
+
+
+def in_host_memory(tables: list[hb.Table], features: list[hb.Feature]) -> nn.Module:
+    """NVIDIA's DLRM with rows as records in the host's memory, behind no cache."""
+    with tables_on_meta():
+        model = dlrm(tables, features)
+    return hb.distribute(model, hb.make_plan(tables, 1, hb.Cut(tier="host")), device="cpu")
+
+
+def host_tables(sizes: Sizes) -> float:
+    """A whole step with rows in the tier of the host's memory ÷ in the device's; a CPU has one memory for both."""
+    return alternated(sizes, dlrm_step(sizes, in_host_memory), dlrm_step(sizes))
 
 
 def compilation(sizes: Sizes) -> float:
@@ -165,64 +215,139 @@ def broadcast(sizes: Sizes) -> float:
         values = demo_recipe(Path(folder) / "data", made.samples["train"]).to_dict()
         values["data"] |= {"shuffle": True, "test_split": None}
         values["train"] |= {"batch_size": 4096, "checkpoint": "none"}
-        recipe = Path(folder) / "recipe.yaml"
-        recipe.write_text(yaml.safe_dump(json.loads(json.dumps(values))), encoding="utf-8")
-        rates: dict[str, float] = {}
-        for reader in ("each", "first"):
-            summary = Path(folder) / f"{reader}.json"
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-            options = ["--parallel.reader", reader, "--out", folder, "--json", str(summary)]
-            done = subprocess.run(
-                [*torchrun, "-m", "hotbed", "train", str(recipe), *options],
-                cwd=ROOT, capture_output=True, text=True, check=False,
-            )  # fmt: skip
-            if done.returncode:
-                raise RuntimeError(f"reader {reader}: {done.stderr[-2000:]}")
-            rates[reader] = json.loads(summary.read_text(encoding="utf-8"))["samples_per_s"]
+        return rate_of_readers(values, Path(folder))
+
+
+def broadcast_slow(sizes: Sizes) -> float:
+    """The same of lines of JSON, read by a source in Python, and a small model."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_json_lines(Path(folder) / "data", sizes.samples)
+        source = {"class_path": "benchmarks.json_lines.JsonLines"}
+        model = {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16], "top": [16, 1]}}
+        values = {
+            "name": "json_lines",
+            "data": {"path": f"{folder}/data", "dim": 16, "test_split": None, "workers": 1, "source": source},
+            "model": model,
+            "dense_optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}},
+            "sparse_optimizer": {"class_path": "hotbed.optim.SGD", "init_args": {"lr": 0.01}},
+            "train": {"batch_size": JSON_CHUNK, "checkpoint": "none"},
+        }
+        return rate_of_readers(values, Path(folder))
+
+
+def rate_of_readers(values: Mapping[str, Any], folder: Path) -> float:
+    """Samples/s of a recipe on two processes where the first reads for both ÷ where each reads."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(json.loads(json.dumps(values))), encoding="utf-8")
+    rates: dict[str, float] = {}
+    for reader in ("each", "first"):
+        summary = folder / f"{reader}.json"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        options = ["--parallel.reader", reader, "--out", str(folder), "--json", str(summary)]
+        done = subprocess.run(
+            [*torchrun, "-m", "hotbed", "train", str(recipe), *options],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if "hotbed: error" in line] or [done.stderr[-2000:]]
+            raise RuntimeError(f"reader {reader}: {said[0]}")
+        rates[reader] = json.loads(summary.read_text(encoding="utf-8"))["samples_per_s"]
     return rates["first"] / rates["each"]
 
 
-NOT_YET = "not measured: needs tables in host memory under a GPU, which hotbed has not yet"
 CASES: Mapping[str, Case] = {
-    "mixed_precision": Case(mixed_precision, "1.23"),
-    "fused_tables": Case(fused_tables, "1.39"),
-    "compile": Case(compilation, "3.36"),
-    "broadcast": Case(broadcast, "1.32"),
-    "host_tables": Case(None, "15.5"),
+    "mixed_precision": Case(mixed_precision, 1.23),
+    "fused_tables": Case(fused_tables, 1.39),
+    "fused_lookups": Case(fused_lookups, None),
+    "compile": Case(compilation, 3.36),
+    "broadcast": Case(broadcast, 1.32),
+    "broadcast_slow": Case(broadcast_slow, 1.32),
+    "host_tables": Case(host_tables, 15.5),
 }
+
+
+# -- sets of instructions ------------------------------------------------------------------------------------------
+
+
+class Isa(NamedTuple):
+    """A set of instructions: what a CPU that has it says, and what oneDNN, torch and Numba call it."""
+
+    needs: str
+    onednn: str
+    torch: str
+    numba: str
+
+
+ISAS = {
+    "AVX2": Isa("avx2", "AVX2", "avx2", "haswell"),
+    "AVX-512": Isa("avx512f", "AVX512_CORE", "avx512", "skylake-avx512"),
+    "AVX-512 with bf16": Isa("avx512_bf16", "AVX512_CORE_BF16", "avx512", "cooperlake"),
+    "AMX": Isa("amx_bf16", "AVX512_CORE_AMX", "avx512", "sapphirerapids"),
+}
+
+
+def by_isa(options: Sequence[str]) -> dict[str, Any]:
+    """Measure mixed precision with each set of instructions that there is, each in a process of its own."""
+    found: dict[str, Any] = {}
+    for name, isa in ISAS.items():
+        if not has(isa):
+            continue
+        limits = {"ONEDNN_MAX_CPU_ISA": isa.onednn, "ATEN_CPU_CAPABILITY": isa.torch, "NUMBA_CPU_NAME": isa.numba}
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "found.json"
+            command = [sys.executable, "-m", "benchmarks.ablation", "--only", "mixed_precision", *options]
+            subprocess.run([*command, "--json", str(file)], cwd=ROOT, env=os.environ | limits, check=True)
+            found[name] = json.loads(file.read_text(encoding="utf-8"))["results"]["mixed_precision"]
+    return found
 
 
 def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--isa", action="store_true", help="mixed precision by set of instructions")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     args = parser.parse_args()
     sizes = Sizes(tables=3, rows=100, batch=64, steps=2, samples=2000) if args.quick else Sizes()
     console = Console(width=None if sys.stdout.isatty() else 120)
-    gains: dict[str, list[float]] = {name: [] for name in args.only}
-    for _ in track(range(1 if args.quick else args.rounds), "ablation", console=console):
-        for name, found in gains.items():
-            if (gain := CASES[name].gain) is not None:
-                found.append(gain(sizes))
-    results: dict[str, dict[str, Any]] = {}
+    if args.isa:
+        results = by_isa(["--rounds", str(args.rounds), *(["--quick"] if args.quick else [])])
+        published, notes = dict.fromkeys(results, CASES["mixed_precision"].published), dict.fromkeys(results, "")
+    else:
+        results = measure(args.only, sizes, 1 if args.quick else args.rounds, console)
+        published = {name: CASES[name].published for name in args.only}
+        notes = {name: (CASES[name].gain.__doc__ or "").strip(".") for name in args.only}
     table = RichTable("", "gain here", "published", "", title=str(sizes), title_justify="left")
-    for name in args.only:
-        case, found = CASES[name], gains[name]
-        results[name] = {"published": float(case.published), "gains": found}
-        shown = "–"
-        if found:
-            results[name] |= {"gain": statistics.median(found)}
-            shown = f"{statistics.median(found):.2f} ({min(found):.2f}–{max(found):.2f})"
-        table.add_row(name, shown, case.published, NOT_YET if case.gain is None else (case.gain.__doc__ or "")[:-1])
+    for name, found in results.items():
+        gains, of_source = found["gains"], published[name]
+        shown = f"{statistics.median(gains):.2f} ({min(gains):.2f}–{max(gains):.2f})"
+        table.add_row(name, shown, "–" if of_source is None else f"{of_source:.2f}", notes[name])
     console.print(table)
     if args.json:
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        about = {"load": os.getloadavg(), "date": date, "sizes": sizes._asdict()}
-        args.json.write_text(json.dumps({"results": results, "measured": about}, indent=2) + "\n", encoding="utf-8")
+        here = environment(torch.device("cpu")) | {"flags": [isa.needs for isa in ISAS.values() if has(isa)]}
+        about = {**here, "load": os.getloadavg(), "date": date, "sizes": sizes._asdict()}
+        write_json(args.json, {"results": results, "measured": about})
     return 0
+
+
+def has(isa: Isa) -> bool:
+    """Whether this CPU has it."""
+    return isa.needs in cpu().flags
+
+
+def measure(names: Sequence[str], sizes: Sizes, rounds: int, console: Console) -> dict[str, dict[str, Any]]:
+    """Gains of some cases by round, and their medians."""
+    gains: dict[str, list[float]] = {name: [] for name in names}
+    for _ in track(range(rounds), "ablation", console=console):
+        for name, found in gains.items():
+            found.append(CASES[name].gain(sizes))
+    return {
+        name: {"published": CASES[name].published, "gains": found, "gain": statistics.median(found)}
+        for name, found in gains.items()
+    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Run the comparison: workers take turns, then ratios, a table, a chart and JSON. See the package's docstring.
 
-python -m benchmarks.peers [--only embedding|step|world2|numerics] [--rounds 5] [--rows N] [--json FILE] [--quick]
+python -m benchmarks.peers [--only PART] [--rounds 5] [--rows N] [--json FILE] [--quick]
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from benchmarks.peers.workloads import STEPS, WORKLOADS, Workload, tiny, write_i
 
 SECTIONS = {
     "embedding": ("embedding", "multi_hot", "narrow"),
+    "shapes": ("mixed", "weighted"),
     "step": ("step",),
     "world2": ("world2", "world2_uniform", "world2_step"),
     "numerics": (),

@@ -22,17 +22,22 @@ class Embedding:
     """All tables in one operator; ids and offsets are int64, its default."""
 
     def __init__(self, workload: Workload) -> None:
-        table = (workload.rows, workload.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
+        where = (EmbeddingLocation.HOST, ComputeDevice.CPU)
         self.tables = SplitTableBatchedEmbeddingBagsCodegen(
-            [table] * workload.tables, optimizer=OptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=LR, eps=EPS
+            [(rows, workload.dim, *where) for rows in workload.rows_of_each],
+            optimizer=OptimType.EXACT_ROWWISE_ADAGRAD,
+            learning_rate=LR,
+            eps=EPS,
         )
-        self.tables.init_embedding_weights_uniform(-workload.bound, workload.bound)
+        for table in self.tables.split_embedding_weights():
+            table.uniform_(-(len(table) ** -0.5), len(table) ** -0.5)
         self.workload = workload
+        self.weights = workload.weights
 
-    def prepare(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return ids, torch.arange(0, len(ids) + 1, self.workload.pooling)
+    def prepare(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        return ids, torch.arange(0, len(ids) + 1, self.workload.pooling), self.weights
 
-    def lookup(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def lookup(self, batch: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
         return self.tables(*batch)
 
     def update(self, pooled: Tensor, grad: Tensor) -> None:

@@ -25,7 +25,8 @@ def seconds(call: Callable[[], object]) -> float:
 
 def tables(workload: Workload) -> list[hb.Table]:
     """Tables ``t0 …``."""
-    return [hb.Table(name, rows=workload.rows, dim=workload.dim) for name in workload.names]
+    sizes = zip(workload.names, workload.rows_of_each, strict=True)
+    return [hb.Table(name, rows=rows, dim=workload.dim) for name, rows in sizes]
 
 
 def features(workload: Workload) -> list[hb.Feature]:
@@ -33,9 +34,10 @@ def features(workload: Workload) -> list[hb.Feature]:
     return [hb.Feature(name, table=name) for name in workload.names]
 
 
-def jagged(workload: Workload, ids: Tensor) -> hb.Jagged:
+def jagged(workload: Workload, ids: Tensor, weights: Tensor | None = None) -> hb.Jagged:
     """Ids of one batch; a new object, so they are checked again."""
-    return hb.Jagged(workload.names, ids, batch_size=workload.batch, fixed=[workload.pooling] * workload.tables)
+    fixed = [workload.pooling] * workload.tables
+    return hb.Jagged(workload.names, ids, batch_size=workload.batch, fixed=fixed, weights=weights)
 
 
 def dlrm(workload: Workload) -> hb.nn.DLRM:
@@ -60,9 +62,10 @@ class Embedding:
             lambda: hb.EmbeddingCollection(tables(workload), features(workload)), scheme, per_shard_statistics
         )
         self.optimizer = hb.optim.RowWiseAdagrad(self.collection, lr=LR, eps=EPS)
+        self.weights = workload.weights
 
     def prepare(self, ids: Tensor) -> hb.Jagged:
-        return jagged(self.workload, ids)
+        return jagged(self.workload, ids, self.weights)
 
     def lookup(self, batch: hb.Jagged) -> Tensor:
         return self.collection(batch).stack()
@@ -71,18 +74,21 @@ class Embedding:
         pooled.backward(grad)
         self.optimizer.step()
 
-    def row_limit(self, batches: Sequence[Tensor]) -> tuple[float, float]:
-        """Seconds in which this machine could look up and update the same rows in the same memory.
+    def row_limit(self, batches: Sequence[Tensor]) -> tuple[float, float, float]:
+        """Seconds in which this machine could look up and update the same rows in the same memory; bytes of both.
 
-        Medians over batches, at least six. The ways to gather take turns from batch to batch, because rows that one of
-        them has just read are no longer cold for the other; the first time of each is left out, and the fastest counts.
+        Bytes are those of distinct rows, read once and read and written once with their moments, of vectors and of
+        gradients. Medians over batches, at least six. The ways to gather take turns from batch to batch, because rows
+        that one of them has just read are no longer cold for the other; the first time of each is left out, and the
+        fastest counts.
         """
         w = self.workload
         (arena,) = self.collection._groups[0].arenas
         store = arena.store
-        first_slots = torch.arange(w.tables)[:, None] * w.rows
+        first_slots = torch.tensor([0, *w.rows_of_each[:-1]]).cumsum(0)[:, None]
         gathers: dict[int, list[float]] = defaultdict(list)
         scatters: list[float] = []
+        nbytes: list[int] = []
         for i, ids in enumerate(batches):
             slots = (ids.view(w.tables, -1) + first_slots).flatten()
             parts = rows_by_matrix(store.rows, slots, w.pooling)
@@ -90,7 +96,8 @@ class Embedding:
             (scatter,) = scatter_limit(parts, store.moments, nbytes=0).ways
             gathers[i % len(ways)].append(seconds(ways[i % len(ways)].move))
             scatters.append(seconds(scatter.move))
-        return min(median(times[1:]) for times in gathers.values()), median(scatters[1:])
+            nbytes.append(len(slots.unique()) * (3 * 4 * w.dim + 2 * 4) + 2 * w.batch * w.tables * 4 * w.dim)
+        return min(median(times[1:]) for times in gathers.values()), median(scatters[1:]), median(nbytes)
 
 
 class Step:

@@ -58,21 +58,26 @@ class Embedding:
         self.workload = workload
         self.tables = nn.ModuleList(
             nn.EmbeddingBag.from_pretrained(
-                torch.empty(workload.rows, workload.dim).uniform_(-workload.bound, workload.bound),
+                torch.empty(rows, workload.dim).uniform_(-(rows**-0.5), rows**-0.5),
                 freeze=False,
                 mode="sum",
                 sparse=True,
             )
-            for _ in workload.names
+            for rows in workload.rows_of_each
         )
         self.optimizer = torch.optim.SGD(self.tables.parameters(), lr=LR)
+        self.weights = [None] * workload.tables if workload.weights is None else self.by_table(workload.weights)
+
+    def by_table(self, values: Tensor) -> list[Tensor]:
+        """Values of all ids as ``[B, pooling]`` for each table."""
+        return list(values.view(self.workload.tables, self.workload.batch, self.workload.pooling).unbind())
 
     def prepare(self, ids: Tensor) -> list[Tensor]:
-        shape = (self.workload.tables, self.workload.batch, self.workload.pooling)
-        return list(ids.view(shape).unbind())
+        return self.by_table(ids)
 
     def lookup(self, batch: list[Tensor]) -> Tensor:
-        return torch.stack([table(ids) for table, ids in zip(self.tables, batch, strict=True)], 1)
+        each = zip(self.tables, batch, self.weights, strict=True)
+        return torch.stack([table(ids, per_sample_weights=weights) for table, ids, weights in each], 1)
 
     def update(self, pooled: Tensor, grad: Tensor) -> None:
         self.optimizer.zero_grad()

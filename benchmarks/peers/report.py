@@ -71,8 +71,8 @@ DEFINITIONS = {
     "ratio_*": "peer seconds ÷ hotbed seconds: how many times faster hotbed is. Median, smallest (_min) and largest "
     "(_max) over rounds; each ratio is of one round",
     "*_s": "seconds, median over rounds of the median step of each round",
-    "embedding, multi_hot, narrow": "lookup, backward from a given gradient and update of all tables, sort included; "
-    "hotbed and FBGEMM with exact row-wise AdaGrad, plain PyTorch with sparse SGD, which keeps no moment",
+    "embedding, multi_hot, narrow, mixed, weighted": "lookup, backward from a given gradient and update of all tables, "
+    "sort included; hotbed and FBGEMM with exact row-wise AdaGrad, plain PyTorch with sparse SGD without a moment",
     "ratio_*_lookup, ratio_*_update": "the same for the lookup, and for backward and update",
     "ratio_*_one_thread": "against hotbed on one thread: FBGEMM's CPU wheel is compiled without OpenMP, so its "
     "operators run on one thread whatever torch is told; busy_cores of the raw figures shows it",
@@ -82,6 +82,8 @@ DEFINITIONS = {
     "share_of_row_limit": "seconds that this machine needs to read one row per id at random, write the pooled vectors, "
     "read a gradient per bag and change each distinct row and its moment (hotbed.bench.limits) ÷ hotbed's seconds for "
     "lookup, backward and update; measured in the same process on the same memory",
+    "row_limit_gb_s": "bytes of each distinct row read, of it and its moment read and written, of a vector and of a "
+    "gradient per bag ÷ these seconds",
     "step": "forward, loss, backward and update of a whole DLRM; row-wise AdaGrad on the tables (plain PyTorch: SGD), "
     "SGD on the MLPs",
     "step.ratio_*_fp32, world2_step.ratio_*_fp32": "hotbed as recommended (bf16 autocast) against the peer as "
@@ -138,6 +140,8 @@ def embedding_summary(rounds: Sequence[Round]) -> dict[str, float]:
         limits = [r["hotbed"]["gather_s"] + r["hotbed"]["scatter_s"] for r in rounds]
         shares = [limit / r["hotbed"]["total_s"] for limit, r in zip(limits, rounds, strict=True)]
         summary |= spread("share_of_row_limit", shares) | spread("row_limit_s", limits)
+        rates = [1e-9 * r["hotbed"]["limit_bytes"] / limit for limit, r in zip(limits, rounds, strict=True)]
+        summary |= spread("row_limit_gb_s", rates)
     for side in rounds[0]:
         for suffix, time in TIMES.items():
             summary |= spread(f"{side}{suffix}_s", [r[side][time] for r in rounds])
@@ -202,7 +206,8 @@ def table(section: str, summary: Mapping[str, float], title: str) -> Table:
         made.add_row(name, milliseconds(summary[ours]), milliseconds(summary[theirs]), shown(ratio), *parts)
     if "row_limit_s" in summary:
         limit, share = milliseconds(summary["row_limit_s"]), shown("share_of_row_limit")
-        made.add_row("limit of random rows", milliseconds(summary["hotbed_s"]), limit, f"share: {share}")
+        name = f"limit of random rows, {summary['row_limit_gb_s']:.1f} GB/s"
+        made.add_row(name, milliseconds(summary["hotbed_s"]), limit, f"share: {share}")
     for share in (name for name in summary if name.startswith("sharding_share_") and f"{name}_min" in summary):
         side, precision = share.removeprefix("sharding_share_").rsplit("_", 1)
         seconds = [milliseconds(summary[f"hotbed_{of}_{precision}_s"]) for of in (side, "alone")]

@@ -49,7 +49,7 @@ def measure_embedding(side: Embedding, workload: Workload, batches: list[Tensor]
     """Medians over steps, of the parts and of their sums; and the row limit where the side can measure it."""
     grad = torch.randn(workload.batch, workload.tables, workload.dim) * 1e-3
     steps = workload.warmup + workload.steps
-    limits: list[tuple[float, float]] = []
+    limits: list[tuple[float, float, float]] = []
     if workload.limit and hasattr(side, "row_limit"):
         limits.append(side.row_limit(batches[steps : steps + workload.limit]))
     times = [embedding_seconds(side, ids, grad) for ids in batches[:steps]][workload.warmup :]
@@ -64,7 +64,7 @@ def measure_embedding(side: Embedding, workload: Workload, batches: list[Tensor]
         "busy_cores": sum(seconds for (seconds,) in busy) / sum(totals),
         **{
             name: statistics.mean(limit[i] for limit in limits)
-            for i, name in enumerate(("gather_s", "scatter_s"))
+            for i, name in enumerate(("gather_s", "scatter_s", "limit_bytes"))
             if limits
         },
     }

@@ -5,6 +5,7 @@ Imports no contender (but where ids are drawn), so that every worker holds only 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,12 +23,14 @@ ZIPF = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Sizes of one comparison; all tables are alike, and every feature has its own.
+    """Sizes of one comparison; every feature has a table of its own.
 
     Attributes
     ----------
-    rows, dim, tables
-        Of the tables.
+    rows
+        Of every table; or of each, and then their number goes for ``tables``.
+    dim, tables
+        Columns and number of the tables.
     batch, pooling
         Samples, of all ranks together, and ids per sample and feature.
     warmup, steps
@@ -38,9 +41,11 @@ class Workload:
         Processes that share the tables and the batch.
     uniform
         Whether every row is as popular as any other; else popularity follows Zipf's law.
+    weighted
+        Whether every id has a weight, of which no gradient is asked.
     """
 
-    rows: int
+    rows: int | Sequence[int]
     dim: int
     tables: int = 26
     batch: int = 4096
@@ -50,6 +55,17 @@ class Workload:
     limit: int = 12
     ranks: int = 1
     uniform: bool = False
+    weighted: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rows, int):
+            object.__setattr__(self, "rows", tuple(self.rows))
+            object.__setattr__(self, "tables", len(self.rows))
+
+    @property
+    def rows_of_each(self) -> tuple[int, ...]:
+        """Rows of each table."""
+        return (self.rows,) * self.tables if isinstance(self.rows, int) else tuple(self.rows)
 
     @property
     def names(self) -> list[str]:
@@ -57,14 +73,17 @@ class Workload:
         return [f"t{i}" for i in range(self.tables)]
 
     @property
-    def bound(self) -> float:
-        """Initial values are uniform between −bound and bound."""
-        return self.rows**-0.5
-
-    @property
     def table_bytes(self) -> int:
         """Bytes of the rows, on all ranks together."""
-        return self.tables * self.rows * self.dim * 4
+        return sum(self.rows_of_each) * self.dim * 4
+
+    @property
+    def weights(self) -> Tensor | None:
+        """Weights of a batch's ids ``[tables · batch · pooling]``, if they have any."""
+        if not self.weighted:
+            return None
+        drawn = torch.Generator().manual_seed(1)
+        return torch.rand(self.tables * self.batch * self.pooling, generator=drawn)
 
     @property
     def of_one_rank(self) -> Workload:
@@ -72,16 +91,24 @@ class Workload:
         return replace(self, batch=self.batch // self.ranks)
 
     def __str__(self) -> str:
-        size = f"{self.tables} tables × {self.rows:,} × {self.dim}, batch {self.batch:,}"
-        ids = f"{self.pooling} {'uniform ' * self.uniform}id{'s' * (self.pooling > 1)} per bag"
+        least, most = min(self.rows_of_each), max(self.rows_of_each)
+        rows = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+        size = f"{self.tables} tables × {rows} × {self.dim}, batch {self.batch:,}"
+        kind = "uniform " * self.uniform + "weighted " * self.weighted
+        ids = f"{self.pooling} {kind}id{'s' * (self.pooling > 1)} per bag"
         return f"{size}, {ids}" + f", {self.ranks} ranks" * (self.ranks > 1)
 
+
+MIXED_ROWS = (3, 30, 300, 1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 1_000_000, 1_000_000)
+"""Most tables of click logs are small, and a few have most rows."""
 
 SHARDED = Workload(rows=200_000, dim=128, limit=0, ranks=2)
 WORKLOADS = {
     "embedding": Workload(rows=1_000_000, dim=128),
     "multi_hot": Workload(rows=100_000, dim=128, batch=1024, pooling=20),
     "narrow": Workload(rows=1_000_000, dim=16),
+    "mixed": Workload(rows=MIXED_ROWS, dim=64, batch=2048, pooling=5),
+    "weighted": Workload(rows=200_000, dim=64, batch=2048, pooling=10, weighted=True),
     "step": Workload(rows=200_000, dim=128),
     "world2": SHARDED,
     "world2_uniform": replace(SHARDED, uniform=True),
@@ -95,7 +122,8 @@ STEPS = ("step", "world2_step")
 
 def tiny(workload: Workload) -> Workload:
     """Small enough to see in seconds whether everything runs; timings mean nothing."""
-    return replace(workload, rows=500, tables=4, batch=64, warmup=1, steps=2, limit=min(4, workload.limit))
+    rows = 500 if isinstance(workload.rows, int) else workload.rows[:4]
+    return replace(workload, rows=rows, tables=4, batch=64, warmup=1, steps=2, limit=min(4, workload.limit))
 
 
 def write_ids(workload: Workload, batches: int, path: Path) -> None:
@@ -105,10 +133,15 @@ def write_ids(workload: Workload, batches: int, path: Path) -> None:
     """
     from hotbed.data.zipf_source import Zipf
 
-    law = Zipf(workload.rows, 0.0 if workload.uniform else ZIPF)
     shape = (batches, workload.tables, workload.batch * workload.pooling)
-    ranks = law.draw((1,), np.arange(np.prod(shape), dtype=np.uint64))
-    np.save(path, np.random.default_rng(0).permutation(workload.rows)[ranks].reshape(shape))
+    ids, numbers = np.empty(shape, np.int64), np.arange(np.prod(shape), dtype=np.uint64).reshape(shape)
+    scattered = np.random.default_rng(0)
+    for rows in sorted(set(workload.rows_of_each)):
+        tables = np.array(workload.rows_of_each) == rows
+        law = Zipf(rows, 0.0 if workload.uniform else ZIPF)
+        drawn = law.draw((1,), numbers[:, tables].reshape(-1))
+        ids[:, tables] = scattered.permutation(rows)[drawn].reshape(ids[:, tables].shape)
+    np.save(path, ids)
 
 
 def read_ids(path: Path, rank: int = 0, ranks: int = 1) -> list[Tensor]:

@@ -10,6 +10,14 @@ import yaml
 
 from benchmarks.conformance import __main__ as program
 from benchmarks.conformance.__main__ import BEGIN, CLAIMS, END, ROOT, ClaimError, main, predictions, resolved, summary
+from benchmarks.published.report import published
+from benchmarks.published.setups import Setup, read
+from hotbed.config import Recipe
+from hotbed.config.optimizers import ScheduleRecipe
+from hotbed.data import Loader
+from hotbed.files import read_yaml
+from hotbed.plan.hardware import Hardware
+from hotbed.train.build import open_source
 
 CLAIM: dict[str, Any] = {"source": "neo", "claim": "it is fast", "published": "2 ×"}
 
@@ -34,13 +42,17 @@ def test_every_published_figure_has_a_row() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"kind": "believed"}, "is believed, must be one of measured, tested, missing, scope"),
+        ({"kind": "believed"}, "is believed, must be one of measured, tested, simulated, missing, scope"),
         ({"kind": "tested", "tests": ["tests/no_such.py::test_it"]}, "no file .*tests/no_such.py"),
         ({"kind": "tested", "tests": ["tests/test_specs.py::test_no_such"]}, "test_no_such, which is no test"),
         ({"kind": "measured", "ours": "{0}", "value": [{"file": "none.json", "path": []}]}, "no file .*none.json"),
         (
             {"kind": "measured", "ours": "{0}", "value": [{"file": "ablation.json", "path": ["results", "magic"]}]},
             r"ablation.json has nothing at \['results', 'magic'\], no 'magic'",
+        ),
+        (
+            {"kind": "simulated", "ours": "{0}", "value": [{"file": "scaling.json", "path": ["rows", {"ranks": 256}]}]},
+            r"scaling.json has nothing at \['rows', \{'ranks': 256\}\], no \{'ranks': 256\}",  # but several
         ),
     ],
 )
@@ -55,6 +67,61 @@ def test_figures_are_medians_and_ratios(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "a.json").write_text('{"ms": [3, 1, 8], "of": [{"ms": 1.5}]}')
     value = {"file": "a.json", "path": ["ms"], "over": {"file": "a.json", "path": ["of", 0, "ms"]}}
     row = resolved({**CLAIM, "kind": "measured", "value": [value], "ours": "{0:.1f} ×", "short": "of noise"})
+    chosen = {"file": "a.json", "path": ["of", {"ms": 1.5}, "ms"], "scale": 2}
+    other = resolved({**CLAIM, "kind": "simulated", "value": [chosen], "ours": "{0:.1f} ms"})
     program._results.cache_clear()
-    assert row["ours"] == "2.0 ×"
-    assert summary([row, {"kind": "scope"}]) == "1 measured, 1 out of scope or other; 1 fall short"
+    assert (row["ours"], other["ours"]) == ("2.0 ×", "3.0 ms")
+    assert summary([row, other, {"kind": "scope"}]) == "1 measured, 1 simulated, 1 out of scope or other; 1 fall short"
+
+
+def test_a_difference_is_smaller_by_the_rows_that_no_sample_touches() -> None:
+    def smaller(samples: float) -> float:
+        row = {**CLAIM, "kind": "simulated", "value": [{"tables": "criteo_1tb_t3", "samples": samples}], "ours": "{0}"}
+        return float(resolved(row)["ours"])
+
+    assert smaller(1e-3) == pytest.approx(177_944_291 / 26e-3, rel=1e-3)  # a row of each of 26 tables per sample
+    assert smaller(1e6) > smaller(1e7) > smaller(1e15) == pytest.approx(1)
+
+
+# -- what is published of setups, where no figure comes from it --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("criteo_1tb", None),
+        ("criteo_1tb_t15", 32_709_138),
+        ("criteo_1tb_t3", 177_944_291),
+        ("criteo_1tb_t0", 882_774_575),
+    ],
+)
+def test_recipes_have_nvidias_settings(name: str, rows: int | None) -> None:
+    recipe = Recipe.from_dict(read_yaml(ROOT / "recipes" / f"{name}.yaml"))
+    assert recipe.schedule == ScheduleRecipe(warmup_steps=8000, decay_start=48_000, decay_end=72_000, decay_power=2)
+    for optimizer in (recipe.dense_optimizer, recipe.sparse_optimizer):
+        assert optimizer.class_path.endswith(".SGD") and optimizer.init_args == {"lr": 24.0}
+    assert (recipe.train.batch_size, recipe.train.epochs, recipe.data.dim) == (65_536, 1, 128)
+    assert recipe.model.init_args == {"bottom": [512, 256, 128], "top": [1024, 1024, 512, 256, 1]}
+    if rows is not None:  # samples that are computed, as many as the log has
+        source = open_source(recipe.data)
+        assert (sum(source.schema.rows.values()), source.samples("train")) == (rows, 4_195_197_692)
+        assert len(Loader(source, "train", recipe.train.batch_size)) == 64_014
+
+
+def test_hot_rows_are_predicted_with_the_published_settings() -> None:
+    setup = Setup(**published()["setups"]["fae"])
+    recipe, work, _, _ = read(setup)
+    assert (setup.hot_bytes, recipe.train.batch_size, recipe.data.dim) == (256 << 20, 1024, 16)
+    assert recipe.model.init_args == {"bottom": [512, 256, 64, 16], "top": [512, 256, 1]}
+    for optimizer in (recipe.dense_optimizer, recipe.sparse_optimizer):
+        assert optimizer.class_path.endswith(".SGD") and optimizer.init_args == {"lr": 0.01}
+    rows = [use.table.rows for use in work.uses]
+    assert (len(rows), sum(rows), rows[2], rows[-1]) == (26, 33_762_577, 10_131_227, 142_572)
+
+
+@pytest.mark.parametrize("name", ["neo_a", "neo_f", "neo_i"])
+def test_models_of_neo_are_predicted_for_the_published_machines(name: str) -> None:
+    setup = Setup(**published()["setups"][name])
+    machine = Hardware.load(setup.hardware)
+    assert (setup.ranks, machine.ranks_per_node, machine.device_bytes) == (128, 8, 40e9)
+    assert machine.network == 200e9 / 8

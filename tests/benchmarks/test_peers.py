@@ -27,19 +27,19 @@ def seconds(lookup: float, update: float, **more: float) -> dict[str, float]:
 
 EMBEDDING_ROUNDS = [
     {
-        "hotbed": seconds(1, 1, gather_s=0.5, scatter_s=0.5),
+        "hotbed": seconds(1, 1, gather_s=0.5, scatter_s=0.5, limit_bytes=2e9),
         "hotbed_one_thread": seconds(2, 2),
         "fbgemm_default": seconds(4, 2),
         "plain": seconds(1, 3),
     },
     {
-        "hotbed": seconds(2, 2, gather_s=1, scatter_s=2),
+        "hotbed": seconds(2, 2, gather_s=1, scatter_s=2, limit_bytes=3e9),
         "hotbed_one_thread": seconds(2, 2),
         "fbgemm_default": seconds(4, 4),
         "plain": seconds(1, 1),
     },
     {
-        "hotbed": seconds(1, 1, gather_s=1, scatter_s=0),
+        "hotbed": seconds(1, 1, gather_s=1, scatter_s=0, limit_bytes=3e9),
         "hotbed_one_thread": seconds(2, 2),
         "fbgemm_default": seconds(6, 4),
         "plain": seconds(1, 5),
@@ -71,6 +71,7 @@ def test_a_ratio_is_of_one_round_and_the_median_of_rounds():
 def test_share_of_the_row_limit():
     summary = RESULTS["embedding"]
     assert [summary[f"share_of_row_limit{end}"] for end in ("", "_min", "_max")] == [0.5, 0.5, 0.75]
+    assert [summary[f"row_limit_gb_s{end}"] for end in ("", "_min", "_max")] == [2, 1, 3]
 
 
 def test_steps_say_which_precisions_they_compare():
@@ -93,6 +94,7 @@ def test_every_ratio_is_in_a_table():
         "hotbed 1 thread",
         "3.00 (2.00–5.00)",
         "share: 0.50 (0.50–0.75)",
+        "limit of random rows, 2.0 GB/s",
         "TorchRec fp32, hotbed bf16",
     ):
         assert shown in text
@@ -126,8 +128,9 @@ def test_the_row_limit_is_measured_on_the_arena_and_leaves_it_as_it_is(pooling):
     side = hotbed_side.Embedding(workload)
     before = [side.collection.weight(name).clone() for name in workload.names]
     batches = [torch.randint(50, (3 * 8 * pooling,)) for _ in range(6)]
-    gather, scatter = side.row_limit(batches)
+    gather, scatter, nbytes = side.row_limit(batches)
     assert gather > 0 and scatter > 0
+    assert nbytes < 3 * 50 * (3 * 16 * 4 + 8) + 2 * 3 * 8 * 16 * 4
     assert all(torch.equal(side.collection.weight(n), b) for n, b in zip(workload.names, before, strict=True))
 
 
@@ -146,7 +149,7 @@ def test_the_whole_comparison_tiny(tmp_path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads(file.read_text(encoding="utf-8"))
     for ratio in ("fbgemm_default", "fbgemm_hugepages", "plain"):
-        for section in ("embedding", "multi_hot", "narrow"):
+        for section in ("embedding", "multi_hot", "narrow", "mixed", "weighted"):
             assert found[section][f"ratio_{ratio}"] > 0
     assert found["embedding"]["share_of_row_limit"] > 0
     assert found["step"]["samples_per_s"] > 0 and found["numerics"]["passed"]
