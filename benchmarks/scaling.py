@@ -4,9 +4,6 @@ The model has 1.7 TB of tables, as one of arXiv 2508.03854 has, of which more is
 columns, with rows and ids per sample drawn from a fixed seed, row-wise AdaGrad, float32, twelve dense layers. Every
 rank has as many samples at any number of ranks. The plan of a group is that which is best for it alone. Exchanges go in
 one hop and in two. Nothing is fitted to the paper.
-
-hotbed sums dense gradients in rank order, with messages from each rank to every other one. What a library's all-reduce
-would give, which has as many bytes and no such messages, is simulated beside it, and is not built.
 """
 
 from __future__ import annotations
@@ -37,7 +34,6 @@ GROUPS = (32, 64, 128, 256, 512)
 """Ranks of a group, where there are replicas."""
 EVERY = (1, 10, 100)
 LAYERS = 12
-RATES = ("samples_per_s", "library_samples_per_s")
 LAYOUTS: tuple[Layout, ...] = ("groups", "replicas")
 
 
@@ -120,9 +116,7 @@ class Groups:
         model = CostModel(workload(self._args, way), way.size, self._here)
         costs = found.costs if way.replicas == 1 else model.ranks(found.plan)
         simulated = simulate(found.plan, costs, model)
-        with_library = CostModel(model.workload, way.size, library(self._here))
         return about | {
-            "library_samples_per_s": simulate(found.plan, costs, with_library).samples_per_s,
             "step_s": simulated.step_s,
             "samples_per_s": simulated.samples_per_s,
             "binds": simulated.binds,
@@ -140,23 +134,15 @@ class Groups:
         return [None, node] if size > node and size % node == 0 else [None]
 
 
-def library(here: Hardware) -> Hardware:
-    """A machine whose all-reduce takes its bytes only: twice the tensor over the slower link."""
-    across = here.network * here.network_efficiency / here.oversubscription
-    beyond = here.ranks_per_node + 1
-    rates = {here.ranks_per_node: {1: here.node_link / 2}, beyond: {1: min(across, here.node_link) / 2}}
-    return here.with_(all_reduce=rates)
-
-
 def replicas_of(ranks: int, groups: Sequence[int]) -> list[int]:
     """Numbers of replicas whose groups are allowed."""
     return [ranks // group for group in groups if ranks % group == 0 and ranks > group]
 
 
-def best(rows: Sequence[dict[str, Any]], rate: str = "samples_per_s") -> dict[str, Any] | None:
+def best(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The fastest."""
-    fitting = [row for row in rows if rate in row]
-    return max(fitting, key=lambda row: row[rate], default=None)
+    fitting = [row for row in rows if "samples_per_s" in row]
+    return max(fitting, key=lambda row: row["samples_per_s"], default=None)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -184,9 +170,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def print_table(found: dict[str, Any]) -> None:
     """Print a row for each number of ranks: one group, the best replicas, and the first that overtake one group."""
     heads = ["ranks", "one group", "samples/s", "best replicas", "samples/s", "of the first, per rank"]
-    heads += ["with a library's all-reduce", "first to overtake"]
+    heads += ["first to overtake"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    base = dict.fromkeys(RATES, 0.0)
+    base = 0.0
     for ranks in sorted({row["ranks"] for row in found["rows"]}):
         of_ranks = [row for row in found["rows"] if row["ranks"] == ranks]
         one = best([row for row in of_ranks if row["replicas"] == 1])
@@ -195,11 +181,10 @@ def print_table(found: dict[str, Any]) -> None:
         cells = [f"{ranks:,}"]
         cells += [f"{one['binds']}{_hops(one)}", f"{one['samples_per_s']:,.0f}"] if one else ["out of memory", "–"]
         cells += [_named(top), f"{top['samples_per_s']:,.0f}"] if top else ["–", "–"]
-        for rate in RATES:
-            fastest = best(of_ranks, rate)
-            per_rank = fastest[rate] / ranks if fastest else 0.0
-            base[rate] = base[rate] or per_rank
-            cells.append(f"{per_rank / base[rate]:.1%}" if fastest else "–")
+        fastest = best(of_ranks)
+        per_rank = fastest["samples_per_s"] / ranks if fastest else 0.0
+        base = base or per_rank
+        cells.append(f"{per_rank / base:.1%}" if fastest else "–")
         overtaking = [row for row in many if one and row.get("samples_per_s", 0) > one["samples_per_s"]]
         cells.append(_named(min(overtaking, key=lambda row: (row["sync_every"], row["replicas"]), default=None)))
         print(f"| {' | '.join(cells)} |")

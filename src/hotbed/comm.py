@@ -30,6 +30,9 @@ from hotbed.errors import CommError
 from hotbed.pairwise import TAGS, MeetingError, Pairs, Work
 
 T = TypeVar("T")
+Tensors = Sequence[Tensor]
+Sizes = Callable[[int, int], int] | None
+"""Bytes that one rank sends another, where every rank knows them of all."""
 
 _WAITS: set[int] = set()
 """Threads that wait for another rank."""
@@ -234,7 +237,7 @@ class Link:
         handle = self.exchange(what, outgoing, incoming)
         return Handle(lambda: (handle.wait(), received)[1])
 
-    def exchange(self, what: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Handle[None]:
+    def exchange(self, what: str, outgoing: Tensors, incoming: Tensors, nbytes: Sizes = None) -> Handle[None]:
         """Send each rank a tensor and receive one from it, into contiguous memory.
 
         Parameters
@@ -243,6 +246,8 @@ class Link:
             Name of the exchange, for error messages and `sent_bytes`.
         outgoing, incoming
             By rank; as large as the other side's. What a rank has for itself is copied.
+        nbytes
+            What each rank sends each, where all know it; a `hotbed.hops.NodeLink` exchanges it first where it is None.
         """
         others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self.sent_bytes[what] += sum(outgoing[r].nbytes for r in others)
@@ -372,7 +377,7 @@ class OneRank(Link):
         """Return the link itself: its exchanges end at once."""
         return self
 
-    def exchange(self, what: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Handle[None]:
+    def exchange(self, what: str, outgoing: Tensors, incoming: Tensors, nbytes: Sizes = None) -> Handle[None]:
         """Copy what this process sends itself."""
         incoming[0].copy_(outgoing[0])
         return Handle(lambda: None)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.comm import Handle, Link
+from hotbed.comm import Handle, Link, Sizes, Tensors
 from hotbed.errors import CommError
 
 
@@ -75,12 +75,16 @@ class NodeLink(Link):
         return NodeLink(super().clone(), self.ranks_per_node, self)
 
     @override
-    def exchange(self, what: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Handle[None]:
+    def exchange(self, what: str, outgoing: Tensors, incoming: Tensors, nbytes: Sizes = None) -> Handle[None]:
         nodes, places = range(self._between.size), range(self._inside.size)
         device = outgoing[0].device
-        sizes = torch.tensor([t.nbytes for t in outgoing], device=device).view(len(nodes), len(places)).T.contiguous()
-        ones = [1] * len(places)
-        passed_on = self._inside.all_to_all(f"sizes of {what}", sizes, ones, ones).wait().tolist()
+        if nbytes is None:
+            sizes = torch.tensor([t.nbytes for t in outgoing], device=device).view(len(nodes), len(places)).T
+            ones = [1] * len(places)
+            passed_on = self._inside.all_to_all(f"sizes of {what}", sizes.contiguous(), ones, ones).wait().tolist()
+        else:
+            mine, first_of_node = self._inside.rank, self.rank - self._inside.rank
+            passed_on = [[nbytes(first_of_node + p, n * len(places) + mine) for n in nodes] for p in places]
         first = [torch.empty(sum(of_nodes), dtype=torch.uint8, device=device) for of_nodes in passed_on]
         by_place = [_bytes([outgoing[n * len(places) + p] for n in nodes]) for p in places]
         self._inside.exchange(what, by_place, first).wait()
@@ -98,6 +102,16 @@ class NodeLink(Link):
                     tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
 
         return Handle(unpack)
+
+
+def in_hops(link: Link, ranks_per_node: int | None) -> Link:
+    """Make a link's exchanges take two hops, where nodes are said and one would not do."""
+    return link if ranks_per_node in (None, 1, link.size) else NodeLink(link, ranks_per_node)
+
+
+def messages_of(link: Link) -> int:
+    """Count the messages that a rank sends in an exchange whose sizes all ranks know."""
+    return link._inside.size + link._between.size - 2 if isinstance(link, NodeLink) else link.size - 1
 
 
 def _bytes(tensors: Sequence[Tensor]) -> Tensor:

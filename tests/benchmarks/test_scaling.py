@@ -25,6 +25,5 @@ def test_one_group_and_replicas_are_compared(
     assert {row["replicas"] for row in found["rows"][4:]} == {2}
     near, far = ({r["layout"]: r for r in found["rows"][4:]}[layout] for layout in ("groups", "replicas"))
     assert near["critical_s"]["rows"] < far["critical_s"]["rows"]  # a group on a node
-    assert all(row["library_samples_per_s"] > row["samples_per_s"] for row in found["rows"][1:])  # without its messages
     shown = capsys.readouterr().out
-    assert "| 2 | out of memory | – | – | – | – | – | – |" in shown and "M = 2, every 100, " in shown
+    assert "| 2 | out of memory | – | – | – | – | – |" in shown and "M = 2, every 100, " in shown

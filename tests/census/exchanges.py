@@ -7,7 +7,7 @@ gradients in one bucket when the last is there, by the project's own `mean_over_
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from hotbed.comm import Handle, Link
+from hotbed.comm import Handle, Link, Sizes, Tensors
 from hotbed.embed import dense
 from tests.census.device import CUDA, OnDevice, host_of
 from tests.census.record import RECORD
@@ -31,7 +31,7 @@ def replace_exchanges() -> None:
     """Put them in the place of NCCL's."""
     by_gloo = Link.exchange
 
-    def exchange(self: Link, what: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Handle[None]:
+    def exchange(self: Link, what: str, outgoing: Tensors, incoming: Tensors, nbytes: Sizes = None) -> Handle[None]:
         if threading.current_thread() is threading.main_thread():  # a thread's exchanges, over Gloo, have no such order
             ORDER.append(what)
         if not isinstance(outgoing[0], OnDevice):

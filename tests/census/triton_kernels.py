@@ -13,7 +13,17 @@ from torch.utils import _pytree as pytree
 from triton.runtime.jit import JITFunction
 
 import hotbed.ops.backend as backend
-from hotbed.ops import reference, triton, triton_loss, triton_relu, triton_runtime, triton_step, triton_update
+from hotbed.embed import dense
+from hotbed.ops import (
+    reference,
+    triton,
+    triton_loss,
+    triton_mean,
+    triton_relu,
+    triton_runtime,
+    triton_step,
+    triton_update,
+)
 from hotbed.ops.rows import step_seeds
 from hotbed.store import memory
 from tests.census import graphs
@@ -102,6 +112,19 @@ def replace_kernels() -> None:
             _fill(results, (passed, passed.float().sum(0).to(passed.dtype)))
 
     triton_relu.relu_backward = relu_backward
+    noted_mean = triton_mean.mean_of_rows
+
+    def mean_of_rows(values: Tensor) -> Tensor:
+        result = noted_mean(values)
+        graphs.run(added, to_host((result, values)))
+        return result
+
+    def added(given: Any) -> None:
+        result, values = given
+        with RECORD.computing():
+            result.copy_(dense.mean_of_rows(values))
+
+    triton_mean.mean_of_rows = mean_of_rows
     pretended = Pretended()
     load = backend._load
     backend._load = lambda name: pretended if name == "triton" else load(name)

@@ -106,13 +106,15 @@ def serve() -> None:
                 os._exit(code)
         codes, ended = [0] * task["ranks"], [0.0] * task["ranks"]
         left, end = set(ranks), started + task["limit_s"]
+        fault = task.get("fault")
+        stopped = fault["rank"] if fault and fault["how"] == "stop" else None
         while left:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid:
                 left.discard(pid)
                 codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
                 ended[ranks[pid]] = time.monotonic() - started
-            elif task.get("fault") and [ranks[of] for of in left] == [task["fault"]["rank"]]:
+            elif stopped is not None and [ranks[of] for of in left] == [stopped]:
                 os.kill(left.copy().pop(), signal.SIGKILL)  # it was stopped; the others have ended
             elif time.monotonic() > end:
                 for late in left:

@@ -15,6 +15,7 @@ from hotbed.comm import Link
 from hotbed.embed import plan_for, plan_tables
 from hotbed.embed.dense import mean_over_ranks_
 from hotbed.errors import PlanError
+from hotbed.hops import NodeLink
 from hotbed.jagged import Jagged
 from hotbed.plan import Cut, make_plan
 from tests.equivalence.sharding import TABLES, Job, trained
@@ -367,19 +368,24 @@ def test_a_model_without_dense_parameters_has_no_sync_too(ranks: Ranks):
     ranks.run(SIZE, tables_only)
 
 
-def mean_of_ranks(group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
-    buffer = values[dist.get_rank(group)].clone()
-    mean_over_ranks_(buffer, Link(group))
-    return buffer
+def mean_of_ranks(
+    group: dist.ProcessGroup, values: torch.Tensor, per_node: int | None
+) -> tuple[torch.Tensor, set[str]]:
+    link = Link(group) if per_node is None else NodeLink(Link(group), per_node)
+    buffer = values[link.rank].clone()
+    mean_over_ranks_(buffer, link)
+    return buffer, set(link.sent_bytes)
 
 
-def test_dense_gradients_are_added_in_rank_order(ranks: Ranks):
-    """Whatever share of them a rank adds up: the last one's is shorter."""
-    values = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
-    expected = (values[0] + values[1] + values[2]) / 3
-    assert not torch.equal(expected, (values[0] + values[2] + values[1]) / 3)
-    for found in ranks.run(3, mean_of_ranks, values):
+@pytest.mark.parametrize(("size", "per_node"), [(3, None), (4, 2), (4, 1), (4, 4)])
+def test_dense_gradients_are_added_in_rank_order(ranks: Ranks, size: int, per_node: int | None):
+    """Whatever share of them a rank adds up, the last one's is shorter, and whether they take two hops."""
+    values = torch.randn(size, 1001, generator=torch.Generator().manual_seed(0))
+    expected = sum(values[1:], start=values[0]) / size
+    assert not torch.equal(expected, sum(values[:-1], start=values[-1]) / size)
+    for found, sent in ranks.run(size, mean_of_ranks, values, per_node):
         assert torch.equal(found, expected)
+        assert sent == {"gradients of dense parameters"}  # no sizes
 
 
 def inside_another(group: dist.ProcessGroup) -> None:

@@ -20,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from triton.runtime.errors import InterpreterError
 
+from hotbed.embed.dense import mean_of_rows
 from hotbed.ops import (
     CacheTags,
     reference,
@@ -28,6 +29,7 @@ from hotbed.ops import (
     triton_interaction,
     triton_lookup,
     triton_loss,
+    triton_mean,
     triton_relu,
     triton_runs,
     triton_segment,
@@ -158,6 +160,13 @@ def _relu(ops: Any) -> Same:
     return same
 
 
+def _mean(ops: Any) -> Same:
+    """Whether a mean over more columns than a program takes is that of rows added in order."""
+    values = torch.randn(7, 300)
+    expected = mean_of_rows(values)
+    return lambda: torch.equal(getattr(ops, "mean_of_rows", triton_mean.mean_of_rows)(values), expected)
+
+
 OPERATIONS: dict[str, Callable[[Any], Same]] = {
     "lookup": _lookup,
     "gather": _gather,
@@ -167,6 +176,7 @@ OPERATIONS: dict[str, Callable[[Any], Same]] = {
     "interaction": _interaction,
     "loss": _loss,
     "relu": _relu,
+    "mean": _mean,
 }
 
 

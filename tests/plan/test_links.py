@@ -67,19 +67,28 @@ def test_many_ranks_are_faster_in_two_hops_and_few_are_not() -> None:
 
 
 def test_sums_of_dense_gradients_have_messages_to_all_ranks() -> None:
-    def reduce(parameters: int, ranks: int) -> tuple[float, float]:
-        work = Workload.of([Table("t", 1000, 16)], batch_size=ranks, dense=DensePart(parameters=parameters))
+    def reduce(parameters: int, ranks: int, hop: int | None = None, here: Hardware = A100) -> tuple[float, float]:
+        dense = DensePart(parameters=parameters)
+        work = Workload.of([Table("t", 1000, 16)], batch_size=ranks, dense=dense, ranks_per_node=hop)
         plan = make_plan([use.table for use in work.uses], ranks, "row")
-        model = CostModel(work, ranks, A100)
+        model = CostModel(work, ranks, here)
         found = estimate_step(plan, model.ranks(plan), model)
-        return found.all_reduce, found.reduce_messages
+        return found.all_reduce - found.reduce_messages, found.reduce_messages
 
-    one = 2 * A100.message_s + A100.launch_s
-    assert reduce(100, 64)[1] == pytest.approx(63 * one)
+    message, launch = A100.message_s, A100.launch_s
+    assert reduce(100, 64)[1] == pytest.approx(2 * 63 * message + launch)
+    on_cores = A100.with_(cores_shared=True)
+    assert reduce(100, 64, here=on_cores)[1] == pytest.approx(63 * (2 * message + launch))
     parameters = 3 * BUCKET_BYTES // 4
-    all_reduce, messages = reduce(parameters, 64)
-    assert messages == pytest.approx(3 * 63 * one)
-    assert all_reduce - messages == pytest.approx(2 * 63 / 64 * 4 * parameters / NETWORK)
+    nbytes, messages = reduce(parameters, 64)
+    assert messages == pytest.approx(3 * (2 * 63 * message + launch))
+    assert nbytes == pytest.approx(2 * 63 / 64 * 4 * parameters / NETWORK)
+    # In two hops: fewer messages, and nearly all bytes inside the node, too.
+    in_hops, messages = reduce(parameters, 64, hop=8)
+    assert messages == pytest.approx(3 * (2 * (7 + 7) * message + launch))
+    assert nbytes < in_hops < 2 * nbytes
+    # Of many, buckets are larger: 511 messages are four times 128.
+    assert reduce(parameters, 512)[1] == pytest.approx(2 * 511 * message + launch)
     assert reduce(0, 64) == (0, 0)
 
 

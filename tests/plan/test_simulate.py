@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotbed.embed.dense import BUCKET_MIB
+from hotbed.embed import dense
 from hotbed.errors import PlanError
 from hotbed.optim import RowWiseAdagrad
 from hotbed.plan import Plan, make_plan
@@ -19,7 +19,7 @@ from hotbed.plan.cost import POOLING, CostModel, RankCosts
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found, search
 from hotbed.plan.simulate import MEASURED, Overlap, Simulation, Stragglers, simulate
-from hotbed.plan.step import BUCKET_BYTES, estimate_step
+from hotbed.plan.step import BUCKET_BYTES, BUCKET_MESSAGES, estimate_step
 from hotbed.plan.workload import DensePart, Workload
 from hotbed.specs import Table
 
@@ -140,7 +140,7 @@ def test_overlap_hides_ids_over_gloo_and_not_over_nccl():
 
 
 def test_a_small_dense_part_is_one_bucket_that_nothing_hides():
-    assert BUCKET_BYTES == BUCKET_MIB << 20
+    assert BUCKET_BYTES == dense.BUCKET_MIB << 20 and BUCKET_MESSAGES == dense.BUCKET_MESSAGES
     found = search(work_of((1000,), ranks=8, flops=1e8), 8, A100)
     late, early = (run(found, overlap=replace(IN_ORDER, buckets=buckets)) for buckets in (True, False))
     all_reduce = estimate_step(found.plan, found.costs, found.model).all_reduce

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field, NonNegativeInt, ValidationError
@@ -270,6 +269,8 @@ class Preparation:
                     f"{place}, column '{name}', {row_of(at)}: {complaint('numerical', shown)}; mend it, or leave it "
                     "missing"
                 )
+            import polars as pl
+
             found = pl.Series(values).to_frame("x").select(logarithm(pl.col("x")))["x"].to_numpy()
         if self.entry.dtype is None:
             return pa.array(found, mask=missing)
@@ -329,6 +330,8 @@ def _read(folder: Path, entry: PreparationEntry, name: str) -> LookupTable:
 
 def _parsed(array: pa.Array, where: str, row_of: Callable[[int], str]) -> pa.Array:
     """Hexadecimal text ``[n]`` as integers; null where it is missing or empty, as in a log."""
+    import polars as pl
+
     try:
         text = pl.Series("x", array.cast(pa.large_string()))
     except pa.ArrowInvalid as error:

@@ -21,9 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from hotbed.comm import Link, OneRank
 from hotbed.config.places import DensePart
 from hotbed.errors import SpecError
+from hotbed.hops import messages_of
 
 BUCKET_MIB = 25
 """Size of the buckets that gradients are averaged in; while one is, backward goes on."""
+BUCKET_MESSAGES = 128
+"""Messages of an exchange for which buckets are as large: of more, each bucket would wait for these, not for bytes."""
 
 
 def data_parallel(model: nn.Module, link: Link, kind: DensePart) -> nn.Module:
@@ -69,7 +72,7 @@ def _in_ddp(model: nn.Module, link: Link) -> DistributedDataParallel:
     parallel = DistributedDataParallel(
         model,
         process_group=link.group if on_host else link.gpu_group,
-        bucket_cap_mb=BUCKET_MIB,
+        bucket_cap_mb=BUCKET_MIB * max(-(-messages_of(link) // BUCKET_MESSAGES), 1),
         gradient_as_bucket_view=True,
     )
     # One thread, so that buckets are exchanged in one order on all ranks; the autograd thread goes on meanwhile. Where
@@ -139,17 +142,31 @@ def refuse_sharded(model: nn.Module, kind: DensePart) -> None:
 
 
 def mean_over_ranks_(buffer: Tensor, link: Link) -> None:
-    """Average a flat tensor over ranks, in place: values are added in rank order, and then divided."""
+    """Average a flat tensor over ranks, in place: values are added in rank order, and then divided.
+
+    Over a `hotbed.hops.NodeLink` values take two hops, and are the same.
+    """
     share = -(-len(buffer) // link.size)
     sizes = [max(min(share, len(buffer) - r * share), 0) for r in range(link.size)]
+    nbytes = [size * buffer.element_size() for size in sizes]
     shares = buffer.split(sizes)
     theirs = buffer.new_empty(link.size, sizes[link.rank])
-    link.exchange("gradients of dense parameters", shares, list(theirs)).wait()
-    total = theirs[0]
-    for r in range(1, link.size):
-        total = total + theirs[r]
-    total = total / link.size
-    link.exchange("gradients of dense parameters", [total] * link.size, shares).wait()
+    what = "gradients of dense parameters"
+    link.exchange(what, shares, list(theirs), lambda _, receiver: nbytes[receiver]).wait()
+    mean = mean_of_rows(theirs)
+    link.exchange(what, [mean] * link.size, shares, lambda sender, _: nbytes[sender]).wait()
+
+
+def mean_of_rows(values: Tensor) -> Tensor:
+    """Average rows ``[T, n]``: added from the first to the last, on a GPU by one kernel, and then divided."""
+    if values.is_cuda:
+        from hotbed.ops.triton_mean import mean_of_rows
+
+        return mean_of_rows(values)
+    total = values[0]
+    for row in values[1:]:
+        total = total + row
+    return total / len(values)
 
 
 def _after(stream: torch.cuda.Stream | None) -> torch.cuda.Stream | None:

@@ -30,7 +30,7 @@ from hotbed.embed.plan_names import collections_of, local_plan, names_in_plans, 
 from hotbed.embed.replicas import Replicas, check_replicas
 from hotbed.embed.wire import Wire
 from hotbed.errors import PlanError, SpecError, did_you_mean
-from hotbed.hops import NodeLink
+from hotbed.hops import in_hops
 from hotbed.plan import Cut, Plan
 from hotbed.specs import Table
 from hotbed.store import Storage
@@ -134,9 +134,7 @@ def distribute(
     place = _place(model, device)
     replicas = Replicas(base, parallel) if parallel.replicas > 1 else None
     link = base.clone() if replicas is None else replicas.shards.clone()
-    if parallel.ranks_per_node not in (None, 1, link.size):  # which would be one hop
-        link = NodeLink(link, parallel.ranks_per_node)
-    wire = Wire(link, parallel, replicas)
+    wire = Wire(in_hops(link, parallel.ranks_per_node), parallel, replicas)
     storage = Storage(
         policy=memory.cache_policy, cache_tier=memory.cache_tier, host=memory.host, directory=memory.directory
     )
@@ -229,7 +227,8 @@ class Distributed(nn.Module):
     mesh
         All ranks by ``("replica", "shard")``; None where there is one group.
     link, dense_link
-        All ranks, for small exchanges between steps, and for gradients of dense parameters.
+        All ranks, for small exchanges between steps, and for gradients of dense parameters, in two hops where rows are
+        exchanged so.
     """
 
     def __init__(self, model: nn.Module, wire: Wire, base: Link, plan: Plan) -> None:
@@ -239,7 +238,8 @@ class Distributed(nn.Module):
         self.wire = wire
         self.mesh = None if wire.replicas is None else wire.replicas.mesh
         self.link = base.clone()
-        self.dense_link = base.clone()
+        everyone = wire.link if wire.replicas is None else in_hops(base, wire.options.ranks_per_node)
+        self.dense_link = everyone.clone()
         self._register_load_state_dict_pre_hook(self._take_state)
         self._is_called = False
         # In a list, so that it is no submodule.

@@ -63,8 +63,15 @@ class Links:
         """Messages that a rank sends in an exchange of its group."""
         if not self.in_two_hops:
             return self.size - 1
+        return self.messages_of_known_sizes + SIZES * (self._hops[0] - 1)
+
+    @property
+    def messages_of_known_sizes(self) -> int:
+        """The same where every rank knows the sizes of all."""
+        if not self.in_two_hops:
+            return self.size - 1
         places, nodes = self._hops
-        return (1 + SIZES) * (places - 1) + nodes - 1
+        return places - 1 + nodes - 1
 
     def shares(self, among: Literal["shards", "replicas"]) -> dict[LinkName, float]:
         """Bytes that each link carries per byte that is exchanged; more than one in all where it goes in two hops."""

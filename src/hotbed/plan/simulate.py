@@ -42,9 +42,10 @@ from hotbed.plan.cost import (
 )
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.step import (
-    BUCKET_BYTES,
     EXCHANGES_OF_COPIES,
     StepEstimate,
+    all_ranks,
+    buckets_of,
     dense_launches_s,
     estimate_step,
     products_s,
@@ -240,7 +241,7 @@ class _Trainer:
         self._every = work.sync_every
         self.buckets = 1
         if overlap.buckets and not (model.hardware is not None and model.hardware.cores_shared):
-            self.buckets = min(max(math.ceil(4 * work.dense.parameters / BUCKET_BYTES), 1), MOST_BUCKETS)
+            self.buckets = min(max(buckets_of(4.0 * work.dense.parameters, all_ranks(model)), 1), MOST_BUCKETS)
         # Fixed costs of messages go with their exchanges, by how many each has.
         assert model.links is not None
         peers = model.links.messages

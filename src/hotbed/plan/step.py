@@ -27,11 +27,12 @@ from hotbed.plan.cost import (
     RankCosts,
 )
 from hotbed.plan.hardware import Curve, Hardware, interpolated
+from hotbed.plan.links import Links
 from hotbed.plan.tiling import Plan, Tier, Tile
 from hotbed.plan.workload import Kernel, Workload
 
-BUCKET_BYTES = 25 << 20
-"""Of dense gradients that are reduced at once, as `hotbed.embed.dense` has it."""
+BUCKET_BYTES, BUCKET_MESSAGES = 25 << 20, 128
+"""Of dense gradients that are averaged at once, and messages for which that is so, as `hotbed.embed.dense` has them."""
 EXCHANGES = 4
 """Of every step: numbers of ids, ids, rows, gradients (`hotbed.embed.route`, `row_exchange`)."""
 
@@ -73,8 +74,9 @@ def estimate_step(plan: Plan, costs: RankCosts, model: CostModel) -> StepEstimat
     here, work = model.hardware, model.workload
     assert here is not None
     busiest = costs.parts[int(costs.load.argmax())]
-    ranks, nbytes = plan.world_size * work.replicas, 4.0 * work.dense.parameters
-    reduce_messages = _reduce_messages(nbytes, ranks, here)
+    everyone = all_ranks(model)
+    nbytes = 4.0 * work.dense.parameters
+    reduce_messages = _reduce_messages(nbytes, everyone)
     messages, launches = (
         _overheads(plan, model, here) if "step" in here.overheads else _fixed(plan, busiest, model, here)
     )
@@ -83,11 +85,19 @@ def estimate_step(plan: Plan, costs: RankCosts, model: CostModel) -> StepEstimat
         dense=products_s(model) + dense_launches_s(model),
         messages=messages,
         launches=launches,
-        all_reduce=_all_reduce(nbytes, ranks, here) + reduce_messages,
+        all_reduce=_all_reduce(nbytes, everyone) + reduce_messages,
         reduce_messages=reduce_messages,
         input=work.dense.input_bytes * model.local_batch / here.host_link,
         hiding=0.0 if here.cores_shared else 2 / 3,
     )
+
+
+def all_ranks(model: CostModel) -> Links:
+    """What dense gradients of all groups are averaged over."""
+    assert model.hardware is not None
+    work = model.workload
+    size = model.world_size * work.replicas
+    return Links(hardware=model.hardware, size=size, ranks_per_node=work.ranks_per_node)
 
 
 def _fixed(plan: Plan, busiest: Array, model: CostModel, here: Hardware) -> tuple[float, float]:
@@ -157,28 +167,42 @@ def dense_launches_s(model: CostModel) -> float:
     return model.workload.dense.launches * (model.hardware.launch_s if model.hardware else 0.0)
 
 
-def _reduce_messages(nbytes: float, ranks: int, here: Hardware) -> float:
+def _reduce_messages(nbytes: float, links: Links) -> float:
     """Seconds of an all-reduce that are not bytes, as `hotbed.embed.dense` sums in rank order; 0 where it was measured.
 
-    Of each bucket every rank sends a share to every other one, adds theirs one after the other, and sends the sum.
+    Of each bucket every rank sends a share to every other one, adds theirs in order (in one kernel on a GPU, in one for
+    each rank on cores), and sends the sum.
     """
-    if _measured_all_reduce(ranks, here) or not nbytes:
+    here = links.hardware
+    if _measured_all_reduce(links) or links.size == 1:
         return 0.0
-    return math.ceil(nbytes / BUCKET_BYTES) * (ranks - 1) * (2 * here.message_s + here.launch_s)
+    additions = links.size - 1 if here.cores_shared else 1
+    messages = 2 * links.messages_of_known_sizes
+    return buckets_of(nbytes, links) * (messages * here.message_s + additions * here.launch_s)
 
 
-def _measured_all_reduce(ranks: int, here: Hardware) -> Curve | None:
-    return here.curve_of(here.all_reduce, ranks, beyond=ranks > here.ranks_per_node)
+def buckets_of(nbytes: float, links: Links) -> int:
+    """Count the buckets of dense gradients of so many bytes."""
+    return math.ceil(nbytes / (BUCKET_BYTES * max(math.ceil(links.messages_of_known_sizes / BUCKET_MESSAGES), 1)))
 
 
-def _all_reduce(nbytes: float, ranks: int, here: Hardware) -> float:
+def _measured_all_reduce(links: Links) -> Curve | None:
+    """What was measured, which is of one hop."""
+    here = links.hardware
+    return here.curve_of(here.all_reduce, links.size, beyond=links.size > here.ranks_per_node)
+
+
+def _all_reduce(nbytes: float, links: Links) -> float:
     """Seconds of the bytes of an all-reduce."""
-    curve = _measured_all_reduce(ranks, here)
+    here, ranks = links.hardware, links.size
+    curve = _measured_all_reduce(links)
     if curve and ranks > 1:
         seconds = nbytes / interpolated(curve, max(nbytes, 1.0))
         if "step" in here.overheads:  # which has the smallest
             seconds = max(seconds - min(curve) / curve[min(curve)], 0.0)
         return seconds
+    if links.in_two_hops:
+        return 2 * (ranks - 1) / ranks * nbytes * links.byte_s("shards")
     link = here.node_link
     if ranks > here.ranks_per_node:
         link = min(link, here.network * here.network_efficiency / here.oversubscription)

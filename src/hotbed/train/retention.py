@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hotbed.checkpoint import MANIFEST, Directory, checkpoints_in, directory, load_checkpoint
 from hotbed.checkpoint.manifest import base_of, step_of
@@ -20,8 +20,10 @@ from hotbed.config.validation import monitored
 from hotbed.train.callbacks import BestSoFar
 from hotbed.train.checkpointing import remove_checkpoint
 from hotbed.train.metrics import Metrics
-from hotbed.train.publish import Publisher
 from hotbed.train.trainer import Callback, Trainer
+
+if TYPE_CHECKING:
+    from hotbed.train.publish import Publisher
 
 _log = logging.getLogger("hotbed")
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from signal import SIGTERM
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -31,12 +31,10 @@ from hotbed.train.callbacks import (
 )
 from hotbed.train.checkpointing import refuse_other_checkpoints
 from hotbed.train.continuation import Continuation, OtherData
-from hotbed.train.export import Exporter
 from hotbed.train.hot_batches import HotSchedule
 from hotbed.train.loaders import evaluation_loader, readers_of, training_loader
 from hotbed.train.measure import FeaturesState, measure_buckets, measure_numericals
 from hotbed.train.parallel import Ranks
-from hotbed.train.publish import Publisher
 from hotbed.train.report import METRICS, RunDirectory, ShowProgress, environment, print_taken
 from hotbed.train.resume import Resume, finished_run, resume_from, resume_newest
 from hotbed.train.retention import KeepBest, KeepLast
@@ -44,6 +42,9 @@ from hotbed.train.stored import FEATURES, bad_ids, begin_with, go_on_with, has_f
 from hotbed.train.summary import best_step, of_checkpoints, of_memory, of_ranks, of_tables
 from hotbed.train.trainer import Trainer
 from hotbed.train.watchdog import Watchdog, limit_of
+
+if TYPE_CHECKING:  # half a second of imports, for runs that publish alone
+    from hotbed.train.publish import Publisher
 
 
 def train(
@@ -307,6 +308,9 @@ def _publisher(trainer: Trainer, recipe: Recipe, source: Source, checkpoints: Di
     """What publishes the run's checkpoints, on the first rank, if the recipe says so."""
     if recipe.train.publish is None:
         return None
+    from hotbed.train.export import Exporter
+    from hotbed.train.publish import Publisher
+
     with trainer.ranks.together(f"publish to {recipe.train.publish}"):
         if not trainer.ranks.is_first:
             return None
