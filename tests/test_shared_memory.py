@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -171,6 +172,18 @@ def test_the_end_of_a_process_ends_the_wait():
         with pytest.raises(RuntimeError, match=f"process {process.pid} has ended"):
             peer.receive(peer.expect(), torch.empty(3))
         assert time.monotonic() - start < 60
+
+
+def test_threads_that_wait_for_one_process_may_ask_for_its_end_at_once():
+    """Batches and gradients come from the same process, over links of their own."""
+    process = shared_memory._process(os.getpid())
+
+    def ask() -> list[bool]:
+        return [process.has_ended() for _ in range(3000)]
+
+    with ThreadPoolExecutor(8) as threads:
+        asked = [threads.submit(ask) for _ in range(8)]
+    assert not any(ended for found in asked for ended in found.result())
 
 
 def test_what_was_sent_is_there_when_the_sender_has_ended():

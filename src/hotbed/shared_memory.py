@@ -248,13 +248,13 @@ class _Process:
     """Another process; one descriptor, which tells when it has ended, serves all links."""
 
     def __init__(self, number: int) -> None:
-        file = os.pidfd_open(number)
-        weakref.finalize(self, os.close, file)
-        self._poll = select.poll()
-        self._poll.register(file, select.POLLIN)
+        self._file = os.pidfd_open(number)
+        weakref.finalize(self, os.close, self._file)
 
     def has_ended(self) -> bool:
-        return bool(self._poll.poll(0))
+        poll = select.poll()  # a new one, for several threads may ask at once
+        poll.register(self._file, select.POLLIN)
+        return bool(poll.poll(0))
 
 
 _processes: weakref.WeakValueDictionary[int, _Process] = weakref.WeakValueDictionary()

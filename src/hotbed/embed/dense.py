@@ -158,8 +158,8 @@ def mean_over_ranks_(buffer: Tensor, link: Link) -> None:
 
 
 def mean_of_rows(values: Tensor) -> Tensor:
-    """Average rows ``[T, n]``: added from the first to the last, on a GPU by one kernel, and then divided."""
-    if values.is_cuda:
+    """Average rows ``[T, n]``: added from the first to the last, on a GPU by one kernel (but float64), then divided."""
+    if values.is_cuda and values.dtype in (torch.float32, torch.bfloat16, torch.float16):
         from hotbed.ops.triton_mean import mean_of_rows
 
         return mean_of_rows(values)
