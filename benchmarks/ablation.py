@@ -270,19 +270,21 @@ CASES: Mapping[str, Case] = {
 
 
 class Isa(NamedTuple):
-    """A set of instructions: what a CPU that has it says, and what oneDNN, torch and Numba call it."""
+    """A set of instructions: what a CPU that has it says, what oneDNN and torch call it, Numba's CPU and features."""
 
     needs: str
     onednn: str
     torch: str
-    numba: str
+    numba: tuple[str, str]
 
 
+AVX2 = "+sse4.2,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt"
+AVX512 = f"{AVX2},+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl"
 ISAS = {
-    "AVX2": Isa("avx2", "AVX2", "avx2", "haswell"),
-    "AVX-512": Isa("avx512f", "AVX512_CORE", "avx512", "skylake-avx512"),
-    "AVX-512 with bf16": Isa("avx512_bf16", "AVX512_CORE_BF16", "avx512", "cooperlake"),
-    "AMX": Isa("amx_bf16", "AVX512_CORE_AMX", "avx512", "sapphirerapids"),
+    "AVX2": Isa("avx2", "AVX2", "avx2", ("haswell", AVX2)),
+    "AVX-512": Isa("avx512f", "AVX512_CORE", "avx512", ("skylake-avx512", AVX512)),
+    "AVX-512 with bf16": Isa("avx512_bf16", "AVX512_CORE_BF16", "avx512", ("cooperlake", f"{AVX512},+avx512bf16")),
+    "AMX": Isa("amx_bf16", "AVX512_CORE_AMX", "avx512", ("sapphirerapids", f"{AVX512},+avx512bf16,+amx-bf16")),
 }
 
 
@@ -292,7 +294,8 @@ def by_isa(options: Sequence[str]) -> dict[str, Any]:
     for name, isa in ISAS.items():
         if not has(isa):
             continue
-        limits = {"ONEDNN_MAX_CPU_ISA": isa.onednn, "ATEN_CPU_CAPABILITY": isa.torch, "NUMBA_CPU_NAME": isa.numba}
+        limits = {"ONEDNN_MAX_CPU_ISA": isa.onednn, "ATEN_CPU_CAPABILITY": isa.torch}
+        limits |= dict(zip(("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"), isa.numba, strict=True))
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "found.json"
             command = [sys.executable, "-m", "benchmarks.ablation", "--only", "mixed_precision", *options]
@@ -304,8 +307,9 @@ def by_isa(options: Sequence[str]) -> dict[str, Any]:
 def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--isa", action="store_true", help="mixed precision by set of instructions")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    which.add_argument("--isa", action="store_true", help="mixed precision by set of instructions")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")

@@ -60,7 +60,7 @@ CASES: dict[int, dict[str, Case]] = {
         "rows as int8, gradients as bf16": _wire("int8", "bf16"),
         "rows and gradients as int8": _wire("int8", "int8"),
         "rows as fp8, gradients as bf16": _wire("fp8", "bf16"),
-        "pooled vectors in place of rows": Case(options={"wire": "pooled"}, exact="row"),
+        "pooled vectors in place of rows": Case(wire="pooled", exact="row"),
         "dense part by FSDP": Case(options={"dense": "fsdp"}, exact="row"),
         "column": Case("column"),
         "column, moments per part": Case("column", {"per_shard_statistics": True}, exact="column"),

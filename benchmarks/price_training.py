@@ -29,6 +29,7 @@ import hotbed as hb
 from benchmarks.peers.plain_side import PlainLayers
 from benchmarks.quality_results import Scores
 from benchmarks.quality_training import DENSE, PlantedLog, share
+from hotbed.plan.tiling import WireFormat
 
 BATCH, TEST_BATCH, DIM = 4_096, 16_384, 32
 BLOCKS = 32
@@ -40,7 +41,8 @@ SPARSE_LR, DENSE_LR = 0.02, 0.004
 class Case:
     """A plan, options of `hotbed.distribute` and of row-wise AdaGrad, and the exact case that it is held against.
 
-    Tables of at most ``dense_rows`` rows are no tables of hotbed's, but parameters of the dense part.
+    A ``wire`` other than "rows" is that of the plan. Tables of at most ``dense_rows`` rows are no tables of hotbed's,
+    but parameters of the dense part.
     """
 
     plan: str | Mapping[str, str] = "row"
@@ -48,6 +50,7 @@ class Case:
     rule: Mapping[str, Any] = field(default_factory=dict)
     exact: str | None = None
     dense_rows: int = 0
+    wire: WireFormat = "rows"
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,10 @@ class Trained:
         made = hb.nn.DLRM(tables, features, DENSE, bottom=(64, DIM), top=(64, 1), seed=seed)
         if case.dense_rows:
             made = WithDenseTables(made, features, case.dense_rows, seed)
-        self.model: Any = hb.distribute(made, case.plan, hb.ParallelOptions(**case.options))
+        plan = case.plan
+        if case.wire != "rows":
+            plan = hb.make_plan(tables, dist.get_world_size(), plan, wire=case.wire)
+        self.model: Any = hb.distribute(made, plan, hb.ParallelOptions(**case.options))
         self.optimizers = (
             torch.optim.Adam(self.model.parameters(), lr=DENSE_LR),
             hb.optim.RowWiseAdagrad(self.model, lr=SPARSE_LR, **case.rule),

@@ -32,7 +32,7 @@ from hotbed.pairwise import TAGS, MeetingError, Pairs, Work
 T = TypeVar("T")
 Tensors = Sequence[Tensor]
 Sizes = Callable[[int, int], int] | None
-"""Bytes that one rank sends another, where every rank knows them of all."""
+"""Bytes by sender and receiver, where every rank knows them of all."""
 
 _WAITS: set[int] = set()
 """Threads that wait for another rank."""
@@ -247,7 +247,7 @@ class Link:
         outgoing, incoming
             By rank; as large as the other side's. What a rank has for itself is copied.
         nbytes
-            What each rank sends each, where all know it; a `hotbed.hops.NodeLink` exchanges it first where it is None.
+            From each rank to each; without it a `hotbed.hops.NodeLink` exchanges sizes first.
         """
         others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self.sent_bytes[what] += sum(outgoing[r].nbytes for r in others)
@@ -266,7 +266,8 @@ class Link:
         """Gather every rank's tensor, all of one shape: ``[…] → [W, …]``."""
         received = values.new_empty(self.size, *values.shape)
         values = values.contiguous()
-        handle = self.exchange(what, [values] * self.size, list(received.unbind()))
+        nbytes = values.nbytes
+        handle = self.exchange(what, [values] * self.size, list(received.unbind()), lambda _sender, _receiver: nbytes)
         return Handle(lambda: (handle.wait(), received)[1])
 
     def broadcast(self, what: str, values: Tensor, source: int) -> Handle[Tensor]:

@@ -86,20 +86,22 @@ class NodeLink(Link):
             mine, first_of_node = self._inside.rank, self.rank - self._inside.rank
             passed_on = [[nbytes(first_of_node + p, n * len(places) + mine) for n in nodes] for p in places]
         first = [torch.empty(sum(of_nodes), dtype=torch.uint8, device=device) for of_nodes in passed_on]
-        by_place = [_bytes([outgoing[n * len(places) + p] for n in nodes]) for p in places]
-        self._inside.exchange(what, by_place, first).wait()
+        to_place = [sum(outgoing[n * len(places) + p].nbytes for n in nodes) for p in places]
+        joined = _bytes([outgoing[n * len(places) + p] for p in places for n in nodes])
+        self._inside.exchange(what, joined.split(to_place), first).wait()
         received = [buffer.split(of_nodes) for buffer, of_nodes in zip(first, passed_on, strict=True)]
-        expected = [[incoming[n * len(places) + p].nbytes for p in places] for n in nodes]
-        second = [torch.empty(sum(of_node), dtype=torch.uint8, device=device) for of_node in expected]
-        by_node = [torch.cat([received[p][n] for p in places]) for n in nodes]
-        arrived = self._between.exchange(what, by_node, second)
+        to_node = [sum(of_place[n] for of_place in passed_on) for n in nodes]
+        joined = torch.cat([received[p][n] for n in nodes for p in places])
+        from_each = [tensor.nbytes for tensor in incoming]
+        from_node = [sum(from_each[n * len(places) : (n + 1) * len(places)]) for n in nodes]
+        second = torch.empty(sum(from_each), dtype=torch.uint8, device=device)
+        arrived = self._between.exchange(what, joined.split(to_node), second.split(from_node))
 
         def unpack() -> None:
             arrived.wait()
-            for n in nodes:
-                for p, values in zip(places, second[n].split(expected[n]), strict=True):
-                    tensor = incoming[n * len(places) + p]
-                    tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
+            values = zip(second.split(from_each), incoming, strict=True)
+            found = [v.view(t.dtype).view(t.shape) for v, t in values]
+            torch._foreach_copy_(list(incoming), found)  # pyright: ignore[reportPrivateImportUsage]
 
         return Handle(unpack)
 
@@ -109,7 +111,7 @@ def in_hops(link: Link, ranks_per_node: int | None) -> Link:
     return link if ranks_per_node in (None, 1, link.size) else NodeLink(link, ranks_per_node)
 
 
-def messages_of(link: Link) -> int:
+def messages_per_exchange(link: Link) -> int:
     """Count the messages that a rank sends in an exchange whose sizes all ranks know."""
     return link._inside.size + link._between.size - 2 if isinstance(link, NodeLink) else link.size - 1
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import hotbed as hb
 from benchmarks import price
 from benchmarks.net.hosts import available
 
@@ -23,6 +24,8 @@ def test_every_option_is_trained_beside_the_exact_one(tmp_path: Path, capsys: py
     assert exact["column"] == exact["row"]  # a plan does not change the model
     assert exact["small tables on both ranks"] == exact["row"] != exact["small tables in the dense part"]
     assert exact["rows and gradients as int8"] != exact["row"]
+    assert exact["rows as fp16, gradients as bf16"] != exact["rows and gradients as fp16"]
+    assert exact["pooled vectors in place of rows"]["auc"] == pytest.approx(exact["row"]["auc"], abs=1e-3)
     assert exact["column, moments per part"] != exact["row"]
     assert exact["2 copies"] != exact["2 copies, c = 1"] != exact["row"]
     assert "moments per part" in capsys.readouterr().out
@@ -30,6 +33,7 @@ def test_every_option_is_trained_beside_the_exact_one(tmp_path: Path, capsys: py
 
 def test_exact_cases_are_there() -> None:
     for cases in price.CASES.values():
+        assert all(hb.ParallelOptions(**case.options) for case in cases.values())
         assert all(case.exact is None or case.exact in cases for case in cases.values())
 
 

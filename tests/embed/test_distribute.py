@@ -15,7 +15,7 @@ from hotbed.comm import Link
 from hotbed.embed import plan_for, plan_tables
 from hotbed.embed.dense import mean_over_ranks_
 from hotbed.errors import PlanError
-from hotbed.hops import NodeLink
+from hotbed.hops import in_hops, messages_per_exchange
 from hotbed.jagged import Jagged
 from hotbed.plan import Cut, make_plan
 from tests.equivalence.sharding import TABLES, Job, trained
@@ -368,24 +368,27 @@ def test_a_model_without_dense_parameters_has_no_sync_too(ranks: Ranks):
     ranks.run(SIZE, tables_only)
 
 
-def mean_of_ranks(
-    group: dist.ProcessGroup, values: torch.Tensor, per_node: int | None
-) -> tuple[torch.Tensor, set[str]]:
-    link = Link(group) if per_node is None else NodeLink(Link(group), per_node)
+def mean_of_ranks(group: dist.ProcessGroup, values: torch.Tensor, per_node: int | None) -> tuple[torch.Tensor, int]:
+    link = in_hops(Link(group), per_node)
     buffer = values[link.rank].clone()
     mean_over_ranks_(buffer, link)
-    return buffer, set(link.sent_bytes)
+    assert set(link.sent_bytes) <= {"gradients of dense parameters"}  # no sizes
+    return buffer, messages_per_exchange(link)
 
 
-@pytest.mark.parametrize(("size", "per_node"), [(3, None), (4, 2), (4, 1), (4, 4)])
-def test_dense_gradients_are_added_in_rank_order(ranks: Ranks, size: int, per_node: int | None):
-    """Whatever share of them a rank adds up, the last one's is shorter, and whether they take two hops."""
-    values = torch.randn(size, 1001, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [1001, 2])
+@pytest.mark.parametrize(("size", "per_node", "messages"), [(3, None, 2), (4, 2, 2), (4, 1, 3), (4, 4, 3)])
+def test_dense_gradients_are_added_in_rank_order(
+    ranks: Ranks, size: int, per_node: int | None, messages: int, count: int, dtype: torch.dtype
+):
+    """Whatever share of them a rank adds up, the last one's shorter or empty, and whether they take two hops."""
+    values = torch.randn(size, count, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = sum(values[1:], start=values[0]) / size
-    assert not torch.equal(expected, sum(values[:-1], start=values[-1]) / size)
+    assert count < size or not torch.equal(expected, sum(values[:-1], start=values[-1]) / size)
     for found, sent in ranks.run(size, mean_of_ranks, values, per_node):
         assert torch.equal(found, expected)
-        assert sent == {"gradients of dense parameters"}  # no sizes
+        assert sent == messages
 
 
 def inside_another(group: dist.ProcessGroup) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hotbed.optim import RowWiseAdagrad
+from hotbed.plan import make_plan
 from hotbed.plan.cost import LAUNCHES, CostModel
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import search
 from hotbed.plan.simulate import Simulation, simulate
 from hotbed.plan.step import arenas_of, estimate_step
-from hotbed.plan.usage import link_of
+from hotbed.plan.usage import Usage, link_of, usage_of
 from hotbed.plan.workload import DensePart, Workload
 from hotbed.specs import Table
 
@@ -47,6 +50,20 @@ def test_replicas_on_other_nodes_wait_for_the_network(ranks: int, replicas: int)
 )
 def test_each_exchange_has_its_link(exchange: str, ranks: int, replicas: int, link: str) -> None:
     assert link_of(CostModel(work(ranks, replicas), ranks // replicas, A100), exchange) == link
+
+
+def test_dense_gradients_in_two_hops_use_both_links() -> None:
+    def on_links(parameters: int) -> tuple[CostModel, dict[str, Usage]]:
+        model = CostModel(replace(work(64, parameters=parameters), ranks_per_node=8), 64, A100)
+        plan = make_plan(TABLES, 64, "row")
+        return model, usage_of({}, 1.0, model.ranks(plan), model, 1.0)
+
+    (model, few), (_, many) = on_links(300_000), on_links(600_000)
+    assert model.links is not None
+    assert link_of(model, "all-reduce") == model.links.slowest("shards")
+    for link, share in model.links.shares("shards").items():
+        assert share > 0
+        assert many[link].amount - few[link].amount == pytest.approx(2 * 63 / 64 * 4 * 300_000 * share)
 
 
 @pytest.mark.parametrize("ranks", [8, 16])

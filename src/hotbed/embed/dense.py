@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hotbed.comm import Link, OneRank
 from hotbed.config.places import DensePart
 from hotbed.errors import SpecError
-from hotbed.hops import messages_of
+from hotbed.hops import messages_per_exchange
 
 BUCKET_MIB = 25
 """Size of the buckets that gradients are averaged in; while one is, backward goes on."""
@@ -72,21 +72,25 @@ def _in_ddp(model: nn.Module, link: Link) -> DistributedDataParallel:
     parallel = DistributedDataParallel(
         model,
         process_group=link.group if on_host else link.gpu_group,
-        bucket_cap_mb=BUCKET_MIB * max(-(-messages_of(link) // BUCKET_MESSAGES), 1),
+        bucket_cap_mb=BUCKET_MIB * max(-(-messages_per_exchange(link) // BUCKET_MESSAGES), 1),
         gradient_as_bucket_view=True,
     )
     # One thread, so that buckets are exchanged in one order on all ranks; the autograd thread goes on meanwhile. Where
     # exchanges may not overlap, the autograd thread starts them itself: between the gradients of rows that it sends, in
     # the order of the graph, which is that of all ranks. On a GPU they run in a stream of their own, beside backward.
     thread = ThreadPoolExecutor(1, thread_name_prefix="hotbed-dense") if link.overlaps else None
+    # One for all buckets: the memory that one of them needs, the next one gets.
+    beside = None if on_host else torch.cuda.Stream(next(p.device for p in model.parameters()))
 
     def averaged(buffer: Tensor) -> torch.futures.Future[Tensor]:
         done: torch.futures.Future[Any] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
-        stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
+        stream = None if beside is None else torch.cuda.current_stream(buffer.device)
 
         def average() -> None:
             try:
-                with torch.cuda.stream(_after(stream)):
+                if beside is not None and stream is not None:
+                    beside.wait_stream(stream)
+                with torch.cuda.stream(beside):
                     mean_over_ranks_(buffer, link)
                     done.set_result(buffer)
             except Exception as error:
@@ -158,24 +162,15 @@ def mean_over_ranks_(buffer: Tensor, link: Link) -> None:
 
 
 def mean_of_rows(values: Tensor) -> Tensor:
-    """Average rows ``[T, n]``: added from the first to the last, on a GPU by one kernel (but float64), then divided."""
+    """Average rows ``[T, n]``: added from the first to the last, on a GPU by one kernel (not float64), then divided."""
     if values.is_cuda and values.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        from hotbed.ops.triton_mean import mean_of_rows
+        from hotbed.ops import triton_mean
 
-        return mean_of_rows(values)
+        return triton_mean.mean_of_rows(values)
     total = values[0]
     for row in values[1:]:
         total = total + row
     return total / len(values)
-
-
-def _after(stream: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
-    """Make a stream that starts after what another has been given; None for None."""
-    if stream is None:
-        return None
-    following = torch.cuda.Stream(stream.device)
-    following.wait_stream(stream)
-    return following
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

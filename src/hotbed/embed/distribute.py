@@ -238,8 +238,8 @@ class Distributed(nn.Module):
         self.wire = wire
         self.mesh = None if wire.replicas is None else wire.replicas.mesh
         self.link = base.clone()
-        everyone = wire.link if wire.replicas is None else in_hops(base, wire.options.ranks_per_node)
-        self.dense_link = everyone.clone()
+        apart = wire.replicas is not None
+        self.dense_link = in_hops(base.clone(), wire.options.ranks_per_node) if apart else wire.link.clone()
         self._register_load_state_dict_pre_hook(self._take_state)
         self._is_called = False
         # In a list, so that it is no submodule.

@@ -7,6 +7,7 @@ the ``K`` nodes: fewer messages, but nearly all bytes go over both links, one af
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,8 @@ LinkName = Literal["node link", "network"]
 
 HOP_COPIES = 3
 """Copies in the device's memory of what goes in two hops: joined by place, joined by node, unpacked (`hotbed.hops`)."""
+COPIED_AT_ONCE = 128
+"""Tensors that a kernel of torch joins; of copies from several tensors into several, half as many."""
 SIZES = 1
 """Exchanges inside the node before those of a first hop: of sizes."""
 
@@ -72,6 +75,11 @@ class Links:
             return self.size - 1
         places, nodes = self._hops
         return places - 1 + nodes - 1
+
+    @property
+    def launches(self) -> int:
+        """Kernels that copy in an exchange: two that join, and copies into the tensors of all ranks."""
+        return 4 * math.ceil(self.size / COPIED_AT_ONCE) if self.in_two_hops else 0
 
     def shares(self, among: Literal["shards", "replicas"]) -> dict[LinkName, float]:
         """Bytes that each link carries per byte that is exchanged; more than one in all where it goes in two hops."""

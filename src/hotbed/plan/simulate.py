@@ -44,7 +44,6 @@ from hotbed.plan.hardware import Hardware
 from hotbed.plan.step import (
     EXCHANGES_OF_COPIES,
     StepEstimate,
-    all_ranks,
     buckets_of,
     dense_launches_s,
     estimate_step,
@@ -241,7 +240,7 @@ class _Trainer:
         self._every = work.sync_every
         self.buckets = 1
         if overlap.buckets and not (model.hardware is not None and model.hardware.cores_shared):
-            self.buckets = min(max(buckets_of(4.0 * work.dense.parameters, all_ranks(model)), 1), MOST_BUCKETS)
+            self.buckets = min(max(buckets_of(model), 1), MOST_BUCKETS)
         # Fixed costs of messages go with their exchanges, by how many each has.
         assert model.links is not None
         peers = model.links.messages

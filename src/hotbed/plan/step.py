@@ -74,9 +74,7 @@ def estimate_step(plan: Plan, costs: RankCosts, model: CostModel) -> StepEstimat
     here, work = model.hardware, model.workload
     assert here is not None
     busiest = costs.parts[int(costs.load.argmax())]
-    everyone = all_ranks(model)
-    nbytes = 4.0 * work.dense.parameters
-    reduce_messages = _reduce_messages(nbytes, everyone)
+    reduce_messages = _reduce_messages(model)
     messages, launches = (
         _overheads(plan, model, here) if "step" in here.overheads else _fixed(plan, busiest, model, here)
     )
@@ -85,7 +83,7 @@ def estimate_step(plan: Plan, costs: RankCosts, model: CostModel) -> StepEstimat
         dense=products_s(model) + dense_launches_s(model),
         messages=messages,
         launches=launches,
-        all_reduce=_all_reduce(nbytes, everyone) + reduce_messages,
+        all_reduce=_all_reduce(4.0 * work.dense.parameters, all_ranks(model)) + reduce_messages,
         reduce_messages=reduce_messages,
         input=work.dense.input_bytes * model.local_batch / here.host_link,
         hiding=0.0 if here.cores_shared else 2 / 3,
@@ -106,8 +104,9 @@ def _fixed(plan: Plan, busiest: Array, model: CostModel, here: Hardware) -> tupl
     exchanges = EXCHANGES + EXCHANGES_OF_COPIES * bool(busiest[COPIES]) + bool(busiest[SUMS])
     links = model.links
     assert links is not None
+    copies = exchanges * links.launches * here.launch_s
     messages = exchanges * links.messages + 2 * (work.replicas - 1) / work.sync_every * bool(busiest[REPLICAS])
-    return messages * here.message_s, table_launches(plan.tiles, work) * here.launch_s
+    return messages * here.message_s + copies, table_launches(plan.tiles, work) * here.launch_s
 
 
 def _overheads(plan: Plan, model: CostModel, here: Hardware) -> tuple[float, float]:
@@ -167,28 +166,33 @@ def dense_launches_s(model: CostModel) -> float:
     return model.workload.dense.launches * (model.hardware.launch_s if model.hardware else 0.0)
 
 
-def _reduce_messages(nbytes: float, links: Links) -> float:
+def _reduce_messages(model: CostModel) -> float:
     """Seconds of an all-reduce that are not bytes, as `hotbed.embed.dense` sums in rank order; 0 where it was measured.
 
     Of each bucket every rank sends a share to every other one, adds theirs in order (in one kernel on a GPU, in one for
     each rank on cores), and sends the sum.
     """
+    links = all_ranks(model)
     here = links.hardware
     if _measured_all_reduce(links) or links.size == 1:
         return 0.0
-    additions = links.size - 1 if here.cores_shared else 1
+    launches = 2 * links.launches + (links.size - 1 if here.cores_shared else 1)
     messages = 2 * links.messages_of_known_sizes
-    return buckets_of(nbytes, links) * (messages * here.message_s + additions * here.launch_s)
+    return buckets_of(model) * (messages * here.message_s + launches * here.launch_s)
 
 
-def buckets_of(nbytes: float, links: Links) -> int:
-    """Count the buckets of dense gradients of so many bytes."""
-    return math.ceil(nbytes / (BUCKET_BYTES * max(math.ceil(links.messages_of_known_sizes / BUCKET_MESSAGES), 1)))
+def buckets_of(model: CostModel) -> int:
+    """Count the buckets that dense gradients are averaged in."""
+    nbytes = 4.0 * model.workload.dense.parameters
+    messages = all_ranks(model).messages_of_known_sizes
+    return math.ceil(nbytes / (BUCKET_BYTES * max(math.ceil(messages / BUCKET_MESSAGES), 1)))
 
 
 def _measured_all_reduce(links: Links) -> Curve | None:
-    """What was measured, which is of one hop."""
+    """What was measured, of one hop."""
     here = links.hardware
+    if links.in_two_hops:
+        return None
     return here.curve_of(here.all_reduce, links.size, beyond=links.size > here.ranks_per_node)
 
 

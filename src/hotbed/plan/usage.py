@@ -24,7 +24,7 @@ from hotbed.plan.cost import (
     RankCosts,
 )
 from hotbed.plan.links import LinkName
-from hotbed.plan.step import products_s
+from hotbed.plan.step import all_ranks, products_s
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,9 @@ def link_of(model: CostModel, exchange: str) -> str:
     here = model.hardware
     assert here is not None
     if exchange == "all-reduce":
+        everyone = all_ranks(model)
+        if everyone.in_two_hops:
+            return everyone.slowest("shards")
         return "network" if model.world_size * model.workload.replicas > here.ranks_per_node else "node link"
     assert model.links is not None
     return model.links.slowest("replicas" if exchange == "average" else "shards")
@@ -80,7 +83,8 @@ def usage_of(
     """
     here, work = model.hardware, model.workload
     assert here is not None and model.links is not None
-    ranks = model.world_size * work.replicas
+    everyone = all_ranks(model)
+    ranks = everyone.size
     parts = costs.parts_bytes
     none, exchanged = np.zeros(len(parts)), [IDS, ROWS, GRADIENTS, COPIES, SUMS]
     dense = none + 2 * (ranks - 1) / ranks * 4.0 * work.dense.parameters
@@ -89,6 +93,8 @@ def usage_of(
     all_near = float(ranks <= here.ranks_per_node)
     over_all: dict[LinkName, float] = {"node link": all_near, "network": 1 - all_near}
     reduced_s = max(share / rates[name] for name, share in over_all.items())
+    if everyone.in_two_hops:
+        over_all, reduced_s = everyone.shares("shards"), everyone.byte_s("shards")
     exchanges, averages = model.links.shares("shards"), model.links.shares("replicas")
     for nbytes, shares, byte_s, charged in (
         (parts[:, exchanged].sum(1), exchanges, model.links.byte_s("shards"), costs.parts[:, exchanged].sum(1).mean()),
