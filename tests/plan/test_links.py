@@ -66,6 +66,10 @@ def test_many_ranks_are_faster_in_two_hops_and_few_are_not() -> None:
     assert step(16, 8, A100.node_link * 100) > step(16, None, A100.node_link * 100)
 
 
+def test_exchanges_of_a_group_have_messages_to_its_ranks_alone() -> None:
+    assert [Links(hardware=A100, size=64 // m, replicas=m).messages for m in (1, 4, 16)] == [63, 15, 3]
+
+
 def test_sums_of_dense_gradients_have_messages_to_all_ranks() -> None:
     def reduce(parameters: int, ranks: int, hop: int | None = None, here: Hardware = A100) -> tuple[float, float]:
         dense = DensePart(parameters=parameters)
