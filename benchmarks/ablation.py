@@ -85,7 +85,7 @@ class UnfusedDLRM(nn.Module):
         super().__init__()
         self.tables = Unfused(tables, features)
         self.layers = hb.nn.DLRM([replace(t, rows=1) for t in tables], features, 13, bottom=BOTTOM, top=TOP)
-        del self.layers.embeddings
+        del self.layers.embeddings  # of which only the other layers are wanted
 
     def forward(self, samples: hb.Batch) -> Tensor:
         """Logits ``[B, 1]``."""

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="all rows")
     args = parser.parse_args(argv)
     given = yaml.safe_load(CLAIMS.read_text(encoding="utf-8"))
-    rows = [resolved(row) for row in [*given["rows"], *predictions()]]
+    rows = [*map(resolved, given["rows"]), *predictions()]
     console = Console(width=120)
     for source, title in given["sources"].items():
         of_source = [row for row in rows if row["source"] == source]
@@ -75,7 +75,7 @@ def predictions() -> Iterator[dict[str, Any]]:
         claim = {"source": row["source"], "claim": row["quantity"], "published": _figure(row["published"], row["unit"])}
         if "predicted" not in row:
             if "quality is measured" not in row["missing"]:  # those have a row in claims.yaml
-                yield {**claim, "kind": "missing", "why": f"not published: {row['missing']}"}
+                yield {**claim, "kind": "missing", "ours": f"not published: {row['missing']}"}
             continue
         split = "; a constant is fitted on it" if row["split"] == "fitted" else ""
         said = {"ours": f"{_figure(row['predicted'], row['unit'])} ({row['ratio']:.2f} ×{split})", "command": PREDICT}
@@ -102,7 +102,11 @@ def resolved(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     if row["kind"] not in KINDS:
         raise ClaimError(f"claim '{row['claim']}' is {row['kind']}, must be one of {', '.join(KINDS)}")
-    if row["kind"] == "measured" or "value" in row:
+    if row["kind"] in ("measured", "simulated"):
+        if "value" not in row:
+            raise ClaimError(
+                f"claim '{row['claim']}' is {row['kind']} and has no value; say which figure of which file"
+            )
         figures = [_value(row["claim"], value) for value in row["value"]]
         return {**row, "ours": row["ours"].format(*figures)}
     if row["kind"] == "tested":
@@ -122,7 +126,8 @@ def _value(claim: str, value: Mapping[str, Any]) -> float:
         try:
             found = _only(found, key) if isinstance(key, dict) else found[key]
         except (KeyError, IndexError, TypeError, ValueError):
-            raise ClaimError(f"claim '{claim}': {value['file']} has nothing at {value['path']}, no {key!r}") from None
+            where = f"claim '{claim}': {value['file']} has nothing at {value['path']}"
+            raise ClaimError(f"{where}, not exactly one {key!r}") from None
     figure = float(statistics.median(found) if isinstance(found, list) else found) * value.get("scale", 1)
     return figure / _value(claim, value["over"]) if "over" in value else figure
 

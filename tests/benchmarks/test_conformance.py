@@ -43,16 +43,17 @@ def test_every_published_figure_has_a_row() -> None:
     ("row", "message"),
     [
         ({"kind": "believed"}, "is believed, must be one of measured, tested, simulated, missing, scope"),
+        ({"kind": "simulated", "ours": "2 ×"}, "is simulated and has no value; say which figure of which file"),
         ({"kind": "tested", "tests": ["tests/no_such.py::test_it"]}, "no file .*tests/no_such.py"),
         ({"kind": "tested", "tests": ["tests/test_specs.py::test_no_such"]}, "test_no_such, which is no test"),
         ({"kind": "measured", "ours": "{0}", "value": [{"file": "none.json", "path": []}]}, "no file .*none.json"),
         (
             {"kind": "measured", "ours": "{0}", "value": [{"file": "ablation.json", "path": ["results", "magic"]}]},
-            r"ablation.json has nothing at \['results', 'magic'\], no 'magic'",
+            r"ablation.json has nothing at \['results', 'magic'\], not exactly one 'magic'",
         ),
         (
             {"kind": "simulated", "ours": "{0}", "value": [{"file": "scaling.json", "path": ["rows", {"ranks": 256}]}]},
-            r"scaling.json has nothing at \['rows', \{'ranks': 256\}\], no \{'ranks': 256\}",  # but several
+            r"scaling.json has nothing at \['rows', \{'ranks': 256\}\], not exactly one \{",  # but several
         ),
     ],
 )

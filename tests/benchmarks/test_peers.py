@@ -122,15 +122,17 @@ def test_what_is_measured_later_is_added(tmp_path):
     assert found["measured"]["step"]["workload"]["rows"] == 50
 
 
+@pytest.mark.parametrize("rows", [50, (7, 50, 20)], ids=str)
 @pytest.mark.parametrize("pooling", [1, 3])
-def test_the_row_limit_is_measured_on_the_arena_and_leaves_it_as_it_is(pooling):
-    workload = Workload(rows=50, dim=16, tables=3, batch=8, pooling=pooling)
+def test_the_row_limit_is_measured_on_the_arena_and_leaves_it_as_it_is(pooling: int, rows: int | tuple[int, ...]):
+    workload = Workload(rows=rows, dim=16, tables=3, batch=8, pooling=pooling)
     side = hotbed_side.Embedding(workload)
     before = [side.collection.weight(name).clone() for name in workload.names]
-    batches = [torch.randint(50, (3 * 8 * pooling,)) for _ in range(6)]
-    gather, scatter, nbytes = side.row_limit(batches)
+    ids = torch.stack([torch.arange(8 * pooling) % count for count in workload.rows_of_each]).flatten()
+    gather, scatter, nbytes = side.row_limit([ids] * 6)
     assert gather > 0 and scatter > 0
-    assert nbytes < 3 * 50 * (3 * 16 * 4 + 8) + 2 * 3 * 8 * 16 * 4
+    distinct = sum(min(8 * pooling, count) for count in workload.rows_of_each)
+    assert nbytes == distinct * (3 * 16 * 4 + 2 * 4) + 2 * 3 * 8 * 16 * 4
     assert all(torch.equal(side.collection.weight(n), b) for n, b in zip(workload.names, before, strict=True))
 
 

@@ -46,11 +46,13 @@ class Interleaved(nn.Module):
         return self.layers[3](torch.relu(x)).mean()
 
 
-def started(group: dist.ProcessGroup, overlaps: bool, options: dict[str, Any]) -> tuple[list[str], list[float]]:
+def started(
+    group: dist.ProcessGroup, overlaps: bool, options: dict[str, Any], bucket_messages: int = 128
+) -> tuple[list[str], list[float]]:
     """What this rank started, in order, each after a delay of its own; and the losses."""
     record: list[str] = []
     delays, one = random.Random(dist.get_rank(group)), threading.Lock()
-    before, bucket, start = Link.overlaps, dense.BUCKET_MIB, Link._start
+    before, bucket, start = Link.overlaps, (dense.BUCKET_MIB, dense.BUCKET_MESSAGES), Link._start
 
     def noted(self: Link, what: str, begin: Any, result: Any) -> Handle[Any]:
         time.sleep(delays.random() / 50)
@@ -59,7 +61,8 @@ def started(group: dist.ProcessGroup, overlaps: bool, options: dict[str, Any]) -
             return start(self, what, begin, result)
 
     Link.overlaps = property(lambda _: overlaps)  # type: ignore[method-assign, assignment]
-    dense.BUCKET_MIB, Link._start = 0.001, noted  # type: ignore[assignment, method-assign]
+    dense.BUCKET_MIB, dense.BUCKET_MESSAGES = 0.001, bucket_messages  # type: ignore[assignment]
+    Link._start = noted  # type: ignore[method-assign]
     try:
         torch.manual_seed(0)
         parallel = hb.ParallelOptions(**options)
@@ -76,7 +79,8 @@ def started(group: dist.ProcessGroup, overlaps: bool, options: dict[str, Any]) -
                 optimizer.step()
                 optimizer.zero_grad()
     finally:
-        Link.overlaps, dense.BUCKET_MIB, Link._start = before, bucket, start  # type: ignore[method-assign]
+        Link.overlaps, Link._start = before, start  # type: ignore[method-assign]
+        dense.BUCKET_MIB, dense.BUCKET_MESSAGES = bucket
     return record, losses
 
 
@@ -92,6 +96,13 @@ def test_all_ranks_start_exchanges_in_one_order_where_they_may_not_overlap(
     kinds = [what for what in order[-len(order) // STEPS :] if what in ("gradients", "gradients of dense parameters")]
     assert kinds.index("gradients of dense parameters") < len(kinds) - 1 - kinds[::-1].index("gradients")
     assert [losses for _, losses in found] == [losses for _, losses in ranks.run(4, started, True, options)]
+
+
+def test_buckets_of_many_messages_are_larger_and_change_no_bit(ranks: Ranks) -> None:
+    small, large = (ranks.run(4, started, True, {}, messages) for messages in (128, 1))
+    what = "gradients of dense parameters"
+    assert 0 < large[0][0].count(what) < small[0][0].count(what)
+    assert [losses for _, losses in large] == [losses for _, losses in small]
 
 
 class Recorder:

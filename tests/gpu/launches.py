@@ -192,7 +192,8 @@ def _others() -> None:
     """Initial values, loss, counts of steps, means over ranks, caches."""
     triton_loss.cross_entropy(torch.zeros(9, 2), torch.zeros(9, 2), torch.ones(9, 1))
     triton_step.step_seeds(torch.arange(9), torch.arange(9))
-    triton_mean.mean_of_rows(torch.zeros(9, 300))
+    for dtype in FLOATS.values():
+        triton_mean.mean_of_rows(torch.zeros(9, 300, dtype=dtype))
     triton_step.count_steps_(torch.arange(9), torch.ones(9, dtype=torch.int64), torch.tensor(1.0))
     kernels.initial_values_(torch.zeros(9, 128), seed=2**32 - 1, rows=range(9), cols=range(128), bound=0.1)
     for ways, by_count, words in ((32, False, 132), (5, True, 129)):

@@ -46,7 +46,8 @@ class ParallelOptions:
     exchange per step and changes results."""
     ranks_per_node: int | None = None
     """Exchange in two hops, inside nodes of so many processes and then between nodes: fewer and larger messages; it
-    does not change results."""
+    does not change results. Rows go among the processes of a group, of which so many follow each other on a node;
+    gradients of dense parameters among all processes."""
     replicas: int = 1
     """Groups of processes that hold a copy of all tables each; the plan is for the processes of one. Copies are
     averaged, which changes results, unless ``exact`` is set."""
