@@ -238,12 +238,12 @@ class Distributed(nn.Module):
         self.wire = wire
         self.mesh = None if wire.replicas is None else wire.replicas.mesh
         self.link = base.clone()
-        apart = wire.replicas is not None
-        self.dense_link = in_hops(base.clone(), wire.options.ranks_per_node) if apart else wire.link.clone()
+        kind = wire.options.dense
+        hops = wire.options.ranks_per_node if kind == "ddp" else None
+        self.dense_link = wire.link.clone() if hops and wire.replicas is None else in_hops(base.clone(), hops)
         self._register_load_state_dict_pre_hook(self._take_state)
         self._is_called = False
         # In a list, so that it is no submodule.
-        kind = wire.options.dense
         self._call = [data_parallel(model, self.dense_link if kind == "ddp" else base, kind)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
