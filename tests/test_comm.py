@@ -17,8 +17,8 @@ from .ranks import ANSWER_S, SIZES, Ranks
 
 
 def rows_for(sender: int, receiver: int) -> torch.Tensor:
-    """What one rank sends another: as many rows as the sum of their ranks, and none to rank 1."""
-    count = 0 if receiver == 1 else sender + receiver
+    """What one rank sends another: as many rows as the sum of their ranks, and none to rank 0."""
+    count = 0 if receiver == 0 else sender + receiver
     return torch.full((count, 3), 10.0 * sender + receiver)
 
 
