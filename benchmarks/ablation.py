@@ -318,14 +318,13 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     if args.isa:
         results = by_isa(["--rounds", str(args.rounds), *(["--quick"] if args.quick else [])])
-        published, notes = dict.fromkeys(results, CASES["mixed_precision"].published), dict.fromkeys(results, "")
+        notes = dict.fromkeys(results, "")
     else:
         results = measure(args.only, sizes, 1 if args.quick else args.rounds, console)
-        published = {name: CASES[name].published for name in args.only}
         notes = {name: (CASES[name].gain.__doc__ or "").strip(".") for name in args.only}
     table = RichTable("", "gain here", "published", "", title=str(sizes), title_justify="left")
     for name, found in results.items():
-        gains, of_source = found["gains"], published[name]
+        gains, of_source = found["gains"], found["published"]
         shown = f"{statistics.median(gains):.2f} ({min(gains):.2f}–{max(gains):.2f})"
         table.add_row(name, shown, "–" if of_source is None else f"{of_source:.2f}", notes[name])
     console.print(table)

@@ -64,9 +64,7 @@ class Links:
     @property
     def messages(self) -> int:
         """Messages that a rank sends in an exchange of its group."""
-        if not self.in_two_hops:
-            return self.size - 1
-        return self.messages_of_known_sizes + SIZES * (self._hops[0] - 1)
+        return self.messages_of_known_sizes + (SIZES * (self._hops[0] - 1) if self.in_two_hops else 0)
 
     @property
     def messages_of_known_sizes(self) -> int:

@@ -58,7 +58,7 @@ def link_of(model: CostModel, exchange: str) -> str:
         everyone = all_ranks(model)
         if everyone.in_two_hops:
             return everyone.slowest("shards")
-        return "network" if model.world_size * model.workload.replicas > here.ranks_per_node else "node link"
+        return "network" if everyone.size > here.ranks_per_node else "node link"
     assert model.links is not None
     return model.links.slowest("replicas" if exchange == "average" else "shards")
 
