@@ -29,6 +29,7 @@ from benchmarks.peers.results import Results
 from benchmarks.peers.sides import HUGE_PAGES, ONE_THREAD, Side, sides_of
 from benchmarks.peers.worker import batches_needed
 from benchmarks.peers.workloads import STEPS, WORKLOADS, Workload, tiny, write_ids
+from hotbed.train.numerics import bf16_instructions
 
 SECTIONS = {
     "embedding": ("embedding", "multi_hot", "narrow"),
@@ -159,6 +160,8 @@ def main() -> int:
             workload = tiny(WORKLOADS[section]) if args.quick else WORKLOADS[section]
             if section == "embedding" and args.rows:
                 workload = replace(workload, rows=args.rows)
+            if not bf16_instructions(torch.device("cpu")):
+                workload = replace(workload, precisions=("fp32",))
             rounds = alternate(section, workload, args.rounds, about["attempts"], progress)
             threads = 1 if workload.ranks > 1 else about["threads"]
             found.add_rounds(section, workload, rounds, {**about, "threads": threads})

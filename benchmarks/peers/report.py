@@ -90,7 +90,8 @@ DEFINITIONS = {
     "installed (float32): NOT the same precision",
     "step.ratio_*_fp32_like_for_like, world2_step.ratio_*_fp32_like_for_like": "both in float32",
     "step.ratio_*_bf16, world2_step.ratio_*_bf16": "both under torch.autocast('cpu', torch.bfloat16)",
-    "step.samples_per_s, world2_step.samples_per_s_*": "hotbed under bf16 autocast; at world size 2 by scheme",
+    "step.samples_per_s, world2_step.samples_per_s_*": "hotbed under bf16 autocast, in float32 where the processor has no "
+    "instructions for it; at world size 2 by scheme",
     "world2, world2_uniform": "2 processes on this machine, one thread each, joined by Gloo over the loopback "
     "interface, half of the batch each; tables sharded over them. From a rank's ids to its pooled vectors and from a "
     "given gradient to updated rows, exchanges between the ranks included. Seconds of a step are those of its slower "
@@ -151,20 +152,22 @@ def embedding_summary(rounds: Sequence[Round]) -> dict[str, float]:
 def step_summary(rounds: Sequence[Round], batch: int) -> dict[str, float]:
     """Ratios of `STEP_RATIOS` whose sides were measured, samples per second of each hotbed, and seconds."""
     summary: dict[str, float] = {}
+    measured = [precision for precision in ("fp32", "bf16") if f"{precision}_s" in next(iter(rounds[0].values()))]
     for ratio, (peer, ours, peer_precision, our_precision) in STEP_RATIOS.items():
-        if rounds[0].keys() >= {peer, ours}:
+        if rounds[0].keys() >= {peer, ours} and {peer_precision, our_precision} <= set(measured):
             ratios = [r[peer][f"{peer_precision}_s"] / r[ours][f"{our_precision}_s"] for r in rounds]
             summary |= spread(ratio, ratios)
     for side in rounds[0]:
         if side.startswith("hotbed"):
             name = "samples_per_s" + side.removeprefix("hotbed")
-            summary |= spread(name, [batch / r[side]["bf16_s"] for r in rounds])
-        for precision in ("fp32", "bf16"):
+            summary |= spread(name, [batch / r[side][f"{measured[-1]}_s"] for r in rounds])
+        for precision in measured:
             summary |= spread(f"{side}_{precision}_s", [r[side][f"{precision}_s"] for r in rounds])
     for scheme in SCHEMES if "hotbed_alone" in rounds[0] else ():
-        for time in ("fp32_s", "bf16_s"):
+        for precision in measured:
+            time = f"{precision}_s"
             shares = [1 - r["hotbed_alone"][time] / r[f"hotbed_{scheme}"][time] for r in rounds]
-            summary |= spread(f"sharding_share_{scheme}_{time.removesuffix('_s')}", shares)
+            summary |= spread(f"sharding_share_{scheme}_{precision}", shares)
     return summary
 
 

@@ -27,7 +27,7 @@ from benchmarks.peers.workloads import Workload, dense_inputs, read_ids
 def batches_needed(kind: str, workload: Workload) -> int:
     """How many batches a worker uses: each one once."""
     if kind == "step":
-        return 2 * (workload.warmup + workload.steps)
+        return len(workload.precisions) * (workload.warmup + workload.steps)
     return workload.warmup + workload.steps + 2 * workload.limit
 
 
@@ -86,11 +86,11 @@ def step_seconds(side: Step, ids: Tensor, dense: Tensor, labels: Tensor, bf16: b
 
 
 def measure_step(side: Step, workload: Workload, batches: list[Tensor]) -> dict[str, float]:
-    """Medians over steps, in float32 and under bf16 autocast."""
+    """Medians over steps, by precision."""
     dense, labels = dense_inputs(workload)  # those of ranks are alike: nothing depends on them
     seconds: dict[str, float] = {}
     remaining = iter(batches)
-    for precision in ("fp32", "bf16"):
+    for precision in workload.precisions:
         times = [
             step_seconds(side, next(remaining), dense, labels, bf16=precision == "bf16")
             for _ in range(workload.warmup + workload.steps)

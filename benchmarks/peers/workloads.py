@@ -43,6 +43,8 @@ class Workload:
         Whether every row is as popular as any other; else popularity follows Zipf's law.
     weighted
         Whether every id has a weight, of which no gradient is asked.
+    precisions
+        In which whole steps are timed: ``"fp32"``, and under autocast ``"bf16"``.
     """
 
     rows: int | Sequence[int]
@@ -56,6 +58,7 @@ class Workload:
     ranks: int = 1
     uniform: bool = False
     weighted: bool = False
+    precisions: Sequence[str] = ("fp32", "bf16")
 
     def __post_init__(self) -> None:
         if not isinstance(self.rows, int):

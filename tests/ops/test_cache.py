@@ -77,15 +77,16 @@ def test_any_accesses_leave_what_a_plain_cache_has(backend, sets, ways, by_count
         assert state.tolist() == plain.entries
 
 
-def test_a_set_takes_many_keys_at_once_in_their_order(backend):
-    tags = backend.put(empty_tags(2, 4, False))
+@pytest.mark.parametrize("ways", [4, 32])
+def test_a_set_takes_many_keys_at_once_in_their_order(backend, ways):
+    tags = backend.put(empty_tags(2, ways, False))
     keys = torch.arange(1000)
-    own = keys[sets_of(keys, 2) == 1][:6].flip(0)
+    own = keys[sets_of(keys, 2) == 1][: ways + 2].flip(0)
     places, evicted = backend.ops.cache_take(tags, own.to(backend.device), 1)
-    assert places.tolist() == [4, 5, 6, 7, -1, -1] and evicted.tolist() == [FREE] * 6
-    assert tags.keys.tolist() == [FREE] * 4 + own[:4].tolist()
-    places, evicted = backend.ops.cache_take(tags, own[4:].to(backend.device), 2)
-    assert places.tolist() == [4, 5] and evicted.tolist() == own[:2].tolist()
+    assert places.tolist() == [*range(ways, 2 * ways), -1, -1] and evicted.tolist() == [FREE] * (ways + 2)
+    assert tags.keys.tolist() == [FREE] * ways + own[:ways].tolist()
+    places, evicted = backend.ops.cache_take(tags, own[ways:].to(backend.device), 2)
+    assert places.tolist() == [ways, ways + 1] and evicted.tolist() == own[:2].tolist()
 
 
 def test_no_place_is_taken_for_none(backend):

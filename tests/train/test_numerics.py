@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hotbed.config import Component, TrainRecipe
 from hotbed.errors import RecipeError
@@ -103,7 +103,7 @@ def test_a_precision_that_is_asked_for_is_taken_and_emulation_is_warned_of(
 ) -> None:
     has(monkeypatch, None)
     assert dtype_of_products(planted.trainer(replace(AUTO, precision="bf16"))) == torch.bfloat16
-    assert "this CPU has no instructions for it: products are emulated, which is 2 to 30 times slower" in caplog.text
+    assert "this CPU has no instructions for it: products are emulated, which is 2 to 60 times slower" in caplog.text
     caplog.clear()
     has(monkeypatch, "AMX")
     assert dtype_of_products(planted.trainer(replace(AUTO, precision="fp32"))) == torch.float32
@@ -222,14 +222,17 @@ def test_warnings_come_from_the_package_s_log(
     assert [(r.name, r.levelno) for r in caplog.records] == [("hotbed", logging.WARNING)]
 
 
-def test_torch_s_optimizers_of_a_gpu_s_parameters_are_fused_unless_the_recipe_says_otherwise() -> None:
+def test_torch_s_optimizers_are_fused_unless_the_recipe_says_otherwise() -> None:
+    trained = [nn.Parameter(torch.ones(2))]
     adam = Component(class_path="torch.optim.Adam", init_args={"lr": 0.1})
-    assert fused(adam).init_args == {"lr": 0.1, "fused": True}
-    for given in ({"fused": False}, {"foreach": True}):
+    assert fused(adam, trained).init_args == {"lr": 0.1, "fused": True}
+    for given in ({"fused": False}, {"foreach": True}, {"differentiable": True}):
         component = Component(class_path="torch.optim.Adam", init_args=given)
-        assert fused(component) is component
+        assert fused(component, trained) is component
     other = Component(class_path="torch.optim.Rprop", init_args={"lr": 0.1})
-    assert fused(other) is other
+    assert fused(other, trained) is other
+    for cannot in ([nn.Parameter(torch.ones(2, device="meta"))], [*trained, torch.ones(2, dtype=torch.int64)], []):
+        assert fused(adam, cannot) is adam
 
 
 # -- float16 and TF32 ---------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from hotbed.config.validation import checkpoint_policy, patience
 from hotbed.data import Source
 from hotbed.data.pack import COLD, HOT
 from hotbed.embed import Distributed, tables_on_meta
+from hotbed.embed.dense_shards import is_sharded
 from hotbed.errors import DataError, RecipeError, SpecError, did_you_mean
 from hotbed.nn.normalization import normalize
 from hotbed.optim import SparseOptimizer, TableSelection
@@ -36,6 +37,7 @@ from hotbed.train.retrieval_build import model_source, refuse_no_positive, refus
 from hotbed.train.trainer import Trainer
 
 _log = logging.getLogger("hotbed")
+_TORCHS_TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def open_source(data: DataRecipe) -> Source:
@@ -222,11 +224,11 @@ def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
     parameters = dict(model.named_parameters())
     of_dense, dense_groups = group_parameters(model, recipe)
     of_sparse, sparse_groups = group_tables(model, recipe)
+    sparse_gradients = any(getattr(m, "sparse", False) for m in model.modules() if isinstance(m, _TORCHS_TABLES))
 
     def dense(key: str, component: Component, names: Sequence[str]) -> Optimizer:
         trained = [parameters[name] for name in names]
-        in_one_launch = Ranks(model).size == 1 and all(p.is_cuda for p in trained)
-        return build(key, fused(component) if in_one_launch else component, Optimizer, trained)
+        return build(key, component if sparse_gradients else fused(component, trained), Optimizer, trained)
 
     def sparse(key: str, component: Component, tables: Sequence[str]) -> Optimizer:
         return build(key, component, SparseOptimizer, TableSelection(model, tables))
@@ -246,15 +248,20 @@ def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
     return made
 
 
-def fused(component: Component) -> Component:
-    """Let an optimizer of torch update all parameters of a CUDA device in one launch, if the recipe leaves it open.
+def fused(component: Component, trained: Sequence[Tensor]) -> Component:
+    """Let an optimizer of torch update all parameters in one pass, if the recipe leaves it open and torch can.
 
-    Its step can then be told on the device to touch nothing, so no step waits for its loss (`hotbed.train.backward`).
+    On CUDA devices its step can then be told on the device to touch nothing, so no step waits for its loss
+    (`hotbed.train.backward`); on CPUs it reads and writes each value once. All plans get the same, but parameters that
+    FSDP has cut are not fused.
     """
-    arguments = component.init_args
-    if "fused" not in signature(component.load()).parameters or arguments.keys() & {"fused", "foreach"}:
+    kind, arguments = component.load(), component.init_args
+    if "fused" not in signature(kind).parameters or arguments.keys() & {"fused", "foreach", "differentiable"}:
         return component
-    return replace(component, init_args={**arguments, "fused": True})
+    devices = {"other" if is_sharded(p) or not p.is_floating_point() else p.device.type for p in trained}
+    # Of Adagrad torch 2.9 has no such kernel on CUDA devices.
+    can = devices == {"cpu"} or (devices == {"cuda"} and kind is not torch.optim.Adagrad)
+    return replace(component, init_args={**arguments, "fused": True}) if can else component
 
 
 def build(key: str, component: Component, kind: type[Any], *args: Any, **given: Any) -> Any:

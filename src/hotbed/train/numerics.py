@@ -59,8 +59,8 @@ def resolve_device(device: str, option: str = "train.device") -> torch.device:
 def bf16_instructions(device: torch.device) -> str | None:
     """Name the instructions that a device has for products in bfloat16; None where they would be emulated.
 
-    Emulated products are 2 to 30 times slower than float32 ones, those by instructions 1 to 3 times faster
-    (docs/log.md, 2026-11-23).
+    Emulated products are 2 to 60 times slower than float32 ones, those by instructions mostly 1 to 3 times faster
+    (`python -m benchmarks.ablation --isa`).
     """
     if device.type == "cuda":
         return "bf16 tensor cores" if torch.cuda.is_bf16_supported(including_emulation=False) else None
@@ -154,7 +154,7 @@ class Numerics:
         elif self.precision == "bf16" and instructions is None:
             _log.warning(
                 "precision is bf16 (%s), but this %s has no instructions for it: products are emulated, which is 2 to "
-                "30 times slower than fp32; set train.precision fp32",
+                "60 times slower than fp32; set train.precision fp32",
                 self.why,
                 kind,
             )
