@@ -3,7 +3,8 @@
     python -m benchmarks.differences LOG [--json FILE]
 
 A raw log in the Criteo layout is prepared with a row for every id; then one epoch is trained in the order of time for
-each interval between checkpoints. Of every 8 checkpoints the first is full and the others are differences to it, as
+each interval between checkpoints, of a model with hardly any layers: bytes are those of rows, which are nearly all of a
+large model's. Of every 8 checkpoints the first is full and the others are differences to it, as
 long as they hold at most half of the bytes of all rows. *Less written* is what full checkpoints would have taken over
 what all took; *difference* how much smaller the first one after a full one was. Intervals are shares of the log: what a
 longer log would save at a share cannot be told from this one, for its ids and tables are more.
@@ -68,6 +69,7 @@ def measured(data: Path, folder: Path, every: int) -> dict[str, Any]:
     """Train an epoch with a checkpoint every some steps, and count their bytes."""
     run(
         *("train", RECIPE, "--out", folder, "--data.path", data),
+        *("--model.init_args.bottom", "[16]", "--model.init_args.top", "[1]"),
         *("--train.batch_size", BATCH, "--train.precision", "fp32", "--schedule.warmup_steps", 50),
         *("--train.checkpoint_every", every, "--train.checkpoint_full_every", FULL_EVERY),
         *("--train.checkpoint_in_background", "false"),

@@ -90,8 +90,8 @@ DEFINITIONS = {
     "installed (float32): NOT the same precision",
     "step.ratio_*_fp32_like_for_like, world2_step.ratio_*_fp32_like_for_like": "both in float32",
     "step.ratio_*_bf16, world2_step.ratio_*_bf16": "both under torch.autocast('cpu', torch.bfloat16)",
-    "step.samples_per_s, world2_step.samples_per_s_*": "hotbed under bf16 autocast, in float32 where the processor has no "
-    "instructions for it; at world size 2 by scheme",
+    "step.samples_per_s, world2_step.samples_per_s_*": "hotbed under bf16 autocast, in float32 where the "
+    "processor has no instructions for bf16; at world size 2 by scheme",
     "world2, world2_uniform": "2 processes on this machine, one thread each, joined by Gloo over the loopback "
     "interface, half of the batch each; tables sharded over them. From a rank's ids to its pooled vectors and from a "
     "given gradient to updated rows, exchanges between the ranks included. Seconds of a step are those of its slower "
