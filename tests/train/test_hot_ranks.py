@@ -59,8 +59,8 @@ class Turns(Callback):
         self.rates.append(record["rate"])
 
 
-def trained(group: object, packed: Path, hot: bool, tier: str) -> dict[str, Any]:
-    recipe = Recipe.from_dict(
+def recipe_of(packed: Path, *, hot: bool, tier: str = "device", dense: str = "ddp") -> Recipe:
+    return Recipe.from_dict(
         {
             "name": "hot",
             "data": {"path": str(packed), "dim": 32, "valid_split": "valid", "test_split": None},
@@ -68,11 +68,15 @@ def trained(group: object, packed: Path, hot: bool, tier: str) -> dict[str, Any]
             "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
             "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.05}},
             "train": {"batch_size": 30, "device": "cpu", "epochs": 2},
-            "parallel": {"plan": "row", "timeout_s": TIMEOUT_S},
+            "parallel": {"plan": "row", "timeout_s": TIMEOUT_S, "dense": dense},
             "memory": {"tier": tier},
             "hot": {"rows": str(packed / "hot_rows.json") if hot else None, "batches": "alternating", "rate": 25},
         }
     )
+
+
+def trained(group: object, packed: Path, hot: bool, tier: str) -> dict[str, Any]:
+    recipe = recipe_of(packed, hot=hot, tier=tier)
     source = open_source(recipe.data)
     trainer = build_trainer(recipe, source)
     turns = Turns()
@@ -101,3 +105,13 @@ def test_copies_are_the_owners_rows_after_every_turn_and_the_model_is_that_of_pl
             assert all(torch.equal(rows, owners) for _, rows in copies)
     changed = [turn["user"][1] for turn in by_rank[0]["turns"]]
     assert not any(torch.equal(a, b) for a, b in pairwise(changed))
+
+
+def is_fused(group: object, packed: Path, dense: str) -> bool | None:
+    recipe = recipe_of(packed, hot=False, dense=dense)
+    return build_trainer(recipe, open_source(recipe.data)).dense.defaults["fused"]
+
+
+def test_ranks_update_dense_parameters_in_one_pass_but_those_that_fsdp_cuts(ranks: Ranks, packed: Path) -> None:
+    assert ranks.run(2, is_fused, packed, "ddp") == [True, True]
+    assert ranks.run(2, is_fused, packed, "fsdp") == [None, None]
