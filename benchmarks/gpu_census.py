@@ -86,7 +86,8 @@ def trainer_of(
     with sizes.device:
         model = hb.nn.DLRM(tables, features, bottom=(512, 256, dim), top=TOP, backend="triton")
     sgd = Component(class_path="torch.optim.SGD", init_args={"lr": LR})
-    dense = (fused(sgd) if sizes.device.type == "cuda" else sgd).build(list(model.parameters()))
+    trained = list(model.parameters())
+    dense = (fused(sgd, trained) if sizes.device.type == "cuda" else sgd).build(trained)
     device: Any = "cuda" if sizes.device.type == "cuda" else "cpu"
     recipe = TrainRecipe(batch_size=sizes.batch, precision=precision, device=device, cuda_graph=cuda_graph)
     schedule = ScheduleRecipe(warmup_steps=1000) if moving else None

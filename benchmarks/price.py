@@ -87,13 +87,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     data: dict[str, Any] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     if data.setdefault("settings", settings) != settings:
         raise HotbedError(f"{args.json} has runs of {data['settings']}, asked for {settings}; choose another file")
-    data["measured on"] = measured_on()
+    where: dict[str, str] = data.setdefault("measured on", {})
     runs: dict[str, dict[str, Any]] = data.setdefault("ranks", {})
     wanted = [(n, seed) for n in args.ranks for seed in range(args.seeds)]
     missing = [(n, seed) for n, seed in wanted if not CASES[n].keys() <= runs.get(str(n), {}).get(str(seed), {}).keys()]
     for ranks, seed in track(missing, "seeds", console=console, disable=not console.is_terminal):
         job = Job(CASES[ranks], args.samples, args.test_samples, seed)
         argv_of_rank = [sys.executable, "-m", "benchmarks.price_training", json.dumps(asdict(job))]
+        where[str(ranks)] = measured_on()
         with Hosts(ranks, args.mbit_per_s) as hosts:
             runs.setdefault(str(ranks), {})[str(seed)] = run_ranks(hosts, argv_of_rank, TIMEOUT_S)[0]
         if args.json:

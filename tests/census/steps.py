@@ -296,7 +296,8 @@ def trainer_of(case: Case, *, cuda_graph: CudaGraph = False) -> Trainer:
     """A trainer of a small model."""
     model = model_of(case)
     sgd = Component(class_path="torch.optim.SGD", init_args={"lr": 0.01, "momentum": 0.9})
-    dense = (fused(sgd) if case.dense_fused else sgd).build(list(model.parameters()))
+    trained = list(model.parameters())
+    dense = (fused(sgd, trained) if case.dense_fused and case.precision != "fp16" else sgd).build(trained)
     sparse = getattr(hb.optim, case.optimizer)(model, lr=0.01)
     options: Any = {
         "batch_size": BATCH,

@@ -61,6 +61,24 @@ def test_a_model_and_its_optimizer_come_back_bit_for_bit(tmp_path: Path) -> None
     assert str(other_optimizer.state_dict()) == str(optimizer.state_dict())
 
 
+@pytest.mark.parametrize(("saved", "own", "after"), [(True, None, None), (None, True, None), (True, True, True)])
+def test_an_optimizer_is_fused_only_where_it_was_and_can_be(
+    tmp_path: Path, saved: bool | None, own: bool | None, after: bool | None
+) -> None:
+    def made(fused: bool | None) -> torch.optim.Optimizer:
+        weight = torch.nn.Parameter(torch.ones(3))
+        weight.grad = torch.ones(3)
+        return torch.optim.Adam([weight], fused=fused)
+
+    optimizer, other = made(saved), made(own)
+    optimizer.step()
+    save_checkpoint(tmp_path / "c", {"dense": optimizer}, step=1)
+    load_checkpoint(tmp_path / "c", {"dense": other})
+    assert other.param_groups[0]["fused"] is after
+    other.step()
+    assert other.state_dict()["state"][0]["step"] == 2
+
+
 def test_every_plain_value_and_shape_of_state_comes_back(tmp_path: Path) -> None:
     state = {
         "nested": {"list": [1, 2.5, None, True, "x"], "tuple": (1, (2,))},

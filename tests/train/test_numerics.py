@@ -229,9 +229,11 @@ def test_torch_s_optimizers_are_fused_unless_the_recipe_says_otherwise() -> None
     for given in ({"fused": False}, {"foreach": True}, {"differentiable": True}):
         component = Component(class_path="torch.optim.Adam", init_args=given)
         assert fused(component, trained) is component
-    other = Component(class_path="torch.optim.Rprop", init_args={"lr": 0.1})
-    assert fused(other, trained) is other
-    for cannot in ([nn.Parameter(torch.ones(2, device="meta"))], [*trained, torch.ones(2, dtype=torch.int64)], []):
+    for others in ("torch.optim.Rprop", "torch.optim.SGD"):
+        component = Component(class_path=others, init_args={"lr": 0.1})
+        assert fused(component, trained) is component
+    untrained = torch.ones(2, device="meta"), torch.ones(2, 3).T, torch.ones(2, dtype=torch.int64)
+    for cannot in (*([*trained, other] for other in untrained), []):
         assert fused(adam, cannot) is adam
 
 

@@ -123,6 +123,12 @@ def _load_part(place: str, name: str, part: Stateful, state: Any) -> None:
         if isinstance(part, Optimizer) and not isinstance(part, SparseOptimizer):
             check_optimizer(part, state)
             state = sharded_moments(part, state)
+            possible = [group.get("fused") for group in part.param_groups]
+            part.load_state_dict(state)
+            for group, fused in zip(part.param_groups, possible, strict=True):
+                if group.get("fused") and not fused:  # here, for these parameters
+                    group["fused"] = fused
+            return
         part.load_state_dict(state)
 
 

@@ -79,8 +79,8 @@ class DLRM(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Logits ``[B, T]`` float32."""
         dense = dense_inputs_or_one(self, batch, self.dense_features)
-        bottom = self.bottom(dense)  # first, for backward then sends gradients of rows beside its own
-        vectors = self.embeddings(batch.sparse, room=1).stack(lead=bottom)
+        embeddings = self.embeddings(batch.sparse, room=1)
+        vectors = embeddings.stack(lead=self.bottom(dense))
         inputs = self.interaction(vectors)
         if self.embeddings_to_top:
             inputs = torch.cat([inputs, vectors[:, 1:].flatten(1).to(inputs.dtype)], dim=1)

@@ -82,8 +82,8 @@ class DLRMEnsemble(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Logits ``[B, T]`` float32; in training those of each member, ``[M, B, T]``, for a loss of its own."""
         dense = dense_inputs_or_one(self, batch, self.dense_features)
-        bottom = torch.cat([bottom(dense) for bottom in self.bottoms], dim=1)
-        vectors = self.embeddings(batch.sparse, room=1).stack(lead=bottom)
+        embeddings = self.embeddings(batch.sparse, room=1)
+        vectors = embeddings.stack(lead=torch.cat([bottom(dense) for bottom in self.bottoms], dim=1))
         parts = vectors.split(self.columns, dim=2)
         logits = torch.stack([self._logits(cast(MLP, top), part) for top, part in zip(self.tops, parts, strict=True)])
         return logits if self.training else logits.mean(dim=0)

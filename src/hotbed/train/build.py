@@ -38,6 +38,12 @@ from hotbed.train.trainer import Trainer
 
 _log = logging.getLogger("hotbed")
 _TORCHS_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_FUSED = {
+    "cpu": (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad),
+    "cuda": (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD),
+}
+"""Optimizers that can update all parameters in one pass, by kind of device. SGD gains nothing by it on CPUs, and on
+CUDA devices torch 2.9 cannot with Adagrad."""
 
 
 def open_source(data: DataRecipe) -> Source:
@@ -228,7 +234,9 @@ def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
 
     def dense(key: str, component: Component, names: Sequence[str]) -> Optimizer:
         trained = [parameters[name] for name in names]
-        return build(key, component if sparse_gradients else fused(component, trained), Optimizer, trained)
+        # Not where gradients are scaled: if the first overflow, torch's kernels leave the momentum of SGD unwritten.
+        plain = sparse_gradients or recipe.train.precision == "fp16"
+        return build(key, component if plain else fused(component, trained), Optimizer, trained)
 
     def sparse(key: str, component: Component, tables: Sequence[str]) -> Optimizer:
         return build(key, component, SparseOptimizer, TableSelection(model, tables))
@@ -252,16 +260,15 @@ def fused(component: Component, trained: Sequence[Tensor]) -> Component:
     """Let an optimizer of torch update all parameters in one pass, if the recipe leaves it open and torch can.
 
     On CUDA devices its step can then be told on the device to touch nothing, so no step waits for its loss
-    (`hotbed.train.backward`); on CPUs it reads and writes each value once. All plans get the same, but parameters that
-    FSDP has cut are not fused.
+    (`hotbed.train.backward`); on CPUs it reads and writes each value once. Parameters that FSDP has cut, and those that
+    are no plain array (torch's kernels on CPUs take them for one), are left as they were.
     """
-    kind, arguments = component.load(), component.init_args
-    if "fused" not in signature(kind).parameters or arguments.keys() & {"fused", "foreach", "differentiable"}:
+    given = component.init_args.keys() & {"fused", "foreach", "differentiable"}
+    plain = all(p.is_floating_point() and p.is_contiguous() and not is_sharded(p) for p in trained)
+    devices = {p.device.type for p in trained}
+    if given or not plain or len(devices) != 1 or component.load() not in _FUSED.get(devices.pop(), ()):
         return component
-    devices = {"other" if is_sharded(p) or not p.is_floating_point() else p.device.type for p in trained}
-    # Of Adagrad torch 2.9 has no such kernel on CUDA devices.
-    can = devices == {"cpu"} or (devices == {"cuda"} and kind is not torch.optim.Adagrad)
-    return replace(component, init_args={**arguments, "fused": True}) if can else component
+    return replace(component, init_args={**component.init_args, "fused": True})
 
 
 def build(key: str, component: Component, kind: type[Any], *args: Any, **given: Any) -> Any:
