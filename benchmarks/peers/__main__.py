@@ -40,6 +40,9 @@ SECTIONS = {
 }
 """Sections of the result that a part measures."""
 
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
+"""Variables that hold back sets of instructions."""
+
 DISTURBED = 0.1
 """A worker is run again where `disturbance` is more than this …"""
 
@@ -106,6 +109,7 @@ def environment() -> dict[str, Any]:
     pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
         "cpu": cpu[0].split(":")[1].strip() if cpu else platform.processor(),
+        "limited_to": {name: os.environ[name] for name in LIMITS if name in os.environ},
         "threads": torch.get_num_threads(),
         "transparent_hugepage": pages.read_text(encoding="utf-8").strip() if pages.exists() else "none",
         "python": platform.python_version(),

@@ -234,7 +234,7 @@ def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
 
     def dense(key: str, component: Component, names: Sequence[str]) -> Optimizer:
         trained = [parameters[name] for name in names]
-        # Not where gradients are scaled: if the first overflow, torch's kernels leave the momentum of SGD unwritten.
+        # Torch's kernels take no sparse gradients, and leave momentum unwritten if the first scaled ones overflow.
         plain = sparse_gradients or recipe.train.precision == "fp16"
         return build(key, component if plain else fused(component, trained), Optimizer, trained)
 
