@@ -38,12 +38,14 @@ from hotbed.train.trainer import Trainer
 
 _log = logging.getLogger("hotbed")
 _TORCHS_TABLES = (nn.Embedding, nn.EmbeddingBag)
-_FUSED = {
-    "cpu": (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad),
-    "cuda": (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD),
+_HAS_KERNEL = torch._C._dispatch_has_kernel_for_dispatch_key  # pyright: ignore[reportPrivateUsage]
+_FUSED: dict[str, list[type[Optimizer]]] = {
+    "cpu": [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad],
+    "cuda": [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD],
 }
-"""Optimizers that can update all parameters in one pass, by kind of device. SGD gains nothing by it on CPUs, and on
-CUDA devices torch 2.9 cannot with Adagrad."""
+"""Optimizers that can update all parameters in one pass, by kind of device. SGD gains nothing by it on CPUs."""
+if _HAS_KERNEL("aten::_fused_adagrad_", "CUDA"):  # newer releases of torch
+    _FUSED["cuda"].append(torch.optim.Adagrad)
 
 
 def open_source(data: DataRecipe) -> Source:
