@@ -4,10 +4,10 @@
 
 A raw log in the Criteo layout is prepared with a row for every id; then one epoch is trained in the order of time for
 each interval between checkpoints, of a model with hardly any layers: bytes are those of rows, which are nearly all of a
-large model's. Of every 8 checkpoints the first is full and the others are differences to it, as
-long as they hold at most half of the bytes of all rows. *Less written* is what full checkpoints would have taken over
-what all took; *difference* how much smaller the first one after a full one was. Intervals are shares of the log: what a
-longer log would save at a share cannot be told from this one, for its ids and tables are more.
+large model's. Of every 8 checkpoints the first is full and the others are differences to it, as long as they hold at
+most half of the bytes of all rows. *Less written* is what full checkpoints would have taken over what all took;
+*difference* how much smaller the first one after a full one was. Intervals are shares of the log: what a longer log
+would save at a share cannot be told from this one, for its ids and tables are more.
 """
 
 from __future__ import annotations

@@ -121,15 +121,22 @@ def load_dense(path: str | Path | Directory, model: nn.Module) -> Manifest:
 def _load_part(place: str, name: str, part: Stateful, state: Any) -> None:
     with faults_named(place, name, part), without_tables():
         if isinstance(part, Optimizer) and not isinstance(part, SparseOptimizer):
-            check_optimizer(part, state)
-            state = sharded_moments(part, state)
-            possible = [group.get("fused") for group in part.param_groups]
+            _load_optimizer(part, state)
+        else:
             part.load_state_dict(state)
-            for group, fused in zip(part.param_groups, possible, strict=True):
-                if group.get("fused") and not fused:  # here, for these parameters
-                    group["fused"] = fused
-            return
-        part.load_state_dict(state)
+
+
+def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load the state of an optimizer of dense parameters, which stays fused only where it was saved so, too.
+
+    Torch takes over whether it was; with parameters of another device or layout it may be impossible.
+    """
+    check_optimizer(optimizer, state)
+    own = [group.get("fused") for group in optimizer.param_groups]
+    optimizer.load_state_dict(sharded_moments(optimizer, state))
+    for group, fused in zip(optimizer.param_groups, own, strict=True):
+        if group.get("fused") and not fused:
+            group["fused"] = fused
 
 
 @contextmanager
