@@ -152,7 +152,7 @@ def averaged(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, list[int], int]:
     store.records = calls
     embed_replicas.average_rows(arena, own[1:3], arena.seeds, link)
     assert calls.made == ["read", "write"]  # all of a row at once
-    return store.read(own), store.read(own, "m"), store.keys(0).tolist(), below
+    return store.read(own), store.read(own, "m"), store.keys(0)[:].tolist(), below
 
 
 class Calls(Records):

@@ -71,7 +71,7 @@ def test_rows_whose_bits_change_are_noted(storage: Storage, data: st.DataObject)
     after = stored(store)
     changed = {slot for slot in range(ROWS) if before[slot] != after[slot]}
     assert store.changes.since == "c"
-    assert changed <= set(store.changes.slots().tolist())
+    assert changed <= set(store.changed()[:].tolist())
 
 
 ACTIVE = st.sampled_from([(1.0, 1.0), (0.0, 1.0)])
@@ -95,7 +95,7 @@ def test_what_names_no_rows_ends_the_notes(storage: Storage) -> None:
         store.write(torch.tensor([1]), torch.ones(1, DIM))  # goes on unnoted
         store.track("d")
         store.write(torch.tensor([3, 2]), torch.ones(2, DIM))
-        assert (store.changes.since, store.changes.slots().tolist()) == ("d", [2, 3]), name
+        assert (store.changes.since, store.changed()[:].tolist()) == ("d", [2, 3]), name
 
 
 def test_lazy_stores_note_what_is_loaded_row_by_row() -> None:
@@ -105,7 +105,7 @@ def test_lazy_stores_note_what_is_loaded_row_by_row() -> None:
     raw = {name: t.clone() for name, t in store.raw(1).items()}
     raw["weight"][4] += 1
     store.load_raw(1, raw)
-    assert (store.changes.since, store.changes.slots().tolist()) == ("c", [19])
+    assert (store.changes.since, store.changed()[:].tolist()) == ("c", [19])
 
 
 @given(st.lists(st.lists(st.integers(0, 99), max_size=20), max_size=8))
@@ -116,6 +116,6 @@ def test_masks_and_lists_collect_the_same(batches: list[list[int]]) -> None:
         mask.add(torch.tensor(batch, dtype=torch.int64))
         slots.add(torch.tensor(batch, dtype=torch.int64))
     expected = sorted({slot for batch in batches for slot in batch})
-    assert mask.slots(cpu).tolist() == slots.slots(cpu).tolist() == expected
+    assert mask.slots()[:].tolist() == slots.slots()[:].tolist() == expected
     assert slots.take(cpu).tolist() == expected
-    assert slots.slots(cpu).tolist() == []
+    assert slots.slots()[:].tolist() == []

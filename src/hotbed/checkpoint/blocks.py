@@ -19,8 +19,12 @@ from hotbed.errors import CheckpointError, DamagedError
 
 BLOCK_BYTES = 16 << 20
 """Bytes of a block; the last of a file may be shorter."""
-BLOCKS_UNDER_WAY = 4
-"""Blocks that may wait to be hashed and written, or that are read ahead."""
+BLOCKS_TO_WRITE = 2
+"""Blocks that may wait to be hashed and written."""
+BLOCKS_READ = 5
+"""Blocks of all files of a checkpoint that stay in memory after they have been read and verified."""
+BLOCKS_AHEAD = 4
+"""Blocks that are read at once where a caller reads on."""
 FILES_UNDER_WAY = 8
 """Files that may be open because not all of them is written."""
 
@@ -32,7 +36,7 @@ class BlockWriters:
     """Threads that hash and write the blocks of files, one file after the other."""
 
     def __init__(self) -> None:
-        self.free = threading.Semaphore(BLOCKS_UNDER_WAY)
+        self.free = threading.Semaphore(BLOCKS_TO_WRITE)
         """Blocks that may still be sent."""
         self.files = threading.Semaphore(FILES_UNDER_WAY)
         """Files that may still be begun."""
@@ -127,6 +131,40 @@ class BlockWriter:
         return {"bytes": self._bytes, "block_bytes": BLOCK_BYTES, "sha256": [h.result() for h in self._hashes]}
 
 
+class BlockCache:
+    """The verified blocks of some files that were used last, and the threads that read and hash blocks."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="hotbed-read")
+        self._blocks: OrderedDict[tuple[BlockReader, int], Future[memoryview]] = OrderedDict()
+        self._unused: list[memoryview] = []
+
+    def begin(self, file: BlockReader, number: int) -> Future[memoryview]:
+        """Have a block read into the memory of the least recently used one, unless it is there."""
+        key = file, number
+        if key in self._blocks:
+            self._blocks.move_to_end(key)
+            return self._blocks[key]
+        if len(self._blocks) >= BLOCKS_READ:
+            _, oldest = self._blocks.popitem(last=False)
+            if oldest.exception() is None:
+                self._unused.append(oldest.result())
+        buffer = self._unused.pop() if self._unused else None
+        self._blocks[key] = self._threads.submit(file.read_block, number, buffer)
+        return self._blocks[key]
+
+    def forget(self, file: BlockReader) -> None:
+        """Forget the blocks of a file that is about to be closed."""
+        for key in [key for key in self._blocks if key[0] is file]:
+            future = self._blocks.pop(key)
+            if not future.cancel() and future.exception() is None:  # nothing may be read from a closed file
+                self._unused.append(future.result())
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=True)
+
+
 class BlockReader:
     """Reads parts of a file and checks every block that they are in.
 
@@ -136,8 +174,8 @@ class BlockReader:
         Where it is.
     entry
         What the manifest says of it.
-    threads
-        Pool that reads and hashes.
+    cache
+        Blocks of this file and others.
 
     Raises
     ------
@@ -145,8 +183,8 @@ class BlockReader:
         If the file is missing or has another size.
     """
 
-    def __init__(self, place: Directory, name: str, entry: Entry, threads: ThreadPoolExecutor) -> None:
-        self._where, self._entry, self._threads = f"{place}/{name}", entry, threads
+    def __init__(self, place: Directory, name: str, entry: Entry, cache: BlockCache) -> None:
+        self._where, self._entry, self._cache = f"{place}/{name}", entry, cache
         try:
             self._file = place.reader(name)
         except FileNotFoundError:
@@ -161,8 +199,6 @@ class BlockReader:
                 "again"
             )
         self._block_bytes: int = entry["block_bytes"]
-        self._blocks: OrderedDict[int, Future[memoryview]] = OrderedDict()
-        self._unused: list[memoryview] = []
 
     def read_into(self, start: int, out: memoryview, ahead_to: int | None = None) -> None:
         """Fill ``out`` from byte ``start`` on.
@@ -188,9 +224,7 @@ class BlockReader:
         at = start
         while at < stop:
             number = at // size
-            for ahead in range(number, min(number + BLOCKS_UNDER_WAY, last)):
-                self._begin(ahead)
-            block = self._blocks[number].result()
+            block = self._block(number, last)
             first = at - number * size
             count = min(len(block) - first, stop - at)
             out[at - start : at - start + count] = block[first : first + count]
@@ -200,32 +234,27 @@ class BlockReader:
         """Read all of it; gives the bytes of one block after the other."""
         size = self._block_bytes
         for number in range(-(-self.size // size)):
-            for ahead in range(number, min(number + BLOCKS_UNDER_WAY, -(-self.size // size))):
-                self._begin(ahead)
-            yield len(self._blocks[number].result())
+            yield len(self._block(number, -(-self.size // size)))
 
     def close(self) -> None:
         """Close the file."""
-        for future in self._blocks.values():
-            if not future.cancel():
-                future.exception()  # nothing may be read from a closed file
-        self._blocks.clear()
+        self._cache.forget(self)
         self._file.close()
 
-    def _begin(self, number: int) -> None:
-        """Have a block read, in the place of the one that was used least recently."""
-        if number in self._blocks:
-            self._blocks.move_to_end(number)
-            return
-        if len(self._blocks) > BLOCKS_UNDER_WAY:
-            _, oldest = self._blocks.popitem(last=False)
-            self._unused.append(oldest.result())
-        self._blocks[number] = self._threads.submit(self._read, number, self._unused.pop() if self._unused else None)
+    def _block(self, number: int, last: int) -> memoryview:
+        """Return a block once it is verified, while blocks before ``last`` are read ahead."""
+        wanted = self._cache.begin(self, number)
+        for ahead in range(number + 1, min(number + BLOCKS_AHEAD, last)):
+            self._cache.begin(self, ahead)
+        return wanted.result()
 
-    def _read(self, number: int, buffer: memoryview | None) -> memoryview:
+    def read_block(self, number: int, buffer: memoryview | None) -> memoryview:
+        """Read and verify a block, into this memory if it is given."""
         size, hashes = self._block_bytes, self._entry["sha256"]
         start, stop = number * size, min((number + 1) * size, self.size)
-        whole = memoryview(bytearray(min(size, self.size))) if buffer is None else memoryview(buffer.obj)
+        if buffer is None or len(memoryview(buffer.obj)) < stop - start:
+            buffer = memoryview(bytearray(stop - start))
+        whole = memoryview(buffer.obj)
         block = whole[: stop - start]
         self._file.read_into(block, start)
         found = hashlib.sha256(block).hexdigest()
@@ -247,20 +276,22 @@ class VerifiedFiles:
         The checkpoint's directory.
     entries
         By name, what its manifest says of each.
+    cache
+        Blocks of these files and of others that are read in turns with them; None: a cache of its own.
     """
 
-    def __init__(self, place: Directory, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, place: Directory, entries: Mapping[str, Entry], cache: BlockCache | None = None) -> None:
         self.place, self._entries = place, entries
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="hotbed-read")
+        self._cache, self._owns_cache = cache or BlockCache(), cache is None
         self._open: dict[str, BlockReader] = {}
 
     def __getitem__(self, name: str) -> BlockReader:
         if name not in self._entries:
             raise CheckpointError(f"{self.place} speaks of a file {name}, which its manifest does not list")
         if name not in self._open:
-            if len(self._open) >= 2:  # each holds a few blocks
+            if len(self._open) >= 2:
                 self._open.pop(next(iter(self._open))).close()
-            self._open[name] = BlockReader(self.place, name, self._entries[name], self._threads)
+            self._open[name] = BlockReader(self.place, name, self._entries[name], self._cache)
         return self._open[name]
 
     def verify(self) -> Iterator[int]:
@@ -274,4 +305,5 @@ class VerifiedFiles:
     def __exit__(self, *_: object) -> None:
         for reader in self._open.values():
             reader.close()
-        self._threads.shutdown(wait=True)
+        if self._owns_cache:
+            self._cache.close()

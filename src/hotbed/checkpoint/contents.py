@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from hotbed.checkpoint.manifest import SavedMoment, SavedTable
@@ -26,7 +27,7 @@ from hotbed.embed.arena import stored_as
 from hotbed.errors import CheckpointError
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Table
-from hotbed.store import MOMENT, DenseStore, LazyStore, PickedArray, PickedRows, RowStore
+from hotbed.store import MOMENT, DenseStore, LazyStore, PickedArray, PickedRows, RisingSlots, RowStore, SlotRange
 
 
 class ModelTable(NamedTuple):
@@ -135,24 +136,33 @@ def _picked_chunks(
         Where rows are read as they were when it was taken; None: as they are now.
     """
     store, rows = tile.arena.store, tile.shard.rows
-    keys = picked.slots[tile.number] - tile.arena.first_slots[tile.number]
+    slots, first_slot = picked.slots[tile.number], tile.arena.first_slots[tile.number]
     arrays = {
         array: key
         for array, key in tile.named(picked.of(tile.number)).items()
         if not array.startswith(MOMENT) or array.removeprefix(MOMENT) in moments
     }
     step = rows_per_chunk(8 + sum(picked.arrays[key].row_bytes for key in arrays.values()))
-    for first in range(0, max(len(keys), 1), step):
-        last = min(first + step, len(keys))
-        begin = 0 if first == 0 else int(keys[first])
-        end = len(rows) if last == len(keys) else int(keys[last])
-        found = {"keys": Array.of(rows.start + keys[first:last] * rows.step)}
+    for first in range(0, max(len(slots), 1), step):
+        last = min(first + step, len(slots))
+        begin = 0 if first == 0 else int(slots[first : first + 1]) - first_slot
+        end = len(rows) if last == len(slots) else int(slots[last : last + 1]) - first_slot
+        found = {"keys": _keys(slots.part(first, last), first_slot, rows)}
         for array, key in arrays.items():
             values, before = picked.arrays[key], picked.first[key]
             low, high = (min(max(at - before, 0), len(values)) for at in (first, last))
             if low < high:
                 found[array] = array_of(store, key, values, low, high, snapshot)
         yield Chunk(name, rows[begin:end], tile.shard.cols, found)
+
+
+def _keys(slots: SlotRange, first_slot: int, rows: range) -> Array:
+    """Make the array of the row numbers that these slots of a tile have."""
+
+    def read(start: int, stop: int) -> Tensor:
+        return rows.start + (slots[start:stop] - first_slot) * rows.step
+
+    return Array(torch.int64, (len(slots),), read)
 
 
 def array_of(
@@ -162,7 +172,7 @@ def array_of(
 
     def rows(start: int, stop: int) -> Tensor:
         if snapshot is None:
-            return values[first + start : first + stop].view(values.dtype).cpu()
+            return values[first + start : first + stop].cpu()
         return snapshot.read(store, name, first + start, first + stop)
 
     return Array(values.dtype, (last - first, *values.shape[1:]), rows)
@@ -183,18 +193,19 @@ def owned_tiles(tables: Mapping[str, ModelTable]) -> list[OwnedTile]:
 
 
 def chunks_of(
-    owned: Sequence[OwnedTile], snapshot: Snapshot | None, changed: Mapping[RowStore, Tensor] | None = None
-) -> list[Chunk]:
+    owned: Sequence[OwnedTile], snapshot: Snapshot | None, changed: Mapping[RowStore, RisingSlots] | None = None
+) -> Iterator[Chunk]:
     """Cut the tiles that this rank owns into chunks, in the order of their memory, in which a snapshot is read.
 
-    ``changed`` are the slots of a differential checkpoint by store, as the snapshot was given them.
+    ``changed`` has the slots of a differential checkpoint by store, as the snapshot got them.
     """
-    # Small stores first: what was kept of a store's rows is free when it has been read.
+    # Small stores first, because the kept rows of a store are freed when it has been read.
     stores = sorted(dict.fromkeys(tile.arena.store for _, _, tile in owned), key=_most_bytes)
     order = {store: i for i, store in enumerate(stores)}
     tiles = sorted(owned, key=lambda tile: (order[tile[2].arena.store], tile[2].number))
     saved = {store: rows_of(store, changed) for store in stores} if snapshot is None else snapshot.rows
-    return [chunk for tile in tiles for chunk in _chunks(*tile, saved[tile[2].arena.store], snapshot)]
+    for tile in tiles:
+        yield from _chunks(*tile, saved[tile[2].arena.store], snapshot)
 
 
 def _most_bytes(store: RowStore) -> int:

@@ -16,15 +16,14 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from hotbed.checkpoint.blocks import VerifiedFiles
+from hotbed.checkpoint.blocks import BlockCache, VerifiedFiles
 from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTable
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tensor_files import TensorFiles
 from hotbed.comm import Link
 from hotbed.errors import CheckpointError
-from hotbed.store import LazyStore, RowStore
+from hotbed.store import LazyStore, RisingSlots, RowStore
 
 MOST_SHARE = 0.5
 """Of the bytes of all rows, that a difference may hold."""
@@ -60,7 +59,7 @@ def changed_since(
     stores: Sequence[RowStore],
     tables: Mapping[str, SavedTable],
     link: Link | None,
-) -> dict[RowStore, Tensor] | None:
+) -> dict[RowStore, RisingSlots] | None:
     """Find which rows have changed since a base; all ranks must call this.
 
     Parameters
@@ -79,7 +78,7 @@ def changed_since(
     Returns
     -------
     dict or None
-        Slots by store, rising ``[n]``; None, on all ranks, where all rows must or should be saved; the log says why.
+        Slots by store; None, on all ranks, where all rows must or should be saved; the log says why.
 
     Raises
     ------
@@ -93,7 +92,7 @@ def changed_since(
         reason = (_unusable(base, place) if is_first else "") or reason
     except (CheckpointError, OSError) as raised:  # the others must not wait for this rank in vain
         error = raised
-    changed = {} if reason or error else {store: _slots(store) for store in stores}
+    changed = {} if reason or error else {store: store.changed() for store in stores}
     sizes = [_nbytes(store, slots) for store, slots in changed.items()]
     own = torch.tensor(
         [bool(reason), sum(s[0] for s in sizes), sum(s[1] for s in sizes), error is not None], dtype=torch.int64
@@ -116,11 +115,6 @@ def changed_since(
     return changed
 
 
-def _slots(store: RowStore) -> Tensor:
-    assert store.changes is not None
-    return store.changes.slots()
-
-
 def _unknown(store: RowStore, base: Baseline) -> str:
     """Why it is not known which rows of a store have changed."""
     if store.changes is None or store.changes.since not in (base.token, None):
@@ -141,11 +135,11 @@ def _unusable(base: Baseline, place: Directory) -> str:
     return "" if base.place.has(MANIFEST) else "it is gone"
 
 
-def _nbytes(store: RowStore, slots: Tensor) -> tuple[int, int]:
+def _nbytes(store: RowStore, slots: RisingSlots) -> tuple[int, int]:
     """Bytes of these rows in a difference, and of all rows in a full checkpoint."""
     if isinstance(store, LazyStore):
         row = store.records.record_bytes + _KEY_BYTES
-        return row * len(slots), row * len(store.records.keys())
+        return row * len(slots), row * len(store.existing())
     return (store.nbytes // max(store.slots, 1) + _KEY_BYTES) * len(slots), store.nbytes
 
 
@@ -153,9 +147,11 @@ def _nbytes(store: RowStore, slots: Tensor) -> tuple[int, int]:
 def opened(place: Directory, manifest: Manifest) -> Generator[TensorFiles]:
     """Open the files of a checkpoint, and those of its base, for reading."""
     with ExitStack() as stack:
+        cache = BlockCache()
+        stack.callback(cache.close)
 
         def files(of: Directory, entries: Mapping[str, dict[str, object]], base: TensorFiles | None) -> TensorFiles:
-            return TensorFiles(stack.enter_context(VerifiedFiles(of, entries)), base)
+            return TensorFiles(stack.enter_context(VerifiedFiles(of, entries, cache)), base)
 
         base = manifest.base
         under = None if base is None else files(place.sibling(base.name), base.files, None)

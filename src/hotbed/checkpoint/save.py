@@ -51,7 +51,7 @@ from hotbed.checkpoint.tensor_files import UNFINISHED, Array, FileWriter, is_lef
 from hotbed.comm import Link
 from hotbed.errors import CheckpointError, CommError
 from hotbed.machine import start_alone
-from hotbed.store import RowStore
+from hotbed.store import RisingSlots, RowStore
 
 ATTEMPT_DIGITS = 8
 
@@ -189,7 +189,7 @@ class Saving:
         link: Link | None,
         snapshot: Snapshot | None,
         then: Callable[[], None] | None,
-        changed: Mapping[RowStore, Tensor] | None = None,
+        changed: Mapping[RowStore, RisingSlots] | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
         self.path = place.path

@@ -1,27 +1,29 @@
-"""Read rows as they were at one moment, while training goes on to change them.
+"""Read rows as they were at one moment while training changes them.
 
-A copy of all tables would take as much memory again. Instead, before rows change that have not been read yet, they are
-copied: at first most of a batch, soon few, because popular rows are copied once. When these copies reach a limit,
-training waits until the reader has passed some of them; what it waited is reported.
+A copy of all tables would take as much memory again. Instead, a row that changes before the reader has reached it is
+copied first. In the first steps these are most rows of a batch, and soon few, because a popular row is copied once.
+When the copies reach a limit, training waits until the reader has passed some of them; the time is reported.
 
-A reader's copy may be torn where rows change under it. These are rows that were kept before they changed, so putting
-those in the place of what was read makes it right.
+A row may change while the reader copies it, and the reader's copy is then torn. Such a row was kept before it changed,
+so the kept row replaces the reader's copy.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hotbed.store import DenseStore, LazyStore, PickedArray, PickedRows, RowStore
+from hotbed.ops import cpu_cache
+from hotbed.store import DenseStore, LazyStore, PickedArray, PickedRows, RisingSlots, RowStore
 
-KEPT_BYTES = 512 << 20
+KEPT_BYTES = 32 << 20
 """Limit of the rows that are kept, by default."""
 _RANGES = 16
 """Ranges of an array whose kept rows are freed together."""
@@ -38,15 +40,46 @@ class _Kept:
 
 
 class _Array:
-    """One array of a store: which of its rows nobody has read or kept yet, and what was kept."""
+    """One array of a store, how far it has been read, and what was kept of the rest.
 
-    def __init__(self, tensor: Tensor | PickedArray) -> None:
-        # torch cannot index all narrow dtypes
-        self.bits = tensor.view(_BITS[tensor.element_size()]) if isinstance(tensor, Tensor) else tensor
-        self.dtype = tensor.dtype
-        self.pending = torch.ones(len(tensor), dtype=torch.bool, device=tensor.device)
-        self.cuts = torch.arange(1, _RANGES, device=tensor.device) * len(tensor) // _RANGES
+    The place of a row is its position in the array, or its slot if only some rows are saved.
+    """
+
+    def __init__(self, values: Tensor | PickedArray) -> None:
+        self.values, self.dtype = values, values.dtype
+        self.read_to = 0
+        """Rows of lower places have been read."""
         self.kept: list[_Kept] = []
+        if isinstance(values, Tensor):
+            self.cuts = torch.arange(1, _RANGES, device=values.device) * len(values) // _RANGES
+        else:
+            self.cuts = values.slots.cuts(_RANGES)
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Copy the bits of rows ``start … stop − 1`` to the CPU, and return their places."""
+        if isinstance(self.values, Tensor):
+            # torch cannot index all narrow dtypes
+            return as_bits(self.values)[start:stop].to("cpu", copy=True), torch.arange(start, stop)
+        slots = self.values.slots[start:stop]
+        return as_bits(self.values.read(slots)), slots
+
+
+class _Marks:
+    """A mark for each of some numbers; bits on the CPU, bytes on a device, whose kernels do not set single bits."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        packed = device.type == "cpu"
+        self._marks = torch.zeros(count // 8 + 1 if packed else count, dtype=torch.uint8, device=device)
+
+    def add(self, numbers: Tensor) -> Tensor:
+        """Mark numbers ``[n]``, −1 for none; return which were not marked before, as ``[n]`` bool."""
+        if self._marks.device.type != "cpu":
+            new = self._marks[numbers] == 0
+            self._marks[numbers] = 1
+            return new
+        found = np.empty(len(numbers), np.bool_)
+        cpu_cache.mark(self._marks.numpy(), numbers.numpy(), found)
+        return torch.from_numpy(found)
 
 
 class Snapshot:
@@ -59,7 +92,7 @@ class Snapshot:
     limit_bytes
         How many bytes of rows may be kept at once, beside those of one step.
     changed
-        Of each store, the slots that are meant, rising ``[n]``; None: all rows.
+        The slots to save of each store; None: all rows.
 
     Attributes
     ----------
@@ -75,7 +108,7 @@ class Snapshot:
         self,
         stores: Iterable[RowStore],
         limit_bytes: int | None = None,
-        changed: Mapping[RowStore, Tensor] | None = None,
+        changed: Mapping[RowStore, RisingSlots] | None = None,
     ) -> None:
         self._limit = KEPT_BYTES if limit_bytes is None else limit_bytes
         self._lock = threading.Condition()
@@ -90,19 +123,21 @@ class Snapshot:
             store: {name: _Array(t) for name, t in arrays_of(rows).items() if len(t)}
             for store, rows in self.rows.items()
         }
+        self._marks = {store: _marks_of(store, rows) for store, rows in self.rows.items()}
         for store in self._arrays:
             store.on_change = partial(self._keep, store)
 
     def read(self, store: RowStore, name: str, start: int, stop: int) -> Tensor:
         """Rows ``start … stop − 1`` of an array, on the CPU; each once, in rising order."""
         array = self._arrays[store][name]
-        rows = array.bits[start:stop].to("cpu", copy=True)
+        rows, places = array.read(start, stop)
         with self._lock:
-            array.pending[start:stop] = False
-            kept = [_between(k, start, stop) for k in array.kept if k.first < stop and k.last >= start]
-            self._forget(array, stop)
-        for places, old in kept:
-            rows[(places - start).cpu()] = old.cpu()
+            array.read_to = int(places[-1]) + 1
+            first = int(places[0])
+            kept = [_between(k, first, array.read_to) for k in array.kept if k.last >= first]
+            self._forget(array)
+        for own, old in kept:
+            rows[torch.searchsorted(places, own.cpu())] = old.cpu()
         return rows.view(array.dtype)
 
     def close(self) -> None:
@@ -113,28 +148,23 @@ class Snapshot:
             for store in self._arrays:
                 store.on_change = None
             self._arrays.clear()
+            self._marks.clear()
             self.rows.clear()
 
     def _keep(self, store: RowStore, slots: Tensor) -> None:
-        """Copy the rows at these slots that nobody has read or kept."""
+        """Copy the rows at these slots that have neither been read nor kept."""
         start = time.perf_counter()
         with self._lock:
             arrays = self._arrays.get(store, {})
-            for name, places in self.rows[store].places(slots).items() if arrays else ():
-                array = arrays.get(name)
-                if array is None:
-                    continue
-                places = places[array.pending[places]]
-                if not len(places):
-                    continue
-                places = torch.unique(places)
-                array.pending[places] = False
+            for name, places, rows in self._unread(store, slots) if arrays else ():
+                array = arrays[name]
+                unread = places >= array.read_to
+                own, old = places[unread], rows[unread]
                 # In ranges of places, so that the reader frees one after the other.
-                firsts = torch.searchsorted(places, array.cuts).tolist()
-                for first, last in pairwise([0, *firsts, len(places)]):
+                firsts = torch.searchsorted(own, array.cuts).tolist()
+                for first, last in pairwise([0, *firsts, len(own)]):
                     if first < last:
-                        own = places[first:last].clone()
-                        array.kept.append(_Kept(own, array.bits.index_select(0, own)))
+                        array.kept.append(_Kept(own[first:last].clone(), old[first:last].clone()))
                         self._bytes += array.kept[-1].nbytes
             self.most_bytes = max(self.most_bytes, self._bytes)
             self.is_waiting = True
@@ -142,25 +172,51 @@ class Snapshot:
             self.is_waiting = False
         self.waited_s += time.perf_counter() - start
 
-    def _forget(self, array: _Array, stop: int) -> None:
-        """Free what was kept of rows before ``stop``, range by range."""
-        remaining = [kept for kept in array.kept if kept.last >= stop]
-        self._bytes -= sum(kept.nbytes for kept in array.kept if kept.last < stop)
+    def _unread(self, store: RowStore, slots: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield arrays with rising places and bits of the rows at these slots, without rows that came here before."""
+        rows, marks = self.rows[store], self._marks[store]
+        if isinstance(rows, DenseStore):
+            new = torch.unique(slots[marks.add(slots)])
+            for name, places in rows.places(new).items():
+                if len(places) and name in self._arrays[store]:
+                    places = torch.unique(places)
+                    yield name, places, as_bits(rows.arrays()[name]).index_select(0, places)
+            return
+        slots = slots.cpu()
+        new = slots[marks.add(rows.all_slots.number(slots))].sort().values
+        for name, own, values in rows.read(new):
+            yield name, own, as_bits(values)
+
+    def _forget(self, array: _Array) -> None:
+        """Free what was kept of rows that have been read, range by range."""
+        remaining = [kept for kept in array.kept if kept.last >= array.read_to]
+        self._bytes -= sum(kept.nbytes for kept in array.kept if kept.last < array.read_to)
         array.kept = remaining
         self._lock.notify_all()
 
 
-def rows_of(store: RowStore, changed: Mapping[RowStore, Tensor] | None = None) -> DenseStore | PickedRows:
+def rows_of(store: RowStore, changed: Mapping[RowStore, RisingSlots] | None = None) -> DenseStore | PickedRows:
     """Return the rows of a store that are to be saved: all that there are, or those that have changed."""
     assert isinstance(store, DenseStore | LazyStore)
     if changed is not None:
         return PickedRows(store, changed[store])
-    return PickedRows(store, store.records.keys()) if isinstance(store, LazyStore) else store
+    return PickedRows(store, store.existing()) if isinstance(store, LazyStore) else store
 
 
 def arrays_of(rows: DenseStore | PickedRows) -> Mapping[str, Tensor | PickedArray]:
     """Return the arrays that they are in."""
     return rows.arrays() if isinstance(rows, DenseStore) else rows.arrays
+
+
+def as_bits(values: Tensor) -> Tensor:
+    """Return the same memory as integers, because torch cannot index all narrow dtypes."""
+    return values.view(_BITS[values.element_size()])
+
+
+def _marks_of(store: RowStore, rows: DenseStore | PickedRows) -> _Marks:
+    if isinstance(rows, DenseStore):
+        return _Marks(store.slots, store.device)
+    return _Marks(rows.all_slots.numbers, torch.device("cpu"))
 
 
 def _between(kept: _Kept, start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -25,9 +25,7 @@ from hotbed.store.dense import TORCH_DTYPES
 Places = range | Tensor
 """Rising positions of rows; ``[n]`` int64 where they follow no rule."""
 
-ROWS_AT_ONCE = 1 << 16
-"""Rows that are put together at once where loading materializes them."""
-MOST_CHUNKS = 16
+MOST_CHUNKS = 4
 """How many times `CHUNK_BYTES` may be in memory where rows of many tiles are put together."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -83,11 +81,13 @@ def _check_tile(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> None:
             raise CheckpointError(
                 f"{where}: '{tile.key}/keys' is {found.dtype} {list(found.shape)}, must be torch.int64 [n]"
             )
-        keys = files.keys(tile.file, f"{tile.key}/keys")
-        count, wide = len(keys), _below(keys, form(saved.spec)[1])
-        inside = (keys >= rows.start) & (keys < rows.stop) & ((keys - rows.start) % rows.step == 0)
-        if not bool(inside.all()) or not bool((keys.diff() > 0).all()):
-            raise CheckpointError(f"{where}: '{tile.key}/keys' are not rising rows of the tile")
+        count, wide, before = found.shape[0], 0, -1
+        for _, keys in files.keys(tile.file, f"{tile.key}/keys"):
+            inside = (keys >= rows.start) & (keys < rows.stop) & ((keys - rows.start) % rows.step == 0)
+            if not bool(inside.all()) or not bool((keys.diff() > 0).all()) or int(keys[0]) <= before:
+                raise CheckpointError(f"{where}: '{tile.key}/keys' are not rising rows of the tile")
+            wide += _below(keys, form(saved.spec)[1])
+            before = int(keys[-1])
     narrow = TORCH_DTYPES[form(saved.spec)[0]]
     wanted: dict[str, tuple[torch.dtype, list[int]]] = {}
     for name in _names(saved):
@@ -130,46 +130,77 @@ def load_tile(tile: LocalTile, saved: SavedTable, moments: Collection[str], file
 def _load_layer(tile: LocalTile, saved: SavedTable, moments: Collection[str], files: TensorFiles) -> None:
     """Overwrite a tile with a table; with a difference to its base, where that is what the tile holds."""
     known = tile.shard.rows[: len(range(tile.shard.rows.start, saved.spec.rows, tile.shard.rows.step))]
-    found = list(common(tile.shard.rows, tile.shard.cols, saved, files))
     if isinstance(tile.arena.store, LazyStore):
-        _load_existing(tile, tile.arena.store, saved, moments, found, files)
+        _load_existing(tile, tile.arena.store, saved, moments, files)
         return
     if form(saved.spec) == form(tile.shard.table):
-        if saved.base is None and any(c.tile.keyed for c in found):
+        if saved.base is None and any(t.keyed for t in _shared(tile.shard.rows, tile.shard.cols, saved)):
             _initialize(tile, saved.spec, known)
-        _copy_raw(tile, found, files)
+        _copy_raw(tile, saved, files)
     else:
-        _copy_values(tile, saved, found, known, files)
+        _copy_values(tile, saved, known, files)
     extents, arrays = tile.extents(), tile.arrays()
     for name in moments:
         e = extents[f"{MOMENT}{name}"]
         target = arrays[e.array][e.start : e.stop]
-        # Of a row that is cut into columns each tile has its value: that of the first columns is taken, last.
-        for c in sorted(found, key=lambda c: -c.tile.cols.start):
+        if saved.base is None:
+            for t in _shared(tile.shard.rows, tile.shard.cols, saved):
+                of_tile = _at(target, common_places(tile.shard.rows, t.rows)) if t.keyed else target[:0]
+                shared = range(max(tile.shard.cols.start, t.cols.start), min(tile.shard.cols.stop, t.cols.stop))
+                columns = slice(shared.start - tile.shard.cols.start, shared.stop - tile.shard.cols.start)
+                (of_tile[:, columns] if target.dim() > 1 else of_tile).fill_(saved.moments[name].initial)
+        for c in common(tile.shard.rows, tile.shard.cols, saved, files):
             columns = _columns(c, tile.shard.cols) if target.dim() > 1 else None
-            if c.tile.keyed and saved.base is None:
-                of_tile = _at(target, common_places(tile.shard.rows, c.tile.rows))
-                (of_tile if columns is None else of_tile[:, columns[1]]).fill_(saved.moments[name].initial)
             copy_rows(c, f"{MOMENT}{name}", _all(c), target, range(len(target)), columns, files)
 
 
-def common(rows: range, cols: range, saved: SavedTable, files: TensorFiles) -> Iterator[Common]:
-    """Find the rows and columns that a rectangle of a table has in common with each of the saved tiles."""
-    for tile in saved.tiles:
+def common(
+    rows: range, cols: range, saved: SavedTable, files: TensorFiles, within: range | None = None
+) -> Iterator[Common]:
+    """Find the rows and columns that a rectangle of a table has in common with each of the saved tiles.
+
+    A tile with keys comes in pieces of at most `KEYS_AT_ONCE` keys. Tiles come from the last columns to the first: each
+    tile of a row that is cut into columns has the row's value of a moment, and that of the first columns counts.
+
+    Parameters
+    ----------
+    rows, cols
+        The rectangle.
+    saved
+        The table.
+    files
+        The checkpoint's files.
+    within
+        Positions among ``rows`` that are enough, of the rows that tiles with keys have; None: all.
+    """
+    for tile in _shared(rows, cols, saved):
         shared = range(max(cols.start, tile.cols.start), min(cols.stop, tile.cols.stop))
         there = common_places(tile.rows, rows)
-        if not len(shared) or not len(there):
-            continue
         if not tile.keyed:
             yield Common(tile, stored_as(saved.spec, tile.rows), there, common_places(rows, tile.rows), shared)
             continue
-        keys = files.keys(tile.file, f"{tile.key}/keys")
-        wide = _below(keys, form(saved.spec)[1])
-        arrays = {name: range(*((0, wide) if name == "fp32_weight" else (wide, len(keys)))) for name in _names(saved)}
-        first, last = _below(keys, rows.start), _below(keys, rows.stop)
-        distance = keys[first:last] - rows.start
-        within = (distance % rows.step == 0).nonzero()[:, 0]
-        yield Common(tile, arrays, first + within, distance[within] // rows.step, shared)
+        file, key = tile.file, f"{tile.key}/keys"
+        some = rows if within is None else rows[within.start : within.stop]
+        if not len(some):
+            continue
+        count, wide = files.find(file, key).shape[0], files.count_below(file, key, form(saved.spec)[1])
+        arrays = {name: range(*((0, wide) if name == "fp32_weight" else (wide, count))) for name in _names(saved)}
+        first, last = files.count_below(file, key, some.start), files.count_below(file, key, some[-1] + 1)
+        for start, keys in files.keys(file, key, first, last):
+            distance = keys - rows.start
+            at = (distance % rows.step == 0).nonzero()[:, 0]
+            if len(at):
+                yield Common(tile, arrays, start + at, distance[at] // rows.step, shared)
+
+
+def _shared(rows: range, cols: range, saved: SavedTable) -> list[SavedTile]:
+    """List the saved tiles that have rows and columns of this rectangle, from the last columns to the first."""
+    found = [
+        tile
+        for tile in saved.tiles
+        if max(cols.start, tile.cols.start) < min(cols.stop, tile.cols.stop) and len(common_places(tile.rows, rows))
+    ]
+    return sorted(found, key=lambda tile: -tile.cols.start)
 
 
 def copy_rows(
@@ -251,13 +282,13 @@ def values_of(c: Common, first: int, last: int, files: TensorFiles) -> tuple[Pla
     return c.here[begin:end], values[:, c.cols.start - c.tile.cols.start : c.cols.stop - c.tile.cols.start]
 
 
-def _copy_raw(tile: LocalTile, found: Collection[Common], files: TensorFiles) -> None:
+def _copy_raw(tile: LocalTile, saved: SavedTable, files: TensorFiles) -> None:
     """Copy rows as they are stored."""
     extents, arrays = tile.extents(), tile.arrays()
     for name, here in stored_as(tile.shard.table, tile.shard.rows).items():
         e = extents[name]
         unit = SCALE_BLOCK if name == "exponents" else 1
-        for c in found:
+        for c in common(tile.shard.rows, tile.shard.cols, saved, files):
             if name in c.arrays:
                 columns = _columns(c, tile.shard.cols, unit)
                 copy_rows(c, name, c.arrays[name], arrays[e.array][e.start : e.stop], here, columns, files)
@@ -268,7 +299,6 @@ def _load_existing(
     store: LazyStore,
     saved: SavedTable,
     moments: Collection[str],
-    found: Collection[Common],
     files: TensorFiles,
 ) -> None:
     """Load into a tile whose rows are materialized on their first update: only rows that were saved are."""
@@ -279,12 +309,12 @@ def _load_existing(
         for name in moments:
             store.fill(tile.number, name, saved.moments[name].initial)
     alike = form(spec) == form(tile.shard.table)
-    # Of a row that is cut into columns each tile has its value of a moment per row: that of the first columns is last.
-    for c in sorted(found, key=lambda c: -c.tile.cols.start):
-        for start in range(0, len(c.here), ROWS_AT_ONCE):
-            here = c.here[start : start + ROWS_AT_ONCE]
-            slots = first_slot + (torch.tensor(here) if isinstance(here, range) else here)
-            there = c.there[start : start + ROWS_AT_ONCE]
+    step = max(CHUNK_BYTES // store.records.record_bytes, 1)
+    for c in common(tile.shard.rows, cols, saved, files):
+        for start in range(0, len(c.here), step):
+            here = c.here[start : start + step]
+            slots = first_slot + (torch.arange(here.start, here.stop, here.step) if isinstance(here, range) else here)
+            there = c.there[start : start + step]
             positions = range(len(slots)) if isinstance(there, range) else torch.arange(len(slots))
             part = c._replace(there=there, here=positions)
             if not alike:
@@ -305,24 +335,23 @@ def _load_existing(
             store.put_stored(slots, tile.unnamed(stored))
 
 
-def _copy_values(
-    tile: LocalTile, saved: SavedTable, found: Collection[Common], known: range, files: TensorFiles
-) -> None:
+def _copy_values(tile: LocalTile, saved: SavedTable, known: range, files: TensorFiles) -> None:
     """Copy the values of ``known`` rows, rounding to the nearest what is narrower here than in the saved table.
 
     Of a difference only the rows that it holds are written: rounding twice is not rounding once.
     """
     store, cols, spec = tile.arena.store, tile.shard.cols, saved.spec
-    keyed = saved.base is None and any(c.tile.keyed for c in found)
-    # Each chunk reads of every saved tile, so many of them get larger chunks.
-    step = max(CHUNK_BYTES * min(len(found), MOST_CHUNKS) // (4 * len(cols)), 1)
+    shared = _shared(tile.shard.rows, cols, saved)
+    keyed = saved.base is None and any(t.keyed for t in shared)
+    # Each chunk reads from every saved tile, so that many of them get larger chunks.
+    step = max(CHUNK_BYTES * min(max(len(shared), 1), MOST_CHUNKS) // (4 * len(cols)), 1)
     slots = tile.arena.slots(tile.number)
     for first in range(0, len(known), step):
         last = min(first + step, len(known))
         part = slots[first:last]
         values = initial_values(spec, known[first:last], cols).to(store.device) if keyed else store.read(part)
         held = torch.full((last - first,), saved.base is None)
-        for c in found:
+        for c in common(tile.shard.rows, cols, saved, files, range(first, last)):
             here, rows = values_of(c, first, last, files)
             if len(here):
                 at = (torch.arange(here.start, here.stop, here.step) if isinstance(here, range) else here) - first

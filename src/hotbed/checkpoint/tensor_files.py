@@ -31,8 +31,10 @@ FILE_BYTES = 1 << 30
 """Most bytes of a file of tables."""
 UNFINISHED = "unfinished.json"
 """File that says that what else is there belongs to a checkpoint that was never finished, until it is."""
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 4 << 20
 """Bytes of rows that are made, or read to be picked from, at once."""
+KEYS_AT_ONCE = 1 << 19
+"""Keys of a keyed tile that are in memory at once."""
 
 MOST_HEADER_BYTES = 100_000_000
 """Of a safetensors file, by its specification."""
@@ -284,7 +286,9 @@ class TensorFiles:
         self._files, self.base = files, base
         self.place = files.place
         self._headers: dict[str, dict[str, Stored]] = {}
-        self._keys: tuple[tuple[str, str], Tensor] | None = None
+        self._first_keys: dict[tuple[str, str], Tensor] = {}
+        """The first key of each piece of an array of keys."""
+        self._last_keys: tuple[tuple[str, str, int], Tensor] | None = None
 
     def verify(self) -> Iterator[int]:
         """Read all files, also of the base; gives the bytes of one block after the other."""
@@ -313,11 +317,35 @@ class TensorFiles:
             self._files[file].read_into(stored.start, bytes_of(out))
         return out
 
-    def keys(self, file: str, key: str) -> Tensor:
-        """An array that is read again for every part of a tile: the last one that was read stays in memory."""
-        if self._keys is None or self._keys[0] != (file, key):
-            self._keys = (file, key), self.read(file, key)
-        return self._keys[1]
+    def keys(self, file: str, key: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield an array of rising keys in pieces of at most `KEYS_AT_ONCE`, with the position of the first.
+
+        ``start`` and ``stop`` are positions; default: all keys.
+        """
+        stop = self.find(file, key).shape[0] if stop is None else stop
+        for number in range(start // KEYS_AT_ONCE, -(-stop // KEYS_AT_ONCE)):
+            first = number * KEYS_AT_ONCE
+            yield max(first, start), self._keys(file, key, number)[max(start - first, 0) : stop - first]
+
+    def count_below(self, file: str, key: str, limit: int) -> int:
+        """Count the keys below a limit in an array of rising keys."""
+        if (file, key) not in self._first_keys:
+            firsts = range(0, self.find(file, key).shape[0], KEYS_AT_ONCE)
+            found = [self.read_rows(file, key, range(first, first + 1)) for first in firsts]
+            self._first_keys[file, key] = torch.cat([torch.empty(0, dtype=torch.int64), *found])
+        number = int(torch.searchsorted(self._first_keys[file, key], limit)) - 1
+        if number < 0:
+            return 0
+        return number * KEYS_AT_ONCE + int(torch.searchsorted(self._keys(file, key, number), limit))
+
+    def _keys(self, file: str, key: str, number: int) -> Tensor:
+        """Read a piece of an array of keys; the last one that was read stays in memory."""
+        if self._last_keys is None or self._last_keys[0] != (file, key, number):
+            self._last_keys = None  # two pieces would take twice the memory
+            first = number * KEYS_AT_ONCE
+            last = min(first + KEYS_AT_ONCE, self.find(file, key).shape[0])
+            self._last_keys = (file, key, number), self.read_rows(file, key, range(first, last))
+        return self._last_keys[1]
 
     def read_rows(self, file: str, key: str, rows: range) -> Tensor:
         """Some rows of an array; ``rows`` rises, with any step."""

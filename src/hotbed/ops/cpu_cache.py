@@ -229,6 +229,43 @@ def add_numbers(places, numbers, keys, first):
 
 
 @kernel()
+def mark(bits, numbers, new):
+    """Set the bit of each number ``[n]``; whether it was not set before goes into ``new``. −1 is no number."""
+    for i in range(numbers.shape[0]):
+        number = numbers[i]
+        new[i] = number >= 0 and not bits[number >> 3] >> (number & 7) & 1
+        if new[i]:
+            bits[number >> 3] |= 1 << (number & 7)
+
+
+@kernel(inline="always")
+def _is_marked(bits, number, all_from):
+    return number >= all_from or bits[number >> 3] >> (number & 7) & 1 == 1
+
+
+@kernel()
+def count_keys(keys, bits, all_from, low, width, counts):
+    """Count marked keys by interval: ``counts[i]`` intervals of ``width`` from ``low`` on.
+
+    The key with number ``i`` is marked if its bit is set or ``i >= all_from``.
+    """
+    high = low + width * counts.shape[0]
+    for i in range(keys.shape[0]):
+        if low <= keys[i] < high and _is_marked(bits, i, all_from):
+            counts[(keys[i] - low) // width] += 1
+
+
+@kernel()
+def select_keys(keys, bits, all_from, low, high, out):
+    """Copy marked keys from ``low`` to below ``high`` into ``out``, in the order in which they lie."""
+    at = 0
+    for i in range(keys.shape[0]):
+        if low <= keys[i] < high and _is_marked(bits, i, all_from):
+            out[at] = keys[i]
+            at += 1
+
+
+@kernel()
 def find_rising(values, wanted, out):
     """Find wanted values ``[n]`` among rising ones: their positions into ``out``, −1 for those that are not there.
 

@@ -6,6 +6,7 @@ from hotbed.store.dense import MOMENT, DenseStore
 from hotbed.store.lazy import LazyStore
 from hotbed.store.picked import PickedArray, PickedRows
 from hotbed.store.records import Traffic
+from hotbed.store.rising import RisingSlots, SlotRange
 from hotbed.store.tiers import Storage
 
 __all__ = [
@@ -15,7 +16,9 @@ __all__ = [
     "LazyStore",
     "PickedArray",
     "PickedRows",
+    "RisingSlots",
     "RowStore",
+    "SlotRange",
     "Span",
     "Storage",
     "Tier",

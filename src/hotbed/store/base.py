@@ -20,6 +20,7 @@ from hotbed.ops import BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
 from hotbed.specs import Tier
 from hotbed.store.records import Traffic, Use
+from hotbed.store.rising import RisingSlots
 from hotbed.store.touched import Changes, Touched, TouchedSlots
 
 
@@ -124,6 +125,11 @@ class RowStore(ABC):
 
     def _touched(self) -> Touched:
         return TouchedSlots()
+
+    def changed(self) -> RisingSlots:
+        """List the slots that have changed since `track` was called."""
+        assert self.changes is not None
+        return self.changes.slots()
 
     def changing(self, slots: Tensor) -> None:
         """Tell who wants to know that `update`, `write` or `put` is about to change these slots ``[n]``, some twice."""

@@ -32,9 +32,13 @@ from hotbed.store import memory
 from hotbed.store.keyed import distinct, gathered
 from hotbed.store.listing import Listed, Listing
 from hotbed.store.records import InPlace, Records, Use
+from hotbed.store.rising import RisingSlots
+from hotbed.store.touched import Touched
 
 WAYS = 32
 """Places of a set (Neo's row cache)."""
+_SETTLED_AT_ONCE = 1 << 14
+"""Places whose new records go to the layer below together."""
 
 
 def needs_staging(device: torch.device) -> bool:
@@ -200,6 +204,32 @@ class CachedRecords(Records):
             self._write_back()
             own = self._tags.keys[self._tags.keys != FREE].cpu()
         return torch.cat([self.below.keys(), own]).unique()
+
+    @override
+    def settle(self) -> None:
+        with self._lock:
+            self._insert_written()
+            self._write_back()
+            for start in range(0, len(self._slab), _SETTLED_AT_ONCE):
+                keys = self._tags.keys[start : start + _SETTLED_AT_ONCE].cpu()
+                dirty = self._dirty[start : start + len(keys)].cpu()
+                at = (dirty & (keys != FREE)).nonzero()[:, 0]
+                at = at[~self.below.has(keys[at])]
+                if len(at):
+                    places = (start + at).to(self.device)
+                    self.below.write(keys[at], self._gathered(self._slab, places).cpu())
+                    self._dirty[places] = False
+        self.below.settle()
+
+    @override
+    def slots(self) -> RisingSlots:
+        self.settle()
+        return self.below.slots()
+
+    @override
+    def touched(self) -> Touched:
+        self.settle()
+        return self.below.touched()
 
     @override
     def clear(self) -> None:

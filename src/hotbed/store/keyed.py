@@ -13,7 +13,7 @@ import mmap
 import sys
 import threading
 from abc import abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -26,9 +26,15 @@ from hotbed.ops import cpu_cache
 from hotbed.ops.cpu_runtime import launch
 from hotbed.store import memory
 from hotbed.store.records import InPlace, Records, Use
+from hotbed.store.rising import PIECE, RisingSlots
+from hotbed.store.touched import Touched
 
 _FIRST = 1 << 10
 """Places of a new hash table, a power of two."""
+_INTERVALS = 1 << 16
+"""Intervals of slots that are counted at once when a list of slots is cut into pieces."""
+_WAITING = 1 << 18
+"""Slots that may wait to be marked, so that a device is not waited for at every step."""
 _NORESERVE = 0x4000  # Linux: no swap is set aside for memory that is never touched
 
 
@@ -54,7 +60,7 @@ class KeyedRecords(Records):
 
     @override
     def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
-        numbers = self._numbers_of(slots)
+        numbers = self.numbers_of(slots)
         there = numbers >= 0
         if self._count:
             self._read(numbers, out, use)
@@ -64,7 +70,7 @@ class KeyedRecords(Records):
     def write(self, slots: Tensor, records: Tensor) -> None:
         if not len(slots):
             return
-        numbers = self._numbers_of(slots)
+        numbers = self.numbers_of(slots)
         new = (numbers < 0).nonzero()[:, 0]
         self._make_room(self._count + len(new))
         numbers[new] = torch.arange(self._count, self._count + len(new))
@@ -72,7 +78,23 @@ class KeyedRecords(Records):
         if len(new):
             self._add(slots[new])  # last, so that whoever finds a record can read it
 
-    def _numbers_of(self, slots: Tensor) -> Tensor:
+    @override
+    def slots(self) -> RisingSlots:
+        return NumberedSlots(self, self._count)
+
+    @override
+    def touched(self) -> Touched:
+        return TouchedNumbers(self)
+
+    @override
+    def has(self, slots: Tensor) -> Tensor:
+        return self.numbers_of(slots) >= 0
+
+    def numbered(self, count: int) -> Tensor:
+        """Return the slots of the first ``count`` records, in the order of their numbers."""
+        return self._keys[:count]
+
+    def numbers_of(self, slots: Tensor) -> Tensor:
         """Find the numbers of slots ``[n]``; −1 where there is no record."""
         numbers = torch.empty(len(slots), dtype=torch.int64)
         with self._lock:
@@ -151,7 +173,7 @@ class MemoryRecords(KeyedRecords):
     @override
     @contextmanager
     def changed_in_place(self, slots: Tensor) -> Generator[InPlace | None]:
-        yield InPlace(self._slab, self._numbers_of(slots))
+        yield InPlace(self._slab, self.numbers_of(slots))
 
     @override
     def _make_room(self, count: int) -> None:
@@ -168,6 +190,106 @@ class MemoryRecords(KeyedRecords):
     @override
     def _write(self, numbers: Tensor, records: Tensor) -> None:
         cpu_cache.write_rows(self._slab, numbers, records)
+
+
+class NumberedSlots(RisingSlots):
+    """The slots of the first records, or of the marked ones among them; what is added later changes nothing.
+
+    Parameters
+    ----------
+    records
+        Whose slots.
+    count
+        How many of its first records.
+    bits
+        A bit for each record up to ``all_from``: whether it is marked.
+    all_from
+        Records from this number on are marked as well.
+    """
+
+    def __init__(self, records: KeyedRecords, count: int, bits: Tensor | None = None, all_from: int = 0) -> None:
+        self._records, self._count, self._all_from = records, count, all_from
+        self._bits = torch.zeros(1, dtype=torch.uint8) if bits is None else bits
+        keys = records.numbered(count)
+        end = int(keys.max()) + 1 if count else 0
+        pieces = list(self._cut(0, end)) if count else []
+        super().__init__([*(start for start, _ in pieces), end], [slots for _, slots in pieces])
+
+    def _cut(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+        """Yield where each piece of the slots from ``low`` to below ``high`` begins, and how many slots it has."""
+        width = -(-(high - low) // _INTERVALS)
+        counts = np.zeros(-(-(high - low) // width), np.int64)
+        keys = self._records.numbered(self._count).numpy()
+        cpu_cache.count_keys(keys, self._bits.numpy(), self._all_from, low, width, counts)
+        begin, total = low, 0
+        for i, count in enumerate(counts.tolist()):
+            start = low + i * width
+            if total and total + count > PIECE:
+                yield begin, total
+                begin, total = start, 0
+            if count > PIECE:
+                yield from self._cut(start, min(start + width, high))
+                begin = start + width
+            else:
+                total += count
+        if total:
+            yield begin, total
+
+    @property
+    @override
+    def numbers(self) -> int:
+        return self._count
+
+    @override
+    def number(self, slots: Tensor) -> Tensor:
+        numbers = self._records.numbers_of(slots.cpu())
+        numbers.masked_fill_(numbers >= self._count, -1)
+        if self._all_from:
+            at = numbers.clamp(0, self._all_from - 1)
+            bits = self._bits[at >> 3] >> (at & 7).to(torch.uint8)
+            numbers.masked_fill_((numbers < self._all_from) & ((bits & 1) == 0), -1)
+        return numbers
+
+    @override
+    def _read(self, start: int, stop: int, count: int) -> Tensor:
+        found = np.empty(count, np.int64)
+        keys = self._records.numbered(self._count).numpy()
+        cpu_cache.select_keys(keys, self._bits.numpy(), self._all_from, start, stop, found)
+        found.sort()
+        return torch.from_numpy(found)
+
+
+class TouchedNumbers(Touched):
+    """Collect slots by a bit for each record that exists now; all later records count as touched.
+
+    Parameters
+    ----------
+    records
+        The records.
+    """
+
+    def __init__(self, records: KeyedRecords) -> None:
+        self._records, self._count = records, len(records)
+        self._bits = torch.zeros(self._count // 8 + 1, dtype=torch.uint8)
+        self._waiting: list[Tensor] = []
+
+    @override
+    def add(self, slots: Tensor) -> None:
+        self._waiting.append(slots.clone())  # a view would keep all of its tensor
+        if sum(map(len, self._waiting)) > _WAITING:
+            self._mark()
+
+    @override
+    def slots(self) -> RisingSlots:
+        self._mark()
+        return NumberedSlots(self._records, len(self._records), self._bits.clone(), self._count)
+
+    def _mark(self) -> None:
+        for slots in self._waiting:
+            numbers = self._records.numbers_of(slots.cpu())
+            numbers.masked_fill_(numbers >= self._count, -1)
+            cpu_cache.mark(self._bits.numpy(), numbers.numpy(), np.empty(len(numbers), np.bool_))
+        self._waiting.clear()
 
 
 def positions(of: Tensor, wanted: Tensor) -> Tensor:

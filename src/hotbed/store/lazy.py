@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,9 +18,11 @@ from hotbed.optim import Moment
 from hotbed.store.dense import MOMENT
 from hotbed.store.format import Stored
 from hotbed.store.lazy_rows import Initial, LazyRows
+from hotbed.store.rising import RisingSlots, SlotRange
+from hotbed.store.touched import Touched
 
-ROWS_AT_ONCE = 1 << 16
-"""Rows that are read or written together where all of a table is."""
+BYTES_AT_ONCE = 4 << 20
+"""Bytes of records that are read or written together where all of a table is."""
 
 
 class LazyStore(LazyRows):
@@ -40,8 +41,8 @@ class LazyStore(LazyRows):
                 self._forget(span)
                 self._initial[span] = Initial(seed, bound)
                 return
-        for first in range(0, len(rows), ROWS_AT_ONCE):
-            chunk = rows[first : first + ROWS_AT_ONCE]
+        for first in range(0, len(rows), self._rows_at_once):
+            chunk = rows[first : first + self._rows_at_once]
             values = torch.empty(len(chunk), self.dim, device=self.device)
             self.ops.initial_values_(values, seed=seed, rows=chunk, cols=cols, bound=bound)
             self.write(torch.arange(slot + first, slot + first + len(chunk)), values)
@@ -54,47 +55,62 @@ class LazyStore(LazyRows):
         self._format = self._format.with_moment(moment)
         for initial in self._initial_moments:
             initial[moment.name] = 0.0
-        self._keep_only(self.records.keys())
+        existing = self.existing()
+        self._keep_only([existing.part(0, len(existing))])
 
     @override
     def fill(self, span: int, moment: str, value: float) -> None:
         self.replaced()
         self._initial_moments[span][moment] = value
         shape = () if self.moment_is_per_row(moment) else (self.dim,)
-        for slots in self.keys(span).split(ROWS_AT_ONCE):
+        for slots in self.keys(span).chunks(self._rows_at_once):
             self.write(slots, torch.full((len(slots), *shape), value), moment)
 
     def _forget(self, span: int) -> None:
-        keys, own = self.records.keys(), self.keys(span)
+        existing, own = self.existing(), self.keys(span)
         if not len(own):
             return
-        if len(own) == len(keys):
+        if len(own) == len(existing):
             self.records.clear()
             return
-        self._keep_only(keys[torch.isin(keys, own, invert=True)])
+        first = existing.below(self._firsts[span])
+        self._keep_only([existing.part(0, first), existing.part(first + len(own), len(existing))])
 
-    def _keep_only(self, slots: Tensor) -> None:
+    def _keep_only(self, kept: Sequence[SlotRange]) -> None:
         """Copy the records of these slots into new ones of the present format, which may be longer; drop others."""
         old, self.records = self.records, self._make_records(self._format.record_bytes, self.slots, self.device)
         more = self._format.record_bytes - old.record_bytes
-        for chunk in self._at_records(slots).split(ROWS_AT_ONCE):
+        for slots in (chunk for of in kept for chunk in of.chunks(self._rows_at_once)):
+            chunk = self._at_records(slots)
             before = torch.empty(len(chunk), old.record_bytes, dtype=torch.uint8, device=chunk.device)
             old.read(chunk, before, use="once")
             self.records.write(chunk, torch.nn.functional.pad(before, (0, more)))
         for layer in old.layers():
             layer.close()
 
+    @property
+    def _rows_at_once(self) -> int:
+        return max(BYTES_AT_ONCE // self._format.record_bytes, 1)
+
     # -- rows that exist -------------------------------------------------------------------------------------------
 
-    def keys(self, span: int) -> Tensor:
-        """List the slots of a span that exist, rising."""
-        return self.keys_by_span()[span]
+    def existing(self) -> RisingSlots:
+        """List the slots that exist now, with little memory."""
+        return self.records.slots()
 
-    def keys_by_span(self) -> list[Tensor]:
-        """List the slots of each span that exist, rising."""
-        keys = self.records.keys()
-        cuts = torch.searchsorted(keys, torch.tensor(self._firsts, dtype=torch.int64)).tolist()
-        return [keys[first:last] for first, last in pairwise(cuts)]
+    @override
+    def _touched(self) -> Touched:
+        return self.records.touched()
+
+    @override
+    def changed(self) -> RisingSlots:
+        self.records.settle()
+        return super().changed()
+
+    def keys(self, span: int) -> SlotRange:
+        """List the slots of a span that exist, rising."""
+        found = self.existing()
+        return found.part(found.below(self._firsts[span]), found.below(self._firsts[span + 1]))
 
     def count_wide(self, slots: Tensor) -> int:
         """Count how many of these slots, all of one span, have float32 rows."""
@@ -119,7 +135,8 @@ class LazyStore(LazyRows):
 
     def stored_array(self, name: str, slots: Tensor) -> Tensor:
         """Read one array of what `stored` gives of these rows, which all have it."""
-        return self.stored(slots)[name]
+        parts = [self.stored(part)[name] for part in slots.split(self._rows_at_once)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def put_stored(self, slots: Tensor, stored: Mapping[str, Tensor]) -> None:
         """Overwrite rows of these rising slots, all of one span, by what `stored` gave, or some of it.
@@ -184,7 +201,7 @@ class LazyStore(LazyRows):
                 f"a whole table whose rows are materialized one by one would be {rows * size:,} bytes; use "
                 "save_checkpoint, which saves the rows that exist"
             )
-        chunks = [self.stored(slots) for slots in self._slots_of(span).split(ROWS_AT_ONCE)]
+        chunks = [self.stored(slots) for slots in self._slots_of(span).split(self._rows_at_once)]
         found = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         if self.spans[span].fp32_rows == 0:
             found.pop("fp32_weight", None)
@@ -192,7 +209,7 @@ class LazyStore(LazyRows):
 
     def _load(self, span: int, values: Mapping[str, Tensor]) -> None:
         wide = self.spans[span].fp32_rows
-        for slots in self._slots_of(span).split(ROWS_AT_ONCE):
+        for slots in self._slots_of(span).split(self._rows_at_once):
             first, last = int(slots[0]) - self._firsts[span], int(slots[-1]) + 1 - self._firsts[span]
             chunk: Stored = {}
             for name, t in values.items():

@@ -22,6 +22,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed.store.listing import Listed
+from hotbed.store.rising import ListedSlots, RisingSlots
+from hotbed.store.touched import Touched, TouchedSlots
 
 Use = Literal["lookup", "update", "once", "ahead"]
 """What a record is read for.
@@ -166,6 +168,22 @@ class Records(ABC):
     def keys(self) -> Tensor:
         """List all slots that have a record here or below, rising ``[n]``, on the CPU."""
 
+    def settle(self) -> None:
+        """Make the slowest layer know every slot that has a record; a cache writes its new records there."""
+        return
+
+    def slots(self) -> RisingSlots:
+        """List all slots that have a record now, with little memory however long the list is; settles first."""
+        return ListedSlots(self.keys())
+
+    def touched(self) -> Touched:
+        """Return a collector of the slots whose records change from now on; settles first."""
+        return TouchedSlots()
+
+    def has(self, slots: Tensor) -> Tensor:
+        """Return which of these slots ``[n]`` have a record here or below, as ``[n]`` bool."""
+        return torch.isin(slots, self.keys())
+
     @abstractmethod
     def clear(self) -> None:
         """Forget all records, also those below."""
@@ -201,6 +219,22 @@ class RecordsAbove(Records):
     @override
     def keys(self) -> Tensor:
         return self.below.keys()
+
+    @override
+    def settle(self) -> None:
+        self.below.settle()
+
+    @override
+    def slots(self) -> RisingSlots:
+        return self.below.slots()
+
+    @override
+    def touched(self) -> Touched:
+        return self.below.touched()
+
+    @override
+    def has(self, slots: Tensor) -> Tensor:
+        return self.below.has(slots)
 
     @override
     def clear(self) -> None:

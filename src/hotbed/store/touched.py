@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed.store.listing import rising
+from hotbed.store.rising import ListedSlots, MarkedSlots, RisingSlots
 
 
 class Touched(ABC):
@@ -24,8 +25,8 @@ class Touched(ABC):
         """Add slots ``[n]`` int64, of which some may have been added before."""
 
     @abstractmethod
-    def slots(self, device: torch.device) -> Tensor:
-        """List them, rising ``[n]`` int64."""
+    def slots(self) -> RisingSlots:
+        """List the slots that have been added so far; later additions do not change the list."""
 
 
 class TouchedMask(Touched):
@@ -47,8 +48,8 @@ class TouchedMask(Touched):
         self._mask.index_fill_(0, slots, True)
 
     @override
-    def slots(self, device: torch.device) -> Tensor:
-        return self._mask.nonzero()[:, 0].to(device)
+    def slots(self) -> RisingSlots:
+        return MarkedSlots(self._mask)
 
 
 class TouchedSlots(Touched):
@@ -65,13 +66,14 @@ class TouchedSlots(Touched):
             self._merge(slots.device)
 
     @override
-    def slots(self, device: torch.device) -> Tensor:
-        self._merge(device)
-        return self._slots[0]
+    def slots(self) -> RisingSlots:
+        self._merge(torch.device("cpu"))
+        return ListedSlots(self._slots[0])
 
     def take(self, device: torch.device) -> Tensor:
         """List them, rising ``[n]``, and forget them."""
-        found = self.slots(device)
+        self._merge(device)
+        found = self._slots[0]
         self._slots, self._distinct = [], 0
         return found
 
@@ -115,7 +117,8 @@ class Changes:
     def lose(self) -> None:
         """Note that rows may have changed which nobody named."""
         self.since = None
+        self._touched = TouchedSlots()  # what was noted is of no use and takes memory
 
-    def slots(self) -> Tensor:
-        """List the slots, rising ``[n]``, on the CPU."""
-        return self._touched.slots(torch.device("cpu"))
+    def slots(self) -> RisingSlots:
+        """List the slots that have changed so far."""
+        return self._touched.slots()
