@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -22,9 +22,11 @@ BLOCK_BYTES = 16 << 20
 BLOCKS_TO_WRITE = 2
 """Blocks that may wait to be hashed and written."""
 BLOCKS_READ = 5
-"""Blocks of all files of a checkpoint that stay in memory after they have been read and verified."""
+"""Blocks of remote files that stay in memory after they have been read and verified."""
 BLOCKS_AHEAD = 4
-"""Blocks that are read at once where a caller reads on."""
+"""Blocks that are verified at once where a caller reads on."""
+HASHED_AT_ONCE = 1 << 20
+"""Bytes of a local file's block that are read and hashed together."""
 FILES_UNDER_WAY = 8
 """Files that may be open because not all of them is written."""
 
@@ -153,6 +155,10 @@ class BlockCache:
         self._blocks[key] = self._threads.submit(file.read_block, number, buffer)
         return self._blocks[key]
 
+    def submit(self, check: Callable[[int], None], number: int) -> Future[None]:
+        """Have a block verified that does not stay in memory."""
+        return self._threads.submit(check, number)
+
     def forget(self, file: BlockReader) -> None:
         """Forget the blocks of a file that is about to be closed."""
         for key in [key for key in self._blocks if key[0] is file]:
@@ -167,6 +173,9 @@ class BlockCache:
 
 class BlockReader:
     """Reads parts of a file and checks every block that they are in.
+
+    A block of a local file is hashed once, and parts of it are read from the file again, which the system has in memory
+    anyway. Blocks of a remote file stay in memory as long as they are in the cache.
 
     Parameters
     ----------
@@ -199,6 +208,7 @@ class BlockReader:
                 "again"
             )
         self._block_bytes: int = entry["block_bytes"]
+        self._checks: dict[int, Future[None]] = {}
 
     def read_into(self, start: int, out: memoryview, ahead_to: int | None = None) -> None:
         """Fill ``out`` from byte ``start`` on.
@@ -224,22 +234,46 @@ class BlockReader:
         at = start
         while at < stop:
             number = at // size
-            block = self._block(number, last)
-            first = at - number * size
-            count = min(len(block) - first, stop - at)
-            out[at - start : at - start + count] = block[first : first + count]
+            first, count = at - number * size, min((number + 1) * size, stop) - at
+            part = out[at - start : at - start + count]
+            if self._file.is_local:
+                self._check(number, last)
+                self._file.read_into(part, at)
+            else:
+                part[:] = self._block(number, last)[first : first + count]
             at += count
 
     def verify(self) -> Iterator[int]:
         """Read all of it; gives the bytes of one block after the other."""
         size = self._block_bytes
         for number in range(-(-self.size // size)):
-            yield len(self._block(number, -(-self.size // size)))
+            (self._check if self._file.is_local else self._block)(number, -(-self.size // size))
+            yield min(size, self.size - number * size)
 
     def close(self) -> None:
         """Close the file."""
         self._cache.forget(self)
+        for check in self._checks.values():
+            if not check.cancel():
+                check.exception()  # nothing may be read from a closed file
+        self._checks.clear()
         self._file.close()
+
+    def _check(self, number: int, last: int) -> None:
+        """Verify a block, if it was not verified before, while blocks before ``last`` are verified as well."""
+        for ahead in range(number, max(min(number + BLOCKS_AHEAD, last), number + 1)):
+            if ahead not in self._checks:
+                self._checks[ahead] = self._cache.submit(self._check_block, ahead)
+        self._checks[number].result()
+
+    def _check_block(self, number: int) -> None:
+        start, stop = number * self._block_bytes, min((number + 1) * self._block_bytes, self.size)
+        found, buffer = hashlib.sha256(), memoryview(bytearray(min(HASHED_AT_ONCE, stop - start)))
+        for at in range(start, stop, len(buffer)):
+            part = buffer[: stop - at]
+            self._file.read_into(part, at)
+            found.update(part)
+        self._refuse_other(number, found.hexdigest())
 
     def _block(self, number: int, last: int) -> memoryview:
         """Return a block once it is verified, while blocks before ``last`` are read ahead."""
@@ -250,21 +284,24 @@ class BlockReader:
 
     def read_block(self, number: int, buffer: memoryview | None) -> memoryview:
         """Read and verify a block, into this memory if it is given."""
-        size, hashes = self._block_bytes, self._entry["sha256"]
-        start, stop = number * size, min((number + 1) * size, self.size)
+        start, stop = number * self._block_bytes, min((number + 1) * self._block_bytes, self.size)
         if buffer is None or len(memoryview(buffer.obj)) < stop - start:
             buffer = memoryview(bytearray(stop - start))
-        whole = memoryview(buffer.obj)
-        block = whole[: stop - start]
+        block = memoryview(buffer.obj)[: stop - start]
         self._file.read_into(block, start)
-        found = hashlib.sha256(block).hexdigest()
+        self._refuse_other(number, hashlib.sha256(block).hexdigest())
+        return block
+
+    def _refuse_other(self, number: int, found: str) -> None:
+        """Raise `DamagedError` unless this is the SHA-256 that the manifest has for a block."""
+        hashes, start = self._entry["sha256"], number * self._block_bytes
+        stop = min(start + self._block_bytes, self.size)
         if found != hashes[number]:
             raise DamagedError(
                 f"{self._where}: block {number} of {len(hashes)} (bytes {start:,} … {stop - 1:,}) has SHA-256 "
                 f"{found[:12]}…, the manifest says {hashes[number][:12]}…: its content has changed; copy the "
                 "checkpoint again"
             )
-        return block
 
 
 class VerifiedFiles:

@@ -178,15 +178,13 @@ def _windows(name: str, new: _Model, old: _Model | None, ttl_steps: int | None) 
     table = new.manifest.tables[name]
     of_old = None if old is None else old.manifest.tables[name]
     # Ids expire without a change of their rows.
-    candidates = None if old is None or ttl_steps is not None else _candidates(name, new, old)
+    keyed = None if old is None or ttl_steps is not None else _keyed_layers(name, new, old)
     step = max(rows_in_memory(table, table.spec.dim) // (4 * DYNAMIC_WAYS), 1) * DYNAMIC_WAYS
     for first in range(0, table.spec.rows, step):
         rows = range(first, min(first + step, table.spec.rows))
-        if candidates is not None:
-            begin, end = torch.searchsorted(candidates, torch.tensor([rows.start, rows.stop])).tolist()
-            if begin == end:
-                yield rows, _Changes.none()
-                continue
+        if keyed is not None and not any(_has_keys(rows, *layer) for layer in keyed):
+            yield rows, _Changes.none()
+            continue
         after, ids = _values(table, rows, new.files), row_ids(name, rows, new.manifest, new.files, ttl_steps)
         if old is None or of_old is None:
             yield rows, _Changes(ids[:0], ids[ids != NO_ID], after[ids != NO_ID])
@@ -204,19 +202,24 @@ def _compared(old_ids: Tensor, before: Tensor, ids: Tensor, after: Tensor) -> _C
     return _Changes(gone, ids[changed], after[changed])
 
 
-def _candidates(name: str, new: _Model, old: _Model) -> Tensor | None:
-    """Find rows that may differ, rising ``[n]``; None: all may."""
+def _keyed_layers(name: str, new: _Model, old: _Model) -> list[tuple[SavedTable, TensorFiles]] | None:
+    """List layers of two saved tables whose keys are the only rows that may differ; None: all rows may."""
     above, below = (_layers(name, model) for model in (new, old))
     if above[0][0] == below[0][0]:  # one base, or one is the other's
         above, below = above[1:], below[1:]
     elif above[0][1].spec != below[0][1].spec:  # other initial values
         return None
-    keys = [torch.empty(0, dtype=torch.int64)]
-    for _, table, files in (*above, *below):
-        if not all(tile.keyed for tile in table.tiles):
-            return None
-        keys += [files.read(tile.file, f"{tile.key}/keys") for tile in table.tiles]
-    return torch.cat(keys).unique()
+    found = [(table, files) for _, table, files in (*above, *below)]
+    return found if all(tile.keyed for table, _ in found for tile in table.tiles) else None
+
+
+def _has_keys(rows: range, table: SavedTable, files: TensorFiles) -> bool:
+    """Return whether a layer of a saved table has any of these rows, which are neighbours."""
+    for tile in table.tiles:
+        first, last = (files.count_below(tile.file, f"{tile.key}/keys", at) for at in (rows.start, rows.stop))
+        if first < last:
+            return True
+    return False
 
 
 def _layers(name: str, model: _Model) -> list[tuple[str, SavedTable, TensorFiles]]:

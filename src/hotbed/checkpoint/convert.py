@@ -39,8 +39,10 @@ from hotbed.specs import RowDtype, Table, row_bytes
 from hotbed.store import MOMENT
 from hotbed.store.dense import TORCH_DTYPES
 
-MEMORY_BYTES = 256 << 20
-"""Most bytes of a table, as float32 and with moments, that are in memory at once; also of a file of tables."""
+MEMORY_BYTES = 8 << 20
+"""Upper limit of a table's bytes that are in memory at once, as float32 and with moments."""
+CONVERTED_BYTES = 32 << 20
+"""Upper limit of a file of converted tables, which is in memory until it is written."""
 
 Progress = Callable[[int, int], None]
 """Called with how many cells of tables are done, and with how many there are."""
@@ -99,7 +101,7 @@ def convert(
         for name in kept:
             _copy_arrays(name, old, files, writer)
         chunks = _chunks(tables, specs, compact, files, progress)
-        tiles = writer.write_chunks(chunks, "tables", MEMORY_BYTES)
+        tiles = writer.write_chunks(chunks, "tables", CONVERTED_BYTES)
         made = {
             name: replace(table, spec=specs[name], tiles=tuple(sorted(tiles[name], key=_place)), base=None)
             for name, table in tables.items()
@@ -203,7 +205,7 @@ def _chunks(
                 tile, arrays = read_rectangle(some, spec, files)
                 if compact:
                     changed.add(some.rows, _changed_rows(tile, arrays, whole.saved), arrays)
-                    if changed.nbytes >= MEMORY_BYTES:
+                    if changed.nbytes >= CONVERTED_BYTES // 2:  # putting parts together takes twice the memory
                         yield changed.chunk()
                 else:
                     yield Chunk(name, some.rows, some.cols, {key: Array.of(t) for key, t in arrays.items()})

@@ -217,6 +217,8 @@ class _ObjectWriter:
 
 
 class _ObjectReader:
+    is_local = False
+
     def __init__(self, store: ObjectStore, path: str, uri: str) -> None:
         self._store, self._path, self._uri = store, path, uri
         with explained(uri):
@@ -376,6 +378,8 @@ class _FileSystemWriter:
 
 
 class _FileSystemReader:
+    is_local = False
+
     def __init__(self, file: Any, uri: str) -> None:
         self._file, self._uri = file, uri
         self.size = int(file.size())

@@ -42,9 +42,18 @@ class Writer(Protocol):
 
 
 class Reader(Protocol):
-    """A file whose parts are read, by several threads at once."""
+    """A file whose parts are read, by several threads at once.
+
+    Attributes
+    ----------
+    size
+        Its bytes.
+    is_local
+        Whether reading a part again costs little.
+    """
 
     size: int
+    is_local: bool
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         """Fill a buffer from byte ``start`` on."""
@@ -346,6 +355,8 @@ class _LocalWriter:
 
 
 class _LocalReader:
+    is_local = True
+
     def __init__(self, path: Path) -> None:
         self._stream = path.open("rb", buffering=0)
         self._path = path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -143,15 +144,13 @@ def _load_layer(tile: LocalTile, saved: SavedTable, moments: Collection[str], fi
     for name in moments:
         e = extents[f"{MOMENT}{name}"]
         target = arrays[e.array][e.start : e.stop]
-        if saved.base is None:
-            for t in _shared(tile.shard.rows, tile.shard.cols, saved):
-                of_tile = _at(target, common_places(tile.shard.rows, t.rows)) if t.keyed else target[:0]
-                shared = range(max(tile.shard.cols.start, t.cols.start), min(tile.shard.cols.stop, t.cols.stop))
-                columns = slice(shared.start - tile.shard.cols.start, shared.stop - tile.shard.cols.start)
-                (of_tile[:, columns] if target.dim() > 1 else of_tile).fill_(saved.moments[name].initial)
-        for c in common(tile.shard.rows, tile.shard.cols, saved, files):
-            columns = _columns(c, tile.shard.cols) if target.dim() > 1 else None
-            copy_rows(c, f"{MOMENT}{name}", _all(c), target, range(len(target)), columns, files)
+        for t in _shared(tile.shard.rows, tile.shard.cols, saved):
+            columns = _columns(t.cols, tile.shard.cols) if target.dim() > 1 else None
+            if t.keyed and saved.base is None:
+                untouched = _at(target, common_places(tile.shard.rows, t.rows))
+                (untouched if columns is None else untouched[:, columns[1]]).fill_(saved.moments[name].initial)
+            for c in common(tile.shard.rows, tile.shard.cols, replace(saved, tiles=(t,)), files):
+                copy_rows(c, f"{MOMENT}{name}", _all(c), target, range(len(target)), columns, files)
 
 
 def common(
@@ -290,7 +289,7 @@ def _copy_raw(tile: LocalTile, saved: SavedTable, files: TensorFiles) -> None:
         unit = SCALE_BLOCK if name == "exponents" else 1
         for c in common(tile.shard.rows, tile.shard.cols, saved, files):
             if name in c.arrays:
-                columns = _columns(c, tile.shard.cols, unit)
+                columns = _columns(c.tile.cols, tile.shard.cols, unit)
                 copy_rows(c, name, c.arrays[name], arrays[e.array][e.start : e.stop], here, columns, files)
 
 
@@ -319,7 +318,7 @@ def _load_existing(
             part = c._replace(there=there, here=positions)
             if not alike:
                 values = store.read(slots)
-                _, values[:, _columns(c, cols)[1]] = values_of(part, 0, len(slots), files)
+                _, values[:, _columns(c.tile.cols, cols)[1]] = values_of(part, 0, len(slots), files)
                 store.put_values(slots, values)
             stored = {
                 name: t
@@ -329,7 +328,9 @@ def _load_existing(
             wide = store.count_wide(slots)
             for name, out in stored.items():
                 first = wide if name in ("weight", "exponents") and len(out) < len(slots) else 0
-                columns = _columns(c, cols, SCALE_BLOCK if name == "exponents" else 1) if out.dim() > 1 else None
+                columns = (
+                    _columns(c.tile.cols, cols, SCALE_BLOCK if name == "exponents" else 1) if out.dim() > 1 else None
+                )
                 holds = _all(c) if name.startswith(MOMENT) else c.arrays[name]
                 copy_rows(part, name, holds, out, range(first, first + len(out)), columns, files)
             store.put_stored(slots, tile.unnamed(stored))
@@ -355,7 +356,7 @@ def _copy_values(tile: LocalTile, saved: SavedTable, known: range, files: Tensor
             here, rows = values_of(c, first, last, files)
             if len(here):
                 at = (torch.arange(here.start, here.stop, here.step) if isinstance(here, range) else here) - first
-                values[at.to(values.device), _columns(c, cols)[1]] = rows.to(values.device)
+                values[at.to(values.device), _columns(c.tile.cols, cols)[1]] = rows.to(values.device)
                 held[at] = True
         _lower_exponents(tile, first + held.nonzero()[:, 0])
         store.write(part[held.to(part.device)], values[held.to(values.device)])
@@ -399,13 +400,14 @@ def _names(saved: SavedTable) -> list[str]:
     return ["weight", *(["exponents"] if dtype == "int8" else []), *(["fp32_weight"] if fp32_rows else [])]
 
 
-def _columns(c: Common, cols: range, unit: int = 1) -> tuple[slice, slice]:
-    """Common columns as positions in the saved tile and in one of these columns, in units of so many."""
+def _columns(saved: range, cols: range, unit: int = 1) -> tuple[slice, slice]:
+    """Return the common columns as positions in a saved tile's columns and in these, in units of so many columns."""
+    start, stop = max(saved.start, cols.start), min(saved.stop, cols.stop)
 
     def within(whole: range) -> slice:
-        return slice((c.cols.start - whole.start) // unit, -(-(c.cols.stop - whole.start) // unit))
+        return slice((start - whole.start) // unit, -(-(stop - whole.start) // unit))
 
-    return within(c.tile.cols), within(cols)
+    return within(saved), within(cols)
 
 
 def _all(c: Common) -> range:

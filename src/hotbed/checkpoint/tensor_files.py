@@ -286,8 +286,8 @@ class TensorFiles:
         self._files, self.base = files, base
         self.place = files.place
         self._headers: dict[str, dict[str, Stored]] = {}
-        self._first_keys: dict[tuple[str, str], Tensor] = {}
-        """The first key of each piece of an array of keys."""
+        self._some_keys: dict[tuple[str, str], Tensor] = {}
+        """The first key of each piece of an array of keys, and the last of all."""
         self._last_keys: tuple[tuple[str, str, int], Tensor] | None = None
 
     def verify(self) -> Iterator[int]:
@@ -329,11 +329,15 @@ class TensorFiles:
 
     def count_below(self, file: str, key: str, limit: int) -> int:
         """Count the keys below a limit in an array of rising keys."""
-        if (file, key) not in self._first_keys:
-            firsts = range(0, self.find(file, key).shape[0], KEYS_AT_ONCE)
-            found = [self.read_rows(file, key, range(first, first + 1)) for first in firsts]
-            self._first_keys[file, key] = torch.cat([torch.empty(0, dtype=torch.int64), *found])
-        number = int(torch.searchsorted(self._first_keys[file, key], limit)) - 1
+        count = self.find(file, key).shape[0]
+        if (file, key) not in self._some_keys:
+            some = [*range(0, count, KEYS_AT_ONCE), count - 1] if count else []
+            found = [self.read_rows(file, key, range(at, at + 1)) for at in some]
+            self._some_keys[file, key] = torch.cat([torch.empty(0, dtype=torch.int64), *found])
+        some_keys = self._some_keys[file, key]
+        if not count or limit > int(some_keys[-1]):
+            return count
+        number = int(torch.searchsorted(some_keys[:-1], limit)) - 1
         if number < 0:
             return 0
         return number * KEYS_AT_ONCE + int(torch.searchsorted(self._keys(file, key, number), limit))

@@ -53,7 +53,7 @@ from hotbed.serve.schema import (
     values_of,
 )
 
-WINDOW_BYTES = 64 << 20
+WINDOW_BYTES = 8 << 20
 """Bytes of a table, as float32, that are in memory at once."""
 PROGRAM, TABLES, LOOKUPS, VOCABULARY = "dense.pt2", "tables", "lookups", "vocabulary"
 
