@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PART_BYTES = 16 << 20
 """Bytes of a part of a file that is written; of 10,000 parts, as many as S3 takes, that is 160 GB."""
-PARTS_UNDER_WAY = 4
+PARTS_UNDER_WAY = 2
 """Parts of a file that are sent at once, and are in memory."""
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from hotbed.ops import cpu_cache
 from hotbed.store import DenseStore, LazyStore, PickedArray, PickedRows, RisingSlots, RowStore
 
-KEPT_BYTES = 32 << 20
+KEPT_BYTES = 24 << 20
 """Limit of the rows that are kept, by default."""
 _RANGES = 16
 """Ranges of an array whose kept rows are freed together."""

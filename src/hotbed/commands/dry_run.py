@@ -18,6 +18,7 @@ from rich.table import Table as RichTable
 from hotbed.config import Recipe
 from hotbed.embed import plan_tables
 from hotbed.errors import RecipeError
+from hotbed.machine import resident_bytes
 from hotbed.optim import Moment, SparseOptimizer
 from hotbed.plan.cost import Cost, CostModel, tile_bytes
 from hotbed.plan.tiling import Plan, Tile, extent
@@ -112,6 +113,7 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
         "memory": _memory(Forecast(recipe, source, plan, tables, moments), plan),
         "idle_settings": idle_settings(recipe, plan, tables, device),
         "free_bytes": _free(device, recipe.memory.directory),
+        "fixes": _fixes(recipe, plan),
         "table_bytes": sum(e["weight_bytes"] + e["moment_bytes"] for e in entries),
         "dense_parameters": sum(p.numel() for p in parameters),
         "dense_bytes": sum(p.nbytes for p in parameters),
@@ -136,11 +138,31 @@ def _of_ranks(plan: Plan, tables: Sequence[Table], moments: Mapping[str, Sequenc
 
 
 def _free(device: torch.device, directory: str | None) -> dict[str, int | None]:
-    """Bytes that are free in the host's memory, on the disk for rows, and in the memory of a GPU."""
+    """Bytes that this run can have: of the host's memory, of the disk for rows, and of a GPU's memory.
+
+    Memory that the run's processes hold already is counted as theirs, because the forecast includes whole processes.
+    """
     folder = Path(directory or tempfile.gettempdir()).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    found = {"host": available_bytes(torch.device("cpu")), "disk": shutil.disk_usage(there).free}
+    host = available_bytes(torch.device("cpu"))
+    if host is not None:
+        host += resident_bytes() * started().local_size
+    found = {"host": host, "disk": shutil.disk_usage(there).free}
     return found | {"device": available_bytes(device)} if device.type == "cuda" else found
+
+
+def _fixes(recipe: Recipe, plan: Plan) -> str:
+    """Name the settings of this recipe that make a run smaller, as the end of a sentence."""
+    memory, train = recipe.memory, recipe.train
+    tiers = {tile.tier for tile in plan.tiles}
+    fixes: list[str] = []
+    if "device" in tiers:
+        fixes.append("set memory.tier to host or disk (rows that are not trained take no room there)")
+    elif "host" in tiers:
+        fixes.append("set memory.tier to disk")
+    if memory.cache_rows:
+        fixes.append(f"lower memory.cache_rows (now {memory.cache_rows:,})")
+    return ", ".join([*fixes, f"lower train.batch_size (now {train.batch_size:,})", "or use more hosts"])
 
 
 def _table_plan(table: Table, plan: Plan, device: str, moments: Sequence[Moment]) -> dict[str, Any]:
@@ -179,13 +201,15 @@ def print_memory_plan(console: Console, plan: Mapping[str, Any]) -> None:
         costs = [Cost(rank["bytes"], rank["load"]) for rank in plan["ranks"]]
         console.print(plan_view(Plan.from_dict(plan["plan"]), costs))
     console.print(f"dense parameters: {plan['dense_parameters']:,} ({size(plan['dense_bytes'])})")
-    print_forecast(console, plan["memory"], plan["free_bytes"])
+    print_forecast(console, plan["memory"], plan["free_bytes"], plan["fixes"])
     for message in plan["idle_settings"]:
         console.print(f"warning: {message}", soft_wrap=True)
 
 
-def print_forecast(console: Console, ranks: Sequence[Mapping[str, Any]], free: Mapping[str, int | None]) -> None:
-    """Print where rows will be, what the memory of the rank with the most is for, and whether there is as much."""
+def print_forecast(
+    console: Console, ranks: Sequence[Mapping[str, Any]], free: Mapping[str, int | None], fixes: str
+) -> None:
+    """Print where rows will be, the parts of the largest rank's memory, and a warning if there is too little memory."""
     tiers = ("device", "host", "disk")
     rows = RichTable(title="Rows and moments by tier, as trained", title_justify="left")
     for column in ("rank", *tiers, "peak of memory"):
@@ -201,15 +225,11 @@ def print_forecast(console: Console, ranks: Sequence[Mapping[str, Any]], free: M
         needed = sum(found["tiers" if place == "disk" else "peak_bytes"][place] for found in ranks)
         if there is not None and needed > there:
             where = "on disk" if place == "disk" else f"of {place} memory"
-            fixes = "give another memory.directory, or train fewer steps" if place == "disk" else _FIXES
+            fix = "give another memory.directory, or train fewer steps" if place == "disk" else fixes
+            own = " for them, including what this process already takes" * (place == "host")
             console.print(
                 f"this does not fit: {size(needed)} {where} are needed by all ranks of this plan, and {size(there)} "
-                f"are free here; {fixes}",
+                f"are free here{own}; {fix}",
                 soft_wrap=True,
             )
 
-
-_FIXES = (
-    "set memory.tier to host or disk (rows that are not trained take no room there), lower train.batch_size, or use "
-    "more hosts"
-)

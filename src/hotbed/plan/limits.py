@@ -27,7 +27,7 @@ BATCHES = 6
 """Batches that a rank's loader has ready or in use: ``data.prefetch`` and two."""
 FILE_SPACE = 1.5
 """Bytes of a large file per byte of its rows, about; see `hotbed.store.segments`."""
-SNAPSHOT_BYTES = 80 << 20
+SNAPSHOT_BYTES = 128 << 20
 """What a rank that writes a checkpoint takes of the host's memory."""
 
 

@@ -29,6 +29,7 @@ from hotbed.nn.normalization import normalization_of
 from hotbed.optim import Moment
 from hotbed.plan import Plan
 from hotbed.plan.cost import tile_bytes
+from hotbed.plan.limits import SNAPSHOT_BYTES
 from hotbed.plan.popularity import ExpectedRows, Popularity, Zipf
 from hotbed.plan.tiling import Tile
 from hotbed.specs import Table
@@ -42,8 +43,8 @@ TRACED_SAMPLES = 1024
 """Samples of the largest step that is run."""
 TRACED_ROWS = 4096
 """Rows of the largest table in it."""
-CHECKPOINT_BYTES = 80 << 20
-"""What writing a checkpoint takes: blocks that are hashed and written, beside those that are read."""
+SEGMENT_BYTES = 24
+"""Bytes of memory for each row in a file: where it is, and which row is at each place of the file."""
 BYTES_PER_PREDICTION = 128
 """Of every sample and label of an evaluation: logit, label, weight and what sorting them for the AUC takes."""
 HEAP_KEEPS = 1.15
@@ -137,7 +138,7 @@ class Forecast:
         """Parts of the moment that takes most beside what stays: a step, the last checkpoint, or an evaluation."""
         train, step = self._recipe.train, self._trace.training(samples)
         saved = sum(found.tiers.values()) + self._trace.dense_bytes + self._trace.optimizer_bytes
-        checkpoint = 0 if train.checkpoint == "none" else min(saved, CHECKPOINT_BYTES)
+        checkpoint = 0 if train.checkpoint == "none" else min(saved, SNAPSHOT_BYTES)
         often = train.checkpoint == "best" or train.checkpoint_every or train.checkpoint_minutes
         batches = self._loader(train.batch_size, samples, training=True)
         moments: list[dict[str, float]] = [
@@ -180,7 +181,7 @@ class Forecast:
         if tile.tier == "host":
             found.add("tables", touched * record)
         entries = 1 << max(math.ceil(math.log2(max(2 * touched, 1))), 0)
-        found.add("index of rows", 16 * entries + 8 * touched)
+        found.add("index of rows", 16 * entries + (8 + SEGMENT_BYTES * (tile.tier == "disk")) * touched)
         cached = min(tile.cache_rows, touched)
         place = self._compute if self._recipe.memory.cache_tier == "device" else "host"
         room = tile.cache_rows * record
