@@ -168,6 +168,35 @@ def test_days_are_evaluated_before_they_are_trained_and_continue_one_model(
     assert_equal(tensors_of(trainer), state_of(daily, logs, records[-1]["checkpoint"]))
 
 
+def test_a_drafted_recipe_trains_all_rows_of_every_day(logs: Path, tmp_path: Path, capsys: Output) -> None:
+    first = str(next(logs.iterdir()))
+    recipe = tmp_path / "drafted.yaml"
+    assert main(["init", first, "--out", str(recipe)]) == 0
+    values = yaml.safe_load(recipe.read_text())
+    assert values["data"]["source"]["init_args"].keys() & {"split", "valid_fraction", "test_fraction"}
+    assert values["schedule"]["decay_share"] and values["train"]["epochs"] > 1 and values["data"]["valid_split"]
+    capsys.readouterr()
+    argv = ["daily", str(recipe), "--data", f"{logs}/day={{date}}", "--out", str(tmp_path / "out")]
+    assert main([*argv, "--from", str(FIRST), "--until", str(FIRST + timedelta(days=1))]) == 0
+    shown = "".join(capsys.readouterr())
+    assert "schedule.decay_share" in shown and "data.source.init_args." in shown
+    assert f"train.epochs {values['train']['epochs']} is ignored" in shown
+    batch = values["train"]["batch_size"]
+    records = days_of(recipe, "out")
+    assert [record["samples"] for record in records] == [SAMPLES, SAMPLES]
+    assert [record["step"] for record in records] == [-(-SAMPLES // batch), 2 * -(-SAMPLES // batch)]
+    # A recipe from which the ignored settings were removed is the same recipe.
+    del values["schedule"]["decay_share"]
+    source = values["data"]["source"]["init_args"]
+    for key in ("split", "valid_fraction", "test_fraction"):
+        source.pop(key, None)
+    values["data"] |= {"valid_split": None, "test_split": None}
+    values["train"]["epochs"] = 1
+    recipe.write_text(yaml.safe_dump(values))
+    assert main([*argv, "--until", str(FIRST + timedelta(days=2))]) == 0
+    assert [record["samples"] for record in days_of(recipe, "out")] == [SAMPLES] * 3
+
+
 def test_commands_of_a_day_each_and_all_days_again_are_one_command(daily: Path, logs: Path, capsys: Output) -> None:
     assert main(arguments(daily, logs, "whole", "--from", str(FIRST))) == 0
     for number in range(4):

@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
 
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest, save_checkpoint
+from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.data import Loader
-from hotbed.errors import CheckpointError
+from hotbed.errors import CheckpointError, DataError
 from hotbed.train.build import build_model, open_source
 from hotbed.train.export_single import export_single
 from tests.commands.cases import train
@@ -49,6 +53,47 @@ def test_a_run_becomes_a_file_that_needs_torch_only(tmp_path: Path, recipe: Path
         export_single(run, tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"memory://out is no local directory; torch writes model\.pt2 to"):
         export_single(run, "memory://out")
+
+
+def test_a_run_is_exported_without_its_training_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draw = np.random.default_rng(0)
+    rows = {
+        "user": draw.integers(0, 50, 2000),
+        "word": draw.choice(["a", "b", "c"], 2000),
+        "x": draw.normal(size=2000),
+        "click": draw.integers(0, 2, 2000),
+    }
+    data = tmp_path / "data"
+    data.mkdir()
+    pq.write_table(pa.table(rows), data / "part.parquet")
+    assert main(["init", str(data), "--out", str(tmp_path / "r.yaml")]) == 0
+    assert main(["train", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "runs"), "--train.epochs", "1"]) == 0
+    (run,) = (tmp_path / "runs").glob("*/*")
+    assert main(["export", str(run), str(tmp_path / "with")]) == 0
+    data.rename(tmp_path / "elsewhere")
+    assert main(["export", str(run), str(tmp_path / "without")]) == 0
+    for file in (f for f in (tmp_path / "with").rglob("*") if f.is_file() and f.name != "manifest.json"):
+        other = tmp_path / "without" / file.relative_to(tmp_path / "with")
+        if file.suffix == ".pt2":
+            ours, theirs = (torch.export.load(f).state_dict for f in (file, other))
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        else:
+            assert file.read_bytes() == other.read_bytes(), file
+    assert main(["checkpoint", "convert", str(run), str(tmp_path / "torch"), "--to", "torch"]) == 0
+    assert {"inputs.json", "model.pt2"} == {f.name for f in (tmp_path / "torch").iterdir()}
+    inputs = json.loads((tmp_path / "torch" / "inputs.json").read_text())
+    assert {name: of["values"] for name, of in inputs["ids"].items()} == {"user": "integers", "word": "text"}
+
+
+def test_prepared_data_that_are_gone_are_named(tmp_path: Path, recipe: Path, prepared: Path) -> None:
+    status, _, run = train(recipe, "--train.checkpoint", "last")
+    assert status == 0
+    prepared.rename(prepared.with_name("moved"))
+    try:
+        with pytest.raises(DataError, match=f"{prepared}.*--data"):
+            export_single(run, tmp_path / "out")
+    finally:
+        prepared.with_name("moved").rename(prepared)
 
 
 def _recipe_of(run: Path) -> Any:

@@ -204,8 +204,27 @@ def test_what_does_not_fit_is_said(
     assert "at its peak: tables" in shown
     assert "does not fit" not in shown
     monkeypatch.setattr("hotbed.commands.dry_run.available_bytes", lambda device: 1 << 20)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr("hotbed.commands.dry_run.resident_bytes", lambda: 2 << 20)
     assert main(argv) == 0
-    assert "and 1.0 MiB are free here; set memory.tier to host or disk" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "and 3.0 MiB are free here" in shown  # what this process has is in what is needed, too
+    assert "set memory.tier to host or disk" in shown and "memory.cache_rows" not in shown
+    assert main([*argv, "--memory.tier", "disk", "--memory.cache_rows", "50"]) == 0
+    shown = capsys.readouterr().out
+    assert "lower memory.cache_rows (now 50), lower train.batch_size (now 64)" in shown
+    assert "set memory.tier" not in shown
+
+
+def test_what_fits_with_the_memory_of_this_process_is_not_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(tmp_path, Run([3000], 64, 640, [16], [8, 1]))
+    (peaks,) = (found["peak_bytes"]["host"] for found in memory_plan(recipe)["memory"])
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
+    monkeypatch.setattr("hotbed.commands.dry_run.available_bytes", lambda device: peaks // 4)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr("hotbed.commands.dry_run.resident_bytes", lambda: peaks)
+    assert main(["train", str(tmp_path / "recipe.json"), "--dry_run"]) == 0
+    assert "does not fit" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("memory", [{}, {"tier": "disk", "device_bytes": 150 * MIB}])

@@ -232,4 +232,3 @@ def print_forecast(
                 f"are free here{own}; {fix}",
                 soft_wrap=True,
             )
-

@@ -44,6 +44,7 @@ from hotbed.train.process_group import end_groups
 from hotbed.train.report import RunDirectory
 from hotbed.train.resume import NEVER
 from hotbed.train.run import train
+from hotbed.train.stored import uncut
 from hotbed.train.trainer import Trainer
 
 T = TypeVar("T")
@@ -86,6 +87,9 @@ def train_days(
         If a signal asked for the end; the same command goes on.
     """
     refuse_endings(recipe)
+    recipe, ignored = whole_days(recipe)
+    for message in ignored if is_first() else ():
+        console.print(message, soft_wrap=True)
     with _locked(out) as held:
         table: DayTable | None = None
 
@@ -120,7 +124,6 @@ def refuse_endings(recipe: Recipe) -> None:
         ("train.patience", wanted.patience, (None, "auto")),
         ("train.checkpoint", wanted.checkpoint, ("auto", "last")),
         ("schedule.decay_start", schedule.decay_start, (None,)),
-        ("schedule.decay_share", schedule.decay_share, (None,)),
         ("hot.batches", "alternating" if recipe.hot.batches == "alternating" else None, (None,)),
     ):
         if value not in may:
@@ -137,6 +140,39 @@ def refuse_endings(recipe: Recipe) -> None:
             f"train.keep_every is {wanted.keep_every}, but hotbed daily keeps a checkpoint for each day; leave it out, "
             "and say with --keep for how many days"
         )
+
+
+def whole_days(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """Return the recipe of one whole day, and a sentence for each setting that is ignored because days have no end.
+
+    Every row of a day is trained, so rules that cut rows into splits are dropped together with the splits that they
+    make. The next day's evaluation before training takes the place of a test split.
+    """
+    ignored: list[str] = []
+    source = uncut(recipe.data.source)
+    given = recipe.data.source.init_args
+    dropped = [key for key in given if key not in source.init_args]
+    dropped += [key for key in source.init_args if source.init_args[key] != given.get(key)]
+    if dropped:
+        ignored.append(
+            f"data.source.init_args.{', '.join(dropped)} is ignored: hotbed daily trains all rows of a day, and "
+            "evaluates on them first"
+        )
+        if recipe.data.valid_split is not None and recipe.train.patience == "auto" and recipe.train.epochs > 1:
+            ignored.append(
+                f"train.epochs {recipe.train.epochs} is ignored: it is the most that training may take while the "
+                "validation split improves, and daily trains without one. Each day is trained once; to train each day "
+                f"several times, remove {dropped[0]} from data.source.init_args"
+            )
+            recipe = replace(recipe, train=replace(recipe.train, epochs=1))
+        recipe = replace(recipe, data=replace(recipe.data, source=source, valid_split=None, test_split=None))
+    if recipe.schedule.decay_share is not None:
+        ignored.append(
+            f"schedule.decay_share {recipe.schedule.decay_share:g} is ignored: learning rates do not decay where "
+            "training has no end"
+        )
+        recipe = replace(recipe, schedule=replace(recipe.schedule, decay_share=None))
+    return recipe, ignored
 
 
 def _train(recipe: Recipe, day: Day, console: Console) -> None:

@@ -6,7 +6,6 @@ The model is built by the recipe that the checkpoint holds, without its tables, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,9 +23,9 @@ from hotbed.nn.dense_part import DensePart, dense_dtype, traced
 from hotbed.nn.normalization import normalization_of
 from hotbed.serve.schema import ChangeManifest, ModelManifest, encoder_digest
 from hotbed.serve.writing import Model, Progress, write_change, write_model
-from hotbed.train.build import new_model, new_source
+from hotbed.train.build import new_model
 from hotbed.train.retrieval_build import model_source
-from hotbed.train.stored import FEATURES, encoder_of, id_kinds_of, labels_of, recipe_of
+from hotbed.train.stored import FEATURES, encoder_of, id_kinds_of, labels_of, recipe_of, trained_inputs
 
 
 class Exporter:
@@ -132,7 +131,8 @@ def export_model(
     since
         An earlier checkpoint of the same model, or the step of one beside it: only changes are written.
     data
-        Path of other data that the model can be built for; default: the recipe's.
+        Path of other data that the model can be built for; default: the recipe's, which are opened only if the recipe
+        has no schema.
     trust_recipe
         Import what the stored recipe names, also if it is of neither hotbed nor torch.optim; see
         `hotbed.config.check_trust`.
@@ -154,8 +154,9 @@ def export_model(
     """
     place = find_checkpoint(checkpoint, best=True)
     earlier = None if since is None else find_earlier(place, since)
-    recipe = recipe_of(read_manifest(place), str(place), trusted=trust_recipe)
-    exporter = Exporter(recipe, new_source(replace(recipe.data, path=data or recipe.data.path)))
+    manifest = read_manifest(place)
+    recipe = recipe_of(manifest, str(place), trusted=trust_recipe)
+    exporter = Exporter(recipe, trained_inputs(recipe, manifest, data))
     if earlier is not None:
         return exporter.write_change(target, place, earlier, progress)
     return exporter.write_model(target, place, progress)

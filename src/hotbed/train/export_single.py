@@ -20,8 +20,8 @@ from hotbed.errors import CheckpointError
 from hotbed.files import new_file
 from hotbed.nn.normalization import normalization_of, take_raw
 from hotbed.nn.plain import plain_model, traced
-from hotbed.train.build import build_model, open_source
-from hotbed.train.stored import recipe_of, take_features
+from hotbed.train.build import build_model
+from hotbed.train.stored import recipe_of, take_features, trained_inputs
 
 MODEL = "model.pt2"
 INPUTS = "inputs.json"
@@ -50,7 +50,8 @@ def export_single(
         (``torch.export.load(FILE, extra_files={"inputs.json": ""})``), or else a directory with ``model.pt2`` and
         ``inputs.json``.
     data
-        Path of other data that the model can be built for; default: the recipe's.
+        Path of other data that the model can be built for; default: the recipe's, which are opened only if the recipe
+        has no schema.
     trust_recipe
         Import what the stored recipe names, also if it is of neither hotbed nor torch.optim; see
         `hotbed.config.check_trust`.
@@ -73,7 +74,7 @@ def export_single(
         raise CheckpointError(f"{file} exists already; choose another file")
     manifest = read_manifest(source)
     recipe = replace(recipe_of(manifest, str(source), trusted=trust_recipe), memory=MemoryRecipe())
-    origin = open_source(replace(recipe.data, path=data or recipe.data.path, valid_split=None, test_split=None))
+    origin = trained_inputs(recipe, manifest, data)
     take_features(origin, manifest)
     model = build_model(recipe, origin, torch.device("cpu"))
     load_checkpoint(source, {"model": model})

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
+from typing_extensions import override
 
+from hotbed.batch import Batch
 from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.single_files import suffix
@@ -60,7 +62,7 @@ def evaluate_checkpoint(
     recipe = recipe_of(manifest, str(checkpoint), trusted=trust_recipe, evaluates=True)
     component = _as_trained(recipe.data.source, manifest)
     if data is not None and split is None:
-        component = _uncut(component)
+        component = uncut(component)
     source = new_source(replace(recipe.data, source=component, path=data or recipe.data.path))
     refuse_other_ids(manifest, source, str(data or recipe.data.path))
     take_features(source, manifest)
@@ -137,7 +139,7 @@ def new_data(
         If they are raw rows, and the dataset is not there or does not say how it was prepared, or the checkpoint does
         not say that its model was trained on it.
     """
-    component = _uncut(_as_trained(recipe.data.source, manifest))
+    component = uncut(_as_trained(recipe.data.source, manifest))
     if _takes_raw_rows(component, manifest) and not _is_prepared(data):
         trained = _prepared(recipe, data, prepared)
         if trained.encoder is None or trained.encoder.preparation is None:
@@ -161,6 +163,74 @@ def new_data(
     source = build("data.source", replace(component, init_args=given), Source, data)
     take_features(source, manifest)
     return model_source(recipe, source), labels_of(recipe, source)
+
+
+class _InputsOnly(Source):
+    """The inputs of a checkpoint's model, without any samples.
+
+    Parameters
+    ----------
+    encoder
+        Turns raw rows into the model's inputs.
+    """
+
+    splits = ()
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.schema, self._encoder = encoder.schema, encoder
+
+    @property
+    @override
+    def encoder(self) -> Encoder:
+        return self._encoder if self._encoder.schema is self.schema else self._encoder.of(self.schema)
+
+    @override
+    def id_kinds(self) -> dict[str, str]:
+        encoder = self.encoder
+        return {name: encoder.id_kinds[name] for name in encoder.hashed if name in encoder.id_kinds}
+
+    @override
+    def _chunks(self, split: str) -> Sequence[int]:
+        return ()
+
+    @override
+    def _read(self, split: str, i: int) -> Batch:
+        raise AssertionError("there are no samples")
+
+
+def trained_inputs(recipe: Recipe, manifest: Manifest, data: str | Path | None = None) -> Source:
+    """Return the inputs of a checkpoint's model; its training data are opened only if they alone describe them.
+
+    The recipe of a table has its schema, and the checkpoint the rest. Other formats describe themselves, and prepared
+    data have the vocabularies of their ids.
+
+    Parameters
+    ----------
+    recipe, manifest
+        The checkpoint's.
+    data
+        Other data that the model can be built for; default: none are opened if the recipe has the schema.
+
+    Raises
+    ------
+    DataError
+        If data are needed and cannot be read.
+    """
+    component, schema = recipe.data.source, recipe.data.source.init_args.get("schema")
+    in_recipe = issubclass(component.load(), ParquetSource) and isinstance(schema, Mapping)
+    if data is None and in_recipe and not _takes_raw_rows(component, manifest):
+        of_table = Schema.from_dict(cast("Mapping[str, object]", schema))
+        encoder = Encoder(of_table, ids=component.init_args.get("ids", "hash"))
+        return _InputsOnly(encoder.with_kinds(id_kinds_of(manifest)))
+    try:
+        return new_source(replace(recipe.data, path=str(data or recipe.data.path)))
+    except DataError as error:
+        if data is not None:
+            raise
+        raise DataError(
+            f"the inputs of this model are described by its training data, which cannot be read (in the folder "
+            f"{Path.cwd()}): {error}; give a copy of the data with --data"
+        ) from None
 
 
 def _takes_raw_rows(component: Component, manifest: Manifest) -> bool:
@@ -204,9 +274,9 @@ def _refuse_unknown(source: Source, manifest: Manifest) -> None:
         )
 
 
-def _uncut(component: Component) -> Component:
-    """A source without what says how data are cut into splits."""
-    if issubclass(component.load(), NpySource):  # which cuts them by default
+def uncut(component: Component) -> Component:
+    """Return a source without the rules that cut its data into splits."""
+    if issubclass(component.load(), NpySource):  # it cuts them by default
         return replace(component, init_args={**component.init_args, "splits": "none"})
     return replace(component, init_args={k: v for k, v in component.init_args.items() if k not in _SPLITTING})
 
