@@ -336,6 +336,6 @@ def test_whole_floats_are_ids_as_pandas_makes_them_of_integers_that_are_missing(
     for bad in (0.5, 2.0**60, float("inf")):
         pq.write_table(pa.table({"c": [1.0, bad], "label": [0, 1]}), tmp_path / "t.parquet")
         with pytest.raises(
-            DataError, match=rf"row group 0, column 'c': {re.escape(str(bad))} is no id; of floats only"
+            DataError, match=rf"row group 0, column 'c': {re.escape(str(bad))} is no id: expected a whole number"
         ):
             ParquetSource(tmp_path / "t.parquet", schema).read("train", 0)

@@ -48,6 +48,11 @@ def is_number(t: pa.DataType) -> bool:
     return is_whole(t) or pa.types.is_floating(t) or pa.types.is_decimal(t)
 
 
+def exact_integers(t: pa.DataType) -> int:
+    """Return the limit up to which floats of this type hold every integer: 2¹¹, 2²⁴ or 2⁵³."""
+    return 1 << {16: 11, 32: 24, 64: 53}[t.bit_width]
+
+
 def kind_of_ids(t: pa.DataType) -> str:
     """What the values of a column of this type are to a hash: ``"text"`` or ``"integers"``; "" where all are null."""
     value = t.value_type if is_list(t) else t
@@ -251,15 +256,16 @@ def narrow(rows: Array, column: SparseColumn) -> Array:
 
 
 def _whole(values: pa.Array, where: str) -> pa.Array:
-    """Floats that are integers, as integers; NaN is null."""
+    """Convert floats that are integers to int64; NaN becomes null."""
+    limit = exact_integers(values.type)
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
     missing = np.isnan(numbers)
     numbers = np.where(missing, 0, numbers)
-    wrong = np.flatnonzero((numbers != np.floor(numbers)) | (np.abs(numbers) > 2.0**53))
+    wrong = np.flatnonzero((numbers != np.floor(numbers)) | (np.abs(numbers) > limit))
     if len(wrong):
         raise DataError(
-            f"{where}: {numbers[wrong[0]]} is no id; of floats only whole numbers up to 2**53 are, so "
-            "write the column as integers or strings, or make it a numerical (`dense`)"
+            f"{where}: {numbers[wrong[0]]} is no id: expected a whole number up to {limit:,}, the integers that "
+            f"{values.type} holds exactly. Write the column as integers or strings, or make it a numerical (`dense`)"
         )
     return pa.array(numbers.astype(np.int64), mask=missing)
 

@@ -193,6 +193,7 @@ def draft(
     profiles = profile(sample.select(inputs), total, distinct, sample_labels(sample, labels[0]) if labels else None)
     roles = {p.name: role_of(p, of_label[0] if of_label else "") for p in profiles}
     roles |= roles_of_histories(str(path), names, profiles, histories or {})
+    _refuse_inexact_ids(str(path), profiles, roles)
     times = [p for p in profiles if roles[p.name].role == "time" or p.name == time]
     if time is not None:
         chosen = next((p for p in profiles if p.name == time), None)
@@ -250,6 +251,17 @@ def _not_everywhere(files: Sequence[ParquetFile], names: Sequence[str]) -> dict[
             if kind not in kinds:
                 kinds.append(kind)
     return found
+
+
+def _refuse_inexact_ids(path: str, profiles: Sequence[ColumnProfile], roles: Mapping[str, ColumnRole]) -> None:
+    """Raise `DataError` if ids were written as floats that do not hold them exactly."""
+    for column in profiles:
+        if roles[column.name].role in ("id", "category") and (value := column.inexact) is not None:
+            raise DataError(
+                f"{path}, column '{column.name}': the ids are {column.type}, which has lost digits of large ones: got "
+                f"{value:.0f}, expected at most {arrow.exact_integers(column.type):,}. Write the column as integers "
+                f"(Int64 in pandas) or strings, or leave it out: --drop '{column.name}'"
+            )
 
 
 def _repeats(profiles: Sequence[ColumnProfile], schema: Schema) -> float:

@@ -35,7 +35,7 @@ _BATCH_ROWS = 32_768
 _COUNTED_CELLS = 60_000_000  # some ten seconds
 _READERS = 2
 _FEW = 1_000
-_LARGEST_INTEGER = 2.0**53  # of float64 that has integers without gaps up to it
+_LARGEST_ID = 2.0**64  # whole floats beyond it cannot come from ids of 64 bits
 _FEWEST_OF_A_CLASS = 50
 _CLOCK = r"([T ,]+\d{1,2}:\d\d.{0,20})?$"
 _SORTABLE_DATE = r"^(19|20)\d\d[-/.](0\d|1[0-2])([-/.][0-3]\d" + _CLOCK + "|$)"
@@ -65,7 +65,7 @@ class ColumnProfile:
     low, high, quantiles
         Of numbers and times in the sample: smallest and largest finite value, quantiles 1, 25, 50, 75 and 99 %.
     is_whole
-        Whether all numbers in the sample are integers, whatever their type.
+        Whether all numbers in the sample are integers of at most 64 bits, whatever their type.
     is_sorted
         Whether values never fall in the sample, which is in the order of the rows.
     dates
@@ -104,6 +104,13 @@ class ColumnProfile:
     def is_time(self) -> bool:
         """Whether the values are of a type for dates or times of day and date."""
         return arrow.is_time(self.type)
+
+    @property
+    def inexact(self) -> float | None:
+        """The largest value, if floats of this type do not hold all integers of its size; ids of them lost digits."""
+        largest = max(self.low, self.high, key=abs)
+        is_float = pa.types.is_floating(self.type)
+        return largest if is_float and abs(largest) > arrow.exact_integers(self.type) else None
 
     @property
     def present(self) -> int:
@@ -287,7 +294,7 @@ def _of_numbers(values: arrow.Array, *, of_floats: bool) -> dict[str, Any]:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return {}
-    as_integers = len(finite) == len(values) and (not of_floats or np.abs(finite).max() <= _LARGEST_INTEGER)
+    as_integers = len(finite) == len(values) and (not of_floats or np.abs(finite).max() <= _LARGEST_ID)
     return {
         "low": float(finite.min()),
         "high": float(finite.max()),

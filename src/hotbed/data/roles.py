@@ -52,6 +52,7 @@ _INDEX_NAMES = re.compile(
 )
 _FEW_VALUES = 50
 _COUNTS_FROM = -100  # some logs say by a small negative number that there is none
+_LARGE, _COUNTS_TO = 2.0**24, 2.0**53  # no count is beyond the second
 _UNIQUE_ROWS = 100  # of fewer rows nothing is said: any column may be unique in them
 _LONG_TEXT = 60
 _HUGE = 1e100
@@ -192,7 +193,8 @@ def _row_number(column: ColumnProfile) -> str | None:
         return None
     if _INDEX_NAMES.fullmatch(column.name) and column.is_whole:
         return "it numbers the rows"
-    if column.total >= _UNIQUE_ROWS:
+    measures = column.is_number and _named_as(column.name) == "number"  # such as a duration in milliseconds
+    if column.total >= _UNIQUE_ROWS and not measures:
         return "nearly every row has a value of its own, of which nothing can be learned for others"
     return None
 
@@ -219,10 +221,11 @@ def _whole_number(column: ColumnProfile) -> ColumnRole:
         return ColumnRole("number", "")
     if pa.types.is_decimal(column.type):
         return ColumnRole("number", "")
-    if column.distinct <= _FEW_VALUES:
+    if column.distinct <= _FEW_VALUES or (column.inexact is not None and column.high > _COUNTS_TO):
         return _ids(column)
     median, upper = column.quantiles[2], column.quantiles[4]
-    tail = column.high > 50 * max(1.0, median) or upper > 8 * max(1.0, median)
+    # A few values beyond 2²⁴ among small ones may be ids of other systems: they alone make no count.
+    tail = (50 * max(1.0, median) < column.high <= _LARGE) or upper > 8 * max(1.0, median)
     if tail and column.low > _COUNTS_FROM and column.high > 2 * column.distinct:
         return ColumnRole("number", "a count by its distribution")
     if column.low < 0 and column.distinct > _FEW_VALUES:
