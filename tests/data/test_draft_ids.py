@@ -1,16 +1,19 @@
 """Protects that integers which were written as floats or decimals are drafted and encoded as the same ids."""
 
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from test_draft import RNG, N, drafted, role, write
 
 from hotbed.data import ParquetSource, Schema, SparseColumn
+from hotbed.data.draft import draft
 from hotbed.data.encode import Encoder
-from hotbed.errors import DataError
+from hotbed.errors import DataError, SpecError
 
 BELOW_2_53 = RNG.integers(2**40, 2**53, 500)[RNG.integers(0, 500, N)]
 BEYOND_2_53 = RNG.integers(2**60, 2**62, 500)[RNG.integers(0, 500, N)]
@@ -83,3 +86,51 @@ def test_readers_name_the_id_that_lost_digits(tmp_path: Path, kind: Any, limit: 
     path = write(tmp_path / "log.parquet", x=np.array([1, 2 * limit], kind))
     with pytest.raises(DataError, match=rf"column 'x': {re.escape(str(2.0 * limit))} is no id.* up to {limit:,}"):
         encoded(path, schema)
+
+
+# -- decimals --------------------------------------------------------------------------------------------------------
+
+
+def decimals(values: Any, precision: int = 20, scale: int = 0) -> Any:
+    array = pa.array([None if v is None else Decimal(int(v)) for v in values], pa.decimal256(76, 0))
+    return array.cast(pa.decimal128(precision, scale))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[1, 2, None, 2**53 + 1], [5, 2**63, 2**64 - 1], [-1, None, 2**62], [-5, -(2**63)]],
+)
+def test_whole_decimals_are_the_integers_that_they_hold(tmp_path: Path, values: list[Any]) -> None:
+    schema = Schema(sparse=(SparseColumn(name="x", rows=1 << 20),), labels=())
+    kind = pa.uint64() if max(v or 0 for v in values) >= 2**63 else pa.int64()
+    expected = encoded(write(tmp_path / "integers.parquet", x=pa.array(values, kind)), schema)
+    assert encoded(write(tmp_path / "decimals.parquet", x=decimals(values)), schema) == expected
+    ragged = Schema(sparse=(SparseColumn(name="x", rows=1 << 20, ids=None),), labels=())
+    lists = pa.ListArray.from_arrays([0, len(values)], decimals(values))
+    assert encoded(write(tmp_path / "lists.parquet", x=lists), ragged) == expected
+    encoder = Encoder(schema, id_kinds={"x": "integers"})
+    assert encoder.batch(pa.table({"x": decimals(values)})).sparse.values.tolist() == expected
+
+
+def test_decimals_are_ids_or_numbers_by_their_scale(tmp_path: Path) -> None:
+    keys = RNG.integers(2**40, 2**60, 500)[RNG.integers(0, 500, N)]
+    assert role(drafted(tmp_path, decimals(keys))) == "ids"
+    assert role(drafted(tmp_path, pa.array([[Decimal(int(k))] for k in keys], pa.list_(pa.decimal128(38, 0))))) == "ids"
+    assert role(drafted(tmp_path, decimals(RNG.integers(18, 90, N), 3), "age"), "age") == "standard"
+    assert role(drafted(tmp_path, decimals(RNG.integers(18, 90, N), 10, 2))) == "standard"
+    found = draft(write(tmp_path / "log.parquet", label=decimals(RNG.integers(0, 2, N), 1), user=decimals(keys)))
+    assert (found.schema.labels, found.schema.positives, found.schema.dense) == (("label",), (), ())
+
+
+def test_decimals_of_more_than_64_bits_are_refused(tmp_path: Path) -> None:
+    values = pa.array([Decimal(1), Decimal(10**30)], pa.decimal128(38, 0))
+    schema = Schema(sparse=(SparseColumn(name="x", rows=1 << 20),), labels=())
+    message = rf"log.parquet, column 'x' is decimal128.*: got values from 1 to {10**30}, expected at most 64 bits"
+    with pytest.raises(DataError, match=message):
+        encoded(write(tmp_path / "log.parquet", x=values), schema)
+
+
+def test_decimals_with_a_fraction_are_no_ids(tmp_path: Path) -> None:
+    schema = Schema(sparse=(SparseColumn(name="x", rows=1 << 20),), labels=())
+    with pytest.raises(SpecError, match=r"column 'x' is decimal128\(10, 2\), must be integers.* are numbers"):
+        encoded(write(tmp_path / "log.parquet", x=decimals([1, 2], 10, 2)), schema)

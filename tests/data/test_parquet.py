@@ -228,7 +228,11 @@ def test_bad_ids(tmp_path: Path) -> None:
         ),
         ({"sparse": [{"name": "s", "rows": 9}]}, {"ids": "raw"}, "'s' is string, but ids='raw' needs integers"),
         ({"sparse": [{"name": "s", "rows": 1}]}, {}, "'s': hashing needs at least 2 rows"),
-        ({"sparse": [{"name": "s", "rows": 9, "ids": None}]}, {}, "'s' is string, not a list, but ids says a varying"),
+        (
+            {"sparse": [{"name": "s", "rows": 9, "ids": None}]},
+            {},
+            "'s' is string: got one value per sample",
+        ),
         ({"sparse": [{"name": "s", "rows": 9}], "dense": ["t"]}, {}, "column 't' is timestamp.*must be numbers"),
         ({"sparse": [{"name": "s", "rows": 9}], "group": "f"}, {}, "group column 'f' is double, must be integers or"),
         ({"sparse": [{"name": "s", "rows": 9}]}, {"ids": "mod"}, "ids is 'mod', must be one of hash, raw"),

@@ -61,11 +61,13 @@ UNLIKE = {
     "a list and a number": (pa.array([[1, 2]] * N), np.arange(N)),
     "a time and text": (TIMES, ["2024-03-01"] * N),
     "lists of integers and of text": (pa.array([[1]] * N), pa.array([["a"]] * N)),
-    "integers and decimals": (USER, pa.array([Decimal(int(u)) for u in USER], pa.decimal128(9, 2))),
     "text and a number": (["a"] * N, np.arange(N)),
 }
 ALIKE = {
     "true or false, and integers": (USER % 2 == 0, USER),
+    "integers and decimals": (USER, pa.array([Decimal(int(u)) for u in USER], pa.decimal128(9, 2))),
+    "floats and decimals": (USER / 4, pa.array([Decimal(int(u)) for u in USER], pa.decimal128(9, 2))),
+    "integers and whole decimals": (USER, pa.array([Decimal(int(u)) for u in USER], pa.decimal128(20, 0))),
     "decimals of two scales": (
         pa.array([Decimal(int(u)) / 4 for u in USER], pa.decimal128(9, 2)),
         pa.array([Decimal(int(u)) for u in USER], pa.decimal128(20, 0)),

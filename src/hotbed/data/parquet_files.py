@@ -125,7 +125,7 @@ class ParquetFile:
         with self.filesystem.open_input_file(self.path) as stream:
             opened = pq.ParquetFile(stream, metadata=self.metadata)
             table = opened.read_row_group(row_group, columns=self._stored(columns), use_threads=False)
-        return self._with_folders(arrow.plain(table), columns, rows)
+        return self._with_folders(arrow.plain(table, str(self)), columns, rows)
 
     def batches(self, row_group: int, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
         """Read some columns of a row group in order, at most so many rows at once."""
@@ -133,7 +133,7 @@ class ParquetFile:
             # Without a buffer, or with one that is filled beforehand, all columns would be read before the first rows.
             opened = pq.ParquetFile(stream, metadata=self.metadata, buffer_size=_BUFFER_BYTES, pre_buffer=False)
             for batch in opened.iter_batches(rows, [row_group], self._stored(columns), use_threads=False):
-                table = arrow.plain(pa.Table.from_batches([batch]))
+                table = arrow.plain(pa.Table.from_batches([batch]), str(self))
                 yield self._with_folders(table, columns, batch.num_rows)
 
     def nbytes(self, row_group: int) -> int:
