@@ -22,7 +22,7 @@ from hotbed.data.draft_labels import LABEL_NAMES, FoundLabel, find_labels, sampl
 from hotbed.data.draft_splits import DraftedSplits, DraftFiles, draft_splits
 from hotbed.data.draft_weights import weighted
 from hotbed.data.hashing import rows_of
-from hotbed.data.parquet_files import ParquetFile
+from hotbed.data.parquet_files import ParquetFile, with_rows
 from hotbed.data.profile import ColumnProfile, count_distinct, profile, take_sample
 from hotbed.data.roles import ColumnRole, role_of, rule_of
 from hotbed.data.schema import Schema
@@ -184,7 +184,7 @@ def draft(
     of_label = [found.name for found in labels]
     if time in of_label:
         raise SpecError(f"--time names '{time}', which is the label; name the column of the rows' times")
-    missing |= _not_everywhere([*files.train_files, *files.others_with(of_label)], names)
+    missing |= _not_everywhere(with_rows([*files.train_files, *files.others_with(of_label)]), names)
     used = [n for n in sample.column_names if n not in of_label and n not in drop and n not in missing]
     weight = next((n for n in used if n.lower() in WEIGHT_NAMES and n != time and _may_be_weight(sample[n])), None)
     of_ids = dict(weights or {})

@@ -19,7 +19,7 @@ from pyarrow import fs
 from hotbed.data import arrow
 from hotbed.data.criteo import COLUMNS
 from hotbed.data.delimited import is_delimited
-from hotbed.data.parquet_files import ParquetFile, find_parquet, refuse_same_files, text_columns
+from hotbed.data.parquet_files import ParquetFile, find_parquet, refuse_same_files, text_columns, with_rows
 from hotbed.data.profile import ColumnProfile
 from hotbed.data.roles import time_rank
 from hotbed.data.row_groups import RowGroup
@@ -81,7 +81,7 @@ class DraftFiles:
     @property
     def train_files(self) -> Sequence[ParquetFile]:
         """Files to train on, and to cut other splits off."""
-        return self.by_split.get("", self.by_split.get("train", []))
+        return with_rows(self.by_split.get("", self.by_split.get("train", [])))
 
     @property
     def train(self) -> list[RowGroup]:
@@ -96,7 +96,7 @@ class DraftFiles:
 
     def others_with(self, labels: Sequence[str]) -> list[ParquetFile]:
         """Files of the other splits that have labels: those without are not used."""
-        return [f for of_split in self.others.values() for f in of_split if not {*labels} - {*f.schema.names}]
+        return [f for of in self.others.values() for f in with_rows(of) if not {*labels} - {*f.schema.names}]
 
 
 @dataclass
@@ -149,7 +149,7 @@ def draft_splits(
     paths: dict[str, str | None] = {}
     there: set[str] = set()
     for split, of_split in files.others.items():
-        lacking = next((file for file in of_split if any(name not in file.schema.names for name in labels)), None)
+        lacking = next((f for f in with_rows(of_split) if any(name not in f.schema.names for name in labels)), None)
         if lacking is None:
             there.add(split)
             if split == "test" and files.test_path:

@@ -234,7 +234,7 @@ def find_parquet(
         }
 
     found = files(text)
-    codes = _text_somewhere([file for of_split in found.values() for file in of_split])
+    codes = _text_somewhere(with_rows(file for of_split in found.values() for file in of_split))
     return files({*text, *codes}) if codes else found
 
 
@@ -266,6 +266,12 @@ def _text_somewhere(files: Sequence[ParquetFile]) -> set[str]:
         return set()
     integers = {field.name for schema in delimited for field in schema if pa.types.is_integer(field.type)}
     return text_columns(files) & integers
+
+
+def with_rows(files: Iterable[ParquetFile]) -> list[ParquetFile]:
+    """Return the files that have rows, or all files if none has; columns and types of empty files mean nothing."""
+    every = list(files)
+    return [file for file in every if file.metadata.num_rows] or every
 
 
 def text_columns(files: Iterable[ParquetFile]) -> set[str]:
