@@ -130,6 +130,31 @@ ROLES: dict[str, tuple[str, Any, str]] = {
     "the label": ("stars", CLICK * 4 + 1, r"it alone gives 'click' away \(AUC 1.000\); if it is known before"),
     "nearly the label": ("x", CLICK + RNG.normal(0, 0.1, N), r"it alone gives 'click' away \(AUC"),
     "known of positives": ("x", pa.array(RNG.random(N), mask=CLICK == 0), "whether it is missing gives 'click' away"),
+    "known of some positives": (
+        "revenue",
+        pa.array(RNG.random(N), mask=(CLICK == 0) | (RNG.random(N) < 0.6)),
+        r"it gives 'click' away: in rows that have a value the label is 1 \(precision 1.000, recall 0.\d+\); if it is",
+    ),
+    "0 unless positive": (
+        "revenue",
+        np.where((CLICK == 0) | (RNG.random(N) < 0.6), 0, RNG.random(N)),
+        r"in rows with another value than most the label is 1 \(precision 1.000, recall 0.4",
+    ),
+    "text of some positives": (
+        "x",
+        np.where((CLICK == 0) | (RNG.random(N) < 0.6), "", RNG.choice(["card", "cash"], N)),
+        "in rows with another value than most the label is 1",
+    ),
+    "missing in positives": (
+        "x",
+        pa.array(RNG.random(N), mask=(CLICK == 1) & (RNG.random(N) < 0.4)),
+        "in rows where it is missing the label is 1",
+    ),
+    "missing more often in negatives": (
+        "x",
+        pa.array(RNG.normal(0, 1, N), mask=(USER % 3 > CLICK * 1.5)),
+        "as_is",
+    ),
     "no leak": ("x", CLICK + RNG.normal(0, 1, N), "as_is"),
 }
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -37,11 +37,22 @@ _READERS = 2
 _FEW = 1_000
 _LARGEST_ID = 2.0**64  # whole floats beyond it cannot come from ids of 64 bits
 _FEWEST_OF_A_CLASS = 50
+_FREQUENT = 0.6  # share from which on a class is found in most rows of any kind
+_OTHERS = 0.02  # of the rows of the other class that chance would give, in rows that are of one class
 _CLOCK = r"([T ,]+\d{1,2}:\d\d.{0,20})?$"
 _SORTABLE_DATE = r"^(19|20)\d\d[-/.](0\d|1[0-2])([-/.][0-3]\d" + _CLOCK + "|$)"
 _DAY_AND_MONTH = r"[0-3]?\d[-/. ]([01]?\d|[A-Z][a-z]{2})|[01]?\d[-/.][0-3]?\d"
 _OTHER_DATE = rf"^(({_DAY_AND_MONTH})[-/. ](19|20)\d\d|\d\d?/\d\d?/\d\d){_CLOCK}"
 _QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
+
+
+class OneSided(NamedTuple):
+    """Rows that are nearly all of one class: how they are told apart, the class, and precision and recall."""
+
+    rows: str
+    label: int
+    precision: float
+    recall: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +87,8 @@ class ColumnProfile:
         How well the value alone predicts the label, on rows that it was not fitted to: 0.5 is not at all, 1 perfectly.
     missing_auc
         The same of whether it is missing.
+    one_sided
+        Rows that are nearly all of one class, and no frequent one: with a value, without, or unlike most rows; or None.
     """
 
     name: str
@@ -94,6 +107,7 @@ class ColumnProfile:
     few: tuple[object, ...] | None = None
     auc: float = 0.5
     missing_auc: float = 0.5
+    one_sided: OneSided | None = None
 
     @property
     def is_number(self) -> bool:
@@ -263,6 +277,7 @@ def _profile(
     if labels is not None and not arrow.is_list(kind):
         known["auc"] = _value_auc(column, numbers, labels)
         known["missing_auc"] = _either_way(_auc(null.astype(np.float64), labels))
+        known["one_sided"] = _one_sided(column, null, labels)
     return ColumnProfile(
         **known,
         missing=float(null.mean()),
@@ -306,9 +321,7 @@ def _of_numbers(values: arrow.Array, *, of_floats: bool) -> dict[str, Any]:
 
 def _value_auc(column: pa.ChunkedArray, numbers: arrow.Array | None, labels: arrow.Array) -> float:
     """AUC of a score per row: of values that are met often the mean label in other rows, else the number itself."""
-    values = pc.cast(column, column.type.value_type) if pa.types.is_dictionary(column.type) else column
-    codes = pc.dictionary_encode(values).combine_chunks()
-    indices = pc.fill_null(codes.indices, -1).to_numpy(zero_copy_only=False).astype(np.int64) + 1
+    indices = _codes(column)
     count = int(indices.max(initial=0)) + 1
     if numbers is not None and count > len(labels) // 20:
         lowest = np.append(numbers[np.isfinite(numbers)], 0.0).min()
@@ -321,6 +334,31 @@ def _value_auc(column: pa.ChunkedArray, numbers: arrow.Array | None, labels: arr
         means = (sums + labels.mean()) / (counts + 1)
         scores[~fitted] = means[indices[~fitted]]
     return _auc(scores, labels)
+
+
+def _codes(column: pa.ChunkedArray) -> arrow.Array:
+    """Return a number for each distinct value ``[n]``, 0 for null."""
+    values = pc.cast(column, column.type.value_type) if pa.types.is_dictionary(column.type) else column
+    codes = pc.dictionary_encode(values).combine_chunks()
+    return pc.fill_null(codes.indices, -1).to_numpy(zero_copy_only=False).astype(np.int64) + 1
+
+
+def _one_sided(column: pa.ChunkedArray, null: arrow.Array, labels: arrow.Array) -> OneSided | None:
+    """Find rows that are nearly all of a class which is not frequent, see `ColumnProfile`."""
+    codes = _codes(column)
+    groups = {
+        "rows that have a value": ~null,
+        "rows where it is missing": null,
+        "rows with another value than most": codes != np.bincount(codes).argmax(),
+    }
+    for label, of_class in ((1, labels), (0, 1 - labels)):
+        for rows, there in groups.items():
+            count, right = int(there.sum()), float(of_class[there].sum())
+            by_chance = count * float(1 - of_class.mean())
+            is_sure = by_chance >= _FEWEST_OF_A_CLASS and count - right <= _OTHERS * by_chance
+            if is_sure and of_class.mean() <= _FREQUENT:
+                return OneSided(rows, label, right / count, right / float(of_class.sum()))
+    return None
 
 
 def _auc(scores: arrow.Array, labels: arrow.Array) -> float:

@@ -144,6 +144,9 @@ def _leak(column: ColumnProfile, label: str) -> str | None:
         return f"whether it is missing gives '{label}' away (AUC {column.missing_auc:.3f}); {advice}"
     if column.auc >= LEAK:
         return f"it alone gives '{label}' away (AUC {column.auc:.3f}); {advice}"
+    if (found := column.one_sided) is not None:
+        shares = f"precision {found.precision:.3f}, recall {found.recall:.3f}"
+        return f"it gives '{label}' away: in {found.rows} the label is {found.label} ({shares}); {advice}"
     return None
 
 
