@@ -85,6 +85,19 @@ ROLES: dict[str, tuple[str, Any, str]] = {
     "strings": ("x", [f"s{i}" for i in RNG.integers(0, 1000, N)], "ids"),
     "truth": ("x", RNG.random(N) < 0.1, "ids"),
     "ages": ("age", RNG.integers(18, 90, N), "standard"),
+    "ages of users": ("Age of user", RNG.integers(18, 90, N), "standard"),
+    "ages of accounts as floats": ("account_age", RNG.integers(18, 90, N).astype(float), "standard"),
+    "durations": ("duration_of_video", RNG.integers(0, 500, N), "standard"),
+    "durations that are all different": ("duration_ms", RNG.permutation(N) + 1000, "standard"),
+    "codes of ages": ("age_code", RNG.integers(18, 90, N), "ids"),
+    "codes, some -1": ("C20", np.where(RNG.random(N) < 0.2, -1, 100_000 + RNG.integers(0, 250, N)), "ids"),
+    "codes, most -1": ("C20", np.where(RNG.random(N) < 0.7, -1, 100_000 + RNG.integers(0, 250, N)), "ids"),
+    "counts, some -1": (
+        "x",
+        np.where(RNG.random(N) < 0.2, -1, np.floor(np.exp(RNG.normal(3, 2, N)))).astype(int),
+        "log",
+    ),
+    "differences": ("x", RNG.integers(-100, 100, N), "standard"),
     "counts": ("num_views", np.floor(np.exp(RNG.normal(3, 2, N))).astype(int), "log"),
     "counts without a name": ("x", np.floor(np.exp(RNG.normal(3, 2, N))).astype(int), "log"),
     "prices": ("item_price", np.exp(RNG.normal(4, 1.5, N)), "log"),
@@ -235,6 +248,26 @@ def test_labels_of_many_kinds(tmp_path: Path) -> None:
     assert label(tmp_path, stars, "s", label="s", positive="in [1, 5]") == [{"column": "s", "positive": "in [1, 5]"}]
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["is_attributed", "was_clicked", "clk", "isClick", "Class", "y", "converted", "Clicked?", "hasConverted", " label"],
+)
+def test_labels_of_other_names(tmp_path: Path, name: str) -> None:
+    assert label(tmp_path, CLICK, name) == [name]
+    assert label(tmp_path, CLICK == 1, name) == [name]
+    path = write(tmp_path / "log.parquet", **{name.strip(): CLICK}, x=CLICK[::-1], target=CLICK[::-1] == 1, user=USER)
+    assert "target" in draft_schema(path).labels
+
+
+def test_class_is_no_label_beside_one(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "log.parquet", Class=RNG.integers(0, 2, N), isClick=CLICK, stars=RNG.integers(1, 6, N), user=USER
+    )
+    assert draft_schema(path).labels == ("isClick",)
+    path = write(tmp_path / "log.parquet", Class=RNG.integers(0, 9, N), stars=RNG.integers(1, 6, N), user=USER)
+    assert draft_schema(path).labels == ("stars",)
+
+
 def test_the_share_of_positives_is_said(tmp_path: Path) -> None:
     found = draft(write(tmp_path / "log.parquet", rating=[1, 4, 5, 5] * 1000, user=USER))
     assert found.labels[0].mapping == Label("rating", ">= 5")
@@ -244,7 +277,8 @@ def test_the_share_of_positives_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
-        ({"bought_": CLICK}, {}, "no column named like a label .* it has bought_, user. Name one with --label NAME"),
+        ({"x": CLICK}, {}, "no column named like a label .* it has x, user. Name one with --label NAME .* 0 and 1: x"),
+        ({"Class": ["a", "b"] * 2000}, {}, "no column named like a label .* it has Class, user. Name one with"),
         (
             {"bought_": CLICK},
             {"label": "bougt_"},

@@ -75,6 +75,8 @@ class ColumnProfile:
         Of lists the mean number of elements, of text the mean number of characters.
     low, high, quantiles
         Of numbers and times in the sample: smallest and largest finite value, quantiles 1, 25, 50, 75 and 99 %.
+    quantiles_from_0
+        The same of values of at least 0, if -1 is the only negative value, which many logs write for none.
     is_whole
         Whether all numbers in the sample are integers of at most 64 bits, whatever their type.
     is_sorted
@@ -101,6 +103,7 @@ class ColumnProfile:
     low: float = math.nan
     high: float = math.nan
     quantiles: tuple[float, ...] = ()
+    quantiles_from_0: tuple[float, ...] = ()
     is_whole: bool = False
     is_sorted: bool = False
     dates: Literal["", "sortable", "other"] = ""
@@ -309,11 +312,13 @@ def _of_numbers(values: arrow.Array, *, of_floats: bool) -> dict[str, Any]:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return {}
+    from_0, only_code = finite[finite >= 0], bool((finite[finite < 0] == -1).all())
     as_integers = len(finite) == len(values) and (not of_floats or np.abs(finite).max() <= _LARGEST_ID)
     return {
         "low": float(finite.min()),
         "high": float(finite.max()),
         "quantiles": tuple(np.quantile(finite, _QUANTILES).tolist()),
+        "quantiles_from_0": tuple(np.quantile(from_0, _QUANTILES).tolist()) if len(from_0) and only_code else (),
         "is_whole": bool(as_integers and (finite == np.floor(finite)).all()),
         "is_sorted": bool((finite[1:] >= finite[:-1]).all()),
     }

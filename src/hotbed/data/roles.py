@@ -39,6 +39,8 @@ _NUMBER_WORDS = _words(
     "balance rate ratio pct percent avg mean min max std median temperature lat lon latitude longitude budget "
     "points"
 )
+_MEASURES = _words("age duration")
+_CODES = _words("id ids key code index hash type kind class category cat segment cluster bucket number nr no")
 _NUMBER_FIRST = _words("num n nb cnt count total avg mean sum max min")
 _TIME_WORDS = _words(
     "time timestamp ts date datetime epoch unixtime when created day at dt clock utc posted occurred logged"
@@ -78,9 +80,11 @@ def words_of(name: str) -> list[str]:
 
 
 def _named_as(name: str) -> Literal["id", "number", ""]:
-    """What a name says its integers are: the last word that says so (``item_price``), but for ``num_items``."""
+    """Return what a name says of its integers by its last known word (``item_price``), but for ``num_items``."""
     words = words_of(name)
     if len(words) > 1 and words[0] in _NUMBER_FIRST:
+        return "number"
+    if not _MEASURES.isdisjoint(words) and words[-1] not in _CODES:
         return "number"
     said = [word for word in words if word in _ID_WORDS or word in _NUMBER_WORDS]
     return "" if not said else "id" if said[-1] in _ID_WORDS else "number"
@@ -226,12 +230,13 @@ def _whole_number(column: ColumnProfile) -> ColumnRole:
         return ColumnRole("number", "")
     if column.distinct <= _FEW_VALUES or (column.inexact is not None and column.high > _COUNTS_TO):
         return _ids(column)
-    median, upper = column.quantiles[2], column.quantiles[4]
+    quantiles = column.quantiles_from_0 or column.quantiles
+    median, upper = quantiles[2], quantiles[4]
     # A few values beyond 2²⁴ among small ones may be ids of other systems: they alone make no count.
     tail = (50 * max(1.0, median) < column.high <= _LARGE) or upper > 8 * max(1.0, median)
     if tail and column.low > _COUNTS_FROM and column.high > 2 * column.distinct:
         return ColumnRole("number", "a count by its distribution")
-    if column.low < 0 and column.distinct > _FEW_VALUES:
+    if column.low < 0 and not column.quantiles_from_0:
         return ColumnRole("number", "it has negative values")
     return _ids(column, ", taken for ids")
 
