@@ -79,6 +79,16 @@ COLUMNS = {
         "timestamp[us]",
         [datetime.datetime(2024, 1, 31, 12), datetime.datetime(2024, 1, 31, 12, 0, 0, 500_000)],
     ),
+    "times that are not padded": (
+        ["2017-11-07 9:30", "2017-11-7 15:05:00", "2017/1/07T0:00"],
+        "timestamp[us]",
+        [datetime.datetime(2017, 11, 7, h, m) for h, m in ((9, 30), (15, 5))] + [datetime.datetime(2017, 1, 7)],
+    ),
+    "days that are not padded": (
+        ["2024-1-5", "2024/01/31"],
+        "date32[day]",
+        [datetime.date(2024, 1, d) for d in (5, 31)],
+    ),
     "zones": (
         ["2024-01-31T12:00:00Z", "2024-01-31 13:00:00+01:00"],
         "timestamp[us, tz=UTC]",

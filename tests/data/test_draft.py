@@ -123,9 +123,10 @@ ROLES: dict[str, tuple[str, Any, str]] = {
         r"a time \(text that sorts",
     ),
     "text of times": ("created_at", [f"{t}" for t in MINUTES], r"a time \(text that sorts by time"),
-    "days first": ("x", [f"{d}/12/2024" for d in RNG.integers(1, 31, N)], "dates as text that does not sort by time"),
-    "months first": ("x", [f"12/{d}/24 3:05 PM" for d in RNG.integers(1, 31, N)], "dates as text that does not sort"),
-    "months by name": ("x", [f"{d} Dec 2024" for d in RNG.integers(1, 31, N)], "dates as text that does not sort"),
+    "days first": ("x", [f"{d}/12/2024" for d in RNG.integers(1, 31, N)], r"a time \(text of dates as %d/%m/%Y\)"),
+    "months first": ("x", [f"12/{d}/24 3:05 PM" for d in RNG.integers(1, 31, N)], r"a time .* as %m/%d/%y %I:%M %p\)"),
+    "days or months first": ("x", [f"{d}/{d % 7 + 1}/2024" for d in RNG.integers(1, 13, N)], "ambiguous day and month"),
+    "months by name": ("x", [f"{d} Dec 2024" for d in RNG.integers(1, 31, N)], r"a time \(text of dates as %d %b %Y\)"),
     "addresses and versions": ("x", [f"10.1.{d}" for d in RNG.integers(1, 31, N)], "ids"),
     "sorted ids like times": ("user_id", 1_500_000_000 + np.arange(N) // 4, "ids"),
     "weights that are none": ("weight", RNG.normal(0, 1, N), "as_is"),
@@ -151,7 +152,7 @@ ROLES: dict[str, tuple[str, Any, str]] = {
     "0 unless positive": (
         "revenue",
         np.where((CLICK == 0) | (RNG.random(N) < 0.6), 0, RNG.random(N)),
-        r"in rows with another value than most the label is 1 \(precision 1.000, recall 0.4",
+        r"in rows with another value than most the label is 1 \(precision 1.000, recall 0.",
     ),
     "text of some positives": (
         "x",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,9 +25,11 @@ from hotbed.data.draft_weights import weighted
 from hotbed.data.hashing import rows_of
 from hotbed.data.parquet_files import ParquetFile, with_rows
 from hotbed.data.profile import ColumnProfile, count_distinct, profile, take_sample
-from hotbed.data.roles import ColumnRole, role_of, rule_of
+from hotbed.data.roles import ColumnRole, is_named_like_time, role_of, rule_of, time_reason
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
+
+_log = logging.getLogger("hotbed")
 
 WEIGHT_NAMES = ("weight", "weights", "sample_weight")
 SMALL = 20_000
@@ -210,6 +213,13 @@ def draft(
     repeats = _repeats(profiles, schema)
     several_epochs = total < SMALL or repeats >= MANY_REPEATS
     splits = draft_splits(files, of_label, sample, times, total=total, time=time, valid=valid or several_epochs)
+    unused = _unused_times(profiles, roles, time)
+    splits.notes += unused
+    if cut := splits.init_args.get("split"):
+        by_time = isinstance(cut, dict) and "column" in cut
+        unused += [] if by_time or not any(map(is_named_like_time, times)) else [f"The splits are {splits.reason}"]
+    for note in (*unused, *(f"Column '{name}' is left out: {why}" for name, why in missing.items())):
+        _log.warning("%s: %s", path, note)
     types = {field.name: str(field.type) for file in files.train_files for field in file.schema}
     dropped = [LeftOut(name, types[name], "--drop") for name in dict.fromkeys(drop)]
     elsewhere = [LeftOut(name, types[name], why) for name, why in missing.items()]
@@ -250,6 +260,24 @@ def _not_everywhere(files: Sequence[ParquetFile], names: Sequence[str]) -> dict[
                 found.setdefault(name, f"in {file.name} it is {kind}, in another file {other}")
             if kind not in kinds:
                 kinds.append(kind)
+    return found
+
+
+def _unused_times(profiles: Sequence[ColumnProfile], roles: Mapping[str, ColumnRole], time: str | None) -> list[str]:
+    """Describe columns that are named like the time of their row, or have dates, but hold no time that is known."""
+    found: list[str] = []
+    for column in profiles:
+        role = roles[column.name]
+        is_known = time_reason(column) is not None or column.name == time or column.distinct < 2
+        if is_known or not (is_named_like_time(column) or column.dates == "other"):
+            continue
+        values = f"{column.type}, {column.low:.16g} to {column.high:.16g}" if column.quantiles else str(column.type)
+        use = "left out" if role.role == "left out" else "an input"
+        found.append(
+            f"Column '{column.name}' is named like a time, but its values have no known layout ({values}): it is {use}"
+            ", and splits are not by it. Write it as times or 2024-12-31 if it is the time of the rows"
+            + (f", or draft with --time '{column.name}'" if use == "an input" else "")
+        )
     return found
 
 

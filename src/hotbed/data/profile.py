@@ -25,6 +25,7 @@ import torch
 from hotbed.auc import auc
 from hotbed.data import arrow
 from hotbed.data.row_groups import RowGroup
+from hotbed.data.text_dates import date_format, digit_layout
 from hotbed.data.value_counts import ValueCounts, most_distinct
 from hotbed.errors import DataError
 
@@ -40,7 +41,9 @@ _FEWEST_OF_A_CLASS = 50
 _FREQUENT = 0.6  # share from which on a class is found in most rows of any kind
 _OTHERS = 0.02  # of the rows of the other class that chance would give, in rows that are of one class
 _CLOCK = r"([T ,]+\d{1,2}:\d\d.{0,20})?$"
-_SORTABLE_DATE = r"^(19|20)\d\d[-/.](0\d|1[0-2])([-/.][0-3]\d" + _CLOCK + "|$)"
+_PADDED_CLOCK = r"([T ,]+\d\d:\d\d(:\d\d([.,]\d+)?)?( ?(Z|UTC|[+-]\d\d:?\d\d))?)?$"
+_SORTABLE_DATE = r"^(19|20)\d\d[-/.](0\d|1[0-2])([-/.][0-3]\d" + _PADDED_CLOCK + "|$)"
+_YEAR_FIRST = r"^(19|20)\d\d([-/]\d\d?[-/]|[.]\d\d[.])[0-3]?\d" + _CLOCK
 _DAY_AND_MONTH = r"[0-3]?\d[-/. ]([01]?\d|[A-Z][a-z]{2})|[01]?\d[-/.][0-3]?\d"
 _OTHER_DATE = rf"^(({_DAY_AND_MONTH})[-/. ](19|20)\d\d|\d\d?/\d\d?/\d\d){_CLOCK}"
 _QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
@@ -82,7 +85,12 @@ class ColumnProfile:
     is_sorted
         Whether values never fall in the sample, which is in the order of the rows.
     dates
-        Of text whether all values are dates: ``"sortable"`` as 2024-12-31, ``"other"`` as 31/12/2024; else empty.
+        How text has dates: ``"sortable"`` as 2024-12-31, ``"format"`` as 31/12/2024, if `date_format` is known,
+        ``"other"`` if day and month cannot be told apart, or formats differ; empty for other text.
+    date_format
+        Format of dates as text that is not sortable.
+    layout
+        Layout of dates as digits, such as ``YYMMDDHH``, of integers or text of one length; else empty.
     few
         The values, where there are at most 1,000 of them in the sample; None for times.
     auc
@@ -106,7 +114,9 @@ class ColumnProfile:
     quantiles_from_0: tuple[float, ...] = ()
     is_whole: bool = False
     is_sorted: bool = False
-    dates: Literal["", "sortable", "other"] = ""
+    dates: Literal["", "sortable", "format", "other"] = ""
+    date_format: str | None = None
+    layout: str = ""
     few: tuple[object, ...] | None = None
     auc: float = 0.5
     missing_auc: float = 0.5
@@ -274,7 +284,7 @@ def _profile(
     elements = pc.drop_null(_elements(column))
     unique = pc.unique(elements)
     if arrow.is_text(kind):
-        known["dates"] = _dates(unique)
+        known |= _dates(unique)
     if len(unique) <= _FEW and not arrow.is_time(kind):
         known["few"] = tuple(unique.to_pylist())
     if labels is not None and not arrow.is_list(kind):
@@ -289,13 +299,20 @@ def _profile(
     )
 
 
-def _dates(values: pa.Array) -> Literal["", "sortable", "other"]:
-    """What dates all of these different texts ``[u]`` are; empty where they are none."""
+def _dates(values: pa.Array) -> dict[str, Any]:
+    """Find out how all of these different texts ``[u]`` have dates."""
 
     def are(pattern: str) -> bool:
         return bool(len(values)) and pc.all(pc.match_substring_regex(values, pattern)).as_py()
 
-    return "sortable" if are(_SORTABLE_DATE) else "other" if are(_OTHER_DATE) else ""
+    if are(r"^\d{6,14}$") and len(pc.unique(pc.binary_length(values))) == 1:
+        return {"layout": digit_layout(pc.cast(pc.cast(values, pa.large_string()), pa.int64()).to_numpy())}
+    if are(_SORTABLE_DATE):
+        return {"dates": "sortable"}
+    if are(_YEAR_FIRST) or are(_OTHER_DATE):
+        found = date_format(values)
+        return {"dates": "other" if found is None else "format", "date_format": found}
+    return {}
 
 
 def _numbers(column: pa.ChunkedArray) -> arrow.Array | None:
@@ -314,12 +331,14 @@ def _of_numbers(values: arrow.Array, *, of_floats: bool) -> dict[str, Any]:
         return {}
     from_0, only_code = finite[finite >= 0], bool((finite[finite < 0] == -1).all())
     as_integers = len(finite) == len(values) and (not of_floats or np.abs(finite).max() <= _LARGEST_ID)
+    is_whole = bool(as_integers and (finite == np.floor(finite)).all())
     return {
+        "layout": digit_layout(np.unique(finite)) if is_whole and finite.min() > 0 and finite.max() < 1e15 else "",
         "low": float(finite.min()),
         "high": float(finite.max()),
         "quantiles": tuple(np.quantile(finite, _QUANTILES).tolist()),
         "quantiles_from_0": tuple(np.quantile(from_0, _QUANTILES).tolist()) if len(from_0) and only_code else (),
-        "is_whole": bool(as_integers and (finite == np.floor(finite)).all()),
+        "is_whole": is_whole,
         "is_sorted": bool((finite[1:] >= finite[:-1]).all()),
     }
 

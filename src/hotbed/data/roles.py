@@ -49,6 +49,10 @@ _OTHER_TIMES = _words(
     "birth birthday birthdate dob born signup registered registration joined release last first seen since "
     "released expires expiry expiration published publication updated modified"
 )
+_LAYOUT_WORDS = _words("hour month minute week period")
+_LAYOUT_NAMES = {"YYYYMMDD": "days", "YYYYMM": "months"}
+_SURE_DATES = 24  # distinct numbers, all of which are dates by chance in no log
+_MINUTES = 60  # an hour, month or minute of fewer values recurs
 _INDEX_NAMES = re.compile(
     r"(unnamed: \d+|__index_level_\d+__|level_\d+|index|row_?(id|nr|number|index)?|)", re.IGNORECASE
 )
@@ -109,8 +113,8 @@ def role_of(column: ColumnProfile, label: str) -> ColumnRole:
     if column.dates == "other":
         return ColumnRole(
             "left out",
-            "dates as text that does not sort by time: later rows have values that training has not seen; written as "
-            "2024-12-31, splits can be by them",
+            "dates as text of several formats, or with an ambiguous day and month: later rows have values that training "
+            "has not seen; written as 2024-12-31, splits can be by them",
         )
     if (reason := time_reason(column)) is not None:
         if column.is_number and not is_time_of_row(column):
@@ -162,6 +166,12 @@ def time_reason(column: ColumnProfile) -> str | None:
     named = not (_TIME_WORDS | _OTHER_TIMES).isdisjoint(words)
     if column.dates == "sortable" and (named or column.length >= len("2024-12-31")):
         return "text that sorts by time"
+    if column.dates == "format":
+        return f"text of dates as {column.date_format}"
+    named_layout = named or not _LAYOUT_WORDS.isdisjoint(words)
+    sure = len(column.layout) > len("YYYYMM") and column.distinct >= _SURE_DATES and _named_as(column.name) != "id"
+    if column.layout and (named_layout or (sure and column.is_number)):
+        return f"{_LAYOUT_NAMES.get(column.layout, 'times')} as {column.layout}"
     if not column.is_number or not column.quantiles:
         return None
     if named and column.is_whole and column.low >= 19_000_101 and column.high <= 21_001_231:
@@ -182,7 +192,15 @@ def time_reason(column: ColumnProfile) -> str | None:
 def is_time_of_row(column: ColumnProfile) -> bool:
     """Whether a column of times may say when the row happened: by its name, or because the rows are in its order."""
     words = {*words_of(column.name)}
-    return column.is_sorted or bool(words & _TIME_WORDS and not words & _OTHER_TIMES)
+    known = _TIME_WORDS | _LAYOUT_WORDS if column.layout else _TIME_WORDS
+    return column.is_sorted or bool(words & known and not words & _OTHER_TIMES)
+
+
+def is_named_like_time(column: ColumnProfile) -> bool:
+    """Return whether a name says that a column is the time of its row."""
+    words = {*words_of(column.name)}
+    known = _TIME_WORDS if column.distinct <= _MINUTES else _TIME_WORDS | _LAYOUT_WORDS
+    return bool(words & known and not words & _OTHER_TIMES)
 
 
 def time_rank(name: str) -> int:

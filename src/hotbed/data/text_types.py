@@ -70,14 +70,16 @@ def _truth(text: pl.Series) -> pl.Series:
 
 
 def _dates(text: pl.Series) -> pl.Series:
-    return _only(text, r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$").str.to_date("%Y-%m-%d", strict=False)
+    kept = _only(text, r"^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}$").str.replace_all("/", "-", literal=True)
+    return kept.str.to_date("%Y-%m-%d", strict=False)
 
 
 def _times(text: pl.Series) -> pl.Series:
-    kept = _only(text, r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]+)?$")
-    return kept.str.replace("T", " ", literal=True).str.to_datetime(
-        "%Y-%m-%d %H:%M:%S%.f", time_unit="us", strict=False
-    )
+    clock = r"[0-9]{1,2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]+)?)?"
+    kept = _only(text, rf"^[0-9]{{4}}[-/][0-9]{{1,2}}[-/][0-9]{{1,2}}[T ]{clock}$")
+    kept = kept.str.replace("T", " ", literal=True).str.replace_all("/", "-", literal=True)
+    kept = kept.str.replace("( [0-9]+:[0-9]+)$", "$1:00")
+    return kept.str.to_datetime("%Y-%m-%d %H:%M:%S%.f", time_unit="us", strict=False)
 
 
 def _zoned_times(text: pl.Series) -> pl.Series:
