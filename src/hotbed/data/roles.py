@@ -113,8 +113,8 @@ def role_of(column: ColumnProfile, label: str) -> ColumnRole:
     if column.dates == "other":
         return ColumnRole(
             "left out",
-            "dates as text of several formats, or with an ambiguous day and month: later rows have values that training "
-            "has not seen; written as 2024-12-31, splits can be by them",
+            "dates as text of several formats, or with an ambiguous day and month: later rows have values that "
+            "training has not seen; written as 2024-12-31, splits can be by them",
         )
     if (reason := time_reason(column)) is not None:
         if column.is_number and not is_time_of_row(column):
