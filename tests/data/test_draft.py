@@ -315,6 +315,17 @@ def test_a_column_called_label_that_is_not_0_or_1_beside_a_label(tmp_path: Path)
     assert (schema.labels, [c.name for c in schema.sparse]) == (("click",), ["label", "user"])
 
 
+def test_columns_that_give_a_second_label_away_are_left_out(tmp_path: Path) -> None:
+    buy, user = RNG.integers(0, 2, N), RNG.integers(0, 9, N)
+    revenue = pa.array(RNG.random(N), mask=(buy == 0) | (RNG.random(N) < 0.5))
+    path = write(tmp_path / "log.parquet", click=CLICK, buy=buy, user=user, revenue=revenue, paid=buy + 5)
+    found = draft(path)
+    assert found.schema.labels == ("click", "buy")
+    assert role(found, "revenue").startswith("it gives 'buy' away: in rows that have a value the label is 1")
+    assert role(found, "paid").startswith("it alone gives 'buy' away (AUC 1.000)")
+    assert role(draft(path, label="click", drop=["buy"]), "paid") == "ids"
+
+
 def test_several_labels_are_several_tasks(tmp_path: Path) -> None:
     schema = draft_schema(write(tmp_path / "log.parquet", click=CLICK, conversion=CLICK * (USER % 2), user=USER))
     assert schema.labels == ("click", "conversion")

@@ -25,7 +25,7 @@ from hotbed.data.draft_weights import weighted
 from hotbed.data.hashing import rows_of
 from hotbed.data.parquet_files import ParquetFile, with_rows
 from hotbed.data.profile import ColumnProfile, count_distinct, profile, take_sample
-from hotbed.data.roles import ColumnRole, is_named_like_time, role_of, rule_of, time_reason
+from hotbed.data.roles import ColumnRole, is_named_like_time, leak_reason, role_of, rule_of, time_reason
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
 
@@ -195,6 +195,11 @@ def draft(
     distinct = count_distinct(groups, {n: sample[n].type for n in inputs if _is_counted(sample[n])})
     profiles = profile(sample.select(inputs), total, distinct, sample_labels(sample, labels[0]) if labels else None)
     roles = {p.name: role_of(p, of_label[0] if of_label else "") for p in profiles}
+    for found in labels[1:]:  # a column may give away another label than the first
+        kept = sample.select([name for name in inputs if roles[name].role != "left out"])
+        by_label = profile(kept, total, distinct, sample_labels(sample, found))
+        leaks = {p.name: reason for p in by_label if (reason := leak_reason(p, found.name)) is not None}
+        roles |= {name: ColumnRole("left out", reason) for name, reason in leaks.items()}
     roles |= roles_of_histories(str(path), names, profiles, histories or {})
     _refuse_inexact_ids(str(path), profiles, roles)
     times = [p for p in profiles if roles[p.name].role == "time" or p.name == time]

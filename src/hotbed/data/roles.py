@@ -106,7 +106,7 @@ def role_of(column: ColumnProfile, label: str) -> ColumnRole:
     if column.distinct == 1 and not column.missing:
         value = "" if not column.few else f" ({str(column.few[0])[:40]!r})"
         return ColumnRole("left out", f"all rows have the same value{value}")
-    if (reason := _leak(column, label)) is not None:
+    if (reason := leak_reason(column, label)) is not None:
         return ColumnRole("left out", reason)
     if arrow.is_list(kind):
         return ColumnRole("list", f"{column.length:.3g} ids per row in the mean, {column.distinct:,} different ones")
@@ -146,7 +146,8 @@ def _no_input(kind: pa.DataType) -> str | None:
     return None
 
 
-def _leak(column: ColumnProfile, label: str) -> str | None:
+def leak_reason(column: ColumnProfile, label: str) -> str | None:
+    """Return how a column gives a label away; None if it does not."""
     advice = "if it is known before the event, add it again"
     if column.missing_auc >= LEAK:
         return f"whether it is missing gives '{label}' away (AUC {column.missing_auc:.3f}); {advice}"
