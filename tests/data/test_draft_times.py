@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from test_draft import CLICK, RNG, USER, N, drafted, role, write
+from test_draft import CLICK, USER, N, drafted, role, write
 
 from hotbed.data import ParquetSource, Schema, SparseColumn, draft_schema
 from hotbed.data.draft import draft
 from hotbed.errors import DataError, SpecError
 
+RNG = np.random.default_rng(0)
 START = datetime.datetime(2017, 11, 11, 4, 0)
 MINUTES = RNG.permutation(N)
 TIMES = [START + datetime.timedelta(minutes=int(m)) for m in MINUTES]
