@@ -119,6 +119,26 @@ def test_a_run_with_odd_names_trains_and_can_be_evaluated(tmp_path: Path, capsys
     assert read_yaml(tmp_path / "eval.json")["test"] == summary["test"]
 
 
+def test_ids_as_floats_train_and_are_scored_as_the_integers_and_decimals_that_they_were(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    account = rng.integers(2**40, 2**53, 50)[rng.integers(0, 50, 400)]
+    floats = np.where(np.arange(400) == 7, np.nan, account)
+    pq.write_table(pa.table({"click": account % 2, "account": floats}), tmp_path / "log.parquet")
+    out = tmp_path / "drafted.yaml"
+    assert main(["init", str(tmp_path / "log.parquet"), "--out", str(out)]) == 0
+    status, _, run = train(out, "--train.device", "cpu", "--train.epochs", "1")
+    assert status == 0
+    scores: list[list[float]] = []
+    kinds = {"floats": pa.float64(), "integers": pa.int64(), "decimals": pa.decimal128(20, 0)}
+    for name, kind in kinds.items():
+        new = pa.array(account, mask=np.arange(400) == 7).cast(kind)
+        pq.write_table(pa.table({"account": new}), tmp_path / f"{name}.parquet")
+        scored = tmp_path / f"{name}_scores.parquet"
+        assert main(["predict", str(run), str(tmp_path / f"{name}.parquet"), "--out", str(scored)]) == 0
+        scores.append(pq.read_table(scored)["score"].to_pylist())
+    assert scores[0] == scores[1] == scores[2] and len(set(scores[0])) > 20
+
+
 # -- splits --------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from hotbed.commands.init import draft_recipe
 from hotbed.commands.init_models import MODELS
 from hotbed.commands.main import main
 from hotbed.config import Recipe
+from hotbed.data import draft_schema
 from hotbed.errors import DataError, SpecError
 from hotbed.files import read_yaml
 from hotbed.train.build import open_source
@@ -53,6 +54,29 @@ def test_histories_are_lists_that_share_the_table_of_their_candidate(log: Path) 
     recipe = draft_recipe(log, model="DIN")
     assert "histories: {item_history: item_id}  # each with the column of its candidate" in recipe
     assert "price" in recipe and "user_id" in recipe
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("items", [2, 8, 50])
+def test_few_items_share_the_table_of_their_history_too(tmp_path: Path, items: int, as_text: bool) -> None:
+    rng = np.random.default_rng(0)
+    item = rng.integers(1, items + 1, 400)
+    seen = [rng.integers(1, items + 1, 4).tolist() for _ in range(400)]
+    written = [f"m{i}" for i in item] if as_text else item
+    history = [[f"m{i}" for i in of] for of in seen] if as_text else seen
+    table = {"click": rng.integers(0, 2, 400), "movie": written, "movies_seen": pa.array(history), "other": item % 2}
+    pq.write_table(pa.table(table), tmp_path / "log.parquet")
+    assert "histories: {movies_seen: movie}" in draft_recipe(tmp_path / "log.parquet", model="DIN")
+
+
+def test_few_texts_share_no_table_with_lists_of_another_name(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    answers = rng.choice(["yes", "no"], 400)
+    lists = pa.array([rng.choice(["yes", "no"], 3).tolist() for _ in range(400)])
+    pq.write_table(
+        pa.table({"click": rng.integers(0, 2, 400), "mobile": answers, "asked": lists}), tmp_path / "l.parquet"
+    )
+    assert draft_schema(tmp_path / "l.parquet").rows.keys() == {"mobile", "asked"}
 
 
 def test_what_a_model_does_not_take_is_left_out_with_the_reason(log: Path) -> None:
@@ -105,7 +129,7 @@ def test_towers_are_told_apart_by_names_or_as_is_asked(log: Path) -> None:
         draft_recipe(log, model="TwoTower", drop=["buy", "item_id"])
     with pytest.raises(DataError, match="categorical columns of the user; there are item_id, all of the item"):
         draft_recipe(log, model="TwoTower", drop=["buy", "user_id", "item_history"])
-    with pytest.raises(SpecError, match="--item names columns of TwoTower's item, and --model is DLRM"):
+    with pytest.raises(SpecError, match="--item works with one model only: got --model DLRM, expected TwoTower"):
         draft_recipe(log, model="DLRM", item=["item_id"])
 
 
@@ -126,8 +150,11 @@ def test_two_towers_find_items_where_that_is_asked_or_nothing_else_can_be_learnt
         assert ("there is no label" in text) == (name == "none")
     with pytest.raises(DataError, match="has no column named like a label"):
         draft_recipe(tmp_path / "none.parquet", model="DLRM")
-    with pytest.raises(SpecError, match="--retrieval is of TwoTower, and --model is DLRM; leave one of them out"):
+    with pytest.raises(SpecError, match=r"--retrieval .* got --model DLRM, expected TwoTower. Leave --retrieval out"):
         draft_recipe(log, model="DLRM", retrieval=True)
+    for alone in ({"retrieval": True}, {"item": ["item_id"]}):
+        with pytest.raises(SpecError, match=r"got no --model, expected TwoTower. Add --model TwoTower"):
+            draft_recipe(log, **alone)
 
 
 # -- histories whose names do not tell -----------------------------------------------------------------------------

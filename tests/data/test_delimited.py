@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import fs
 
-from hotbed.data import ParquetSource, Schema, SparseColumn
+from hotbed.data import ParquetSource, Schema, SparseColumn, draft_schema
 from hotbed.data.criteo import COLUMNS as OF_LOG
 from hotbed.data.delimited import _convert, parquet_of
 from hotbed.data.hashing import hash_integers, rows_of
@@ -51,6 +51,21 @@ COLUMNS = {
     "integers": (["1", "-5", "", "0"], "int64", [1, -5, None, 0]),
     "codes with zeros": (["007", "12"], "string", ["007", "12"]),
     "telephones": (["+49123", "12"], "string", ["+49123", "12"]),
+    "floats with signs and spaces": (
+        [" 0.123", "+0.5", "-2 ", "+3", "+.5e+1", "  "],
+        "double",
+        [0.123, 0.5, -2, 3, 5, None],
+    ),
+    "integers with signs and spaces": ([" 1", "+5", "-3", "\t12", " NA"], "int64", [1, 5, -3, 12, None]),
+    "integers with spaces": ([" 1", "0", "1 "], "int64", [1, 0, 1]),
+    "codes with spaces": ([" 007", "12", " 12"], "string", [" 007", "12", " 12"]),
+    "telephones with spaces": ([" +49123", "+49123"], "string", [" +49123", "+49123"]),
+    "truth with spaces": ([" true", "False "], "bool", [True, False]),
+    "days with spaces": ([" 2024-01-31"], "date32[day]", [datetime.date(2024, 1, 31)]),
+    "decimal commas with signs": (["+1,5", " -0,25"], "double", [1.5, -0.25]),
+    "thousands with signs": (["+1,234.5", " 7"], "double", [1234.5, 7]),
+    "infinity with a sign": (["+inf", "1.5"], "double", [float("inf"), 1.5]),
+    "long digits with a sign": (["+1234567890123456.5", "+12345678901234567"], "string", None),
     "beyond 64 bits": (["1", "12345678901234567890123"], "string", ["1", "12345678901234567890123"]),
     "large": (["9223372036854775807", "1"], "int64", [2**63 - 1, 1]),
     "floats": (["1.5", "2", "-.5", "1e-3", "inf"], "double", [1.5, 2, -0.5, 0.001, float("inf")]),
@@ -63,6 +78,16 @@ COLUMNS = {
         ["2024-01-31 12:00:00", "2024-01-31T12:00:00.5"],
         "timestamp[us]",
         [datetime.datetime(2024, 1, 31, 12), datetime.datetime(2024, 1, 31, 12, 0, 0, 500_000)],
+    ),
+    "times that are not padded": (
+        ["2017-11-07 9:30", "2017-11-7 15:05:00", "2017/1/07T0:00"],
+        "timestamp[us]",
+        [datetime.datetime(2017, 11, 7, h, m) for h, m in ((9, 30), (15, 5))] + [datetime.datetime(2017, 1, 7)],
+    ),
+    "days that are not padded": (
+        ["2024-1-5", "2024/01/31"],
+        "date32[day]",
+        [datetime.date(2024, 1, d) for d in (5, 31)],
     ),
     "zones": (
         ["2024-01-31T12:00:00Z", "2024-01-31 13:00:00+01:00"],
@@ -86,7 +111,30 @@ COLUMNS = {
 @pytest.mark.parametrize("kind", COLUMNS)
 def test_types_of_columns(tmp_path: Path, kind: str) -> None:
     values, expected, read = COLUMNS[kind]
-    assert column(tmp_path, *values) == (expected, read)
+    assert column(tmp_path, *values) == (expected, values if read is None else read)
+
+
+def test_signs_show_in_any_row_that_a_plus_makes_no_telephone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotbed.data.delimited._BLOCK_BYTES", 1000)
+    rows = "".join(f"+{i}\n" for i in range(1, 2000))
+    assert str(table(tmp_path, f"change\n{rows}").schema.field("change").type) == "string"
+    assert str(table(tmp_path, f"change\n{rows}-1\n").schema.field("change").type) == "int64"
+
+
+@pytest.mark.parametrize("directive", ["sep=;\n", '"sep=;"\r\n', "\ufeffSEP=;\n"])
+def test_a_first_line_that_names_the_separator_is_no_header(tmp_path: Path, directive: str) -> None:
+    found = table(tmp_path, f'{directive}label;price;text\n1;1,5;"a;b"\n0;2;c,d\n')
+    assert found.to_pydict() == {"label": [1, 0], "price": [1.5, 2.0], "text": ["a;b", "c,d"]}
+    with pytest.raises(DataError, match="is empty; it needs a line of column names"):
+        table(tmp_path, directive)
+
+
+def test_a_label_with_spaces_is_0_and_1(tmp_path: Path) -> None:
+    rows = "".join(f" {i % 2}, {i / 7:+.3f}, {i % 5}\n" for i in range(200))
+    (tmp_path / "log.csv").write_text(f"label,x,item\n{rows}")
+    schema = draft_schema(tmp_path / "log.csv")
+    assert (schema.labels, schema.positives, schema.dense) == (("label",), (), ("x",))
+    assert [c.name for c in schema.sparse] == ["item"]
 
 
 def test_types_are_those_of_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,11 @@ def test_features_that_cannot_be(features: list[Any], message: str) -> None:
     [
         (CROSS, {"user": [1], "item": [1.5]}, "column 'item': 1.5 is no id"),
         (CROSS, {"user": [1], "item": [{"x": 1}]}, "feature 'x': column 'item' is struct.*, must be integers, text or"),
-        (CROSS | {"ids": None}, {"user": [1], "item": [1]}, "made of no lists, but ids says a varying number of per"),
+        (
+            CROSS | {"ids": None},
+            {"user": [1], "item": [1]},
+            "got one value per sample, expected a list of any",
+        ),
         (CROSS, {"user": [1]}, "the rows has no column 'item'"),
         (CROSS, {"user": [1], "item": [1], "x": [2]}, "the rows has a column 'x', which is also the name of a feature"),
         ({"name": "b", "bucket": "age", "boundaries": [1]}, {"user": [1], "age": ["a"]}, "buckets are of numbers"),

@@ -85,6 +85,19 @@ ROLES: dict[str, tuple[str, Any, str]] = {
     "strings": ("x", [f"s{i}" for i in RNG.integers(0, 1000, N)], "ids"),
     "truth": ("x", RNG.random(N) < 0.1, "ids"),
     "ages": ("age", RNG.integers(18, 90, N), "standard"),
+    "ages of users": ("Age of user", RNG.integers(18, 90, N), "standard"),
+    "ages of accounts as floats": ("account_age", RNG.integers(18, 90, N).astype(float), "standard"),
+    "durations": ("duration_of_video", RNG.integers(0, 500, N), "standard"),
+    "durations that are all different": ("duration_ms", RNG.permutation(N) + 1000, "standard"),
+    "codes of ages": ("age_code", RNG.integers(18, 90, N), "ids"),
+    "codes, some -1": ("C20", np.where(RNG.random(N) < 0.2, -1, 100_000 + RNG.integers(0, 250, N)), "ids"),
+    "codes, most -1": ("C20", np.where(RNG.random(N) < 0.7, -1, 100_000 + RNG.integers(0, 250, N)), "ids"),
+    "counts, some -1": (
+        "x",
+        np.where(RNG.random(N) < 0.2, -1, np.floor(np.exp(RNG.normal(3, 2, N)))).astype(int),
+        "log",
+    ),
+    "differences": ("x", RNG.integers(-100, 100, N), "standard"),
     "counts": ("num_views", np.floor(np.exp(RNG.normal(3, 2, N))).astype(int), "log"),
     "counts without a name": ("x", np.floor(np.exp(RNG.normal(3, 2, N))).astype(int), "log"),
     "prices": ("item_price", np.exp(RNG.normal(4, 1.5, N)), "log"),
@@ -110,9 +123,10 @@ ROLES: dict[str, tuple[str, Any, str]] = {
         r"a time \(text that sorts",
     ),
     "text of times": ("created_at", [f"{t}" for t in MINUTES], r"a time \(text that sorts by time"),
-    "days first": ("x", [f"{d}/12/2024" for d in RNG.integers(1, 31, N)], "dates as text that does not sort by time"),
-    "months first": ("x", [f"12/{d}/24 3:05 PM" for d in RNG.integers(1, 31, N)], "dates as text that does not sort"),
-    "months by name": ("x", [f"{d} Dec 2024" for d in RNG.integers(1, 31, N)], "dates as text that does not sort"),
+    "days first": ("x", [f"{d}/12/2024" for d in RNG.integers(1, 31, N)], r"a time \(text of dates as %d/%m/%Y\)"),
+    "months first": ("x", [f"12/{d}/24 3:05 PM" for d in RNG.integers(1, 31, N)], r"a time .* as %m/%d/%y %I:%M %p\)"),
+    "days or months first": ("x", [f"{d}/{d % 7 + 1}/2024" for d in RNG.integers(1, 13, N)], "ambiguous day and month"),
+    "months by name": ("x", [f"{d} Dec 2024" for d in RNG.integers(1, 31, N)], r"a time \(text of dates as %d %b %Y\)"),
     "addresses and versions": ("x", [f"10.1.{d}" for d in RNG.integers(1, 31, N)], "ids"),
     "sorted ids like times": ("user_id", 1_500_000_000 + np.arange(N) // 4, "ids"),
     "weights that are none": ("weight", RNG.normal(0, 1, N), "as_is"),
@@ -130,6 +144,31 @@ ROLES: dict[str, tuple[str, Any, str]] = {
     "the label": ("stars", CLICK * 4 + 1, r"it alone gives 'click' away \(AUC 1.000\); if it is known before"),
     "nearly the label": ("x", CLICK + RNG.normal(0, 0.1, N), r"it alone gives 'click' away \(AUC"),
     "known of positives": ("x", pa.array(RNG.random(N), mask=CLICK == 0), "whether it is missing gives 'click' away"),
+    "known of some positives": (
+        "revenue",
+        pa.array(RNG.random(N), mask=(CLICK == 0) | (RNG.random(N) < 0.6)),
+        r"it gives 'click' away: in rows that have a value the label is 1 \(precision 1.000, recall 0.\d+\); if it is",
+    ),
+    "0 unless positive": (
+        "revenue",
+        np.where((CLICK == 0) | (RNG.random(N) < 0.6), 0, RNG.random(N)),
+        r"in rows with another value than most the label is 1 \(precision 1.000, recall 0.",
+    ),
+    "text of some positives": (
+        "x",
+        np.where((CLICK == 0) | (RNG.random(N) < 0.6), "", RNG.choice(["card", "cash"], N)),
+        "in rows with another value than most the label is 1",
+    ),
+    "missing in positives": (
+        "x",
+        pa.array(RNG.random(N), mask=(CLICK == 1) & (RNG.random(N) < 0.4)),
+        "in rows where it is missing the label is 1",
+    ),
+    "missing more often in negatives": (
+        "x",
+        pa.array(RNG.normal(0, 1, N), mask=(USER % 3 > CLICK * 1.5)),
+        "as_is",
+    ),
     "no leak": ("x", CLICK + RNG.normal(0, 1, N), "as_is"),
 }
 
@@ -210,6 +249,26 @@ def test_labels_of_many_kinds(tmp_path: Path) -> None:
     assert label(tmp_path, stars, "s", label="s", positive="in [1, 5]") == [{"column": "s", "positive": "in [1, 5]"}]
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["is_attributed", "was_clicked", "clk", "isClick", "Class", "y", "converted", "Clicked?", "hasConverted", " label"],
+)
+def test_labels_of_other_names(tmp_path: Path, name: str) -> None:
+    assert label(tmp_path, CLICK, name) == [name]
+    assert label(tmp_path, CLICK == 1, name) == [name]
+    path = write(tmp_path / "log.parquet", **{name.strip(): CLICK}, x=CLICK[::-1], target=CLICK[::-1] == 1, user=USER)
+    assert "target" in draft_schema(path).labels
+
+
+def test_class_is_no_label_beside_one(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "log.parquet", Class=RNG.integers(0, 2, N), isClick=CLICK, stars=RNG.integers(1, 6, N), user=USER
+    )
+    assert draft_schema(path).labels == ("isClick",)
+    path = write(tmp_path / "log.parquet", Class=RNG.integers(0, 9, N), stars=RNG.integers(1, 6, N), user=USER)
+    assert draft_schema(path).labels == ("stars",)
+
+
 def test_the_share_of_positives_is_said(tmp_path: Path) -> None:
     found = draft(write(tmp_path / "log.parquet", rating=[1, 4, 5, 5] * 1000, user=USER))
     assert found.labels[0].mapping == Label("rating", ">= 5")
@@ -219,7 +278,8 @@ def test_the_share_of_positives_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
-        ({"bought_": CLICK}, {}, "no column named like a label .* it has bought_, user. Name one with --label NAME"),
+        ({"x": CLICK}, {}, "no column named like a label .* it has x, user. Name one with --label NAME .* 0 and 1: x"),
+        ({"Class": ["a", "b"] * 2000}, {}, "no column named like a label .* it has Class, user. Name one with"),
         (
             {"bought_": CLICK},
             {"label": "bougt_"},
@@ -253,6 +313,17 @@ def test_a_column_called_label_that_is_not_0_or_1_beside_a_label(tmp_path: Path)
     path = write(tmp_path / "log.parquet", label=RNG.integers(0, 9, N), click=CLICK == 1, user=USER)
     schema = draft_schema(path)
     assert (schema.labels, [c.name for c in schema.sparse]) == (("click",), ["label", "user"])
+
+
+def test_columns_that_give_a_second_label_away_are_left_out(tmp_path: Path) -> None:
+    buy, user = RNG.integers(0, 2, N), RNG.integers(0, 9, N)
+    revenue = pa.array(RNG.random(N), mask=(buy == 0) | (RNG.random(N) < 0.5))
+    path = write(tmp_path / "log.parquet", click=CLICK, buy=buy, user=user, revenue=revenue, paid=buy + 5)
+    found = draft(path)
+    assert found.schema.labels == ("click", "buy")
+    assert role(found, "revenue").startswith("it gives 'buy' away: in rows that have a value the label is 1")
+    assert role(found, "paid").startswith("it alone gives 'buy' away (AUC 1.000)")
+    assert role(draft(path, label="click", drop=["buy"]), "paid") == "ids"
 
 
 def test_several_labels_are_several_tasks(tmp_path: Path) -> None:

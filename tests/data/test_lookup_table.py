@@ -130,8 +130,8 @@ def test_keys_that_only_share_a_hash(tmp_path: Path) -> None:
         ({"id": [[1], [2], [3], [4]]}, {}, SpecError, "'id' is list<.*>, must be integers or text"),
         ({"kind": [{"x": 1}] * 4}, {}, SpecError, "'kind' is struct<.*>, must be integers, numbers, text, or lists"),
         ({"kind": [[1.5]] * 4}, {}, SpecError, "'kind' is list<.*double>, must be integers, numbers, text, or lists"),
-        ({}, {"value": "price"}, DataError, "1.5 is no id; of floats only whole numbers"),
-        ({}, {"ids": 3}, SpecError, "feature 'kind' is made of no lists, but ids says 3 per sample; leave ids out"),
+        ({}, {"value": "price"}, DataError, "1.5 is no id: expected a whole number"),
+        ({}, {"ids": 3}, SpecError, "feature 'kind': got one value per sample, expected a list of 3, .* Leave ids out"),
         ({}, {"rows": 1}, SpecError, "feature 'kind': rows is 1, must be at least 2"),
     ],
 )

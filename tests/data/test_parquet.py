@@ -228,7 +228,11 @@ def test_bad_ids(tmp_path: Path) -> None:
         ),
         ({"sparse": [{"name": "s", "rows": 9}]}, {"ids": "raw"}, "'s' is string, but ids='raw' needs integers"),
         ({"sparse": [{"name": "s", "rows": 1}]}, {}, "'s': hashing needs at least 2 rows"),
-        ({"sparse": [{"name": "s", "rows": 9, "ids": None}]}, {}, "'s' is string, not a list, but ids says a varying"),
+        (
+            {"sparse": [{"name": "s", "rows": 9, "ids": None}]},
+            {},
+            "'s' is string: got one value per sample",
+        ),
         ({"sparse": [{"name": "s", "rows": 9}], "dense": ["t"]}, {}, "column 't' is timestamp.*must be numbers"),
         ({"sparse": [{"name": "s", "rows": 9}], "group": "f"}, {}, "group column 'f' is double, must be integers or"),
         ({"sparse": [{"name": "s", "rows": 9}]}, {"ids": "mod"}, "ids is 'mod', must be one of hash, raw"),
@@ -336,6 +340,6 @@ def test_whole_floats_are_ids_as_pandas_makes_them_of_integers_that_are_missing(
     for bad in (0.5, 2.0**60, float("inf")):
         pq.write_table(pa.table({"c": [1.0, bad], "label": [0, 1]}), tmp_path / "t.parquet")
         with pytest.raises(
-            DataError, match=rf"row group 0, column 'c': {re.escape(str(bad))} is no id; of floats only"
+            DataError, match=rf"row group 0, column 'c': {re.escape(str(bad))} is no id: expected a whole number"
         ):
             ParquetSource(tmp_path / "t.parquet", schema).read("train", 0)

@@ -14,6 +14,8 @@ import torch
 from hotbed.data import ParquetSource, Schema, SparseColumn
 from hotbed.data.draft import Draft, draft
 from hotbed.data.hashing import hash_integers, hash_strings, rows_of
+from hotbed.data.raw_inputs import find_input
+from hotbed.data.stored_rows import open_rows
 from hotbed.errors import DataError
 
 N = 120
@@ -61,11 +63,13 @@ UNLIKE = {
     "a list and a number": (pa.array([[1, 2]] * N), np.arange(N)),
     "a time and text": (TIMES, ["2024-03-01"] * N),
     "lists of integers and of text": (pa.array([[1]] * N), pa.array([["a"]] * N)),
-    "integers and decimals": (USER, pa.array([Decimal(int(u)) for u in USER], pa.decimal128(9, 2))),
     "text and a number": (["a"] * N, np.arange(N)),
 }
 ALIKE = {
     "true or false, and integers": (USER % 2 == 0, USER),
+    "integers and decimals": (USER, pa.array([Decimal(int(u)) for u in USER], pa.decimal128(9, 2))),
+    "floats and decimals": (USER / 4, pa.array([Decimal(int(u)) for u in USER], pa.decimal128(9, 2))),
+    "integers and whole decimals": (USER, pa.array([Decimal(int(u)) for u in USER], pa.decimal128(20, 0))),
     "decimals of two scales": (
         pa.array([Decimal(int(u)) / 4 for u in USER], pa.decimal128(9, 2)),
         pa.array([Decimal(int(u)) for u in USER], pa.decimal128(20, 0)),
@@ -188,3 +192,49 @@ def test_a_file_to_train_on_is_no_test_file(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=message):
             ParquetSource(path, IDS, split_paths={"test": str(second)})
     assert draft(tmp_path / "data" / "1.parquet", test=second).splits.has_test
+
+
+# -- files without rows ----------------------------------------------------------------------------------------------
+
+NO_ROWS = {
+    "another type": pa.table({"click": pa.array([], pa.string()), "user": pa.array([], pa.string())}),
+    "no type": pa.table({"click": pa.nulls(0), "user": pa.nulls(0), "price": pa.nulls(0)}),
+    "fewer columns": pa.table({"click": pa.array([], pa.int8())}),
+    "no columns": pa.table({}),
+    "one name twice": pa.table([pa.nulls(0), pa.nulls(0)], ["user", "user"]),
+}
+
+
+@pytest.mark.parametrize("split", ["", "train-", "test-"])
+@pytest.mark.parametrize("case", NO_ROWS)
+def test_files_without_rows_take_part_in_no_check(tmp_path: Path, case: str, split: str) -> None:
+    price = np.arange(N) / 7
+    write(tmp_path / "data" / f"{split and 'train-'}a.parquet", price=price)
+    if split == "test-":
+        write(tmp_path / "data" / "test-a.parquet", price=price)
+    pq.write_table(NO_ROWS[case], tmp_path / "data" / f"{split}0.parquet")
+    found = draft(tmp_path / "data")
+    assert left_out(found) == {}
+    assert ([c.name for c in found.schema.sparse], found.schema.dense) == (["user"], ("price",))
+    source = ParquetSource(tmp_path / "data", found.schema)
+    assert source.samples("train") == N
+    assert sum(open_rows(tmp_path / "data").samples.values()) == N * (1 + (split == "test-"))
+    assert find_input([tmp_path / "data"], found.schema, "error").kinds() == {"user": pa.int64()}
+
+
+def test_a_test_split_without_rows_takes_part_in_no_check(tmp_path: Path) -> None:
+    write(tmp_path / "data" / "train.parquet")
+    pq.write_table(NO_ROWS["another type"], tmp_path / "data" / "test.parquet")
+    found = draft(tmp_path / "data")
+    assert (left_out(found), [c.name for c in found.schema.sparse]) == ({}, ["user"])
+    assert ParquetSource(tmp_path / "data", found.schema).samples("train") == N
+
+
+def test_data_without_any_row_have_the_types_of_their_files(tmp_path: Path) -> None:
+    for name, case in (("a", "another type"), ("b", "fewer columns")):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        pq.write_table(NO_ROWS[case], tmp_path / "data" / f"{name}.parquet")
+    with pytest.raises(DataError, match="data has no rows"):
+        draft(tmp_path / "data")
+    with pytest.raises(DataError, match=r"a.parquet has no column 'c'"):
+        ParquetSource(tmp_path / "data", IDS)

@@ -154,9 +154,9 @@ def draft_recipe(
     if model is not None:
         one_of("--model", model, MODELS, SpecError)  # before all of the data are looked at
     if item and model != "TwoTower":
-        raise SpecError(f"--item names columns of TwoTower's item, and --model is {model}; leave one of them out")
+        raise SpecError(_needs_two_tower("--item", model))
     if retrieval and model != "TwoTower":
-        raise SpecError(f"--retrieval is of TwoTower, and --model is {model}; leave one of them out")
+        raise SpecError(_needs_two_tower("--retrieval", model))
     histories, of_ids = pairs_of(history), pairs_of(weights, "--weights", "IDS=WEIGHTS, such as tags=tag_scores")
     options = {
         "--label": label,
@@ -196,6 +196,13 @@ def draft_recipe(
     return recipe_text(
         found, name=run_name(path), path=str(path), counts=counts, model=model, item=item, retrieval=retrieval
     )
+
+
+def _needs_two_tower(option: str, model: str | None) -> str:
+    """Say that an option is of one model."""
+    if model is None:
+        return f"{option} works with one model only: got no --model, expected TwoTower. Add --model TwoTower"
+    return f"{option} works with one model only: got --model {model}, expected TwoTower. Leave {option} out"
 
 
 def _draft_model(path: str | Path, options: Sequence[object]) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from hotbed.data.hashing import Hashes, hash_integers, hash_strings, rows_of
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 Ids = Literal["hash", "raw"]
+_DIGITS = 18  # decimals of so many digits always fit int64
 Array = NDArray[Any]
 
 
@@ -48,6 +50,11 @@ def is_number(t: pa.DataType) -> bool:
     return is_whole(t) or pa.types.is_floating(t) or pa.types.is_decimal(t)
 
 
+def exact_integers(t: pa.DataType) -> int:
+    """Return the limit up to which floats of this type hold every integer: 2¹¹, 2²⁴ or 2⁵³."""
+    return 1 << {16: 11, 32: 24, 64: 53}[t.bit_width]
+
+
 def kind_of_ids(t: pa.DataType) -> str:
     """What the values of a column of this type are to a hash: ``"text"`` or ``"integers"``; "" where all are null."""
     value = t.value_type if is_list(t) else t
@@ -58,7 +65,7 @@ def kind_of_values(t: pa.DataType) -> str:
     """What one word says of all types whose columns may stand below each other; "" of that where all are null."""
     if is_list(t):
         return "lists"
-    known = {"text": is_text, "decimals": pa.types.is_decimal, "numbers": is_number, "times": is_time}
+    known = {"text": is_text, "numbers": is_number, "times": is_time}
     if pa.types.is_null(t):
         return ""
     return next((kind for kind, is_kind in known.items() if is_kind(t)), str(t))
@@ -72,7 +79,7 @@ def alike(first: pa.DataType, second: pa.DataType) -> bool:
 
 
 def plain_type(t: pa.DataType) -> pa.DataType:
-    """The type that values are read as: one that Arrow's functions know, for those that they do not (yet)."""
+    """Return the type that values are read as: one that Arrow's functions know, and integers for whole decimals."""
     if isinstance(t, pa.BaseExtensionType):  # UUIDs, JSON
         return plain_type(t.storage_type)
     if pa.types.is_string_view(t):
@@ -81,27 +88,56 @@ def plain_type(t: pa.DataType) -> pa.DataType:
         return pa.binary()
     if pa.types.is_list_view(t) or pa.types.is_large_list_view(t):
         return pa.large_list(plain_type(t.value_type))
+    if pa.types.is_decimal(t) and t.scale <= 0:  # as databases write keys; 19 and 20 digits may need all 64 bits
+        return pa.int64() if t.precision - t.scale <= _DIGITS else pa.uint64()
     if is_list(t) and (value := plain_type(t.value_type)) != t.value_type:
         return pa.list_(value, t.list_size) if pa.types.is_fixed_size_list(t) else pa.large_list(value)
     return t
 
 
-def plain(table: pa.Table) -> pa.Table:
-    """A table with columns of `plain_type`."""
+def plain(table: pa.Table, where: str = "the rows") -> pa.Table:
+    """Return a table with columns of `plain_type`; whole decimals of many digits are int64 where some are negative.
+
+    Raises
+    ------
+    DataError
+        If a whole decimal has more than 64 bits.
+    """
     types = [plain_type(field.type) for field in table.schema]
     if types == table.schema.types:
         return table
-    columns = [_plain_column(column, kind) for column, kind in zip(table.columns, types, strict=True)]
-    return pa.table(columns, names=table.column_names)
+    names = table.column_names
+    columns = [
+        _plain_column(column, kind, f"{where}, column '{name}'")
+        for name, column, kind in zip(names, table.columns, types, strict=True)
+    ]
+    return pa.table(columns, names=names)
 
 
-def _plain_column(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+def _plain_column(column: pa.ChunkedArray, kind: pa.DataType, where: str) -> pa.ChunkedArray:
     if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
         # Arrow's own cast loses values of a view (seen in 26.0).
         column = pa.chunked_array(
             [_list_of_view(chunk) for chunk in column.chunks], pa.large_list(column.type.value_type)
         )
+    value = column.type.value_type if is_list(column.type) else column.type
+    if pa.types.is_decimal(value):
+        return _integers_of_decimals(column, kind, where)
     return column.cast(kind)
+
+
+def _integers_of_decimals(column: pa.ChunkedArray, kind: pa.DataType, where: str) -> pa.ChunkedArray:
+    """Cast whole decimals, or lists of them, to integers of 64 bits."""
+    signed = pa.large_list(pa.int64()) if is_list(kind) else pa.int64()
+    for integers in (kind, signed):
+        with suppress(pa.ArrowInvalid):
+            return column.cast(integers)
+    values = pc.list_flatten(column) if is_list(column.type) else column
+    span = pc.min_max(values).as_py()
+    raise DataError(
+        f"{where} is {column.type}, which is read as integers: got values from {span['min']} to {span['max']}, "
+        "expected at most 64 bits. Write the column as strings, or as double if it is a number"
+    )
 
 
 def _list_of_view(array: pa.Array) -> pa.Array:
@@ -120,8 +156,8 @@ def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
     if is_text(values[0]):
         as_bytes = any(pa.types.is_binary(t) or pa.types.is_large_binary(t) for t in values)
         return pa.large_binary() if as_bytes else pa.large_string()
-    if pa.types.is_decimal(values[0]):
-        return pa.decimal256(76, max(t.scale for t in values))
+    if scales := [t.scale for t in values if pa.types.is_decimal(t)]:
+        return pa.float64() if any(map(pa.types.is_floating, values)) else pa.decimal256(76, max(scales))
     if is_time(values[0]):
         return pa.timestamp("us", "UTC" if any(getattr(t, "tz", None) for t in values) else None)
     return pa.int64() if all(map(is_whole, values)) else pa.float64()
@@ -148,14 +184,20 @@ def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids, what: str) -> N
     where = f"{what}: sparse column '{column.name}'"
     # pandas makes floats of integers where some are missing, so whole numbers pass, and others are refused when read.
     if not (is_whole(value) or is_text(value) or pa.types.is_floating(t) or pa.types.is_null(value)):
-        raise SpecError(f"{where} is {t}, must be integers, strings or lists of them{hint_for_struct(t)}")
+        of_decimals = "; decimals with digits behind the point are numbers (`dense`)" * pa.types.is_decimal(value)
+        raise SpecError(f"{where} is {t}, must be integers, strings or lists of them{of_decimals}{hint_for_struct(t)}")
     if ids == "raw" and not (is_whole(value) or pa.types.is_floating(t) or pa.types.is_null(value)):
         raise SpecError(f"{where} is {t}, but ids='raw' needs integers; use ids='hash'")
     if ids == "hash" and column.rows < 2:
         raise SpecError(f"sparse column '{column.name}': hashing needs at least 2 rows (row 0 is for missing values)")
     if not is_list(t) and column.ids != 1:
-        wanted = "a varying number of" if column.ids is None else column.ids
-        raise SpecError(f"{where} is {t}, not a list, but ids says {wanted} per sample")
+        raise SpecError(f"{where} is {t}: {one_value(column.ids)}. Set ids to 1 in the schema, or write lists")
+
+
+def one_value(ids: int | None) -> str:
+    """Say that a column has one value per sample, where its schema says otherwise."""
+    wanted = "a list of any length, because ids is null" if ids is None else f"a list of {ids:,}, because ids is {ids}"
+    return f"got one value per sample, expected {wanted}"
 
 
 def check_number(name: str, t: pa.DataType, what: str) -> None:
@@ -251,15 +293,16 @@ def narrow(rows: Array, column: SparseColumn) -> Array:
 
 
 def _whole(values: pa.Array, where: str) -> pa.Array:
-    """Floats that are integers, as integers; NaN is null."""
+    """Convert floats that are integers to int64; NaN becomes null."""
+    limit = exact_integers(values.type)
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
     missing = np.isnan(numbers)
     numbers = np.where(missing, 0, numbers)
-    wrong = np.flatnonzero((numbers != np.floor(numbers)) | (np.abs(numbers) > 2.0**53))
+    wrong = np.flatnonzero((numbers != np.floor(numbers)) | (np.abs(numbers) > limit))
     if len(wrong):
         raise DataError(
-            f"{where}: {numbers[wrong[0]]} is no id; of floats only whole numbers up to 2**53 are, so "
-            "write the column as integers or strings, or make it a numerical (`dense`)"
+            f"{where}: {numbers[wrong[0]]} is no id: expected a whole number up to {limit:,}, the integers that "
+            f"{values.type} holds exactly. Write the column as integers or strings, or make it a numerical (`dense`)"
         )
     return pa.array(numbers.astype(np.int64), mask=missing)
 

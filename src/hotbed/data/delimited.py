@@ -38,7 +38,7 @@ _log = logging.getLogger("hotbed")
 
 _NAME = re.compile(r"(\.(csv|tsv)|(^|/)day_\d+)(\.gz|\.zst)?$", re.IGNORECASE)
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-_VERSION = 3  # part of the names of what is kept: raised where a file would be converted to something else
+_VERSION = 4  # part of the names of what is kept: raised where a file would be converted to something else
 _HEAD_BYTES = 1 << 20
 _HEAD_ROWS = 20
 _BLOCK_BYTES = 16 << 20
@@ -47,6 +47,8 @@ _KEPT_SECONDS = 7 * 24 * 3600
 _HEX = re.compile(r"[0-9a-fA-F]{0,8}")
 _INTEGER = re.compile(r"(-?\d+)?")
 _MOST_COLUMNS = 20_000
+_DIRECTIVE = re.compile(r'"?sep=([\t !#-~])"?\r?(?:\n|$)', re.IGNORECASE)
+"""The line before the header by which spreadsheets learn the separator."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Layout:
     has_header: bool
     text: frozenset[str] = frozenset()
     """Columns that are text whatever is in them."""
+    skipped: int = 0
+    """Lines before the header."""
 
 
 def is_delimited(name: str) -> bool:
@@ -211,7 +215,7 @@ def _batches(store: fs.FileSystem, path: str, layout: Layout) -> Iterator[pa.Tab
             read_options=pc_csv.ReadOptions(
                 block_size=_BLOCK_BYTES,
                 column_names=list(layout.names),
-                skip_rows=0,
+                skip_rows=layout.skipped,
                 skip_rows_after_names=int(layout.has_header),
                 use_threads=False,
             ),
@@ -229,7 +233,7 @@ def _batches(store: fs.FileSystem, path: str, layout: Layout) -> Iterator[pa.Tab
 
 
 def _head(store: fs.FileSystem, path: str) -> tuple[str, str, bool]:
-    """The first lines, what separates their fields, and whether they are all that there are."""
+    """Return the first lines, the separator of their fields, and whether the file has no more lines."""
     with _explained(path), _stream(store, path) as stream:
         head: bytes = stream.read(_HEAD_BYTES)
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -244,22 +248,29 @@ def _head(store: fs.FileSystem, path: str) -> tuple[str, str, bool]:
         text = cut  # a character at the end that is cut into halves
     if "\0" in text:
         raise DataError(f"{path} has bytes that are zero, so it is no text, or was not written whole; write it again")
-    if not text.strip():
+    if not _without_directive(text).strip():
         raise DataError(f"{path} is empty; it needs a line of column names, and lines of values")
     return text, _separator(path, text), whole
+
+
+def _without_directive(text: str) -> str:
+    """Return the first lines without ``sep=;``."""
+    return text[found.end() :] if (found := _DIRECTIVE.match(text)) else text
 
 
 def _layout(store: fs.FileSystem, path: str) -> Layout:
     """Find separator and names in the first lines."""
     text, separator, whole = _head(store, path)
-    rows = _rows(path, text, separator, whole)
+    rows, skipped = _rows(path, text, separator, whole), int(_DIRECTIVE.match(text) is not None)
     if all(map(_is_criteo, rows)) and len({*map(len, rows)}) == 1:
-        return Layout(COLUMNS[-len(rows[0]) :], separator, has_header=False, text=frozenset(SPARSE))
+        return Layout(COLUMNS[-len(rows[0]) :], separator, has_header=False, text=frozenset(SPARSE), skipped=skipped)
     _check_header(path, rows)
-    return Layout(tuple(rows[0]), separator, has_header=True)
+    return Layout(tuple(rows[0]), separator, has_header=True, skipped=skipped)
 
 
 def _separator(path: str, text: str) -> str:
+    if found := _DIRECTIVE.match(text):
+        return found[1]
     first = re.sub(r'"[^"]*"', "", text.split("\n", 1)[0])
     counts = {separator: first.count(separator) for separator in "\t,;|"}
     usual = "\t" if ".tsv" in path.lower() else ","
@@ -268,6 +279,7 @@ def _separator(path: str, text: str) -> str:
 
 def _rows(path: str, text: str, separator: str, whole: bool) -> list[list[str]]:
     rows: list[list[str]] = []
+    text = _without_directive(text)
     try:
         for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True):
             if row:

@@ -206,8 +206,7 @@ def check_derived_types(
                 f"feature '{d.name}': rows is {column.rows}, must be at least 2 (row 0 is for missing values)"
             )
         if column is not None and not is_list and column.ids != 1:
-            wanted = "a varying number of" if column.ids is None else column.ids
-            raise SpecError(f"feature '{d.name}' is made of no lists, but ids says {wanted} per sample; leave ids out")
+            raise SpecError(f"feature '{d.name}': {arrow.one_value(column.ids)}. Leave ids out")
 
 
 def _types(fields: pa.Schema) -> list[tuple[str, pa.DataType]]:

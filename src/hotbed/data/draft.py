@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,11 +23,13 @@ from hotbed.data.draft_labels import LABEL_NAMES, FoundLabel, find_labels, sampl
 from hotbed.data.draft_splits import DraftedSplits, DraftFiles, draft_splits
 from hotbed.data.draft_weights import weighted
 from hotbed.data.hashing import rows_of
-from hotbed.data.parquet_files import ParquetFile
+from hotbed.data.parquet_files import ParquetFile, with_rows
 from hotbed.data.profile import ColumnProfile, count_distinct, profile, take_sample
-from hotbed.data.roles import ColumnRole, role_of, rule_of
+from hotbed.data.roles import ColumnRole, is_named_like_time, leak_reason, role_of, rule_of, time_reason
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
+
+_log = logging.getLogger("hotbed")
 
 WEIGHT_NAMES = ("weight", "weights", "sample_weight")
 SMALL = 20_000
@@ -184,7 +187,7 @@ def draft(
     of_label = [found.name for found in labels]
     if time in of_label:
         raise SpecError(f"--time names '{time}', which is the label; name the column of the rows' times")
-    missing |= _not_everywhere([*files.train_files, *files.others_with(of_label)], names)
+    missing |= _not_everywhere(with_rows([*files.train_files, *files.others_with(of_label)]), names)
     used = [n for n in sample.column_names if n not in of_label and n not in drop and n not in missing]
     weight = next((n for n in used if n.lower() in WEIGHT_NAMES and n != time and _may_be_weight(sample[n])), None)
     of_ids = dict(weights or {})
@@ -192,7 +195,13 @@ def draft(
     distinct = count_distinct(groups, {n: sample[n].type for n in inputs if _is_counted(sample[n])})
     profiles = profile(sample.select(inputs), total, distinct, sample_labels(sample, labels[0]) if labels else None)
     roles = {p.name: role_of(p, of_label[0] if of_label else "") for p in profiles}
+    for found in labels[1:]:  # a column may give away another label than the first
+        kept = sample.select([name for name in inputs if roles[name].role != "left out"])
+        by_label = profile(kept, total, distinct, sample_labels(sample, found))
+        leaks = {p.name: reason for p in by_label if (reason := leak_reason(p, found.name)) is not None}
+        roles |= {name: ColumnRole("left out", reason) for name, reason in leaks.items()}
     roles |= roles_of_histories(str(path), names, profiles, histories or {})
+    _refuse_inexact_ids(str(path), profiles, roles)
     times = [p for p in profiles if roles[p.name].role == "time" or p.name == time]
     if time is not None:
         chosen = next((p for p in profiles if p.name == time), None)
@@ -209,6 +218,13 @@ def draft(
     repeats = _repeats(profiles, schema)
     several_epochs = total < SMALL or repeats >= MANY_REPEATS
     splits = draft_splits(files, of_label, sample, times, total=total, time=time, valid=valid or several_epochs)
+    unused = _unused_times(profiles, roles, time)
+    splits.notes += unused
+    if cut := splits.init_args.get("split"):
+        by_time = isinstance(cut, dict) and "column" in cut
+        unused += [] if by_time or not any(map(is_named_like_time, times)) else [f"The splits are {splits.reason}"]
+    for note in (*unused, *(f"Column '{name}' is left out: {why}" for name, why in missing.items())):
+        _log.warning("%s: %s", path, note)
     types = {field.name: str(field.type) for file in files.train_files for field in file.schema}
     dropped = [LeftOut(name, types[name], "--drop") for name in dict.fromkeys(drop)]
     elsewhere = [LeftOut(name, types[name], why) for name, why in missing.items()]
@@ -250,6 +266,35 @@ def _not_everywhere(files: Sequence[ParquetFile], names: Sequence[str]) -> dict[
             if kind not in kinds:
                 kinds.append(kind)
     return found
+
+
+def _unused_times(profiles: Sequence[ColumnProfile], roles: Mapping[str, ColumnRole], time: str | None) -> list[str]:
+    """Describe columns that are named like the time of their row, or have dates, but hold no time that is known."""
+    found: list[str] = []
+    for column in profiles:
+        role = roles[column.name]
+        is_known = time_reason(column) is not None or column.name == time or column.distinct < 2
+        if is_known or not (is_named_like_time(column) or column.dates == "other"):
+            continue
+        values = f"{column.type}, {column.low:.16g} to {column.high:.16g}" if column.quantiles else str(column.type)
+        use = "left out" if role.role == "left out" else "an input"
+        found.append(
+            f"Column '{column.name}' is named like a time, but its values have no known layout ({values}): it is {use}"
+            ", and splits are not by it. Write it as times or 2024-12-31 if it is the time of the rows"
+            + (f", or draft with --time '{column.name}'" if use == "an input" else "")
+        )
+    return found
+
+
+def _refuse_inexact_ids(path: str, profiles: Sequence[ColumnProfile], roles: Mapping[str, ColumnRole]) -> None:
+    """Raise `DataError` if ids were written as floats that do not hold them exactly."""
+    for column in profiles:
+        if roles[column.name].role in ("id", "category") and (value := column.inexact) is not None:
+            raise DataError(
+                f"{path}, column '{column.name}': the ids are {column.type}, which has lost digits of large ones: got "
+                f"{value:.0f}, expected at most {arrow.exact_integers(column.type):,}. Write the column as integers "
+                f"(Int64 in pandas) or strings, or leave it out: --drop '{column.name}'"
+            )
 
 
 def _repeats(profiles: Sequence[ColumnProfile], schema: Schema) -> float:

@@ -21,7 +21,7 @@ def shared_tables(
 ) -> dict[str, str]:
     """Find lists whose elements are values of another column (``history`` of ``item_id``), with the table of that."""
     found: dict[str, str] = {}
-    scalars = [p for p in profiles if roles[p.name].role == "id"]
+    scalars = [p for p in profiles if roles[p.name].role in ("id", "category") and not pa.types.is_boolean(p.type)]
     for column in (p for p in profiles if roles[p.name].role == "list"):
         elements = pc.unique(pc.list_flatten(sample[column.name])).drop_null()
         of_text = arrow.is_text(elements.type)
@@ -32,8 +32,10 @@ def shared_tables(
             kind = pa.large_string() if of_text else pa.int64()
             inside = pc.mean(pc.is_in(pc.cast(elements, kind, safe=False), value_set=pc.cast(values, kind, safe=False)))
             related = {w.rstrip("s") for w in words_of(column.name)} & {w.rstrip("s") for w in words_of(other.name)}
-            # Numbers from 1 on are in all columns of numbers from 1 on, so that these need a word in common.
-            if (inside.as_py() or 0) > 0.5 and (of_text or related - {"id"}):
+            # Numbers from 1 on are in all columns of numbers from 1 on, and few texts (yes, no) in many columns: these
+            # need a word in common.
+            by_values = of_text and roles[other.name].role == "id"
+            if (inside.as_py() or 0) > 0.5 and (by_values or related - {"id"}):
                 found[column.name] = other.name
     return found
 

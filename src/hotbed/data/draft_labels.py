@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from hotbed.data import arrow
 from hotbed.data.columns import Label
 from hotbed.data.labels import check_label, read_labels
+from hotbed.data.roles import words_of
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 LABEL_NAMES = (
@@ -23,6 +24,14 @@ LABEL_NAMES = (
     *("converted", "is_converted", "purchase", "purchased", "is_purchase", "bought", "buy", "is_buy", "outcome"),
 )
 RATING_NAMES = ("rating", "ratings", "stars")
+_LABEL_WORDS = frozenset(
+    (
+        *("label", "target", "click", "clicks", "clicked", "clk", "conversion", "converted", "purchase", "purchased"),
+        *("bought", "buy", "attributed", "outcome", "response", "responded", "install", "installed", "subscribed"),
+        *("churn", "churned", "fraud", "liked", "class"),
+    )
+)
+_BEFORE_LABELS = frozenset(("is", "was", "has", "did"))
 _POSITIVE_TEXTS = ("yes", "true", "1", "y", "t", "positive", "pos", "clicked", "click", "converted", "buy", "+1")
 _NEGATIVE_TEXTS = ("no", "false", "0", "n", "f", "negative", "neg", "not clicked", "none", "-1")
 _MOST_RATINGS = 101
@@ -70,11 +79,14 @@ def find_labels(
     if not candidates and not needed and positive is None:
         return []
     if not candidates:
-        named = next((name for name in names if name.lower() in (*LABEL_NAMES, *RATING_NAMES)), None)
+        named = next((name for name in names if name.strip().lower() in (*LABEL_NAMES, *RATING_NAMES)), None)
         unfit = "" if named is None else f", but '{named}', which is {sample[named].type} and can be none"
+        binary: list[str] = [name for name in names if _is_binary(sample[name])]
+        binary.sort(key=lambda name: _LABEL_WORDS.isdisjoint(words_of(name)))
+        hint = f", such as one of 0 and 1: {_listed(binary)}" if binary else ""
         raise DataError(
             f"{path} has no column named like a label ({', '.join(LABEL_NAMES[:10])}, …, {', '.join(RATING_NAMES)})"
-            f"{unfit}; it has {_listed(names)}. Name one with --label NAME (label=… in Python)"
+            f"{unfit}; it has {_listed(names)}. Name one with --label NAME (label=… in Python){hint}"
         )
     if positive is not None and len(asked) > 1:
         raise SpecError(
@@ -103,12 +115,19 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _named(sample: pa.Table) -> list[str]:
-    """Columns named like labels: all of 0 and 1, or the first of others."""
-    by_name = {name.lower(): name for name in reversed(sample.column_names)}
+    """Find columns named like labels: all of 0 and 1, or the first of others."""
+    by_name = {name.strip().lower(): name for name in reversed(sample.column_names)}
     named = [by_name[n] for n in LABEL_NAMES if n in by_name and _may_be(sample[by_name[n]].type)]
     binary = [name for name in sample.column_names if name in named and _is_binary(sample[name])]
     ratings = [by_name[n] for n in RATING_NAMES if n in by_name and arrow.is_number(sample[by_name[n]].type)]
-    return binary or named[:1] or ratings[:1]
+    return binary or named[:1] or _like_labels(sample) or ratings[:1]
+
+
+def _like_labels(sample: pa.Table) -> list[str]:
+    """Find columns of 0 and 1 with a name such as ``isClick`` or ``was_converted``; ``Class`` if there is no other."""
+    words = {name: [w for w in words_of(name) if w not in _BEFORE_LABELS] for name in sample.column_names}
+    like = [n for n, of in words.items() if len(of) == 1 and of[0] in _LABEL_WORDS and _is_binary(sample[n])]
+    return [name for name in like if words[name] != ["class"]] or like
 
 
 def _may_be(kind: pa.DataType) -> bool:

@@ -19,10 +19,11 @@ from pyarrow import fs
 from hotbed.data import arrow
 from hotbed.data.criteo import COLUMNS
 from hotbed.data.delimited import is_delimited
-from hotbed.data.parquet_files import ParquetFile, find_parquet, refuse_same_files, text_columns
+from hotbed.data.parquet_files import ParquetFile, find_parquet, refuse_same_files, text_columns, with_rows
 from hotbed.data.profile import ColumnProfile
 from hotbed.data.roles import time_rank
 from hotbed.data.row_groups import RowGroup
+from hotbed.data.text_dates import parse_dates
 from hotbed.errors import DataError, SpecError
 
 FEWEST_ROWS = 50
@@ -81,7 +82,7 @@ class DraftFiles:
     @property
     def train_files(self) -> Sequence[ParquetFile]:
         """Files to train on, and to cut other splits off."""
-        return self.by_split.get("", self.by_split.get("train", []))
+        return with_rows(self.by_split.get("", self.by_split.get("train", [])))
 
     @property
     def train(self) -> list[RowGroup]:
@@ -96,7 +97,7 @@ class DraftFiles:
 
     def others_with(self, labels: Sequence[str]) -> list[ParquetFile]:
         """Files of the other splits that have labels: those without are not used."""
-        return [f for of_split in self.others.values() for f in of_split if not {*labels} - {*f.schema.names}]
+        return [f for of in self.others.values() for f in with_rows(of) if not {*labels} - {*f.schema.names}]
 
 
 @dataclass
@@ -149,7 +150,7 @@ def draft_splits(
     paths: dict[str, str | None] = {}
     there: set[str] = set()
     for split, of_split in files.others.items():
-        lacking = next((file for file in of_split if any(name not in file.schema.names for name in labels)), None)
+        lacking = next((f for f in with_rows(of_split) if any(name not in f.schema.names for name in labels)), None)
         if lacking is None:
             there.add(split)
             if split == "test" and files.test_path:
@@ -188,9 +189,10 @@ def _cut(
         if time is None and (why := _unfit(column)):
             unfit.append(why)
             continue
-        starts = _starts(sample[column.name], wanted)
+        starts = _starts(sample[column.name], wanted, column.date_format)
         if starts is not None:
             by_time = {"by": "time", "column": column.name, **{f"{s}_from": t for s, t in starts.items()}}
+            by_time |= {} if column.date_format is None else {"format": column.date_format}
             return by_time, f"the latest rows by '{column.name}': a model is to predict what comes after its training"
         if time is not None:
             raise DataError(
@@ -213,12 +215,17 @@ def _unfit(column: ColumnProfile) -> str:
     return ""
 
 
-def _starts(column: pa.ChunkedArray, wanted: dict[str, float]) -> dict[str, object] | None:
-    """First times of the splits, so that each has about its share of the rows; None where there are no such times."""
+def _starts(
+    column: pa.ChunkedArray, wanted: dict[str, float], date_format: str | None = None
+) -> dict[str, object] | None:
+    """Return first times of the splits, so that each has about its share of the rows; None if there are none."""
     column = pc.drop_null(column)
     kind = column.type
     if pa.types.is_dictionary(kind):
         column = pc.cast(column, kind.value_type)
+    if date_format is not None:
+        kind = pa.timestamp("us")
+        column = pc.cast(parse_dates(column, date_format), kind)
     if arrow.is_time(kind):
         values = arrow.microseconds(column).to_numpy()
     elif arrow.is_text(column.type):

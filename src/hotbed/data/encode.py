@@ -390,9 +390,9 @@ class Encoder:
             self.check(table.schema, place)
             self._checked = table.schema
         if self.preparation is not None:
-            table = self.preparation.stored(arrow.plain(table), self.schema.dense, place, row_of)
+            table = self.preparation.stored(arrow.plain(table, place), self.schema.dense, place, row_of)
         derived = {d.name: d for d in self.schema.derived}
-        return Columns(arrow.plain(table), derived, self._lookups, self.boundaries, self._lists, place, row_of)
+        return Columns(arrow.plain(table, place), derived, self._lookups, self.boundaries, self._lists, place, row_of)
 
     def _names_of_lists(self) -> frozenset[str]:
         return frozenset(column.name for column in self.columns() if column.is_list)

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from hotbed.data import arrow
 from hotbed.data.derived import Lookup
 from hotbed.data.hashing import Hashes
-from hotbed.data.parquet_files import find_parquet
+from hotbed.data.parquet_files import find_parquet, with_rows
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 _STORED = ("key", "value", "hash")
@@ -53,7 +53,7 @@ class LookupTable:
             raise DataError(f"feature '{lookup.name}': {lookup.file} has the splits {', '.join(found)}; name one file")
         parts: list[pa.Table] = []
         names = list(dict.fromkeys((lookup.key, lookup.value)))
-        for file in next(iter(found.values())):
+        for file in with_rows(next(iter(found.values()))):
             for name in names:
                 if name not in (known := file.schema.names):
                     raise DataError(

@@ -24,7 +24,7 @@ from hotbed.data.column_statistics import ColumnStatistics, quantile_boundaries
 from hotbed.data.columns import Label
 from hotbed.data.encode import Encoder
 from hotbed.data.labels import read_labels
-from hotbed.data.parquet_files import ParquetFile, find_parquet, refuse_same_files, text_columns
+from hotbed.data.parquet_files import ParquetFile, find_parquet, refuse_same_files, text_columns, with_rows
 from hotbed.data.preparation import PREPARATION, Preparation, PreparationEntry
 from hotbed.data.row_groups import RowGroup
 from hotbed.data.row_slices import RowSlice, in_slices
@@ -107,14 +107,15 @@ class ParquetSource(Source):
         unchecked = Encoder(self.schema, ids=ids) if encoder is None else encoder.of(self.schema)
         self.ids: Ids = ids
         files = _with_paths(find_parquet(path, filesystem, text), split_paths or {}, str(path), filesystem, text)
-        for file in (f for of_split in files.values() for f in of_split):
+        checked = with_rows(f for of_split in files.values() for f in of_split)
+        for file in checked:
             if ids == "hash" and encoder is None and self.schema.stored[0] and _said(file) is not None:
                 raise SpecError(
                     f"{file} has ids of hotbed prepare, which `ids: hash` would hash once more; take what source.yaml "
                     "beside it says, `ids: raw` and its rows (hotbed init of the whole folder drafts such a recipe)"
                 )
             unchecked.check(file.schema, str(file))
-        kinds = _id_kinds(unchecked, [f for of_split in files.values() for f in of_split])
+        kinds = _id_kinds(unchecked, checked)
         self._encoder = unchecked.with_kinds({name: kinds[name] for name in unchecked.hashed if name in kinds})
         groups: Groups = {split: [g for f in of_split for g in f.row_groups()] for split, of_split in files.items()}
         if split is not None:

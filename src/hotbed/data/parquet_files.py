@@ -125,7 +125,7 @@ class ParquetFile:
         with self.filesystem.open_input_file(self.path) as stream:
             opened = pq.ParquetFile(stream, metadata=self.metadata)
             table = opened.read_row_group(row_group, columns=self._stored(columns), use_threads=False)
-        return self._with_folders(arrow.plain(table), columns, rows)
+        return self._with_folders(arrow.plain(table, str(self)), columns, rows)
 
     def batches(self, row_group: int, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
         """Read some columns of a row group in order, at most so many rows at once."""
@@ -133,7 +133,7 @@ class ParquetFile:
             # Without a buffer, or with one that is filled beforehand, all columns would be read before the first rows.
             opened = pq.ParquetFile(stream, metadata=self.metadata, buffer_size=_BUFFER_BYTES, pre_buffer=False)
             for batch in opened.iter_batches(rows, [row_group], self._stored(columns), use_threads=False):
-                table = arrow.plain(pa.Table.from_batches([batch]))
+                table = arrow.plain(pa.Table.from_batches([batch]), str(self))
                 yield self._with_folders(table, columns, batch.num_rows)
 
     def nbytes(self, row_group: int) -> int:
@@ -234,7 +234,7 @@ def find_parquet(
         }
 
     found = files(text)
-    codes = _text_somewhere([file for of_split in found.values() for file in of_split])
+    codes = _text_somewhere(with_rows(file for of_split in found.values() for file in of_split))
     return files({*text, *codes}) if codes else found
 
 
@@ -266,6 +266,12 @@ def _text_somewhere(files: Sequence[ParquetFile]) -> set[str]:
         return set()
     integers = {field.name for schema in delimited for field in schema if pa.types.is_integer(field.type)}
     return text_columns(files) & integers
+
+
+def with_rows(files: Iterable[ParquetFile]) -> list[ParquetFile]:
+    """Return the files that have rows, or all files if none has; columns and types of empty files mean nothing."""
+    every = list(files)
+    return [file for file in every if file.metadata.num_rows] or every
 
 
 def text_columns(files: Iterable[ParquetFile]) -> set[str]:

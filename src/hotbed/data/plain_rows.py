@@ -19,6 +19,7 @@ import pyarrow as pa
 from hotbed.errors import DataError, did_you_mean
 
 _SIGNED, _UNSIGNED = range(-(1 << 63), 1 << 63), range(1 << 64)
+_EXACT = 1 << 53  # integers up to this are exact as floats
 _LONGEST_SHOWN = 60
 _WANTED = {
     "text": "text",
@@ -82,17 +83,14 @@ def _array(column: InputColumn, values: Sequence[object]) -> pa.Array:
     flat: list[object] = []
     for row, value in enumerate(values):
         if not column.is_list:
-            _check(column, row, value)
-            flat.append(value)
+            flat.append(_checked(column, row, value))
         elif value is not None:
             if not isinstance(value, list | tuple):
                 raise DataError(
                     f"column '{column.name}', row {row:,}: {_shown(value)} is no list of ids, which this column has; "
                     "write [ … ], also around one"
                 )
-            for entry in cast("Sequence[object]", value):
-                _check(column, row, entry)
-                flat.append(entry)
+            flat.extend(_checked(column, row, entry) for entry in cast("Sequence[object]", value))
     kind = _type(column, flat)
     of_kind: type[Any] = str if pa.types.is_large_string(kind) else float if pa.types.is_float64(kind) else int
     array = pa.array([None if value is None else of_kind(value) for value in flat], kind)  # booleans are integers
@@ -104,11 +102,13 @@ def _array(column: InputColumn, values: Sequence[object]) -> pa.Array:
     return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), array, mask=missing)
 
 
-def _check(column: InputColumn, row: int, value: object) -> None:
-    """Raise `DataError` unless a value is of its column's kind."""
+def _checked(column: InputColumn, row: int, value: object) -> object:
+    """Return a value, whole floats of ids as integers; raise `DataError` unless it is of its column's kind."""
     if value is None:
-        return
+        return None
     kind = column.kind
+    if isinstance(value, float) and value.is_integer() and kind in ("integers", "") and abs(value) <= _EXACT:
+        value = int(value)  # what pandas writes of a column of integers in which some are missing
     is_text, is_whole = isinstance(value, str), isinstance(value, int)
     good = {
         "text": is_text,
@@ -136,6 +136,7 @@ def _check(column: InputColumn, row: int, value: object) -> None:
             raise DataError(f"{where} is beyond the largest number, 1.8e308; write a smaller one, or null") from None
     elif cast(int, value) not in _SIGNED and cast(int, value) not in _UNSIGNED:
         raise DataError(f"{where} has more than 64 bits, and ids have no more; write it as it was in training")
+    return value
 
 
 def _type(column: InputColumn, flat: Sequence[object]) -> pa.DataType:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,7 @@ import torch
 from hotbed.auc import auc
 from hotbed.data import arrow
 from hotbed.data.row_groups import RowGroup
+from hotbed.data.text_dates import date_format, digit_layout
 from hotbed.data.value_counts import ValueCounts, most_distinct
 from hotbed.errors import DataError
 
@@ -35,13 +36,26 @@ _BATCH_ROWS = 32_768
 _COUNTED_CELLS = 60_000_000  # some ten seconds
 _READERS = 2
 _FEW = 1_000
-_LARGEST_INTEGER = 2.0**53  # of float64 that has integers without gaps up to it
+_LARGEST_ID = 2.0**64  # whole floats beyond it cannot come from ids of 64 bits
 _FEWEST_OF_A_CLASS = 50
+_FREQUENT = 0.6  # share from which on a class is found in most rows of any kind
+_OTHERS = 0.02  # of the rows of the other class that chance would give, in rows that are of one class
 _CLOCK = r"([T ,]+\d{1,2}:\d\d.{0,20})?$"
-_SORTABLE_DATE = r"^(19|20)\d\d[-/.](0\d|1[0-2])([-/.][0-3]\d" + _CLOCK + "|$)"
+_PADDED_CLOCK = r"([T ,]+\d\d:\d\d(:\d\d([.,]\d+)?)?( ?(Z|UTC|[+-]\d\d:?\d\d))?)?$"
+_SORTABLE_DATE = r"^(19|20)\d\d[-/.](0\d|1[0-2])([-/.][0-3]\d" + _PADDED_CLOCK + "|$)"
+_YEAR_FIRST = r"^(19|20)\d\d([-/]\d\d?[-/]|[.]\d\d[.])[0-3]?\d" + _CLOCK
 _DAY_AND_MONTH = r"[0-3]?\d[-/. ]([01]?\d|[A-Z][a-z]{2})|[01]?\d[-/.][0-3]?\d"
 _OTHER_DATE = rf"^(({_DAY_AND_MONTH})[-/. ](19|20)\d\d|\d\d?/\d\d?/\d\d){_CLOCK}"
 _QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
+
+
+class OneSided(NamedTuple):
+    """Rows that are nearly all of one class: how they are told apart, the class, and precision and recall."""
+
+    rows: str
+    label: int
+    precision: float
+    recall: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +78,27 @@ class ColumnProfile:
         Of lists the mean number of elements, of text the mean number of characters.
     low, high, quantiles
         Of numbers and times in the sample: smallest and largest finite value, quantiles 1, 25, 50, 75 and 99 %.
+    quantiles_from_0
+        The same of values of at least 0, if -1 is the only negative value, which many logs write for none.
     is_whole
-        Whether all numbers in the sample are integers, whatever their type.
+        Whether all numbers in the sample are integers of at most 64 bits, whatever their type.
     is_sorted
         Whether values never fall in the sample, which is in the order of the rows.
     dates
-        Of text whether all values are dates: ``"sortable"`` as 2024-12-31, ``"other"`` as 31/12/2024; else empty.
+        How text has dates: ``"sortable"`` as 2024-12-31, ``"format"`` as 31/12/2024, if `date_format` is known,
+        ``"other"`` if day and month cannot be told apart, or formats differ; empty for other text.
+    date_format
+        Format of dates as text that is not sortable.
+    layout
+        Layout of dates as digits, such as ``YYMMDDHH``, of integers or text of one length; else empty.
     few
         The values, where there are at most 1,000 of them in the sample; None for times.
     auc
         How well the value alone predicts the label, on rows that it was not fitted to: 0.5 is not at all, 1 perfectly.
     missing_auc
         The same of whether it is missing.
+    one_sided
+        Rows that are nearly all of one class, and no frequent one: with a value, without, or unlike most rows; or None.
     """
 
     name: str
@@ -88,12 +111,16 @@ class ColumnProfile:
     low: float = math.nan
     high: float = math.nan
     quantiles: tuple[float, ...] = ()
+    quantiles_from_0: tuple[float, ...] = ()
     is_whole: bool = False
     is_sorted: bool = False
-    dates: Literal["", "sortable", "other"] = ""
+    dates: Literal["", "sortable", "format", "other"] = ""
+    date_format: str | None = None
+    layout: str = ""
     few: tuple[object, ...] | None = None
     auc: float = 0.5
     missing_auc: float = 0.5
+    one_sided: OneSided | None = None
 
     @property
     def is_number(self) -> bool:
@@ -104,6 +131,13 @@ class ColumnProfile:
     def is_time(self) -> bool:
         """Whether the values are of a type for dates or times of day and date."""
         return arrow.is_time(self.type)
+
+    @property
+    def inexact(self) -> float | None:
+        """The largest value, if floats of this type do not hold all integers of its size; ids of them lost digits."""
+        largest = max(self.low, self.high, key=abs)
+        is_float = pa.types.is_floating(self.type)
+        return largest if is_float and abs(largest) > arrow.exact_integers(self.type) else None
 
     @property
     def present(self) -> int:
@@ -250,12 +284,13 @@ def _profile(
     elements = pc.drop_null(_elements(column))
     unique = pc.unique(elements)
     if arrow.is_text(kind):
-        known["dates"] = _dates(unique)
+        known |= _dates(unique)
     if len(unique) <= _FEW and not arrow.is_time(kind):
         known["few"] = tuple(unique.to_pylist())
     if labels is not None and not arrow.is_list(kind):
         known["auc"] = _value_auc(column, numbers, labels)
         known["missing_auc"] = _either_way(_auc(null.astype(np.float64), labels))
+        known["one_sided"] = _one_sided(column, null, labels)
     return ColumnProfile(
         **known,
         missing=float(null.mean()),
@@ -264,13 +299,20 @@ def _profile(
     )
 
 
-def _dates(values: pa.Array) -> Literal["", "sortable", "other"]:
-    """What dates all of these different texts ``[u]`` are; empty where they are none."""
+def _dates(values: pa.Array) -> dict[str, Any]:
+    """Find out how all of these different texts ``[u]`` have dates."""
 
     def are(pattern: str) -> bool:
         return bool(len(values)) and pc.all(pc.match_substring_regex(values, pattern)).as_py()
 
-    return "sortable" if are(_SORTABLE_DATE) else "other" if are(_OTHER_DATE) else ""
+    if are(r"^\d{6,14}$") and len(pc.unique(pc.binary_length(values))) == 1:
+        return {"layout": digit_layout(pc.cast(pc.cast(values, pa.large_string()), pa.int64()).to_numpy())}
+    if are(_SORTABLE_DATE):
+        return {"dates": "sortable"}
+    if are(_YEAR_FIRST) or are(_OTHER_DATE):
+        found = date_format(values)
+        return {"dates": "other" if found is None else "format", "date_format": found}
+    return {}
 
 
 def _numbers(column: pa.ChunkedArray) -> arrow.Array | None:
@@ -287,21 +329,23 @@ def _of_numbers(values: arrow.Array, *, of_floats: bool) -> dict[str, Any]:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return {}
-    as_integers = len(finite) == len(values) and (not of_floats or np.abs(finite).max() <= _LARGEST_INTEGER)
+    from_0, only_code = finite[finite >= 0], bool((finite[finite < 0] == -1).all())
+    as_integers = len(finite) == len(values) and (not of_floats or np.abs(finite).max() <= _LARGEST_ID)
+    is_whole = bool(as_integers and (finite == np.floor(finite)).all())
     return {
+        "layout": digit_layout(np.unique(finite)) if is_whole and finite.min() > 0 and finite.max() < 1e15 else "",
         "low": float(finite.min()),
         "high": float(finite.max()),
         "quantiles": tuple(np.quantile(finite, _QUANTILES).tolist()),
-        "is_whole": bool(as_integers and (finite == np.floor(finite)).all()),
+        "quantiles_from_0": tuple(np.quantile(from_0, _QUANTILES).tolist()) if len(from_0) and only_code else (),
+        "is_whole": is_whole,
         "is_sorted": bool((finite[1:] >= finite[:-1]).all()),
     }
 
 
 def _value_auc(column: pa.ChunkedArray, numbers: arrow.Array | None, labels: arrow.Array) -> float:
     """AUC of a score per row: of values that are met often the mean label in other rows, else the number itself."""
-    values = pc.cast(column, column.type.value_type) if pa.types.is_dictionary(column.type) else column
-    codes = pc.dictionary_encode(values).combine_chunks()
-    indices = pc.fill_null(codes.indices, -1).to_numpy(zero_copy_only=False).astype(np.int64) + 1
+    indices = _codes(column)
     count = int(indices.max(initial=0)) + 1
     if numbers is not None and count > len(labels) // 20:
         lowest = np.append(numbers[np.isfinite(numbers)], 0.0).min()
@@ -314,6 +358,31 @@ def _value_auc(column: pa.ChunkedArray, numbers: arrow.Array | None, labels: arr
         means = (sums + labels.mean()) / (counts + 1)
         scores[~fitted] = means[indices[~fitted]]
     return _auc(scores, labels)
+
+
+def _codes(column: pa.ChunkedArray) -> arrow.Array:
+    """Return a number for each distinct value ``[n]``, 0 for null."""
+    values = pc.cast(column, column.type.value_type) if pa.types.is_dictionary(column.type) else column
+    codes = pc.dictionary_encode(values).combine_chunks()
+    return pc.fill_null(codes.indices, -1).to_numpy(zero_copy_only=False).astype(np.int64) + 1
+
+
+def _one_sided(column: pa.ChunkedArray, null: arrow.Array, labels: arrow.Array) -> OneSided | None:
+    """Find rows that are nearly all of a class which is not frequent, see `ColumnProfile`."""
+    codes = _codes(column)
+    groups = {
+        "rows that have a value": ~null,
+        "rows where it is missing": null,
+        "rows with another value than most": codes != np.bincount(codes).argmax(),
+    }
+    for label, of_class in ((1, labels), (0, 1 - labels)):
+        for rows, there in groups.items():
+            count, right = int(there.sum()), float(of_class[there].sum())
+            by_chance = count * float(1 - of_class.mean())
+            is_sure = by_chance >= _FEWEST_OF_A_CLASS and count - right <= _OTHERS * by_chance
+            if is_sure and of_class.mean() <= _FREQUENT:
+                return OneSided(rows, label, right / count, right / float(of_class.sum()))
+    return None
 
 
 def _auc(scores: arrow.Array, labels: arrow.Array) -> float:

@@ -21,7 +21,7 @@ from hotbed.data.delimited import has_header, is_delimited
 from hotbed.data.draft import draft
 from hotbed.data.encode import Encoder
 from hotbed.data.executors import Tasks
-from hotbed.data.parquet_files import ParquetFile, find_parquet, is_table
+from hotbed.data.parquet_files import ParquetFile, find_parquet, is_table, with_rows
 from hotbed.data.pieces import Piece
 from hotbed.data.row_groups import TableFile
 from hotbed.data.schema import Schema
@@ -110,7 +110,7 @@ def find_input(
     files = _files(paths)
     if schema is not None:
         return _tables(schema, files)
-    everything = [file for of_split in files.values() for file in of_split]
+    everything = with_rows(file for of_split in files.values() for file in of_split)
     names = dict.fromkeys(name for file in everything for name in file.schema.names)
     _check_types(everything, list(names), "write one of them anew, or give a schema without this column")
     drafted = draft(paths[0])
@@ -207,6 +207,12 @@ class Tables:
         """Paths as messages have them."""
         return [(file.shown, file.name) for of_split in self.files.values() for file in of_split]
 
+    @property
+    def checked(self) -> list[TableFile]:
+        """Files with rows, or all files if none has; columns and types of empty files mean nothing."""
+        every = [file for of_split in self.files.values() for file in of_split]
+        return [file for file in every if file.row_groups()] or every
+
     def pieces(self, spool: Path, tasks: Tasks, report: Progress) -> list[Piece]:
         """Row groups, which are read where they are."""
         return [
@@ -219,7 +225,7 @@ class Tables:
     def kinds(self) -> dict[str, pa.DataType]:
         """One type for all files and columns of a table."""
         found: dict[str, tuple[pa.DataType, str]] = {}
-        for file in (file for of_split in self.files.values() for file in of_split):
+        for file in self.checked:
             for column in self.schema.sparse:
                 stored = file.schema.field(column.name).type
                 if not arrow.kind_of_ids(stored):  # all values are missing
@@ -239,13 +245,12 @@ class Tables:
         """Types as they are stored, where all files have the same."""
         s = self.schema
         names = [*s.labels, *s.dense, *s.weight_columns, *s.id_weights, *([s.group] if s.group is not None else [])]
-        files = [file for of_split in self.files.values() for file in of_split]
-        return {name: arrow.common_type([file.schema.field(name).type for file in files]) for name in names}
+        return {name: arrow.common_type([file.schema.field(name).type for file in self.checked]) for name in names}
 
     def lists(self) -> frozenset[str]:
         """Lists in any of the files, or, where all values of all files are missing, by the schema."""
-        files = [file for of_split in self.files.values() for file in of_split]
-        of_column = {c: {arrow.kind_of_values(f.schema.field(c.name).type) for f in files} for c in self.schema.sparse}
+        files, sparse = self.checked, self.schema.sparse
+        of_column = {c: {arrow.kind_of_values(f.schema.field(c.name).type) for f in files} for c in sparse}
         return frozenset(
             c.name for c, kinds in of_column.items() if "lists" in kinds or (not any(kinds) and c.ids != 1)
         )
@@ -261,11 +266,11 @@ def _tables(schema: Schema | Mapping[str, object], files: Mapping[str, Sequence[
     # What is said of rows is not used.
     schema = replace(schema, sparse=tuple(replace(column, rows=1 << 30) for column in schema.sparse))
     encoder = Encoder(schema, ids="hash")
-    everything = [file for of_split in files.values() for file in of_split]
+    tables = Tables(files, schema)
+    everything = tables.checked
     for file in everything:
         _check_names(file, encoder.names)
         encoder.check(file.schema, file.shown)
-    tables = Tables(files, schema)
     tables.kinds()
     _check_types(everything, encoder.names, "write one of them anew")
     if not any(file.row_groups() for file in everything):

@@ -39,6 +39,8 @@ _NUMBER_WORDS = _words(
     "balance rate ratio pct percent avg mean min max std median temperature lat lon latitude longitude budget "
     "points"
 )
+_MEASURES = _words("age duration")
+_CODES = _words("id ids key code index hash type kind class category cat segment cluster bucket number nr no")
 _NUMBER_FIRST = _words("num n nb cnt count total avg mean sum max min")
 _TIME_WORDS = _words(
     "time timestamp ts date datetime epoch unixtime when created day at dt clock utc posted occurred logged"
@@ -47,11 +49,16 @@ _OTHER_TIMES = _words(
     "birth birthday birthdate dob born signup registered registration joined release last first seen since "
     "released expires expiry expiration published publication updated modified"
 )
+_LAYOUT_WORDS = _words("hour month minute week period")
+_LAYOUT_NAMES = {"YYYYMMDD": "days", "YYYYMM": "months"}
+_SURE_DATES = 24  # distinct numbers, all of which are dates by chance in no log
+_MINUTES = 60  # an hour, month or minute of fewer values recurs
 _INDEX_NAMES = re.compile(
     r"(unnamed: \d+|__index_level_\d+__|level_\d+|index|row_?(id|nr|number|index)?|)", re.IGNORECASE
 )
 _FEW_VALUES = 50
 _COUNTS_FROM = -100  # some logs say by a small negative number that there is none
+_LARGE, _COUNTS_TO = 2.0**24, 2.0**53  # no count is beyond the second
 _UNIQUE_ROWS = 100  # of fewer rows nothing is said: any column may be unique in them
 _LONG_TEXT = 60
 _HUGE = 1e100
@@ -77,9 +84,11 @@ def words_of(name: str) -> list[str]:
 
 
 def _named_as(name: str) -> Literal["id", "number", ""]:
-    """What a name says its integers are: the last word that says so (``item_price``), but for ``num_items``."""
+    """Return what a name says of its integers by its last known word (``item_price``), but for ``num_items``."""
     words = words_of(name)
     if len(words) > 1 and words[0] in _NUMBER_FIRST:
+        return "number"
+    if not _MEASURES.isdisjoint(words) and words[-1] not in _CODES:
         return "number"
     said = [word for word in words if word in _ID_WORDS or word in _NUMBER_WORDS]
     return "" if not said else "id" if said[-1] in _ID_WORDS else "number"
@@ -97,15 +106,15 @@ def role_of(column: ColumnProfile, label: str) -> ColumnRole:
     if column.distinct == 1 and not column.missing:
         value = "" if not column.few else f" ({str(column.few[0])[:40]!r})"
         return ColumnRole("left out", f"all rows have the same value{value}")
-    if (reason := _leak(column, label)) is not None:
+    if (reason := leak_reason(column, label)) is not None:
         return ColumnRole("left out", reason)
     if arrow.is_list(kind):
         return ColumnRole("list", f"{column.length:.3g} ids per row in the mean, {column.distinct:,} different ones")
     if column.dates == "other":
         return ColumnRole(
             "left out",
-            "dates as text that does not sort by time: later rows have values that training has not seen; written as "
-            "2024-12-31, splits can be by them",
+            "dates as text of several formats, or with an ambiguous day and month: later rows have values that "
+            "training has not seen; written as 2024-12-31, splits can be by them",
         )
     if (reason := time_reason(column)) is not None:
         if column.is_number and not is_time_of_row(column):
@@ -137,12 +146,16 @@ def _no_input(kind: pa.DataType) -> str | None:
     return None
 
 
-def _leak(column: ColumnProfile, label: str) -> str | None:
+def leak_reason(column: ColumnProfile, label: str) -> str | None:
+    """Return how a column gives a label away; None if it does not."""
     advice = "if it is known before the event, add it again"
     if column.missing_auc >= LEAK:
         return f"whether it is missing gives '{label}' away (AUC {column.missing_auc:.3f}); {advice}"
     if column.auc >= LEAK:
         return f"it alone gives '{label}' away (AUC {column.auc:.3f}); {advice}"
+    if (found := column.one_sided) is not None:
+        shares = f"precision {found.precision:.3f}, recall {found.recall:.3f}"
+        return f"it gives '{label}' away: in {found.rows} the label is {found.label} ({shares}); {advice}"
     return None
 
 
@@ -154,6 +167,12 @@ def time_reason(column: ColumnProfile) -> str | None:
     named = not (_TIME_WORDS | _OTHER_TIMES).isdisjoint(words)
     if column.dates == "sortable" and (named or column.length >= len("2024-12-31")):
         return "text that sorts by time"
+    if column.dates == "format":
+        return f"text of dates as {column.date_format}"
+    named_layout = named or not _LAYOUT_WORDS.isdisjoint(words)
+    sure = len(column.layout) > len("YYYYMM") and column.distinct >= _SURE_DATES and _named_as(column.name) != "id"
+    if column.layout and (named_layout or (sure and column.is_number)):
+        return f"{_LAYOUT_NAMES.get(column.layout, 'times')} as {column.layout}"
     if not column.is_number or not column.quantiles:
         return None
     if named and column.is_whole and column.low >= 19_000_101 and column.high <= 21_001_231:
@@ -174,7 +193,15 @@ def time_reason(column: ColumnProfile) -> str | None:
 def is_time_of_row(column: ColumnProfile) -> bool:
     """Whether a column of times may say when the row happened: by its name, or because the rows are in its order."""
     words = {*words_of(column.name)}
-    return column.is_sorted or bool(words & _TIME_WORDS and not words & _OTHER_TIMES)
+    known = _TIME_WORDS | _LAYOUT_WORDS if column.layout else _TIME_WORDS
+    return column.is_sorted or bool(words & known and not words & _OTHER_TIMES)
+
+
+def is_named_like_time(column: ColumnProfile) -> bool:
+    """Return whether a name says that a column is the time of its row."""
+    words = {*words_of(column.name)}
+    known = _TIME_WORDS if column.distinct <= _MINUTES else _TIME_WORDS | _LAYOUT_WORDS
+    return bool(words & known and not words & _OTHER_TIMES)
 
 
 def time_rank(name: str) -> int:
@@ -192,7 +219,8 @@ def _row_number(column: ColumnProfile) -> str | None:
         return None
     if _INDEX_NAMES.fullmatch(column.name) and column.is_whole:
         return "it numbers the rows"
-    if column.total >= _UNIQUE_ROWS:
+    measures = column.is_number and _named_as(column.name) == "number"  # such as a duration in milliseconds
+    if column.total >= _UNIQUE_ROWS and not measures:
         return "nearly every row has a value of its own, of which nothing can be learned for others"
     return None
 
@@ -219,13 +247,15 @@ def _whole_number(column: ColumnProfile) -> ColumnRole:
         return ColumnRole("number", "")
     if pa.types.is_decimal(column.type):
         return ColumnRole("number", "")
-    if column.distinct <= _FEW_VALUES:
+    if column.distinct <= _FEW_VALUES or (column.inexact is not None and column.high > _COUNTS_TO):
         return _ids(column)
-    median, upper = column.quantiles[2], column.quantiles[4]
-    tail = column.high > 50 * max(1.0, median) or upper > 8 * max(1.0, median)
+    quantiles = column.quantiles_from_0 or column.quantiles
+    median, upper = quantiles[2], quantiles[4]
+    # A few values beyond 2²⁴ among small ones may be ids of other systems: they alone make no count.
+    tail = (50 * max(1.0, median) < column.high <= _LARGE) or upper > 8 * max(1.0, median)
     if tail and column.low > _COUNTS_FROM and column.high > 2 * column.distinct:
         return ColumnRole("number", "a count by its distribution")
-    if column.low < 0 and column.distinct > _FEW_VALUES:
+    if column.low < 0 and not column.quantiles_from_0:
         return ColumnRole("number", "it has negative values")
     return _ids(column, ", taken for ids")
 

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from hotbed.data import arrow
 from hotbed.data.hashing import hash_integers, hash_strings, mix
 from hotbed.data.row_groups import RowGroup
+from hotbed.data.text_dates import UNPADDED, parse_dates
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 SPLITS = ("train", "valid", "test")
@@ -166,11 +167,13 @@ class TimeSplit(RowSplit):
     Parameters
     ----------
     column
-        Column of numbers, dates, times or text (that sorts by time, as ``2024-01-31`` does). Rows without a time
-        (null, NaN) are for training.
+        Column of numbers, dates, times or text: text that sorts by time, such as ``2024-01-31``, or has a ``format``.
+        Rows without a time (null, NaN) are for training.
     valid_from, test_from
         First time of these splits, or None where there is to be none: a number, or text such as
         ``2024-01-31 12:00:00``; of times with a zone in UTC, unless the text names one.
+    format
+        How text has its times, as ``strptime`` takes it: ``"%d/%m/%Y %H:%M"``. None: text is compared as text.
 
     Raises
     ------
@@ -181,6 +184,7 @@ class TimeSplit(RowSplit):
     column: str | None
     valid_from: Any = None
     test_from: Any = None
+    format: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.column, str) or not self.column:
@@ -191,6 +195,9 @@ class TimeSplit(RowSplit):
                 object.__setattr__(self, key, value.isoformat())
             elif value is not None and not _is_time(value):
                 raise SpecError(f"split by time: {key} is {value!r}, must be a finite number or text")
+        format_: object = self.format
+        if format_ is not None and (not isinstance(format_, str) or "%" not in format_):
+            raise SpecError(f"split by time: format is {format_!r}, must be text such as '%Y-%m-%d %H:%M', or null")
         if self.valid_from is None and self.test_from is None:
             raise SpecError("split by time needs valid_from or test_from, the first time of that split")
 
@@ -209,7 +216,10 @@ class TimeSplit(RowSplit):
                 f"{where} has no column '{column}' to split by; it has {', '.join(schema.names)}"
                 f"{did_you_mean(column, schema.names)}"
             )
-        starts = self._starts(schema.field(column).type)
+        kind = schema.field(column).type
+        if self.format is not None and not arrow.is_text(kind):
+            raise SpecError(f"split by time: format is {self.format!r}, but column '{column}' is {kind}, not text")
+        starts = self._starts(kind)
         if len(starts) > 1 and not starts[0][0] < starts[1][0]:
             raise SpecError(f"split by time: valid_from {self.valid_from} must be before test_from {self.test_from}")
 
@@ -227,12 +237,28 @@ class TimeSplit(RowSplit):
         """Count for each row the splits that begin before it."""
         assert table is not None
         column: pa.ChunkedArray = table[str(self.column)]
-        values = _comparable(column)
+        values = self._text_times(column, group) if arrow.is_text(column.type) else _comparable(column)
         found = np.zeros(len(column), dtype=np.int64)
         for start, code in self._starts(column.type):
             reached = pc.fill_null(pc.greater_equal(values, pa.scalar(start, values.type)), fill_value=False)
             found[reached.to_numpy() if isinstance(reached, pa.ChunkedArray) else np.asarray(reached)] = code
         return found
+
+    def _text_times(self, column: pa.ChunkedArray, group: RowGroup) -> pa.ChunkedArray:
+        """Return text as it is, or as microseconds by the format; raise `DataError` if it does not sort by time."""
+        texts = _comparable(column)
+        if self.format is None:
+            bad, values = pc.match_substring_regex(texts, UNPADDED), texts
+            problem = "expected padded text, as it does not sort by time. Add format: to the split, such as"
+        else:
+            values = parse_dates(texts, self.format)
+            bad = pc.and_(pc.is_valid(texts), pc.is_null(values))
+            problem = f"expected times as {self.format!r}. Change format: of the split, such as"
+        if pc.any(bad).as_py():
+            at = pc.index(bad, pa.scalar(True)).as_py()
+            where = f"{group}, column '{self.column}'"
+            raise DataError(f"{where}: got {texts[at].as_py()!r} at {group.place(at)}, {problem} '%Y-%m-%d %H:%M'")
+        return values
 
     def _code_of(self, value: int, kind: pa.DataType) -> int:
         return max((code for start, code in self._starts(kind) if value >= start), default=0)
@@ -240,6 +266,7 @@ class TimeSplit(RowSplit):
     def _starts(self, kind: pa.DataType) -> list[tuple[Any, int]]:
         """First comparable value and number of each split but train."""
         given = ((self.valid_from, 1), (self.test_from, 2))
+        kind = kind if self.format is None else pa.timestamp("us")
         return [(_threshold(start, kind, str(self.column)), code) for start, code in given if start is not None]
 
 

@@ -30,8 +30,6 @@ from hotbed.data.source import label_error
 from hotbed.data.stored_rows import RowsSlice, StoredRows
 from hotbed.errors import DataError, SpecError, did_you_mean
 
-_LARGEST_WHOLE = 2.0**53
-
 
 @dataclass
 class Fault:
@@ -178,11 +176,13 @@ class SchemaChecks:
         if pa.types.is_null(array.type):
             array = array.cast(pa.int64())
         if pa.types.is_floating(array.type):
+            most = arrow.exact_integers(array.type)
             numbers = array.cast(pa.float64()).to_numpy(zero_copy_only=False)
             there = ~np.isnan(numbers)
-            broken = there & ~((numbers == np.floor(numbers)) & (np.abs(numbers) <= _LARGEST_WHOLE))
+            broken = there & ~((numbers == np.floor(numbers)) & (np.abs(numbers) <= most))
             limit = (
-                "of floats only whole numbers up to 2**53 are ids: write integers or strings, or make it a numerical"
+                f"ids of {array.type} must be whole numbers up to {most:,}: write integers or strings, or make it a "
+                "numerical"
             )
             self._say(found, column.name, "no whole numbers", broken, numbers, "id {}", limit, row_of)
             array = pa.array(np.where(there & ~broken, numbers, 0).astype(np.int64), mask=~there)

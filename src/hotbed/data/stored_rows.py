@@ -24,7 +24,7 @@ from hotbed.batch import Batch
 from hotbed.data.npy import NpySource
 from hotbed.data.npy_files import find_days, has_days
 from hotbed.data.parquet import ParquetSource
-from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet
+from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet, with_rows
 from hotbed.data.prepared import open_described
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
@@ -125,7 +125,7 @@ class FileRows(StoredRows):
     @property
     def schemas(self) -> list[tuple[str, pa.Schema]]:
         """Columns of each file."""
-        return [(str(file), file.schema) for file in self._all]
+        return [(str(file), file.schema) for file in with_rows(self._all)]
 
     @property
     def row_groups(self) -> list[RowGroup]:

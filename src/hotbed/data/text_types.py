@@ -18,6 +18,8 @@ MISSING = ("NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N", "-nan", "#N
 """Texts that stand for a missing value among numbers, times and truth values; among other text they are text."""
 
 _LONG = 16  # digits that a float64 does not hold
+_PLUS = r"^\+[0-9]+$"
+_MEASURE = r"^-|^[+0-9][0-9]*[.,eE]"
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,14 @@ class _Kind:
 def _integers(text: pl.Series) -> pl.Series:
     import polars as pl
 
-    return _only(text, r"^(?:0|-?[1-9][0-9]*)$").cast(pl.Int64, strict=False)  # 007 and +49 are codes
+    return _only(text, r"^(?:\+?0|[+-]?[1-9][0-9]*)$").cast(pl.Int64, strict=False)  # 007 is a code
 
 
 def _floats(text: pl.Series) -> pl.Series:
     import polars as pl
 
-    written = r"^-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?$|^-?[iI]nf(?:inity)?$"
-    long = text.str.contains(rf"^-?[0-9]{{{_LONG},}}$")
+    written = r"^[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?$|^[+-]?[iI]nf(?:inity)?$"
+    long = text.str.contains(rf"^[+-]?[0-9]{{{_LONG},}}$")
     kept = _only(text, written).set(long.fill_null(value=False), None)
     return kept.cast(pl.Float64, strict=False)
 
@@ -48,7 +50,7 @@ def _with_comma(text: pl.Series) -> pl.Series:
     import polars as pl
 
     return (
-        _only(text, r"^-?(?:0|[1-9][0-9]{0,14})(?:,[0-9]+)?$")
+        _only(text, r"^[+-]?(?:0|[1-9][0-9]{0,14})(?:,[0-9]+)?$")
         .str.replace(",", ".", literal=True)
         .cast(pl.Float64, strict=False)
     )
@@ -57,7 +59,7 @@ def _with_comma(text: pl.Series) -> pl.Series:
 def _with_thousands(text: pl.Series) -> pl.Series:
     import polars as pl
 
-    kept = _only(text, r"^-?(?:0|[1-9][0-9]{0,2})(?:,[0-9]{3})*(?:\.[0-9]+)?$")
+    kept = _only(text, r"^[+-]?(?:0|[1-9][0-9]{0,2})(?:,[0-9]{3})*(?:\.[0-9]+)?$")
     return kept.str.replace_all(",", "", literal=True).cast(pl.Float64, strict=False)
 
 
@@ -68,14 +70,16 @@ def _truth(text: pl.Series) -> pl.Series:
 
 
 def _dates(text: pl.Series) -> pl.Series:
-    return _only(text, r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$").str.to_date("%Y-%m-%d", strict=False)
+    kept = _only(text, r"^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}$").str.replace_all("/", "-", literal=True)
+    return kept.str.to_date("%Y-%m-%d", strict=False)
 
 
 def _times(text: pl.Series) -> pl.Series:
-    kept = _only(text, r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]+)?$")
-    return kept.str.replace("T", " ", literal=True).str.to_datetime(
-        "%Y-%m-%d %H:%M:%S%.f", time_unit="us", strict=False
-    )
+    clock = r"[0-9]{1,2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]+)?)?"
+    kept = _only(text, rf"^[0-9]{{4}}[-/][0-9]{{1,2}}[-/][0-9]{{1,2}}[T ]{clock}$")
+    kept = kept.str.replace("T", " ", literal=True).str.replace_all("/", "-", literal=True)
+    kept = kept.str.replace("( [0-9]+:[0-9]+)$", "$1:00")
+    return kept.str.to_datetime("%Y-%m-%d %H:%M:%S%.f", time_unit="us", strict=False)
 
 
 def _zoned_times(text: pl.Series) -> pl.Series:
@@ -139,6 +143,8 @@ class TypesOfText:
         self._names = tuple(names)
         self._kinds = {name: [] if name in text else list(_KINDS) for name in names}
         self._empty = set(names)
+        self._with_plus: set[str] = set()
+        self._measures: set[str] = set()
 
     def look_at(self, batch: pa.Table) -> None:
         """Drop the types that do not fit all of these rows ``[n]`` of text."""
@@ -150,6 +156,14 @@ class TypesOfText:
                     few = text.head(1000)  # says most, quickly
                     fit = [k for k in self._kinds[name] if _fits(_KINDS[k], few) and _fits(_KINDS[k], text)]
                     self._kinds[name] = fit
+                    self._look_at_signs(name, text)
+
+    def _look_at_signs(self, name: str, text: pl.Series) -> None:
+        """Note whether integers begin with "+", and whether other values show that it is the sign of a number."""
+        if name not in self._with_plus and text.str.contains("+", literal=True).any():
+            self._with_plus |= {name} if text.str.contains(_PLUS).any() else set()
+        if name not in self._measures and text.str.contains(_MEASURE).any():
+            self._measures.add(name)
 
     def schema(self) -> pa.Schema:
         """Names and types as far as they are known now; that of a column without values is null."""
@@ -176,6 +190,8 @@ class TypesOfText:
         found = self._kinds[name]
         if not found or name in self._empty or {"day first", "month first"} <= {*found}:  # 1/2/2024 may be either
             return None
+        if name in self._with_plus - self._measures:  # +49 and 12 alone may be telephone numbers
+            return None
         return _KINDS[found[0]]
 
     def _type(self, name: str) -> pa.DataType:
@@ -188,11 +204,12 @@ class TypesOfText:
 
 
 def _series(batch: pa.Table, name: str) -> pl.Series:
-    """Text ``[n]`` with null for what stands for a missing value."""
+    """Return text ``[n]`` without spaces around it, and with null for what stands for a missing value."""
     import polars as pl
 
     text = pl.Series("", pl.from_arrow(batch[name]), dtype=pl.String)  # some names cannot go back to Arrow
-    return text.set(text.is_in(MISSING), None)
+    text = text.str.strip_chars()
+    return text.set(text.is_in(("", *MISSING)), None)
 
 
 def _fits(kind: _Kind, text: pl.Series) -> bool:

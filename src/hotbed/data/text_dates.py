@@ -1,0 +1,96 @@
+# pyright: reportUnknownParameterType=false
+"""Find how dates are written in text or digits, and parse text: `date_format`, `digit_layout`, `parse_dates`."""
+
+# pyarrow ships no types.
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hotbed.data import arrow
+from hotbed.errors import SpecError
+
+if TYPE_CHECKING:  # imported where it is used: it takes a while
+    import polars as pl
+
+UNPADDED = r"^(19|20)\d\d[-/](\d[-/]|\d\d[-/]\d([T ,]|$)|\d\d[-/]\d\d[T ,]+\d:)"
+"""Dates such as ``2024-1-31`` and ``2024-01-31 9:05``, which do not sort by time as text."""
+
+_DAYS = (
+    *("%Y-%m-%d", "%Y/%m/%d", "%Y.%m.%d", "%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%m.%d.%Y", "%d-%m-%Y", "%m-%d-%Y"),
+    *("%d %m %Y", "%m %d %Y", "%d/%m/%y", "%m/%d/%y", "%d %b %Y", "%d-%b-%Y", "%d/%b/%Y", "%d.%b.%Y"),
+)
+_CLOCKS = ("", " %H:%M", " %H:%M:%S%.f", "T%H:%M", "T%H:%M:%S%.f", " %I:%M %p", " %I:%M:%S %p", ", %H:%M")
+_FIRST = 20  # values by which most formats are ruled out
+_YEARS = (1900, 2100)
+
+_PARTS = {"S": (0, 59), "M": (0, 59), "H": (0, 23), "D": (1, 31), "N": (1, 12)}
+_LAYOUTS = {
+    "YYYYMMDDHHMMSS": ("SMHDN", 1990, 2100),
+    "YYYYMMDDHHMM": ("MHDN", 1990, 2100),
+    "YYYYMMDDHH": ("HDN", 1990, 2100),
+    "YYYYMMDD": ("DN", 1990, 2100),
+    "YYYYMM": ("N", 1990, 2100),
+    "YYMMDDHH": ("HDN", 1, 99),
+}
+
+
+def digit_layout(values: arrow.Array) -> str:
+    """Return the layout of dates that all of these integers ``[u]`` have, such as ``YYMMDDHH``; "" if they are none."""
+    for layout, (parts, first, last) in _LAYOUTS.items():
+        rest = values.astype(np.int64)
+        fits = True
+        for part in parts:
+            low, high = _PARTS[part]
+            fits = fits and bool(((rest % 100 >= low) & (rest % 100 <= high)).all())
+            rest = rest // 100
+        if fits and bool(((rest >= first) & (rest <= last)).all()):
+            return layout
+    return ""
+
+
+def date_format(texts: pa.Array) -> str | None:
+    """Return the only ``strptime`` format that all of these texts ``[u]`` have; None if none or several fit."""
+    series = _series(texts)
+    formats = [day + clock for day, clock in product(_DAYS, _CLOCKS)]
+    for some in (series.head(_FIRST), series):
+        formats = [of for of in formats if _fits(_parsed(some, of))]
+    return formats[0] if len(formats) == 1 else None
+
+
+def parse_dates(texts: pa.ChunkedArray, format: str) -> pa.ChunkedArray:
+    """Parse text ``[n]`` to microseconds since 1970, int64; null where it has another format.
+
+    Raises
+    ------
+    SpecError
+        If the format has no whole time, such as hours without minutes.
+    """
+    import polars as pl
+
+    try:
+        times = _parsed(_series(texts), format)
+    except pl.exceptions.PolarsError as error:
+        reason = str(error).partition("\n")[0]
+        raise SpecError(f"format of times: got {format!r}, expected such as '%Y-%m-%d %H:%M'. {reason}") from None
+    return pa.chunked_array([times.to_physical().to_arrow()], pa.int64())
+
+
+def _series(texts: pa.Array | pa.ChunkedArray) -> pl.Series:
+    import polars as pl
+
+    return pl.Series("", pl.from_arrow(pc.cast(texts, pa.large_string())), dtype=pl.String).str.strip_chars()
+
+
+def _parsed(texts: pl.Series, of: str) -> pl.Series:
+    return texts.str.to_datetime(of, time_unit="us", strict=False)
+
+
+def _fits(times: pl.Series) -> bool:
+    years = times.dt.year()
+    return times.null_count() == 0 and bool(years.is_between(*_YEARS).all())
