@@ -282,8 +282,6 @@ def test_keyed_jagged_tensors() -> None:
     assert weighted.weights()[-1] == 1.0
     with pytest.raises(BatchError, match="key 'f1' is in several"):
         KeyedJaggedTensor.concat([first, first])
-    with pytest.raises(SpecError, match="no argument of this name: got 'strides'"):
-        KeyedJaggedTensor(["f"], torch.arange(2), lengths=torch.tensor([2]), strides=[1])
     with pytest.raises(BatchError, match="3 bags for 2 keys and 1 samples"):
         KeyedJaggedTensor(["f", "g"], torch.arange(2), lengths=torch.tensor([1, 1, 0]))
     for make in (partial(KeyedJaggedTensor, ["f"], torch.arange(2)), partial(JaggedTensor, torch.arange(2))):

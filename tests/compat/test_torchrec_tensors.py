@@ -190,6 +190,7 @@ def test_what_is_known_of_a_batch_is_said_without_computing() -> None:
     for make in (KeyedJaggedTensor.from_lengths_sync, KeyedJaggedTensor.from_offsets_sync):
         tensor = batch.lengths() if make == KeyedJaggedTensor.from_lengths_sync else batch.offsets()
         assert make(["a", "b"], torch.arange(3), tensor).length_per_key_or_none() == [1, 2]
+        assert make(["a", "b"], torch.arange(3), tensor, None, 2).stride() == 2
     assert KeyedJaggedTensor([], torch.tensor([])).stride() == 0
     on_meta = KeyedJaggedTensor(["a", "b"], torch.empty(5, device=META), lengths=torch.empty(4, device=META).int())
     assert on_meta.sync().length_per_key() == [3, 2] and on_meta["b"].values().shape == (2,)

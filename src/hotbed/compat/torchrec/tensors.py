@@ -26,7 +26,7 @@ from hotbed.compat.torchrec.jagged_tensor import (
     register_tree,
 )
 from hotbed.compat.torchrec.keyed_tensor import KeyedTensor
-from hotbed.errors import BatchError, SpecError
+from hotbed.errors import BatchError
 
 __all__ = [
     "ComputeJTDictToKJT",
@@ -59,16 +59,13 @@ class KeyedJaggedTensor(JaggedBase):
         Number of ids of each key, if it is known already.
     inverse_indices
         Keys, and for each of them the bag of each sample ``[F, B]``. Collections refuse such a batch.
-    derived
-        ``stride_per_key``, ``lengths_offset_per_key``, ``offset_per_key``, ``index_per_key`` and ``jt_dict`` are
-        accepted, and computed from the other arguments instead.
+    stride_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict
+        Accepted, and computed from the other arguments instead.
 
     Raises
     ------
     BatchError
         If neither lengths nor offsets are given, they are not integers, or their number does not fit the keys.
-    SpecError
-        If an argument has another name.
     """
 
     def __init__(
@@ -80,13 +77,15 @@ class KeyedJaggedTensor(JaggedBase):
         offsets: Tensor | None = None,
         stride: int | None = None,
         stride_per_key_per_rank: Tensor | Sequence[Sequence[int]] | None = None,
+        stride_per_key: Sequence[int] | None = None,
         length_per_key: Sequence[int] | None = None,
+        lengths_offset_per_key: Sequence[int] | None = None,
+        offset_per_key: Sequence[int] | None = None,
+        index_per_key: Mapping[str, int] | None = None,
+        jt_dict: Mapping[str, JaggedTensor] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
-        **derived: object,
     ) -> None:
-        known = ("stride_per_key", "lengths_offset_per_key", "offset_per_key", "index_per_key", "jt_dict")
-        if unknown := [name for name in derived if name not in known]:
-            raise SpecError(f"KeyedJaggedTensor has no argument of this name: got '{unknown[0]}'. Remove it.")
+        del stride_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict
         if lengths is None and offsets is None and not keys:
             lengths = values.new_empty(0, dtype=torch.int32)
         super().__init__(values, weights, lengths, offsets)
@@ -111,18 +110,13 @@ class KeyedJaggedTensor(JaggedBase):
         values: Tensor,
         offsets: Tensor,
         weights: Tensor | None = None,
+        stride: int | None = None,
         stride_per_key_per_rank: Tensor | Sequence[Sequence[int]] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> Self:
         """Build from offsets ``[F · B + 1]``."""
-        strides = stride_per_key_per_rank
         made = cls(
-            keys,
-            values,
-            weights,
-            offsets=offsets,
-            stride_per_key_per_rank=strides,
-            inverse_indices=inverse_indices,
+            keys, values, weights, None, offsets, stride, stride_per_key_per_rank, inverse_indices=inverse_indices
         )
         return made.sync()
 
@@ -133,12 +127,14 @@ class KeyedJaggedTensor(JaggedBase):
         values: Tensor,
         lengths: Tensor,
         weights: Tensor | None = None,
+        stride: int | None = None,
         stride_per_key_per_rank: Tensor | Sequence[Sequence[int]] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> Self:
         """Build from lengths ``[F · B]``."""
-        strides = stride_per_key_per_rank
-        made = cls(keys, values, weights, lengths, stride_per_key_per_rank=strides, inverse_indices=inverse_indices)
+        made = cls(
+            keys, values, weights, lengths, None, stride, stride_per_key_per_rank, inverse_indices=inverse_indices
+        )
         return made.sync()
 
     @classmethod
