@@ -94,7 +94,7 @@ class JaggedBase:
 
 
 class JaggedTensor(JaggedBase):
-    """Values of samples, any number per sample.
+    """Hold the values of samples, any number per sample.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ _CASTS = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
 
 class KeyedTensor:
-    """Vectors of several keys, side by side.
+    """Hold the vectors of several keys, side by side.
 
     Parameters
     ----------
@@ -30,8 +30,8 @@ class KeyedTensor:
     values
         ``[B, Σ lengths]``, or a function that computes it when it is first read.
     key_dim
-        Dimension along which keys are side by side. Collections pass vectors by key instead, for dimension 1; these are
-        returned without a copy as long as nobody has asked for ``values``.
+        Dimension along which keys are side by side. Collections pass the vectors by key instead, for dimension 1. Until
+        ``values`` is read, these vectors are returned without a copy.
     offset_per_key, index_per_key
         Accepted, and computed from the other arguments instead.
     """
@@ -156,7 +156,7 @@ class KTRegroupAsDict(nn.Module):
     emb_dtype
         Dtype of the result: FP32, FP16 or BF16. Default: that of the vectors.
     multi_device
-        Accepted for TorchRec's sake. The module has no tensors, so that it runs on the device of the vectors.
+        Accepted, and without effect: the module has no tensors, so it runs on the device of the vectors.
 
     Raises
     ------

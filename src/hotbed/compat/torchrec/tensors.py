@@ -1,7 +1,7 @@
 """Hold ids and their lengths as TorchRec's ``KeyedJaggedTensor`` does.
 
-Values beyond the sum of the lengths are not read, as in TorchRec. A `KeyedJaggedTensor` may have another number of
-samples for each key; collections of this package refuse such a batch.
+Values beyond the sum of the lengths are not read. A `KeyedJaggedTensor` may have a different number of samples for each
+key, but collections of this package refuse such a batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class KeyedJaggedTensor(JaggedBase):
-    """Ids of several keys, any number per sample; key after key, sample by sample.
+    """Hold the ids of several keys, any number per sample. Ids are ordered by key, then by sample.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class KeyedJaggedTensor(JaggedBase):
     stride
         Number of samples B. Default: computed from the number of lengths and keys.
     stride_per_key_per_rank
-        ``[F, ranks]``: number of samples of each key, where keys have different ones. Collections refuse such a batch.
+        ``[F, ranks]``: number of samples of each key, if it differs between keys. Collections refuse such a batch.
     length_per_key
         Number of ids of each key, if it is known already.
     inverse_indices
@@ -255,8 +255,11 @@ class KeyedJaggedTensor(JaggedBase):
             if self._values.is_meta and self._keys:
                 each, rest = divmod(len(self._values), len(self._keys))
                 self._length_per_key = [each + rest] + [each] * (len(self._keys) - 1)
-            else:
+            elif self.variable_stride_per_key():
                 self._length_per_key = _sums(self._lengths_by_key())
+            else:
+                by_key = self.lengths().reshape(len(self._keys), self.stride())
+                self._length_per_key = by_key.sum(1, dtype=torch.int64).tolist()
         return self._length_per_key
 
     def length_per_key_or_none(self) -> list[int] | None:
@@ -309,7 +312,7 @@ class KeyedJaggedTensor(JaggedBase):
         return {key: JaggedTensor(*tensors) for key, tensors in zip(self._keys, parts, strict=True)}
 
     def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
-        """Take the keys at these positions, in this order; a key may come twice. ``indices_tensor`` is not needed."""
+        """Return the keys at these positions, in this order. A key may come twice; ``indices_tensor`` is not needed."""
         del indices_tensor
         if not indices:
             return self._part(0, 0)
