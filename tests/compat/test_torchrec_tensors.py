@@ -193,6 +193,7 @@ def test_what_is_known_of_a_batch_is_said_without_computing() -> None:
         assert make(["a", "b"], torch.arange(3), tensor, None, 2).stride() == 2
     assert KeyedJaggedTensor([], torch.tensor([])).stride() == 0
     on_meta = KeyedJaggedTensor(["a", "b"], torch.empty(5, device=META), lengths=torch.empty(4, device=META).int())
+    assert KeyedJaggedTensor.empty(device="meta").sync().length_per_key() == []
     assert on_meta.sync().length_per_key() == [3, 2] and on_meta["b"].values().shape == (2,)
 
 

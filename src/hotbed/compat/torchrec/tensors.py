@@ -252,7 +252,9 @@ class KeyedJaggedTensor(JaggedBase):
     def length_per_key(self) -> list[int]:
         """Return the number of ids of each key. It is computed once; on ``meta``, ids are divided evenly."""
         if self._length_per_key is None:
-            if self._values.is_meta and self._keys:
+            if not self._keys:
+                self._length_per_key = []
+            elif self._values.is_meta:
                 each, rest = divmod(len(self._values), len(self._keys))
                 self._length_per_key = [each + rest] + [each] * (len(self._keys) - 1)
             elif self.variable_stride_per_key():
