@@ -135,6 +135,16 @@ ONE = torch.tensor([1, 2])
         (lambda: Jagged.from_dict({"a": ONE}, {"a": torch.ones(3)}), "has 2 ids but 3 weights"),
         (lambda: Jagged.from_keyed(["a", "b"], ONE, torch.tensor([1, 1, 1])), r"lengths must be \[2 keys"),
         (lambda: Jagged.from_keyed(["a"], ONE, torch.tensor([3, -1])), "feature 'a': length -1 at sample 1"),
+        (lambda: Jagged.from_keyed(["a"], ONE, torch.tensor([1.0, 1.0])), "lengths .*got float32"),
+        (lambda: Jagged.from_keyed(["a"], ONE, torch.tensor([[1], [1]])), r"lengths must be \[1 keys"),
+        (
+            lambda: Jagged.from_padded({"a": ONE[None]}, lengths={"a": torch.tensor([1.5])}),
+            "feature 'a': lengths .*got float32",
+        ),
+        (
+            lambda: Jagged.from_padded({"a": ONE[None]}, lengths={"a": torch.tensor([True])}),
+            "feature 'a': lengths .*got bool",
+        ),
         (lambda: jagged(item=ONE)["items"], "no feature 'items'; it has item; did you mean 'item'?"),
     ],
 )

@@ -198,6 +198,7 @@ def bags_of_padded(name: str, ids: Tensor, padding_id: int | None, lengths: Tens
     if lengths is None:
         kept = ids != padding_id
     else:
+        check_integers(f"feature '{name}': lengths", lengths)
         if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= ids.shape[1]:
             raise BatchError(
                 f"feature '{name}': lengths are {int(lengths.min())} to {int(lengths.max())}, must be between 0 and "
@@ -243,6 +244,34 @@ def checked_totals(names: list[str], offsets: Tensor) -> list[int]:
             f"offsets are running totals of the ids per sample"
         )
     return offsets[:, -1].tolist()
+
+
+def check_integers(name: str, given: Tensor) -> None:
+    """Raise unless lengths or offsets are integers, or there are none."""
+    if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
+        raise BatchError(
+            f"{name} have a wrong dtype: got {describe(given)}, expected integers. Convert them with .long()."
+        )
+
+
+def lengths_by_key(keys: Sequence[str], lengths: Tensor) -> tuple[Tensor, list[int | None], int]:
+    """Return lengths ``[F, B]``, the one length that all samples of each key have or None, and the sum of lengths.
+
+    Lengths may be ``[F · B]`` or ``[F, B]``. They are copied to the host with a single synchronization.
+    """
+    check_integers("lengths", lengths)
+    count = len(keys)
+    if not keys or lengths.dim() == 0 or lengths.numel() % count or lengths.shape[:-1] not in ((), (count,)):
+        raise BatchError(f"lengths must be [{count} keys × batch size], got {describe(lengths)}")
+    by_key = lengths.reshape(count, -1) if lengths.numel() else lengths.new_empty(count, 0)
+    if not by_key.numel():
+        return by_key, [None] * count, 0
+    per_key = by_key.amin(1), by_key.amax(1), by_key.sum(1)
+    least, most, sums = torch.stack([t.to(torch.int64) for t in per_key]).tolist()
+    if min(least) < 0:
+        key, sample = divmod(int(by_key.argmin()), by_key.shape[1])
+        raise BatchError(f"feature '{keys[key]}': length {min(least)} at sample {sample}")
+    return by_key, [k if k == longest else None for k, longest in zip(least, most, strict=True)], sum(sums)
 
 
 def offsets_of(lengths: Tensor) -> Tensor:

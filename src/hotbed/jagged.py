@@ -25,6 +25,7 @@ from hotbed.bags import (
     bags_of_padded,
     checked_totals,
     describe,
+    lengths_by_key,
     offsets_of,
     take_bags,
     weights_of,
@@ -349,20 +350,19 @@ class Jagged(Numbered):
 
     @staticmethod
     def from_keyed(keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Jagged:
-        """Build from ``KeyedJaggedTensor`` parts: keys (F), values ``[N]``, lengths ``[F · B]``, weights ``[N]``."""
-        if not keys or lengths.dim() != 1 or len(lengths) % len(keys):
-            raise BatchError(f"lengths must be [{len(keys)} keys × batch size], got {describe(lengths)}")
-        by_key = lengths.view(len(keys), -1)
-        fixed: list[int | None] = [None] * len(keys)
-        if by_key.shape[1]:
-            least, most = torch.stack([by_key.amin(1), by_key.amax(1)]).tolist()
-            if min(least) < 0:
-                at = int(lengths.argmin())
-                key, sample = divmod(at, by_key.shape[1])
-                raise BatchError(f"feature '{keys[key]}': length {int(lengths[at])} at sample {sample}")
-            fixed = [k if k == longest else None for k, longest in zip(least, most, strict=True)]
+        """Build from ``KeyedJaggedTensor`` parts: keys (F), values ``[N]``, lengths ``[F · B]``, weights ``[N]``.
+
+        Values and weights beyond the sum of the lengths are not read, as in TorchRec.
+
+        Raises
+        ------
+        BatchError
+            If lengths are not integers, negative, or not as many for each key, or there are fewer values or weights.
+        """
+        by_key, fixed, total = lengths_by_key(keys, lengths)
         ragged = [i for i, k in enumerate(fixed) if k is None]
         offsets = offsets_of(by_key[ragged] if len(ragged) < len(keys) else by_key) if ragged else None
+        values, weights = values[:total], None if weights is None else weights[:total]
         return Jagged(keys, values, batch_size=by_key.shape[1], fixed=fixed, offsets=offsets, weights=weights)
 
     def to_keyed(self) -> tuple[list[str], Tensor, Tensor, Tensor | None]:

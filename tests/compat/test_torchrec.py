@@ -277,13 +277,11 @@ def test_keyed_jagged_tensors() -> None:
         assert torch.equal(other.weights(), keyed.weights()) and other.device() == torch.device("cpu")
     assert repr(keyed) == "KeyedJaggedTensor(keys=['f1', 'f2'], samples=3, ids=8)"
     weighted = KeyedJaggedTensor.from_jt_dict(
-        {"a": first["f1"], "b": JaggedTensor(torch.arange(1), lengths=first.lengths())}
+        {"a": first["f1"], "b": JaggedTensor(torch.arange(3), lengths=first.lengths())}
     )
     assert weighted.weights()[-1] == 1.0
     with pytest.raises(BatchError, match="key 'f1' is in several"):
         KeyedJaggedTensor.concat([first, first])
-    with pytest.raises(BatchError, match="has no stride_per_key_per_rank here; batch sizes that differ"):
-        KeyedJaggedTensor(["f"], torch.arange(2), lengths=torch.tensor([2]), stride_per_key_per_rank=[[1]])
     with pytest.raises(BatchError, match="3 bags for 2 keys and 1 samples"):
         KeyedJaggedTensor(["f", "g"], torch.arange(2), lengths=torch.tensor([1, 1, 0]))
     for make in (partial(KeyedJaggedTensor, ["f"], torch.arange(2)), partial(JaggedTensor, torch.arange(2))):

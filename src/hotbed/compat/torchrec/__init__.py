@@ -8,6 +8,7 @@ configs its own.
 """
 
 from hotbed.compat.torchrec.configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from hotbed.compat.torchrec.keyed_tensor import KTRegroupAsDict
 from hotbed.compat.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from hotbed.compat.torchrec.optimizers import (
     CombinedOptimizer,
@@ -16,11 +17,21 @@ from hotbed.compat.torchrec.optimizers import (
     in_backward_optimizer_filter,
 )
 from hotbed.compat.torchrec.parallel import DistributedModelParallel
-from hotbed.compat.torchrec.tensors import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from hotbed.compat.torchrec.tensors import (
+    ComputeJTDictToKJT,
+    ComputeKJTToJTDict,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    jt_is_equal,
+    kjt_is_equal,
+)
 from hotbed.optim import RowWiseAdagrad
 
 __all__ = [
     "CombinedOptimizer",
+    "ComputeJTDictToKJT",
+    "ComputeKJTToJTDict",
     "DataType",
     "DistributedModelParallel",
     "EmbeddingBagCollection",
@@ -28,6 +39,7 @@ __all__ = [
     "EmbeddingCollection",
     "EmbeddingConfig",
     "JaggedTensor",
+    "KTRegroupAsDict",
     "KeyedJaggedTensor",
     "KeyedOptimizerWrapper",
     "KeyedTensor",
@@ -35,4 +47,6 @@ __all__ = [
     "RowWiseAdagrad",
     "apply_optimizer_in_backward",
     "in_backward_optimizer_filter",
+    "jt_is_equal",
+    "kjt_is_equal",
 ]

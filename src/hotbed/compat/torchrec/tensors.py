@@ -1,118 +1,46 @@
-"""Hold ids and vectors as TorchRec does: ``JaggedTensor``, ``KeyedJaggedTensor``, ``KeyedTensor``."""
+"""Hold ids and their lengths as TorchRec's ``KeyedJaggedTensor`` does.
+
+Values beyond the sum of the lengths are not read. A `KeyedJaggedTensor` may have a different number of samples for each
+key, but collections of this package refuse such a batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
-from hotbed.bags import offsets_of, padding_mask
+from hotbed.compat.torchrec.jagged_tensor import (
+    TENSORS,
+    JaggedBase,
+    JaggedTensor,
+    are_close,
+    empty_tensors,
+    format_bags,
+    jt_is_equal,
+    offsets_like,
+    register_tree,
+)
+from hotbed.compat.torchrec.keyed_tensor import KeyedTensor
 from hotbed.errors import BatchError
 
-
-class _Bags:
-    """Hold values, their weights, and which of them each bag has: lengths or offsets, the other made when asked for."""
-
-    def __init__(self, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None) -> None:
-        if lengths is None and offsets is None:
-            raise BatchError("neither lengths nor offsets are given; one of them says which values are a sample's")
-        self._values, self._weights, self._lengths, self._offsets = values, weights, lengths, offsets
-
-    def values(self) -> Tensor:
-        """All values ``[N, …]``."""
-        return self._values
-
-    def weights(self) -> Tensor:
-        """One weight per value; `BatchError` if there are none."""
-        if self._weights is None:
-            raise BatchError("this (Keyed)JaggedTensor has no weights; give them when it is made")
-        return self._weights
-
-    def weights_or_none(self) -> Tensor | None:
-        """One weight per value, or None."""
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        """How many values each bag has: ``[B]``, of several keys ``[F · B]``."""
-        if self._lengths is None:
-            assert self._offsets is not None
-            self._lengths = self._offsets.diff()
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """Where the values of each bag start, and the end."""
-        if self._offsets is None:
-            assert self._lengths is not None
-            self._offsets = offsets_of(self._lengths)
-        return self._offsets
-
-    def _changed(
-        self, change: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Change values, weights, lengths and offsets, where they are there."""
-        others = (None if t is None else change(t) for t in (self._weights, self._lengths, self._offsets))
-        return change(self._values), *others  # pyright: ignore[reportReturnType]
+__all__ = [
+    "ComputeJTDictToKJT",
+    "ComputeKJTToJTDict",
+    "JaggedTensor",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
+    "jt_is_equal",
+    "kjt_is_equal",
+]
 
 
-class JaggedTensor(_Bags):
-    """Values of samples, any number each.
-
-    Parameters
-    ----------
-    values
-        ``[N, …]``, sample by sample.
-    weights
-        One per value, or None.
-    lengths, offsets
-        How many values each sample has ``[B]``, or where those of each start, and the end ``[B + 1]``; one of them.
-    """
-
-    def __init__(
-        self,
-        values: Tensor,
-        weights: Tensor | None = None,
-        lengths: Tensor | None = None,
-        offsets: Tensor | None = None,
-    ) -> None:
-        super().__init__(values, weights, lengths, offsets)
-
-    @classmethod
-    def from_dense(cls, values: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Self:
-        """Build from a tensor of values per sample."""
-        joined = torch.cat(list(values))
-        lengths = torch.tensor([len(v) for v in values], device=joined.device)
-        return cls(joined, None if weights is None else torch.cat(list(weights)), lengths)
-
-    @classmethod
-    def from_dense_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Self:
-        """Build from padded values ``[B, L]``, the first ``lengths [B]`` of which are a sample's."""
-        mask = padding_mask(lengths, values.shape[1], None)
-        return cls(values[mask], None if weights is None else weights[mask], lengths)
-
-    def to_dense(self) -> list[Tensor]:
-        """Values of each sample."""
-        return list(self._values.split(self.lengths().tolist()))
-
-    def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
-        """Values ``[B, L, …]``, those beyond ``desired_length`` cut off; default: the longest sample's."""
-        lengths = self.lengths()
-        longest = int(lengths.max()) if len(lengths) else 0
-        length = longest if desired_length is None else desired_length
-        padded = self._values.new_full((len(lengths), max(length, longest), *self._values.shape[1:]), padding_value)
-        padded[padding_mask(lengths, padded.shape[1], None)] = self._values
-        return padded[:, :length]
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedTensor:
-        """Copy to a device."""
-        return JaggedTensor(*self._changed(lambda t: t.to(device, non_blocking=non_blocking)))
-
-
-class KeyedJaggedTensor(_Bags):
-    """Ids of several keys, any number per sample; key after key, sample by sample.
+class KeyedJaggedTensor(JaggedBase):
+    """Hold the ids of several keys, any number per sample. Ids are ordered by key, then by sample.
 
     Parameters
     ----------
@@ -121,9 +49,23 @@ class KeyedJaggedTensor(_Bags):
     weights
         One per id, or None.
     lengths, offsets
-        How many ids each bag has ``[F · B]``, or where each starts, and the end ``[F · B + 1]``; one of them.
+        Number of ids of each bag ``[F · B]``, or the position where each bag starts, and the end ``[F · B + 1]``. One
+        of them is needed, unless there are no keys.
     stride
-        Samples B; default: as many as lengths and keys say.
+        Number of samples B. Default: computed from the number of lengths and keys.
+    stride_per_key_per_rank
+        ``[F, ranks]``: number of samples of each key, if it differs between keys. Collections refuse such a batch.
+    length_per_key
+        Number of ids of each key, if it is known already.
+    inverse_indices
+        Keys, and for each of them the bag of each sample ``[F, B]``. Collections refuse such a batch.
+    stride_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict
+        Accepted, and computed from the other arguments instead.
+
+    Raises
+    ------
+    BatchError
+        If neither lengths nor offsets are given, they are not integers, or their number does not fit the keys.
     """
 
     def __init__(
@@ -134,192 +76,469 @@ class KeyedJaggedTensor(_Bags):
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
         stride: int | None = None,
-        **cached: object,
+        stride_per_key_per_rank: Tensor | Sequence[Sequence[int]] | None = None,
+        stride_per_key: Sequence[int] | None = None,
+        length_per_key: Sequence[int] | None = None,
+        lengths_offset_per_key: Sequence[int] | None = None,
+        offset_per_key: Sequence[int] | None = None,
+        index_per_key: Mapping[str, int] | None = None,
+        jt_dict: Mapping[str, JaggedTensor] | None = None,
+        inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> None:
-        if unknown := set(cached) - {"length_per_key", "offset_per_key", "index_per_key", "lengths_offset_per_key"}:
-            raise BatchError(
-                f"KeyedJaggedTensor has no {sorted(unknown)[0]} here; batch sizes that differ by key and deduplicated "
-                "features are not supported, give every key the same number of samples"
-            )
+        del stride_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict
+        if lengths is None and offsets is None and not keys:
+            lengths = values.new_empty(0, dtype=torch.int32)
         super().__init__(values, weights, lengths, offsets)
         self._keys = list(keys)
-        bags = len(lengths) if lengths is not None else len(self.offsets()) - 1
-        self._stride = bags // max(1, len(self._keys)) if stride is None else stride
-        if bags != self._stride * len(self._keys):
+        if stride_per_key_per_rank is not None and not isinstance(stride_per_key_per_rank, Tensor):
+            stride_per_key_per_rank = torch.tensor(stride_per_key_per_rank, dtype=torch.int32, device="cpu")
+        self._stride_per_key_per_rank = stride_per_key_per_rank
+        self._inverse_indices = inverse_indices
+        self._length_per_key = None if length_per_key is None else list(length_per_key)
+        self._stride = stride
+        bags = self._count_bags()
+        if stride_per_key_per_rank is None and bags != self.stride() * len(self._keys):
             raise BatchError(
-                f"{bags:,} bags for {len(self._keys)} keys and {self._stride:,} samples; every key needs a length per "
+                f"{bags:,} bags for {len(self._keys)} keys and {self.stride():,} samples; every key needs a length per "
                 "sample"
             )
 
     @classmethod
     def from_offsets_sync(
-        cls, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
+        cls,
+        keys: Sequence[str],
+        values: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Tensor | Sequence[Sequence[int]] | None = None,
+        inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> Self:
         """Build from offsets ``[F · B + 1]``."""
-        return cls(keys, values, weights, offsets=offsets)
+        made = cls(
+            keys, values, weights, None, offsets, stride, stride_per_key_per_rank, inverse_indices=inverse_indices
+        )
+        return made.sync()
 
     @classmethod
     def from_lengths_sync(
-        cls, keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None
+        cls,
+        keys: Sequence[str],
+        values: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Tensor | Sequence[Sequence[int]] | None = None,
+        inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> Self:
         """Build from lengths ``[F · B]``."""
-        return cls(keys, values, weights, lengths=lengths)
+        made = cls(
+            keys, values, weights, lengths, None, stride, stride_per_key_per_rank, inverse_indices=inverse_indices
+        )
+        return made.sync()
 
     @classmethod
     def from_jt_dict(cls, jt_dict: Mapping[str, JaggedTensor]) -> Self:
-        """Build from a jagged tensor per key; where only some have weights, ids of the others have the weight 1."""
-        parts = list(jt_dict.values())
-        weights = [part.weights_or_none() for part in parts]
-        weighted = any(w is not None for w in weights)
-        ones = [torch.ones(len(p.values()), device=p.values().device) for p in parts] if weighted else []
+        """Build from a jagged tensor per key. If only some have weights, ids of the others have the weight 1."""
+        if not jt_dict:
+            return cls.empty()
+        bags = [jt.lengths() for jt in jt_dict.values()]
+        strides = [len(lengths) for lengths in bags]
+        varies = len(set(strides)) > 1
+        counts = _sums(bags) if not bags[0].is_meta else [len(jt.values()) for jt in jt_dict.values()]
+        parts = [JaggedTensor(*_first(jt, n), jt.lengths()) for jt, n in zip(jt_dict.values(), counts, strict=True)]
+        weighted = any(part.weights_or_none() is not None for part in parts)
         return cls(
             list(jt_dict),
             torch.cat([part.values() for part in parts]),
-            torch.cat([one if w is None else w for w, one in zip(weights, ones, strict=True)]) if weighted else None,
-            torch.cat([part.lengths() for part in parts]),
+            torch.cat([_weights_or_ones(part) for part in parts]) if weighted else None,
+            torch.cat(bags),
+            stride_per_key_per_rank=[[stride] for stride in strides] if varies else None,
+            length_per_key=counts,
+        )
+
+    @classmethod
+    def empty(
+        cls,
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        values_dtype: torch.dtype | None = None,
+        weights_dtype: torch.dtype | None = None,
+        lengths_dtype: torch.dtype = torch.int32,
+    ) -> Self:
+        """Build one without keys and samples."""
+        return cls([], *empty_tensors(is_weighted, device, values_dtype, weights_dtype, lengths_dtype), stride=0)
+
+    @staticmethod
+    def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
+        """Build one without keys for as many samples, or, on a device, one of the same shapes without content."""
+        if device is not None:
+            return kjt._map(lambda t: torch.empty_like(t, device=device))
+        weights, strides = kjt.weights_or_none(), kjt._stride_per_key_per_rank
+        none = None if weights is None else weights.new_empty(0)
+        lengths, stride = kjt.lengths().new_empty(0), kjt.stride() if strides is None else None
+        return KeyedJaggedTensor(
+            [], kjt.values().new_empty(0), none, lengths, stride=stride, stride_per_key_per_rank=strides
         )
 
     @staticmethod
     def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        """Put the keys of several, of the same samples, together; `BatchError` if one has a key of another."""
+        """Put the keys of several batches of the same samples together.
+
+        Raises
+        ------
+        BatchError
+            If the list is empty, a key comes twice, numbers of samples differ, or only some have weights, inverse
+            indices, or numbers of samples that vary by key.
+        """
+        if not kjt_list:
+            raise BatchError("nothing to concatenate: got an empty list. Pass at least one KeyedJaggedTensor.")
         keys = list(chain.from_iterable(part.keys() for part in kjt_list))
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise BatchError(f"key '{twice[0]}' is in several of the KeyedJaggedTensors; names must be unique")
-        return KeyedJaggedTensor.from_jt_dict({key: jt for part in kjt_list for key, jt in part.to_dict().items()})
+        for name, kinds in (
+            ("weights", {part.weights_or_none() is None for part in kjt_list}),
+            ("inverse_indices", {part.inverse_indices_or_none() is None for part in kjt_list}),
+            ("stride_per_key_per_rank", {part.variable_stride_per_key() for part in kjt_list}),
+        ):
+            if len(kinds) > 1:
+                raise BatchError(f"only some of the KeyedJaggedTensors have {name}. Give it to all of them, or none.")
+        strides = [part.stride() for part in kjt_list]
+        if not kjt_list[0].variable_stride_per_key() and len(set(strides)) > 1:
+            raise BatchError(f"numbers of samples differ: got {strides}. Concatenate batches of the same samples.")
+        return _join(kjt_list)
 
     def keys(self) -> list[str]:
-        """Names."""
+        """Return the names."""
         return self._keys
 
     def stride(self) -> int:
-        """Samples B."""
+        """Return the number of samples B. If it varies by key, it is that of inverse indices, or the largest."""
+        if self._stride is None:
+            strides, inverse = self._stride_per_key_per_rank, self._inverse_indices
+            if not self._keys:
+                self._stride = 0
+            elif strides is None:
+                self._stride = self._count_bags() // len(self._keys)
+            elif inverse is not None and inverse[1].numel():
+                self._stride = inverse[1].shape[-1]
+            else:
+                self._stride = int(strides.sum(1).max())
         return self._stride
 
+    def stride_per_key(self) -> list[int]:
+        """Return the number of samples of each key."""
+        strides = self._stride_per_key_per_rank
+        return [self.stride()] * len(self._keys) if strides is None else strides.sum(1).tolist()
+
+    def stride_per_key_per_rank(self) -> list[list[int]]:
+        """Return the number of samples of each key on each rank, or an empty list if all keys have the same one."""
+        return [] if self._stride_per_key_per_rank is None else self._stride_per_key_per_rank.tolist()
+
+    def variable_stride_per_key(self) -> bool:
+        """Return whether keys may have different numbers of samples."""
+        return self._stride_per_key_per_rank is not None
+
+    def inverse_indices(self) -> tuple[list[str], Tensor]:
+        """Return the inverse indices. A `BatchError` is raised if there are none."""
+        if self._inverse_indices is None:
+            raise BatchError("this KeyedJaggedTensor has no inverse indices. Pass them to its constructor.")
+        return self._inverse_indices
+
+    def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
+        """Return the inverse indices, or None."""
+        return self._inverse_indices
+
     def length_per_key(self) -> list[int]:
-        """How many ids each key has."""
-        return self.lengths().view(len(self._keys), -1).sum(1).tolist()
+        """Return the number of ids of each key. It is computed once; on ``meta``, ids are divided evenly."""
+        if self._length_per_key is None:
+            if not self._keys:
+                self._length_per_key = []
+            elif self._values.is_meta:
+                each, rest = divmod(len(self._values), len(self._keys))
+                self._length_per_key = [each + rest] + [each] * (len(self._keys) - 1)
+            elif self.variable_stride_per_key():
+                self._length_per_key = _sums(self._lengths_by_key())
+            else:
+                by_key = self.lengths().reshape(len(self._keys), self.stride())
+                self._length_per_key = by_key.sum(1, dtype=torch.int64).tolist()
+        return self._length_per_key
+
+    def length_per_key_or_none(self) -> list[int] | None:
+        """Return the number of ids of each key if it was given or computed, else None."""
+        return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Where the ids of each key start, and the end."""
+        """Return the position where the ids of each key start, and the end."""
         return list(accumulate(self.length_per_key(), initial=0))
 
-    def device(self) -> torch.device:
-        """Where the ids are."""
-        return self._values.device
+    def offset_per_key_or_none(self) -> list[int] | None:
+        """Return `offset_per_key` if the number of ids of each key was given or computed, else None."""
+        return None if self._length_per_key is None else self.offset_per_key()
+
+    def lengths_offset_per_key(self) -> list[int]:
+        """Return the position where the lengths of each key start, and the end."""
+        return list(accumulate(self.stride_per_key(), initial=0))
+
+    def index_per_key(self) -> dict[str, int]:
+        """Return the position of each key."""
+        return {key: i for i, key in enumerate(self._keys)}
+
+    def sync(self) -> Self:
+        """Compute the number of ids of each key, which the host needs to cut the batch."""
+        self.length_per_key()
+        return self
+
+    def unsync(self) -> Self:
+        """Forget the number of ids of each key."""
+        self._length_per_key = None
+        return self
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        return self.to_dict()[key]
+        at = self.index_per_key()[key]
+        part = self._part(at, at + 1)
+        return JaggedTensor(part._values, part._weights, part._lengths)
 
-    def to_dict(self) -> dict[str, JaggedTensor]:
-        """Ids by key."""
-        sizes = self.length_per_key()
-        weights = [None] * len(sizes) if self._weights is None else self._weights.split(sizes)
-        lengths = self.lengths().view(len(sizes), -1)
-        of_keys = zip(self._keys, self._values.split(sizes), weights, lengths, strict=True)
-        return {key: JaggedTensor(values, of_key, bags) for key, values, of_key, bags in of_keys}
+    def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
+        """Return the ids by key. With ``compute_offsets=False``, each computes its offsets when they are read."""
+        if not self._keys:
+            return {}
+        values, weights, lengths = self._split_by_key()
+        offsets: Sequence[Tensor | None] = [None] * len(lengths)
+        if compute_offsets and not self.variable_stride_per_key():
+            by_key = self.lengths().reshape(len(lengths), -1)
+            offsets = (offsets_like(by_key) if by_key.numel() else by_key).unbind()
+        elif compute_offsets:
+            offsets = [offsets_like(bags) for bags in lengths]
+        parts = zip(values, weights, lengths, offsets, strict=True)
+        return {key: JaggedTensor(*tensors) for key, tensors in zip(self._keys, parts, strict=True)}
 
-    def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
-        """Take these keys, in this order; a key may come twice."""
-        parts, names = self.to_dict(), [self._keys[i] for i in indices]
-        picked = [parts[name] for name in names]
-        weights = None if self._weights is None else torch.cat([part.weights() for part in picked])
-        values = torch.cat([part.values() for part in picked])
-        return KeyedJaggedTensor(names, values, weights, torch.cat([part.lengths() for part in picked]))
+    def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
+        """Return the keys at these positions, in this order. A key may come twice; ``indices_tensor`` is not needed."""
+        del indices_tensor
+        if not indices:
+            return self._part(0, 0)
+        values, weights, lengths = self._split_by_key()
+        strides, sizes = self._stride_per_key_per_rank, self.length_per_key()
+        return KeyedJaggedTensor(
+            [self._keys[i] for i in indices],
+            torch.cat([values[i] for i in indices]),
+            torch.cat([w for i in indices if (w := weights[i]) is not None]) if self._weights is not None else None,
+            torch.cat([lengths[i] for i in indices]),
+            stride=self.stride(),
+            stride_per_key_per_rank=None if strides is None else strides[list(indices)],
+            length_per_key=[sizes[i] for i in indices],
+        )
 
     def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
-        """Cut into parts of so many keys each."""
+        """Cut into parts with these numbers of keys, which may be 0."""
         starts = list(accumulate(segments, initial=0))
-        return [self.permute(range(a, b)) for a, b in pairwise(starts)]
+        if starts[-1] > len(self._keys):
+            raise BatchError(
+                f"split needs more keys than there are: got {list(segments)}, expected a sum of at most "
+                f"{len(self._keys)}. Reduce the segments."
+            )
+        return [self if b - a == len(self._keys) else self._part(a, b) for a, b in pairwise(starts)]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
-        """Copy to a device."""
-        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+    def flatten_lengths(self) -> KeyedJaggedTensor:
+        """Return a copy with lengths ``[F · B]``, if they were ``[F, B]``."""
+        return KeyedJaggedTensor(
+            self._keys,
+            self._values,
+            self._weights,
+            self.lengths().reshape(-1),
+            stride=self._stride,
+            stride_per_key_per_rank=self._stride_per_key_per_rank,
+            length_per_key=self.length_per_key(),
+        )
+
+    def to(
+        self,
+        device: torch.device | str | None = None,
+        non_blocking: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> KeyedJaggedTensor:
+        """Copy to a device. As in TorchRec, ``dtype`` is that of the weights."""
+        place = self.device() if device is None else device
+        moved = self._map(lambda t: t.to(place, non_blocking=non_blocking))
+        moved._weights = None if moved._weights is None else moved._weights.to(dtype or moved._weights.dtype)
+        return moved
 
     def pin_memory(self) -> KeyedJaggedTensor:
         """Copy to page-locked memory."""
         return self._map(lambda t: t.pin_memory())
 
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until the work of a stream that uses it is done."""
-        for t in (self._values, self._weights, self._lengths, self._offsets):
-            if t is not None:
-                t.record_stream(stream)  # pyright: ignore[reportArgumentType]
+    def copy_(self, kjt: KeyedJaggedTensor, non_blocking: bool = False) -> Self:
+        """Copy the content of another one of the same shapes into these tensors."""
+        self._copy_tensors(kjt, non_blocking)
+        mine, given = self._inverse_indices, kjt._inverse_indices
+        if mine is not None and given is not None:
+            self._inverse_indices = given[0], mine[1].copy_(given[1], non_blocking=non_blocking)
+        self._length_per_key, self._stride_per_key_per_rank = kjt._length_per_key, kjt._stride_per_key_per_rank
+        return self
+
+    @override
+    def size_in_bytes(self) -> int:
+        """Return the number of bytes of all tensors, numbers of samples included."""
+        strides = self._stride_per_key_per_rank
+        return super().size_in_bytes() + (0 if strides is None else strides.element_size() * strides.numel())
+
+    def _count_bags(self) -> int:
+        """Return the number of bags without computing lengths."""
+        if self._lengths is not None:
+            return self._lengths.numel()
+        return max(0, self.offsets().numel() - 1)
+
+    def _lengths_by_key(self) -> Sequence[Tensor]:
+        """Divide the lengths by key."""
+        lengths, strides = self.lengths().reshape(-1), self.stride_per_key()
+        if len(strides) != len(self._keys) or sum(strides) != len(lengths):
+            raise BatchError(
+                f"stride_per_key_per_rank does not fit the batch: got {strides}, expected {len(self._keys)} numbers of "
+                f"samples with the sum {len(lengths)}. Pass a row per key."
+            )
+        return lengths.split(strides) if strides else []
+
+    def _split_by_key(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor]]:
+        """Divide values, weights and lengths by key."""
+        sizes = self.length_per_key()
+        values, weights = _first(self, sum(sizes))
+        by_key = [None] * len(sizes) if weights is None else weights.split(sizes)
+        return values.split(sizes), by_key, self._lengths_by_key()
+
+    def _part(self, start: int, end: int) -> KeyedJaggedTensor:
+        """Return the keys from ``start`` to ``end`` as views."""
+        ids, bags, strides = self.offset_per_key(), self.lengths_offset_per_key(), self._stride_per_key_per_rank
+        values, weights = _first(self, ids[end])
+        return KeyedJaggedTensor(
+            self._keys[start:end],
+            values[ids[start] :],
+            None if weights is None else weights[ids[start] :],
+            self.lengths().reshape(-1)[bags[start] : bags[end]],
+            stride=self.stride(),
+            stride_per_key_per_rank=None if strides is None else strides[start:end],
+            length_per_key=self.length_per_key()[start:end],
+        )
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> KeyedJaggedTensor:
-        return KeyedJaggedTensor(self._keys, *self._changed(change), stride=self._stride)
+        inverse = self._inverse_indices
+        return KeyedJaggedTensor(
+            self._keys,
+            *self._changed(change),
+            stride=self._stride,
+            stride_per_key_per_rank=self._stride_per_key_per_rank,
+            length_per_key=self._length_per_key,
+            inverse_indices=None if inverse is None else (inverse[0], change(inverse[1])),
+        )
 
     @override
     def __repr__(self) -> str:
-        return f"KeyedJaggedTensor(keys={self._keys}, samples={self._stride}, ids={len(self._values)})"
+        return f"KeyedJaggedTensor(keys={self._keys}, samples={self.stride()}, ids={len(self._values)})"
+
+    @override
+    def __str__(self) -> str:
+        if not self._keys:
+            return "KeyedJaggedTensor()\n"
+        offsets, lines = self.offsets().tolist(), list[str]()
+        for key, (start, end) in zip(self._keys, pairwise(self.lengths_offset_per_key()), strict=True):
+            own = offsets[start : end + 1]
+            text = format_bags(self._values, own)
+            if self._weights is not None:
+                weights = format_bags(self._weights, own)
+                text = f'{{\n        "values": {text},\n        "weights": {weights}\n    }}'
+            lines.append(f'    "{key}": {text}')
+        return "KeyedJaggedTensor({\n" + ",\n".join(lines) + "\n})\n"
 
 
-class KeyedTensor:
-    """Vectors of several keys, side by side.
+class ComputeKJTToJTDict(nn.Module):
+    """Convert a `KeyedJaggedTensor` to a dict of `JaggedTensor`."""
 
-    Parameters
-    ----------
-    keys
-        Names.
-    length_per_key
-        Columns of each.
-    values
-        ``[B, Σ columns]``, or a function that makes it where it is wanted.
-    parts
-        Vectors by key ``[B, columns]``, where they are at hand.
-    """
+    @override
+    def forward(self, keyed_jagged_tensor: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Return the ids by key."""
+        return keyed_jagged_tensor.to_dict()
 
-    def __init__(
-        self,
-        keys: Sequence[str],
-        length_per_key: Sequence[int],
-        values: Tensor | Callable[[], Tensor],
-        parts: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        self._keys, self._sizes, self._values, self._parts = list(keys), list(length_per_key), values, parts
 
-    @classmethod
-    def from_tensor_list(cls, keys: Sequence[str], tensors: Sequence[Tensor]) -> Self:
-        """Build from a tensor per key."""
-        parts = dict(zip(keys, tensors, strict=True))
-        return cls(keys, [t.shape[1] for t in tensors], lambda: torch.cat(list(tensors), dim=1), parts)
+class ComputeJTDictToKJT(nn.Module):
+    """Convert a dict of `JaggedTensor` to a `KeyedJaggedTensor`."""
 
-    @staticmethod
-    def regroup(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
-        """Put the vectors of each group of keys side by side."""
-        parts = {key: t for keyed in keyed_tensors for key, t in keyed.to_dict().items()}
-        return [torch.cat([parts[key] for key in group], dim=1) for group in groups]
+    @override
+    def forward(self, jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
+        """Return the batch."""
+        return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
-    def keys(self) -> list[str]:
-        """Names."""
-        return self._keys
 
-    def values(self) -> Tensor:
-        """All vectors ``[B, Σ columns]``."""
-        if not isinstance(self._values, Tensor):
-            self._values = self._values()
-        return self._values
+def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
+    """Return whether both are `KeyedJaggedTensor` with equal keys and lengths, and close values and weights."""
+    if not isinstance(kjt_1, KeyedJaggedTensor) or not isinstance(kjt_2, KeyedJaggedTensor):
+        return False
+    same_shape = kjt_1.keys() == kjt_2.keys() and kjt_1.stride() == kjt_2.stride()
+    return same_shape and kjt_1.length_per_key() == kjt_2.length_per_key() and are_close(kjt_1, kjt_2)
 
-    def length_per_key(self) -> list[int]:
-        """Columns of each key."""
-        return self._sizes
 
-    def offset_per_key(self) -> list[int]:
-        """Where the columns of each key start, and the end."""
-        return list(accumulate(self._sizes, initial=0))
+def _sums(parts: Sequence[Tensor]) -> list[int]:
+    return torch.stack([part.sum(dtype=torch.int64) for part in parts]).tolist() if parts else []
 
-    def key_dim(self) -> int:
-        """Dimension along which keys are put together."""
-        return 1
 
-    def device(self) -> torch.device:
-        """Where the vectors are."""
-        return self.values().device
+def _first(bags: JaggedBase, count: int) -> tuple[Tensor, Tensor | None]:
+    """Return the first ``count`` values and weights; what is behind them belongs to no sample."""
+    values, weights = bags.values(), bags.weights_or_none()
+    for name, given in (("values", values), ("weights", weights)):
+        if given is not None and len(given) < count:
+            raise BatchError(
+                f"lengths need more {name} than there are: got {len(given):,}, expected at least {count:,}. "
+                "Correct the lengths."
+            )
+    return values[:count], None if weights is None else weights[:count]
 
-    def __getitem__(self, key: str) -> Tensor:
-        return self.to_dict()[key]
 
-    def to_dict(self) -> dict[str, Tensor]:
-        """Vectors by key ``[B, columns]``."""
-        if self._parts is None:
-            self._parts = dict(zip(self._keys, self.values().split(self._sizes, dim=1), strict=True))
-        return dict(self._parts)
+def _weights_or_ones(part: JaggedTensor) -> Tensor:
+    weights = part.weights_or_none()
+    return torch.ones(len(part.values()), device=part.device()) if weights is None else weights
+
+
+def _join(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    """Put keys together. The parts have the same samples, and are alike in weights and inverse indices."""
+    used = [_first(part, sum(part.length_per_key())) for part in parts]
+    strides = [s for part in parts if (s := part._stride_per_key_per_rank) is not None]
+    inverse = [i for part in parts if (i := part.inverse_indices_or_none()) is not None]
+    names = list(chain.from_iterable(i[0] for i in inverse))
+    weights = [w for _, w in used if w is not None]
+    return KeyedJaggedTensor(
+        list(chain.from_iterable(part.keys() for part in parts)),
+        torch.cat([values for values, _ in used]),
+        torch.cat(weights) if weights else None,
+        torch.cat([part.lengths().reshape(-1) for part in parts]),
+        stride=None if strides else parts[0].stride(),
+        stride_per_key_per_rank=torch.cat(strides) if strides else None,
+        length_per_key=list(chain.from_iterable(part.length_per_key() for part in parts)),
+        inverse_indices=(names, torch.cat([i[1] for i in inverse])) if inverse else None,
+    )
+
+
+_KJT_FIELDS = (*TENSORS, "_stride_per_key_per_rank", "_inverse_indices")
+
+
+def _flatten_kjt(kjt: KeyedJaggedTensor) -> tuple[list[Tensor | None], list[str]]:
+    inverse = kjt.inverse_indices_or_none()
+    tensors = [getattr(kjt, name) for name in _KJT_FIELDS[:-1]]
+    return [*tensors, None if inverse is None else inverse[1]], kjt.keys()
+
+
+def _unflatten_kjt(tensors: Iterable[Any], keys: list[str]) -> KeyedJaggedTensor:
+    given = list(tensors)
+    if len(given) > len(_KJT_FIELDS):
+        raise BatchError(f"a KeyedJaggedTensor has {len(_KJT_FIELDS)} tensors: got {len(given)}. Pass no others.")
+    values, weights, lengths, offsets, strides, inverse = given + [None] * (len(_KJT_FIELDS) - len(given))
+    return KeyedJaggedTensor(
+        keys,
+        values,
+        weights,
+        lengths,
+        offsets,
+        stride_per_key_per_rank=strides,
+        inverse_indices=None if inverse is None else (keys, inverse),
+    )
+
+
+register_tree(KeyedJaggedTensor, _flatten_kjt, _unflatten_kjt, _KJT_FIELDS)

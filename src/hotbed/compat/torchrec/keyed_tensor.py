@@ -1,0 +1,228 @@
+"""Hold and regroup vectors as TorchRec does: ``KeyedTensor`` and ``KTRegroupAsDict``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx._pytree import register_pytree_flatten_spec
+from torch.utils._pytree import TreeSpec, register_pytree_node
+from typing_extensions import override
+
+from hotbed.compat.torchrec.configs import DataType
+from hotbed.errors import BatchError, SpecError
+
+_CASTS = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
+
+
+class KeyedTensor:
+    """Hold the vectors of several keys, side by side.
+
+    Parameters
+    ----------
+    keys
+        Names.
+    length_per_key
+        Size of each key along ``key_dim``.
+    values
+        ``[B, Σ lengths]``, or a function that computes it when it is first read.
+    key_dim
+        Dimension along which keys are side by side. Collections pass the vectors by key instead, for dimension 1. Until
+        ``values`` is read, these vectors are returned without a copy.
+    offset_per_key, index_per_key
+        Accepted, and computed from the other arguments instead.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        length_per_key: Sequence[int],
+        values: Tensor | Callable[[], Tensor],
+        key_dim: int | Mapping[str, Tensor] = 1,
+        offset_per_key: Sequence[int] | None = None,
+        index_per_key: Mapping[str, int] | None = None,
+    ) -> None:
+        del offset_per_key, index_per_key
+        self._keys, self._length_per_key, self._values = list(keys), list(length_per_key), values
+        self._index = {key: i for i, key in enumerate(self._keys)}
+        self._key_dim = key_dim if isinstance(key_dim, int) else 1
+        self._parts = None if isinstance(key_dim, int) else key_dim
+
+    @staticmethod
+    def from_tensor_list(
+        keys: Sequence[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int = 1
+    ) -> KeyedTensor:
+        """Build from one tensor per key, which are concatenated along ``cat_dim``."""
+        sizes = [t.shape[key_dim] for t in tensors]
+        return KeyedTensor(keys, sizes, torch.cat(list(tensors), dim=cat_dim), key_dim)
+
+    @staticmethod
+    def regroup(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
+        """Put the vectors of each group of keys side by side. A key may be in several groups, or in none.
+
+        Raises
+        ------
+        BatchError
+            If a key of a group is in several of the keyed tensors, or in none of them.
+        """
+        parts = [keyed.to_dict() for keyed in keyed_tensors]
+        named = {key: vectors for of_keys in parts for key, vectors in of_keys.items()}
+        for key in chain.from_iterable(groups):
+            if (found := sum(key in of_keys for of_keys in parts)) != 1:
+                raise BatchError(
+                    f"key '{key}' must be in one KeyedTensor: got {found} with it, keys are {list(named)}. Correct the "
+                    "groups, or give keys unique names."
+                )
+        dim = keyed_tensors[0].key_dim()
+        return [torch.cat([named[key] for key in group], dim=dim) for group in groups]
+
+    @staticmethod
+    def regroup_as_dict(
+        keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]], keys: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Like `regroup`, with a name for each group."""
+        _check_names(groups, keys)
+        return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
+
+    def keys(self) -> list[str]:
+        """Return the names."""
+        return self._keys
+
+    def values(self) -> Tensor:
+        """Return all vectors ``[B, Σ lengths]``."""
+        if not isinstance(self._values, Tensor):
+            self._values = self._values()
+        return self._values
+
+    def length_per_key(self) -> list[int]:
+        """Return the size of each key along `key_dim`."""
+        return self._length_per_key
+
+    def offset_per_key(self) -> list[int]:
+        """Return the position where each key starts, and the end."""
+        return list(accumulate(self._length_per_key, initial=0))
+
+    def key_dim(self) -> int:
+        """Return the dimension along which keys are side by side."""
+        return self._key_dim
+
+    def device(self) -> torch.device:
+        """Return the device of the vectors."""
+        return self.values().device
+
+    def size_in_bytes(self) -> int:
+        """Return the number of bytes of the vectors."""
+        return self.values().element_size() * self.values().numel()
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedTensor:
+        """Copy to a device."""
+        moved = self.values().to(device, non_blocking=non_blocking)
+        return KeyedTensor(self._keys, self._length_per_key, moved, self._key_dim)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory until the stream has finished the work that uses it."""
+        self.values().record_stream(stream)  # pyright: ignore[reportArgumentType]
+
+    def __getitem__(self, key: str) -> Tensor:
+        at = self._index[key]
+        if self._parts is not None and not isinstance(self._values, Tensor):
+            return self._parts[key]
+        return self.values().narrow(self._key_dim, sum(self._length_per_key[:at]), self._length_per_key[at])
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """Return the vectors by key. They are views of `values`, once these have been read."""
+        if self._parts is not None and not isinstance(self._values, Tensor):
+            return dict(self._parts)
+        return dict(zip(self._keys, self.values().split(self._length_per_key, self._key_dim), strict=True))
+
+    @override
+    def __str__(self) -> str:
+        if not self._keys:
+            return "KeyedTensor()\n"
+        lines = [f'    "{key}": {vectors.tolist()}' for key, vectors in self.to_dict().items()]
+        return "KeyedTensor({\n" + ",\n".join(lines) + "\n})\n"
+
+
+class KTRegroupAsDict(nn.Module):
+    """Regroup vectors as `KeyedTensor.regroup_as_dict` does, as a module.
+
+    Parameters
+    ----------
+    groups, keys
+        Keys of each group, and a name for each group.
+    emb_dtype
+        Dtype of the result: FP32, FP16 or BF16. Default: that of the vectors.
+    multi_device
+        Accepted, and without effect: the module has no tensors, so it runs on the device of the vectors.
+
+    Raises
+    ------
+    SpecError
+        If the numbers of groups and keys differ, or ``emb_dtype`` is another one.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[str]],
+        keys: Sequence[str],
+        emb_dtype: DataType | None = None,
+        multi_device: bool = False,
+    ) -> None:
+        super().__init__()
+        del multi_device
+        _check_names(groups, keys)
+        if emb_dtype is not None and emb_dtype.value not in _CASTS:
+            raise SpecError(
+                f"emb_dtype is not a dtype of vectors: got {emb_dtype.value}, expected {', '.join(_CASTS)}. Use one of "
+                "them."
+            )
+        self._groups, self._names = [list(group) for group in groups], list(keys)
+        self._dtype = None if emb_dtype is None else _CASTS[emb_dtype.value]
+
+    @override
+    def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
+        """Return the vectors of each group by its name.
+
+        Raises
+        ------
+        BatchError
+            If the list is empty, a key is in none or several of the keyed tensors, or key dims differ.
+        """
+        if not keyed_tensors:
+            raise BatchError("nothing to regroup: got an empty list. Pass at least one KeyedTensor.")
+        if len(dims := {keyed.key_dim() for keyed in keyed_tensors}) > 1:
+            raise BatchError(f"key dims of the KeyedTensors differ: got {sorted(dims)}. Regroup each dim by itself.")
+        grouped = KeyedTensor.regroup_as_dict(keyed_tensors, self._groups, self._names)
+        return {name: vectors.to(self._dtype or vectors.dtype) for name, vectors in grouped.items()}
+
+
+def _check_names(groups: Sequence[Sequence[str]], keys: Sequence[str]) -> None:
+    if len(groups) != len(keys):
+        raise SpecError(
+            f"every group needs a name: got {len(groups)} groups and {len(keys)} keys. Pass a key per group."
+        )
+
+
+Context = tuple[list[str], list[int], int]
+
+
+def _flatten(keyed: KeyedTensor) -> tuple[list[Tensor], Context]:
+    return [keyed.values()], (keyed.keys(), keyed.length_per_key(), keyed.key_dim())
+
+
+def _unflatten(tensors: Iterable[Any], context: Context) -> KeyedTensor:
+    keys, sizes, dim = context
+    (values,) = tensors
+    return KeyedTensor(keys, sizes, values, dim)
+
+
+def _flatten_as(keyed: KeyedTensor, spec: TreeSpec) -> list[Tensor]:
+    """Flatten with keys in the order of ``spec``."""
+    return KeyedTensor.regroup([keyed], [spec.context[0]])
+
+
+register_pytree_node(KeyedTensor, _flatten, _unflatten, serialized_type_name="hotbed.compat.torchrec.KeyedTensor")
+register_pytree_flatten_spec(KeyedTensor, _flatten_as)
