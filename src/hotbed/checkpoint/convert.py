@@ -204,7 +204,7 @@ def _chunks(
                 some = whole._replace(rows=whole.rows[first : first + step])
                 tile, arrays = read_rectangle(some, spec, files)
                 if compact:
-                    changed.add(some.rows, _changed_rows(tile, arrays, whole.saved), arrays)
+                    changed.add(some.rows, changed_rows(tile, arrays, whole.saved), arrays)
                     if changed.nbytes >= CONVERTED_BYTES // 2:  # putting parts together takes twice the memory
                         yield changed.chunk()
                 else:
@@ -228,8 +228,8 @@ def _rectangles(saved: SavedTable, spec: Table) -> list[Rectangle]:
     return found
 
 
-def _changed_rows(tile: LocalTile, arrays: Mapping[str, Tensor], saved: SavedTable) -> Tensor:
-    """Which rows of a tile ``[R]`` differ in any bit from untouched ones."""
+def changed_rows(tile: LocalTile, arrays: Mapping[str, Tensor], saved: SavedTable) -> Tensor:
+    """Return which rows of a tile ``[R]`` differ in any bit from untouched ones."""
     shard = tile.shard
     arena = Arena([shard], len(shard.cols), seed=0, device=torch.device("cpu"), backend="auto")
     untouched = LocalTile(shard, arena, 0, True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -43,6 +45,9 @@ def run(parsed: Namespace) -> None:
 def add_inspect(parser: ArgumentParser) -> None:
     """Arguments of ``hotbed checkpoint inspect``."""
     parser.add_argument("path", type=str, help="Checkpoint, or a run's directory; a path or a URI.")
+    parser.add_argument(
+        "--hash", action="store_true", help="Hash all values, which are read; equal for any plan with equal bits."
+    )
     add_json(parser)
 
 
@@ -53,6 +58,13 @@ def inspect_checkpoint(parsed: Namespace) -> None:
 
     place = find_checkpoint(parsed.path)
     description = describe_manifest(place, read_manifest(place))
+    if parsed.hash:
+        from hotbed.checkpoint.content_hash import content_hashes
+
+        with _progress(f"hashing {place}") as progress:
+            hashes = content_hashes(place, progress)
+        whole = hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+        description |= {"sha256": whole, "hashes": [{"of": name, "sha256": value} for name, value in hashes.items()]}
     print_description(console(), description)
     write_json(parsed.json, description)
 

@@ -23,10 +23,11 @@ from hotbed.plan import Plan
 from hotbed.plan.cost import TIERS
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.placement import Schemes
+from hotbed.plan.ranks import ALIKE
 from hotbed.plan.search import Found
 from hotbed.plan.simulate import Stragglers
 from hotbed.plan.step import estimate_step, parts_of_busiest
-from hotbed.plan.sweep import Sweep, first_that_fits
+from hotbed.plan.sweep import ASSUMED_FACTOR, Sweep, assumed_range, first_that_fits
 from hotbed.plan.tiling import extent
 from hotbed.train.build import new_model, open_source
 from hotbed.train.plan_search import searched, searched_ranks
@@ -91,6 +92,9 @@ def run(parsed: Namespace) -> None:
         write_text(out, found.plan.to_json())
     to, figures = console(), as_dict(found, others)
     print_plan(to, found, others, recipe.memory.device_bytes)
+    figures["faster"] = faster_settings(recipe, ranks, found)
+    for setting, rate in figures["faster"].items():
+        to.print(f"faster: {setting} trains {rate:,.0f} samples/s by formula", soft_wrap=True)
     if wanted:
         figures |= simulated(to, found, recipe, ranks, options, plan_for)
     write_json(json, figures)
@@ -117,7 +121,14 @@ def chosen_ranks(
     schemes = _schemes_of(recipe)
     options: dict[str, Any] = {"schemes": schemes, "others": "auto", "price": price}
     chosen = searched_ranks(_model_of(recipe, source), recipe, ranks, replicas, source, **options)
-    table = RichTable("ranks", "replicas", "samples/s", "cost of 10⁹ samples", "", title=f"Ranks, by {chosen.goal}")
+    table = RichTable(
+        "ranks",
+        "replicas",
+        "samples/s",
+        "cost of 10⁹ samples",
+        "",
+        title=f"Ranks, by {chosen.goal}; samples/s by formula",
+    )
     for tried in chosen.tried:
         rate = f"{tried.samples_per_s:,.0f}" if tried.found else "does not fit"
         cost = "–" if tried.cost is None else f"{tried.cost:,.4g}"
@@ -151,6 +162,36 @@ def found_plan(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
     return found, others
 
 
+def faster_settings(recipe: Recipe, ranks: int, found: Found) -> dict[str, float]:
+    """Return settings that train more samples per second than a plan over several nodes, with these rates.
+
+    Half as many ranks, the ranks of one node, and exchanges in two hops are tried.
+    """
+    here, parallel = found.model.hardware, recipe.parallel
+    assert here is not None
+    node, result = here.ranks_per_node, dict[str, float]()
+    if ranks <= node:
+        return result
+    tried = {f"--ranks {count}": (recipe, count) for count in dict.fromkeys((ranks // 2, node)) if count < ranks}
+    if parallel.ranks_per_node is None and (ranks // parallel.replicas) % node == 0:
+        two_hops = replace(recipe, parallel=replace(parallel, ranks_per_node=node))
+        tried[f"--parallel.ranks_per_node {node}"] = (two_hops, ranks)
+    for setting, (of_setting, count) in tried.items():
+        try:
+            other = plan_for(of_setting, count)
+        except (PlanError, RecipeError):  # the tables do not fit, or the replicas do not divide the ranks
+            continue
+        if samples_per_s(other) > ALIKE * samples_per_s(found):
+            result[setting] = samples_per_s(other)
+    return result
+
+
+def samples_per_s(found: Found) -> float:
+    """Return the rate of a plan by formula."""
+    step = estimate_step(found.plan, found.costs, found.model)
+    return found.model.workload.batch_size / step.seconds
+
+
 def plan_for(recipe: Recipe, ranks: int, hardware: Hardware | None = None) -> Found:
     """The plan that the search finds for so many ranks, on the recipe's hardware or another; errors of `found_plan`."""
     count = recipe.parallel.replicas
@@ -180,6 +221,8 @@ def as_dict(found: Found, others: dict[str, float]) -> dict[str, Any]:
     return {
         "plan": found.plan.to_dict(),
         "step_s": estimate_step(found.plan, costs, found.model).to_dict(),
+        "samples_per_s": samples_per_s(found),
+        "assumed": dict(zip(("best_step_s", "worst_step_s", "figures"), assumed_range(found), strict=True)),
         "load_s": found.load,
         "bound_s": found.bound.load,
         "bound": found.bound.binds,
@@ -222,12 +265,19 @@ def print_plan(to: Console, found: Found, others: dict[str, float], device_bytes
     to.print(ranks)
     step = estimate_step(plan, costs, found.model)
     parts = ", ".join(f"{name} {seconds * 1e3:.3g}" for name, seconds in parts_of_busiest(costs).items())
-    samples = found.model.workload.batch_size / step.seconds
     to.print(
-        f"step: {step.seconds * 1e3:,.4g} ms, {samples:,.0f} samples/s; tables {step.tables * 1e3:.3g}, dense "
-        f"{step.dense * 1e3:.3g}, messages {step.messages * 1e3:.3g}, launches {step.launches * 1e3:.3g} ms",
+        f"step: {step.seconds * 1e3:,.4g} ms, {samples_per_s(found):,.0f} samples/s; tables {step.tables * 1e3:.3g}, "
+        f"dense {step.dense * 1e3:.3g}, messages {step.messages * 1e3:.3g}, launches {step.launches * 1e3:.3g} ms "
+        "(by formula: the parts of the busiest rank, which does not wait for other ranks)",
         soft_wrap=True,
     )
+    low, high, assumed = assumed_range(found)
+    if assumed:
+        to.print(
+            f"from {low * 1e3:,.4g} to {high * 1e3:,.4g} ms if all assumed figures were {ASSUMED_FACTOR:g} times "
+            f"better or worse: {', '.join(assumed)}",
+            soft_wrap=True,
+        )
     to.print(f"busiest rank (ms): {parts}", soft_wrap=True)
     to.print(
         f"load: max/mean {costs.imbalance:.3f}; {found.gap:.1%} above the lower bound of "

@@ -151,7 +151,8 @@ def print_simulation(to: Console, simulation: Simulation) -> None:
     spent = ", ".join(f"{name} {seconds * 1e3:.3g}" for name, seconds in simulation.critical.items())
     to.print(
         f"simulated: {simulation.step_s * 1e3:,.4g} ms, {simulation.samples_per_s:,.0f} samples/s on "
-        f"{simulation.nodes:,} nodes; bound by {simulation.binds}; ranks wait {simulation.waiting:.1%} of a step",
+        f"{simulation.nodes:,} nodes; bound by {simulation.binds}; ranks wait {simulation.waiting:.1%} of a step "
+        "(unlike the formula, this includes waiting for other ranks and for cores)",
         soft_wrap=True,
     )
     to.print(f"the rank that waits least (ms): {spent}", soft_wrap=True)

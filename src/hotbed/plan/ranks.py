@@ -7,7 +7,7 @@ of two up to a node and doublings of nodes from there; of replicas, powers of tw
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -64,7 +64,7 @@ class Chosen:
 
 
 def search_ranks(
-    workload: Workload,
+    workload: Workload | Callable[[int], Workload],
     hardware: Hardware,
     *,
     ranks: Sequence[int] | Literal["auto"] = "auto",
@@ -79,7 +79,8 @@ def search_ranks(
     Parameters
     ----------
     workload
-        What a step does; ``batch_size`` is that of all ranks, ``sync_every`` the steps between averages of replicas.
+        What a step does; ``batch_size`` is that of all ranks, ``sync_every`` the steps between averages of replicas. Or
+        a function that returns it for a number of ranks, because several ranks launch other kernels than one.
     hardware
         The machine; with ``price_per_hour`` of a node costs are known.
     ranks
@@ -97,7 +98,11 @@ def search_ranks(
     PlanError
         If nothing fits, or an argument cannot be; the message ends with that of the largest number of ranks.
     """
-    allowed = _allowed(workload, hardware, ranks)
+
+    def of_ranks(count: int) -> Workload:
+        return workload(count) if callable(workload) else workload
+
+    allowed = _allowed(of_ranks(1), hardware, ranks)
     if goal not in get_args(Goal):
         names = get_args(Goal)
         raise PlanError(f"goal is {goal!r}, must be one of {', '.join(names)}{did_you_mean(str(goal), names)}")
@@ -111,7 +116,7 @@ def search_ranks(
     tried: list[Tried] = []
     for count in allowed:
         for groups in _replicas(count, replicas):
-            tried.append(_try(replace(workload, replicas=groups), count, hardware, heuristics))
+            tried.append(_try(replace(of_ranks(count), replicas=groups), count, hardware, heuristics))
             if tried[-1].found is None:
                 break  # groups of fewer ranks have less memory
         if goal == "fewest" and any(t.found for t in tried):
@@ -131,7 +136,7 @@ def search_ranks(
     best = min(fitting, key=lambda t: (t.ranks, t.replicas))
     if options.get("integer_program", True):
         at = tried.index(best)
-        again = _try(replace(workload, replicas=best.replicas), best.ranks, hardware, options)
+        again = _try(replace(of_ranks(best.ranks), replicas=best.replicas), best.ranks, hardware, options)
         best = tried[at] = again if again.samples_per_s > best.samples_per_s else best
     return Chosen(best, tuple(tried), goal)
 

@@ -16,6 +16,7 @@ from hotbed.plan.profile_files import COUNTS, DIMENSIONS
 from hotbed.plan.quantities import parse, show
 from hotbed.plan.search import Found
 from hotbed.plan.simulate import Simulation, Stragglers, simulate
+from hotbed.plan.step import estimate_step
 
 RANKS = "ranks"
 POINTS = 7
@@ -23,6 +24,8 @@ POINTS = 7
 MOST_RANKS = 16384
 NUDGE = 1.05
 """By which factor figures are changed for elasticities."""
+ASSUMED_FACTOR = 1.5
+"""How much better or worse an assumed figure may be than its profile states."""
 _TIMES = ("message_s", "launch_s", "overheads")
 _RATES = ("gather", "scatter", "stream", "flops", "host_stream", "host_link", "disk_read", "node_link", "network")
 _MEASURED = ("all_to_all", "all_reduce", "efficiency", "mlp")
@@ -178,3 +181,29 @@ def elasticities(found: Found, stragglers: Stragglers | None = None) -> dict[str
         after = simulate(found.plan, model.ranks(found.plan), model, stragglers=stragglers).step_s
         result[figure] = -math.log(after / before) / math.log(NUDGE)
     return dict(sorted(((f, e) for f, e in result.items() if abs(e) > 1e-4), key=lambda item: -item[1]))
+
+
+def assumed_range(found: Found) -> tuple[float, float, list[str]]:
+    """Estimate a plan's step if every figure that its profile assumes were `ASSUMED_FACTOR` times better or worse.
+
+    Returns
+    -------
+    tuple[float, float, list[str]]
+        The shortest and the longest step in seconds, and the figures that are assumed and change it.
+    """
+    here = found.model.hardware
+    assert here is not None
+
+    def seconds(hardware: Hardware) -> float:
+        model = CostModel(found.model.workload, found.model.world_size, hardware)
+        return estimate_step(found.plan, model.ranks(found.plan), model).seconds
+
+    before, names, better, worse = seconds(here), list[str](), here, here
+    for figure in (*_RATES, *_TIMES, *_MEASURED):
+        if not getattr(here, figure) or "assumed" not in here.said_of(figure):
+            continue
+        factor = 1 / ASSUMED_FACTOR if figure in _TIMES else ASSUMED_FACTOR
+        if seconds(here.scaled(figure, factor)) != before:
+            names.append(figure)
+            better, worse = better.scaled(figure, factor), worse.scaled(figure, 1 / factor)
+    return seconds(better), seconds(worse), names

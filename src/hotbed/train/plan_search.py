@@ -92,8 +92,10 @@ def searched_ranks(
         If no plan fits.
     """
     here = hardware_of(recipe)
+    one_group = replace(recipe, parallel=replace(recipe.parallel, replicas=1))
+    workloads = {several: workload_of(model, one_group, 1 + several, source) for several in (False, True)}
     return search_ranks(
-        workload_of(model, recipe, 1, source),
+        lambda count: workloads[count > 1],
         here if price is None else here.with_(price_per_hour=price),
         ranks="auto" if isinstance(ranks, str) else [ranks],
         replicas=replicas,
