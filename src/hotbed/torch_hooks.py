@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from hotbed.errors import SpecError
+
 _without_tables = ContextVar("without_tables", default=False)
 
 
@@ -120,6 +122,19 @@ def traced_number(thing: Numbered) -> Tensor | None:
 def is_exporting() -> bool:
     """Whether a graph is traced for ``torch.export``; `torch.compiler.is_exporting` of torch 2.11 is true in all."""
     return bool(torch.compiler._is_exporting_flag)
+
+
+def refuse_transforms() -> None:
+    """Raise `SpecError` if the caller is traced by ``torch.jit.trace`` or transformed by ``torch.func``."""
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        raise SpecError(
+            "torch.jit.trace cannot record lookups in tables: it would keep the ids of one batch. Use torch.export"
+        )
+    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        raise SpecError(
+            "torch.func (vmap, grad, jacrev, …) cannot transform lookups in tables: gradients of tables are no "
+            "tensors. Look up outside of the transformed function"
+        )
 
 
 def _make_number(context: Any) -> None:

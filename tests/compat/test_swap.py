@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 import hotbed as hb
 from hotbed.compat import Embedding, EmbeddingBag
-from hotbed.errors import BatchError, SpecError
+from hotbed.errors import BatchError, OptimizerError, SpecError
 from tests.ranks import Ranks
 
 ROWS, DIM = 30, 32
@@ -210,6 +210,27 @@ def test_what_is_skipped_stays() -> None:
     )
     hb.swap_embeddings(model, skip=["small_*"])
     assert isinstance(model["big"], Embedding) and isinstance(model["small_a"], nn.Embedding)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_an_optimizer_of_torch_alone_is_refused_before_its_first_step(closure: bool) -> None:
+    model = hb.swap_embeddings(net())
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def loss() -> Any:
+        found = model(batch(1)).square().mean()
+        found.backward()
+        return found
+
+    with pytest.raises(
+        OptimizerError, match=r"got Adam(?s:.*)tables = hotbed.optim.Adam\(model, lr=0.01\)\n    tables.s"
+    ):
+        optimizer.step(loss) if closure else optimizer.step(loss() and None)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    hb.optim.Adam(model, lr=0.01).in_backward()
+    optimizer.step(loss)
+    assert not torch.equal(model.state_dict()["user.weight"], before["user.weight"])
 
 
 def moved(model: Any, backward: Callable[[Tensor], Tensor] = torch.sum) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hotbed.compat.drop_in import Embedding, EmbeddingBag, Mode
-from hotbed.embed import EmbeddingCollection
+from hotbed.embed import EmbeddingCollection, collections_of
 from hotbed.embed.shared_arenas import share_arenas
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.ops import BackendName
@@ -86,7 +86,25 @@ def swap_embeddings(
         if id(module) in made and name:
             parent, _, own = name.rpartition(".")
             setattr(names[parent], own, made[id(module)])
-    return made.get(id(model), model)
+    swapped = made.get(id(model), model)
+    for module in swapped.modules():
+        if not isinstance(module, Embedding | EmbeddingBag | EmbeddingCollection) and collections_of(module):
+            for name in ("requires_grad_", "zero_grad"):
+                setattr(module, name, _WithTables(module, name))
+    return swapped
+
+
+class _WithTables:
+    """A method of a module that contains tables, called for them, too, because they are no parameters of it."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(type(self.module), self.name)(self.module, *args, **kwargs)
+        for tables in collections_of(self.module).values():
+            getattr(tables, self.name)(*args, **kwargs)
+        return result
 
 
 def _check(name: str, module: _Torch) -> None:

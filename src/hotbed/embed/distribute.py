@@ -298,6 +298,17 @@ class Distributed(nn.Module):
         return self.module.named_buffers(*args, **kwargs)
 
     @override
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train the parameters of the model, or freeze them; tables, too, if `swap_embeddings` made them."""
+        self.module.requires_grad_(requires_grad)
+        return self
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of parameters; those of tables, too, if `swap_embeddings` made them."""
+        self.module.zero_grad(set_to_none)
+
+    @override
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return that of the model, all of it whole, after averaging replicas; all ranks must call this."""
         self.sync()

@@ -8,7 +8,7 @@ lets each `TableGroup` update its rows.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from hotbed import ops
 from hotbed.embed.arena import Arena, untied
+from hotbed.embed.idle_tables import Updaters
 from hotbed.embed.local_gradients import joined
 from hotbed.embed.step_state import StepState, used_options
 from hotbed.embed.table_group import CHANGED, Contribution, Request, TableGroup
@@ -132,11 +133,15 @@ class TableUpdater:
                     "`groups` to treat tables differently"
                 )
 
-    def clear(self) -> None:
-        """Forget all gradients that wait."""
+    def clear(self, tables: Collection[str] | None = None) -> None:
+        """Drop the waiting gradients, or those of some tables."""
+        kept: list[Contribution] = []
         for waiting in self._waiting:
-            waiting.drop()
-        self._waiting.clear()
+            if tables is None or waiting.tables.issubset(tables):
+                waiting.drop()
+            else:
+                kept.append(waiting)
+        self._waiting = kept
 
     def finite(self) -> Tensor:
         """Return, as 0-d bool, whether every waiting gradient is finite."""
@@ -193,7 +198,7 @@ class PooledLookup(torch.autograd.Function):
         weights: Tensor | None,
         requests: Sequence[Request],
         outputs: Sequence[Tensor],
-        updaters: Iterable[TableUpdater],
+        updaters: Updaters,
     ) -> tuple[Tensor, ...]:
         """Fill the outputs ``[B, width, D]`` and return each without its room.
 
@@ -227,7 +232,7 @@ class PooledLookup(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Hand the gradients to the updaters, where the optimizer's step finds them."""
-        updaters = list(ctx.updaters)
+        updaters = list[TableUpdater](ctx.updaters)
         of_weights = None
         if ctx.needs_input_grad[1]:
             of_weights = torch.zeros(ctx.weights.shape, dtype=torch.float32, device=ctx.weights.device)
@@ -245,7 +250,10 @@ class PooledLookup(torch.autograd.Function):
                         "gradient of the per-id weights; call backward before the optimizer's step"
                     )
                 source.store.weight_gradient(bags, rows, of_weights)
-            if trained and updaters and ctx.needs_input_grad[0]:
+            if not (trained and ctx.needs_input_grad[0]):
+                continue
+            ctx.updaters.reach()
+            if updaters:
                 contribution = source.contribution(bags, versions, rows)
                 for updater in updaters:
                     updater.receive(contribution)
