@@ -7,6 +7,7 @@ checkpoints take states `without_tables`. Batches of ids and collections have nu
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ def are_tables_left_out() -> bool:
     return _without_tables.get()
 
 
+_MOST_CALLERS = 50
 _numbers = count(1)
 _numbered: WeakValueDictionary[int, object] = WeakValueDictionary()
 
@@ -135,6 +137,27 @@ def refuse_transforms() -> None:
             "torch.func (vmap, grad, jacrev, …) cannot transform lookups in tables: gradients of tables are no "
             "tensors. Look up outside of the transformed function"
         )
+
+
+_warned_of: set[str] = set()
+
+
+def warn_of_clipping() -> None:
+    """Warn once if ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_`` asks for the parameters of a model.
+
+    Torch has no hook for that, so the callers of this function are searched for it.
+    """
+    frame, depth = sys._getframe(1), 1
+    while frame is not None and depth < _MOST_CALLERS and not _warned_of:
+        if frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+            name = frame.f_code.co_name
+            _warned_of.add(name)
+            warnings.warn(
+                f"torch.nn.utils.{name} leaves the gradients of tables as they are, because tables are not in "
+                "model.parameters(); use hotbed.clip_grad_norm_(model, max_norm), which clips all gradients together",
+                stacklevel=depth + 3,
+            )
+        frame, depth = frame.f_back, depth + 1
 
 
 def _make_number(context: Any) -> None:

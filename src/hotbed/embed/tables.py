@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hotbed.bags import describe
 from hotbed.embed.arena import Arena, LocalTile, raw_shapes, untied
 from hotbed.embed.dynamic import DynamicTables
+from hotbed.embed.gradients import TableUpdater
 from hotbed.embed.idle_tables import Updaters
 from hotbed.embed.local_tables import LocalTables
 from hotbed.embed.table_group import TableGroup
@@ -24,7 +25,7 @@ from hotbed.errors import SpecError, did_you_mean
 from hotbed.ops import BackendName
 from hotbed.specs import Feature, Table, check_specs
 from hotbed.store import DenseStore, RowStore, Span, Traffic
-from hotbed.torch_hooks import are_tables_left_out, number
+from hotbed.torch_hooks import are_tables_left_out, number, warn_of_clipping
 
 _tables_on_meta = ContextVar("tables_on_meta", default=False)
 
@@ -222,6 +223,10 @@ class TableModule(nn.Module):
                 return group
         raise SpecError(f"no table '{table}'; tables are {', '.join(self.tables)}{did_you_mean(table, self.tables)}")
 
+    def updaters(self) -> list[TableUpdater]:
+        """List what connects the optimizers to the tables."""
+        return list(self._updaters)
+
     def idle_tables(self) -> list[str]:
         """List the tables that are trained and have no optimizer."""
         trained = set[str]().union(*(updater.tables for updater in self._updaters))
@@ -241,6 +246,14 @@ class TableModule(nn.Module):
             )
 
     # -- nn.Module -------------------------------------------------------------------------------------------------
+
+    def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield this module; warn if torch clips the gradients of parameters, among which tables are not."""
+        if not torch.compiler.is_compiling() and any(handle.requires_grad for handle in self.handles.values()):
+            warn_of_clipping()
+        return super().named_modules(*args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Train all tables, or freeze them."""
