@@ -308,3 +308,55 @@ def test_a_model_that_trains_after_all_this_trains_as_ever() -> None:
     for model in (first, second):
         train(model, optimizers_of(model), [batch(1)])
     assert all(torch.equal(t, second.state_dict()[name]) for name, t in first.state_dict().items())
+
+
+# -- initial values ----------------------------------------------------------------------------------------------------
+
+
+def test_the_generator_of_torch_decides_on_initial_values() -> None:
+    rows = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        with torch.device("meta"):
+            models = [User(), User()]
+        made: list[Any] = [hb.distribute(hb.swap_embeddings(model), device="cpu") for model in models]
+        rows.append([model.user.weight.detach() for model in made])
+    assert torch.equal(rows[0][0], rows[1][0]) and torch.equal(rows[0][1], rows[1][1])
+    assert not torch.equal(rows[0][0], rows[2][0]) and not torch.equal(rows[0][0], rows[0][1])
+
+
+def test_a_model_on_a_device_leaves_the_generator_alone() -> None:
+    torch.manual_seed(3)
+    User()
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    hb.swap_embeddings(User())
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_are_reset_as_those_of_torch(dtype: torch.dtype) -> None:
+    theirs, ours = pair(lambda: nn.Embedding(6, 4, padding_idx=2, dtype=dtype))
+    for module in (theirs, ours):
+        torch.manual_seed(9)
+        module.reset_parameters()
+    assert torch.equal(ours.weight, theirs.weight) and not ours.weight[2].any()
+
+
+def of_other_seeds(group: ProcessGroup, plan: str, meta: bool) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(group.rank())
+    with torch.device("meta" if meta else "cpu"):
+        model = nn.ModuleDict({"narrow": nn.Embedding(7, 16, dtype=torch.bfloat16), "user": nn.Embedding(13, 16)})
+    model = hb.distribute(hb.swap_embeddings(model), plan, device="cpu")
+    return tuple(model.module[name](torch.arange(7)).detach() for name in ("narrow", "user"))
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_ranks_of_other_seeds_take_the_values_of_the_first(ranks: Ranks, meta: bool) -> None:
+    first = ranks.run(3, of_other_seeds, "table", meta)[0]
+    for plan in ("dp", "row"):
+        for rows in ranks.run(3, of_other_seeds, plan, meta):
+            assert all(map(torch.equal, rows, first))
+    if not meta:
+        torch.manual_seed(0)
+        assert torch.equal(first[0], nn.Embedding(7, 16, dtype=torch.bfloat16).weight)

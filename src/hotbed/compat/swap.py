@@ -23,7 +23,7 @@ _Torch = nn.Embedding | nn.EmbeddingBag
 
 
 def swap_embeddings(
-    model: nn.Module, *, skip: Sequence[str] = (), seed: int = 0, backend: BackendName = "auto"
+    model: nn.Module, *, skip: Sequence[str] = (), seed: int | None = None, backend: BackendName = "auto"
 ) -> nn.Module:
     """Replace every ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model by a table of hotbed, in place.
 
@@ -37,11 +37,14 @@ def swap_embeddings(
     Parameters
     ----------
     model
-        Any module. Embeddings that share a weight share a table. Those on ``meta`` get values of the standard deviation
-        that torch's would have, 1, when the model is distributed.
+        Any module. Embeddings that share a weight share a table. Tables keep the values that torch has drawn. Those on
+        ``meta`` get values of the standard deviation that torch's would have, 1, when the model is distributed.
     skip
         Names of modules to leave as they are, as in ``model.named_modules()``; ``*`` stands for any characters.
-    seed, backend
+    seed
+        Seed of the initial values of tables on ``meta``, as for `EmbeddingCollection`. By default it is drawn from
+        torch's generator, so that ``torch.manual_seed`` decides; several ranks take the seed of the first.
+    backend
         As for `EmbeddingCollection`.
 
     Returns
@@ -77,7 +80,12 @@ def swap_embeddings(
     for name, module in chosen.items():
         _check(name, module)
     _refuse_shared(model, chosen)
+    draws = seed is None and any(module.weight.is_meta for module in chosen.values())
+    if seed is None:
+        seed = int(torch.randint(1 << 62, (), device="cpu")) if draws else 0
     tables = [(_table(named, seed, backend), named) for named in _by_weight(chosen)]
+    for rows, _ in tables:
+        rows.draws_seed = draws
     share_arenas({rows: next(iter(named.values())).weight.device for rows, named in tables})
     made: dict[int, nn.Module] = {}
     for rows, named in tables:

@@ -66,6 +66,8 @@ class TableModule(nn.Module):
         self.tables = {t.name: t for t in tables}
         self.features = tuple(features)
         self.seed = seed
+        self.draws_seed = False
+        """Whether the seed was drawn from torch's generator, so that ranks must agree on one."""
         self._backend: BackendName = backend
         elsewhere = torch.device("meta") if _tables_on_meta.get() else torch.get_default_device()
         place = elsewhere if device is None else torch.device(device)
