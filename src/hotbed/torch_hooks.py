@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
@@ -142,14 +142,16 @@ def refuse_transforms() -> None:
 _warned_of: set[str] = set()
 
 
-def warn_of_clipping() -> None:
+def warn_of_clipping(handles: Mapping[str, Tensor]) -> None:
     """Warn once if ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_`` asks for the parameters of a model.
 
-    Torch has no hook for that, so the callers of this function are searched for it.
+    Torch has no hook for that, so the callers of this function are searched for it. Frozen tables have no gradient.
     """
     frame, depth = sys._getframe(1), 1
     while frame is not None and depth < _MOST_CALLERS and not _warned_of:
         if frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+            if not any(handle.requires_grad for handle in handles.values()):
+                return
             name = frame.f_code.co_name
             _warned_of.add(name)
             warnings.warn(

@@ -208,6 +208,28 @@ def test_a_compiled_model_is_one_graph_and_trains_as_ever(backend: str) -> None:
         torch.compile(model, fullgraph=True, backend=backend)({**x, "user": x["user"] * 0 + 30})
 
 
+@pytest.mark.usefixtures("_fresh")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_padding_is_left_out_in_a_compiled_bag_with_weights() -> None:
+    ids, found = torch.tensor([[1, 2, 5], [2, 2, 2]]), []
+    for compiled in (False, True):
+        _, ours = pair(lambda: nn.EmbeddingBag(6, 4, mode="sum", padding_idx=2))
+        weights = torch.linspace(0.5, 2, 6).view(2, 3).requires_grad_()
+        call = torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours
+        output = call(ids, per_sample_weights=weights)
+        found.append((output.detach(), gradient_of(ours, output.square()), weights.grad))
+    torch.testing.assert_close(found[0], found[1])
+    assert not found[0][1][2].any() and found[0][2] is not None and not found[0][2][:, 1].any()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("strict", [False, True])
+def test_narrow_rows_are_exported_as_they_are(strict: bool) -> None:
+    theirs, ours = pair(lambda: nn.Embedding(6, 4, dtype=torch.bfloat16))
+    program = torch.export.export(ours, (torch.tensor([1, 5]),), strict=strict)
+    assert torch.equal(program.module()(torch.tensor([3, 0])), theirs(torch.tensor([3, 0])))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("strict", [False, True])

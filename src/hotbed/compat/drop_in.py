@@ -142,7 +142,8 @@ class _DropIn(nn.Module):
                 f"table '{self.table}' is distributed: got torch.export, expected a table on one rank. Load the "
                 "state into a model that is not distributed, and export that"
             )
-        return self.rows.weight(self.table).detach()
+        with torch.no_grad():
+            return self.weight.detach()
 
     @override
     def extra_repr(self) -> str:

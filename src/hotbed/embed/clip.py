@@ -170,7 +170,12 @@ def _dense_square(model: nn.Module) -> float:
         norm = torch.linalg.vector_norm(values, dtype=torch.float64)
         (sharded if is_sharded(gradient) else whole).append(norm.to(_device(model)))
     own = [_square(norms, model) for norms in (whole, sharded)]
-    if sharded and isinstance(model, Distributed):
+    if sharded:
+        if not isinstance(model, Distributed):
+            raise SpecError(
+                f"parameters are sharded by FSDP: got {type(model).__name__}, expected what hotbed.distribute returned. "
+                "Call hotbed.distribute(model, parallel=hotbed.ParallelOptions(dense='fsdp'))"
+            )
         own[1] = model.link.all_gather("norms of gradients", own[1]).wait().sum(0)
     return math.fsum(square for of_kind in own for square in of_kind.tolist())
 

@@ -253,8 +253,8 @@ class TableModule(nn.Module):
         self, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield this module; warn if torch clips the gradients of parameters, among which tables are not."""
-        if not torch.compiler.is_compiling() and any(handle.requires_grad for handle in self.handles.values()):
-            warn_of_clipping()
+        if not torch.compiler.is_compiling():
+            warn_of_clipping(self.handles)
         return super().named_modules(*args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
