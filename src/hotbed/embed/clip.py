@@ -173,7 +173,7 @@ def _dense_square(model: nn.Module) -> float:
     if sharded:
         if not isinstance(model, Distributed):
             raise SpecError(
-                f"parameters are sharded by FSDP: got {type(model).__name__}, expected what hotbed.distribute returned. "
+                f"parameters are sharded by FSDP: got {type(model).__name__}, expected a model of hotbed.distribute. "
                 "Call hotbed.distribute(model, parallel=hotbed.ParallelOptions(dense='fsdp'))"
             )
         own[1] = model.link.all_gather("norms of gradients", own[1]).wait().sum(0)
