@@ -15,7 +15,9 @@ from torch.distributed import ProcessGroup
 
 import hotbed as hb
 from hotbed import torch_hooks
+from hotbed.embed.row_gradients import squares
 from hotbed.errors import NonFiniteError, OptimizerError, SpecError
+from hotbed.ops import Occurrences
 from hotbed.ops.exact_sum import float_of, sums_of
 from tests.ranks import Ranks
 
@@ -249,3 +251,15 @@ def test_clipping_by_torch_warns_once(swapped: bool, monkeypatch: pytest.MonkeyP
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert [str(w.message).split(" leaves")[0] for w in found] == ["torch.nn.utils.clip_grad_norm_"] * swapped
     assert all(w.filename == __file__ for w in found)
+
+
+def test_rows_that_are_padding_do_not_count() -> None:
+    """As on a GPU, where gradients are summed into more rows than there are slots."""
+    tables = hb.EmbeddingCollection(
+        [hb.Table("a", 5, 16), hb.Table("b", 3, 16)], [hb.Feature("a", "a"), hb.Feature("b", "b")]
+    )
+    (arena,) = tables._groups[0].arenas
+    slots, sums = torch.tensor([4, 5, 8, 8]), torch.ones(4, 16)
+    sums[2:] = math.nan
+    found = squares(arena, Occurrences(slots, torch.arange(4), None), sums, {"b"}, torch.tensor(0.5))
+    assert float_of(found.tolist()) == 16 * 0.25

@@ -56,10 +56,10 @@ class _DropIn(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Rows ``[R, D]``, in the memory of the table; a copy, which cannot be written to, where ranks share the table.
+        """Rows ``[R, D]`` in the memory of the table; if ranks share the table, a copy that refuses writes.
 
-        Its ``requires_grad`` is that of the table. A backward pass that reaches the rows, as that of an output layer
-        does, raises `SpecError`.
+        Its ``requires_grad`` freezes and trains the table. Backward through these rows, e.g. as the weight of an output
+        layer, raises `SpecError`.
         """
         return weight_of(self.rows, self.table)
 
@@ -147,7 +147,7 @@ class _DropIn(nn.Module):
 
     @override
     def extra_repr(self) -> str:
-        """Say what torch's module would."""
+        """Return what torch's module would."""
         said = f"{self.num_embeddings}, {self.embedding_dim}"
         for name in ("padding_idx", "max_norm"):
             if (value := getattr(self, name)) is not None:

@@ -75,7 +75,7 @@ def swap_embeddings(
     if not chosen:
         raise SpecError(
             f"{type(model).__name__} has no nn.Embedding or nn.EmbeddingBag to replace"
-            + (f" beside those to skip: {', '.join(found)}" if found else "")
+            + (f" except the modules to skip: {', '.join(found)}" if found else "")
         )
     for name, module in chosen.items():
         _check(name, module)
@@ -140,7 +140,7 @@ def _check(name: str, module: _Torch) -> None:
 
 
 def _own(derived: type, kind: type) -> list[str]:
-    """List what a class has beside torch's, but for what makes and fills it."""
+    """List the methods that a class adds to torch's, except its constructor and ``reset_parameters``."""
     made = {"__init__", "reset_parameters"}
     classes = derived.__mro__[: derived.__mro__.index(kind)]
     return [name for of in classes for name, value in vars(of).items() if callable(value) and name not in made]

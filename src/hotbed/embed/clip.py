@@ -1,4 +1,4 @@
-"""Clip the norm of all gradients of a model: of its parameters and of its tables, over all ranks.
+"""Clip the global norm of the gradients of a model's parameters and tables, over all ranks.
 
 ``torch.nn.utils.clip_grad_norm_(model.parameters(), …)`` has no tables, because tables are no parameters. Here the
 gradients of duplicate rows of a global batch are summed before they are squared, as for a dense gradient, and each cell
@@ -162,7 +162,7 @@ def _dense_gradients(model: nn.Module) -> list[Tensor]:
 
 
 def _dense_square(model: nn.Module) -> float:
-    """Sum the squares of the gradients of parameters, in float64; those that FSDP2 has sharded, over ranks."""
+    """Sum the squares of the gradients of parameters, in float64. Shards of FSDP2 are summed over ranks."""
     whole: list[Tensor] = []
     sharded: list[Tensor] = []
     for gradient in _dense_gradients(model):

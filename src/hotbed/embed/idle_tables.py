@@ -80,7 +80,7 @@ class Updaters(weakref.WeakSet["TableUpdater"]):
 
 
 def _may_train(optimizer: Optimizer, tables: nn.Module) -> bool:
-    """Return False if tables belong to models with parameters, none of which the optimizer has.
+    """Return False if the tables' models have parameters and the optimizer has none of them.
 
     No module knows what contains it, so the containing modules are found among all objects; once per optimizer.
     """

@@ -1,4 +1,4 @@
-"""Join gradients of rows of one arena, and sum those of each row."""
+"""Join gradients of rows of one arena, and sum the gradients of each row."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def concatenated(arena: Arena, found: Sequence[RowGradient]) -> tuple[Occurrence
 
 
 def summed(arena: Arena, gradient: RowGradient) -> RowGradient:
-    """Sum a gradient to one row per slot; on a device with room for as many as there are ids, so that no host waits."""
+    """Sum a gradient to one row per slot; on a GPU into one row per id, because the host does not know the number."""
     store, limit, kernels = arena.store, arena.store.slots, ops.select(arena.store.device, arena.backend)
     groups = gradient.occurrences.groups or kernels.group(replace(gradient.occurrences, limit=limit))
     on_host = store.device.type == "cpu"
