@@ -50,7 +50,7 @@ def look_up(rows: EmbeddingCollection, feature: str, bags: Bags, padding_idx: in
     refuse_transforms()
     if padding_idx is not None:
         bags, _ = without(bags, padding_idx)
-    if not is_single(rows, feature, bags):
+    if not is_single(rows, bags):
         return _look_up_in_batch(rows, feature, bags)
     trained = rows._is_trained(rows.tables)
     rows._check_call(None, 0, trained and torch.is_grad_enabled())
@@ -60,19 +60,15 @@ def look_up(rows: EmbeddingCollection, feature: str, bags: Bags, padding_idx: in
     return vectors.view(len(found), found.shape[2])
 
 
-def is_single(rows: EmbeddingCollection, feature: str, bags: Bags) -> bool:
-    """Check ids; return whether the feature can be looked up by itself, because the table is whole on this rank."""
+def is_single(rows: EmbeddingCollection, bags: Bags) -> bool:
+    """Return whether a feature can be looked up by itself: its ids are valid, and the table is whole on this rank."""
     (group,), (table,) = rows._groups, rows.tables.values()
-    if (
+    return (
         isinstance(group, LocalTables)
         and table.dynamic is None
         and rows.dtype in VECTOR_DTYPES
         and are_valid(bags, table.rows, group.device)
-    ):
-        return True
-    if table.dynamic is None and bags.values.dtype in INDEX_DTYPES and not bags.values.is_meta:
-        _refuse_out_of_range(rows, feature, bags.values)
-    return False  # a batch refuses what else is wrong
+    )
 
 
 def request_of(rows: EmbeddingCollection, feature: str, bags: Bags, trained: bool) -> tuple[Request, Tensor]:
@@ -104,17 +100,19 @@ def _checked(bags: Bags) -> Bags:
 
 
 def _refuse_out_of_range(rows: EmbeddingCollection, feature: str, ids: Tensor) -> None:
-    """Raise `BatchError` for an id that is no row, unless the feature's policy repairs it."""
+    """Raise `BatchError` for an id that is no row, with what can be done about it in a module of one table."""
     (table,) = rows.tables.values()
-    policy = next(f.on_bad_id for f in rows.features if f.name == feature)
-    if not len(ids) or policy != "error" or (ids.amin().item() >= 0 and ids.amax().item() < table.rows):
+    if table.dynamic is not None or ids.dtype not in INDEX_DTYPES:
         return
-    first = int(((ids < 0) | (ids.long() >= table.rows)).nonzero()[0])
+    wrong = ((ids < 0) | (ids.long() >= table.rows)).nonzero()
+    if not len(wrong):
+        return
+    first = int(wrong[0])
     raise BatchError(
         f"an id of '{feature}' is out of range: got {ids[first].item():,} at position {first:,}, expected 0 to "
         f"{table.rows - 1:,}, the rows of table '{table.name}'. Make the module with more rows (num_embeddings), or "
         "map such ids before the call (ids % num_embeddings); a module of one table has no on_bad_id"
-    )
+    ) from None
 
 
 def _look_up_in_batch(rows: EmbeddingCollection, feature: str, bags: Bags) -> Tensor:
@@ -129,6 +127,10 @@ def _look_up_in_batch(rows: EmbeddingCollection, feature: str, bags: Bags) -> Te
         weights=bags.weights,
     )
     with torch.autocast(bags.values.device.type, enabled=False):
-        found = rows(ids)
+        try:
+            found = rows(ids)
+        except BatchError:
+            _refuse_out_of_range(rows, feature, bags.values)
+            raise
     is_pooled = next(f.is_pooled for f in rows.features if f.name == feature)
     return found[feature] if is_pooled else found.jagged(feature)[0]

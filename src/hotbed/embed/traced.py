@@ -277,7 +277,7 @@ def _look_up_feature(
     if padding_idx is not None:
         bags, keep = single_lookup.without(bags, padding_idx)
         positions = keep.nonzero()[:, 0]
-    if not single_lookup.is_single(tables, name, bags):
+    if not single_lookup.is_single(tables, bags):
         found = single_lookup.look_up(tables, name, bags)  # raises, as it does outside of graphs
         raise BatchError(f"'{name}' gave {list(found.shape)} in a compiled graph, expected an error")
     tables._check_call(None, 0, trains)
