@@ -128,7 +128,7 @@ def is_exporting() -> bool:
 
 def refuse_transforms() -> None:
     """Raise `SpecError` if the caller is traced by ``torch.jit.trace`` or transformed by ``torch.func``."""
-    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+    if torch._C._is_tracing():  # pyright: ignore[reportAttributeAccessIssue]
         raise SpecError(
             "torch.jit.trace cannot record lookups in tables: it would keep the ids of one batch. Use torch.export"
         )

@@ -116,6 +116,8 @@ class _DropIn(nn.Module):
 
     def _integers(self, what: str, given: Tensor) -> Tensor:
         """Return ids or offsets as int32 or int64; raise for what is no tensor of integers."""
+        if isinstance(given, Tensor) and given.dtype in INDEX_DTYPES and not given.is_meta:
+            return given
         if type(given).__module__.startswith("torch.fx"):
             raise SpecError(
                 f"torch.fx.symbolic_trace cannot record lookups of '{self.feature}': got a Proxy, expected a tensor. "
@@ -128,12 +130,10 @@ class _DropIn(nn.Module):
                 f"{what} of '{self.feature}' are no integers that index rows: got {describe(given)}, expected int32 or "
                 "int64. Convert them with .long()"
             )
-        if given.is_meta:
-            raise BatchError(
-                f"{what} of '{self.feature}' have no values: got {describe(given)} on meta, expected ids on a device. "
-                "Call the model when its tables are on a device"
-            )
-        return given
+        raise BatchError(
+            f"{what} of '{self.feature}' have no values: got {describe(given)} on meta, expected ids on a device. Call "
+            "the model when its tables are on a device"
+        )
 
     def _constant(self) -> Tensor:
         """Return the rows as ``torch.export`` records them."""

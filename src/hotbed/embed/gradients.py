@@ -7,7 +7,6 @@ lets each `TableGroup` update its rows.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,10 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from hotbed.embed.arena import Arena, untied
 from hotbed.embed.idle_tables import Updaters
-from hotbed.embed.local_gradients import joined
-from hotbed.embed.row_gradients import RowGradient, concatenated, squares, summed
+from hotbed.embed.row_gradients import RowGradient, by_arena, squares, summed
 from hotbed.embed.step_state import StepState, used_options
-from hotbed.embed.table_group import CHANGED, Contribution, Request, TableGroup
+from hotbed.embed.table_group import Contribution, Request, TableGroup
 from hotbed.errors import OptimizerError
 from hotbed.ops import BackendName, Occurrences, RuleStep
 from hotbed.ops.exact_sum import no_sums
@@ -91,7 +89,7 @@ class TableUpdater:
     def apply(self, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor | None, gate: Tensor | None) -> None:
         """Coalesce all gradients that wait and apply the rule once per row; then forget them."""
         self._refuse_lost(hyper)
-        found = self._by_arena() if self._sums is None else dict(self._sums)
+        found = by_arena(self._waiting) if self._sums is None else dict(self._sums)
         device = next(iter(self._group_of.values())).device if self._group_of else torch.device("cpu")
         backends: list[BackendName] = [arena.backend for group in self._groups for arena in group.arenas]
         self.state_of_steps.count(hyper, gate, device, backends[0] if backends else "auto")
@@ -109,16 +107,6 @@ class TableUpdater:
         if self._on_stepped is not None:
             self._on_stepped(self.tables)
 
-    def _by_arena(self) -> dict[Arena, tuple[Occurrences, Tensor]]:
-        """Join the gradients that wait, by arena."""
-        if any(waiting.changed() for waiting in self._waiting):
-            raise OptimizerError(CHANGED)
-        found: dict[Arena, list[RowGradient]] = defaultdict(list)
-        for waiting in joined(self._waiting):
-            for arena, occurrences, grad in waiting.gradients():
-                found[arena].append(RowGradient(occurrences, grad, waiting.is_summed))
-        return {arena: concatenated(arena, of_arena) for arena, of_arena in found.items()}
-
     @property
     def is_waiting(self) -> bool:
         """Whether any gradient waits for a step."""
@@ -128,7 +116,9 @@ class TableUpdater:
     def square_sums(self, trained: Collection[str], factor: Tensor | None) -> Tensor:
         """Sum the squares of the gradients that wait: of rows of this rank, each counted once. See `sums_of`."""
         if self._sums is None:
-            found = {arena: RowGradient(*of_arena, is_summed=False) for arena, of_arena in self._by_arena().items()}
+            found = {
+                arena: RowGradient(*of_arena, is_summed=False) for arena, of_arena in by_arena(self._waiting).items()
+            }
             self._sums = {arena: summed(arena, gradient)[:2] for arena, gradient in found.items()}
         device = next(iter(self._group_of.values())).device
         total = no_sums(device)
@@ -247,11 +237,14 @@ class PooledLookup(torch.autograd.Function):
                 source.store.weight_gradient(bags, rows, of_weights)
             if not (trained and ctx.needs_input_grad[0]):
                 continue
-            ctx.updaters.reach()
-            if updaters:
-                contribution = source.contribution(bags, versions, rows)
-                for updater in updaters:
-                    updater.receive(contribution)
+            if not updaters:
+                ctx.updaters.reach()
+                continue
+            contribution = source.contribution(bags, versions, rows)
+            for updater in updaters:
+                updater.receive(contribution)
+            if not any(contribution.tables <= updater.tables for updater in updaters):
+                ctx.updaters.reach()
         return None, None if of_weights is None else of_weights.to(ctx.weights.dtype), None, None, None
 
 

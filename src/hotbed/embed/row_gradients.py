@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from hotbed import ops
 from hotbed.embed.arena import Arena
+from hotbed.embed.local_gradients import joined
+from hotbed.embed.table_group import CHANGED, Contribution
+from hotbed.errors import OptimizerError
 from hotbed.ops import Occurrences
 from hotbed.ops.exact_sum import sums_of
 from hotbed.ops.reference_rules import blocks_of
@@ -22,6 +26,17 @@ class RowGradient(NamedTuple):
     occurrences: Occurrences
     grad: Tensor
     is_summed: bool
+
+
+def by_arena(waiting: Sequence[Contribution]) -> dict[Arena, tuple[Occurrences, Tensor]]:
+    """Join the gradients that wait for a step, by arena."""
+    if any(contribution.changed() for contribution in waiting):
+        raise OptimizerError(CHANGED)
+    found: dict[Arena, list[RowGradient]] = defaultdict(list)
+    for contribution in joined(waiting):
+        for arena, occurrences, grad in contribution.gradients():
+            found[arena].append(RowGradient(occurrences, grad, contribution.is_summed))
+    return {arena: concatenated(arena, of_arena) for arena, of_arena in found.items()}
 
 
 def concatenated(arena: Arena, found: Sequence[RowGradient]) -> tuple[Occurrences, Tensor]:
