@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hotbed.config import MemoryOptions, ParallelOptions, Recipe
     from hotbed.data import Loader, ParquetSource, Schema, Source, SplitBinarySource
     from hotbed.data.prepare import prepare
-    from hotbed.embed import EmbeddingCollection, distribute, mean_over_ranks
+    from hotbed.embed import EmbeddingCollection, clip_grad_norm_, distribute, mean_over_ranks
     from hotbed.errors import HotbedError
     from hotbed.jagged import Jagged
     from hotbed.model_parallel_input import ModelParallelInput
@@ -50,6 +50,7 @@ __all__ = [
     "Table",
     "Tile",
     "Trainer",
+    "clip_grad_norm_",
     "distribute",
     "evaluate",
     "init_from",
@@ -89,6 +90,7 @@ __getattr__, __dir__ = lazy(
         "Table": "hotbed.specs",
         "Tile": "hotbed.plan",
         "Trainer": "hotbed.train",
+        "clip_grad_norm_": "hotbed.embed",
         "distribute": "hotbed.embed",
         "evaluate": "hotbed.train",
         "init_from": "hotbed.checkpoint",

@@ -7,8 +7,9 @@ checkpoints take states `without_tables`. Batches of ids and collections have nu
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
@@ -20,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
+
+from hotbed.errors import SpecError
 
 _without_tables = ContextVar("without_tables", default=False)
 
@@ -39,6 +42,7 @@ def are_tables_left_out() -> bool:
     return _without_tables.get()
 
 
+_MOST_CALLERS = 50
 _numbers = count(1)
 _numbered: WeakValueDictionary[int, object] = WeakValueDictionary()
 
@@ -120,6 +124,42 @@ def traced_number(thing: Numbered) -> Tensor | None:
 def is_exporting() -> bool:
     """Whether a graph is traced for ``torch.export``; `torch.compiler.is_exporting` of torch 2.11 is true in all."""
     return bool(torch.compiler._is_exporting_flag)
+
+
+def refuse_transforms() -> None:
+    """Raise `SpecError` if the caller is traced by ``torch.jit.trace`` or transformed by ``torch.func``."""
+    if torch._C._is_tracing():  # pyright: ignore[reportAttributeAccessIssue]
+        raise SpecError(
+            "torch.jit.trace cannot record lookups in tables: it would keep the ids of one batch. Use torch.export"
+        )
+    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        raise SpecError(
+            "torch.func (vmap, grad, jacrev, …) cannot transform lookups in tables: gradients of tables are no "
+            "tensors. Look up outside of the transformed function"
+        )
+
+
+_warned_of: set[str] = set()
+
+
+def warn_of_clipping(handles: Mapping[str, Tensor]) -> None:
+    """Warn once if ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_`` asks for the parameters of a model.
+
+    Torch has no hook for that, so the callers of this function are searched for it. Frozen tables have no gradient.
+    """
+    frame, depth = sys._getframe(1), 1
+    while frame is not None and depth < _MOST_CALLERS and not _warned_of:
+        if frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+            if not any(handle.requires_grad for handle in handles.values()):
+                return
+            name = frame.f_code.co_name
+            _warned_of.add(name)
+            warnings.warn(
+                f"torch.nn.utils.{name} leaves the gradients of tables as they are, because tables are not in "
+                "model.parameters(); use hotbed.clip_grad_norm_(model, max_norm), which clips all gradients together",
+                stacklevel=depth + 3,
+            )
+        frame, depth = frame.f_back, depth + 1
 
 
 def _make_number(context: Any) -> None:

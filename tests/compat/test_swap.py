@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 import hotbed as hb
 from hotbed.compat import Embedding, EmbeddingBag
-from hotbed.errors import BatchError, SpecError
+from hotbed.errors import BatchError, OptimizerError, SpecError
 from tests.ranks import Ranks
 
 ROWS, DIM = 30, 32
@@ -212,6 +212,27 @@ def test_what_is_skipped_stays() -> None:
     assert isinstance(model["big"], Embedding) and isinstance(model["small_a"], nn.Embedding)
 
 
+@pytest.mark.parametrize("closure", [False, True])
+def test_an_optimizer_of_torch_alone_is_refused_before_its_first_step(closure: bool) -> None:
+    model = hb.swap_embeddings(net())
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def loss() -> Any:
+        found = model(batch(1)).square().mean()
+        found.backward()
+        return found
+
+    with pytest.raises(
+        OptimizerError, match=r"got Adam(?s:.*)tables = hotbed.optim.Adam\(model, lr=0.01\)\n    tables.s"
+    ):
+        optimizer.step(loss) if closure else optimizer.step(loss() and None)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    hb.optim.Adam(model, lr=0.01).in_backward()
+    optimizer.step(loss)
+    assert not torch.equal(model.state_dict()["user.weight"], before["user.weight"])
+
+
 def moved(model: Any, backward: Callable[[Tensor], Tensor] = torch.sum) -> bool:
     """Say whether a backward pass trains a table."""
     before = model.weight.detach().clone()
@@ -333,7 +354,7 @@ def test_what_cannot_be_swapped_says_why_and_changes_nothing(make: Callable[[], 
 def test_a_name_to_skip_that_does_not_exist() -> None:
     with pytest.raises(SpecError, match=r"skip has 'usr', which no module is called; did you mean 'user'\?"):
         hb.swap_embeddings(net(), skip=["usr"])
-    with pytest.raises(SpecError, match="to replace beside those to skip: user"):
+    with pytest.raises(SpecError, match="to replace except the modules to skip: user"):
         hb.swap_embeddings(nn.ModuleDict({"user": nn.Embedding(6, 4)}), skip=["user"])
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import hotbed as hb
 from hotbed.embed.tables import CALLS_BEFORE_WARNING
-from hotbed.errors import BatchError, SpecError
+from hotbed.errors import BatchError, OptimizerError, SpecError
 from hotbed.optim import SGD, TableSelection
 
 
@@ -122,10 +123,54 @@ def test_offsets_of_an_embedding_bag_say_what_they_lack() -> None:
 
 
 def train(model: Scorer, batches: int) -> None:
-    dense = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(batches):
         model(ids()).sum().backward()
-        dense.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * cast(Tensor, parameter.grad)
+
+
+def test_an_optimizer_of_torch_alone_is_refused_before_its_first_step() -> None:
+    model = Scorer()
+    dense = torch.optim.Adam(model.parameters(), lr=0.01)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(ids()).sum().backward()
+    for _ in range(2):
+        with pytest.raises(
+            OptimizerError, match=r"\('items'\).*got Adam(?s:.*)tables = hotbed.optim.Adam\(model, lr=0.01"
+        ):
+            dense.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    tables = hb.optim.Adam(model, lr=0.01)
+    for _ in range(2):  # accumulated
+        model(ids()).sum().backward()
+    tables.step()
+    dense.step()
+    assert not torch.equal(before[0], next(model.parameters()))
+
+
+def test_an_optimizer_of_torch_alone_is_refused_inside_its_closure() -> None:
+    model = Scorer()
+    dense = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> Any:
+        loss = model(ids()).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(OptimizerError, match=r"tables = hotbed.optim.SGD\(model, lr=0.1\)\n    tables.step\(\)"):
+        dense.step(closure)
+    model.embeddings.freeze()
+    dense.step(closure)
+
+
+def test_optimizers_that_are_gone_do_not_train() -> None:
+    model = Scorer()
+    SGD(model, lr=0.1)
+    gc.collect()
+    model(ids()).sum().backward()
+    with pytest.raises(OptimizerError, match="items"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 def test_tables_that_no_optimizer_trains_are_warned_of_once() -> None:

@@ -1,24 +1,29 @@
 """Define modules that are called like ``nn.Embedding`` and ``nn.EmbeddingBag`` and look up in hotbed's tables.
 
-`hotbed.swap_embeddings` makes them. What they return for ids that are in range is what torch's modules return; a row's
-gradient goes to the optimizer of hotbed that has been made for the model.
+`hotbed.swap_embeddings` makes them. For ids that are in range they return what torch's modules return. The gradient of
+a row goes to the optimizer of hotbed that was made for the model. ``torch.export`` records plain operators of torch,
+with the rows as constants.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from typing_extensions import override
 
-from hotbed.bags import Bags, describe
+from hotbed.bags import INDEX_DTYPES, Bags, describe
+from hotbed.compat.table_rows import TableRows
 from hotbed.embed import EmbeddingCollection
-from hotbed.embed.single_lookup import look_up
+from hotbed.embed.single_lookup import look_up, without
 from hotbed.errors import BatchError, SpecError
-from hotbed.jagged import Jagged
+from hotbed.torch_hooks import is_exporting
 
 Mode = Literal["sum", "mean", "max"]
+_NARROW = (torch.int8, torch.uint8, torch.int16)
+"""Dtypes of ids and offsets that are converted to int64."""
 
 
 class _DropIn(nn.Module):
@@ -46,15 +51,59 @@ class _DropIn(nn.Module):
         self.padding_idx, self.max_norm = padding_idx, max_norm
         self.register_state_dict_post_hook(_rename_saved)
         self.register_load_state_dict_pre_hook(_rename_loaded)
-        self.register_load_state_dict_post_hook(_limit_loaded)
+        self.register_load_state_dict_post_hook(_finish_load)
+        self.loaded_from = ""
 
     @property
     def weight(self) -> Tensor:
-        """Rows ``[R, D]``: the memory of the table where it is float32 and all on this rank.
+        """Rows ``[R, D]`` in the memory of the table; if ranks share the table, a copy that refuses writes.
 
-        They have no gradient: a backward pass that reaches them, as those of an output layer, raises `SpecError`.
+        Its ``requires_grad`` freezes and trains the table. Backward through these rows, e.g. as the weight of an output
+        layer, raises `SpecError`.
         """
         return weight_of(self.rows, self.table)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise SpecError(
+                f"the weight of '{self.feature}' is a table: got {type(value).__name__} in its place, expected values. "
+                "Write them, `with torch.no_grad(): module.weight.copy_(values)`; leave tables out of functional_call"
+            )
+        super().__setattr__(name, value)
+
+    @override
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train the table, or freeze it."""
+        self.rows.requires_grad_(requires_grad)
+        return self
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradient of the table that waits for an optimizer's step."""
+        self.rows.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all rows from N(0, 1) with torch's generator, and set the row of ``padding_idx`` to 0, as torch does.
+
+        Raises
+        ------
+        SpecError
+            If ranks share the table.
+        """
+        if self.rows.is_distributed:
+            raise SpecError(
+                f"table '{self.table}' is distributed: got reset_parameters(), expected it before hotbed.distribute. "
+                "Reset the model before it is distributed"
+            )
+        if self.rows.device.type == "meta":
+            return
+        values = torch.empty_like(self.weight.detach()).normal_()
+        if self.padding_idx is not None:
+            values[self.padding_idx] = 0
+        self.rows.set_weight(self.table, values)
+        self.limit_norms()
 
     @torch.no_grad()
     def limit_norms(self) -> None:
@@ -65,9 +114,40 @@ class _DropIn(nn.Module):
             scaled = torch.where(norms > self.max_norm, rows * (self.max_norm / (norms + 1e-7)), rows)
             self.rows.set_weight(self.table, scaled)
 
+    def _integers(self, what: str, given: Tensor) -> Tensor:
+        """Return ids or offsets as int32 or int64; raise for what is no tensor of integers."""
+        if isinstance(given, Tensor) and given.dtype in INDEX_DTYPES and not given.is_meta:
+            return given
+        if type(given).__module__.startswith("torch.fx"):
+            raise SpecError(
+                f"torch.fx.symbolic_trace cannot record lookups of '{self.feature}': got a Proxy, expected a tensor. "
+                "Use torch.export, or a Tracer whose is_leaf_module() is true for this module"
+            )
+        if given.dtype in _NARROW:
+            return given.long()
+        if given.dtype not in INDEX_DTYPES:
+            raise BatchError(
+                f"{what} of '{self.feature}' are no integers that index rows: got {describe(given)}, expected int32 or "
+                "int64. Convert them with .long()"
+            )
+        raise BatchError(
+            f"{what} of '{self.feature}' have no values: got {describe(given)} on meta, expected ids on a device. Call "
+            "the model when its tables are on a device"
+        )
+
+    def _constant(self) -> Tensor:
+        """Return the rows as ``torch.export`` records them."""
+        if self.rows.is_distributed:
+            raise SpecError(
+                f"table '{self.table}' is distributed: got torch.export, expected a table on one rank. Load the "
+                "state into a model that is not distributed, and export that"
+            )
+        with torch.no_grad():
+            return self.weight.detach()
+
     @override
     def extra_repr(self) -> str:
-        """Say what torch's module would."""
+        """Return what torch's module would."""
         said = f"{self.num_embeddings}, {self.embedding_dim}"
         for name in ("padding_idx", "max_norm"):
             if (value := getattr(self, name)) is not None:
@@ -75,27 +155,9 @@ class _DropIn(nn.Module):
         return said
 
 
-class _Rows(torch.autograd.Function):
-    """Give the rows of a table, and refuse a gradient of them."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, rows: Tensor, table: str) -> Tensor:
-        ctx.table = table
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise SpecError(
-            f"the rows of table '{ctx.table}' are used where they need a gradient, as the weight of an output layer "
-            f"does, and a table has none but from lookups; leave the module as it is with skip=['{ctx.table}']"
-        )
-
-
 def weight_of(rows: EmbeddingCollection, table: str) -> Tensor:
     """Return the rows of a table ``[R, D]``; where it is trained, a backward pass that reaches them is refused."""
-    found = rows.weight(table)
-    handle = rows.handles[table]
-    return _Rows.apply(handle, found, table) if handle.requires_grad and torch.is_grad_enabled() else found
+    return TableRows.of(rows, table)
 
 
 def _rename_saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -109,13 +171,18 @@ def _rename_saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any)
 def _rename_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Take ``weight``, of torch's module or of this one, to the table."""
     assert isinstance(module, _DropIn)
+    module.loaded_from = prefix
     for key in [key for key in state if key.startswith(prefix) and not key.startswith(f"{prefix}rows.")]:
         state[f"{prefix}rows.{module.table}.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
-def _limit_loaded(module: nn.Module, _: Any) -> None:
+def _finish_load(module: nn.Module, keys: Any) -> None:
+    """Limit norms, and report missing and unexpected keys by the names that torch's module has."""
     assert isinstance(module, _DropIn)
     module.limit_norms()
+    inner = f"{module.loaded_from}rows.{module.table}."
+    for names in (keys.missing_keys, keys.unexpected_keys):
+        names[:] = [module.loaded_from + n.removeprefix(inner) if n.startswith(inner) else n for n in names]
 
 
 class Embedding(_DropIn):
@@ -129,13 +196,16 @@ class Embedding(_DropIn):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        """Look up ``[…]`` int32 or int64: ``[…, D]``.
+        """Look up ids ``[…]`` of any integer dtype of at most 64 bits with a sign, or uint8: ``[…, D]``.
 
         Raises
         ------
         BatchError
             If ids are no integers, or out of range.
         """
+        input = self._integers("ids", input)
+        if is_exporting():
+            return functional.embedding(input, self._constant(), self.padding_idx).to(self.rows.dtype)
         found = look_up(self.rows, self.feature, Bags(input.reshape(-1), input.numel(), 1, None, None))
         found = found.view(*input.shape, self.embedding_dim)
         if self.padding_idx is None or not found.requires_grad:
@@ -171,14 +241,14 @@ class EmbeddingBag(_DropIn):
 
     @override
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Look up and pool ``[B, k]``, or ``[N]`` with offsets, int32 or int64: ``[B, D]``.
+        """Look up and pool ``[B, k]``, or ``[N]`` with offsets: ``[B, D]``.
 
         Parameters
         ----------
         input
-            Ids.
+            Ids, of any integer dtype of at most 64 bits with a sign, or uint8.
         offsets
-            Of ids ``[N]``, where each bag starts: ``[B]``, or ``[B + 1]`` with ``include_last_offset``.
+            Integers: where each bag of ids ``[N]`` starts, ``[B]``, or ``[B + 1]`` with ``include_last_offset``.
         per_sample_weights
             Of the shape of the ids, only with mode ``"sum"``.
 
@@ -187,12 +257,27 @@ class EmbeddingBag(_DropIn):
         BatchError
             If ids are no integers or out of range, or offsets or weights do not fit to them.
         """
+        input = self._integers("ids", input)
         weights = self._checked_weights(input, per_sample_weights)
+        if is_exporting():
+            return self._exported(input, offsets, per_sample_weights)
         bags = self._bags(input, offsets, weights)
-        if self.padding_idx is not None:
-            bags = _without(_checked(bags), self.padding_idx)
-        found = look_up(self.rows, self.feature, bags)
-        return found if self.mode != "max" else _largest(found, bags.lengths())
+        if self.mode != "max":
+            return look_up(self.rows, self.feature, bags, self.padding_idx)
+        if self.padding_idx is not None and not torch.compiler.is_compiling():  # a graph cannot hold what this leaves
+            bags, _ = without(bags, self.padding_idx)
+        return _largest(look_up(self.rows, self.feature, bags), bags, self.padding_idx)
+
+    def _exported(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
+        return functional.embedding_bag(
+            ids,
+            self._constant(),
+            None if offsets is None else self._integers("offsets", offsets),
+            mode=self.mode,
+            per_sample_weights=weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=self.padding_idx,
+        ).to(self.rows.dtype)
 
     def _checked_weights(self, ids: Tensor, weights: Tensor | None) -> Tensor | None:
         if weights is None:
@@ -213,35 +298,30 @@ class EmbeddingBag(_DropIn):
         if ids.dim() != 1 or offsets is None:
             given = "no offsets" if offsets is None else f"offsets {describe(offsets)}"
             raise BatchError(f"ids are {describe(ids)}, with {given}; give [B, k], or [N] with offsets of the bags")
-        offsets = offsets.long()
+        offsets = self._integers("offsets", offsets).long()
+        if self.include_last_offset and not len(offsets):
+            raise BatchError(
+                "offsets are empty: got 0, expected at least 1 with include_last_offset=True. Give the number of ids "
+                "as the last offset; for no bags, torch.tensor([0])"
+            )
         if not self.include_last_offset:
             offsets = torch.cat([offsets, offsets.new_tensor([len(ids)])])
         return Bags(ids, len(offsets) - 1, None, offsets, weights)
 
 
-def _checked(bags: Bags) -> Bags:
-    """Raise `BatchError` unless offsets begin at 0, never fall, and end at the number of ids."""
-    if bags.offsets is None:
-        return bags
-    return Jagged(
-        ["ids"], bags.values, batch_size=bags.batch_size, fixed=[None], offsets=bags.offsets[None], weights=bags.weights
-    )["ids"]
+def _largest(vectors: Tensor, bags: Bags, padding_idx: int | None) -> Tensor:
+    """Take the maximum of each column over the vectors of a bag: ``[N, D]`` to ``[B, D]``; of an empty bag, zeros.
 
-
-def _without(bags: Bags, padding_idx: int) -> Bags:
-    """Leave an id out of its bags."""
-    kept = bags.values != padding_idx
-    before = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
-    offsets = bags.offsets
-    if offsets is None:
-        offsets = torch.arange(bags.batch_size + 1, device=kept.device) * (bags.fixed or 0)
-    weights = None if bags.weights is None else bags.weights[kept]
-    return Bags(bags.values[kept], bags.batch_size, None, before[offsets], weights)
-
-
-def _largest(vectors: Tensor, lengths: Tensor) -> Tensor:
-    """Take the maximum of each column over the vectors of a bag: ``[N, D]`` to ``[B, D]``; of an empty bag, zeros."""
-    bag = torch.arange(len(lengths), device=vectors.device).repeat_interleave(lengths)
-    # Not torch.segment_reduce, whose gradient is wrong where rows of a bag are equal (2.13).
-    empty = vectors.new_zeros(len(lengths), vectors.shape[1])
-    return empty.scatter_reduce(0, bag[:, None].expand_as(vectors), vectors, "amax", include_self=False)
+    As in torch, the first of several equal maxima has all of the gradient. `torch.scatter_reduce` would divide it, also
+    among the zeros that it begins with, and the gradient of `torch.segment_reduce` is wrong for equal rows (2.13).
+    """
+    count, columns = vectors.shape
+    bag = torch.arange(bags.batch_size, device=vectors.device).repeat_interleave(bags.lengths(), output_size=count)
+    own = bag[:, None].expand_as(vectors)
+    is_left_out = (bags.values == (-1 if padding_idx is None else padding_idx))[:, None]
+    values = vectors.detach().masked_fill(is_left_out, -torch.inf)
+    largest = values.new_zeros(bags.batch_size, columns).scatter_reduce(0, own, values, "amax", include_self=False)
+    is_largest = ((values == largest.gather(0, own)) | values.isnan()) & ~is_left_out
+    place = torch.arange(count, device=vectors.device)[:, None].expand_as(vectors).where(is_largest, count)
+    first = place.new_full((bags.batch_size, columns), count).scatter_reduce(0, own, place, "amin")
+    return functional.pad(vectors, (0, 0, 0, 1)).gather(0, first)

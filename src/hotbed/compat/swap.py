@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hotbed.compat.drop_in import Embedding, EmbeddingBag, Mode
-from hotbed.embed import EmbeddingCollection
+from hotbed.embed import EmbeddingCollection, collections_of
 from hotbed.embed.shared_arenas import share_arenas
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.ops import BackendName
@@ -23,7 +23,7 @@ _Torch = nn.Embedding | nn.EmbeddingBag
 
 
 def swap_embeddings(
-    model: nn.Module, *, skip: Sequence[str] = (), seed: int = 0, backend: BackendName = "auto"
+    model: nn.Module, *, skip: Sequence[str] = (), seed: int | None = None, backend: BackendName = "auto"
 ) -> nn.Module:
     """Replace every ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model by a table of hotbed, in place.
 
@@ -37,11 +37,14 @@ def swap_embeddings(
     Parameters
     ----------
     model
-        Any module. Embeddings that share a weight share a table. Those on ``meta`` get values of the standard deviation
-        that torch's would have, 1, when the model is distributed.
+        Any module. Embeddings that share a weight share a table. Tables keep the values that torch has drawn. Those on
+        ``meta`` get values of the standard deviation that torch's would have, 1, when the model is distributed.
     skip
         Names of modules to leave as they are, as in ``model.named_modules()``; ``*`` stands for any characters.
-    seed, backend
+    seed
+        Seed of the initial values of tables on ``meta``, as for `EmbeddingCollection`. By default it is drawn from
+        torch's generator, so that ``torch.manual_seed`` decides; several ranks take the seed of the first.
+    backend
         As for `EmbeddingCollection`.
 
     Returns
@@ -72,12 +75,17 @@ def swap_embeddings(
     if not chosen:
         raise SpecError(
             f"{type(model).__name__} has no nn.Embedding or nn.EmbeddingBag to replace"
-            + (f" beside those to skip: {', '.join(found)}" if found else "")
+            + (f" except the modules to skip: {', '.join(found)}" if found else "")
         )
     for name, module in chosen.items():
         _check(name, module)
     _refuse_shared(model, chosen)
+    draws = seed is None and any(module.weight.is_meta for module in chosen.values())
+    if seed is None:
+        seed = int(torch.randint(1 << 62, (), device="cpu")) if draws else 0
     tables = [(_table(named, seed, backend), named) for named in _by_weight(chosen)]
+    for rows, _ in tables:
+        rows.draws_seed = draws
     share_arenas({rows: next(iter(named.values())).weight.device for rows, named in tables})
     made: dict[int, nn.Module] = {}
     for rows, named in tables:
@@ -86,7 +94,25 @@ def swap_embeddings(
         if id(module) in made and name:
             parent, _, own = name.rpartition(".")
             setattr(names[parent], own, made[id(module)])
-    return made.get(id(model), model)
+    swapped = made.get(id(model), model)
+    for module in swapped.modules():
+        if not isinstance(module, Embedding | EmbeddingBag | EmbeddingCollection) and collections_of(module):
+            for name in ("requires_grad_", "zero_grad"):
+                setattr(module, name, _WithTables(module, name))
+    return swapped
+
+
+class _WithTables:
+    """A method of a module that contains tables, called for them, too, because they are no parameters of it."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(type(self.module), self.name)(self.module, *args, **kwargs)
+        for tables in collections_of(self.module).values():
+            getattr(tables, self.name)(*args, **kwargs)
+        return result
 
 
 def _check(name: str, module: _Torch) -> None:
@@ -114,7 +140,7 @@ def _check(name: str, module: _Torch) -> None:
 
 
 def _own(derived: type, kind: type) -> list[str]:
-    """List what a class has beside torch's, but for what makes and fills it."""
+    """List the methods that a class adds to torch's, except its constructor and ``reset_parameters``."""
     made = {"__init__", "reset_parameters"}
     classes = derived.__mro__[: derived.__mro__.index(kind)]
     return [name for of in classes for name, value in vars(of).items() if callable(value) and name not in made]

@@ -113,6 +113,9 @@ class TrainRecipe:
     cuda_graph: CudaGraph = False
     """Capture steps in CUDA graphs and replay them, the same results (`hotbed.train.step_graph`): ``auto`` where that
     can be, ``true`` or not at all. What a model's own Python does from step to step is not repeated (docs/gpu.md)."""
+    clip_grad_norm: float | None = None
+    """Largest norm of the gradients of all parameters and tables together; longer ones are scaled down, as by
+    `hotbed.clip_grad_norm_`. Steps are not captured in CUDA graphs then, because the host computes the norm."""
     log_every: int = 100
     """Steps between lines of metrics.jsonl."""
     eval_every: int | None = None
@@ -170,8 +173,9 @@ class TrainRecipe:
                 )
         one_of("train.monitor", self.monitor, get_args(Monitor))
         one_of("train.checkpoint", self.checkpoint, get_args(AskedCheckpointPolicy))
-        if self.checkpoint_minutes is not None:
-            above_zero("train.checkpoint_minutes", self.checkpoint_minutes)
+        for name in ("checkpoint_minutes", "clip_grad_norm"):
+            if getattr(self, name) is not None:
+                above_zero(f"train.{name}", getattr(self, name))
         for name in ("checkpoint_every", "checkpoint_minutes", "keep_every"):
             if getattr(self, name) is not None and self.checkpoint not in ("auto", "last"):
                 raise RecipeError(f"train.{name} is set, but train.checkpoint is '{self.checkpoint}'; set it to 'last'")

@@ -11,6 +11,7 @@ model, `traced` lookups inside graphs of ``torch.compile``.
 
 from hotbed.embed import averages as averages  # registers a hook
 from hotbed.embed.arena import LocalTile
+from hotbed.embed.clip import clip_grad_norm_
 from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.distribute import Distributed, distribute, mean_over_ranks
 from hotbed.embed.plan_names import collections_of, plan_for, plan_tables
@@ -20,6 +21,7 @@ __all__ = [
     "Distributed",
     "EmbeddingCollection",
     "LocalTile",
+    "clip_grad_norm_",
     "collections_of",
     "distribute",
     "mean_over_ranks",

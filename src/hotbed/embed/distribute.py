@@ -26,6 +26,7 @@ from hotbed.config.places import MemoryOptions, ParallelOptions
 from hotbed.embed.agreed_plan import agreed, is_searched, plan_of_first
 from hotbed.embed.dense import data_parallel, materialize, refuse_sharded, wrapper_of
 from hotbed.embed.dense_shards import gathered, is_sharded, sharded_parameters
+from hotbed.embed.first_values import agree_on_values
 from hotbed.embed.plan_names import collections_of, local_plan, names_in_plans, plan_for, plan_tables
 from hotbed.embed.replicas import Replicas, check_replicas
 from hotbed.embed.wire import Wire
@@ -65,8 +66,9 @@ def distribute(
     Parameters
     ----------
     model
-        Any module; it is changed in place. Tables and parameters on ``meta`` get their initial values here, the
-        latter by the modules' ``reset_parameters``, so not those that a module's constructor would have given them.
+        Any module; it is changed in place. All ranks take the rows of the first rank, as DDP has them take its
+        parameters. Tables and parameters on ``meta`` get their initial values here, the latter by the modules'
+        ``reset_parameters``, so not those that a module's constructor would have given them.
     plan
         Where tables are; or a scheme for `make_plan`, for all tables or by table.
     parallel
@@ -131,6 +133,7 @@ def distribute(
     plan = _checked_plan(model, plan, base, parallel)
     if base.rank == 0:
         _warn_of_changed_results(plan, parallel)
+    agree_on_values(collections.values(), base)
     place = _place(model, device)
     replicas = Replicas(base, parallel) if parallel.replicas > 1 else None
     link = base.clone() if replicas is None else replicas.shards.clone()
@@ -296,6 +299,17 @@ class Distributed(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Return those of the model."""
         return self.module.named_buffers(*args, **kwargs)
+
+    @override
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train the parameters of the model, or freeze them; tables, too, if `swap_embeddings` made them."""
+        self.module.requires_grad_(requires_grad)
+        return self
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of parameters; those of tables, too, if `swap_embeddings` made them."""
+        self.module.zero_grad(set_to_none)
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,32 +7,24 @@ lets each `TableGroup` update its rows.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hotbed import ops
 from hotbed.embed.arena import Arena, untied
-from hotbed.embed.local_gradients import joined
+from hotbed.embed.idle_tables import Updaters
+from hotbed.embed.row_gradients import RowGradient, by_arena, squares, summed
 from hotbed.embed.step_state import StepState, used_options
-from hotbed.embed.table_group import CHANGED, Contribution, Request, TableGroup
+from hotbed.embed.table_group import Contribution, Request, TableGroup
 from hotbed.errors import OptimizerError
 from hotbed.ops import BackendName, Occurrences, RuleStep
+from hotbed.ops.exact_sum import no_sums
 from hotbed.optim import Rule
 from hotbed.torch_hooks import are_tables_left_out
-
-
-class _Gradient(NamedTuple):
-    """A gradient of rows of one arena, and whether each row's gradients from one rank are one sum already."""
-
-    occurrences: Occurrences
-    grad: Tensor
-    is_summed: bool
 
 
 class TableUpdater:
@@ -69,6 +61,8 @@ class TableUpdater:
         self._group_of = {t: group for group in self._groups for t in group.tables if t in self.tables}
         self._on_grad, self._on_stepped = on_grad, on_stepped
         self._waiting: list[Contribution] = []
+        self._sums: dict[Arena, tuple[Occurrences, Tensor]] | None = None
+        self.optimizer: Callable[[], Any] = lambda: None
         self.state_of_steps = StepState(rule, self._group_of, ranks)
 
     @property
@@ -89,17 +83,13 @@ class TableUpdater:
         if not self.tables.isdisjoint(contribution.tables):
             self._on_grad(contribution.finite)
             self._waiting.append(contribution)
+            self._sums = None
 
     @torch.no_grad()
     def apply(self, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor | None, gate: Tensor | None) -> None:
         """Coalesce all gradients that wait and apply the rule once per row; then forget them."""
         self._refuse_lost(hyper)
-        if any(waiting.changed() for waiting in self._waiting):
-            raise OptimizerError(CHANGED)
-        found: dict[Arena, list[_Gradient]] = defaultdict(list)
-        for waiting in joined(self._waiting):
-            for arena, occurrences, grad in waiting.gradients():
-                found[arena].append(_Gradient(occurrences, grad, waiting.is_summed))
+        found = by_arena(self._waiting) if self._sums is None else dict(self._sums)
         device = next(iter(self._group_of.values())).device if self._group_of else torch.device("cpu")
         backends: list[BackendName] = [arena.backend for group in self._groups for arena in group.arenas]
         self.state_of_steps.count(hyper, gate, device, backends[0] if backends else "auto")
@@ -110,11 +100,32 @@ class TableUpdater:
                 if arena not in steps:
                     steps[arena] = self.state_of_steps.step(arena, hyper, factor, gate)
             # Of an arena that several groups share, the first updates the tables of all.
-            here = {arena: _concatenated(arena, found.pop(arena)) for arena in group.arenas if arena in found}
+            here = {arena: found.pop(arena) for arena in group.arenas if arena in found}
             group.update({arena: steps[arena] for arena in group.arenas}, here)
         self._waiting.clear()
+        self._sums = None
         if self._on_stepped is not None:
             self._on_stepped(self.tables)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any gradient waits for a step."""
+        return bool(self._waiting)
+
+    @torch.no_grad()
+    def square_sums(self, trained: Collection[str], factor: Tensor | None) -> Tensor:
+        """Sum the squares of the gradients that wait: of rows of this rank, each counted once. See `sums_of`."""
+        if self._sums is None:
+            found = {
+                arena: RowGradient(*of_arena, is_summed=False) for arena, of_arena in by_arena(self._waiting).items()
+            }
+            self._sums = {arena: summed(arena, gradient)[:2] for arena, gradient in found.items()}
+        device = next(iter(self._group_of.values())).device
+        total = no_sums(device)
+        for arena, of_arena in self._sums.items():
+            scale, _ = self.state_of_steps.factors(factor, None, arena.store.device)
+            total += squares(arena, *of_arena, trained, scale).to(device)
+        return total
 
     def prepare(self, hyper: Mapping[str, Sequence[float]]) -> Hashable:
         """Write hyperparameters where kernels read them; return which tables are trained, and with which options."""
@@ -132,11 +143,15 @@ class TableUpdater:
                     "`groups` to treat tables differently"
                 )
 
-    def clear(self) -> None:
-        """Forget all gradients that wait."""
+    def clear(self, tables: Collection[str] | None = None) -> None:
+        """Drop the waiting gradients, or those of some tables."""
+        kept: list[Contribution] = []
         for waiting in self._waiting:
-            waiting.drop()
-        self._waiting.clear()
+            if tables is None or waiting.tables.issubset(tables):
+                waiting.drop()
+            else:
+                kept.append(waiting)
+        self._waiting, self._sums = kept, None
 
     def finite(self) -> Tensor:
         """Return, as 0-d bool, whether every waiting gradient is finite."""
@@ -158,31 +173,6 @@ class TableUpdater:
         self.state_of_steps.counts[self.state_of_steps.order[table]] = state["step"]
 
 
-def _concatenated(arena: Arena, found: Sequence[_Gradient]) -> tuple[Occurrences, Tensor]:
-    """Join gradients of one arena: their occurrences, and the gradients one after the other."""
-    if len(found) == 1:
-        return found[0].occurrences, found[0].grad
-    # Each is summed first, as those are that ranks send each other, so that no plan changes the order of additions.
-    found = [gradient if gradient.is_summed else _summed(arena, gradient) for gradient in found]
-    grads = [gradient.grad for gradient in found]
-    return Occurrences.concatenate([p.occurrences for p in found], list(map(len, grads))), torch.cat(grads)
-
-
-def _summed(arena: Arena, gradient: _Gradient) -> _Gradient:
-    """Sum a gradient to one row per slot; on a device with room for as many as there are ids, so that no host waits."""
-    store, limit, kernels = arena.store, arena.store.slots, ops.select(arena.store.device, arena.backend)
-    groups = gradient.occurrences.groups or kernels.group(replace(gradient.occurrences, limit=limit))
-    on_host = store.device.type == "cpu"
-    count = int(groups.counts[0]) if on_host else len(groups.rows)
-    sums = store.empty((count, store.dim), torch.float32)
-    here, slots = torch.arange(count, device=sums.device), groups.rows[:count]
-    kernels.segment_sum(gradient.occurrences, groups, gradient.grad, here, sums)
-    if on_host:
-        return _Gradient(Occurrences(slots, here, None), sums, True)
-    slots = torch.where(here < groups.counts[0], slots, limit)  # beyond them there is nothing: padding
-    return _Gradient(Occurrences(slots, here, None, limit=limit), sums, True)
-
-
 class PooledLookup(torch.autograd.Function):
     """Forward: one launch per request. Backward: hand bags and gradients to the updaters; tables get no gradient."""
 
@@ -193,7 +183,7 @@ class PooledLookup(torch.autograd.Function):
         weights: Tensor | None,
         requests: Sequence[Request],
         outputs: Sequence[Tensor],
-        updaters: Iterable[TableUpdater],
+        updaters: Updaters,
     ) -> tuple[Tensor, ...]:
         """Fill the outputs ``[B, width, D]`` and return each without its room.
 
@@ -227,7 +217,7 @@ class PooledLookup(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Hand the gradients to the updaters, where the optimizer's step finds them."""
-        updaters = list(ctx.updaters)
+        updaters = list[TableUpdater](ctx.updaters)
         of_weights = None
         if ctx.needs_input_grad[1]:
             of_weights = torch.zeros(ctx.weights.shape, dtype=torch.float32, device=ctx.weights.device)
@@ -245,10 +235,16 @@ class PooledLookup(torch.autograd.Function):
                         "gradient of the per-id weights; call backward before the optimizer's step"
                     )
                 source.store.weight_gradient(bags, rows, of_weights)
-            if trained and updaters and ctx.needs_input_grad[0]:
-                contribution = source.contribution(bags, versions, rows)
-                for updater in updaters:
-                    updater.receive(contribution)
+            if not (trained and ctx.needs_input_grad[0]):
+                continue
+            if not updaters:
+                ctx.updaters.reach()
+                continue
+            contribution = source.contribution(bags, versions, rows)
+            for updater in updaters:
+                updater.receive(contribution)
+            if not any(contribution.tables <= updater.tables for updater in updaters):
+                ctx.updaters.reach()
         return None, None if of_weights is None else of_weights.to(ctx.weights.dtype), None, None, None
 
 

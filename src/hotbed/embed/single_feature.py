@@ -71,7 +71,7 @@ class SingleFeature:
 def are_valid(bags: Bags, rows: int, device: torch.device) -> bool:
     """Say whether ids are on this device and all of them rows of a table, in bags that lie one after the other."""
     ids, offsets = bags.values, bags.offsets
-    if ids.dtype not in INDEX_DTYPES or ids.device != device:
+    if ids.dtype not in INDEX_DTYPES or ids.device != device or ids.is_meta:
         return False
     if len(ids) and (ids.amin().item() < 0 or ids.amax().item() >= rows):
         return False

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from hotbed.bags import Bags
+from hotbed.bags import INDEX_DTYPES, Bags
 from hotbed.embed.collection import VECTOR_DTYPES, EmbeddingCollection
 from hotbed.embed.gradients import PooledLookup
 from hotbed.embed.local_tables import LocalTables
 from hotbed.embed.single_feature import are_valid
+from hotbed.embed.table_group import Request
+from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
+from hotbed.torch_hooks import refuse_transforms
 
 
-def look_up(rows: EmbeddingCollection, feature: str, bags: Bags) -> Tensor:
+def look_up(rows: EmbeddingCollection, feature: str, bags: Bags, padding_idx: int | None = None) -> Tensor:
     """Look up a feature of a collection that has one table.
 
     Parameters
@@ -24,6 +30,8 @@ def look_up(rows: EmbeddingCollection, feature: str, bags: Bags) -> Tensor:
         Name of the feature.
     bags
         Its ids. They are checked, as those of a batch are.
+    padding_idx
+        Id that is left out of the bags.
 
     Returns
     -------
@@ -35,23 +43,76 @@ def look_up(rows: EmbeddingCollection, feature: str, bags: Bags) -> Tensor:
     BatchError, SpecError
         As `EmbeddingCollection.forward`.
     """
-    (group,), (table,) = rows._groups, rows.tables.values()
-    if (
-        not isinstance(group, LocalTables)
-        or torch.compiler.is_dynamo_compiling()
-        or table.dynamic is not None
-        or rows.dtype not in VECTOR_DTYPES
-        or not are_valid(bags, table.rows, group.device)  # what is not, a batch refuses
-    ):
+    if torch.compiler.is_dynamo_compiling():
+        from hotbed.embed.traced import look_up_feature  # which imports the compiler
+
+        return look_up_feature(rows, feature, bags, padding_idx)
+    refuse_transforms()
+    if padding_idx is not None:
+        bags, _ = without(bags, padding_idx)
+    if not is_single(rows, bags):
         return _look_up_in_batch(rows, feature, bags)
-    trained = rows._is_trained((table.name,))
+    trained = rows._is_trained(rows.tables)
     rows._check_call(None, 0, trained and torch.is_grad_enabled())
-    request = group.request(feature, bags, trained)
-    count = request.bags.batch_size
-    found = group.empty((count, 1, group.dim), rows.dtype)
+    request, found = request_of(rows, feature, bags, trained)
     anchor = rows._anchor if trained else rows._anchor.detach()
     (vectors,) = PooledLookup.apply(anchor, bags.weights, [request], [found], rows._updaters)
-    return vectors.view(count, group.dim)
+    return vectors.view(len(found), found.shape[2])
+
+
+def is_single(rows: EmbeddingCollection, bags: Bags) -> bool:
+    """Return whether a feature can be looked up by itself: its ids are valid, and the table is whole on this rank."""
+    (group,), (table,) = rows._groups, rows.tables.values()
+    return (
+        isinstance(group, LocalTables)
+        and table.dynamic is None
+        and rows.dtype in VECTOR_DTYPES
+        and are_valid(bags, table.rows, group.device)
+    )
+
+
+def request_of(rows: EmbeddingCollection, feature: str, bags: Bags, trained: bool) -> tuple[Request, Tensor]:
+    """Return what to look up, and an uninitialized output ``[B, 1, D]``."""
+    group = cast("LocalTables", rows._groups[0])
+    request = group.request(feature, bags, trained)
+    return request, group.empty((request.bags.batch_size, 1, group.dim), rows.dtype)
+
+
+def without(bags: Bags, padding_idx: int) -> tuple[Bags, Tensor]:
+    """Leave an id out of its bags; also return which ids were kept ``[N]`` bool."""
+    bags = _checked(bags)
+    keep = bags.values != padding_idx
+    before = pad(keep.cumsum(0), (1, 0))
+    offsets = bags.offsets
+    if offsets is None:
+        offsets = torch.arange(bags.batch_size + 1, device=keep.device) * (bags.fixed or 0)
+    weights = None if bags.weights is None else bags.weights[keep]
+    return Bags(bags.values[keep], bags.batch_size, None, before[offsets], weights), keep
+
+
+def _checked(bags: Bags) -> Bags:
+    """Raise `BatchError` unless offsets begin at 0, never fall, and end at the number of ids."""
+    if bags.offsets is None:
+        return bags
+    return Jagged(
+        ["ids"], bags.values, batch_size=bags.batch_size, fixed=[None], offsets=bags.offsets[None], weights=bags.weights
+    )["ids"]
+
+
+def _refuse_out_of_range(rows: EmbeddingCollection, feature: str, ids: Tensor) -> None:
+    """Raise `BatchError` for an id that is no row, with what can be done about it in a module of one table."""
+    (table,) = rows.tables.values()
+    if table.dynamic is not None or ids.dtype not in INDEX_DTYPES:
+        return
+    wrong = ((ids < 0) | (ids.long() >= table.rows)).nonzero()
+    if not len(wrong):
+        return
+    first = int(wrong[0])
+    raise BatchError(
+        f"an id of '{feature}' is out of range: got {ids[first].item():,} at position {first:,}, expected 0 to "
+        f"{table.rows - 1:,}, the rows of table '{table.name}'. Make the module with more rows (num_embeddings), or "
+        "map such ids before the call (ids % num_embeddings); a module of one table has no on_bad_id"
+    ) from None
 
 
 def _look_up_in_batch(rows: EmbeddingCollection, feature: str, bags: Bags) -> Tensor:
@@ -66,6 +127,10 @@ def _look_up_in_batch(rows: EmbeddingCollection, feature: str, bags: Bags) -> Te
         weights=bags.weights,
     )
     with torch.autocast(bags.values.device.type, enabled=False):
-        found = rows(ids)
+        try:
+            found = rows(ids)
+        except BatchError:
+            _refuse_out_of_range(rows, feature, bags.values)
+            raise
     is_pooled = next(f.is_pooled for f in rows.features if f.name == feature)
     return found[feature] if is_pooled else found.jagged(feature)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,13 +18,14 @@ from hotbed.bags import describe
 from hotbed.embed.arena import Arena, LocalTile, raw_shapes, untied
 from hotbed.embed.dynamic import DynamicTables
 from hotbed.embed.gradients import TableUpdater
+from hotbed.embed.idle_tables import Updaters
 from hotbed.embed.local_tables import LocalTables
 from hotbed.embed.table_group import TableGroup
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.ops import BackendName
 from hotbed.specs import Feature, Table, check_specs
 from hotbed.store import DenseStore, RowStore, Span, Traffic
-from hotbed.torch_hooks import are_tables_left_out, number
+from hotbed.torch_hooks import are_tables_left_out, number, warn_of_clipping
 
 _tables_on_meta = ContextVar("tables_on_meta", default=False)
 
@@ -66,6 +66,8 @@ class TableModule(nn.Module):
         self.tables = {t.name: t for t in tables}
         self.features = tuple(features)
         self.seed = seed
+        self.draws_seed = False
+        """Whether the seed was drawn from torch's generator, so that ranks must agree on one."""
         self._backend: BackendName = backend
         elsewhere = torch.device("meta") if _tables_on_meta.get() else torch.get_default_device()
         place = elsewhere if device is None else torch.device(device)
@@ -81,7 +83,7 @@ class TableModule(nn.Module):
         """By table that has one: the largest norm of a row after its update, whatever an optimizer's own option."""
         self.kept: list[object] = []
         """Optimizers that step in backward, which nobody else need keep; copies of the module have none."""
-        self._updaters: weakref.WeakSet[TableUpdater] = weakref.WeakSet()
+        self._updaters = Updaters(self)
         self._dynamic = DynamicTables(tables, features)
         self._training_calls = 0
         self.number = number(self)
@@ -223,14 +225,21 @@ class TableModule(nn.Module):
                 return group
         raise SpecError(f"no table '{table}'; tables are {', '.join(self.tables)}{did_you_mean(table, self.tables)}")
 
+    def updaters(self) -> list[TableUpdater]:
+        """List what connects the optimizers to the tables."""
+        return list(self._updaters)
+
+    def idle_tables(self) -> list[str]:
+        """List the tables that are trained and have no optimizer."""
+        trained = set[str]().union(*(updater.tables for updater in self._updaters))
+        return [t for t, handle in self.handles.items() if handle.requires_grad and t not in trained]
+
     def _warn_of_idle_tables(self) -> None:
         """Warn once if tables are looked up for training, and no optimizer has been made for them by then."""
         self._training_calls += 1
         if self._training_calls != CALLS_BEFORE_WARNING:
             return
-        trained = set[str]().union(*(updater.tables for updater in self._updaters))
-        idle = [t for t, handle in self.handles.items() if handle.requires_grad and t not in trained]
-        if idle:
+        if idle := self.idle_tables():
             warnings.warn(
                 f"no optimizer trains {', '.join(idle[:3])}{' …' * (len(idle) > 3)} of {len(self.tables)} tables after "
                 f"{CALLS_BEFORE_WARNING} batches: torch's optimizers have no tables; make one, RowWiseAdagrad(model, "
@@ -240,16 +249,56 @@ class TableModule(nn.Module):
 
     # -- nn.Module -------------------------------------------------------------------------------------------------
 
+    def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield this module; warn if torch clips the gradients of parameters, among which tables are not."""
+        if not torch.compiler.is_compiling():
+            warn_of_clipping(self.handles)
+        return super().named_modules(*args, **kwargs)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train all tables, or freeze them."""
+        super().requires_grad_(requires_grad)
+        return self._set_trained((), requires_grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that wait for a step; all ranks that share the tables must call this."""
+        super().zero_grad(set_to_none)
+        for updater in self._updaters:
+            updater.clear(self.tables)
+
+    def __prepare_scriptable__(self) -> None:
+        """Refuse ``torch.jit.script``, which calls this."""
+        raise SpecError("torch.jit.script cannot compile lookups in tables; use torch.compile or torch.export")
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if self.device.type == "meta":
+            self._refuse_memory(fn)
         super()._apply(fn, recurse)
         moved = fn(torch.empty(0, dtype=self.dtype, device=self.device))  # what fn does to a tensor
         device, self.dtype = moved.device, moved.dtype  # tables keep their dtype, looked-up vectors have this one
         if device != self.device:
             for group in self._groups:
                 group.to(device)
-            for handle in self.handles.values():
-                handle.data = handle.data.to(device)
+            for name, handle in self.handles.items():
+                if device.type == "meta":  # which the data of no other tensor can be
+                    self.handles[name] = handle.detach().to(device).requires_grad_(handle.requires_grad)
+                else:
+                    handle.data = handle.data.to(device)
         return self
+
+    def _refuse_memory(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Raise `SpecError` if a function moves tensors away from ``meta``."""
+        try:
+            device = fn(torch.empty(0, device="meta")).device
+        except NotImplementedError:  # `to`; `to_empty` moves them
+            device = None
+        if device is None or device.type != "meta":
+            raise SpecError(
+                f"tables on meta have no rows that could be moved: got to() or to_empty() for {', '.join(self.tables)}."
+                " Call hotbed.distribute(model, device='cpu'), which fills them, or make the model on its device"
+            )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -318,7 +367,7 @@ class TableModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._updaters, self.kept = weakref.WeakSet(), []  # a copy has no optimizer yet
+        self._updaters, self.kept = Updaters(self), []  # a copy has no optimizer yet
         self.number = number(self)
 
     def extra_repr(self) -> str:

@@ -16,14 +16,17 @@ Why, and what is not traced: docs/decisions/0063.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from hotbed.bags import Bags
 from hotbed.batch import Embeddings
-from hotbed.embed.gradients import PooledLookup, TableUpdater
+from hotbed.embed import single_lookup
+from hotbed.embed.gradients import PooledLookup
+from hotbed.embed.idle_tables import Updaters
 from hotbed.embed.table_group import Request
 from hotbed.errors import BatchError, OptimizerError
 from hotbed.jagged import Jagged
@@ -91,7 +94,7 @@ class _Call:
     """
 
     requests: Sequence[Request]
-    updaters: Iterable[TableUpdater]
+    updaters: Updaters
     weights: Tensor | None
 
     def __init__(self, needs_input_grad: tuple[bool, bool]) -> None:
@@ -215,6 +218,113 @@ def _backward(ctx: Any, gradients: list[Tensor | None], _: Tensor | None) -> tup
 
 
 _look_up.register_autograd(_backward, setup_context=_keep)
+
+
+# -- lookups of one feature ------------------------------------------------------------------------------------------
+
+
+def look_up_feature(collection: EmbeddingCollection, feature: str, bags: Bags, padding_idx: int | None) -> Tensor:
+    """Look one feature up, as `hotbed.embed.single_lookup.look_up`, which is being traced."""
+    if collection._is_distributed or collection._has_dynamic:
+        return _look_feature_up_outside(collection, feature, bags, padding_idx)
+    index = [f.name for f in collection.features].index(feature)
+    weights, trains = bags.weights, torch.is_grad_enabled() and collection._is_trained(collection.tables)
+    vectors, _ = torch.ops.hotbed.look_up_feature(
+        bags.values,
+        bags.offsets,
+        weights,
+        collection._anchor if trains else collection._anchor.detach(),
+        torch.empty(0, device="cpu"),
+        collection.number,
+        index,
+        bags.batch_size,
+        bags.fixed,
+        padding_idx,
+        collection.dtype,
+        trains,
+        torch.is_grad_enabled() and weights is not None and weights.requires_grad,
+    )
+    return vectors[:, 0]
+
+
+@torch.compiler.disable(reason=REASON)  # pyright: ignore[reportUntypedFunctionDecorator]
+def _look_feature_up_outside(
+    collection: EmbeddingCollection, feature: str, bags: Bags, padding_idx: int | None
+) -> Tensor:
+    return single_lookup.look_up(collection, feature, bags, padding_idx)
+
+
+@torch.library.custom_op("hotbed::look_up_feature", mutates_args=())
+def _look_up_feature(
+    values: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    anchor: Tensor,
+    call: Tensor,
+    collection: int,
+    feature: int,
+    batch_size: int,
+    fixed: int | None,
+    padding_idx: int | None,
+    dtype: torch.dtype,
+    trains: bool,
+    trains_weights: bool,
+) -> tuple[Tensor, Tensor]:
+    """Look up: vectors ``[B, 1, D]``, and what `_receive` finds the call by."""
+    tables = cast("EmbeddingCollection", numbered(collection))
+    name = tables.features[feature].name
+    bags, positions = Bags(values, batch_size, fixed, offsets, weights), None
+    if padding_idx is not None:
+        bags, keep = single_lookup.without(bags, padding_idx)
+        positions = keep.nonzero()[:, 0]
+    if not single_lookup.is_single(tables, bags):
+        found = single_lookup.look_up(tables, name, bags)  # raises, as it does outside of graphs
+        raise BatchError(f"'{name}' gave {list(found.shape)} in a compiled graph, expected an error")
+    tables._check_call(None, 0, trains)
+    request, out = single_lookup.request_of(tables, name, bags, trains)
+    own = _Call((trains, trains_weights))
+    PooledLookup.forward(own, anchor, bags.weights, [request], [out], tables._updaters)
+    if not (trains or trains_weights):
+        return out, torch.empty(0, dtype=torch.int64, device="cpu")
+    return out, number_tensor(_Calls([own], positions), keep=True)
+
+
+@_look_up_feature.register_fake
+def _(
+    values: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    anchor: Tensor,
+    call: Tensor,
+    collection: int,
+    feature: int,
+    batch_size: int,
+    fixed: int | None,
+    padding_idx: int | None,
+    dtype: torch.dtype,
+    trains: bool,
+    trains_weights: bool,
+) -> tuple[Tensor, Tensor]:
+    tables = cast("EmbeddingCollection", numbered(collection))
+    count = batch_size if tables.features[feature].is_pooled else values.shape[0]
+    calls = torch.empty(int(trains or trains_weights), dtype=torch.int64, device="cpu")
+    return values.new_empty((count, 1, tables._groups[0].dim), dtype=dtype), calls
+
+
+def _keep_feature(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+    weights, trains_weights = inputs[2], inputs[12]
+    ctx.weights, ctx.dtype = (weights.shape[0], weights.dtype) if trains_weights else (0, None)
+
+
+def _backward_feature(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    (number,) = ctx.saved_tensors
+    of_anchor, of_weights = torch.ops.hotbed.receive(number, [gradient], 0, ctx.weights)
+    own = None if ctx.dtype is None else of_weights.to(ctx.dtype)
+    return None, None, own, of_anchor, *[None] * 9
+
+
+_look_up_feature.register_autograd(_backward_feature, setup_context=_keep_feature)
 
 
 def _as_given(ids: Jagged, values: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Jagged:

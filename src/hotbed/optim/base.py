@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn, Self, overload
@@ -94,7 +95,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         trained = {path for path, _ in places.values()}
         collections = {p: m for p, m in model.named_modules() if isinstance(m, SparseModule) and p in trained}
         self._check_finite = False
-        self._steps_in_backward = False
+        self._steps_in_backward = self._is_clipped = False
         self._backward: int | None = None
         self.gate: Tensor | None = None
         self._options = tuple(defaults)
@@ -124,6 +125,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 if places[name][0] == path
             }
             self._updaters[path] = collection.connect(self.rule, fill, self._on_grad, self._each_updater())
+            self._updaters[path].optimizer = weakref.ref(self)
             self._trained += [Trained(collection, table, self._updaters[path], fill[table]) for table in fill]
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -200,7 +202,36 @@ class SparseOptimizer(torch.optim.Optimizer):
         for updater, of_tables in hyper.items():
             updater.apply(of_tables, inv_scale, gate)
         self.param_groups[0]["params"][0].grad = None
+        self._is_clipped = False
         return loss
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether `in_backward` was called."""
+        return self._steps_in_backward
+
+    def waiting_factor(self) -> Tensor | None:
+        """Return what the waiting gradients are still to be multiplied with; None: nothing."""
+        lead: Tensor = self.param_groups[0]["params"][0]
+        return None if lead.grad is None else lead.grad.detach().clone()
+
+    @torch.no_grad()
+    def scale_waiting(self, factor: float) -> None:
+        """Multiply the gradients that wait, when a step uses them."""
+        lead: Tensor = self.param_groups[0]["params"][0]
+        if lead.grad is not None:
+            lead.grad *= factor
+            self._is_clipped = True
+
+    def trained_now(self) -> dict[Updater, set[str]]:
+        """List the tables that are not frozen, by updater."""
+        found: dict[Updater, set[str]] = {updater: set() for updater in self._each_updater()}
+        for group in self.param_groups:
+            for name, handle in zip(group["tables"], group["params"], strict=True):
+                path, table = self._places[name]
+                if handle.requires_grad and table in self._updaters[path].tables:
+                    found[self._updaters[path]].add(table)
+        return found
 
     @torch.no_grad()
     def prepare(self) -> tuple[Hashable, ...]:
@@ -235,6 +266,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that wait for a step."""
         super().zero_grad(set_to_none)
+        self._is_clipped = False
         for updater in self._each_updater():
             updater.clear()
 
@@ -267,16 +299,26 @@ class SparseOptimizer(torch.optim.Optimizer):
         if self._steps_in_backward:
             self._queue_step()
         lead: Tensor = self.param_groups[0]["params"][0]
+        if self._is_clipped:
+            self._refuse_late_gradient()
+            lead.grad, self._is_clipped = None, False
         if lead.grad is None:
             lead.grad = torch.ones_like(lead)  # a new one: GradScaler scales it in place, which its version hides
         if self._check_finite:
             lead.grad.masked_fill_(~finite(), torch.nan)
 
+    def _refuse_late_gradient(self) -> None:
+        if any(updater.is_waiting for updater in self._each_updater()):
+            raise OptimizerError(
+                "a gradient of tables arrived after clip_grad_norm_: got another backward, expected step(). Clip once, "
+                "after the last backward before a step"
+            )
+
     def _amp_factors(self) -> tuple[Tensor | None, Tensor | None]:
         """1 / loss scale and "nothing overflowed", as GradScaler left them; None where there is nothing to say."""
         lead: Tensor = self.param_groups[0]["params"][0]
         if not hasattr(self, "grad_scale"):
-            return None, None
+            return (self.waiting_factor() if self._is_clipped else None), None
         scale: Tensor | None = self.grad_scale  # pyright: ignore[reportAttributeAccessIssue]
         gate = torch.as_tensor(self.found_inf, device=lead.device) == 0  # pyright: ignore[reportAttributeAccessIssue]
         if not self._check_finite:

@@ -7,9 +7,9 @@ both: a rule in a file of your own, and one with kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -132,9 +132,17 @@ class Updater(Protocol):
     ----------
     tables
         Those it trains.
+    optimizer
+        Returns the optimizer, or None if it is gone.
     """
 
     tables: set[str]
+    optimizer: Callable[[], Any]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any gradient waits for a step."""
+        ...
 
     def apply(self, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor | None, gate: Tensor | None) -> None:
         """Apply everything that waits to the tables named in ``hyper``, and forget it.
@@ -153,6 +161,10 @@ class Updater(Protocol):
 
     def finite(self) -> Tensor:
         """0-d bool: whether every waiting gradient is finite."""
+        ...
+
+    def square_sums(self, trained: Collection[str], factor: Tensor | None) -> Tensor:
+        """Sum the squares of the gradients that wait, times ``factor``, of some tables; see `hotbed.ops.exact_sum`."""
         ...
 
     def state(self, table: str) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from hotbed.batch import Batch
 from hotbed.embed import Distributed
+from hotbed.embed.clip import clip_factor, gradient_norm, scale_gradients_
 from hotbed.errors import NonFiniteError
 from hotbed.optim import SparseOptimizer
 from hotbed.store.memory import staging
@@ -71,6 +72,8 @@ class Backward:
         Where the model is.
     rows
         Fetches the rows of one part of a batch while another is computed; None where batches are not divided.
+    max_norm
+        Largest norm of all gradients of a step; None for no limit.
 
     Attributes
     ----------
@@ -83,8 +86,15 @@ class Backward:
     """
 
     def __init__(
-        self, model: nn.Module, numerics: Numerics, ranks: Ranks, device: torch.device, rows: RowPrefetcher | None
+        self,
+        model: nn.Module,
+        numerics: Numerics,
+        ranks: Ranks,
+        device: torch.device,
+        rows: RowPrefetcher | None,
+        max_norm: float | None = None,
     ) -> None:
+        self._max_norm = max_norm
         self._model, self.numerics, self._ranks, self._rows = model, numerics, ranks, rows
         self._device, self.logged = device, LoggedStep(model)
         self.late: LateLosses | None = None
@@ -95,6 +105,7 @@ class Backward:
         optimizers = list(optimizers)
         late = self._device.type == "cuda" and self._ranks.adds_on_devices and all(map(_can_skip, optimizers))
         late = late and self.numerics.scaler is None  # whose own flag the optimizers read
+        late = late and self._max_norm is None  # the host computes the norm of the gradients
         self.late = LateLosses(self._device, optimizers, several=self._ranks.size > 1) if late else None
 
     def step(
@@ -109,9 +120,29 @@ class Backward:
             optimizer.zero_grad()
         done = self(parts, place, requests)
         self.logged.at_gradients(optimizers)
+        if self._max_norm is not None:
+            self._clip(self._max_norm, place)
         self.update(optimizers)
         self.logged.end()
         return done
+
+    def _clip(self, max_norm: float, place: Callable[[], str]) -> None:
+        """Scale all gradients down to a norm; raise `NonFiniteError` if they are not finite and not scaled."""
+        scaler = self.numerics.scaler
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        norm = gradient_norm(self._model) / scale
+        if math.isfinite(norm):
+            scale_gradients_(self._model, clip_factor(norm, max_norm))
+        elif scaler is not None:
+            scale_gradients_(
+                self._model, math.nan
+            )  # so that all optimizers skip the step, not only those that overflow
+        else:
+            raise NonFiniteError(
+                f"the norm of the gradients is not finite: got {norm} in {place()}, expected a finite norm; training "
+                "stopped before the batch touched any parameter or table. Lower the learning rates, or lengthen "
+                "schedule.warmup_steps"
+            )
 
     def __call__(
         self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]] = _nothing

@@ -251,8 +251,8 @@ class StepGraph:
             (self._backward.numerics.is_retrieval, "the candidates of retrieval differ in number"),
             (
                 self._backward.late is None,
-                "the host waits for the loss: train.precision is fp16, or a dense optimizer is none of torch's with "
-                "fused=True",
+                "the host waits for the loss: train.precision is fp16, train.clip_grad_norm is set, or a dense "
+                "optimizer is none of torch's with fused=True",
             ),
         )
         return next((why for found, why in reasons if found), None)

@@ -171,7 +171,7 @@ class Trainer:
         move = partial(to_device, model=model, device=self.device, sizes=sizes)
         self.prefetcher = BatchPrefetcher(model, move, self.device, overlap=overlap, divide=divide)
         rows = RowPrefetcher(model, self.device) if isinstance(model, Distributed) and divide is not whole else None
-        self.backward = Backward(model, self.numerics, self.ranks, self.device, rows)
+        self.backward = Backward(model, self.numerics, self.ranks, self.device, rows, recipe.clip_grad_norm)
         self._take_step = StepGraph(model, recipe, self.device, self.backward, divided=divide is not whole)
         self._schedule, self._epoch_steps = schedule or ScheduleRecipe(), cast("int | None", None)
         self._factor: Callable[[int], float] = lambda step: self._schedule.factor(step, self._epoch_steps)
