@@ -38,13 +38,24 @@ class BlockWriters:
     """Threads that hash and write the blocks of files, one file after the other."""
 
     def __init__(self) -> None:
-        self.free = threading.Semaphore(BLOCKS_TO_WRITE)
-        """Blocks that may still be sent."""
+        self._free = threading.Semaphore(BLOCKS_TO_WRITE + 1)
+        self._buffers: list[memoryview] = []
         self.files = threading.Semaphore(FILES_UNDER_WAY)
         """Files that may still be begun."""
         self.hashing, self.writing, self.finishing = (
             ThreadPoolExecutor(count, f"hotbed-{name}") for name, count in (("hash", 2), ("write", 1), ("sync", 1))
         )
+
+    def buffer(self) -> memoryview:
+        """Return memory for a block, when one of the blocks under way is written."""
+        self._free.acquire()
+        return self._buffers.pop() if self._buffers else memoryview(bytearray(BLOCK_BYTES))
+
+    def give_back(self, buffer: memoryview | None) -> None:
+        """Take memory back; None where it is lost."""
+        if buffer is not None:
+            self._buffers.append(buffer)
+        self._free.release()
 
     def close(self) -> None:
         """End them; files that are not finished are closed as they are."""
@@ -68,57 +79,58 @@ class BlockWriter:
         self._threads = threads
         threads.files.acquire()
         self._file = place.writer(name)
-        self._block = bytearray()
+        self._block = threads.buffer()
+        self._filled = 0
         self._hashes: list[Future[str]] = []
         self._writes: list[Future[None]] = []
         self._bytes = 0
 
     def write(self, data: memoryview) -> None:
-        """Append bytes, which must stay as they are until the file is finished."""
+        """Append bytes, which are copied."""
         self._bytes += len(data)
-        if self._block:
-            room = BLOCK_BYTES - len(self._block)
-            self._block += data[:room]
-            data = data[room:]
-            if len(self._block) == BLOCK_BYTES:
-                self._send(memoryview(self._block))
-                self._block = bytearray()
-        while len(data) >= BLOCK_BYTES:
-            self._send(data[:BLOCK_BYTES])
-            data = data[BLOCK_BYTES:]
-        self._block += data
+        while data:
+            part = data[: BLOCK_BYTES - self._filled]
+            self._block[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            data = data[len(part) :]
+            if self._filled == BLOCK_BYTES:
+                self._send()
 
     def finish(self) -> Future[Entry]:
         """The file's entry, once all of it is safe."""
-        if self._block:
-            self._send(memoryview(self._block))
+        if self._filled:
+            self._send()
+        self._threads.give_back(self._block)
         return self._threads.finishing.submit(self._finished)
 
     def abandon(self) -> None:
         """Give up."""
         for write in self._writes:
             if write.cancel():
-                self._threads.free.release()
+                self._threads.give_back(None)
+        self._threads.give_back(self._block)
         self._file.abandon()
         self._threads.files.release()
 
-    def _send(self, block: memoryview) -> None:
-        self._threads.free.acquire()
+    def _send(self) -> None:
+        """Have the block hashed and written; what went wrong with earlier ones is raised."""
         for write in self._writes:
             if write.done():
-                write.result()  # raises what went wrong
+                write.result()
         self._writes = [write for write in self._writes if not write.done()]
-        hashed = self._threads.hashing.submit(lambda: hashlib.sha256(block).hexdigest())
+        block, size = self._block, self._filled
+        hashed = self._threads.hashing.submit(lambda: hashlib.sha256(block[:size]).hexdigest())
         self._hashes.append(hashed)
-        self._writes.append(self._threads.writing.submit(self._write, block, hashed))
+        self._writes.append(self._threads.writing.submit(self._write, block, size, hashed))
+        self._block, self._filled = self._threads.buffer(), 0
 
-    def _write(self, block: memoryview, hashed: Future[str]) -> None:
+    def _write(self, block: memoryview, size: int, hashed: Future[str]) -> None:
         try:
-            self._file.write(block)
+            self._file.write(block[:size])
         finally:
             with suppress(CancelledError):
                 hashed.exception()  # waits
-            self._threads.free.release()
+            self._threads.give_back(block)
 
     def _finished(self) -> Entry:
         try:

@@ -23,7 +23,7 @@ from torch import Tensor
 from hotbed.ops import cpu_cache
 from hotbed.store import DenseStore, LazyStore, PickedArray, PickedRows, RisingSlots, RowStore
 
-KEPT_BYTES = 24 << 20
+KEPT_BYTES = 16 << 20
 """Limit of the rows that are kept, by default."""
 _RANGES = 16
 """Ranges of an array whose kept rows are freed together."""
@@ -184,8 +184,9 @@ class Snapshot:
             return
         slots = slots.cpu()
         new = slots[marks.add(rows.all_slots.number(slots))].sort().values
-        for name, own, values in rows.read(new):
-            yield name, own, as_bits(values)
+        for some in new.split(rows.rows_at_once):
+            for name, own, values in rows.read(some):
+                yield name, own, as_bits(values)
 
     def _forget(self, array: _Array) -> None:
         """Free what was kept of rows that have been read, range by range."""

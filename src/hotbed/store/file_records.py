@@ -24,7 +24,7 @@ from hotbed.store.keyed import KeyedRecords, gathered, positions
 from hotbed.store.records import Use
 from hotbed.store.segments import Segments
 
-UNWRITTEN_BYTES = 256 << 20
+UNWRITTEN_BYTES = 48 << 20
 """Limit of the memory that holds what is not in the file yet, by default."""
 READERS = 16
 """Threads that read a file: a disk is fast when it has much to do at once."""

@@ -16,6 +16,8 @@ from hotbed.store.dense import MOMENT, DenseStore
 from hotbed.store.lazy import LazyStore
 from hotbed.store.rising import RisingSlots, SlotRange
 
+_BYTES_AT_ONCE = 1 << 20
+
 
 class PickedArray:
     """One array of the rows, read on indexing.
@@ -110,6 +112,12 @@ class PickedRows:
                     of_array = own[wide:]
                 if len(of_array):
                     yield key, of_array, stored[name] if stored else self._store.stored_array(name, of_array)
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows `read` should be asked for at once, so that they take a few megabytes."""
+        widest = max((array.row_bytes for array in self.arrays.values()), default=1)
+        return max(_BYTES_AT_ONCE // max(widest, 1), 1)
 
     def of(self, span: int) -> dict[str, str]:
         """Map the names of the arrays of a span to keys of `arrays`."""
