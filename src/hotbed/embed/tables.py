@@ -223,14 +223,17 @@ class TableModule(nn.Module):
                 return group
         raise SpecError(f"no table '{table}'; tables are {', '.join(self.tables)}{did_you_mean(table, self.tables)}")
 
+    def idle_tables(self) -> list[str]:
+        """List the tables that are not frozen and have no optimizer."""
+        trained = set[str]().union(*(updater.tables for updater in self._updaters))
+        return [t for t, handle in self.handles.items() if handle.requires_grad and t not in trained]
+
     def _warn_of_idle_tables(self) -> None:
         """Warn once if tables are looked up for training, and no optimizer has been made for them by then."""
         self._training_calls += 1
         if self._training_calls != CALLS_BEFORE_WARNING:
             return
-        trained = set[str]().union(*(updater.tables for updater in self._updaters))
-        idle = [t for t, handle in self.handles.items() if handle.requires_grad and t not in trained]
-        if idle:
+        if idle := self.idle_tables():
             warnings.warn(
                 f"no optimizer trains {', '.join(idle[:3])}{' …' * (len(idle) > 3)} of {len(self.tables)} tables after "
                 f"{CALLS_BEFORE_WARNING} batches: torch's optimizers have no tables; make one, RowWiseAdagrad(model, "

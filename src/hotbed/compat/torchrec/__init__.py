@@ -12,12 +12,12 @@ from hotbed.compat.torchrec.modules import EmbeddingBagCollection, EmbeddingColl
 from hotbed.compat.torchrec.optimizers import (
     CombinedOptimizer,
     KeyedOptimizerWrapper,
+    RowWiseAdagrad,
     apply_optimizer_in_backward,
     in_backward_optimizer_filter,
 )
 from hotbed.compat.torchrec.parallel import DistributedModelParallel
 from hotbed.compat.torchrec.tensors import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from hotbed.optim import RowWiseAdagrad
 
 __all__ = [
     "CombinedOptimizer",

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed import embed
+from hotbed.bags import Bags
 from hotbed.batch import Embeddings
-from hotbed.compat.drop_in import weight_of
 from hotbed.compat.torchrec.configs import (
     Config,
     EmbeddingBagConfig,
@@ -21,32 +21,12 @@ from hotbed.compat.torchrec.configs import (
     is_symmetric,
     table_of,
 )
-from hotbed.compat.torchrec.optimizers import TableHandle, optimizers_in_backward
+from hotbed.compat.torchrec.optimizers import optimizers_in_backward
+from hotbed.compat.torchrec.tables import TableView, untrained
 from hotbed.compat.torchrec.tensors import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.optim import SparseOptimizer
-
-
-class TableView(nn.Module):
-    """Show a table under the path that TorchRec has for it; its parameter has no values, and stands for the table.
-
-    Attributes
-    ----------
-    handle
-        What ``parameters()`` gives for the table: optimizers are applied to it by ``apply_optimizer_in_backward``.
-    """
-
-    def __init__(self, rows: embed.EmbeddingCollection, table: str) -> None:
-        super().__init__()
-        self._rows = [rows]  # in a list, so that it is no part of this module
-        self.table = table
-        self.handle = TableHandle.of(rows, table)
-
-    @property
-    def weight(self) -> Tensor:
-        """Rows ``[R, D]``: the memory of the table where it is float32 and all on this rank; without a gradient."""
-        return weight_of(self._rows[0], self.table)
 
 
 class _Collection(nn.Module, Generic[Config]):
@@ -94,15 +74,45 @@ class _Collection(nn.Module, Generic[Config]):
         """Where the tables are."""
         return self.rows.device
 
-    def _look_up(self, features: KeyedJaggedTensor | Jagged, weighted: bool) -> Embeddings:
-        if self.training and torch.is_grad_enabled():
-            self.fused_optimizers()
-        return self.rows(self._ids(features, weighted))
+    def table_views(self) -> list[TableView]:
+        """Return the modules that show the tables."""
+        views: nn.ModuleDict = getattr(self, self.views_name)
+        return [view for view in views.values() if isinstance(view, TableView)]
+
+    def _look_up(self, ids: Jagged) -> tuple[Embeddings | None, dict[str, TableView]]:
+        """Look up ids; return the vectors, and the tables without an optimizer of hotbed, which are looked up apart.
+
+        The vectors are None if these are all tables, and torch's optimizers can train them.
+        """
+        if not (self.training and torch.is_grad_enabled()):
+            return self.rows(ids), {}
+        self.fused_optimizers()
+        views = self.table_views()
+        for view in views:
+            view.follow()
+        idle = self.rows.idle_tables()
+        apart = {view.ref.table: view for view in views if view.ref.table in idle}
+        if apart:
+            for store in self.rows.stores():
+                store.replaced()  # optimizers of torch write to rows unnoticed
+        if len(apart) == len(views) and all(view.has_rows for view in views):
+            return None, apart
+        dense = [table for table, view in apart.items() if view.has_rows]
+        if not dense:
+            return self.rows(ids), apart
+        self.rows.freeze(*dense)
+        try:
+            return self.rows(ids), apart
+        finally:
+            self.rows.unfreeze(*dense)
+
+    def _checked(self, ids: Jagged) -> Jagged:
+        """Check ids before torch's functions look them up; in a compiled graph, these functions check them."""
+        return ids if torch.compiler.is_dynamo_compiling() else self.rows.check(ids)
 
     def fused_optimizers(self) -> list[SparseOptimizer]:
-        """The optimizers that ``apply_optimizer_in_backward`` chose for the tables; made when they are first needed."""
-        views: nn.ModuleDict = getattr(self, self.views_name)
-        self._fused = self._fused or optimizers_in_backward(self.rows, list(views.parameters()))
+        """Return the optimizers that train the tables in backward; they are made when they are first needed."""
+        self._fused = self._fused or optimizers_in_backward(view.ref for view in self.table_views())
         return self._fused
 
     def _ids(self, features: KeyedJaggedTensor | Jagged, weighted: bool) -> Jagged:
@@ -168,9 +178,34 @@ class EmbeddingBagCollection(_Collection[EmbeddingBagConfig]):
         BatchError
             If a feature is missing, an id is out of range, or weights are missing.
         """
-        found = self._look_up(features, self._is_weighted)
+        ids = self._ids(features, self._is_weighted)
+        found, apart = self._look_up(ids)
         sizes = [config.embedding_dim for _, config in self._names.values()]
-        return KeyedTensor(list(self._names), sizes, found.concatenate, found)
+        if found is not None and not apart:
+            return KeyedTensor(list(self._names), sizes, found.concatenate, found)
+        ids = self._checked(ids)
+        parts: dict[str, Tensor] = {}
+        for name, (_, config) in self._names.items():
+            view = apart.get(config.name)
+            if view is None or not view.has_rows:
+                assert found is not None
+                parts[name] = found[name] if view is None else untrained(found[name], view)
+            else:
+                parts[name] = self._pooled(ids[name], view).to(self.rows.dtype)
+        return KeyedTensor(list(parts), sizes, torch.cat(list(parts.values()), dim=1), parts)
+
+    def _pooled(self, bags: Bags, view: TableView) -> Tensor:
+        """Pool rows of a table with a dense gradient."""
+        offsets = torch.nn.functional.pad(bags.lengths().cumsum(0), (1, 0))
+        pooling = next(f.pooling for f in self.rows.features if f.table == view.ref.table)
+        return torch.nn.functional.embedding_bag(
+            bags.values.long(),
+            view.parameter,
+            offsets,
+            mode=pooling,
+            per_sample_weights=bags.weights,
+            include_last_offset=True,
+        )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Configs of the tables."""
@@ -222,10 +257,19 @@ class EmbeddingCollection(_Collection[EmbeddingConfig]):
             If a feature is missing, or an id is out of range.
         """
         ids = self._ids(features, False)
-        found = self._look_up(ids, False)
+        found, apart = self._look_up(ids)
+        checked = self._checked(ids) if apart else ids
         made: dict[str, JaggedTensor] = {}
-        for name in self._names:
-            values, offsets = found.jagged(name)
+        for name, (_, config) in self._names.items():
+            view = apart.get(config.name)
+            if view is None or not view.has_rows:
+                assert found is not None
+                values, offsets = found.jagged(name)
+                values = values if view is None else untrained(values, view)
+            else:
+                bags = checked[name]
+                offsets = torch.nn.functional.pad(bags.lengths().cumsum(0), (1, 0))
+                values = torch.nn.functional.embedding(bags.values.long(), view.parameter).to(self.rows.dtype)
             indices = ids[name].values if self._need_indices else None
             made[name] = JaggedTensor(values, indices, offsets=offsets)
         return made
@@ -253,8 +297,6 @@ class EmbeddingCollection(_Collection[EmbeddingConfig]):
 def _rename_saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Save tables by TorchRec's names, ``embedding_bags.NAME.weight``."""
     assert isinstance(module, _Collection)
-    for key in [key for key in state if key.startswith(f"{prefix}{module.views_name}.")]:
-        del state[key]  # of a handle
     for key in [key for key in state if key.startswith(f"{prefix}rows.")]:
         state[f"{prefix}{module.views_name}.{key.removeprefix(f'{prefix}rows.')}"] = state.pop(key)
 
@@ -262,9 +304,6 @@ def _rename_saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any)
 def _rename_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Take tables by TorchRec's names."""
     assert isinstance(module, _Collection)
-    views: nn.ModuleDict = getattr(module, module.views_name)
     start = f"{prefix}{module.views_name}."
     for key in [key for key in state if key.startswith(start)]:
         state[f"{prefix}rows.{key.removeprefix(start)}"] = state.pop(key)
-    for name, parameter in views.named_parameters():
-        state[f"{start}{name}"] = parameter.detach()

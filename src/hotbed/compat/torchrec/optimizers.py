@@ -3,58 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 
-from hotbed import embed, optim
+from hotbed import optim
+from hotbed.compat.torchrec.tables import TableRef, TableView, table_of
 from hotbed.errors import OptimizerError, SpecError, did_you_mean
 
 _BY_NAME: dict[str, type[optim.SparseOptimizer]] = {
     name: getattr(optim, name)
     for name in ("SGD", "Adagrad", "RowWiseAdagrad", "Adam", "AdamW", "PartialRowWiseAdam", "LAMB")
 }
-
-
-class TableHandle(nn.Parameter):
-    """Stand for a table among ``parameters()``: no values, no gradient, and the optimizer that was applied to it.
-
-    Parameters
-    ----------
-    rows, table
-        The collection, and the table's name there.
-    """
-
-    rows: embed.EmbeddingCollection
-    table: str
-    applied: tuple[type[optim.SparseOptimizer], dict[str, Any]] | None
-    is_used: bool
-    """Whether the optimizer has been made."""
-
-    @classmethod
-    def of(cls, rows: embed.EmbeddingCollection, table: str) -> Self:
-        """Make the handle of a table."""
-        handle = torch.Tensor._make_subclass(cls, torch.empty(0, device="cpu"), False)
-        handle.rows, handle.table, handle.applied, handle.is_used = rows, table, None, False
-        return handle
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _handle, (self.rows, self.table, self.applied)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TableHandle:
-        from copy import deepcopy
-
-        memo[id(self)] = made = _handle(deepcopy(self.rows, memo), self.table, self.applied)
-        return made
-
-
-def _handle(
-    rows: embed.EmbeddingCollection, table: str, applied: tuple[type[optim.SparseOptimizer], dict[str, Any]] | None
-) -> TableHandle:
-    handle = TableHandle.of(rows, table)
-    handle.applied = applied
-    return handle
 
 
 def apply_optimizer_in_backward(
@@ -85,46 +46,156 @@ def apply_optimizer_in_backward(
         )
     defaults = {"lr": 0.01} if name == "SGD" else {"lr": 0.01, "eps": 1e-8}
     for param in params:
-        if not isinstance(param, TableHandle):
+        ref = table_of(param)
+        if ref is None:
             raise SpecError(
                 f"a parameter {list(param.shape)} is no table's; give apply_optimizer_in_backward the parameters of "
                 "embedding collections, and torch.optim the rest"
             )
-        if param.is_used:
+        if ref.is_used:
             raise OptimizerError(
-                f"table '{param.table}' is trained already; apply an optimizer before the first training step, and "
+                f"table '{ref.table}' is trained already; apply an optimizer before the first training step, and "
                 "before the model is distributed"
             )
-        param.applied = _BY_NAME[name], defaults | dict(optimizer_kwargs)
+        ref.applied = _BY_NAME[name], defaults | dict(optimizer_kwargs)
 
 
-def optimizers_in_backward(
-    rows: embed.EmbeddingCollection, handles: Sequence[nn.Parameter]
-) -> list[optim.SparseOptimizer]:
+def adopt_optimizers(views: Iterable[TableView]) -> None:
+    """Apply the optimizers that `torch.distributed.optim._apply_optimizer_in_backward` chose for tables.
+
+    Tables without any get SGD with lr 0.01, as TorchRec's sharded tables do.
+
+    Raises
+    ------
+    SpecError
+        If a table has several optimizers, or hotbed has no optimizer of that name.
+    """
+    for view in views:
+        chosen: list[type] = getattr(view.parameter, "_optimizer_classes", [])
+        if len(chosen) > 1:
+            raise SpecError(
+                f"table '{view.ref.table}' has {len(chosen)} optimizers in backward "
+                f"({', '.join(kind.__name__ for kind in chosen)}), expected one. Apply one optimizer to it."
+            )
+        if view.ref.applied is None:
+            options: list[dict[str, Any]] = getattr(view.parameter, "_optimizer_kwargs", [{}])
+            apply_optimizer_in_backward(chosen[0] if chosen else optim.SGD, [view.parameter], options[0])
+
+
+def optimizers_in_backward(refs: Iterable[TableRef]) -> list[optim.SparseOptimizer]:
     """Make the optimizers that were applied to the tables of a collection, one for those of equal options."""
     made: list[optim.SparseOptimizer] = []
-    of_options: dict[str, list[TableHandle]] = {}
-    for handle in handles:
-        if isinstance(handle, TableHandle) and handle.applied is not None:
-            kind, options = handle.applied
-            of_options.setdefault(f"{kind.__name__} {sorted(options.items())}", []).append(handle)
+    of_options: dict[str, list[TableRef]] = {}
+    for ref in refs:
+        if ref.applied is not None:
+            kind, options = ref.applied
+            of_options.setdefault(f"{kind.__name__} {sorted(options.items())}", []).append(ref)
     for same in of_options.values():
         assert same[0].applied is not None
         kind, options = same[0].applied
-        selected = optim.TableSelection(rows, [handle.table for handle in same])
+        selected = optim.TableSelection(same[0].rows, [ref.table for ref in same])
         made.append(kind(selected, **options).in_backward())
-        for handle in same:
-            handle.is_used = True
+        for ref in same:
+            ref.is_used = True
     return made
 
 
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that are no tables', which backward trains; or, with ``include``, those of tables."""
+    """Yield the parameters that backward does not train, or with ``include`` those that it trains, as TorchRec does.
+
+    Tables of a distributed model are always trained by backward. Tables of another model are if an optimizer was
+    applied to them, by `apply_optimizer_in_backward` or by torch's function of that name.
+    """
     for name, param in named_parameters:
-        if isinstance(param, TableHandle) == include:
+        ref = table_of(param)
+        by_hotbed = ref is not None and (ref.applied is not None or ref.rows.is_distributed)
+        if (by_hotbed or hasattr(param, "_in_backward_optimizers")) == include:
             yield name, param
+
+
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """Train matrices with one learning rate per row, which falls with the row's squared gradients.
+
+    `apply_optimizer_in_backward` and `DistributedModelParallel` train tables by `hotbed.optim.RowWiseAdagrad` if they
+    are given this class. As an optimizer of its own it needs dense gradients, as TorchRec's class does.
+
+    Parameters
+    ----------
+    params
+        Parameters ``[R, D]``, or groups of them. A module gives `hotbed.optim.RowWiseAdagrad` of its tables.
+    lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize
+        As for ``torch.optim.Adagrad``.
+
+    Raises
+    ------
+    OptimizerError
+        If a parameter is not a matrix.
+    """
+
+    def __new__(  # pyright: ignore[reportInconsistentConstructor]
+        cls, params: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return the optimizer of hotbed for a module."""
+        if isinstance(params, nn.Module):
+            return optim.RowWiseAdagrad(params, *args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "lr_decay": lr_decay,
+                "weight_decay": weight_decay,
+                "initial_accumulator_value": initial_accumulator_value,
+                "eps": eps,
+                "maximize": maximize,
+            },
+        )
+        for param, group in self._each():
+            if table_of(param) is not None and not param.numel():
+                continue  # backward trains this table, or refuses to
+            if param.dim() != 2:
+                raise OptimizerError(
+                    f"RowWiseAdagrad got a parameter of shape {list(param.shape)}, expected [rows, columns]. Give the "
+                    "parameters of embedding collections to it, and the rest to torch.optim.Adagrad."
+                )
+            start = float(group["initial_accumulator_value"])
+            self.state[param] = {"step": 0, "sum": param.new_full((len(param), 1), start, requires_grad=False)}
+
+    def _each(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        return ((param, group) for group in self.param_groups for param in group["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update the parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for param, group in self._each():
+            if param.grad is None:
+                continue
+            state, grad = self.state[param], -param.grad if group["maximize"] else param.grad
+            if group["weight_decay"]:
+                grad = grad.add(param, alpha=group["weight_decay"])
+            state["sum"] += grad.square().mean(dim=1, keepdim=True)
+            lr = group["lr"] / (1 + state["step"] * group["lr_decay"])
+            param.addcdiv_(grad, (state["sum"].sqrt() + group["eps"]).expand_as(grad), value=-lr)
+            state["step"] += 1
+        return loss
 
 
 class KeyedOptimizerWrapper(torch.optim.Optimizer):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed.compat.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
-from hotbed.compat.torchrec.optimizers import FusedOptimizer
+from hotbed.compat.torchrec.optimizers import FusedOptimizer, adopt_optimizers
 from hotbed.config.places import MemoryOptions, ParallelOptions
 from hotbed.embed import distribute
 from hotbed.errors import SpecError
@@ -70,8 +70,10 @@ class DistributedModelParallel(nn.Module):
                 f"plan is a {type(plan).__name__}, must be a plan of hotbed or a scheme, 'table', 'row', 'column' or "
                 "'auto'; a plan changes where rows are, not the model, so any will do"
             )
+        collections = [m for m in module.modules() if isinstance(m, (EmbeddingBagCollection, EmbeddingCollection))]
+        for collection in collections:
+            adopt_optimizers(collection.table_views())
         self.module = distribute(module, "table" if plan is None else plan, parallel, memory, device=device)
-        collections = [m for m in self.module.modules() if isinstance(m, (EmbeddingBagCollection, EmbeddingCollection))]
         self.fused_optimizer = FusedOptimizer([of for m in collections for of in m.fused_optimizers()])
 
     @override
