@@ -23,7 +23,8 @@ from typing_extensions import override
 
 from hotbed.comm import Link, OneRank
 from hotbed.config.places import MemoryOptions, ParallelOptions
-from hotbed.embed.agreed_plan import agreed, is_searched, plan_of_first
+from hotbed.embed.agreed_plan import agreed, agreed_seeds, is_searched, plan_of_first
+from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.dense import data_parallel, materialize, refuse_sharded, wrapper_of
 from hotbed.embed.dense_shards import gathered, is_sharded, sharded_parameters
 from hotbed.embed.plan_names import collections_of, local_plan, names_in_plans, plan_for, plan_tables
@@ -138,6 +139,7 @@ def distribute(
     storage = Storage(
         policy=memory.cache_policy, cache_tier=memory.cache_tier, host=memory.host, directory=memory.directory
     )
+    _agree_on_initial_values(list(collections.values()), base)
     names = names_in_plans(model)
     for path, collection in collections.items():
         own = {name: names[path, name] for name in collection.tables}
@@ -213,6 +215,18 @@ def _checked_plan(
         return found
 
     return agreed(link, checked)
+
+
+def _agree_on_initial_values(collections: Sequence[EmbeddingCollection], link: Link) -> None:
+    """Give all ranks the seeds of the first rank, and its rows where tables were made with other seeds."""
+    seeds = agreed_seeds(link, [collection.seed for collection in collections])
+    if seeds is None:
+        return
+    _log.info("seeds of initial values differ between ranks: all ranks use those of rank 0")
+    for collection, seed in zip(collections, seeds, strict=True):
+        collection.seed = seed
+        if collection.device.type != "meta":
+            collection.broadcast(link)
 
 
 class Distributed(nn.Module):

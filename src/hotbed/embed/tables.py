@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hotbed.bags import describe
+from hotbed.comm import Link
 from hotbed.embed.arena import Arena, LocalTile, raw_shapes, untied
 from hotbed.embed.dynamic import DynamicTables
 from hotbed.embed.gradients import TableUpdater
@@ -181,6 +182,16 @@ class TableModule(nn.Module):
         whole = DenseStore([span], spec.dim, dtype=spec.dtype, device=values.device, backend=self._backend)
         whole.write(torch.arange(spec.rows, device=values.device), values.float())
         group.load(table, whole.raw(0))
+
+    @torch.no_grad()
+    def broadcast(self, link: Link) -> None:
+        """Replace the rows of all tables by those of the first rank; all ranks must call this."""
+        for table in self.tables:
+            group = self._group_of(table)
+            raw = group.raw(table)
+            sent = {name: values.contiguous().view(torch.uint8).to(link.device) for name, values in raw.items()}
+            found = {name: link.broadcast("initial rows", values, 0).wait() for name, values in sent.items()}
+            group.load(table, {name: found[name].to(t.device).view(t.dtype) for name, t in raw.items()})
 
     def adopt_initial(self, table: str, seed: int, bound: float) -> None:
         """Record the seed and bound of a table's initial values, where they came out of a checkpoint."""

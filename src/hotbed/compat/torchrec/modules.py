@@ -18,6 +18,7 @@ from hotbed.compat.torchrec.configs import (
     EmbeddingConfig,
     embedding_names,
     feature_of,
+    is_mean,
     is_symmetric,
     table_of,
 )
@@ -28,19 +29,24 @@ from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.optim import SparseOptimizer
 
+_LEAST = 1e-6
+"""TorchRec adds it to the sum of the weights of a bag, so that no sum is 0."""
+
 
 class _Collection(nn.Module, Generic[Config]):
     """Hold what both collections share: tables, features, and names in ``state_dict``."""
 
     views_name: str
 
-    def __init__(self, tables: Sequence[Config], device: torch.device | str | None) -> None:
+    def __init__(self, tables: Sequence[Config], device: torch.device | str | None, weighted: bool = False) -> None:
         super().__init__()
         self._configs = list(tables)
         self._names = embedding_names(self._configs)
         place = torch.get_default_device() if device is None else torch.device(device)
-        features = [feature_of(name, config) for name, (_, config) in self._names.items()]
-        self.rows = embed.EmbeddingCollection([table_of(c) for c in self._configs], features, device=place)
+        self._has_weighted_means = weighted and any(map(is_mean, self._configs))
+        features = [feature_of(name, config, weighted) for name, (_, config) in self._names.items()]
+        seed = int(torch.randint(2**32, (), device="cpu"))  # so torch.manual_seed decides initial values
+        self.rows = embed.EmbeddingCollection([table_of(c) for c in self._configs], features, seed=seed, device=place)
         setattr(self, self.views_name, nn.ModuleDict({c.name: TableView(self.rows, c.name) for c in self._configs}))
         self._fused: list[SparseOptimizer] = []
         self._features = tuple(feature for feature, _ in self._names.values())
@@ -129,11 +135,15 @@ class _Collection(nn.Module, Generic[Config]):
         if weighted and weights is None:
             raise BatchError("the collection is_weighted, the batch has no weights; give it some, or is_weighted=False")
         ids = Jagged.from_keyed(features.keys(), features.values(), features.lengths(), weights)
-        if self._features == tuple(self._names):
+        if self._features == tuple(self._names) and not (weighted and self._has_weighted_means):
             return ids
         given = ids.to_dict()  # a feature of several tables comes once for each
         of_names = {name: feature for name, (feature, _) in self._names.items()}
-        own = {name: w for name, f in of_names.items() if (w := ids[f].weights) is not None}
+        own: dict[str, Tensor] = {}
+        for name, (feature, config) in self._names.items():
+            bags = ids[feature]
+            if bags.weights is not None:
+                own[name] = _shares(bags.weights, bags.lengths()) if is_mean(config) else bags.weights
         return Jagged.from_dict({name: given[ids.names[ids.index(f)]] for name, f in of_names.items()}, own)
 
 
@@ -166,7 +176,7 @@ class EmbeddingBagCollection(_Collection[EmbeddingBagConfig]):
         is_weighted: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(tables, device)
+        super().__init__(tables, device, is_weighted)
         self._is_weighted = is_weighted
 
     @override
@@ -292,6 +302,12 @@ class EmbeddingCollection(_Collection[EmbeddingConfig]):
     def need_indices(self) -> bool:
         """Whether what is returned has the ids as its weights."""
         return self._need_indices
+
+
+def _shares(weights: Tensor, lengths: Tensor) -> Tensor:
+    """Divide weights ``[N]`` by their sum in each bag, which is a constant for gradients, as in TorchRec."""
+    sums = torch.segment_reduce(weights.detach().float(), "sum", lengths=lengths)
+    return weights / (sums + _LEAST).repeat_interleave(lengths)
 
 
 def _rename_saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

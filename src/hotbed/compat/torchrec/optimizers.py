@@ -134,15 +134,13 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         If a parameter is not a matrix.
     """
 
-    def __new__(  # pyright: ignore[reportInconsistentConstructor]
-        cls, params: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def __new__(cls, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Return the optimizer of hotbed for a module."""
         if isinstance(params, nn.Module):
             return optim.RowWiseAdagrad(params, *args, **kwargs)
         return super().__new__(cls)
 
-    def __init__(
+    def __init__(  # pyright: ignore[reportInconsistentConstructor]
         self,
         params: Iterable[Any],
         lr: float = 1e-2,
