@@ -358,6 +358,10 @@ class Virtual(EmbeddingBagConfig):
     use_virtual_table = True
 
 
+def adam() -> KeyedOptimizerWrapper:
+    return KeyedOptimizerWrapper({"w": nn.Parameter(torch.ones(2))}, torch.optim.Adam)
+
+
 def no_loss(model: nn.Module, **options: Any) -> object:
     return DistributedModelParallel(model, **options)
 
@@ -396,7 +400,7 @@ def no_loss(model: nn.Module, **options: Any) -> object:
             SpecError,
             "cannot fill a table on 'meta'; make the collection on 'cpu'",
         ),
-        (lambda: CombinedOptimizer([("a", 1), ("a", 2)]), OptimizerError, r"must be unique, got \['a', 'a'\]"),
+        (lambda: CombinedOptimizer([adam(), adam()]), SpecError, "have a parameter 'w', expected each name once"),
         (lambda: Model()(two_features(("f1", "f3"))), BatchError, "no feature 'f2'"),
     ],
 )

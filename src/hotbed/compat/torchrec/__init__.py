@@ -8,16 +8,23 @@ configs its own.
 """
 
 from hotbed.compat.torchrec.configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from hotbed.compat.torchrec.keyed import (
+    CombinedOptimizer,
+    GradientClipping,
+    GradientClippingOptimizer,
+    KeyedOptimizer,
+    KeyedOptimizerWrapper,
+    OptimizerWrapper,
+)
 from hotbed.compat.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from hotbed.compat.torchrec.optimizers import (
-    CombinedOptimizer,
-    KeyedOptimizerWrapper,
     RowWiseAdagrad,
     apply_optimizer_in_backward,
     in_backward_optimizer_filter,
 )
 from hotbed.compat.torchrec.parallel import DistributedModelParallel
 from hotbed.compat.torchrec.tensors import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from hotbed.compat.torchrec.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
     "CombinedOptimizer",
@@ -27,12 +34,19 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "GradientClipping",
+    "GradientClippingOptimizer",
     "JaggedTensor",
     "KeyedJaggedTensor",
+    "KeyedOptimizer",
     "KeyedOptimizerWrapper",
     "KeyedTensor",
+    "OptimizerWrapper",
     "PoolingType",
     "RowWiseAdagrad",
+    "WarmupOptimizer",
+    "WarmupPolicy",
+    "WarmupStage",
     "apply_optimizer_in_backward",
     "in_backward_optimizer_filter",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -194,104 +194,3 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             param.addcdiv_(grad, (state["sum"].sqrt() + group["eps"]).expand_as(grad), value=-lr)
             state["step"] += 1
         return loss
-
-
-class KeyedOptimizerWrapper(torch.optim.Optimizer):
-    """Wrap an optimizer of named parameters.
-
-    Parameters
-    ----------
-    params
-        By name.
-    optim_factory
-        Makes the optimizer of a list of them.
-    """
-
-    def __init__(
-        self, params: Mapping[str, nn.Parameter], optim_factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    ) -> None:
-        self.params = dict(params)
-        self.optimizer = optim_factory(list(self.params.values()))
-        self.defaults = self.optimizer.defaults
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Those of the optimizer."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """That of the optimizer."""
-        return self.optimizer.state
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients."""
-        self.optimizer.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> Any:
-        """Update the parameters."""
-        self.optimizer.step(closure)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        self.optimizer.load_state_dict(state_dict)
-
-
-class CombinedOptimizer(torch.optim.Optimizer):
-    """Combine several optimizers into one.
-
-    Parameters
-    ----------
-    optims
-        The optimizers, or pairs of name and optimizer.
-    """
-
-    def __init__(self, optims: Sequence[Any]) -> None:
-        named = [of if isinstance(of, tuple) else (str(i), of) for i, of in enumerate(optims)]
-        self.optimizers: dict[str, Any] = dict(named)
-        if len(self.optimizers) != len(named):
-            raise OptimizerError(f"names of optimizers must be unique, got {[name for name, _ in named]}")
-        self.defaults: dict[str, Any] = {}
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Those of all optimizers."""
-        return [group for of in self.optimizers.values() for group in of.param_groups]
-
-    @property
-    def state(self) -> dict[Any, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Those of all optimizers."""
-        return {key: value for of in self.optimizers.values() for key, value in of.state.items()}
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients."""
-        for of in self.optimizers.values():
-            of.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> Any:
-        """Update everything that backward has not."""
-        for of in self.optimizers.values():
-            of.step(closure)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all states by name."""
-        return {name: of.state_dict() for name, of in self.optimizers.items()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        for name, of in self.optimizers.items():
-            of.load_state_dict(state_dict[name])
-
-
-class FusedOptimizer(CombinedOptimizer):
-    """Stand for the optimizers that train tables in backward; their options can be changed, e.g. by a schedule."""
-
-    def step(self, closure: Any = None) -> Any:
-        """Do nothing: backward has."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: backward's step has."""

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from hotbed.compat.torchrec.keyed import FusedOptimizer
 from hotbed.compat.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
-from hotbed.compat.torchrec.optimizers import FusedOptimizer, adopt_optimizers
+from hotbed.compat.torchrec.optimizers import adopt_optimizers
 from hotbed.config.places import MemoryOptions, ParallelOptions
 from hotbed.embed import distribute
 from hotbed.errors import SpecError
+from hotbed.optim import SparseOptimizer
 from hotbed.plan import Cut, Plan
 
 
@@ -74,7 +76,13 @@ class DistributedModelParallel(nn.Module):
         for collection in collections:
             adopt_optimizers(collection.table_views())
         self.module = distribute(module, "table" if plan is None else plan, parallel, memory, device=device)
-        self.fused_optimizer = FusedOptimizer([of for m in collections for of in m.fused_optimizers()])
+        fused: dict[SparseOptimizer, list[str]] = {}
+        for path, collection in self.module.named_modules():
+            if isinstance(collection, (EmbeddingBagCollection, EmbeddingCollection)):
+                start = f"{path}.{collection.views_name}".lstrip(".")
+                for of in collection.fused_optimizers():
+                    fused[of] = [f"{start}.{table}.weight" for g in of.param_groups for table in g["tables"]]
+        self.fused_optimizer = FusedOptimizer(list(fused), list(fused.values()))
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
