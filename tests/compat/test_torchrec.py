@@ -382,7 +382,7 @@ def no_loss(model: nn.Module, **options: Any) -> object:
         (
             lambda: no_loss(Model(), sharders=[1]),
             SpecError,
-            "sharders=list, which hotbed does not use; leave",
+            "sharders has a int, expected sharders of hotbed",
         ),
         (lambda: no_loss(Model(), plan=1), SpecError, "plan is a int, must be a plan of hotbed or a scheme"),
         (

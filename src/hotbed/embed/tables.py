@@ -70,10 +70,7 @@ class TableModule(nn.Module):
         self._backend: BackendName = backend
         elsewhere = torch.device("meta") if _tables_on_meta.get() else torch.get_default_device()
         place = elsewhere if device is None else torch.device(device)
-        self._groups: list[TableGroup] = [
-            LocalTables(dim, [t for t in tables if t.dim == dim], features, seed=seed, device=place, backend=backend)
-            for dim in dict.fromkeys(t.dim for t in tables)
-        ]
+        self._groups = self._made(place)
         self._ranks, self._summed_ranks, self._is_distributed = 1, 1, False
         self.handles = {
             t.name: torch.zeros((), dtype=torch.float32, device=place, requires_grad=not t.frozen) for t in tables
@@ -224,6 +221,14 @@ class TableModule(nn.Module):
         """List what kernels were told of the last batch's bags; see `TableGroup.layouts`."""
         return [entries for group in self._groups for entries in group.layouts()]
 
+    def _made(self, device: torch.device) -> list[TableGroup]:
+        """Make the tables, with their initial values where the device is not ``meta``."""
+        of_dims: dict[int, list[Table]] = {}
+        for table in self.tables.values():
+            of_dims.setdefault(table.dim, []).append(table)
+        options: dict[str, Any] = {"seed": self.seed, "device": device, "backend": self._backend}
+        return [LocalTables(dim, tables, self.features, **options) for dim, tables in of_dims.items()]
+
     def _arenas(self) -> Iterator[Arena]:
         """Yield the arenas that this rank updates."""
         return (arena for group in self._groups for arena in group.arenas)
@@ -259,10 +264,16 @@ class TableModule(nn.Module):
         moved = fn(torch.empty(0, dtype=self.dtype, device=self.device))  # what fn does to a tensor
         device, self.dtype = moved.device, moved.dtype  # tables keep their dtype, looked-up vectors have this one
         if device != self.device:
+            if self.device.type == "meta" and not self._is_distributed:  # as by to_empty
+                self._groups = self._made(device)
             for group in self._groups:
                 group.to(device)
-            for handle in self.handles.values():
-                handle.data = handle.data.to(device)
+            for name, handle in self.handles.items():
+                if handle.is_meta:
+                    trained = handle.requires_grad
+                    self.handles[name] = torch.zeros((), dtype=torch.float32, device=device, requires_grad=trained)
+                else:
+                    handle.data = handle.data.to(device)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

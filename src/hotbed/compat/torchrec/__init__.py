@@ -23,17 +23,41 @@ from hotbed.compat.torchrec.optimizers import (
     in_backward_optimizer_filter,
 )
 from hotbed.compat.torchrec.parallel import DistributedModelParallel
+from hotbed.compat.torchrec.pipeline import (
+    Multistreamable,
+    Pipelineable,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+    state_dict_gather,
+    state_dict_to_device,
+)
+from hotbed.compat.torchrec.planning import (
+    CommType,
+    EmbeddingBagCollectionSharder,
+    EmbeddingCollectionSharder,
+    EmbeddingShardingPlanner,
+    ParameterConstraints,
+    QCommsConfig,
+    ShardingEnv,
+    ShardingType,
+    Topology,
+    get_qcomm_codecs_registry,
+)
 from hotbed.compat.torchrec.tensors import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from hotbed.compat.torchrec.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
     "CombinedOptimizer",
+    "CommType",
     "DataType",
     "DistributedModelParallel",
     "EmbeddingBagCollection",
+    "EmbeddingBagCollectionSharder",
     "EmbeddingBagConfig",
     "EmbeddingCollection",
+    "EmbeddingCollectionSharder",
     "EmbeddingConfig",
+    "EmbeddingShardingPlanner",
     "GradientClipping",
     "GradientClippingOptimizer",
     "JaggedTensor",
@@ -41,12 +65,24 @@ __all__ = [
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
     "KeyedTensor",
+    "Multistreamable",
     "OptimizerWrapper",
+    "ParameterConstraints",
+    "Pipelineable",
     "PoolingType",
+    "QCommsConfig",
     "RowWiseAdagrad",
+    "ShardingEnv",
+    "ShardingType",
+    "Topology",
+    "TrainPipelineBase",
+    "TrainPipelineSparseDist",
     "WarmupOptimizer",
     "WarmupPolicy",
     "WarmupStage",
     "apply_optimizer_in_backward",
+    "get_qcomm_codecs_registry",
     "in_backward_optimizer_filter",
+    "state_dict_gather",
+    "state_dict_to_device",
 ]

@@ -60,10 +60,51 @@ def apply_optimizer_in_backward(
         ref.applied = _BY_NAME[name], defaults | dict(optimizer_kwargs)
 
 
-def adopt_optimizers(views: Iterable[TableView]) -> None:
+_FUSED = {
+    "sgd": optim.SGD,
+    "exact_sgd": optim.SGD,
+    "exact_adagrad": optim.Adagrad,
+    "exact_row_wise_adagrad": optim.RowWiseAdagrad,
+    "adam": optim.Adam,
+    "partial_row_wise_adam": optim.PartialRowWiseAdam,
+    "lamb": optim.LAMB,
+}
+"""Optimizers by the values of FBGEMM's ``EmbOptimType``."""
+
+
+def _of_fused_params(params: Mapping[str, Any]) -> tuple[type[optim.SparseOptimizer], dict[str, Any]]:
+    """Return the optimizer and options that a sharder's ``fused_params`` name; SGD by default, as in FBGEMM."""
+    given = dict(params)
+    chosen = given.pop("optimizer", "exact_sgd")
+    name = str(getattr(chosen, "value", chosen)).lower().replace("rowwise", "row_wise")
+    if name not in _FUSED:
+        raise SpecError(
+            f"fused_params has optimizer '{name}'{did_you_mean(name, _FUSED)}, expected one of {', '.join(_FUSED)}. Or "
+            "leave it out, and call apply_optimizer_in_backward."
+        )
+    options: dict[str, Any] = {"lr": given.pop("learning_rate", 0.01)}
+    if "beta1" in given or "beta2" in given:
+        options["betas"] = given.pop("beta1", 0.9), given.pop("beta2", 0.999)
+    options |= {key: given.pop(key) for key in ("eps", "weight_decay") if key in given}
+    if _FUSED[name] is optim.SGD:
+        options.pop("eps", None)  # FBGEMM ignores it
+    if given:
+        raise SpecError(
+            f"fused_params has '{next(iter(given))}', expected optimizer, learning_rate, eps, weight_decay, beta1, "
+            "beta2. Caches and tiers are options of hotbed.distribute: DistributedModelParallel(…, plan=…, memory=…)."
+        )
+    return _FUSED[name], options
+
+
+def adopt_optimizers(views: Iterable[TableView], fused_params: Mapping[str, Any]) -> None:
     """Apply the optimizers that `torch.distributed.optim._apply_optimizer_in_backward` chose for tables.
 
-    Tables without any get SGD with lr 0.01, as TorchRec's sharded tables do.
+    Parameters
+    ----------
+    views
+        The tables.
+    fused_params
+        Of a sharder: the optimizer of tables for which none was chosen; default SGD with lr 0.01, as in TorchRec.
 
     Raises
     ------
@@ -78,8 +119,10 @@ def adopt_optimizers(views: Iterable[TableView]) -> None:
                 f"({', '.join(kind.__name__ for kind in chosen)}), expected one. Apply one optimizer to it."
             )
         if view.ref.applied is None:
-            options: list[dict[str, Any]] = getattr(view.parameter, "_optimizer_kwargs", [{}])
-            apply_optimizer_in_backward(chosen[0] if chosen else optim.SGD, [view.parameter], options[0])
+            kind, options = _of_fused_params(fused_params)
+            if chosen:
+                kind, options = chosen[0], getattr(view.parameter, "_optimizer_kwargs")[0]  # noqa: B009
+            apply_optimizer_in_backward(kind, [view.parameter], options)
 
 
 def optimizers_in_backward(refs: Iterable[TableRef]) -> list[optim.SparseOptimizer]:
