@@ -205,6 +205,24 @@ def test_collections_of_equal_names_start_differently() -> None:
         assert EmbeddingBagCollection([config("t", 4, ["f"])]).rows.seed != one.rows.seed
 
 
+def test_keys_are_reported_by_torchrecs_names() -> None:
+    model = nn.ModuleDict({"e": EmbeddingBagCollection([config("t1", 3, ["f1"]), config("t2", 4, ["f2"])])})
+    state = dict(model.state_dict())
+    state["e.embedding_bags.t3.weight"] = state.pop("e.embedding_bags.t1.weight")
+    found = model.load_state_dict(state, strict=False)
+    assert found.missing_keys == ["e.embedding_bags.t1.weight"]
+    assert found.unexpected_keys == ["e.embedding_bags.t3.weight"]
+
+
+def test_collections_may_have_no_tables() -> None:
+    ebc, ec = EmbeddingBagCollection([], device="cpu"), EmbeddingCollection([])
+    assert ebc(two_features()).values().shape == (3, 0) and ec(two_features()) == {}
+    assert not ebc.state_dict() and not list(ec.parameters()) and ec.embedding_dim() == -1
+    assert ebc.device == torch.device("cpu")
+    model = nn.ModuleDict({"empty": ebc, "full": EmbeddingBagCollection([config("t1", 3, ["f1"])], device="meta")})
+    assert list(DistributedModelParallel(model).state_dict()) == ["full.embedding_bags.t1.weight"]
+
+
 class Model(nn.Module):
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()

@@ -37,6 +37,8 @@ class _Collection(nn.Module, Generic[Config]):
     """Hold what both collections share: tables, features, and names in ``state_dict``."""
 
     views_name: str
+    loaded_as = ""
+    """What names of tables begin with in the state that was loaded last."""
 
     def __init__(self, tables: Sequence[Config], device: torch.device | str | None, weighted: bool = False) -> None:
         super().__init__()
@@ -45,8 +47,11 @@ class _Collection(nn.Module, Generic[Config]):
         place = torch.get_default_device() if device is None else torch.device(device)
         self._has_weighted_means = weighted and any(map(is_mean, self._configs))
         features = [feature_of(name, config, weighted) for name, (_, config) in self._names.items()]
-        seed = int(torch.randint(2**32, (), device="cpu"))  # so torch.manual_seed decides initial values
-        self.rows = embed.EmbeddingCollection([table_of(c) for c in self._configs], features, seed=seed, device=place)
+        self._place = place
+        if self._configs:
+            seed = int(torch.randint(2**32, (), device="cpu"))  # so torch.manual_seed decides initial values
+            tables_of_rows = [table_of(config) for config in self._configs]
+            self.rows = embed.EmbeddingCollection(tables_of_rows, features, seed=seed, device=place)
         setattr(self, self.views_name, nn.ModuleDict({c.name: TableView(self.rows, c.name) for c in self._configs}))
         self._fused: list[SparseOptimizer] = []
         self._features = tuple(feature for feature, _ in self._names.values())
@@ -54,6 +59,7 @@ class _Collection(nn.Module, Generic[Config]):
             self._initialize(config, place)
         self.register_state_dict_post_hook(_rename_saved)
         self.register_load_state_dict_pre_hook(_rename_loaded)
+        self.register_load_state_dict_post_hook(_rename_reported)
 
     @torch.no_grad()
     def _initialize(self, config: EmbeddingConfig, place: torch.device) -> None:
@@ -78,7 +84,7 @@ class _Collection(nn.Module, Generic[Config]):
     @property
     def device(self) -> torch.device:
         """Where the tables are."""
-        return self.rows.device
+        return self.rows.device if self._configs else self._place
 
     def table_views(self) -> list[TableView]:
         """Return the modules that show the tables."""
@@ -188,6 +194,8 @@ class EmbeddingBagCollection(_Collection[EmbeddingBagConfig]):
         BatchError
             If a feature is missing, an id is out of range, or weights are missing.
         """
+        if not self._configs:
+            return KeyedTensor([], [], torch.empty(features.stride(), 0, device=self._place))
         ids = self._ids(features, self._is_weighted)
         found, apart = self._look_up(ids)
         sizes = [config.embedding_dim for _, config in self._names.values()]
@@ -266,6 +274,8 @@ class EmbeddingCollection(_Collection[EmbeddingConfig]):
         BatchError
             If a feature is missing, or an id is out of range.
         """
+        if not self._configs:
+            return {}
         ids = self._ids(features, False)
         found, apart = self._look_up(ids)
         checked = self._checked(ids) if apart else ids
@@ -289,8 +299,8 @@ class EmbeddingCollection(_Collection[EmbeddingConfig]):
         return self._configs
 
     def embedding_dim(self) -> int:
-        """Columns of all tables."""
-        return self._configs[0].embedding_dim
+        """Columns of all tables; −1 without tables, as in TorchRec."""
+        return self._configs[0].embedding_dim if self._configs else -1
 
     def embedding_names_by_table(self) -> list[list[str]]:
         """Names of what is looked up in each table."""
@@ -320,6 +330,14 @@ def _rename_saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any)
 def _rename_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Take tables by TorchRec's names."""
     assert isinstance(module, _Collection)
-    start = f"{prefix}{module.views_name}."
+    module.loaded_as = start = f"{prefix}{module.views_name}."
     for key in [key for key in state if key.startswith(start)]:
         state[f"{prefix}rows.{key.removeprefix(start)}"] = state.pop(key)
+
+
+def _rename_reported(module: nn.Module, found: Any) -> None:
+    """Report missing and unexpected keys by TorchRec's names."""
+    assert isinstance(module, _Collection)
+    inner = module.loaded_as.removesuffix(f"{module.views_name}.") + "rows."
+    for keys in (found.missing_keys, found.unexpected_keys):
+        keys[:] = [module.loaded_as + k.removeprefix(inner) if k.startswith(inner) else k for k in keys]
