@@ -106,6 +106,32 @@ def test_weighted_and_the_order_of_keys() -> None:
     torch.testing.assert_close(shared(batch)["f1@t2"][0], rows(shared, "t2")[1:3].T @ weights[:2])
 
 
+def test_weighted_means_are_divided_by_the_sum_of_weights(ranks: Ranks) -> None:
+    weights = torch.tensor([1.0, 3.0, 2.0, 0.5, 0.0, 1.0, 1.0, 2.0])
+    for found in (weighted_mean(None, weights), *ranks.run(3, weighted_mean, weights)):
+        # Rows 0 to 7 are 0 to 7, and the bag of id 4 has the weight 0. TorchRec 1.8, sharded by rows, returns these.
+        expected = torch.tensor([[0.75, 3.0], [0.0, 0.0], [2.0, (5 + 6 + 2 * 7) / 4]])
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+
+
+def weighted_mean(group: ProcessGroup | None, weights: Tensor) -> Tensor:
+    """Look up two features of one table, with weights that get a gradient."""
+    fill = partial(nn.init.constant_, val=0.0)
+    tables = [EmbeddingBagConfig(10, 1, "t", feature_names=["f1", "f2"], pooling=PoolingType.MEAN, init_fn=fill)]
+    collection = EmbeddingBagCollection(tables, is_weighted=True)
+    collection.load_state_dict({"embedding_bags.t.weight": torch.arange(10.0)[:, None]})
+    apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 1.0})
+    model = DistributedModelParallel(collection, plan="row")
+    own = weights.clone().requires_grad_()
+    found = model(two_features(weights=own)).values()
+    found.sum().backward()
+    assert own.grad is not None
+    torch.testing.assert_close(own.grad[:3], torch.tensor([0.0, 0.25, 1.0]), rtol=2e-6, atol=2e-6)
+    moved = torch.arange(3.0) - model.state_dict()["embedding_bags.t.weight"][:3, 0]
+    torch.testing.assert_close(moved, torch.tensor([0.25, 0.75, 1.0]), rtol=2e-6, atol=2e-6)
+    return found.detach()
+
+
 def test_names_of_tables_are_their_own() -> None:
     with pytest.raises(ValueError, match="Duplicate table name t1"):
         EmbeddingBagCollection([config("t1", 4, ["f1"]), config("t1", 4, ["f2"])])
@@ -151,6 +177,50 @@ def test_states_have_torchrecs_names_both_ways() -> None:
     torch.testing.assert_close(dict(second.state_dict()), state)
     copied = copy.deepcopy(second)
     assert torch.equal(copied(two_features()).values(), second(two_features()).values())
+
+
+def initial(group: ProcessGroup | None, device: str, plan: str, seed: int) -> dict[str, Tensor]:
+    """Return the initial tables of a model whose ranks have different seeds."""
+    torch.manual_seed(seed + (0 if group is None else group.rank()))
+    tables = [config("t1", 32, ["f1"]), config("t2", 32, ["f2"], data_type=DataType.BF16)]
+    model = DistributedModelParallel(EmbeddingBagCollection(tables, device=device), device="cpu", plan=plan)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_torchs_seed_decides_initial_tables(ranks: Ranks) -> None:
+    first, again, other = (initial(None, "meta", "table", seed) for seed in (1, 1, 2))
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    assert not torch.equal(first["embedding_bags.t1.weight"], other["embedding_bags.t1.weight"])
+    torch.testing.assert_close(initial(None, "cpu", "table", 1), first, rtol=0, atol=0)
+    for device in ("meta", "cpu"):
+        for plan in ("table", "row", "column", "dp"):
+            for found in ranks.run(3, initial, device, plan, 1):
+                torch.testing.assert_close(found, first, rtol=0, atol=0)
+
+
+def test_collections_of_equal_names_start_differently() -> None:
+    one, two = (EmbeddingBagCollection([config("t", 4, ["f"])]) for _ in range(2))
+    assert not torch.equal(rows(one, "t"), rows(two, "t"))
+    with torch.device("meta"):
+        assert EmbeddingBagCollection([config("t", 4, ["f"])]).rows.seed != one.rows.seed
+
+
+def test_keys_are_reported_by_torchrecs_names() -> None:
+    model = nn.ModuleDict({"e": EmbeddingBagCollection([config("t1", 3, ["f1"]), config("t2", 4, ["f2"])])})
+    state = dict(model.state_dict())
+    state["e.embedding_bags.t3.weight"] = state.pop("e.embedding_bags.t1.weight")
+    found = model.load_state_dict(state, strict=False)
+    assert found.missing_keys == ["e.embedding_bags.t1.weight"]
+    assert found.unexpected_keys == ["e.embedding_bags.t3.weight"]
+
+
+def test_collections_may_have_no_tables() -> None:
+    ebc, ec = EmbeddingBagCollection([], device="cpu"), EmbeddingCollection([])
+    assert ebc(two_features()).values().shape == (3, 0) and ec(two_features()) == {}
+    assert not ebc.state_dict() and not list(ec.parameters()) and ec.embedding_dim() == -1
+    assert ebc.device == torch.device("cpu")
+    model = nn.ModuleDict({"empty": ebc, "full": EmbeddingBagCollection([config("t1", 3, ["f1"])], device="meta")})
+    assert list(DistributedModelParallel(model).state_dict()) == ["full.embedding_bags.t1.weight"]
 
 
 class Model(nn.Module):
@@ -304,6 +374,10 @@ class Virtual(EmbeddingBagConfig):
     use_virtual_table = True
 
 
+def adam() -> KeyedOptimizerWrapper:
+    return KeyedOptimizerWrapper({"w": nn.Parameter(torch.ones(2))}, torch.optim.Adam)
+
+
 def no_loss(model: nn.Module, **options: Any) -> object:
     return DistributedModelParallel(model, **options)
 
@@ -324,7 +398,7 @@ def no_loss(model: nn.Module, **options: Any) -> object:
         (
             lambda: no_loss(Model(), sharders=[1]),
             SpecError,
-            "sharders=list, which hotbed does not use; leave",
+            "sharders has a int, expected sharders of hotbed",
         ),
         (lambda: no_loss(Model(), plan=1), SpecError, "plan is a int, must be a plan of hotbed or a scheme"),
         (
@@ -342,7 +416,7 @@ def no_loss(model: nn.Module, **options: Any) -> object:
             SpecError,
             "cannot fill a table on 'meta'; make the collection on 'cpu'",
         ),
-        (lambda: CombinedOptimizer([("a", 1), ("a", 2)]), OptimizerError, r"must be unique, got \['a', 'a'\]"),
+        (lambda: CombinedOptimizer([adam(), adam()]), SpecError, "have a parameter 'w', expected each name once"),
         (lambda: Model()(two_features(("f1", "f3"))), BatchError, "no feature 'f2'"),
     ],
 )

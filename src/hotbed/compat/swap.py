@@ -85,7 +85,7 @@ def swap_embeddings(
         seed = int(torch.randint(1 << 62, (), device="cpu")) if draws else 0
     tables = [(_table(named, seed, backend), named) for named in _by_weight(chosen)]
     for rows, _ in tables:
-        rows.draws_seed = draws
+        rows.is_swapped = True
     share_arenas({rows: next(iter(named.values())).weight.device for rows, named in tables})
     made: dict[int, nn.Module] = {}
     for rows, named in tables:

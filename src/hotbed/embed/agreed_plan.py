@@ -7,7 +7,8 @@ rank searches. Schemes and files are read by every rank, and what came of them i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 
 import torch
@@ -18,6 +19,8 @@ from hotbed.plan import Cut, Plan
 
 _DIGEST = 32
 """Bytes of a plan's digest; zeros: the rank has no plan."""
+_SEED_CHARACTERS = 64
+"""Largest number of characters of a seed in JSON, with the separators around it."""
 
 
 def plan_of_first(link: Link, make: Callable[[], Plan]) -> Plan:
@@ -88,6 +91,25 @@ def agreed(link: Link, make: Callable[[], Plan]) -> Plan:
             "(hotbed plan --out writes one to a file)"
         )
     return plan
+
+
+def agreed_seeds(link: Link, seeds: Sequence[int]) -> list[int] | None:
+    """Return the seeds of the first rank if those of another rank differ; None if they are equal on all ranks.
+
+    Parameters
+    ----------
+    link
+        All ranks, which must all call this.
+    seeds
+        This rank's seeds of collections, as many on each rank.
+    """
+    text = json.dumps(list(seeds)).encode()
+    own = torch.tensor(list(sha256(text).digest()), dtype=torch.uint8, device=link.device)
+    digests = link.all_gather("digests of seeds", own).wait()
+    if bool((digests == digests[0]).all()):
+        return None
+    sent = torch.frombuffer(bytearray(text.ljust(len(seeds) * _SEED_CHARACTERS)), dtype=torch.uint8).to(link.device)
+    return json.loads(bytes(link.broadcast("seeds", sent, 0).wait().cpu().numpy()))
 
 
 def is_searched(plan: Plan | str | Cut | Mapping[str, str | Cut]) -> bool:

@@ -65,7 +65,9 @@ class EmbeddingCollection(TableModule):
     features
         Features; several may share a table. Batches are matched by feature name, in any order.
     seed
-        With each table's name, the seed of its initial values.
+        Seed of the initial values. Each table derives its own seed from it and from the table's name. The default is 0,
+        whatever ``torch.manual_seed`` was called with. Two collections whose tables have equal names start with equal
+        values; give them different seeds. Where ranks have different seeds, `distribute` uses those of the first rank.
     device
         Where the tables are; default as for any torch module. ``.to(device)`` moves them.
     backend

@@ -176,12 +176,14 @@ def mean_of_rows(values: Tensor) -> Tensor:
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Make the parameters that are on ``meta``, and move the rest."""
     names: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.is_meta and names.setdefault(id(parameter), name) != name:
-            raise SpecError(
-                f"'{name}' and '{names[id(parameter)]}' are one parameter on meta, which would become two; make the "
-                "model on a device"
-            )
+    for path, module in model.named_modules():
+        for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{path}.{own_name}".lstrip(".")
+            if parameter.is_meta and names.setdefault(id(parameter), name) != name:
+                raise SpecError(
+                    f"'{name}' and '{names[id(parameter)]}' are one parameter on meta, which would become two; make "
+                    "the model on a device"
+                )
     for path, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if not any(t.is_meta for t in own):

@@ -6,6 +6,7 @@ differ from their owner's, and the model would depend on the plan.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hotbed.comm import Link
+from hotbed.embed.agreed_plan import agreed_seeds
 from hotbed.embed.collection import EmbeddingCollection
 
+_log = logging.getLogger("hotbed")
 _BLOCK = 1 << 26
 """Bytes that are summed, or sent, at once."""
 
@@ -27,11 +30,10 @@ def agree_on_values(collections: Iterable[EmbeddingCollection], link: Link) -> N
     if link.size == 1:
         return
     collections = list(collections)
-    drawn = [collection for collection in collections if collection.draws_seed]
-    if drawn:
-        own = torch.tensor([collection.seed for collection in drawn], device=link.device)
-        seeds: list[int] = link.broadcast("seeds of tables", own, 0).wait().tolist()
-        for collection, seed in zip(drawn, seeds, strict=True):
+    seeds = agreed_seeds(link, [collection.seed for collection in collections])
+    if seeds is not None:
+        _log.info("seeds of initial values differ between ranks: all ranks use those of rank 0")
+        for collection, seed in zip(collections, seeds, strict=True):
             collection.seed = seed
     stored = [
         tensor

@@ -56,7 +56,7 @@ class Updaters(weakref.WeakSet["TableUpdater"]):
     def reach(self) -> None:
         """Note that backward loses the gradient of tables without an optimizer; raise if that happens inside a step."""
         tables = self._tables()
-        if self._is_noted or tables is None or not tables.idle_tables():
+        if self._is_noted or tables is None or tables.have_parameters or not tables.idle_tables():
             return
         for optimizer in list(_stepping.values()):
             self.refuse_idle(optimizer)
@@ -71,7 +71,9 @@ class Updaters(weakref.WeakSet["TableUpdater"]):
     def refuse_idle(self, optimizer: Optimizer) -> None:
         """Raise `OptimizerError` if any of these tables is trained and has no optimizer."""
         tables = self._tables()
-        if tables is None or optimizer in self._others or not (idle := tables.idle_tables()):
+        if tables is None or tables.have_parameters or optimizer in self._others:
+            return
+        if not (idle := tables.idle_tables()):
             return
         if not _may_train(optimizer, tables):
             self._others.add(optimizer)

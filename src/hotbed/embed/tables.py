@@ -66,15 +66,13 @@ class TableModule(nn.Module):
         self.tables = {t.name: t for t in tables}
         self.features = tuple(features)
         self.seed = seed
-        self.draws_seed = False
-        """Whether the seed was drawn from torch's generator, so that ranks must agree on one."""
+        self.is_swapped = False
+        self.are_parameters = False
+        """Whether optimizers of torch train these tables, as parameters, while they are not distributed."""
         self._backend: BackendName = backend
         elsewhere = torch.device("meta") if _tables_on_meta.get() else torch.get_default_device()
         place = elsewhere if device is None else torch.device(device)
-        self._groups: list[TableGroup] = [
-            LocalTables(dim, [t for t in tables if t.dim == dim], features, seed=seed, device=place, backend=backend)
-            for dim in dict.fromkeys(t.dim for t in tables)
-        ]
+        self._groups = self._made(place)
         self._ranks, self._summed_ranks, self._is_distributed = 1, 1, False
         self.handles = {
             t.name: torch.zeros((), dtype=torch.float32, device=place, requires_grad=not t.frozen) for t in tables
@@ -184,6 +182,7 @@ class TableModule(nn.Module):
         whole.write(torch.arange(spec.rows, device=values.device), values.float())
         group.load(table, whole.raw(0))
 
+    @torch.no_grad()
     def adopt_initial(self, table: str, seed: int, bound: float) -> None:
         """Record the seed and bound of a table's initial values, where they came out of a checkpoint."""
         self._group_of(table)
@@ -215,6 +214,14 @@ class TableModule(nn.Module):
         """List what kernels were told of the last batch's bags; see `TableGroup.layouts`."""
         return [entries for group in self._groups for entries in group.layouts()]
 
+    def _made(self, device: torch.device) -> list[TableGroup]:
+        """Make the tables, with their initial values where the device is not ``meta``."""
+        of_dims: dict[int, list[Table]] = {}
+        for table in self.tables.values():
+            of_dims.setdefault(table.dim, []).append(table)
+        options: dict[str, Any] = {"seed": self.seed, "device": device, "backend": self._backend}
+        return [LocalTables(dim, tables, self.features, **options) for dim, tables in of_dims.items()]
+
     def _arenas(self) -> Iterator[Arena]:
         """Yield the arenas that this rank updates."""
         return (arena for group in self._groups for arena in group.arenas)
@@ -229,8 +236,13 @@ class TableModule(nn.Module):
         """List what connects the optimizers to the tables."""
         return list(self._updaters)
 
+    @property
+    def have_parameters(self) -> bool:
+        """Whether optimizers of torch, and its clipping, reach these tables as parameters."""
+        return self.are_parameters and not self._is_distributed
+
     def idle_tables(self) -> list[str]:
-        """List the tables that are trained and have no optimizer."""
+        """List the tables that are not frozen and have no optimizer."""
         trained = set[str]().union(*(updater.tables for updater in self._updaters))
         return [t for t, handle in self.handles.items() if handle.requires_grad and t not in trained]
 
@@ -253,7 +265,7 @@ class TableModule(nn.Module):
         self, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield this module; warn if torch clips the gradients of parameters, among which tables are not."""
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not self.have_parameters:
             warn_of_clipping(self.handles)
         return super().named_modules(*args, **kwargs)
 
@@ -279,11 +291,16 @@ class TableModule(nn.Module):
         moved = fn(torch.empty(0, dtype=self.dtype, device=self.device))  # what fn does to a tensor
         device, self.dtype = moved.device, moved.dtype  # tables keep their dtype, looked-up vectors have this one
         if device != self.device:
+            if self.device.type == "meta" and not self._is_distributed:  # as by to_empty
+                self._groups = self._made(device)
             for group in self._groups:
                 group.to(device)
             for name, handle in self.handles.items():
                 if device.type == "meta":  # which the data of no other tensor can be
                     self.handles[name] = handle.detach().to(device).requires_grad_(handle.requires_grad)
+                elif handle.is_meta:
+                    trained = handle.requires_grad
+                    self.handles[name] = torch.zeros((), dtype=torch.float32, device=device, requires_grad=trained)
                 else:
                     handle.data = handle.data.to(device)
         return self
@@ -294,7 +311,7 @@ class TableModule(nn.Module):
             device = fn(torch.empty(0, device="meta")).device
         except NotImplementedError:  # `to`; `to_empty` moves them
             device = None
-        if device is None or device.type != "meta":
+        if device is None or (self.is_swapped and device.type != "meta"):
             raise SpecError(
                 f"tables on meta have no rows that could be moved: got to() or to_empty() for {', '.join(self.tables)}."
                 " Call hotbed.distribute(model, device='cpu'), which fills them, or make the model on its device"

@@ -22,10 +22,12 @@ from hotbed.files import unnamed_file
 from hotbed.ops import cpu_cache
 from hotbed.store.keyed import KeyedRecords, gathered, positions
 from hotbed.store.records import Use
-from hotbed.store.segments import Segments
+from hotbed.store.segments import PER_SEGMENT, Segments
 
 UNWRITTEN_BYTES = 48 << 20
 """Limit of the memory that holds what is not in the file yet, by default."""
+_MOVED_BYTES = 8 << 20
+"""Bytes of records that are moved together where the file is shortened."""
 READERS = 16
 """Threads that read a file: a disk is fast when it has much to do at once."""
 
@@ -66,13 +68,16 @@ class FileRecords(KeyedRecords):
         if hasattr(os, "posix_fadvise"):  # else the system reads megabytes around what it takes for a sequence
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
         self._changed = threading.Condition()
-        self._segments = Segments()
+        self._segments = self._no_segments()
         self._unwritten: deque[_Unwritten] = deque()
         self._unwritten_bytes = 0
         self._failure: Exception | None = None
         self._readers = ThreadPoolExecutor(READERS, "hotbed-rows")
         self._writer = ThreadPoolExecutor(1, "hotbed-write-rows")
         self._counting = threading.Lock()  # another thread may be reading ahead
+
+    def _no_segments(self) -> Segments:
+        return Segments(at_once=max(_MOVED_BYTES // (PER_SEGMENT * self.record_bytes), 2))
 
     @property
     @override
@@ -88,7 +93,7 @@ class FileRecords(KeyedRecords):
     def clear(self) -> None:
         self.drain()
         self._forget()
-        self._segments = Segments()
+        self._segments = self._no_segments()
         os.ftruncate(self._file, 0)
 
     @override

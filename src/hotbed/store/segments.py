@@ -26,7 +26,7 @@ SPACE = 1.5
 _SLACK = 8
 """Segments that a file may have beyond that."""
 _AT_ONCE = 16
-"""Segments whose records are moved at once."""
+"""Segments whose records are moved at once, by default."""
 
 
 class Segments:
@@ -39,10 +39,12 @@ class Segments:
     ----------
     per_segment
         Places of a segment.
+    at_once
+        How many segments' records are moved at once.
     """
 
-    def __init__(self, per_segment: int = PER_SEGMENT) -> None:
-        self._per = per_segment
+    def __init__(self, per_segment: int = PER_SEGMENT, at_once: int = _AT_ONCE) -> None:
+        self._per, self._at_once = per_segment, at_once
         self._places = torch.full((1,), -1)
         self._numbers = torch.empty(0, dtype=torch.int64)
         """Record that was put at each place; it may have moved on."""
@@ -142,7 +144,7 @@ class Segments:
         live = self._live[: self._segments].clone()
         if self._next < self._end:
             live[self._next // self._per] = self._per + 1
-        segments = live.topk(min(max(excess, 2), _AT_ONCE, len(live)), largest=False).indices.sort().values
+        segments = live.topk(min(max(excess, 2), self._at_once, len(live)), largest=False).indices.sort().values
         places = (segments[:, None] * self._per + torch.arange(self._per)).view(-1)
         numbers = self._numbers[places]
         return numbers[self.places(numbers) == places]

@@ -144,8 +144,14 @@ def embedding_names(configs: Sequence[Config]) -> dict[str, tuple[str, Config]]:
     }
 
 
-def feature_of(name: str, config: EmbeddingConfig) -> Feature:
-    """Make the feature that a table's config describes."""
+def is_mean(config: EmbeddingConfig) -> bool:
+    """Return whether bags are averaged."""
+    pooling = getattr(config, "pooling", None)
+    return pooling is not None and pooling.value == "MEAN"
+
+
+def feature_of(name: str, config: EmbeddingConfig, weighted: bool = False) -> Feature:
+    """Make the feature that a table's config describes; bags are summed where weights already make it a mean."""
     pooling = getattr(config, "pooling", None)
     kinds: dict[str, Pooling] = {"SUM": "sum", "MEAN": "mean"}
     if pooling is not None and pooling.value not in kinds:
@@ -153,4 +159,6 @@ def feature_of(name: str, config: EmbeddingConfig) -> Feature:
             f"table '{config.name}': pooling is {pooling.value}, must be SUM or MEAN; vectors that are not pooled are "
             "looked up by EmbeddingCollection"
         )
+    if weighted and is_mean(config):
+        return Feature(name, config.name, pooling="sum")
     return Feature(name, config.name, pooling="none" if pooling is None else kinds[pooling.value])

@@ -10,57 +10,49 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed import embed
+from hotbed.bags import Bags
 from hotbed.batch import Embeddings
-from hotbed.compat.drop_in import weight_of
 from hotbed.compat.torchrec.configs import (
     Config,
     EmbeddingBagConfig,
     EmbeddingConfig,
     embedding_names,
     feature_of,
+    is_mean,
     is_symmetric,
     table_of,
 )
-from hotbed.compat.torchrec.optimizers import TableHandle, optimizers_in_backward
+from hotbed.compat.torchrec.optimizers import optimizers_in_backward
+from hotbed.compat.torchrec.tables import TableView, untrained
 from hotbed.compat.torchrec.tensors import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.optim import SparseOptimizer
 
-
-class TableView(nn.Module):
-    """Show a table under the path that TorchRec has for it; its parameter has no values, and stands for the table.
-
-    Attributes
-    ----------
-    handle
-        What ``parameters()`` gives for the table: optimizers are applied to it by ``apply_optimizer_in_backward``.
-    """
-
-    def __init__(self, rows: embed.EmbeddingCollection, table: str) -> None:
-        super().__init__()
-        self._rows = [rows]  # in a list, so that it is no part of this module
-        self.table = table
-        self.handle = TableHandle.of(rows, table)
-
-    @property
-    def weight(self) -> Tensor:
-        """Rows ``[R, D]``: the memory of the table where it is float32 and all on this rank; without a gradient."""
-        return weight_of(self._rows[0], self.table)
+_LEAST = 1e-6
+"""TorchRec adds it to the sum of the weights of a bag, so that no sum is 0."""
 
 
 class _Collection(nn.Module, Generic[Config]):
     """Hold what both collections share: tables, features, and names in ``state_dict``."""
 
     views_name: str
+    loaded_as = ""
+    """What names of tables begin with in the state that was loaded last."""
 
-    def __init__(self, tables: Sequence[Config], device: torch.device | str | None) -> None:
+    def __init__(self, tables: Sequence[Config], device: torch.device | str | None, weighted: bool = False) -> None:
         super().__init__()
         self._configs = list(tables)
         self._names = embedding_names(self._configs)
         place = torch.get_default_device() if device is None else torch.device(device)
-        features = [feature_of(name, config) for name, (_, config) in self._names.items()]
-        self.rows = embed.EmbeddingCollection([table_of(c) for c in self._configs], features, device=place)
+        self._has_weighted_means = weighted and any(map(is_mean, self._configs))
+        features = [feature_of(name, config, weighted) for name, (_, config) in self._names.items()]
+        self._place = place
+        if self._configs:
+            seed = int(torch.randint(2**32, (), device="cpu"))  # so torch.manual_seed decides initial values
+            tables_of_rows = [table_of(config) for config in self._configs]
+            self.rows = embed.EmbeddingCollection(tables_of_rows, features, seed=seed, device=place)
+            self.rows.are_parameters = True
         setattr(self, self.views_name, nn.ModuleDict({c.name: TableView(self.rows, c.name) for c in self._configs}))
         self._fused: list[SparseOptimizer] = []
         self._features = tuple(feature for feature, _ in self._names.values())
@@ -68,6 +60,7 @@ class _Collection(nn.Module, Generic[Config]):
             self._initialize(config, place)
         self.register_state_dict_post_hook(_rename_saved)
         self.register_load_state_dict_pre_hook(_rename_loaded)
+        self.register_load_state_dict_post_hook(_rename_reported)
 
     @torch.no_grad()
     def _initialize(self, config: EmbeddingConfig, place: torch.device) -> None:
@@ -92,17 +85,47 @@ class _Collection(nn.Module, Generic[Config]):
     @property
     def device(self) -> torch.device:
         """Where the tables are."""
-        return self.rows.device
+        return self.rows.device if self._configs else self._place
 
-    def _look_up(self, features: KeyedJaggedTensor | Jagged, weighted: bool) -> Embeddings:
-        if self.training and torch.is_grad_enabled():
-            self.fused_optimizers()
-        return self.rows(self._ids(features, weighted))
+    def table_views(self) -> list[TableView]:
+        """Return the modules that show the tables."""
+        views: nn.ModuleDict = getattr(self, self.views_name)
+        return [view for view in views.values() if isinstance(view, TableView)]
+
+    def _look_up(self, ids: Jagged) -> tuple[Embeddings | None, dict[str, TableView]]:
+        """Look up ids; return the vectors, and the tables without an optimizer of hotbed, which are looked up apart.
+
+        The vectors are None if these are all tables, and torch's optimizers can train them.
+        """
+        if not (self.training and torch.is_grad_enabled()):
+            return self.rows(ids), {}
+        self.fused_optimizers()
+        views = self.table_views()
+        for view in views:
+            view.follow()
+        idle = self.rows.idle_tables()
+        apart = {view.ref.table: view for view in views if view.ref.table in idle}
+        if apart:
+            for store in self.rows.stores():
+                store.replaced()  # optimizers of torch write to rows unnoticed
+        if len(apart) == len(views) and all(view.has_rows for view in views):
+            return None, apart
+        dense = [table for table, view in apart.items() if view.has_rows]
+        if not dense:
+            return self.rows(ids), apart
+        self.rows.freeze(*dense)
+        try:
+            return self.rows(ids), apart
+        finally:
+            self.rows.unfreeze(*dense)
+
+    def _checked(self, ids: Jagged) -> Jagged:
+        """Check ids before torch's functions look them up; in a compiled graph, these functions check them."""
+        return ids if torch.compiler.is_dynamo_compiling() else self.rows.check(ids)
 
     def fused_optimizers(self) -> list[SparseOptimizer]:
-        """The optimizers that ``apply_optimizer_in_backward`` chose for the tables; made when they are first needed."""
-        views: nn.ModuleDict = getattr(self, self.views_name)
-        self._fused = self._fused or optimizers_in_backward(self.rows, list(views.parameters()))
+        """Return the optimizers that train the tables in backward; they are made when they are first needed."""
+        self._fused = self._fused or optimizers_in_backward(view.ref for view in self.table_views())
         return self._fused
 
     def _ids(self, features: KeyedJaggedTensor | Jagged, weighted: bool) -> Jagged:
@@ -119,11 +142,15 @@ class _Collection(nn.Module, Generic[Config]):
         if weighted and weights is None:
             raise BatchError("the collection is_weighted, the batch has no weights; give it some, or is_weighted=False")
         ids = Jagged.from_keyed(features.keys(), features.values(), features.lengths(), weights)
-        if self._features == tuple(self._names):
+        if self._features == tuple(self._names) and not (weighted and self._has_weighted_means):
             return ids
         given = ids.to_dict()  # a feature of several tables comes once for each
         of_names = {name: feature for name, (feature, _) in self._names.items()}
-        own = {name: w for name, f in of_names.items() if (w := ids[f].weights) is not None}
+        own: dict[str, Tensor] = {}
+        for name, (feature, config) in self._names.items():
+            bags = ids[feature]
+            if bags.weights is not None:
+                own[name] = _shares(bags.weights, bags.lengths()) if is_mean(config) else bags.weights
         return Jagged.from_dict({name: given[ids.names[ids.index(f)]] for name, f in of_names.items()}, own)
 
 
@@ -156,7 +183,7 @@ class EmbeddingBagCollection(_Collection[EmbeddingBagConfig]):
         is_weighted: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(tables, device)
+        super().__init__(tables, device, is_weighted)
         self._is_weighted = is_weighted
 
     @override
@@ -168,9 +195,36 @@ class EmbeddingBagCollection(_Collection[EmbeddingBagConfig]):
         BatchError
             If a feature is missing, an id is out of range, or weights are missing.
         """
-        found = self._look_up(features, self._is_weighted)
+        if not self._configs:
+            return KeyedTensor([], [], torch.empty(features.stride(), 0, device=self._place))
+        ids = self._ids(features, self._is_weighted)
+        found, apart = self._look_up(ids)
         sizes = [config.embedding_dim for _, config in self._names.values()]
-        return KeyedTensor(list(self._names), sizes, found.concatenate, found)
+        if found is not None and not apart:
+            return KeyedTensor(list(self._names), sizes, found.concatenate, found)
+        ids = self._checked(ids)
+        parts: dict[str, Tensor] = {}
+        for name, (_, config) in self._names.items():
+            view = apart.get(config.name)
+            if view is None or not view.has_rows:
+                assert found is not None
+                parts[name] = found[name] if view is None else untrained(found[name], view)
+            else:
+                parts[name] = self._pooled(ids[name], view).to(self.rows.dtype)
+        return KeyedTensor(list(parts), sizes, torch.cat(list(parts.values()), dim=1), parts)
+
+    def _pooled(self, bags: Bags, view: TableView) -> Tensor:
+        """Pool rows of a table with a dense gradient."""
+        offsets = torch.nn.functional.pad(bags.lengths().cumsum(0), (1, 0))
+        pooling = next(f.pooling for f in self.rows.features if f.table == view.ref.table)
+        return torch.nn.functional.embedding_bag(
+            bags.values.long(),
+            view.parameter,
+            offsets,
+            mode=pooling,
+            per_sample_weights=bags.weights,
+            include_last_offset=True,
+        )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Configs of the tables."""
@@ -221,11 +275,22 @@ class EmbeddingCollection(_Collection[EmbeddingConfig]):
         BatchError
             If a feature is missing, or an id is out of range.
         """
+        if not self._configs:
+            return {}
         ids = self._ids(features, False)
-        found = self._look_up(ids, False)
+        found, apart = self._look_up(ids)
+        checked = self._checked(ids) if apart else ids
         made: dict[str, JaggedTensor] = {}
-        for name in self._names:
-            values, offsets = found.jagged(name)
+        for name, (_, config) in self._names.items():
+            view = apart.get(config.name)
+            if view is None or not view.has_rows:
+                assert found is not None
+                values, offsets = found.jagged(name)
+                values = values if view is None else untrained(values, view)
+            else:
+                bags = checked[name]
+                offsets = torch.nn.functional.pad(bags.lengths().cumsum(0), (1, 0))
+                values = torch.nn.functional.embedding(bags.values.long(), view.parameter).to(self.rows.dtype)
             indices = ids[name].values if self._need_indices else None
             made[name] = JaggedTensor(values, indices, offsets=offsets)
         return made
@@ -235,8 +300,8 @@ class EmbeddingCollection(_Collection[EmbeddingConfig]):
         return self._configs
 
     def embedding_dim(self) -> int:
-        """Columns of all tables."""
-        return self._configs[0].embedding_dim
+        """Columns of all tables; −1 without tables, as in TorchRec."""
+        return self._configs[0].embedding_dim if self._configs else -1
 
     def embedding_names_by_table(self) -> list[list[str]]:
         """Names of what is looked up in each table."""
@@ -250,11 +315,15 @@ class EmbeddingCollection(_Collection[EmbeddingConfig]):
         return self._need_indices
 
 
+def _shares(weights: Tensor, lengths: Tensor) -> Tensor:
+    """Divide weights ``[N]`` by their sum in each bag, which is a constant for gradients, as in TorchRec."""
+    sums = torch.segment_reduce(weights.detach().float(), "sum", lengths=lengths)
+    return weights / (sums + _LEAST).repeat_interleave(lengths)
+
+
 def _rename_saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Save tables by TorchRec's names, ``embedding_bags.NAME.weight``."""
     assert isinstance(module, _Collection)
-    for key in [key for key in state if key.startswith(f"{prefix}{module.views_name}.")]:
-        del state[key]  # of a handle
     for key in [key for key in state if key.startswith(f"{prefix}rows.")]:
         state[f"{prefix}{module.views_name}.{key.removeprefix(f'{prefix}rows.')}"] = state.pop(key)
 
@@ -262,9 +331,14 @@ def _rename_saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any)
 def _rename_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Take tables by TorchRec's names."""
     assert isinstance(module, _Collection)
-    views: nn.ModuleDict = getattr(module, module.views_name)
-    start = f"{prefix}{module.views_name}."
+    module.loaded_as = start = f"{prefix}{module.views_name}."
     for key in [key for key in state if key.startswith(start)]:
         state[f"{prefix}rows.{key.removeprefix(start)}"] = state.pop(key)
-    for name, parameter in views.named_parameters():
-        state[f"{start}{name}"] = parameter.detach()
+
+
+def _rename_reported(module: nn.Module, found: Any) -> None:
+    """Report missing and unexpected keys by TorchRec's names."""
+    assert isinstance(module, _Collection)
+    inner = module.loaded_as.removesuffix(f"{module.views_name}.") + "rows."
+    for keys in (found.missing_keys, found.unexpected_keys):
+        keys[:] = [module.loaded_as + k.removeprefix(inner) if k.startswith(inner) else k for k in keys]

@@ -2,59 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from hotbed import embed, optim
+from hotbed import optim
+from hotbed.compat.torchrec.tables import TableRef, TableView, table_of
 from hotbed.errors import OptimizerError, SpecError, did_you_mean
 
 _BY_NAME: dict[str, type[optim.SparseOptimizer]] = {
     name: getattr(optim, name)
     for name in ("SGD", "Adagrad", "RowWiseAdagrad", "Adam", "AdamW", "PartialRowWiseAdam", "LAMB")
 }
-
-
-class TableHandle(nn.Parameter):
-    """Stand for a table among ``parameters()``: no values, no gradient, and the optimizer that was applied to it.
-
-    Parameters
-    ----------
-    rows, table
-        The collection, and the table's name there.
-    """
-
-    rows: embed.EmbeddingCollection
-    table: str
-    applied: tuple[type[optim.SparseOptimizer], dict[str, Any]] | None
-    is_used: bool
-    """Whether the optimizer has been made."""
-
-    @classmethod
-    def of(cls, rows: embed.EmbeddingCollection, table: str) -> Self:
-        """Make the handle of a table."""
-        handle = torch.Tensor._make_subclass(cls, torch.empty(0, device="cpu"), False)
-        handle.rows, handle.table, handle.applied, handle.is_used = rows, table, None, False
-        return handle
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _handle, (self.rows, self.table, self.applied)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TableHandle:
-        from copy import deepcopy
-
-        memo[id(self)] = made = _handle(deepcopy(self.rows, memo), self.table, self.applied)
-        return made
-
-
-def _handle(
-    rows: embed.EmbeddingCollection, table: str, applied: tuple[type[optim.SparseOptimizer], dict[str, Any]] | None
-) -> TableHandle:
-    handle = TableHandle.of(rows, table)
-    handle.applied = applied
-    return handle
 
 
 def apply_optimizer_in_backward(
@@ -85,144 +46,194 @@ def apply_optimizer_in_backward(
         )
     defaults = {"lr": 0.01} if name == "SGD" else {"lr": 0.01, "eps": 1e-8}
     for param in params:
-        if not isinstance(param, TableHandle):
+        ref = table_of(param)
+        if ref is None:
             raise SpecError(
                 f"a parameter {list(param.shape)} is no table's; give apply_optimizer_in_backward the parameters of "
                 "embedding collections, and torch.optim the rest"
             )
-        if param.is_used:
+        if ref.is_used:
             raise OptimizerError(
-                f"table '{param.table}' is trained already; apply an optimizer before the first training step, and "
+                f"table '{ref.table}' is trained already; apply an optimizer before the first training step, and "
                 "before the model is distributed"
             )
-        param.applied = _BY_NAME[name], defaults | dict(optimizer_kwargs)
+        ref.applied = _BY_NAME[name], defaults | dict(optimizer_kwargs)
 
 
-def optimizers_in_backward(
-    rows: embed.EmbeddingCollection, handles: Sequence[nn.Parameter]
-) -> list[optim.SparseOptimizer]:
+_FUSED = {
+    "sgd": optim.SGD,
+    "exact_sgd": optim.SGD,
+    "exact_adagrad": optim.Adagrad,
+    "exact_row_wise_adagrad": optim.RowWiseAdagrad,
+    "adam": optim.Adam,
+    "partial_row_wise_adam": optim.PartialRowWiseAdam,
+    "lamb": optim.LAMB,
+}
+"""Optimizers by the values of FBGEMM's ``EmbOptimType``."""
+
+
+def _of_fused_params(params: Mapping[str, Any]) -> tuple[type[optim.SparseOptimizer], dict[str, Any]]:
+    """Return the optimizer and options that a sharder's ``fused_params`` name; SGD by default, as in FBGEMM."""
+    given = dict(params)
+    chosen = given.pop("optimizer", "exact_sgd")
+    name = str(getattr(chosen, "value", chosen)).lower().replace("rowwise", "row_wise")
+    if name not in _FUSED:
+        raise SpecError(
+            f"fused_params has optimizer '{name}'{did_you_mean(name, _FUSED)}, expected one of {', '.join(_FUSED)}. Or "
+            "leave it out, and call apply_optimizer_in_backward."
+        )
+    options: dict[str, Any] = {"lr": given.pop("learning_rate", 0.01)}
+    if "beta1" in given or "beta2" in given:
+        options["betas"] = given.pop("beta1", 0.9), given.pop("beta2", 0.999)
+    options |= {key: given.pop(key) for key in ("eps", "weight_decay") if key in given}
+    if _FUSED[name] is optim.SGD:
+        options.pop("eps", None)  # FBGEMM ignores it
+    if given:
+        raise SpecError(
+            f"fused_params has '{next(iter(given))}', expected optimizer, learning_rate, eps, weight_decay, beta1, "
+            "beta2. Caches and tiers are options of hotbed.distribute: DistributedModelParallel(…, plan=…, memory=…)."
+        )
+    return _FUSED[name], options
+
+
+def adopt_optimizers(views: Iterable[TableView], fused_params: Mapping[str, Any]) -> None:
+    """Apply the optimizers that `torch.distributed.optim._apply_optimizer_in_backward` chose for tables.
+
+    Parameters
+    ----------
+    views
+        The tables.
+    fused_params
+        Of a sharder: the optimizer of tables for which none was chosen; default SGD with lr 0.01, as in TorchRec.
+
+    Raises
+    ------
+    SpecError
+        If a table has several optimizers, or hotbed has no optimizer of that name.
+    """
+    for view in views:
+        chosen: list[type] = getattr(view.parameter, "_optimizer_classes", [])
+        if len(chosen) > 1:
+            raise SpecError(
+                f"table '{view.ref.table}' has {len(chosen)} optimizers in backward "
+                f"({', '.join(kind.__name__ for kind in chosen)}), expected one. Apply one optimizer to it."
+            )
+        if view.ref.applied is None:
+            kind, options = _of_fused_params(fused_params)
+            if chosen:
+                kind, options = chosen[0], getattr(view.parameter, "_optimizer_kwargs")[0]  # noqa: B009
+            apply_optimizer_in_backward(kind, [view.parameter], options)
+
+
+def optimizers_in_backward(refs: Iterable[TableRef]) -> list[optim.SparseOptimizer]:
     """Make the optimizers that were applied to the tables of a collection, one for those of equal options."""
     made: list[optim.SparseOptimizer] = []
-    of_options: dict[str, list[TableHandle]] = {}
-    for handle in handles:
-        if isinstance(handle, TableHandle) and handle.applied is not None:
-            kind, options = handle.applied
-            of_options.setdefault(f"{kind.__name__} {sorted(options.items())}", []).append(handle)
+    of_options: dict[str, list[TableRef]] = {}
+    for ref in refs:
+        if ref.applied is not None:
+            kind, options = ref.applied
+            of_options.setdefault(f"{kind.__name__} {sorted(options.items())}", []).append(ref)
     for same in of_options.values():
         assert same[0].applied is not None
         kind, options = same[0].applied
-        selected = optim.TableSelection(rows, [handle.table for handle in same])
+        selected = optim.TableSelection(same[0].rows, [ref.table for ref in same])
         made.append(kind(selected, **options).in_backward())
-        for handle in same:
-            handle.is_used = True
+        for ref in same:
+            ref.is_used = True
     return made
 
 
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that are no tables', which backward trains; or, with ``include``, those of tables."""
+    """Yield the parameters that backward does not train, or with ``include`` those that it trains, as TorchRec does.
+
+    Tables of a distributed model are always trained by backward. Tables of another model are if an optimizer was
+    applied to them, by `apply_optimizer_in_backward` or by torch's function of that name.
+    """
     for name, param in named_parameters:
-        if isinstance(param, TableHandle) == include:
+        ref = table_of(param)
+        by_hotbed = ref is not None and (ref.applied is not None or ref.rows.is_distributed)
+        if (by_hotbed or hasattr(param, "_in_backward_optimizers")) == include:
             yield name, param
 
 
-class KeyedOptimizerWrapper(torch.optim.Optimizer):
-    """Wrap an optimizer of named parameters.
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """Train matrices with one learning rate per row, which falls with the row's squared gradients.
+
+    `apply_optimizer_in_backward` and `DistributedModelParallel` train tables by `hotbed.optim.RowWiseAdagrad` if they
+    are given this class. As an optimizer of its own it needs dense gradients, as TorchRec's class does.
 
     Parameters
     ----------
     params
-        By name.
-    optim_factory
-        Makes the optimizer of a list of them.
+        Parameters ``[R, D]``, or groups of them. A module gives `hotbed.optim.RowWiseAdagrad` of its tables.
+    lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize
+        As for ``torch.optim.Adagrad``.
+
+    Raises
+    ------
+    OptimizerError
+        If a parameter is not a matrix.
     """
 
-    def __init__(
-        self, params: Mapping[str, nn.Parameter], optim_factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    def __new__(cls, params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Return the optimizer of hotbed for a module."""
+        if isinstance(params, nn.Module):
+            return optim.RowWiseAdagrad(params, *args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(  # pyright: ignore[reportInconsistentConstructor]
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
     ) -> None:
-        self.params = dict(params)
-        self.optimizer = optim_factory(list(self.params.values()))
-        self.defaults = self.optimizer.defaults
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "lr_decay": lr_decay,
+                "weight_decay": weight_decay,
+                "initial_accumulator_value": initial_accumulator_value,
+                "eps": eps,
+                "maximize": maximize,
+            },
+        )
+        for param, group in self._each():
+            if table_of(param) is not None and not param.numel():
+                continue  # backward trains this table, or refuses to
+            if param.dim() != 2:
+                raise OptimizerError(
+                    f"RowWiseAdagrad got a parameter of shape {list(param.shape)}, expected [rows, columns]. Give the "
+                    "parameters of embedding collections to it, and the rest to torch.optim.Adagrad."
+                )
+            start = float(group["initial_accumulator_value"])
+            self.state[param] = {"step": 0, "sum": param.new_full((len(param), 1), start, requires_grad=False)}
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Those of the optimizer."""
-        return self.optimizer.param_groups
+    def _each(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        return ((param, group) for group in self.param_groups for param in group["params"])
 
-    @property
-    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """That of the optimizer."""
-        return self.optimizer.state
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients."""
-        self.optimizer.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> Any:
-        """Update the parameters."""
-        self.optimizer.step(closure)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        self.optimizer.load_state_dict(state_dict)
-
-
-class CombinedOptimizer(torch.optim.Optimizer):
-    """Combine several optimizers into one.
-
-    Parameters
-    ----------
-    optims
-        The optimizers, or pairs of name and optimizer.
-    """
-
-    def __init__(self, optims: Sequence[Any]) -> None:
-        named = [of if isinstance(of, tuple) else (str(i), of) for i, of in enumerate(optims)]
-        self.optimizers: dict[str, Any] = dict(named)
-        if len(self.optimizers) != len(named):
-            raise OptimizerError(f"names of optimizers must be unique, got {[name for name, _ in named]}")
-        self.defaults: dict[str, Any] = {}
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Those of all optimizers."""
-        return [group for of in self.optimizers.values() for group in of.param_groups]
-
-    @property
-    def state(self) -> dict[Any, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Those of all optimizers."""
-        return {key: value for of in self.optimizers.values() for key, value in of.state.items()}
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients."""
-        for of in self.optimizers.values():
-            of.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> Any:
-        """Update everything that backward has not."""
-        for of in self.optimizers.values():
-            of.step(closure)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all states by name."""
-        return {name: of.state_dict() for name, of in self.optimizers.items()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        for name, of in self.optimizers.items():
-            of.load_state_dict(state_dict[name])
-
-
-class FusedOptimizer(CombinedOptimizer):
-    """Stand for the optimizers that train tables in backward; their options can be changed, e.g. by a schedule."""
-
-    def step(self, closure: Any = None) -> Any:
-        """Do nothing: backward has."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: backward's step has."""
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update the parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for param, group in self._each():
+            if param.grad is None:
+                continue
+            state, grad = self.state[param], -param.grad if group["maximize"] else param.grad
+            if group["weight_decay"]:
+                grad = grad.add(param, alpha=group["weight_decay"])
+            state["sum"] += grad.square().mean(dim=1, keepdim=True)
+            lr = group["lr"] / (1 + state["step"] * group["lr_decay"])
+            param.addcdiv_(grad, (state["sum"].sqrt() + group["eps"]).expand_as(grad), value=-lr)
+            state["step"] += 1
+        return loss

@@ -1,0 +1,560 @@
+"""Combine and wrap optimizers by the names of their parameters, as TorchRec does."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from copy import deepcopy
+from enum import Enum
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from hotbed import optim
+from hotbed.errors import OptimizerError, SpecError
+
+State = MutableMapping[str, Any]
+
+
+class KeyedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose ``state_dict`` has the names of parameters in place of their numbers.
+
+    ``state_dict()`` is ``{"state": {name: state of the parameter}}``, and has ``param_groups`` after
+    ``save_param_groups(True)``. `load_state_dict` copies into the tensors of the state that exists already.
+
+    Parameters
+    ----------
+    params
+        Parameters by name.
+    state
+        State by parameter.
+    param_groups
+        Groups of parameters, as in ``torch.optim``.
+
+    Raises
+    ------
+    OptimizerError
+        If the state is not of these parameters.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Tensor], state: Mapping[Any, Any], param_groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._params, self._state, self._groups = dict(params), state, param_groups
+        self._set_up()
+        known = set(self._params.values())
+        if others := [key for key in state if key not in known]:
+            raise OptimizerError(
+                f"KeyedOptimizer got state of {len(others)} keys that are not parameters, expected none. Give `params` "
+                "all parameters of the state."
+            )
+
+    def _set_up(self) -> None:
+        """Have what schedules and hooks of torch look for, without torch's constructor, which makes groups."""
+        self.defaults: dict[str, Any] = {}
+        self._saves_groups = False
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """Parameters by name."""
+        return self._params
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """State by parameter."""
+        return self._state
+
+    @property
+    def param_groups(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Groups of parameters with their options."""
+        return self._groups
+
+    def save_param_groups(self, save: bool) -> None:
+        """Choose whether ``state_dict`` has ``param_groups``."""
+        self._saves_groups = save
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        for param in self.params.values():
+            param.grad = None
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise `OptimizerError`: parameters are named when the optimizer is made."""
+        raise OptimizerError("a KeyedOptimizer cannot get further parameters. Make another one, and combine them.")
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by the names of parameters."""
+        names = {id(param): name for name, param in self.params.items()}
+        state = {names[id(param)]: dict(of) for param, of in self.state.items()}
+        if not self._saves_groups:
+            return {"state": state}
+        groups = [
+            {**deepcopy(_options(group)), "params": sorted(names[id(param)] for param in group["params"])}
+            for group in self.param_groups
+        ]
+        return {"state": state, "param_groups": groups}
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Copy what `state_dict` returned into the state of this optimizer, which must have taken a step.
+
+        Raises
+        ------
+        OptimizerError
+            If the saved state is of other parameters, or has other entries.
+        """
+        saved, state = state_dict["state"], self.state
+        named = {name: state[param] for name, param in self.params.items() if param in state}
+        if len(named) != len(saved) or not set(named) <= set(saved):
+            raise OptimizerError(
+                f"the saved state is of {_shown(saved)}, expected {_shown(named)}. Load it into an optimizer of equal "
+                "parameters that has taken a step (or call init_state())."
+            )
+        for name, of in named.items():
+            if set(of) != set(saved[name]):
+                raise OptimizerError(
+                    f"the saved state of {name} has {_shown(saved[name])}, expected {_shown(of)}. Load the state of an "
+                    "optimizer of the same class."
+                )
+            _load(of, saved[name])
+        if self._saves_groups:
+            self._load_groups(state_dict["param_groups"])
+        self.post_load_state_dict()
+
+    def _load_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        names = {id(param): name for name, param in self.params.items()}
+        by_names = {tuple(sorted(group["params"])): group for group in saved}
+        for group in self.param_groups:
+            key = tuple(sorted(names[id(param)] for param in group["params"]))
+            if key not in by_names:
+                raise OptimizerError(
+                    f"the saved param_groups have {_shown(map(str, by_names))}, expected {key}. Make the groups equal."
+                )
+            group.update(deepcopy(_options(by_names[key])))
+
+    def post_load_state_dict(self) -> None:
+        """Do nothing; subclasses adapt to the loaded state."""
+
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Take a step with gradients of 0, so that the state exists and can be loaded into.
+
+        Parameters
+        ----------
+        sparse_grad_parameter_names
+            Parameters that get a sparse gradient.
+        """
+        for name, param in self.params.items():
+            if param.requires_grad:
+                zeros = torch.zeros_like(param)
+                param.grad = zeros.to_sparse() if name in (sparse_grad_parameter_names or ()) else zeros
+        self.step()
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _shown(names: Any) -> str:
+    listed = list(names)
+    return ", ".join(listed[:5]) + " …" * (len(listed) > 5) if listed else "nothing"
+
+
+def _load(state: State, saved: Mapping[str, Any]) -> None:
+    """Copy values into the tensors of a state, in place."""
+    for name, value in state.items():
+        new = saved[name]
+        if isinstance(value, Tensor):
+            value.detach().copy_(new)
+        elif isinstance(value, dict):
+            _load(cast("State", value), new)
+        elif hasattr(value, "load_state_dict"):
+            value.load_state_dict(new)
+        else:
+            state[name] = deepcopy(new)
+
+
+class KeyedOptimizerWrapper(KeyedOptimizer):
+    """Wrap an optimizer of named parameters.
+
+    Parameters
+    ----------
+    params
+        Parameters by name.
+    optim_factory
+        Makes the optimizer from a list of them.
+    pass_params_dict
+        Whether ``optim_factory`` gets ``params`` as they are instead of the list.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        optim_factory: Callable[[Any], torch.optim.Optimizer],
+        pass_params_dict: bool = False,
+    ) -> None:
+        self.optimizer = optim_factory(params if pass_params_dict else list(params.values()))
+        super().__init__(params, self.optimizer.state, self.optimizer.param_groups)
+        self.defaults = self.optimizer.defaults
+
+    @property
+    @override
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property
+    @override
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad(set_to_none)
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters."""
+        return self.optimizer.step(closure)
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the state; also a state by numbers, as ``torch.optim`` saves it."""
+        if all(isinstance(key, int) for key in state_dict["state"]) and "param_groups" in state_dict:
+            self.optimizer.load_state_dict(dict(state_dict))
+        else:
+            super().load_state_dict(state_dict)
+
+
+class OptimizerWrapper(KeyedOptimizer):
+    """Base of optimizers that change what another one does.
+
+    Parameters
+    ----------
+    optimizer
+        The other one.
+    """
+
+    def __init__(self, optimizer: KeyedOptimizer) -> None:
+        self.optimizer = optimizer
+        self._set_up()
+        self.defaults = optimizer.defaults
+
+    @property
+    @override
+    def params(self) -> Mapping[str, Any]:
+        return self.optimizer.params
+
+    @property
+    @override
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property
+    @override
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad(set_to_none)
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        """Let the other optimizer update the parameters."""
+        return self.optimizer.step(closure)
+
+    @override
+    def save_param_groups(self, save: bool) -> None:
+        self.optimizer.save_param_groups(save)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the other optimizer."""
+        return self.optimizer.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the state of the other optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+        self.post_load_state_dict()
+
+
+class TablesOptimizer(KeyedOptimizer):
+    """Show optimizers of tables as one of named parameters; all ranks must call ``state_dict`` and ``load_state_dict``.
+
+    Parameters
+    ----------
+    optims
+        Optimizers of `hotbed.optim`.
+    names
+        Names of the tables in the state, in the order of the optimizers' groups; default: their names there.
+    """
+
+    def __init__(self, optims: Sequence[optim.SparseOptimizer], names: Sequence[Sequence[str]] | None = None) -> None:
+        self._optims = list(optims)
+        self._names = [list(of) for of in names or (_tables(of) for of in optims)]
+        self._set_up()
+
+    @property
+    @override
+    def params(self) -> Mapping[str, Any]:
+        """Handles of the tables by name."""
+        handles = [[param for group in of.param_groups for param in group["params"]] for of in self._optims]
+        return {name: h for of, own in zip(self._names, handles, strict=True) for name, h in zip(of, own, strict=True)}
+
+    @property
+    @override
+    def state(self) -> Any:
+        """Moments by handle."""
+        params = self.params
+        return {params[name]: state for of, names in self._each() for name, state in _states(of, names)}
+
+    @property
+    @override
+    def param_groups(self) -> Any:
+        return [group for of in self._optims for group in of.param_groups]
+
+    def _each(self) -> Iterator[tuple[optim.SparseOptimizer, list[str]]]:
+        return zip(self._optims, self._names, strict=True)
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        """Update the tables."""
+        for of in self._optims:
+            of.step(closure)
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        for of in self._optims:
+            of.zero_grad(set_to_none)
+
+    @override
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Do nothing: tables have their moments from the start."""
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load moments, and ``param_groups`` if they were saved."""
+        if "state" not in state_dict:  # as former versions saved it, by numbers
+            for i, of in enumerate(self._optims):
+                of.load_state_dict(state_dict[str(i)])
+            return
+        saved = state_dict["state"]
+        groups = iter(state_dict.get("param_groups", ()))
+        for of, names in self._each():
+            state = of.state_dict()
+            if missing := [name for i, name in enumerate(names) if i in state["state"] and name not in saved]:
+                raise OptimizerError(
+                    f"the saved state is of {_shown(saved)}, expected {_shown(missing)}, too. Load the state of a "
+                    "model with the same tables."
+                )
+            state["state"] = {i: saved[name] for i, name in enumerate(names) if i in state["state"]}
+            state["param_groups"] = [g | _options(next(groups, {})) for g in state["param_groups"]]
+            of.load_state_dict(state)
+
+
+def _tables(of: optim.SparseOptimizer) -> list[str]:
+    return [table for group in of.param_groups for table in group["tables"]]
+
+
+def _states(of: optim.SparseOptimizer, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    state = of.state_dict()["state"]
+    return ((name, state[i]) for i, name in enumerate(names) if i in state)
+
+
+class FusedOptimizer(TablesOptimizer):
+    """Stand for the optimizers that train tables in backward; their options can be changed, e.g. by a schedule."""
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        """Do nothing: backward has updated the tables."""
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: backward has dropped the gradients."""
+
+
+class CombinedOptimizer(KeyedOptimizer):
+    """Combine several optimizers into one.
+
+    Parameters
+    ----------
+    optims
+        The optimizers, or pairs of name and optimizer; the name becomes a prefix of the names of parameters.
+
+    Raises
+    ------
+    SpecError
+        If two parameters have one name.
+    """
+
+    def __init__(self, optims: Sequence[KeyedOptimizer | tuple[str, KeyedOptimizer] | torch.optim.Optimizer]) -> None:
+        named = [of if isinstance(of, tuple) else ("", of) for of in optims]
+        self.optimizers: list[tuple[str, KeyedOptimizer]] = [
+            (name, _keyed(of, i)) for i, (name, of) in enumerate(named)
+        ]
+        self._set_up()
+        names = [_joined(prefix, name) for prefix, of in self.optimizers for name in of.params]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise SpecError(
+                f"two optimizers have a parameter '{twice[0]}', expected each name once. Give the optimizers names: "
+                "CombinedOptimizer([('first', optimizer), …])."
+            )
+
+    @property
+    @override
+    def params(self) -> Mapping[str, Any]:
+        """Parameters by name, with the names of the optimizers before them."""
+        return {_joined(prefix, name): param for prefix, of in self.optimizers for name, param in of.params.items()}
+
+    @property
+    @override
+    def state(self) -> Any:
+        """State of all optimizers."""
+        return {param: state for _, of in self.optimizers for param, state in of.state.items()}
+
+    @property
+    @override
+    def param_groups(self) -> Any:
+        """Groups of all optimizers."""
+        return [group for _, of in self.optimizers for group in of.param_groups]
+
+    @override
+    def save_param_groups(self, save: bool) -> None:
+        super().save_param_groups(save)
+        for _, of in self.optimizers:
+            of.save_param_groups(save)
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        for _, of in self.optimizers:
+            of.zero_grad(set_to_none)
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        """Update everything that backward has not updated."""
+        for _, of in self.optimizers:
+            of.step(closure)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all optimizers by the names of parameters."""
+        state: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for prefix, of in self.optimizers:
+            own = of.state_dict()
+            state |= {_joined(prefix, name): of_param for name, of_param in own["state"].items()}
+            for group in own.get("param_groups", ()):
+                names = [_joined(prefix, name) for name in group["params"]]
+                groups.append({**group, "params": names})
+        return {"state": state, "param_groups": groups} if groups else {"state": state}
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        if "state" not in state_dict:  # as former versions saved it, by names or numbers of optimizers
+            for i, (name, of) in enumerate(self.optimizers):
+                of.load_state_dict(state_dict[name or str(i)])
+            return
+        groups = list(state_dict.get("param_groups", ()))
+        for prefix, of in self.optimizers:
+            names = {_joined(prefix, name): name for name in of.params}
+            there = state_dict["state"]
+            saved: dict[str, Any] = {"state": {name: there[full] for full, name in names.items() if full in there}}
+            if groups:
+                own = [group for group in groups if set(group["params"]) <= set(names)]
+                saved["param_groups"] = [{**g, "params": [names[full] for full in g["params"]]} for g in own]
+            of.load_state_dict(saved)
+        self.post_load_state_dict()
+
+    @override
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Make the state of all optimizers."""
+        for _, of in self.optimizers:
+            of.init_state(sparse_grad_parameter_names)
+
+    @override
+    def post_load_state_dict(self) -> None:
+        for _, of in self.optimizers:
+            of.post_load_state_dict()
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _keyed(of: Any, number: int) -> KeyedOptimizer:
+    """Name the parameters of an optimizer that does not, by its number and theirs."""
+    if isinstance(of, KeyedOptimizer):
+        return of
+    if isinstance(of, optim.SparseOptimizer):
+        return TablesOptimizer([of])
+    if not isinstance(of, torch.optim.Optimizer):
+        raise SpecError(
+            f"CombinedOptimizer got a {type(of).__name__}, expected an optimizer. Wrap it: "
+            "KeyedOptimizerWrapper(dict(model.named_parameters()), lambda params: torch.optim.Adam(params))."
+        )
+    params = [param for group in of.param_groups for param in group["params"]]
+    return KeyedOptimizerWrapper({f"{number}.{i}": param for i, param in enumerate(params)}, lambda _: of)
+
+
+class GradientClipping(Enum):
+    """How `GradientClippingOptimizer` clips gradients."""
+
+    NORM = "norm"
+    VALUE = "value"
+    NONE = "none"
+
+
+class GradientClippingOptimizer(OptimizerWrapper):
+    """Clip the gradients of an optimizer's parameters before each step.
+
+    Tables that backward trains have no gradient then, and are left out, as in TorchRec.
+
+    Parameters
+    ----------
+    optimizer
+        The optimizer.
+    clipping
+        The norm of all gradients together, each value, or nothing.
+    max_gradient
+        Largest norm or value.
+    norm_type
+        Type of the norm, e.g. 2 or ``"inf"``.
+    enable_global_grad_clip, param_to_pgs
+        Accepted for TorchRec's sake: parameters are not sharded, so all ranks have equal gradients.
+    """
+
+    def __init__(
+        self,
+        optimizer: KeyedOptimizer,
+        clipping: GradientClipping = GradientClipping.NONE,
+        max_gradient: float = 0.1,
+        norm_type: float | str = 2.0,
+        enable_global_grad_clip: bool = False,
+        param_to_pgs: Mapping[nn.Parameter, Any] | None = None,
+    ) -> None:
+        super().__init__(optimizer)
+        self._clipping, self._limit, self._norm_type = GradientClipping(clipping.value), max_gradient, float(norm_type)
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        """Clip gradients, then update the parameters."""
+        params = [
+            p for g in self.param_groups for p in g["params"] if isinstance(p, nn.Parameter) and p.grad is not None
+        ]
+        if self._clipping is GradientClipping.NORM and params:
+            nn.utils.clip_grad_norm_(params, self._limit, self._norm_type)
+        elif self._clipping is GradientClipping.VALUE and params:
+            nn.utils.clip_grad_value_(params, self._limit)
+        return super().step(closure)
