@@ -98,8 +98,8 @@ class JsonRows:
         for name in names:
             if name not in columns:
                 raise RequestError(
-                    f"there is no column '{name}', which the model needs{did_you_mean(name, columns)}; send a list with "
-                    "null where a value is missing"
+                    f"there is no column '{name}', which the model needs{did_you_mean(name, columns)}; send a list "
+                    "with null where a value is missing"
                 )
         first, rows = next(((name, len(column)) for name, column in columns.items()), ("", 0))
         for name, column in columns.items():
