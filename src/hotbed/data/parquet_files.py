@@ -77,8 +77,11 @@ class ParquetFile:
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """Names and types of the columns, those of the folders last."""
+        """Names and types of the columns, those of the folders last; raises `DataError` if rows have two of one name."""
         stored = self.metadata.schema.to_arrow_schema()
+        for name, count in Counter(stored.names).items():
+            if count > 1 and self.metadata.num_rows:
+                raise DataError(f"{self} has several columns named '{name}'; rename all but one")
         found = pa.schema([field.with_type(arrow.plain_type(field.type)) for field in stored])
         for name, value in self._of_folders().items():
             found = found.append(pa.field(name, value.type))

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -269,7 +268,6 @@ def _tables(schema: Schema | Mapping[str, object], files: Mapping[str, Sequence[
     tables = Tables(files, schema)
     everything = tables.checked
     for file in everything:
-        _check_names(file, encoder.names)
         encoder.check(file.schema, file.shown)
     tables.kinds()
     _check_types(everything, encoder.names, "write one of them anew")
@@ -284,14 +282,6 @@ def _files(raw: Sequence[str | Path]) -> dict[str, list[ParquetFile]]:
         for split, of_split in find_parquet(path).items():
             files.setdefault(split, []).extend(of_split)
     return files
-
-
-def _check_names(file: TableFile, names: Sequence[str]) -> None:
-    """Raise unless each column that is read is there once."""
-    there = Counter(file.schema.names)
-    for name in names:
-        if there[name] > 1:
-            raise DataError(f"{file} has several columns named '{name}'; rename all but one")
 
 
 def _check_types(files: Sequence[TableFile], names: Sequence[str], fix: str) -> None:
