@@ -77,7 +77,7 @@ class ParquetFile:
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """Names and types of the columns, those of the folders last; raises `DataError` if rows have two of one name."""
+        """Names and types of the columns, those of the folders last; raises `DataError` if two have one name."""
         stored = self.metadata.schema.to_arrow_schema()
         for name, count in Counter(stored.names).items():
             if count > 1 and self.metadata.num_rows:
