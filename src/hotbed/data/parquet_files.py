@@ -158,6 +158,28 @@ class ParquetFile:
         leaf = self.leaves.get(column)
         return None if leaf is None else self.metadata.row_group(row_group).column(leaf).statistics
 
+    def is_missing(self, column: str) -> bool:
+        """Whether no row has a value of a column; it is read where the footer does not say so."""
+        if column not in self._missing:
+            self._missing[column] = all(self._is_missing_in(group, column) for group in self.row_groups())
+        return self._missing[column]
+
+    def known_schema(self, columns: Sequence[str]) -> pa.Schema:
+        """The schema, in which those of these columns have the type null that have no values."""
+        known = [f.with_type(pa.null()) if f.name in columns and self.is_missing(f.name) else f for f in self.schema]
+        return pa.schema(known)
+
+    def _is_missing_in(self, group: RowGroup, column: str) -> bool:
+        found = self.statistics(group.index, column)
+        if found is not None and (found.has_min_max or (found.has_null_count and found.null_count == group.samples)):
+            return not found.has_min_max
+        return arrow.has_no_values(group.read([column])[column])
+
+    @cached_property
+    def _missing(self) -> dict[str, bool]:
+        """What `is_missing` has found."""
+        return {}
+
     def _stored(self, columns: Sequence[str]) -> list[str]:
         folders = self._of_folders()
         return [name for name in columns if name not in folders]

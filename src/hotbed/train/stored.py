@@ -232,7 +232,9 @@ def refuse_other_ids(manifest: Manifest, source: Source, data: str) -> None:
     """Raise `DataError` if ids are stored otherwise than in training: they would be hashed to other rows."""
     before = id_kinds_of(manifest)
     for name, kind in source.id_kinds().items():
-        refuse_other_kind(data, name, kind, before.get(name, ""))
+        trained = before.get(name, "")
+        if trained not in ("", kind) and not source.is_missing(name):
+            refuse_other_kind(data, name, kind, trained)
 
 
 def has_features(source: Source) -> bool:
