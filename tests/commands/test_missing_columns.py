@@ -110,3 +110,29 @@ def test_one_value_of_another_type_is_refused(
     pq.write_table(changed, tmp_path / "new.parquet", row_group_size=15)
     argv = ["predict", str(run), str(tmp_path / "new.parquet"), "--out", str(tmp_path / "out.parquet")]
     assert message in refused(argv, capsys)
+
+
+@pytest.mark.parametrize("absent", [["user"], ["items"], ["seconds"], ["user", "items", "seconds", "row"]])
+def test_rows_without_a_column_are_scored_where_asked(
+    run: Path, tmp_path: Path, capsys: Output, absent: list[str]
+) -> None:
+    of_null = scores(run, new_rows(**{name: pa.nulls(ROWS) for name in absent}), tmp_path / "null")
+    fewer, out = tmp_path / "fewer.parquet", tmp_path / "out.parquet"
+    table = new_rows().append_column("other", pa.array(range(ROWS)))
+    pq.write_table(table.drop_columns(absent), fewer, row_group_size=15)
+    argv = ["predict", str(run), str(fewer), "--out", str(out)]
+    message = refused(argv, capsys)
+    assert f"has no column '{absent[0]}'" in message
+    hint = message.rpartition("--missing ")[2].split()
+    assert set(hint) == set(absent)
+    assert main([*argv, "--missing", *hint]) == 0
+    assert pl.read_parquet(out)["score"].to_list() == of_null
+
+
+def test_columns_that_are_there_are_used_and_others_are_refused(run: Path, tmp_path: Path, capsys: Output) -> None:
+    expected = scores(run, new_rows(), tmp_path / "whole")
+    argv = ["predict", str(run), str(tmp_path / "whole" / "new.parquet"), "--missing", "user", "--out"]
+    assert main([*argv, str(tmp_path / "out.parquet")]) == 0
+    assert pl.read_parquet(tmp_path / "out.parquet")["score"].to_list() == expected
+    argv[4] = "usr"
+    assert "got 'usr', expected one of" in refused([*argv, str(tmp_path / "other.parquet")], capsys)

@@ -178,8 +178,20 @@ def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
     return pa.int64() if all(map(is_whole, values)) else pa.float64()
 
 
+class NoColumnError(DataError):
+    """An error about input data that lack columns.
+
+    Attributes
+    ----------
+    columns
+        The names of all columns that are absent.
+    """
+
+    columns: Sequence[str] = ()
+
+
 def check_there(names: Sequence[str], fields: pa.Schema, what: str) -> None:
-    """Raise `DataError` unless ``what`` has columns of these names."""
+    """Raise `NoColumnError` unless ``what`` has columns of these names."""
     known: list[str] = fields.names
     for name in names:
         if name in known:
@@ -188,7 +200,9 @@ def check_there(names: Sequence[str], fields: pa.Schema, what: str) -> None:
         hint = did_you_mean(name, known)
         if inner and outer in known and pa.types.is_struct(fields.field(outer).type):
             hint = f"; fields of structs are not read: write '{inner}' of '{outer}' as a column of its own"
-        raise DataError(f"{what} has no column '{name}'; it has {', '.join(known)}{hint}")
+        error = NoColumnError(f"{what} has no column '{name}'; it has {', '.join(known)}{hint}")
+        error.columns = [absent for absent in names if absent not in known]
+        raise error
 
 
 def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids, what: str) -> None:
@@ -327,7 +341,8 @@ def bags(
 ) -> tuple[Array, Array | None]:
     """Rows ``[N]`` and, for a ragged column, the number of ids per sample ``[n]``; a null list is an empty bag.
 
-    In a column of one id per sample a null list is a missing id. ``where`` and ``row_of`` say where the samples are, and the sample of a position.
+    In a column of one id per sample a null list is a missing id. ``where`` and ``row_of`` say where the
+    samples are, and the sample of a position.
 
     Raises
     ------

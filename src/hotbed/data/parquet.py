@@ -32,7 +32,7 @@ from hotbed.data.row_split import SPLITS, Rows, RowSplit, divide, row_split
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.data.vocabulary import VOCABULARY
-from hotbed.errors import DataError, SpecError
+from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.locations import location
 
 # pyarrow ships no types.
@@ -74,6 +74,8 @@ class ParquetSource(Source):
         Columns of CSV and TSV files that are text, whatever is in them: codes such as ``12`` where others are ``A1``.
     valid_fraction, test_fraction
         Where there are no such splits: share of the samples in these splits, the last ones, cut between row groups.
+    missing
+        Input columns that files may lack: all of their values are then missing.
     filesystem
         A `pyarrow.fs.FileSystem` that has the path; default: local, or what the URI says.
     encoder
@@ -100,6 +102,7 @@ class ParquetSource(Source):
         text: Collection[str] = (),
         valid_fraction: float = 0.0,
         test_fraction: float = 0.0,
+        missing: Collection[str] = (),
         filesystem: fs.FileSystem | None = None,
         encoder: Encoder | None = None,
     ) -> None:
@@ -107,6 +110,9 @@ class ParquetSource(Source):
         unchecked = Encoder(self.schema, ids=ids) if encoder is None else encoder.of(self.schema)
         self.ids: Ids = ids
         files = _with_paths(find_parquet(path, filesystem, text), split_paths or {}, str(path), filesystem, text)
+        if missing:
+            _check_missing(missing, [column.name for column in unchecked.columns()])
+            files = {split: [file.with_nulls(missing) for file in of_split] for split, of_split in files.items()}
         checked = with_rows(f for of_split in files.values() for f in of_split)
         fields: list[tuple[ParquetFile, pa.Schema]] = []
         for file in checked:
@@ -249,6 +255,16 @@ def _label_range(group: Chunk, name: str, label: Label | None) -> tuple[float, f
         return found
     labels = read_labels(group.read([name])[name], name, label, str(group), group.place, check=True)
     return float(labels.min()), float(labels.max())
+
+
+def _check_missing(missing: Collection[str], inputs: Sequence[str]) -> None:
+    """Raise `SpecError` unless these columns, which files may lack, are inputs."""
+    for name in missing:
+        if name not in inputs:
+            raise SpecError(
+                f"missing names a column that is no input: got '{name}', expected one of {', '.join(inputs)}"
+                f"{did_you_mean(name, inputs)}"
+            )
 
 
 def _checked_fields(encoder: Encoder, file: ParquetFile) -> pa.Schema:

@@ -158,6 +158,10 @@ class ParquetFile:
         leaf = self.leaves.get(column)
         return None if leaf is None else self.metadata.row_group(row_group).column(leaf).statistics
 
+    def with_nulls(self, columns: Collection[str]) -> ParquetFile:
+        """Return the file with columns of these names that are null in all rows, unless it has them itself."""
+        return replace(self, partitions=(*self.partitions, *((name, pa.scalar(None)) for name in columns)))
+
     def is_missing(self, column: str) -> bool:
         """Whether no row has a value of a column; it is read where the footer does not say so."""
         if column not in self._missing:

@@ -23,6 +23,7 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.single_files import exists, new_output, suffix
 from hotbed.data import Loader, Source
+from hotbed.data.arrow import NoColumnError
 from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError, SpecError, did_you_mean
 from hotbed.locations import location
 from hotbed.nn.dense_part import DensePart
@@ -74,6 +75,7 @@ def predict(
     device: str = "auto",
     trust_recipe: bool = False,
     prepared: str | None = None,
+    missing: Sequence[str] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Predicted:
     """Write the probability of each label for every row of new data.
@@ -105,6 +107,9 @@ def predict(
     prepared
         Dataset of ``hotbed prepare`` whose vocabularies encode raw rows: the one that the model was trained on, where
         it is elsewhere than the recipe says.
+    missing
+        Input columns that the data may lack. All of their values are then missing: ids are row 0, and numbers follow
+        the rule of their column.
     progress
         Called with the rows done and those there are.
 
@@ -124,7 +129,13 @@ def predict(
     place = find_checkpoint(checkpoint, best=True)
     manifest = read_manifest(place)
     recipe = recipe_of(manifest, str(place), trusted=trust_recipe)
-    source, labels = new_data(recipe, manifest, data, prepared)
+    try:
+        source, labels = new_data(recipe, manifest, data, prepared, missing)
+    except NoColumnError as error:
+        absent = " ".join(error.columns)
+        raise DataError(
+            f"{error}. Add the column, or score without it as if all of its values were missing: --missing {absent}"
+        ) from None
     source = source.streamed()
     refuse_other_ids(manifest, source, str(data))
     chosen = _split(source, split, str(data))
