@@ -97,6 +97,8 @@ def print_prepared(console: Console, report: PrepareReport) -> None:
     console.print(f"{sum(report.rows.values()):,} rows in {len(report.rows)} tables, {report.seconds:.1f} s")
     for reason, count in report.skipped.items():
         console.print(f"{count:,} lines were left out: bad {reason}")
+    for column, count in report.replaced.items():
+        console.print(f"column {column}: {count:,} negative values were replaced (--negatives)")
     if report.left_out:
         console.print("Columns that were left out (to use one of them, name it in --schema):")
     for name, reason in report.left_out.items():
