@@ -39,7 +39,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_function_arguments(prepare, skip=set(_OWN))
     parser.add_argument("--schema", type=str | None, help="YAML of a schema, or a recipe; by default one is drafted.")
     parser.add_argument(
-        "--executor", type=str, default="threads", help="threads, processes, dask:ADDRESS or ray:ADDRESS."
+        "--executor",
+        type=str,
+        default="threads",
+        help="threads, processes, dask:ADDRESS or ray:ADDRESS (e.g. dask:local).",
     )
     parser.add_argument("--memory", type=str, default="2 GiB", help="Bytes to use; the rest waits on the disk.")
     parser.add_argument("--vocabulary", type=str | None, help="vocabulary/ of an earlier dataset, whose ids are kept.")

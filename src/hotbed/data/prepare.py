@@ -32,7 +32,7 @@ from hotbed.data import arrow
 from hotbed.data.counting import CountJob, MergeJob, count, merge
 from hotbed.data.criteo import Negatives, OnBadLine
 from hotbed.data.encoding import MARKERS, EncodeJob, Format, assemble, check_format, dataset_schema, encode
-from hotbed.data.executors import open_tasks
+from hotbed.data.executors import STARTED_HERE, open_tasks
 from hotbed.data.hashed_tables import HashEntry, Kind, check_hashed
 from hotbed.data.pieces import HeldOut, divided, groups_of, in_order, splits_of_files, with_splits
 from hotbed.data.preparation import PreparationEntry, VocabularyEntry
@@ -395,7 +395,7 @@ def _check_splits(samples: Mapping[str, int], names: Sequence[str]) -> None:
 
 def _workers_within(memory: int, executor: str | Executor) -> int | None:
     """Workers that memory is enough for; None where the executor has its own."""
-    if executor not in ("threads", "processes"):
+    if executor not in STARTED_HERE:
         return None
     return max(1, min(usable_cores(), (memory - _BASE_BYTES) // _TASK_BYTES))
 
