@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -88,6 +89,42 @@ def test_a_csv_has_the_same_digits(run: Path, new: Path) -> None:
     found = predicted(run, new, "--keep", "seconds", name="scores.csv")
     assert found.columns == expected.columns
     assert found["score"].to_list() == expected["score"].to_list()
+
+
+def test_a_csv_keeps_categories_and_bytes_that_are_text(run: Path, new: Path, capsys: Output) -> None:
+    kept = pl.read_parquet(new)["row"].cast(pl.String)
+    table = pq.read_table(new)
+    table = table.append_column("word", pa.array(kept.to_list()).dictionary_encode())
+    table = table.append_column("data", pa.array([text.encode() for text in kept]))
+    pq.write_table(table, new, row_group_size=70)
+    found = predicted(run, new, "--keep", "row", "word", "data", name="scores.csv")
+    assert found["row"].to_list() == found["word"].to_list() == found["data"].to_list() == kept.cast(pl.Int64).to_list()
+    bad = pa.array([b"\xff\xfe" if i == 99 else None for i in range(len(kept))])
+    for column in (bad, bad.dictionary_encode()):
+        pq.write_table(table.append_column("bad", column), new, row_group_size=70)
+        argv = ["predict", str(run), str(new), "--keep", "bad", "--out"]
+        message = refused([*argv, str(new.parent / "bad.csv")], capsys)
+        assert "column 'bad', row 99: got the bytes b'\\xff\\xfe', expected text in UTF-8" in message
+        assert not list(new.parent.glob("*bad.csv*"))
+    assert main([*argv, str(new.parent / "bad.parquet")]) == 0
+    assert pq.read_table(new.parent / "bad.parquet")["bad"].to_pylist()[99] == b"\xff\xfe"
+
+
+@pytest.mark.parametrize("name", ["seconds", "extra"])
+def test_every_command_refuses_two_columns_of_one_name(run: Path, tmp_path: Path, capsys: Output, name: str) -> None:
+    recipe, bad, out = run.parents[2] / "recipe.yaml", tmp_path / "bad.parquet", str(tmp_path / "out.parquet")
+    table = pq.read_table(run.parents[2] / "log.parquet").append_column("extra", pa.nulls(2000, pa.int64()))
+    pq.write_table(table.append_column(name, table[name]), bad)
+    for argv in (
+        ["init", str(bad), "--out", str(tmp_path / "drafted.yaml")],
+        ["inspect", str(bad)],
+        ["prepare", str(bad), str(tmp_path / "prepared"), "--schema", str(recipe)],
+        ["train", str(recipe), "--data", str(bad), "--out", str(tmp_path / "runs")],
+        ["eval", "--checkpoint", str(run), "--data", str(bad)],
+        ["predict", str(run), str(bad), "--out", out],
+        ["predict", str(run), str(bad), "--out", out, "--keep", name],
+    ):
+        assert f"bad.parquet has several columns named '{name}'" in refused(argv, capsys), argv
 
 
 def test_several_labels_and_integers_of_another_width(tmp_path: Path) -> None:

@@ -117,8 +117,8 @@ def test_rows_that_cannot_be_prepared_are_told(tmp_path: Path, trained: Run, cap
         ("long", pl.lit("123456789").alias("C3"), "'123456789' is not a hexadecimal number of at most 8 digits"),
         (
             "low",
-            pl.lit(-3).alias("I2"),
-            "column 'I2', row 0 (row 0 of the file): -3 is out of range: ln(x + 3) needs x ≥ −2",
+            pl.lit(-4).alias("I2"),
+            "column 'I2', row 0 (row 0 of the file): -4 is out of range: ln(x + 3) needs x ≥ −3",
         ),
         (
             "part",
@@ -159,7 +159,7 @@ def test_vocabularies_that_are_not_there_or_others_are_told(
     assert "do not say how raw values became ids: they are of an earlier release" in refused(argv, capsys)
     values["metadata"]["preparation"] = {**entry, "numericals": "cube"}
     description.write_text(yaml.safe_dump(values))
-    assert "metadata.preparation: numericals: Input should be 'log' or 'as_is'" in refused(argv, capsys)
+    assert "metadata.preparation: numericals: Input should be 'log', 'log_zero' or 'as_is'" in refused(argv, capsys)
     other = {**entry["vocabularies"], "C2": {**entry["vocabularies"]["C2"], "sha256": "0" * 64}}
     values["metadata"]["preparation"] = {**entry, "vocabularies": other}
     description.write_text(yaml.safe_dump(values))

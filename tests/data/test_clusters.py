@@ -4,6 +4,7 @@ import functools
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -249,6 +250,40 @@ def test_a_scheduler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     message = r"the scheduler dask:tcp://127.0.0.1:1 cannot be reached .*is it running"
     with pytest.raises(WorkerError, match=message), dask_cluster("tcp://127.0.0.1:1"):
         pass
+
+
+@pytest.mark.parametrize("address", ["nowhere.invalid:8786", "127.0.0.1:SILENT"])
+def test_a_scheduler_that_does_not_answer_is_one_line_in_time(tmp_path: Path, raw: Path, address: str) -> None:
+    """The name is unknown, or something listens that is no scheduler."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = address.replace("SILENT", str(server.getsockname()[1]))
+        command = [sys.executable, "-m", "hotbed", "prepare", str(raw), str(tmp_path / "out"), "--threshold", "2"]
+        done = subprocess.run(
+            [*command, "--executor", f"dask:{address}"],
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match="cannot be reached"), dask_cluster(address):
+            pass
+        assert time.monotonic() - start < 12  # so that the command ends in 15
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert f"the scheduler dask:{address} cannot be reached" in " ".join(done.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("cluster", ["dask:local", pytest.param("ray:local", marks=[pytest.mark.full, needs_ray])])
+def test_a_cluster_is_started_on_this_machine(
+    raw: Path, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str
+) -> None:
+    monkeypatch.setattr("hotbed.data.pieces._GROUP_ROWS", 300)
+    prepare(raw, tmp_path / "out", **SMALL, executor=cluster, workers=2)
+    assert digests(tmp_path / "out") == expected
+    with open_tasks(cluster, 1) as tasks:
+        assert list(tasks.map(double, [1, 2])) == [2, 4]
 
 
 @needs_ray

@@ -121,6 +121,23 @@ def test_signs_show_in_any_row_that_a_plus_makes_no_telephone(tmp_path: Path, mo
     assert str(table(tmp_path, f"change\n{rows}-1\n").schema.field("change").type) == "int64"
 
 
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_line_ends_in_quotes_are_kept_at_any_border_of_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, end: str
+) -> None:
+    """A border may lie between CR and LF, or between several CR."""
+    texts = ["a\r\nb", "\r\n", "c\r\r\r\nd", "e\rf\n", "\r\r\r\r\r\r\r\r\r\r\r\r\r\r\n"] * 9
+    text = end.join(["x,y", *(f'{i},"{value}"' for i, value in enumerate(texts))]) + end
+    content = gzip.compress(text.encode()) if name.endswith("gz") else text.encode()
+    for block in range(48, 130):
+        (tmp_path / name).write_bytes(content)
+        monkeypatch.setattr("hotbed.data.delimited._BLOCK_BYTES", block)
+        made = tmp_path / f"{block}.parquet"
+        _convert(fs.LocalFileSystem(), str(tmp_path / name), made, ["y"])
+        assert pq.read_table(made).to_pydict() == {"x": [*range(len(texts))], "y": texts}, block
+
+
 @pytest.mark.parametrize("directive", ["sep=;\n", '"sep=;"\r\n', "\ufeffSEP=;\n"])
 def test_a_first_line_that_names_the_separator_is_no_header(tmp_path: Path, directive: str) -> None:
     found = table(tmp_path, f'{directive}label;price;text\n1;1,5;"a;b"\n0;2;c,d\n')

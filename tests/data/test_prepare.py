@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -172,7 +173,7 @@ BAD_LINES = {
     "long hex": (log_line(0, [], ["168fd1e64"]), "column C1: '168fd1e64' is not a hexadecimal"),
     "text": (log_line(0, ["", "", "many"]), "column I3: 'many' is not an integer"),
     "decimal": (log_line(0, [1.5]), "column I1: '1.5' is not an integer"),
-    "below -2": (log_line(0, [0, -3]), r"column I2: -3 is out of range: ln\(x \+ 3\) needs x ≥ −2"),
+    "below -3": (log_line(0, [0, -4]), r"column I2: -4 is out of range: ln\(x \+ 3\) needs x ≥ −3"),
     "too large": (log_line(0, [10**30]), f"column I1: {10**30} is too large"),
     "not text": ("\udcff" + GOOD, "column label: label is"),
 }
@@ -192,6 +193,47 @@ def test_bad_line(tmp_path: Path, kind: str, block_bytes: int, monkeypatch: pyte
     assert report.skipped_lines == sum(report.skipped.values()) == 2
     assert report.samples == {"train": 8}
     assert ids_of(tmp_path / "out") == [1] * 8
+
+
+NUMBERS = [5, 0, -1, -2, -3, ""]
+
+
+@pytest.mark.parametrize(
+    ("negatives", "taken", "replaced"),
+    [("keep", [5, 0, -1, -2, -2, None], 1), ("zero", [5, 0, 0, 0, 0, None], 3)],
+)
+@pytest.mark.parametrize("on_bad_line", ["error", "skip"])
+def test_negative_numericals(
+    tmp_path: Path, negatives: Any, on_bad_line: Any, taken: list[int | None], replaced: int
+) -> None:
+    """The published log of Kaggle has -3 in I2."""
+    lines = [log_line(0, ["", x], ["68fd1e64"]) for x in NUMBERS]
+    lines += [log_line(2, ["", -3])] if on_bad_line == "skip" else []
+    log = write_log(tmp_path / "log.tsv", lines)
+    options: dict[str, Any] = {"negatives": negatives, "on_bad_line": on_bad_line, "test_fraction": 0, "threshold": 1}
+    report = prepare(log, tmp_path / "out", **options)
+    assert report.replaced == {"I2": replaced}
+    dense = SplitBinarySource(tmp_path / "out").read("train", 0).dense
+    assert dense is not None
+    expected = [0.0 if x is None else math.log(x + 3) for x in taken]
+    torch.testing.assert_close(dense[:, 1], torch.tensor(expected).half().float(), rtol=0, atol=0)
+    source = SplitBinarySource(tmp_path / "out")
+    assert source.encoder is not None
+    preparation = source.encoder.preparation
+    assert preparation is not None
+    raw = pa.table({"I2": pa.array([None if x == "" else x for x in NUMBERS], pa.int64())})
+    served = preparation.stored(raw, ["I2"], "the rows", str)["I2"]
+    assert served.to_pylist() == dense[:, 1].tolist()
+
+
+def test_the_rule_for_negatives_is_for_logs(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.tsv", [log_line(0, [-9], ["68fd1e64"]), log_line(1, [], ["68fd1e64"])])
+    assert prepare(log, tmp_path / "out", negatives="zero", test_fraction=0, threshold=1).replaced == {"I1": 1}
+    with pytest.raises(SpecError, match="negatives is 'drop', must be one of keep, zero"):
+        prepare(log, tmp_path / "other", negatives="drop")  # pyright: ignore[reportArgumentType]
+    pq.write_table(pa.table({"click": [0, 1] * 50, "user": [*"abcde"] * 20}), tmp_path / "log.parquet")
+    with pytest.raises(SpecError, match="negatives is 'zero', but only Criteo logs have such a rule"):
+        prepare(tmp_path / "log.parquet", tmp_path / "other", negatives="zero")
 
 
 def test_skipped_lines_are_counted_by_what_is_wrong(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.serve.clients import ROW, Client, fake, serving
 from tests.serve.fake_model import FakeModel, score_of
 
 ROWS = [ROW, {**ROW, "user": 9, "tags": []}, {"user": None, "item": None, "tags": None, "price": None}]
+COLUMNS = {name: [row[name] for row in ROWS] for name in ROW}
 
 
 @pytest.fixture(name="client", scope="module")
@@ -27,12 +28,11 @@ def _client() -> Iterator[Client]:
 
 def test_rows_columns_and_lines_have_the_same_scores(client: Client) -> None:
     wanted = [score_of(row, 100) for row in ROWS]
-    columns = {name: [row[name] for row in ROWS] for name in ROW}
     lines = "\n".join(json.dumps(row) for row in ROWS).encode()
     assert client.score(*ROWS) == wanted
     answer = client.ask("POST", "/score", {"rows": ROWS, "id": "a"})
     assert answer.json == {"id": "a", "scores": wanted, "model": "clicks", "version": "100"}
-    assert client.ask("POST", "/score", {"columns": columns}).json["scores"] == wanted
+    assert client.ask("POST", "/score", {"columns": {**COLUMNS, "z": [0] * 3}}).json["scores"] == wanted
     for kind in ("application/x-ndjson", "application/jsonl; charset=utf-8"):
         assert client.ask("POST", "/score", lines, {"Content-Type": kind}).json["scores"] == wanted
     assert client.ask("POST", "/score", ROWS, {"Content-Type": "application/x-www-form-urlencoded"}).status == 200
@@ -75,6 +75,13 @@ def test_several_labels_are_named() -> None:
         ({"columns": {"user": "abc"}}, 400, "column 'user' is 'abc', must be a list with a value per row"),
         ({"columns": {"user": [1]}}, 400, "there is no column 'item'"),
         ({"columns": {"user": [1], "item": [], "tags": [], "price": []}}, 400, "different lengths"),
+        ({"columns": {"z": [], **COLUMNS}}, 400, "got 3 values in column 'user', expected 0 as in column 'z'"),
+        ({"columns": {"z": [9], **COLUMNS}}, 400, "got 3 values in column 'user', expected 1 as in column 'z'"),
+        ({"columns": {**COLUMNS, "z": [9]}}, 400, "got 1 values in column 'z', expected 3 as in column 'user'"),
+        ({"columns": {"z": [9], **{name: [0] * 51 for name in ROW}}}, 400, "got 51 values in column 'user'"),
+        ({"columns": {name: [0] * 51 for name in ["z", *ROW]}}, 413, "the request has 51 rows, at most 50 go into one"),
+        ({"columns": {"z": []}}, 400, "there is no column 'user'"),
+        ({"columns": {}}, 400, "there is no column 'user'"),
         ([{**ROW, "user": "3"}], 400, "column 'user', row 0: '3' is not integers"),
         ([{**ROW, "user": 2**70}], 400, "beyond its kind"),
         ([{**ROW, "item": "\ud800"}], 400, "beyond its kind"),

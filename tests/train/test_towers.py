@@ -273,6 +273,12 @@ def test_what_cannot_be_found(exported: Path, tmp_path: Path) -> None:
         find(exported, users, out, k=0)
     with pytest.raises(DataError, match=r"users\.parquet is no Parquet file of users"):
         find(exported, users, out)
+    users.write_bytes(b"no Parquet")
+    with pytest.raises(DataError, match=r"users\.parquet is not a Parquet file"):
+        find(exported, users, out)
+    pq.write_table(watched().append_column("genre/en", watched()["genre/en"]), users)
+    with pytest.raises(DataError, match=r"users\.parquet has several columns named 'genre/en'"):
+        find(exported, users, out)
     pq.write_table(watched().select(["User Nr."]), users)
     with pytest.raises(DataError, match=r"has no column 'Its age'; it has User Nr\., and the user's tower needs User"):
         find(exported, users, out)

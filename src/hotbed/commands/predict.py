@@ -29,6 +29,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=str | None,
         help="For raw rows: the prepared data that the model was trained on, if they have moved.",
     )
+    parser.add_argument(
+        "--missing",
+        type=str,
+        nargs="+",
+        default=[],
+        help="Input columns that the new rows may lack; their values count as missing (e.g. `price`).",
+    )
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto.")
     add_trust(parser)
     add_json(parser)
@@ -54,6 +61,7 @@ def run(parsed: Namespace) -> None:
             device=parsed.device,
             trust_recipe=parsed.trust_recipe,
             prepared=parsed.prepared,
+            missing=parsed.missing,
             progress=lambda done, total: progress("predict", done, total),
         )
     rate = made.rows / made.seconds

@@ -39,7 +39,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_function_arguments(prepare, skip=set(_OWN))
     parser.add_argument("--schema", type=str | None, help="YAML of a schema, or a recipe; by default one is drafted.")
     parser.add_argument(
-        "--executor", type=str, default="threads", help="threads, processes, dask:ADDRESS or ray:ADDRESS."
+        "--executor",
+        type=str,
+        default="threads",
+        help="threads, processes, dask:ADDRESS or ray:ADDRESS (e.g. dask:local).",
     )
     parser.add_argument("--memory", type=str, default="2 GiB", help="Bytes to use; the rest waits on the disk.")
     parser.add_argument("--vocabulary", type=str | None, help="vocabulary/ of an earlier dataset, whose ids are kept.")
@@ -97,6 +100,8 @@ def print_prepared(console: Console, report: PrepareReport) -> None:
     console.print(f"{sum(report.rows.values()):,} rows in {len(report.rows)} tables, {report.seconds:.1f} s")
     for reason, count in report.skipped.items():
         console.print(f"{count:,} lines were left out: bad {reason}")
+    for column, count in report.replaced.items():
+        console.print(f"column {column}: {count:,} negative values were replaced (--negatives)")
     if report.left_out:
         console.print("Columns that were left out (to use one of them, name it in --schema):")
     for name, reason in report.left_out.items():

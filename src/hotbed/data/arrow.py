@@ -145,6 +145,21 @@ def _list_of_view(array: pa.Array) -> pa.Array:
     return pa.LargeListArray.from_arrays(ends, array.flatten(), mask=array.is_null())
 
 
+def has_no_values(column: pa.ChunkedArray) -> bool:
+    """Whether all rows of a column are null, NaN or empty lists, so that its type means nothing."""
+    if is_list(column.type):
+        return int(pc.sum(pc.list_value_length(column)).as_py() or 0) == 0
+    return pc.all(pc.is_null(column, nan_is_null=True)).as_py() is not False
+
+
+def without_empty_types(table: pa.Table, names: Sequence[str]) -> pa.Table:
+    """Return a table in which columns of these names have the type null if they have no values."""
+    for at, name in enumerate(table.column_names):
+        if name in names and has_no_values(table.column(at)):
+            table = table.set_column(at, name, pa.chunked_array([pa.nulls(len(table))]))
+    return table
+
+
 def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
     """A type that holds the values of columns of these, which are of one `kind_of_values`, or null."""
     different = list(dict.fromkeys(t for t in types if not pa.types.is_null(t)))
@@ -163,8 +178,20 @@ def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
     return pa.int64() if all(map(is_whole, values)) else pa.float64()
 
 
+class NoColumnError(DataError):
+    """An error about input data that lack columns.
+
+    Attributes
+    ----------
+    columns
+        The names of all columns that are absent.
+    """
+
+    columns: Sequence[str] = ()
+
+
 def check_there(names: Sequence[str], fields: pa.Schema, what: str) -> None:
-    """Raise `DataError` unless ``what`` has columns of these names."""
+    """Raise `NoColumnError` unless ``what`` has columns of these names."""
     known: list[str] = fields.names
     for name in names:
         if name in known:
@@ -173,7 +200,9 @@ def check_there(names: Sequence[str], fields: pa.Schema, what: str) -> None:
         hint = did_you_mean(name, known)
         if inner and outer in known and pa.types.is_struct(fields.field(outer).type):
             hint = f"; fields of structs are not read: write '{inner}' of '{outer}' as a column of its own"
-        raise DataError(f"{what} has no column '{name}'; it has {', '.join(known)}{hint}")
+        error = NoColumnError(f"{what} has no column '{name}'; it has {', '.join(known)}{hint}")
+        error.columns = [absent for absent in names if absent not in known]
+        raise error
 
 
 def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids, what: str) -> None:
@@ -312,7 +341,8 @@ def bags(
 ) -> tuple[Array, Array | None]:
     """Rows ``[N]`` and, for a ragged column, the number of ids per sample ``[n]``; a null list is an empty bag.
 
-    ``where`` and ``row_of`` say where the samples are, and the sample of a position.
+    In a column of one id per sample a null list is a missing id. ``where`` and ``row_of`` say where the
+    samples are, and the sample of a position.
 
     Raises
     ------
@@ -323,6 +353,8 @@ def bags(
         array = array.cast(pa.list_(pa.int64()))
     if not is_list(array.type):
         return rows(array, column, ids, where), None
+    if column.ids == 1 and array.null_count:  # a missing list is one missing id
+        array = pc.fill_null(array, pa.scalar([None], array.type))
     return checked_bags(rows(array.flatten(), column, ids, where), lengths(array), column, where, row_of)
 
 

@@ -6,6 +6,7 @@ Ray that waits for it (`RayExecutor`), and errors that name the worker they come
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import platform
@@ -16,7 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
@@ -26,13 +27,15 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from typing_extensions import override
 
 from hotbed.errors import DataError, SpecError, WorkerError
-from hotbed.machine import release
+from hotbed.machine import release, usable_cores
 
 A = TypeVar("A")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_CONNECT_S = 30
+_CONNECT_S = 8
+LOCAL = "local"
+"""Address of a cluster that is started on this machine, and ended afterwards."""
 
 
 class Cluster(NamedTuple):
@@ -57,8 +60,15 @@ class Cluster(NamedTuple):
 
 
 @contextmanager
-def dask_cluster(address: str) -> Generator[Cluster]:
-    """Connect to the scheduler of a Dask cluster (``tcp://HOST:8786``).
+def dask_cluster(address: str, workers: int | None = None) -> Generator[Cluster]:
+    """Connect to the scheduler of a Dask cluster (``tcp://HOST:8786``), or start a cluster here (``local``).
+
+    Parameters
+    ----------
+    address
+        The scheduler's address, or `LOCAL`.
+    workers
+        Processes of a local cluster (default: one per core).
 
     Raises
     ------
@@ -68,21 +78,54 @@ def dask_cluster(address: str) -> Generator[Cluster]:
         If the scheduler does not answer.
     """
     try:
-        from distributed import Client, KilledWorker
+        from distributed import Client, KilledWorker, LocalCluster
         from distributed.comm.core import CommClosedError
     except ImportError:
         raise SpecError(f"executor dask:{address} needs Dask; pip install 'hotbed[dask]'") from None
-    try:
-        # Results come from the workers that have them: through the scheduler it would be the bottleneck.
-        client = Client(address, timeout=_CONNECT_S, set_as_default=False, direct_to_workers=True)
-    except (OSError, ValueError) as error:
-        raise WorkerError(f"the scheduler dask:{address} cannot be reached ({error}); is it running there?") from None
-    try:
+    with ExitStack() as stack:
+        place: Any = address
+        if address == LOCAL:
+            # Tasks bound their own memory, and a worker must not be killed for that of another process.
+            options: dict[str, Any] = {"threads_per_worker": 1, "dashboard_address": None, "memory_limit": 0}
+            place = stack.enter_context(LocalCluster(n_workers=workers or usable_cores(), **options))
+        try:
+            if address != LOCAL:
+                _reach_scheduler(address)
+            # Results come from the workers that have them: through the scheduler it would be the bottleneck.
+            client = Client(place, timeout=_CONNECT_S, set_as_default=False, direct_to_workers=True)
+        except (OSError, ValueError) as error:
+            raise WorkerError(
+                f"the scheduler dask:{address} cannot be reached ({error}); is it running there? dask:local starts a "
+                "cluster on this machine"
+            ) from None
+        stack.callback(client.close)
         lost = (KilledWorker, CommClosedError, CancelledError)
         with client.get_executor(pure=False) as executor:
             yield Cluster(executor, lost, partial(_dask_slots, client), can_cancel=False)
-    finally:
-        client.close()
+
+
+def _reach_scheduler(address: str) -> None:
+    """Raise an `OSError` or a `ValueError` unless a scheduler answers; a `Client` would wait for a minute to end."""
+    from distributed.comm.core import connect
+    from distributed.security import Security
+
+    async def ask() -> None:
+        arguments: dict[str, Any] = Security().get_connection_args("client")
+        comm = await connect(address, timeout=_CONNECT_S, **arguments)
+        await comm.close()
+
+    def run() -> None:
+        try:
+            answered.set_result(asyncio.run(ask()))
+        except BaseException as error:
+            answered.set_exception(error)
+
+    answered = Future[None]()
+    threading.Thread(target=run, name="reach dask", daemon=True).start()  # looking a name up may take longer
+    try:
+        answered.result(_CONNECT_S + 1)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no answer in {_CONNECT_S} s") from None
 
 
 def _dask_slots(client: Any) -> int:
@@ -93,14 +136,18 @@ def _dask_slots(client: Any) -> int:
 
 
 @contextmanager
-def ray_cluster(address: str) -> Generator[Cluster]:
-    """Connect to a Ray cluster, unless this process is connected already, and then leave it as it was.
+def ray_cluster(address: str, workers: int | None = None) -> Generator[Cluster]:
+    """Connect to a Ray cluster, or start one here (``local``).
+
+    If this process is connected already, that connection is used, and left as it was.
 
     Parameters
     ----------
     address
         ``auto``, the cluster that this machine or ``RAY_ADDRESS`` belongs to; ``HOST:6379`` on a machine of the
         cluster; or ``ray://HOST:10001`` from any other, by Ray's client server (``pip install 'ray[client]'``).
+    workers
+        Tasks that a local cluster runs at a time (default: one per core).
 
     Raises
     ------
@@ -115,7 +162,7 @@ def ray_cluster(address: str) -> Generator[Cluster]:
         raise SpecError(f"executor ray:{address} needs Ray; pip install 'hotbed[ray]'") from None
     was_connected: bool = ray.is_initialized()
     if not was_connected:
-        _connect(ray, address)
+        _connect(ray, address, workers)
     elif address not in ("auto", connected := str(ray.get_runtime_context().gcs_address)):
         raise SpecError(f"executor is ray:{address}, but this process is connected to ray:{connected}; use ray:auto")
     try:
@@ -126,18 +173,22 @@ def ray_cluster(address: str) -> Generator[Cluster]:
             ray.shutdown()
 
 
-def _connect(ray: Any, address: str) -> None:
+def _connect(ray: Any, address: str, workers: int | None) -> None:
     """Join a cluster; a SIGTERM goes to who had it before, and not to Ray, which would end the process."""
     place = re.fullmatch(r"(?:ray://)?(?P<host>[^/]+):(?P<port>\d{1,5})", address)
-    if place is None and address != "auto":
+    if place is None and address not in ("auto", LOCAL):
         raise SpecError(
-            f"executor is 'ray:{address}', must be ray:auto, ray:HOST:6379, or ray://HOST:10001 for a client server"
+            f"executor is 'ray:{address}', must be ray:auto, ray:HOST:6379, or ray://HOST:10001 for a client server, "
+            "or ray:local for a cluster on this machine"
         )
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    if address == LOCAL:
+        options |= {"num_cpus": workers or usable_cores(), "include_dashboard": False}
     before = signal.getsignal(signal.SIGTERM)
     try:
         if place is not None:  # Ray itself tries for minutes
             socket.create_connection((place["host"].strip("[]"), int(place["port"])), _CONNECT_S).close()
-        ray.init(address, log_to_driver=False, configure_logging=False)
+        ray.init(address, **options)
     except (OSError, OverflowError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
         reason = " ".join(str(error).split())
         if "ersion mismatch" in reason:
@@ -145,7 +196,8 @@ def _connect(ray: Any, address: str) -> None:
                 f"the cluster ray:{address} has other versions ({reason}); install the same as on the cluster"
             ) from None
         raise WorkerError(
-            f"the cluster ray:{address} cannot be reached ({reason}); is it running there? If it asks for a token, set "
+            f"the cluster ray:{address} cannot be reached ({reason}); is it running there? ray:local starts a cluster "
+            "on this machine. If it asks for a token, set "
             "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file that has it"
         ) from None
     finally:

@@ -29,6 +29,8 @@ SPARSE = tuple(f"C{i}" for i in range(1, 27))
 COLUMNS = (LABEL, *DENSE, *SPARSE)
 
 OnBadLine = Literal["error", "skip"]
+Negatives = Literal["keep", "zero"]
+"""``"keep"``: numericals x become ln(x + 3), where -3 is taken as -2; ``"zero"``: negative ones become 0 before."""
 F = TypeVar("F", Path, RemoteFile)
 
 BLOCK_BYTES = 16 << 20
@@ -53,10 +55,16 @@ class LineChecker:
         ``"error"`` or ``"skip"``.
     skipped
         Lines skipped, by what was wrong: ``"fields"``, ``"label"``, ``"numerical"`` or ``"categorical"``.
+    negatives
+        The rule for negative numericals.
+    replaced
+        By column, the values of good lines that this rule has replaced.
     """
 
     on_bad_line: OnBadLine
     skipped: Counter[str] = field(default_factory=Counter)
+    negatives: Negatives = "keep"
+    replaced: Counter[str] = field(default_factory=Counter)
 
     def parse(self, block: Block) -> pl.DataFrame:
         """Columns of a block: label UInt8, I* Float32 (ln(x + 3), null where missing), C* UInt32 (null where missing).
@@ -82,11 +90,14 @@ class LineChecker:
         integers = raw.select(pl.col(DENSE).cast(pl.Int64, strict=False))
         parsed = raw.select(
             pl.when(pl.col(LABEL).is_in(["0", "1"])).then(pl.col(LABEL)).cast(pl.UInt8),
-            *(logarithm(pl.lit(integers[c])).alias(c) for c in DENSE),
+            *(logarithm(pl.lit(integers[c]), self.negatives).alias(c) for c in DENSE),
             *(hexadecimal(pl.col(c)) for c in SPARSE),
         )
         if parsed[LABEL].null_count() or any(parsed[c].null_count() != raw[c].null_count() for c in COLUMNS):
-            parsed = parsed.filter(self._good(block, line_numbers, raw, parsed))
+            good = self._good(block, line_numbers, raw, parsed)
+            parsed, integers = parsed.filter(good), integers.filter(good)
+        counts = integers.select(is_replaced(pl.col(DENSE), self.negatives).sum()).row(0, named=True)
+        self.replaced.update({name: count for name, count in counts.items() if count})
         return parsed
 
     def _check_fields(self, block: Block) -> tuple[Sequence[int], bytes]:
@@ -124,14 +135,23 @@ class LineChecker:
 
     def _bad(self, kind: str, message: str) -> None:
         if self.on_bad_line == "error":
+            if kind == "numerical" and "out of range" in message:
+                message += " (negatives='zero' sets all negative values to 0)"
             raise DataError(f"{message}; mend the line, or pass on_bad_line='skip' to leave out and count such lines")
         self.skipped[kind] += 1
 
 
-def logarithm(integers: pl.Expr) -> pl.Expr:
+def is_replaced(integers: pl.Expr, negatives: Negatives) -> pl.Expr:
+    """Whether `logarithm` takes another value for an integer by the rule for negative ones."""
+    return integers < 0 if negatives == "zero" else integers == -3
+
+
+def logarithm(integers: pl.Expr, negatives: Negatives) -> pl.Expr:
     """Compute ln(x + 3) of integers, as Float32; null where it is not defined."""
     import polars as pl
 
+    substitute = 0 if negatives == "zero" else -2
+    integers = pl.when(is_replaced(integers, negatives)).then(substitute).otherwise(integers)
     # + 3 as floats: the largest integers would wrap around to negative ones.
     return (pl.when(integers > -3).then(integers).cast(pl.Float64) + 3).log().cast(pl.Float32)
 
@@ -345,7 +365,7 @@ def complaint(kind: str, value: str | None) -> str:
     if kind == "categorical":
         return f"{value!r} is not a hexadecimal number of at most 8 digits"
     if value is not None and re.fullmatch(r"[+-]?\d+", value):
-        return f"{value} is out of range: ln(x + 3) needs x ≥ −2" if value.startswith("-") else f"{value} is too large"
+        return f"{value} is out of range: ln(x + 3) needs x ≥ −3" if value.startswith("-") else f"{value} is too large"
     return f"{value!r} is not an integer"
 
 

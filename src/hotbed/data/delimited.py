@@ -28,6 +28,7 @@ import pyarrow as pa
 import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 from pyarrow import fs
+from typing_extensions import override
 
 from hotbed.data.criteo import COLUMNS, DENSE, SPARSE
 from hotbed.data.text_types import TypesOfText
@@ -38,7 +39,7 @@ _log = logging.getLogger("hotbed")
 
 _NAME = re.compile(r"(\.(csv|tsv)|(^|/)day_\d+)(\.gz|\.zst)?$", re.IGNORECASE)
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-_VERSION = 4  # part of the names of what is kept: raised where a file would be converted to something else
+_VERSION = 5  # part of the names of what is kept: raised where a file would be converted to something else
 _HEAD_BYTES = 1 << 20
 _HEAD_ROWS = 20
 _BLOCK_BYTES = 16 << 20
@@ -181,6 +182,30 @@ def _stream(store: fs.FileSystem, path: str) -> Generator[Any]:
                 yield stream
 
 
+class _WholeLineEnds(io.RawIOBase):
+    """A stream of which no read ends with CR, because Arrow loses the LF of a quoted CRLF between two blocks.
+
+    See https://github.com/apache/arrow/issues/51368.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._held = stream, b""
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def read(self, size: int = -1, /) -> bytes:
+        """Read at most so many bytes; those at the end that are CR come with the next read."""
+        text: bytes = self._stream.read(size - len(self._held) if size >= 0 else None)
+        found = self._held + text
+        kept = found.rstrip(b"\r") if text else found
+        kept = kept or found
+        self._held = found[len(kept) :]
+        return kept
+
+
 @contextmanager
 def _explained(path: str) -> Generator[None]:
     """Errors of reading as `DataError`, with what to do."""
@@ -211,7 +236,7 @@ def _batches(store: fs.FileSystem, path: str, layout: Layout) -> Iterator[pa.Tab
     """Rows as text, with null where a field is empty."""
     with _explained(path), _stream(store, path) as stream:
         reader = pc_csv.open_csv(
-            stream,
+            pa.PythonFile(_WholeLineEnds(stream), "r"),
             read_options=pc_csv.ReadOptions(
                 block_size=_BLOCK_BYTES,
                 column_names=list(layout.names),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,7 +161,7 @@ def draft(
     groups = files.train
     if not groups:
         raise DataError(f"{path} has no rows")
-    names = _names(str(path), files.train_files)
+    names = _names(files.train_files)
     for option, name in [*(("--drop", name) for name in drop), *([("--time", time)] if time else [])]:
         if name not in names:
             raise DataError(f"{option} names column '{name}', which {path} does not have{did_you_mean(name, names)}")
@@ -240,12 +239,8 @@ def draft(
     )
 
 
-def _names(path: str, files: Sequence[ParquetFile]) -> list[str]:
+def _names(files: Sequence[ParquetFile]) -> list[str]:
     """Columns of any of the files."""
-    for file in files:
-        twice = [name for name, count in Counter(file.schema.names).items() if count > 1]
-        if twice:
-            raise DataError(f"{path} has several columns named '{twice[0]}'; rename all but one")
     return list(dict.fromkeys(name for file in files for name in file.schema.names))
 
 

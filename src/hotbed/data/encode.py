@@ -386,13 +386,25 @@ class Encoder:
     ) -> Columns:
         if isinstance(table, pa.RecordBatch):
             table = pa.Table.from_batches([table])
-        if check and (self._checked is None or not table.schema.equals(self._checked)):
-            self.check(table.schema, place)
-            self._checked = table.schema
+        if not check:
+            table = arrow.without_empty_types(table, table.column_names)
+        elif self._checked is None or not table.schema.equals(self._checked):
+            table = self._checked_table(table, place)
         if self.preparation is not None:
             table = self.preparation.stored(arrow.plain(table, place), self.schema.dense, place, row_of)
         derived = {d.name: d for d in self.schema.derived}
         return Columns(arrow.plain(table, place), derived, self._lookups, self.boundaries, self._lists, place, row_of)
+
+    def _checked_table(self, table: pa.Table, place: str) -> pa.Table:
+        """Check the types of a table; inputs without values may have any type, and come back as null."""
+        try:
+            self.check(table.schema, place)
+        except (DataError, SpecError):
+            table = arrow.without_empty_types(table, [column.name for column in self.columns()])
+            self.check(table.schema, place)
+        else:
+            self._checked = table.schema
+        return table
 
     def _names_of_lists(self) -> frozenset[str]:
         return frozenset(column.name for column in self.columns() if column.is_list)

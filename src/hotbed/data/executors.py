@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar
 from uuid import uuid4
 from weakref import WeakSet
 
-from hotbed.data.clusters import Cluster, dask_cluster, on_worker, ray_cluster, versions
+from hotbed.data.clusters import LOCAL, Cluster, dask_cluster, on_worker, ray_cluster, versions
 from hotbed.errors import SpecError, WorkerError
 from hotbed.machine import usable_cores
 
@@ -237,8 +237,9 @@ def open_tasks(executor: str | Executor, workers: int | None = None) -> Generato
     ----------
     executor
         ``"threads"``, ``"processes"``, ``"dask:ADDRESS"``, ``"ray:ADDRESS"`` or a `concurrent.futures.Executor`.
+        ``"dask:local"`` and ``"ray:local"`` start a cluster on this machine, and end it afterwards.
     workers
-        Threads or processes; by default one for each core. Clusters have their own, for which it is refused.
+        Threads or processes (default: one per core). It is refused for clusters that are running already.
 
     Raises
     ------
@@ -256,10 +257,10 @@ def open_tasks(executor: str | Executor, workers: int | None = None) -> Generato
         connect, example = _CLUSTERS[kind]
         if not address:
             raise SpecError(f"executor is {executor!r}, needs an address, such as {example}")
-        if workers is not None:
+        if workers is not None and executor not in STARTED_HERE:
             raise SpecError(f"workers is {workers:,}, but {executor} has workers of its own; leave it out")
         # Ray's client servers have the scheme of the executor: ray://HOST:10001.
-        with connect(f"{kind}:{address}" if address.startswith("//") else address) as cluster:
+        with connect(f"{kind}:{address}" if address.startswith("//") else address, workers) as cluster:
             yield Tasks(
                 lambda: cluster.executor,
                 lambda: max(_IN_FLIGHT, 2 * cluster.slots()),
@@ -270,7 +271,10 @@ def open_tasks(executor: str | Executor, workers: int | None = None) -> Generato
             )
         return
     if executor not in _LOCAL:
-        raise SpecError(f"executor is {executor!r}, must be threads, processes, dask:ADDRESS or ray:ADDRESS")
+        raise SpecError(
+            f"executor is {executor!r}, must be threads, processes, dask:ADDRESS or ray:ADDRESS (dask:local and "
+            "ray:local start a cluster on this machine)"
+        )
     tasks = Tasks(lambda: _LOCAL[executor](count), lambda: 2 * count, retries=_RETRIES, make_anew=True, can_cancel=True)
     try:
         yield tasks
@@ -278,11 +282,15 @@ def open_tasks(executor: str | Executor, workers: int | None = None) -> Generato
         tasks.close()
 
 
-_CLUSTERS: dict[str, tuple[Callable[[str], AbstractContextManager[Cluster]], str]] = {
-    "dask": (dask_cluster, "dask:tcp://HOST:8786"),
-    "ray": (ray_cluster, "ray:HOST:6379, or ray:auto on a machine of the cluster"),
+_CLUSTERS: dict[str, tuple[Callable[[str, int | None], AbstractContextManager[Cluster]], str]] = {
+    "dask": (dask_cluster, "dask:tcp://HOST:8786, or dask:local to start a cluster on this machine"),
+    "ray": (ray_cluster, "ray:HOST:6379, ray:auto on a machine of the cluster, or ray:local to start one"),
 }
 """Connects to a cluster, and an example of its address."""
+
+
+STARTED_HERE = ("threads", "processes", f"dask:{LOCAL}", f"ray:{LOCAL}")
+"""Executors whose workers are started on this machine, so that their number can be chosen."""
 
 
 def _threads(workers: int) -> Executor:

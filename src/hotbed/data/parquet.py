@@ -32,7 +32,7 @@ from hotbed.data.row_split import SPLITS, Rows, RowSplit, divide, row_split
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.data.vocabulary import VOCABULARY
-from hotbed.errors import DataError, SpecError
+from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.locations import location
 
 # pyarrow ships no types.
@@ -74,6 +74,8 @@ class ParquetSource(Source):
         Columns of CSV and TSV files that are text, whatever is in them: codes such as ``12`` where others are ``A1``.
     valid_fraction, test_fraction
         Where there are no such splits: share of the samples in these splits, the last ones, cut between row groups.
+    missing
+        Input columns that files may lack: all of their values are then missing.
     filesystem
         A `pyarrow.fs.FileSystem` that has the path; default: local, or what the URI says.
     encoder
@@ -100,6 +102,7 @@ class ParquetSource(Source):
         text: Collection[str] = (),
         valid_fraction: float = 0.0,
         test_fraction: float = 0.0,
+        missing: Collection[str] = (),
         filesystem: fs.FileSystem | None = None,
         encoder: Encoder | None = None,
     ) -> None:
@@ -107,15 +110,20 @@ class ParquetSource(Source):
         unchecked = Encoder(self.schema, ids=ids) if encoder is None else encoder.of(self.schema)
         self.ids: Ids = ids
         files = _with_paths(find_parquet(path, filesystem, text), split_paths or {}, str(path), filesystem, text)
+        if missing:
+            _check_missing(missing, [column.name for column in unchecked.columns()])
+            files = {split: [file.with_nulls(missing) for file in of_split] for split, of_split in files.items()}
         checked = with_rows(f for of_split in files.values() for f in of_split)
+        fields: list[tuple[ParquetFile, pa.Schema]] = []
         for file in checked:
             if ids == "hash" and encoder is None and self.schema.stored[0] and _said(file) is not None:
                 raise SpecError(
                     f"{file} has ids of hotbed prepare, which `ids: hash` would hash once more; take what source.yaml "
                     "beside it says, `ids: raw` and its rows (hotbed init of the whole folder drafts such a recipe)"
                 )
-            unchecked.check(file.schema, str(file))
-        kinds = _id_kinds(unchecked, checked)
+            fields.append((file, _checked_fields(unchecked, file)))
+        self._files = checked
+        kinds = _id_kinds(unchecked, fields)
         self._encoder = unchecked.with_kinds({name: kinds[name] for name in unchecked.hashed if name in kinds})
         groups: Groups = {split: [g for f in of_split for g in f.row_groups()] for split, of_split in files.items()}
         if split is not None:
@@ -138,6 +146,10 @@ class ParquetSource(Source):
         """By sparse column whether its values are integers or text; empty where integers are rows."""
         encoder = self.encoder
         return {name: encoder.id_kinds[name] for name in encoder.hashed if name in encoder.id_kinds}
+
+    def is_missing(self, column: str) -> bool:
+        """Whether no row of all files has a value of a column."""
+        return all(file.is_missing(column) for file in self._files)
 
     def measure(
         self, splits: str | Sequence[str] = "train", *, progress: Callable[[int, int], None] = lambda done, total: None
@@ -245,25 +257,49 @@ def _label_range(group: Chunk, name: str, label: Label | None) -> tuple[float, f
     return float(labels.min()), float(labels.max())
 
 
-def _id_kinds(encoder: Encoder, files: Sequence[ParquetFile]) -> dict[str, str]:
+def _check_missing(missing: Collection[str], inputs: Sequence[str]) -> None:
+    """Raise `SpecError` unless these columns, which files may lack, are inputs."""
+    for name in missing:
+        if name not in inputs:
+            raise SpecError(
+                f"missing names a column that is no input: got '{name}', expected one of {', '.join(inputs)}"
+                f"{did_you_mean(name, inputs)}"
+            )
+
+
+def _checked_fields(encoder: Encoder, file: ParquetFile) -> pa.Schema:
+    """Check a file's columns and return their types; inputs without values may have any type, and are null."""
+    try:
+        encoder.check(file.schema, str(file))
+    except (DataError, SpecError):
+        fields = file.known_schema([column.name for column in encoder.columns()])
+        encoder.check(fields, str(file))
+        return fields
+    return file.schema
+
+
+def _id_kinds(encoder: Encoder, files: Sequence[tuple[ParquetFile, pa.Schema]]) -> dict[str, str]:
     """By column of ids and group whether its values are integers or text; a `DataError` where both are met.
 
     ``5`` and ``"5"`` are hashed to different rows, and nothing else would show that.
     """
-    found: dict[str, tuple[str, ParquetFile]] = {}
+    found: dict[str, str] = {}
     schema = encoder.schema
     names = [*(c.name for c in schema.stored[0]), *encoder.hashed, *([schema.group] if schema.group else [])]
     for name in dict.fromkeys(names):
-        for file in files:
-            kind = encoder.kind_of(name, file.schema)
-            before, first = found.setdefault(name, (kind, file)) if kind else (kind, file)
+        kinds = [(kind, file) for file, fields in files if (kind := encoder.kind_of(name, fields))]
+        if len({kind for kind, _ in kinds}) > 1:
+            kinds = [(kind, file) for kind, file in kinds if not file.is_missing(name)]
+        for kind, file in kinds:
+            before, first = kinds[0]
             if kind != before:
                 raise DataError(
                     f"column '{name}' is {before} in {first} and {kind} in {file}, which are other ids (5 and '5' are "
                     "hashed to different rows); write it as one of them in all files (of CSV and TSV files, name it in "
                     "the source's `text`)"
                 )
-    return {name: kind for name, (kind, _) in found.items() if kind}
+            found[name] = kind
+    return found
 
 
 def _with_paths(

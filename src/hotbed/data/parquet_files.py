@@ -77,8 +77,11 @@ class ParquetFile:
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """Names and types of the columns, those of the folders last."""
+        """Names and types of the columns, those of the folders last; raises `DataError` if two have one name."""
         stored = self.metadata.schema.to_arrow_schema()
+        for name, count in Counter(stored.names).items():
+            if count > 1 and self.metadata.num_rows:
+                raise DataError(f"{self} has several columns named '{name}'; rename all but one")
         found = pa.schema([field.with_type(arrow.plain_type(field.type)) for field in stored])
         for name, value in self._of_folders().items():
             found = found.append(pa.field(name, value.type))
@@ -154,6 +157,32 @@ class ParquetFile:
         """What the footer says of a column."""
         leaf = self.leaves.get(column)
         return None if leaf is None else self.metadata.row_group(row_group).column(leaf).statistics
+
+    def with_nulls(self, columns: Collection[str]) -> ParquetFile:
+        """Return the file with columns of these names that are null in all rows, unless it has them itself."""
+        return replace(self, partitions=(*self.partitions, *((name, pa.scalar(None)) for name in columns)))
+
+    def is_missing(self, column: str) -> bool:
+        """Whether no row has a value of a column; it is read where the footer does not say so."""
+        if column not in self._missing:
+            self._missing[column] = all(self._is_missing_in(group, column) for group in self.row_groups())
+        return self._missing[column]
+
+    def known_schema(self, columns: Sequence[str]) -> pa.Schema:
+        """The schema, in which those of these columns have the type null that have no values."""
+        known = [f.with_type(pa.null()) if f.name in columns and self.is_missing(f.name) else f for f in self.schema]
+        return pa.schema(known)
+
+    def _is_missing_in(self, group: RowGroup, column: str) -> bool:
+        found = self.statistics(group.index, column)
+        if found is not None and (found.has_min_max or (found.has_null_count and found.null_count == group.samples)):
+            return not found.has_min_max
+        return arrow.has_no_values(group.read([column])[column])
+
+    @cached_property
+    def _missing(self) -> dict[str, bool]:
+        """What `is_missing` has found."""
+        return {}
 
     def _stored(self, columns: Sequence[str]) -> list[str]:
         folders = self._of_folders()

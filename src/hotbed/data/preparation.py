@@ -62,7 +62,8 @@ class PreparationEntry(Entry):
     hashed
         By table that has no vocabulary, how its values become ids.
     numericals
-        ``"log"``: integers x become ln(x + 3); ``"as_is"``: numbers stay as they are.
+        ``"log"``: integers x become ln(x + 3), where -3 is taken as -2; ``"log_zero"``: the same after negative ones
+        became 0; ``"as_is"``: numbers stay as they are.
     dtype
         What they are then rounded to, missing ones as 0; None leaves both to the schema that they are read by.
     """
@@ -70,7 +71,7 @@ class PreparationEntry(Entry):
     vocabularies: dict[str, VocabularyEntry]
     tables: dict[str, str]
     hashed: dict[str, HashEntry] = Field(default_factory=dict)
-    numericals: Literal["log", "as_is"]
+    numericals: Literal["log", "log_zero", "as_is"]
     dtype: Literal["float16"] | None
 
     @staticmethod
@@ -258,9 +259,10 @@ class Preparation:
         """Numericals as they are stored: of the same steps of rounding as `hotbed prepare` takes."""
         found = arrow.numbers(column)
         missing = np.isnan(found)
-        if self.entry.numericals == "log":
-            values = arrow.wide_numbers(column)
-            good = missing | (np.isfinite(values) & (values == np.floor(values)) & (values > -3))
+        if self.entry.numericals != "as_is":
+            values, negatives = arrow.wide_numbers(column), "zero" if self.entry.numericals == "log_zero" else "keep"
+            least = -np.inf if negatives == "zero" else -3
+            good = missing | (np.isfinite(values) & (values == np.floor(values)) & (values >= least))
             if not good.all():
                 at = int((~good).argmax())
                 value = float(values[at])
@@ -271,7 +273,7 @@ class Preparation:
                 )
             import polars as pl
 
-            found = pl.Series(values).to_frame("x").select(logarithm(pl.col("x")))["x"].to_numpy()
+            found = pl.Series(values).to_frame("x").select(logarithm(pl.col("x"), negatives)).to_series().to_numpy()
         if self.entry.dtype is None:
             return pa.array(found, mask=missing)
         with np.errstate(over="ignore"):

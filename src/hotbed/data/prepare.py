@@ -30,9 +30,9 @@ import pyarrow as pa
 
 from hotbed.data import arrow
 from hotbed.data.counting import CountJob, MergeJob, count, merge
-from hotbed.data.criteo import OnBadLine
+from hotbed.data.criteo import Negatives, OnBadLine
 from hotbed.data.encoding import MARKERS, EncodeJob, Format, assemble, check_format, dataset_schema, encode
-from hotbed.data.executors import open_tasks
+from hotbed.data.executors import STARTED_HERE, open_tasks
 from hotbed.data.hashed_tables import HashEntry, Kind, check_hashed
 from hotbed.data.pieces import HeldOut, divided, groups_of, in_order, splits_of_files, with_splits
 from hotbed.data.preparation import PreparationEntry, VocabularyEntry
@@ -67,6 +67,8 @@ class PrepareReport:
         Rows by table, id 0 included.
     skipped
         Lines left out, by what was wrong with them: ``fields``, ``label``, ``numerical``, ``categorical``.
+    replaced
+        By column, the negative numericals of Criteo logs that the rule ``negatives`` has replaced.
     left_out
         Columns that the drafted schema has left out, with their types and the reasons.
     seconds
@@ -77,6 +79,7 @@ class PrepareReport:
     samples: Mapping[str, int]
     rows: Mapping[str, int]
     skipped: Mapping[str, int]
+    replaced: Mapping[str, int]
     left_out: Mapping[str, str]
     seconds: float
 
@@ -105,6 +108,7 @@ def prepare(
     count_on: CountOn = "train",
     vocabulary: str | Path | None = None,
     on_bad_line: OnBadLine = "error",
+    negatives: Negatives = "keep",
     format: Format | None = None,
     executor: str | Executor = "threads",
     workers: int | None = None,
@@ -164,6 +168,10 @@ def prepare(
         new values come after them.
     on_bad_line
         ``"error"`` stops at a bad line of a log; ``"skip"`` leaves bad lines out and counts them.
+    negatives
+        Rule for negative numericals x of Criteo logs. ``"keep"``: ln(x + 3), where -3, which the published logs
+        contain, is taken as -2; smaller values are bad. ``"zero"``: negative values become 0 first, as in the scripts
+        of Facebook's DLRM. The report has the number of replaced values.
     format
         ``"split_binary"`` or ``"parquet"``. Default: split-binary for Criteo logs, and Parquet for all else, as the
         former holds one id per column only.
@@ -202,12 +210,18 @@ def prepare(
     choices = {
         "count_on": (count_on, get_args(CountOn)),
         "on_bad_line": (on_bad_line, get_args(OnBadLine)),
+        "negatives": (negatives, get_args(Negatives)),
         "format": (format or "parquet", get_args(Format)),
     }
     _check_arguments(threshold, top_k, choices, workers, memory)
-    found = find_input([raw] if isinstance(raw, str | Path | Source) else list(raw), schema, on_bad_line)
+    found = find_input([raw] if isinstance(raw, str | Path | Source) else list(raw), schema, on_bad_line, negatives)
     if held_out.by is not None and isinstance(found, Logs):
         raise SpecError("split is for files with columns of their own; choose splits of Criteo logs by rows or files")
+    if negatives != "keep" and not isinstance(found, Logs):
+        raise SpecError(
+            f"negatives is {negatives!r}, but only Criteo logs have such a rule; leave it out, "
+            "because other numbers stay as they are"
+        )
     form: Format = format or ("split_binary" if isinstance(found, Logs) else "parquet")
     hashed = dict(hash_rows or {})
     check_hashed(hashed, hash_seed, found.schema)
@@ -227,6 +241,7 @@ def prepare(
         held_out,
         count_on,
         on_bad_line,
+        negatives,
         form,
         sorted(of_files.items()),
     )
@@ -276,7 +291,7 @@ def prepare(
             hashed={
                 table: HashEntry(kind=_kind(found, kinds[table]), rows=n, seed=hash_seed) for table, n in hashed.items()
             },
-            numericals="log" if isinstance(found, Logs) else "as_is",
+            numericals=("log_zero" if negatives == "zero" else "log") if isinstance(found, Logs) else "as_is",
             dtype="float16" if form == "split_binary" else None,
         )
         encoding = [
@@ -307,6 +322,7 @@ def prepare(
         samples={split: samples[split] for split in splits.names},
         rows=rows,
         skipped=dict(found.skipped),
+        replaced=dict(found.replaced),
         left_out=dict(found.left_out),
         seconds=time.perf_counter() - started,
     )
@@ -379,7 +395,7 @@ def _check_splits(samples: Mapping[str, int], names: Sequence[str]) -> None:
 
 def _workers_within(memory: int, executor: str | Executor) -> int | None:
     """Workers that memory is enough for; None where the executor has its own."""
-    if executor not in ("threads", "processes"):
+    if executor not in STARTED_HERE:
         return None
     return max(1, min(usable_cores(), (memory - _BASE_BYTES) // _TASK_BYTES))
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from pyarrow import fs
 
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
-from hotbed.data.criteo import DENSE, LABEL, SPARSE, OnBadLine, find_files, size_of
+from hotbed.data.criteo import DENSE, LABEL, SPARSE, Negatives, OnBadLine, find_files, size_of
 from hotbed.data.delimited import has_header, is_delimited
 from hotbed.data.draft import draft
 from hotbed.data.encode import Encoder
@@ -61,6 +60,11 @@ class RawInput(Protocol):
         ...
 
     @property
+    def replaced(self) -> Mapping[str, int]:
+        """By column, the numericals that the rule for negative ones has replaced; known when pieces are."""
+        ...
+
+    @property
     def left_out(self) -> Mapping[str, str]:
         """Columns that a drafted schema has left out, with their types and the reasons."""
         ...
@@ -83,7 +87,10 @@ class RawInput(Protocol):
 
 
 def find_input(
-    raw: Sequence[str | Path | Source], schema: Schema | Mapping[str, object] | None, on_bad_line: OnBadLine
+    raw: Sequence[str | Path | Source],
+    schema: Schema | Mapping[str, object] | None,
+    on_bad_line: OnBadLine,
+    negatives: Negatives = "keep",
 ) -> RawInput:
     """Find logs; or tables, where there is a schema, or names or the first line say so; or what a source reads.
 
@@ -104,7 +111,7 @@ def find_input(
     if schema is None and not any(map(_has_tables, paths)):
         files = find_files(paths)
         if not has_header(files[0]):
-            return Logs(files, on_bad_line)
+            return Logs(files, on_bad_line, negatives)
     if schema is None and len(paths) > 1:
         raise SpecError(f"{len(paths)} paths of tables were given without a schema; give one, or one folder of files")
     files = _files(paths)
@@ -152,8 +159,10 @@ class Logs:
 
     files: Sequence[Path | RemoteFile]
     on_bad_line: OnBadLine
+    negatives: Negatives = "keep"
     schema: Schema = _LOG_SCHEMA
     skipped: Mapping[str, int] = field(default_factory=dict[str, int])
+    replaced: Mapping[str, int] = field(default_factory=dict[str, int])
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
@@ -167,13 +176,14 @@ class Logs:
 
     def pieces(self, spool: Path, tasks: Tasks, report: Progress) -> list[Piece]:
         """Parse the logs into Parquet files."""
-        parts = parts_of([f.absolute() if isinstance(f, Path) else f for f in self.files], self.on_bad_line, spool)
+        files = [f.absolute() if isinstance(f, Path) else f for f in self.files]
+        parts = parts_of(files, self.on_bad_line, self.negatives, spool)
         done, total = 0, sum(part.bytes for part in parts)
         report("read", 0, total)
         for part, _ in zip(parts, tasks.map(parse_part, parts), strict=True):
             done += part.bytes
             report("read", done, total)
-        pieces, self.skipped = parsed_pieces(parts)
+        pieces, self.skipped, self.replaced = parsed_pieces(parts)
         return pieces
 
     def kinds(self) -> dict[str, pa.DataType]:
@@ -196,6 +206,7 @@ class Tables:
     files: Mapping[str, Sequence[TableFile]]
     schema: Schema
     skipped: Mapping[str, int] = field(default_factory=dict[str, int])
+    replaced: Mapping[str, int] = field(default_factory=dict[str, int])
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
@@ -269,7 +280,6 @@ def _tables(schema: Schema | Mapping[str, object], files: Mapping[str, Sequence[
     tables = Tables(files, schema)
     everything = tables.checked
     for file in everything:
-        _check_names(file, encoder.names)
         encoder.check(file.schema, file.shown)
     tables.kinds()
     _check_types(everything, encoder.names, "write one of them anew")
@@ -284,14 +294,6 @@ def _files(raw: Sequence[str | Path]) -> dict[str, list[ParquetFile]]:
         for split, of_split in find_parquet(path).items():
             files.setdefault(split, []).extend(of_split)
     return files
-
-
-def _check_names(file: TableFile, names: Sequence[str]) -> None:
-    """Raise unless each column that is read is there once."""
-    there = Counter(file.schema.names)
-    for name in names:
-        if there[name] > 1:
-            raise DataError(f"{file} has several columns named '{name}'; rename all but one")
 
 
 def _check_types(files: Sequence[TableFile], names: Sequence[str], fix: str) -> None:

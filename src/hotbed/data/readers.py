@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotbed.batch import Batch
-from hotbed.data.executors import Pending, Tasks, open_tasks
+from hotbed.data.executors import STARTED_HERE, Pending, Tasks, open_tasks
 from hotbed.data.join import join
 from hotbed.data.source import Source
 from hotbed.errors import DataError, HotbedError, SpecError, WorkerError
@@ -63,7 +63,7 @@ def open_readers(executor: str | Executor, workers: int = 2) -> Generator[Tasks 
     if executor == "threads":
         yield None
         return
-    with open_tasks(executor, workers if executor == "processes" else None) as tasks:
+    with open_tasks(executor, workers if executor in STARTED_HERE else None) as tasks:
         yield tasks
 
 

@@ -133,6 +133,10 @@ class Source(ABC):
         """
         return {}
 
+    def is_missing(self, column: str) -> bool:
+        """Whether no sample has a value of a stored column, so that its kind in `id_kinds` means nothing."""
+        return False
+
     def measure(  # noqa: B027 (most sources have nothing to measure)
         self, splits: str | Sequence[str] = "train", *, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> None:

@@ -23,6 +23,7 @@ from hotbed.data.criteo import (
     LABEL,
     SPARSE,
     LineChecker,
+    Negatives,
     OnBadLine,
     codec_of,
     count_lines,
@@ -36,7 +37,7 @@ from hotbed.files import new_file
 from hotbed.locations import RemoteFile
 
 PART_BYTES = 64 << 20
-_SKIPPED = b"hotbed.skipped"
+_SKIPPED, _REPLACED = b"hotbed.skipped", b"hotbed.replaced"
 _SCHEMA = pa.schema(
     [(LABEL, pa.uint8()), *((name, pa.float32()) for name in DENSE), *((name, pa.uint32()) for name in SPARSE)]
 )
@@ -49,6 +50,7 @@ class LogPart(NamedTuple):
     start: int
     stop: int | None
     on_bad_line: OnBadLine
+    negatives: Negatives
     spool: Path
 
     @property
@@ -57,7 +59,9 @@ class LogPart(NamedTuple):
         return (size_of(self.file) if self.stop is None else self.stop) - self.start
 
 
-def parts_of(files: Sequence[Path | RemoteFile], on_bad_line: OnBadLine, spool: Path) -> list[LogPart]:
+def parts_of(
+    files: Sequence[Path | RemoteFile], on_bad_line: OnBadLine, negatives: Negatives, spool: Path
+) -> list[LogPart]:
     """Cut files into parts, in order."""
     parts: list[LogPart] = []
     for file in files:
@@ -66,7 +70,7 @@ def parts_of(files: Sequence[Path | RemoteFile], on_bad_line: OnBadLine, spool: 
         size = size_of(file)
         for start in range(0, size, PART_BYTES) if is_plain else (0,):
             stop = min(start + PART_BYTES, size) if is_plain else None
-            parts.append(LogPart(file, start, stop, on_bad_line, spool / f"{len(parts):06d}.parquet"))
+            parts.append(LogPart(file, start, stop, on_bad_line, negatives, spool / f"{len(parts):06d}.parquet"))
     return parts
 
 
@@ -90,18 +94,19 @@ def parse_part(part: LogPart) -> None:
 
 
 def _parse(part: LogPart, line: int) -> None:
-    checker = LineChecker(part.on_bad_line)
+    checker = LineChecker(part.on_bad_line, negatives=part.negatives)
     # The writer is Arrow's, because it reports a full disk as an OSError with its errno.
     with new_file(part.spool) as unfinished, pq.ParquetWriter(unfinished, _SCHEMA, compression="lz4") as writer:
         for block in read_blocks(part.file, start=part.start, stop=part.stop, line=line):
             frame = checker.parse(block)
             if len(frame):
                 writer.write_table(frame.to_arrow().cast(_SCHEMA))
-        writer.add_key_value_metadata({_SKIPPED: json.dumps(checker.skipped).encode()})
+        for key, counts in ((_SKIPPED, checker.skipped), (_REPLACED, checker.replaced)):
+            writer.add_key_value_metadata({key: json.dumps(counts).encode()})
 
 
-def parsed_pieces(parts: Sequence[LogPart]) -> tuple[list[Piece], Counter[str]]:
-    """What was parsed, in order, and the lines that were skipped, by what was wrong with them.
+def parsed_pieces(parts: Sequence[LogPart]) -> tuple[list[Piece], Counter[str], Counter[str]]:
+    """Return the parsed parts in order, the skipped lines by reason, and the replaced values by column.
 
     Raises
     ------
@@ -109,11 +114,12 @@ def parsed_pieces(parts: Sequence[LogPart]) -> tuple[list[Piece], Counter[str]]:
         If there is no good line.
     """
     pieces: list[Piece] = []
-    skipped: Counter[str] = Counter()
+    skipped, replaced = Counter[str](), Counter[str]()
     for part in parts:
         file = ParquetFile(fs.LocalFileSystem(), str(part.spool), part.file.name, str(part.file))
-        skipped.update(json.loads((file.metadata.metadata or {}).get(_SKIPPED, b"{}")))
+        for counts, key in ((skipped, _SKIPPED), (replaced, _REPLACED)):
+            counts.update(json.loads((file.metadata.metadata or {}).get(key, b"{}")))
         pieces += [Piece(rows) for rows in file.row_groups()]
     if not pieces:
         raise DataError(f"{parts[0].file} has no good line ({sum(skipped.values()):,} were skipped)")
-    return pieces, skipped
+    return pieces, skipped, replaced

@@ -28,7 +28,6 @@ from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet, with_
 from hotbed.data.prepared import open_described
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
-from hotbed.errors import DataError
 
 _ANY_ROWS = 1 << 62
 _CELLS = 2_000_000
@@ -107,10 +106,6 @@ class FileRows(StoredRows):
     def __init__(self, path: str | Path, files: Mapping[str, Sequence[ParquetFile]]) -> None:
         self.path = str(path)
         self.files = {split: list(of_split) for split, of_split in files.items()}
-        for _, schema in self.schemas:
-            for name in schema.names:
-                if schema.names.count(name) > 1:
-                    raise DataError(f"{path} has several columns named '{name}'; rename all but one")
 
     @property
     def samples(self) -> dict[str, int]:

@@ -67,17 +67,15 @@ class JsonRows:
     values: Sequence[object] | Mapping[str, Sequence[object]]
 
     def columns(self, names: Sequence[str], max_rows: int) -> tuple[Mapping[str, Sequence[object]], int]:
-        """Take values by column, and the number of rows; columns that are not named are left out, as by predict.
+        """Return values by column, and the number of rows. The encoder ignores columns that are not in `names`.
 
         Raises
         ------
         RequestError
-            If there are too many rows, or one lacks a column.
+            If there are too many rows, a column is missing, or columns have different lengths.
         """
         if isinstance(self.values, Mapping):
-            rows = next((len(column) for column in self.values.values()), 0)
-            refuse_many(rows, max_rows)
-            return self.values, rows
+            return self.values, self._count(self.values, names, max_rows)
         refuse_many(len(self.values), max_rows)
         for i, row in enumerate(self.values):
             if not isinstance(row, dict):
@@ -93,6 +91,25 @@ class JsonRows:
                     f"row {i:,} has no '{name}'{did_you_mean(name, row)}; write null where a value is missing"
                 ) from None
         return columns, len(objects)
+
+    @staticmethod
+    def _count(columns: Mapping[str, Sequence[object]], names: Sequence[str], max_rows: int) -> int:
+        """Return the number of rows, which all columns of the request must have, also those of no use to the model."""
+        for name in names:
+            if name not in columns:
+                raise RequestError(
+                    f"there is no column '{name}', which the model needs{did_you_mean(name, columns)}; send a list "
+                    "with null where a value is missing"
+                )
+        first, rows = next(((name, len(column)) for name, column in columns.items()), ("", 0))
+        for name, column in columns.items():
+            if len(column) != rows:
+                raise RequestError(
+                    f"columns have different lengths: got {len(column):,} values in column {shown(name)}, expected "
+                    f"{rows:,} as in column {shown(first)}. Send one value per row in every column"
+                )
+        refuse_many(rows, max_rows)
+        return rows
 
 
 def parse_rows(body: bytes, content_type: str, max_rows: int) -> JsonRows:

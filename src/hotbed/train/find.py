@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hotbed.data import Encoder
+from hotbed.data.parquet_files import ParquetFile
 from hotbed.errors import DataError, RecipeError
 from hotbed.files import new_file
 from hotbed.parsing import parse_json, read_limited
@@ -161,17 +162,17 @@ def find(
         If ``out`` exists or has another ending, ``k`` is less than 1, or a column to keep has the name of another.
     """
     import pyarrow as pa
-    from pyarrow import parquet
+    from pyarrow import fs, parquet
 
     if k < 1:
         raise RecipeError(f"--k is {k}, must be at least 1")
     target = Path(new_target(out, (".parquet",)))
     finder = Finder(folder)
+    file = ParquetFile(fs.LocalFileSystem(), str(Path(users).absolute()), Path(users).name, str(users))
     try:
-        file = parquet.ParquetFile(users)
-    except (OSError, pa.ArrowInvalid) as error:
+        fields, total = file.schema, file.metadata.num_rows
+    except OSError as error:
         raise DataError(f"{users} is no Parquet file of users: {error}") from error
-    fields, total = file.schema_arrow, file.metadata.num_rows
     if missing := [name for name in finder.columns if name not in fields.names]:
         raise DataError(
             f"{users} has no column '{missing[0]}'; it has {', '.join(fields.names)}, and the user's tower "
@@ -182,10 +183,9 @@ def find(
         raise DataError(f"{users} has no rows")
     lists = {finder.item: finder.items.schema.field(finder.item).type, SCORE: pa.float32()}
     schema = pa.schema([*map(fields.field, keep), *(pa.field(name, pa.list_(kind)) for name, kind in lists.items())])
-    done = 0
+    names, done = list(dict.fromkeys((*finder.columns, *keep))), 0
     with new_file(target) as unfinished, parquet.ParquetWriter(unfinished, schema) as writer:
-        for rows in file.iter_batches(_BATCH):
-            table = pa.Table.from_batches([rows])
+        for table in (rows for group in file.row_groups() for rows in group.batches(names, _BATCH)):
             found = finder(table, k)
             columns = [*(table[name] for name in keep), *found.columns]
             writer.write_table(pa.table(columns, schema=schema))

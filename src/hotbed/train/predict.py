@@ -23,6 +23,7 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.single_files import exists, new_output, suffix
 from hotbed.data import Loader, Source
+from hotbed.data.arrow import NoColumnError
 from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError, SpecError, did_you_mean
 from hotbed.locations import location
 from hotbed.nn.dense_part import DensePart
@@ -74,6 +75,7 @@ def predict(
     device: str = "auto",
     trust_recipe: bool = False,
     prepared: str | None = None,
+    missing: Sequence[str] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Predicted:
     """Write the probability of each label for every row of new data.
@@ -105,6 +107,9 @@ def predict(
     prepared
         Dataset of ``hotbed prepare`` whose vocabularies encode raw rows: the one that the model was trained on, where
         it is elsewhere than the recipe says.
+    missing
+        Input columns that the data may lack. All of their values are then missing: ids are row 0, and numbers follow
+        the rule of their column.
     progress
         Called with the rows done and those there are.
 
@@ -124,7 +129,13 @@ def predict(
     place = find_checkpoint(checkpoint, best=True)
     manifest = read_manifest(place)
     recipe = recipe_of(manifest, str(place), trusted=trust_recipe)
-    source, labels = new_data(recipe, manifest, data, prepared)
+    try:
+        source, labels = new_data(recipe, manifest, data, prepared, missing)
+    except NoColumnError as error:
+        absent = " ".join(error.columns)
+        raise DataError(
+            f"{error}. Add the column, or score without it as if all of its values were missing: --missing {absent}"
+        ) from None
     source = source.streamed()
     refuse_other_ids(manifest, source, str(data))
     chosen = _split(source, split, str(data))
@@ -208,7 +219,7 @@ def refuse_keep(
             raise RecipeError(f"--keep names '{name}' {count} times; once will do")
         if name in names:
             raise RecipeError(f"--keep names '{name}', which is the name of a column that is written; rename it")
-        if suffix(target) == ".csv" and "<" in there[name]:
+        if suffix(target) == ".csv" and "<" in there[name].removeprefix("dictionary<"):
             raise RecipeError(f"--keep names '{name}', which is {there[name]} and no value of a CSV; write .parquet")
 
 
@@ -248,7 +259,7 @@ class _Output(AbstractContextManager["_Output"]):
     """A Parquet or CSV file that is written chunk by chunk."""
 
     def __init__(self, stream: BinaryIO, kind: str) -> None:
-        self._stream, self._kind, self._writer = stream, kind, cast(Any, None)
+        self._stream, self._kind, self._writer, self._rows = stream, kind, cast(Any, None), 0
 
     def write(self, kept: Any, names: Sequence[str], scores: Scores) -> None:
         """Append rows: columns of a `pyarrow.Table`, and scores by name."""
@@ -256,6 +267,8 @@ class _Output(AbstractContextManager["_Output"]):
         from pyarrow import csv, parquet
 
         columns = {} if kept is None else {name: kept[name] for name in kept.column_names}
+        if self._kind == ".csv":
+            columns = {name: _plain_text(column, name, self._rows) for name, column in columns.items()}
         table = pa.table(columns | {name: pa.array(column) for name, column in zip(names, scores.T, strict=True)})
         if self._writer is None:
             make = parquet.ParquetWriter if self._kind == ".parquet" else csv.CSVWriter
@@ -266,7 +279,34 @@ class _Output(AbstractContextManager["_Output"]):
             except (pa.ArrowInvalid, ValueError) as error:
                 raise DataError(f"the files of the data have a column of different types: {error}") from None
         self._writer.write_table(table)
+        self._rows += len(table)
 
     def __exit__(self, *_: object) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def _plain_text(column: Any, name: str, first_row: int) -> Any:
+    """Return a column as a CSV file can hold it: without a dictionary, and bytes as text."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)):
+        return column
+    try:
+        return column.cast(pa.large_string())
+    except pa.ArrowInvalid:
+        row, value = next((i, v) for i, v in enumerate(column.to_pylist()) if v is not None and not _is_utf8(v))
+        raise DataError(
+            f"column '{name}', row {first_row + row:,}: got the bytes {value[:40]!r}, expected text in UTF-8, which is "
+            "all that a CSV file holds. Write .parquet"
+        ) from None
+
+
+def _is_utf8(value: bytes) -> bool:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

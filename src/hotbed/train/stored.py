@@ -126,12 +126,12 @@ def recipe_of(manifest: Manifest, place: str, *, trusted: bool, evaluates: bool 
 
 
 def new_data(
-    recipe: Recipe, manifest: Manifest, data: str | Path, prepared: str | None = None
+    recipe: Recipe, manifest: Manifest, data: str | Path, prepared: str | None = None, missing: Sequence[str] = ()
 ) -> tuple[Source, tuple[str, ...]]:
     """Open data with the source of a checkpoint's recipe, without labels and uncut; and say what labels it has.
 
     Where that is a prepared dataset, data that are none are raw rows as ``hotbed prepare`` takes them. They are encoded
-    by the vocabularies of the recipe's dataset, or of ``prepared``.
+    by the vocabularies of the recipe's dataset, or of ``prepared``. Data may lack the columns ``missing``.
 
     Raises
     ------
@@ -153,10 +153,18 @@ def new_data(
         take_features(trained, manifest)
         text = trained.encoder.preparation.text
         encoder = trained.encoder.of(model_source(recipe, trained).schema.inputs)
-        return ParquetSource(data, encoder.schema, ids="raw", text=text, encoder=encoder), labels_of(recipe, trained)
+        source = ParquetSource(data, encoder.schema, ids="raw", text=text, missing=missing, encoder=encoder)
+        return source, labels_of(recipe, trained)
     if prepared is not None:
         raise RecipeError(f"--prepared is {prepared}, but {data} has no raw rows of prepared data; leave it out")
     given = dict(component.init_args)
+    if missing:
+        if not issubclass(component.load(), ParquetSource):
+            raise RecipeError(
+                f"--missing is {', '.join(missing)}, but the model was trained with a {component.load().__name__}, "
+                "whose data always have all columns; leave it out"
+            )
+        given["missing"] = list(missing)
     if isinstance(given.get("schema"), Mapping):
         schema = Schema.from_dict(cast("Mapping[str, object]", given["schema"])).inputs
         given["schema"] = model_schema(recipe, schema).to_dict()
@@ -302,7 +310,9 @@ def refuse_other_ids(manifest: Manifest, source: Source, data: str) -> None:
     """Raise `DataError` if ids are stored otherwise than in training: they would be hashed to other rows."""
     before = id_kinds_of(manifest)
     for name, kind in source.id_kinds().items():
-        refuse_other_kind(data, name, kind, before.get(name, ""))
+        trained = before.get(name, "")
+        if trained not in ("", kind) and not source.is_missing(name):
+            refuse_other_kind(data, name, kind, trained)
 
 
 def has_features(source: Source) -> bool:
