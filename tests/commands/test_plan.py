@@ -12,12 +12,13 @@ import torch
 import yaml
 
 from hotbed.commands.main import main
+from hotbed.commands.plan import plan_for, samples_per_s
 from hotbed.config import Recipe
 from hotbed.plan import Plan
 from hotbed.plan.hardware import Hardware
 from hotbed.train import parallel
 from hotbed.train.build import new_model, open_source
-from hotbed.train.plan_search import dense_part
+from hotbed.train.plan_search import dense_part, searched_ranks
 
 RECIPE = """
 name: planned
@@ -97,6 +98,35 @@ def test_many_ranks_in_replicas_are_summed_up(recipe: Path, capsys: pytest.Captu
     found = planned(recipe, "--ranks", "64", "--replicas", "2")
     assert found["plan"]["world_size"] == 32 and "replicas" in found["busiest_rank_s"]
     assert "busiest, median, idlest, fullest" in capsys.readouterr().out
+
+
+def test_a_plan_over_several_nodes_names_faster_settings(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    found = planned(recipe, "--ranks", "16")
+    assert {"--ranks 8", "--parallel.ranks_per_node 8"} >= found["faster"].keys() >= {"--ranks 8"}
+    assert found["faster"]["--ranks 8"] == planned(recipe, "--ranks", "8")["samples_per_s"] > found["samples_per_s"]
+    assert "faster: --ranks 8 trains" in capsys.readouterr().out
+    assert planned(recipe, "--ranks", "8")["faster"] == {}
+
+
+def test_the_rates_of_numbers_of_ranks_are_those_of_their_plans(recipe: Path):
+    values = Recipe.from_dict(yaml.safe_load(recipe.read_text()))
+    values = replace(values, parallel=replace(values.parallel, hardware="a100-40"))
+    source = open_source(values.data)
+    with torch.device("meta"):
+        model = new_model(values, source)
+    chosen = searched_ranks(model, values, "auto", 1, source, schemes="auto", others="auto")
+    for tried in chosen.tried:
+        if tried.ranks in (1, 2, 8, 16):
+            own = samples_per_s(plan_for(values, tried.ranks))
+            assert tried.samples_per_s == pytest.approx(own, rel=0.01), tried.ranks  # 0.7 of it with one rank's kernels
+
+
+def test_assumed_figures_have_an_error_bar(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    found = planned(recipe, "--ranks", "4")
+    assumed = found["assumed"]
+    assert "message_s" in assumed["figures"] and "network" not in assumed["figures"]
+    assert assumed["best_step_s"] < found["step_s"]["step"] < assumed["worst_step_s"] < 1.5 * found["step_s"]["step"]
+    assert "if all assumed figures were 1.5 times better or worse" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("own", ["auto", {"*": "auto"}])

@@ -37,8 +37,8 @@ from hotbed.store.touched import Touched
 
 WAYS = 32
 """Places of a set (Neo's row cache)."""
-_SETTLED_AT_ONCE = 1 << 14
-"""Places whose new records go to the layer below together."""
+_SETTLED_BYTES = 4 << 20
+"""Bytes of new records that go to the layer below together."""
 
 
 def needs_staging(device: torch.device) -> bool:
@@ -210,8 +210,9 @@ class CachedRecords(Records):
         with self._lock:
             self._insert_written()
             self._write_back()
-            for start in range(0, len(self._slab), _SETTLED_AT_ONCE):
-                keys = self._tags.keys[start : start + _SETTLED_AT_ONCE].cpu()
+            step = max(_SETTLED_BYTES // self.record_bytes, 1)
+            for start in range(0, len(self._slab), step):
+                keys = self._tags.keys[start : start + step].cpu()
                 dirty = self._dirty[start : start + len(keys)].cpu()
                 at = (dirty & (keys != FREE)).nonzero()[:, 0]
                 at = at[~self.below.has(keys[at])]
