@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -207,3 +208,22 @@ def test_states_of_a_distributed_model_have_the_names_of_its_state(ranks: Ranks)
     names = ["ebc.embedding_bags.t.weight", "over.bias", "over.weight"]
     assert resumed(None, "table") == (names, True)
     assert ranks.run(3, resumed, "row") == [(names, True)] * 3
+
+
+def test_gradients_of_tensors_that_are_no_parameters_are_clipped() -> None:
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    inner = KeyedOptimizerWrapper({"w": weight}, lambda params: torch.optim.SGD(params, lr=0.0))
+    for kind, expected in ((GradientClipping.VALUE, [1.0, 1.0]), (GradientClipping.NORM, [0.6, 0.8])):
+        weight.grad = torch.tensor([3.0, 4.0])
+        GradientClippingOptimizer(inner, clipping=kind, max_gradient=1.0).step()
+        assert weight.grad.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_optimizers_are_copied_by_pickle() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    inner = KeyedOptimizerWrapper({"w": weight}, lambda params: torch.optim.Adagrad(params, lr=0.1))
+    combined = CombinedOptimizer([("part", inner)])
+    weight.grad = torch.tensor([3.0, 4.0])
+    combined.step()
+    copy = pickle.loads(pickle.dumps(combined))
+    assert str(copy.state_dict()) == str(combined.state_dict())

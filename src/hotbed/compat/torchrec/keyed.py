@@ -58,6 +58,14 @@ class KeyedOptimizer(torch.optim.Optimizer):
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
 
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__  # torch's has only what its own optimizers need
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
     @property
     def params(self) -> Mapping[str, Any]:
         """Parameters by name."""
@@ -550,9 +558,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
     @override
     def step(self, closure: Any = None) -> Any:
         """Clip gradients, then update the parameters."""
-        params = [
-            p for g in self.param_groups for p in g["params"] if isinstance(p, nn.Parameter) and p.grad is not None
-        ]
+        params = [p for g in self.param_groups for p in g["params"] if isinstance(p, Tensor) and p.grad is not None]
         if self._clipping is GradientClipping.NORM and params:
             nn.utils.clip_grad_norm_(params, self._limit, self._norm_type)
         elif self._clipping is GradientClipping.VALUE and params:
