@@ -50,7 +50,7 @@ def recipe(folder: Path, gigabytes: float, cache_rows: int) -> tuple[Path, int]:
         "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [64, DIM], "top": [64, 1]}},
         "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.001}},
         "sparse_optimizer": {"class_path": "hotbed.optim.Adam", "init_args": {"lr": 0.001}},
-        "train": {"batch_size": BATCH, "steps": steps},
+        "train": {"batch_size": BATCH, "eval_batch_size": BATCH, "steps": steps},
         "memory": {"tier": "disk", "cache_rows": cache_rows, "directory": str(folder)},
     }
     path = folder / "recipe.json"

@@ -19,8 +19,8 @@ from hotbed.errors import CheckpointError, DamagedError
 
 BLOCK_BYTES = 16 << 20
 """Bytes of a block; the last of a file may be shorter."""
-BLOCKS_TO_WRITE = 2
-"""Blocks that may wait to be hashed and written."""
+BLOCKS_TO_WRITE = 1
+"""Blocks that are hashed and written while the next one is filled."""
 BLOCKS_READ = 5
 """Blocks of remote files that stay in memory after they have been read and verified."""
 BLOCKS_AHEAD = 4

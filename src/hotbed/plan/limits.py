@@ -28,7 +28,7 @@ BATCHES = 6
 FILE_SPACE = 1.5
 """Bytes of a large file per byte of its rows, about; see `hotbed.store.segments`."""
 SNAPSHOT_BYTES = 128 << 20
-"""What a rank that writes a checkpoint takes of the host's memory."""
+"""Upper limit of what a rank takes of the host's memory to write a checkpoint, whatever the number of rows."""
 
 
 @dataclass(frozen=True)

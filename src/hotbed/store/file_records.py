@@ -24,7 +24,7 @@ from hotbed.store.keyed import KeyedRecords, gathered, positions
 from hotbed.store.records import Use
 from hotbed.store.segments import PER_SEGMENT, Segments
 
-UNWRITTEN_BYTES = 48 << 20
+UNWRITTEN_BYTES = 32 << 20
 """Limit of the memory that holds what is not in the file yet, by default."""
 _MOVED_BYTES = 8 << 20
 """Bytes of records that are moved together where the file is shortened."""
