@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import hotbed as hb
+from hotbed.checkpoint import content_hash, directory, read_manifest, save_checkpoint
 from hotbed.checkpoint import convert as convert_module
-from hotbed.checkpoint import save_checkpoint
 from hotbed.checkpoint.content_hash import content_hashes
+from hotbed.checkpoint.differential import opened
 from hotbed.commands.main import main
 
 TABLES = [hb.Table("user", 300, 16, dtype="bf16", fp32_rows=20, init_seed=1), hb.Table("item", 90, 16, init_seed=2)]
@@ -54,6 +55,44 @@ def test_hashes_are_of_values_not_of_their_places(tmp_path: Path, monkeypatch: p
     found["all rows in pieces"] = content_hashes(tmp_path / "device-full")
     assert len({json.dumps(hashes, sort_keys=True) for hashes in found.values()}) == 1, found
     assert content_hashes(tmp_path / "device-base") != found["device-full"]
+
+
+@pytest.mark.parametrize("trained", ["nothing", "narrow rows"])
+def test_rows_of_one_kind_are_hashed_alike_in_every_tier(tmp_path: Path, trained: str) -> None:
+    found: list[dict[str, str]] = []
+    for tier in ("device", "disk"):
+        model, optimizer = model_of(tier)
+        if trained == "narrow rows":
+            ids = {"user": torch.tensor([[50, 60]]), "item": torch.tensor([[1, 2]])}
+            model(hb.Jagged.from_dict(ids)).concatenate().sum().backward()
+            optimizer.step()
+        save_checkpoint(tmp_path / tier, {"model": model, "sparse": optimizer})
+        found.append(content_hashes(tmp_path / tier))
+    assert found[0] == found[1]
+
+
+def test_tables_of_other_initial_values_are_other_tables(tmp_path: Path) -> None:
+    found: set[str] = set()
+    for number, seed in enumerate((1, 2, 1)):
+        model = hb.EmbeddingCollection([hb.Table("t", 50, 4, init_seed=seed)], [hb.Feature("f", "t")])
+        save_checkpoint(tmp_path / str(number), {"model": model})
+        found.add(content_hashes(tmp_path / str(number))["t"])
+    assert len(found) == 2
+
+
+def test_few_rows_of_a_huge_table_are_hashed_at_once(tmp_path: Path) -> None:
+    tables = [hb.Table("t", 1 << 40, 8)]
+    model = torch.nn.Sequential(hb.EmbeddingCollection(tables, [hb.Feature("f", "t")], device="meta"))
+    model = hb.distribute(model, hb.make_plan(tables, 1, hb.Cut(tier="disk")), device="cpu")
+    optimizer = hb.optim.SGD(model, lr=0.1)
+    ids = torch.arange(2000).view(-1, 1) * (1 << 29)
+    model(hb.Jagged.from_dict({"f": ids}))["f"].sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "c", {"model": model, "sparse": optimizer})
+    manifest = read_manifest(tmp_path / "c")
+    with opened(directory(tmp_path / "c"), manifest) as files:
+        assert len(list(content_hash._windows(manifest.tables["0.t"], files))) == 1
+    assert len(content_hashes(tmp_path / "c")["0.t"]) == 64
 
 
 def test_inspect_shows_which_table_differs(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ BLOCKS_READ = 5
 """Blocks of remote files that stay in memory after they have been read and verified."""
 BLOCKS_AHEAD = 4
 """Blocks that are verified at once where a caller reads on."""
+FILES_OPEN = 64
+"""Files of a checkpoint that stay open because tiles are read in turns."""
 HASHED_AT_ONCE = 1 << 20
 """Bytes of a local file's block that are read and hashed together."""
 FILES_UNDER_WAY = 8
@@ -338,7 +340,7 @@ class VerifiedFiles:
         if name not in self._entries:
             raise CheckpointError(f"{self.place} speaks of a file {name}, which its manifest does not list")
         if name not in self._open:
-            if len(self._open) >= 2:
+            if len(self._open) >= FILES_OPEN:
                 self._open.pop(next(iter(self._open))).close()
             self._open[name] = BlockReader(self.place, name, self._entries[name], self._cache)
         return self._open[name]

@@ -10,20 +10,24 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from hotbed.checkpoint.convert import Rectangle, changed_rows, read_rectangle, rows_in_memory
+from hotbed.checkpoint.convert import rows_in_memory
 from hotbed.checkpoint.differential import opened
 from hotbed.checkpoint.load import read_states
 from hotbed.checkpoint.manifest import SavedTable, read_manifest
 from hotbed.checkpoint.storage import Directory, directory
-from hotbed.checkpoint.tables import check_tables, layers
+from hotbed.checkpoint.tables import check_tables, layers, load_tile
 from hotbed.checkpoint.tensor_files import TensorFiles, bytes_of
+from hotbed.embed import LocalTile
+from hotbed.embed.arena import Arena, Shard, form
+from hotbed.optim import Moment
+from hotbed.store import LazyStore, Storage
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROWS_AT_ONCE = 4096
 
 
 def content_hashes(
@@ -41,7 +45,8 @@ def content_hashes(
     Returns
     -------
     dict
-        By name of the table, and ``parameters`` for all tensors of the part ``model``.
+        By name of the table, and ``parameters`` for all tensors of the part ``model``; states of dense optimizers and
+        random numbers are not hashed.
 
     Raises
     ------
@@ -70,37 +75,48 @@ def content_hashes(
 
 
 def _of_table(table: SavedTable, files: TensorFiles, progress: Callable[[int], None]) -> str:
-    """Hash numbers, stored bits and moments of the changed rows, each by itself so that windows do not matter."""
-    digests = {"keys": hashlib.sha256()}
+    """Hash what a table is, and numbers, stored bits and moments of its changed rows, each kind by itself."""
+    spec = table.spec
+    digests: dict[str, Any] = {}
     for rows in _windows(table, files):
-        tile, arrays = read_rectangle(Rectangle(rows, range(table.spec.dim), table), table.spec, files)
-        changed = changed_rows(tile, arrays, table)
-        digests["keys"].update(bytes_of((changed.nonzero()[:, 0] + rows.start).contiguous()))
-        for name, array in arrays.items():
-            of = slice(0, len(array)) if name == "fp32_weight" else slice(len(changed) - len(array), None)
-            bits = array.view(_BITS[array.element_size()])[changed[of]]
-            digests.setdefault(name, hashlib.sha256()).update(bytes_of(bits.contiguous()))
+        # A store that keeps only rows that differ from their initial values.
+        shard = Shard(spec, rows, range(spec.dim))
+        arena = Arena([shard], spec.dim, seed=0, device=torch.device("cpu"), backend="auto", storage=Storage("host"))
+        store = arena.store
+        assert isinstance(store, LazyStore)
+        for name, moment in table.moments.items():
+            store.add_moment(Moment(name, moment.per))
+        tile = LocalTile(shard, arena, 0, True)
+        load_tile(tile, table, table.moments, files)
+        for slots in store.keys(0).chunks(_ROWS_AT_ONCE):
+            found = {"keys": rows.start + slots, **tile.named(store.stored(slots))}
+            for name, array in found.items():
+                if len(array):
+                    digests.setdefault(name, hashlib.sha256()).update(bytes_of(array.contiguous()))
         progress(rows.stop)
     whole = {name: digest.hexdigest() for name, digest in sorted(digests.items())}
-    return hashlib.sha256(json.dumps([table.spec.rows, table.spec.dim, whole]).encode()).hexdigest()
+    moments = {name: [moment.per, moment.initial] for name, moment in sorted(table.moments.items())}
+    described = [spec.rows, spec.dim, *form(spec), spec.init_seed, spec.init_version, spec.bound, moments, whole]
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
 def _windows(table: SavedTable, files: TensorFiles) -> Iterator[range]:
-    """Yield ranges of rows that fit into memory, without those in which no row can have changed."""
-    step, rows = rows_in_memory(table, table.spec.dim), table.spec.rows
+    """Yield ranges of rows whose stored rows fit into memory; no range without stored rows."""
+    most, rows = rows_in_memory(table, table.spec.dim), table.spec.rows
     tiles = [(tile, of_files) for of, of_files in layers(table, files) for tile in of.tiles]
-    is_keyed = all(tile.keyed for tile, _ in tiles)
+    if not all(tile.keyed for tile, _ in tiles):
+        yield from (range(first, min(first + most, rows)) for first in range(0, rows, most))
+        return
     first = 0
     while first < rows:
-        if is_keyed:
-            following: list[int] = []
-            for tile, of_files in tiles:
-                key = f"{tile.key}/keys"
-                at = of_files.count_below(tile.file, key, first)
-                if at < of_files.find(tile.file, key).shape[0]:
-                    following.append(int(of_files.read_rows(tile.file, key, range(at, at + 1))))
-            if not following:
-                return
-            first = min(following)
-        yield range(first, min(first + step, rows))
-        first += step
+        begin, end = rows, rows
+        for tile, of_files in tiles:
+            key = f"{tile.key}/keys"
+            at, count = of_files.count_below(tile.file, key, first), of_files.find(tile.file, key).shape[0]
+            if at < count:
+                begin = min(begin, int(of_files.read_rows(tile.file, key, range(at, at + 1))))
+            if at + most < count:
+                end = min(end, int(of_files.read_rows(tile.file, key, range(at + most, at + most + 1))))
+        if begin < rows:
+            yield range(begin, end)
+        first = end

@@ -204,7 +204,7 @@ def _chunks(
                 some = whole._replace(rows=whole.rows[first : first + step])
                 tile, arrays = read_rectangle(some, spec, files)
                 if compact:
-                    changed.add(some.rows, changed_rows(tile, arrays, whole.saved), arrays)
+                    changed.add(some.rows, _changed_rows(tile, arrays, whole.saved), arrays)
                     if changed.nbytes >= CONVERTED_BYTES // 2:  # putting parts together takes twice the memory
                         yield changed.chunk()
                 else:
@@ -228,7 +228,7 @@ def _rectangles(saved: SavedTable, spec: Table) -> list[Rectangle]:
     return found
 
 
-def changed_rows(tile: LocalTile, arrays: Mapping[str, Tensor], saved: SavedTable) -> Tensor:
+def _changed_rows(tile: LocalTile, arrays: Mapping[str, Tensor], saved: SavedTable) -> Tensor:
     """Return which rows of a tile ``[R]`` differ in any bit from untouched ones."""
     shard = tile.shard
     arena = Arena([shard], len(shard.cols), seed=0, device=torch.device("cpu"), backend="auto")
@@ -255,7 +255,10 @@ class _Changed:
 
     def add(self, rows: range, changed: Tensor, arrays: Mapping[str, Tensor]) -> None:
         """Keep those of the next rows that have changed."""
+        self.rows = range(self.rows.start if self.rows else rows.start, rows[-1] + 1, rows.step)
         at = changed.nonzero()[:, 0]
+        if not len(at) and self._found:
+            return
         found = {"keys": rows.start + at * rows.step}
         for name, array in arrays.items():
             first = 0 if name == "fp32_weight" else len(changed) - len(array)
@@ -263,7 +266,6 @@ class _Changed:
             found[name] = _bits(array)[here].view(array.dtype)
         self._found.append(found)
         self.nbytes += sum(array.nbytes for array in found.values())
-        self.rows = range(self.rows.start if self.rows else rows.start, rows[-1] + 1, rows.step)
 
     def chunk(self) -> Chunk:
         """Return a chunk of the rows collected so far, and clear the collection."""

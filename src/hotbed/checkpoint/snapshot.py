@@ -25,6 +25,7 @@ from hotbed.store import DenseStore, LazyStore, PickedArray, PickedRows, RisingS
 
 KEPT_BYTES = 16 << 20
 """Limit of the rows that are kept, by default."""
+_BYTES_AT_ONCE = 1 << 20
 _RANGES = 16
 """Ranges of an array whose kept rows are freed together."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -72,7 +73,7 @@ class _Marks:
         self._marks = torch.zeros(count // 8 + 1 if packed else count, dtype=torch.uint8, device=device)
 
     def add(self, numbers: Tensor) -> Tensor:
-        """Mark numbers ``[n]``, −1 for none; return which were not marked before, as ``[n]`` bool."""
+        """Mark numbers ``[n]``, on the CPU −1 for none; return which were not marked before, as ``[n]`` bool."""
         if self._marks.device.type != "cpu":
             new = self._marks[numbers] == 0
             self._marks[numbers] = 1
@@ -90,7 +91,7 @@ class Snapshot:
     stores
         They must not be written to but by ``update``, ``write`` and ``put`` until it is closed.
     limit_bytes
-        How many bytes of rows may be kept at once, beside those of one step.
+        How many bytes of rows may be kept at once, and one megabyte.
     changed
         The slots to save of each store; None: all rows.
 
@@ -166,21 +167,26 @@ class Snapshot:
                     if first < last:
                         array.kept.append(_Kept(own[first:last].clone(), old[first:last].clone()))
                         self._bytes += array.kept[-1].nbytes
-            self.most_bytes = max(self.most_bytes, self._bytes)
-            self.is_waiting = True
-            self._lock.wait_for(lambda: self._bytes <= self._limit or self._closed)
-            self.is_waiting = False
+                self.most_bytes = max(self.most_bytes, self._bytes)
+                # Nothing has changed yet, so the reader may pass rows of this step meanwhile.
+                self.is_waiting = self._bytes > self._limit
+                self._lock.wait_for(lambda: self._bytes <= self._limit or self._closed)
+                self.is_waiting = False
+                if self._closed:
+                    break
         self.waited_s += time.perf_counter() - start
 
     def _unread(self, store: RowStore, slots: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield arrays with rising places and bits of the rows at these slots, without rows that came here before."""
         rows, marks = self.rows[store], self._marks[store]
         if isinstance(rows, DenseStore):
-            new = torch.unique(slots[marks.add(slots)])
-            for name, places in rows.places(new).items():
-                if len(places) and name in self._arrays[store]:
-                    places = torch.unique(places)
-                    yield name, places, as_bits(rows.arrays()[name]).index_select(0, places)
+            new, arrays = torch.unique(slots[marks.add(slots)]), rows.arrays()
+            step = max(_BYTES_AT_ONCE // max(sum(t[:1].nbytes for t in arrays.values()), 1), 1)
+            for some in new.split(step):
+                for name, places in rows.places(some).items():
+                    if len(places) and len(arrays[name]):
+                        places = torch.unique(places)
+                        yield name, places, as_bits(arrays[name]).index_select(0, places)
             return
         slots = slots.cpu()
         new = slots[marks.add(rows.all_slots.number(slots))].sort().values

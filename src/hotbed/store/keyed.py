@@ -217,7 +217,7 @@ class NumberedSlots(RisingSlots):
 
     def _cut(self, low: int, high: int) -> Iterator[tuple[int, int]]:
         """Yield where each piece of the slots from ``low`` to below ``high`` begins, and how many slots it has."""
-        width = -(-(high - low) // _INTERVALS)
+        width = -(-(high - low) // (_INTERVALS if self._count > PIECE else 1))
         counts = np.zeros(-(-(high - low) // width), np.int64)
         keys = self._records.numbered(self._count).numpy()
         cpu_cache.count_keys(keys, self._bits.numpy(), self._all_from, low, width, counts)
@@ -272,11 +272,13 @@ class TouchedNumbers(Touched):
         self._records, self._count = records, len(records)
         self._bits = torch.zeros(self._count // 8 + 1, dtype=torch.uint8)
         self._waiting: list[Tensor] = []
+        self._waiting_slots = 0
 
     @override
     def add(self, slots: Tensor) -> None:
         self._waiting.append(slots.clone())  # a view would keep all of its tensor
-        if sum(map(len, self._waiting)) > _WAITING:
+        self._waiting_slots += len(slots)
+        if self._waiting_slots > _WAITING:
             self._mark()
 
     @override
@@ -285,11 +287,11 @@ class TouchedNumbers(Touched):
         return NumberedSlots(self._records, len(self._records), self._bits.clone(), self._count)
 
     def _mark(self) -> None:
-        for slots in self._waiting:
-            numbers = self._records.numbers_of(slots.cpu())
+        if self._waiting:
+            numbers = self._records.numbers_of(torch.cat(self._waiting).cpu())
             numbers.masked_fill_(numbers >= self._count, -1)
             cpu_cache.mark(self._bits.numpy(), numbers.numpy(), np.empty(len(numbers), np.bool_))
-        self._waiting.clear()
+        self._waiting, self._waiting_slots = [], 0
 
 
 def positions(of: Tensor, wanted: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ class LazyStore(LazyRows):
             self.write(slots, torch.full((len(slots), *shape), value), moment)
 
     def _forget(self, span: int) -> None:
-        existing, own = self.existing(), self.keys(span)
+        existing = self.existing()
+        own = self._of_span(existing, span)
         if not len(own):
             return
         if len(own) == len(existing):
@@ -109,8 +110,10 @@ class LazyStore(LazyRows):
 
     def keys(self, span: int) -> SlotRange:
         """List the slots of a span that exist, rising."""
-        found = self.existing()
-        return found.part(found.below(self._firsts[span]), found.below(self._firsts[span + 1]))
+        return self._of_span(self.existing(), span)
+
+    def _of_span(self, slots: RisingSlots, span: int) -> SlotRange:
+        return slots.part(slots.below(self._firsts[span]), slots.below(self._firsts[span + 1]))
 
     def count_wide(self, slots: Tensor) -> int:
         """Count how many of these slots, all of one span, have float32 rows."""

@@ -121,10 +121,10 @@ class SlotRange:
         return SlotRange(self._of, self._start + start, self._start + stop)
 
     def cuts(self, count: int) -> Tensor:
-        """Return slots that cut the range into roughly ``count`` equal parts, without reading all of a long range."""
+        """Return slots that cut the range into at most ``count`` parts: equal ones, or whole pieces of a long range."""
         starts = self._of.piece_starts(self._start, self._stop)
-        if len(starts) >= count:
-            return starts[:: len(starts) // count]
+        if len(starts) > 1:
+            return starts[:: -(-len(starts) // (count - 1))].contiguous()
         return torch.cat([self[:0], *(self[at : at + 1] for at in (len(self) * i // count for i in range(1, count)))])
 
 
