@@ -11,6 +11,7 @@ Commands do so when they start; a library leaves the process's heap alone.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import platform
 import threading
 from collections.abc import Mapping
@@ -76,6 +77,15 @@ def keep_heap(environment: Mapping[str, str]) -> bool:
 def heap_is_kept() -> bool:
     """Whether `keep_heap` has succeeded in this process; nothing takes that back."""
     return _kept.is_set()
+
+
+def apart(nbytes: int) -> memoryview:
+    """Return zeroed memory that is no part of the heap and goes back to the system as soon as it is freed.
+
+    A long-lived block between the blocks of steps keeps these from being joined, and a heap that keeps what is freed
+    then grows with every step.
+    """
+    return memoryview(mmap.mmap(-1, max(nbytes, 1)))
 
 
 def _set_heap(environment: Mapping[str, str], names: Mapping[str, str], options: Mapping[int, int]) -> bool:

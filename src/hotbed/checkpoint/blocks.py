@@ -16,6 +16,7 @@ from typing import Any
 
 from hotbed.checkpoint.storage import Directory
 from hotbed.errors import CheckpointError, DamagedError
+from hotbed.heap import apart
 
 BLOCK_BYTES = 16 << 20
 """Bytes of a block; the last of a file may be shorter."""
@@ -51,7 +52,7 @@ class BlockWriters:
     def buffer(self) -> memoryview:
         """Return memory for a block, when one of the blocks under way is written."""
         self._free.acquire()
-        return self._buffers.pop() if self._buffers else memoryview(bytearray(BLOCK_BYTES))
+        return self._buffers.pop() if self._buffers else apart(BLOCK_BYTES)
 
     def give_back(self, buffer: memoryview | None) -> None:
         """Take memory back; None where it is lost."""
@@ -300,7 +301,7 @@ class BlockReader:
         """Read and verify a block, into this memory if it is given."""
         start, stop = number * self._block_bytes, min((number + 1) * self._block_bytes, self.size)
         if buffer is None or len(memoryview(buffer.obj)) < stop - start:
-            buffer = memoryview(bytearray(stop - start))
+            buffer = apart(stop - start)
         block = memoryview(buffer.obj)[: stop - start]
         self._file.read_into(block, start)
         self._refuse_other(number, hashlib.sha256(block).hexdigest())

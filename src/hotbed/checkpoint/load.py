@@ -1,7 +1,8 @@
 """Load a checkpoint: every rank reads what it needs of the tables, whatever tiles they were saved in.
 
-Rows come straight from the files into the tables, block by block, each checked before it is used; so memory is bounded
-by a few blocks. Rows that were cut at other columns are not contiguous in the files, so such tiles are read whole.
+Rows come straight from the files into the tables. Each block of a file is verified before any of it is used. Memory is
+bounded, because rows and keys are read in pieces. Rows that were cut at other columns are not contiguous in the files,
+so such tiles are read whole.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ so the kept row replaces the reader's copy.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotbed.heap import apart
 from hotbed.ops import cpu_cache
 from hotbed.store import DenseStore, LazyStore, PickedArray, PickedRows, RisingSlots, RowStore
 
@@ -165,7 +167,7 @@ class Snapshot:
                 firsts = torch.searchsorted(own, array.cuts).tolist()
                 for first, last in pairwise([0, *firsts, len(own)]):
                     if first < last:
-                        array.kept.append(_Kept(own[first:last].clone(), old[first:last].clone()))
+                        array.kept.append(_Kept(_copy_apart(own[first:last]), _copy_apart(old[first:last])))
                         self._bytes += array.kept[-1].nbytes
                 self.most_bytes = max(self.most_bytes, self._bytes)
                 # Nothing has changed yet, so the reader may pass rows of this step meanwhile.
@@ -218,6 +220,14 @@ def arrays_of(rows: DenseStore | PickedRows) -> Mapping[str, Tensor | PickedArra
 def as_bits(values: Tensor) -> Tensor:
     """Return the same memory as integers, because torch cannot index all narrow dtypes."""
     return values.view(_BITS[values.element_size()])
+
+
+def _copy_apart(values: Tensor) -> Tensor:
+    """Copy values that stay for many steps; on the CPU to memory that is no part of the heap."""
+    if values.device.type != "cpu" or values.nbytes < mmap.PAGESIZE:
+        return values.clone()
+    memory = np.frombuffer(apart(values.nbytes), np.uint8, values.nbytes)
+    return torch.from_numpy(memory).view(values.dtype).view(values.shape).copy_(values)
 
 
 def _marks_of(store: RowStore, rows: DenseStore | PickedRows) -> _Marks:

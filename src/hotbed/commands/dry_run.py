@@ -113,7 +113,7 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
         "memory": _memory(Forecast(recipe, source, plan, tables, moments), plan),
         "idle_settings": idle_settings(recipe, plan, tables, device),
         "free_bytes": _free(device, recipe.memory.directory),
-        "fixes": _fixes(recipe, plan),
+        "fixes": {place: _fixes(recipe, plan, place) for place in ("host", "disk", "device")},
         "table_bytes": sum(e["weight_bytes"] + e["moment_bytes"] for e in entries),
         "dense_parameters": sum(p.numel() for p in parameters),
         "dense_bytes": sum(p.nbytes for p in parameters),
@@ -151,14 +151,16 @@ def _free(device: torch.device, directory: str | None) -> dict[str, int | None]:
     return found | {"device": available_bytes(device)} if device.type == "cuda" else found
 
 
-def _fixes(recipe: Recipe, plan: Plan) -> str:
-    """Name the settings of this recipe that make a run smaller, as the end of a sentence."""
+def _fixes(recipe: Recipe, plan: Plan, place: str) -> str:
+    """Name the settings of this recipe with which a run takes less of a memory, as the end of a sentence."""
     memory, train = recipe.memory, recipe.train
+    if place == "disk":
+        return "give another memory.directory, or train fewer steps"
     tiers = {tile.tier for tile in plan.tiles}
     fixes: list[str] = []
     if "device" in tiers:
         fixes.append("set memory.tier to host or disk (rows that are not trained take no room there)")
-    elif "host" in tiers:
+    elif "host" in tiers and place == "host":
         fixes.append("set memory.tier to disk")
     if memory.cache_rows:
         fixes.append(f"lower memory.cache_rows (now {memory.cache_rows:,})")
@@ -207,7 +209,7 @@ def print_memory_plan(console: Console, plan: Mapping[str, Any]) -> None:
 
 
 def print_forecast(
-    console: Console, ranks: Sequence[Mapping[str, Any]], free: Mapping[str, int | None], fixes: str
+    console: Console, ranks: Sequence[Mapping[str, Any]], free: Mapping[str, int | None], fixes: Mapping[str, str]
 ) -> None:
     """Print where rows will be, the parts of the largest rank's memory, and a warning if there is too little memory."""
     tiers = ("device", "host", "disk")
@@ -225,10 +227,9 @@ def print_forecast(
         needed = sum(found["tiers" if place == "disk" else "peak_bytes"][place] for found in ranks)
         if there is not None and needed > there:
             where = "on disk" if place == "disk" else f"of {place} memory"
-            fix = "give another memory.directory, or train fewer steps" if place == "disk" else fixes
             own = " for them, including what this process already takes" * (place == "host")
             console.print(
                 f"this does not fit: {size(needed)} {where} are needed by all ranks of this plan, and {size(there)} "
-                f"are free here{own}; {fix}",
+                f"are free here{own}; {fixes[place]}",
                 soft_wrap=True,
             )

@@ -21,7 +21,7 @@ from hotbed.store.lazy_rows import Initial, LazyRows
 from hotbed.store.rising import RisingSlots, SlotRange
 from hotbed.store.touched import Touched
 
-BYTES_AT_ONCE = 4 << 20
+BYTES_AT_ONCE = 1 << 20
 """Bytes of records that are read or written together where all of a table is."""
 
 
