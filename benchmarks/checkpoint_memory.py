@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +99,15 @@ def run(name: str, argv: list[str], limit_mib: int) -> dict[str, Any]:
     return found
 
 
-def measure(gigabytes: float, limit_mib: int, cache_rows: int, folder: Path) -> dict[str, Any]:
-    """Run all commands on a model with so many bytes of trained rows."""
+def measure(gigabytes: float, limit_mib: int, cache_rows: int, folder: Path, only: Sequence[str]) -> dict[str, Any]:
+    """Run commands on a model with so many bytes of trained rows: those whose name has one of these words."""
     path, steps = recipe(folder, gigabytes, cache_rows)
     out = str(folder / "run")
     found: dict[str, Any] = {}
 
     def step(name: str, *argv: str) -> None:
-        found[name] = run(name, list(argv), limit_mib)
+        if any(word in name for word in only):
+            found[name] = run(name, list(argv), limit_mib)
 
     step("train, no checkpoint", "train", str(path), "--train.checkpoint", "none", "--out", str(folder / "plain"))
     shutil.rmtree(folder / "plain", ignore_errors=True)
@@ -132,6 +134,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[4.0, 10.0])
     parser.add_argument("--limit_mib", type=int, default=1024)
     parser.add_argument("--cache_rows", type=int, default=10_000)
+    parser.add_argument("--only", nargs="+", default=[""], help="words of the commands to run, e.g. 'checkpoints'")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", type=Path)
     parsed = parser.parse_args()
@@ -139,9 +142,12 @@ def main() -> None:
     for gigabytes in parsed.gigabytes:
         with tempfile.TemporaryDirectory(prefix="hotbed-memory-", dir=parsed.folder) as folder:
             print(f"-- {gigabytes:g} GB of trained rows, {parsed.limit_mib:,} MiB")
-            results[f"{gigabytes:g} GB"] = measure(gigabytes, parsed.limit_mib, parsed.cache_rows, Path(folder))
+            results[f"{gigabytes:g} GB"] = measure(
+                gigabytes, parsed.limit_mib, parsed.cache_rows, Path(folder), parsed.only
+            )
     if parsed.json is not None:
-        parsed.json.write_text(json.dumps({"limit_mib": parsed.limit_mib, **results}, indent=1) + "\n")
+        before = json.loads(parsed.json.read_text()) if parsed.json.exists() else {}
+        parsed.json.write_text(json.dumps(before | {"limit_mib": parsed.limit_mib} | results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
