@@ -135,3 +135,18 @@ def test_decimals_with_a_fraction_are_no_ids(tmp_path: Path) -> None:
     schema = Schema(sparse=(SparseColumn(name="x", rows=1 << 20),), labels=())
     with pytest.raises(SpecError, match=r"column 'x' is decimal128\(10, 2\), must be integers.* are numbers"):
         encoded(write(tmp_path / "log.parquet", x=decimals([1, 2], 10, 2)), schema)
+
+
+SIGNED_32 = RNG.integers(-(2**31), 2**31, 500)[RNG.integers(0, 500, N)]
+SIGNED_64 = RNG.integers(-(2**62), 2**62, 500)[RNG.integers(0, 500, N)]
+
+
+def test_signed_hashes_are_ids(tmp_path: Path) -> None:
+    for hashes in (SIGNED_32, with_one_missing(SIGNED_32), SIGNED_64, -np.abs(SIGNED_64), decimals(SIGNED_64)):
+        assert role(drafted(tmp_path, hashes)) == "ids"
+    for floats in (with_one_missing(SIGNED_64), with_one_missing(-np.abs(SIGNED_64))):
+        with pytest.raises(DataError, match=r"column 'x': .*double.*expected at most 9,007,199,254,740,992"):
+            drafted(tmp_path, floats)
+    profits = np.floor(RNG.standard_t(1.5, 500) * 1e6)[RNG.integers(0, 500, N)].astype(int)
+    assert abs(profits).max() > 2**24
+    assert role(drafted(tmp_path, profits)) == "asinh"

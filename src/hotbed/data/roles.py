@@ -247,8 +247,10 @@ def _whole_number(column: ColumnProfile) -> ColumnRole:
         return ColumnRole("number", "")
     if pa.types.is_decimal(column.type):
         return ColumnRole("number", "")
-    if column.distinct <= _FEW_VALUES or (column.inexact is not None and column.high > _COUNTS_TO):
+    if column.distinct <= _FEW_VALUES or max(abs(column.low), abs(column.high)) > _COUNTS_TO:
         return _ids(column)
+    if _is_signed_hash(column):
+        return _ids(column, ", taken for signed hashes")
     quantiles = column.quantiles_from_0 or column.quantiles
     median, upper = quantiles[2], quantiles[4]
     # A few values beyond 2²⁴ among small ones may be ids of other systems: they alone make no count.
@@ -258,6 +260,12 @@ def _whole_number(column: ColumnProfile) -> ColumnRole:
     if column.low < 0 and not column.quantiles_from_0:
         return ColumnRole("number", "it has negative values")
     return _ids(column, ", taken for ids")
+
+
+def _is_signed_hash(column: ColumnProfile) -> bool:
+    """Return whether integers are large on both sides of 0, and few are small: measures have many small values."""
+    large = sum(abs(quantile) > _LARGE for quantile in column.quantiles)
+    return column.low < -_LARGE and column.high > _LARGE and large >= len(column.quantiles) - 1
 
 
 def rule_of(column: ColumnProfile) -> tuple[Rule, str]:
