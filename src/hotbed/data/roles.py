@@ -241,6 +241,10 @@ def _ids(column: ColumnProfile, why: str = "") -> ColumnRole:
 def _whole_number(column: ColumnProfile) -> ColumnRole:
     """Ids, categories or counts: by name, by the number of values, or by their distribution."""
     named = _named_as(column.name)
+    if named == "id" and pa.types.is_decimal(column.type):
+        return ColumnRole(
+            "left out", f"its name is one of ids, but ids cannot be read from {column.type}; write it as integers"
+        )
     if named == "id":
         return _ids(column)
     if named == "number" and column.distinct > 2:
