@@ -25,7 +25,7 @@ import torch
 from hotbed.auc import auc
 from hotbed.data import arrow
 from hotbed.data.row_groups import RowGroup
-from hotbed.data.text_dates import date_format, digit_layout
+from hotbed.data.text_dates import date_format, digit_layout, other_zones
 from hotbed.data.value_counts import ValueCounts, most_distinct
 from hotbed.errors import DataError
 
@@ -308,7 +308,7 @@ def _dates(values: pa.Array) -> dict[str, Any]:
 
     if are(r"^\d{6,14}$") and len(pc.unique(pc.binary_length(values))) == 1:
         return {"layout": digit_layout(pc.cast(pc.cast(values, pa.large_string()), pa.int64()).to_numpy())}
-    if are(_SORTABLE_DATE):
+    if are(_SORTABLE_DATE) and not pc.any(other_zones(pc.cast(values, pa.large_string()))).as_py():
         return {"dates": "sortable"}
     if are(_YEAR_FIRST) or are(_OTHER_DATE):
         found = date_format(values)

@@ -53,6 +53,7 @@ _LAYOUT_WORDS = _words("hour month minute week period")
 _LAYOUT_NAMES = {"YYYYMMDD": "days", "YYYYMM": "months"}
 _SURE_DATES = 24  # distinct numbers, all of which are dates by chance in no log
 _MINUTES = 60  # an hour, month or minute of fewer values recurs
+_FIRST_YEAR = 1900  # numbers from here on may begin with a year (202352), and no hour, month or minute is so large
 _INDEX_NAMES = re.compile(
     r"(unnamed: \d+|__index_level_\d+__|level_\d+|index|row_?(id|nr|number|index)?|)", re.IGNORECASE
 )
@@ -200,7 +201,8 @@ def is_time_of_row(column: ColumnProfile) -> bool:
 def is_named_like_time(column: ColumnProfile) -> bool:
     """Return whether a name says that a column is the time of its row."""
     words = {*words_of(column.name)}
-    known = _TIME_WORDS if column.distinct <= _MINUTES else _TIME_WORDS | _LAYOUT_WORDS
+    recurs = column.distinct <= _MINUTES and not (column.low >= _FIRST_YEAR or column.dates)
+    known = _TIME_WORDS if recurs else _TIME_WORDS | _LAYOUT_WORDS
     return bool(words & known and not words & _OTHER_TIMES)
 
 
