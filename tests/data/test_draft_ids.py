@@ -131,6 +131,19 @@ def test_decimals_of_more_than_64_bits_are_refused(tmp_path: Path) -> None:
         encoded(write(tmp_path / "log.parquet", x=values), schema)
 
 
+def test_columns_of_decimals_beyond_64_bits_are_left_out(tmp_path: Path) -> None:
+    wide = pa.array([Decimal(10**25 + i % 50) for i in range(N)], pa.decimal128(38, 0))
+    rng = np.random.default_rng(0)
+    columns = {"click": rng.integers(0, 2, N), "user": rng.integers(0, 300, N), "x": wide, "more": wide}
+    found = draft(write(tmp_path / "log.parquet", **columns))
+    for name in ("x", "more"):
+        assert re.search(rf"decimal128.*got values from {10**25} to .*expected at most 64 bits", role(found, name))
+    assert ParquetSource(tmp_path / "log.parquet", found.schema).samples("train") == N
+    assert role(draft(tmp_path / "log.parquet", drop=["x", "more"])) == "--drop"
+    with pytest.raises(DataError, match=r"column 'x': it is decimal128.*so it can be no label"):
+        draft(tmp_path / "log.parquet", label="x")
+
+
 def test_decimals_with_a_fraction_are_no_ids(tmp_path: Path) -> None:
     schema = Schema(sparse=(SparseColumn(name="x", rows=1 << 20),), labels=())
     with pytest.raises(SpecError, match=r"column 'x' is decimal128\(10, 2\), must be integers.* are numbers"):

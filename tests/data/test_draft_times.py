@@ -119,7 +119,10 @@ def zoned(time: datetime.datetime, offset: str) -> str:
     ("values", "expected"),
     [
         ([zoned(t, OFFSETS[i % 3]) for i, t in enumerate(TIMES)], "%Y-%m-%dT%H:%M:%S%.f%z"),
-        ([f"{t:%Y-%m-%dT%H:%M:%S}" + (".5Z" if i % 2 else "Z") for i, t in enumerate(TIMES)], "%Y-%m-%dT%H:%M:%S%.f%#z"),
+        (
+            [f"{t:%Y-%m-%dT%H:%M:%S}" + (".5Z" if i % 2 else "Z") for i, t in enumerate(TIMES)],
+            "%Y-%m-%dT%H:%M:%S%.f%#z",
+        ),
         ([zoned(t, "+0900") for t in TIMES], None),
         ([f"{t:%Y-%m-%dT%H:%M:%S}.000Z" for t in TIMES], None),
     ],
