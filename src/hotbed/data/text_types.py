@@ -1,4 +1,4 @@
-# pyright: reportUnknownParameterType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Find the types of columns that are given as text, over all rows, and convert them: `TypesOfText`."""
 
 # pyarrow ships no types.
