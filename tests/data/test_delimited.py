@@ -154,6 +154,32 @@ def test_a_label_with_spaces_is_0_and_1(tmp_path: Path) -> None:
     assert [c.name for c in schema.sparse] == ["item"]
 
 
+def test_spaces_after_separators_are_no_part_of_names_and_text(tmp_path: Path) -> None:
+    rows = "".join(f"{i % 50}, {i % 7}, {'yes' if i % 3 else 'no'}, {'a ' * (i % 2)}\n" for i in range(400))
+    found = table(tmp_path, "user, x, label, kind\n" + rows + "1, 2, no,\n")
+    assert found.column_names == ["user", "x", "label", "kind"]
+    assert found["label"].unique().to_pylist() == ["no", "yes"]
+    assert found["kind"].unique().to_pylist() == [None, "a "]
+    schema = draft_schema(tmp_path / "log.csv").to_dict()
+    assert schema["labels"] == [{"column": "label", "positive": "== yes"}]
+    some = table(tmp_path, "a,b\n1, x\n2,y\n")
+    assert some["b"].to_pylist() == [" x", "y"]
+    with pytest.raises(DataError, match="several columns named 'a'"):
+        table(tmp_path, "a, a\n1, 2\n")
+
+
+@pytest.mark.parametrize("blank", [b"", b"\n", b"\xef\xbb\xbf \r\n\n"])
+@pytest.mark.parametrize("name", ["part-1.csv", "part-0.csv.gz"])
+def test_blank_files_of_a_folder_are_ignored(tmp_path: Path, blank: bytes, name: str) -> None:
+    folder = tmp_path / "log"
+    folder.mkdir()
+    (folder / name).write_bytes(gzip.compress(blank) if name.endswith("gz") else blank)
+    with pytest.raises(DataError, match="is empty; it needs a line of column names"):
+        draft_schema(folder)
+    (folder / "part-0.csv").write_text("user,label\n" + "".join(f"u{i % 41},{i % 2}\n" for i in range(400)))
+    assert ParquetSource(folder, draft_schema(folder)).samples("train") == 400
+
+
 def test_types_are_those_of_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotbed.data.delimited._BLOCK_BYTES", 1000)
     rows = "".join(f"{i},{i}\n" for i in range(5000))

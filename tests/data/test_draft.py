@@ -164,6 +164,16 @@ ROLES: dict[str, tuple[str, Any, str]] = {
         pa.array(RNG.random(N), mask=(CLICK == 1) & (RNG.random(N) < 0.4)),
         "in rows where it is missing the label is 1",
     ),
+    "missing in few negatives": (
+        "x",
+        pa.array(RNG.normal(0, 1, N), mask=(CLICK == 0) & (np.cumsum(CLICK == 0) <= 180)),
+        "as_is",
+    ),
+    "another value in few negatives": (
+        "x",
+        np.where((CLICK == 0) & (np.cumsum(CLICK == 0) <= 180), "bot", "phone"),
+        "ids",
+    ),
     "missing more often in negatives": (
         "x",
         pa.array(RNG.normal(0, 1, N), mask=(USER % 3 > CLICK * 1.5)),

@@ -131,7 +131,43 @@ def test_decimals_of_more_than_64_bits_are_refused(tmp_path: Path) -> None:
         encoded(write(tmp_path / "log.parquet", x=values), schema)
 
 
+def test_columns_of_decimals_beyond_64_bits_are_left_out(tmp_path: Path) -> None:
+    wide = pa.array([Decimal(10**25 + i % 50) for i in range(N)], pa.decimal128(38, 0))
+    rng = np.random.default_rng(0)
+    columns = {"click": rng.integers(0, 2, N), "user": rng.integers(0, 300, N), "x": wide, "more": wide}
+    found = draft(write(tmp_path / "log.parquet", **columns))
+    for name in ("x", "more"):
+        assert re.search(rf"decimal128.*got values from {10**25} to .*expected at most 64 bits", role(found, name))
+    assert ParquetSource(tmp_path / "log.parquet", found.schema).samples("train") == N
+    assert role(draft(tmp_path / "log.parquet", drop=["x", "more"])) == "--drop"
+    with pytest.raises(DataError, match=r"column 'x': it is decimal128.*so it can be no label"):
+        draft(tmp_path / "log.parquet", label="x")
+
+
 def test_decimals_with_a_fraction_are_no_ids(tmp_path: Path) -> None:
     schema = Schema(sparse=(SparseColumn(name="x", rows=1 << 20),), labels=())
     with pytest.raises(SpecError, match=r"column 'x' is decimal128\(10, 2\), must be integers.* are numbers"):
         encoded(write(tmp_path / "log.parquet", x=decimals([1, 2], 10, 2)), schema)
+
+
+@pytest.mark.parametrize("name", ["uid", "product_id"])
+def test_decimals_with_a_scale_that_are_named_like_ids_are_left_out(tmp_path: Path, name: str) -> None:
+    found = drafted(tmp_path, decimals(RNG.integers(0, 500, N), 20, 2), name)
+    assert re.search(r"decimal128\(20, 2\); write it as integers", role(found, name))
+    source = ParquetSource(tmp_path / "log.parquet", found.schema)  # raises if the draft cannot be read
+    assert len(source.read("train", 0)) > 0
+
+
+SIGNED_32 = RNG.integers(-(2**31), 2**31, 500)[RNG.integers(0, 500, N)]
+SIGNED_64 = RNG.integers(-(2**62), 2**62, 500)[RNG.integers(0, 500, N)]
+
+
+def test_signed_hashes_are_ids(tmp_path: Path) -> None:
+    for hashes in (SIGNED_32, with_one_missing(SIGNED_32), SIGNED_64, -np.abs(SIGNED_64), decimals(SIGNED_64)):
+        assert role(drafted(tmp_path, hashes)) == "ids"
+    for floats in (with_one_missing(SIGNED_64), with_one_missing(-np.abs(SIGNED_64))):
+        with pytest.raises(DataError, match=r"column 'x': .*double.*expected at most 9,007,199,254,740,992"):
+            drafted(tmp_path, floats)
+    profits = np.floor(RNG.standard_t(1.5, 500) * 1e6)[RNG.integers(0, 500, N)].astype(int)
+    assert abs(profits).max() > 2**24
+    assert role(drafted(tmp_path, profits)) == "asinh"

@@ -108,6 +108,49 @@ def test_text_that_does_not_sort_is_refused_without_a_format(tmp_path: Path) -> 
     assert source.samples("test") == sum(t >= datetime.datetime(2017, 11, 12, 4) for t in TIMES)
 
 
+OFFSETS = ("-0800", "+0000", "+0900")
+
+
+def zoned(time: datetime.datetime, offset: str) -> str:
+    return (time + datetime.timedelta(hours=int(offset[:3]))).strftime("%Y-%m-%dT%H:%M:%S") + offset
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([zoned(t, OFFSETS[i % 3]) for i, t in enumerate(TIMES)], "%Y-%m-%dT%H:%M:%S%.f%z"),
+        (
+            [f"{t:%Y-%m-%dT%H:%M:%S}" + (".5Z" if i % 2 else "Z") for i, t in enumerate(TIMES)],
+            "%Y-%m-%dT%H:%M:%S%.f%#z",
+        ),
+        ([zoned(t, "+0900") for t in TIMES], None),
+        ([f"{t:%Y-%m-%dT%H:%M:%S}.000Z" for t in TIMES], None),
+    ],
+)
+def test_text_times_with_zones_are_split_in_the_order_of_time(tmp_path: Path, values: Any, expected: Any) -> None:
+    check_order(tmp_path, "ts", values, SECONDS)
+    split: Any = draft(tmp_path / "log.parquet").splits.init_args["split"]
+    assert split.get("format") == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ([zoned(t, OFFSETS[i % 3]) for i, t in enumerate(TIMES)], r"2017-.*\+0000"),
+        (["2024-05-01T10:00:00Z", "2024-05-01T10:00:00.5Z"] * (N // 2), r"2024-05-01T10:00:00\.5Z"),
+        (["2024-05-01T10:00:00Z", "2024-05-01T10:00:00"] * (N // 2), "2024-05-01T10:00:00"),
+        (texts("%d/%m/%Y"), r"1./11/2017"),
+        (texts("%-d.%-m.%Y %H:%M"), r"1.\.11\.2017 ..:.."),
+        (texts("%d %b %Y"), "1. Nov 2017"),
+    ],
+)
+def test_splits_by_text_that_does_not_sort_are_refused(tmp_path: Path, values: Any, named: str) -> None:
+    path = write(tmp_path / "log.parquet", row=np.arange(N), ts=values)
+    split = {"by": "time", "column": "ts", "test_from": "20/3/2024"}
+    with pytest.raises(DataError, match=rf"column 'ts': got '{named}' at row .*Add format"):
+        ParquetSource(path, SCHEMA, ids="raw", split=split)
+
+
 @pytest.mark.parametrize(
     ("column", "change", "error", "message"),
     [
@@ -156,6 +199,8 @@ def test_what_is_no_time(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFix
         ("date", [f"{d}/{d % 7 + 1}/2024" for d in RNG.integers(1, 13, N)]),
         ("day", RNG.integers(0, 7, N)),
         ("created_at", [f"week {w}" for w in RNG.integers(0, 50, N)]),
+        ("week", 202_301 + RNG.integers(0, 52, N)),
+        ("month", [f"2023-{m:02}" for m in RNG.integers(1, 13, N)]),
     ],
 )
 def test_columns_that_are_named_like_times_and_are_none_are_told(

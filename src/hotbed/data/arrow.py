@@ -100,7 +100,7 @@ def plain(table: pa.Table, where: str = "the rows") -> pa.Table:
 
     Raises
     ------
-    DataError
+    WideDecimalError
         If a whole decimal has more than 64 bits.
     """
     types = [plain_type(field.type) for field in table.schema]
@@ -108,13 +108,12 @@ def plain(table: pa.Table, where: str = "the rows") -> pa.Table:
         return table
     names = table.column_names
     columns = [
-        _plain_column(column, kind, f"{where}, column '{name}'")
-        for name, column, kind in zip(names, table.columns, types, strict=True)
+        _plain_column(column, kind, where, name) for name, column, kind in zip(names, table.columns, types, strict=True)
     ]
     return pa.table(columns, names=names)
 
 
-def _plain_column(column: pa.ChunkedArray, kind: pa.DataType, where: str) -> pa.ChunkedArray:
+def _plain_column(column: pa.ChunkedArray, kind: pa.DataType, where: str, name: str) -> pa.ChunkedArray:
     if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
         # Arrow's own cast loses values of a view (seen in 26.0).
         column = pa.chunked_array(
@@ -122,11 +121,11 @@ def _plain_column(column: pa.ChunkedArray, kind: pa.DataType, where: str) -> pa.
         )
     value = column.type.value_type if is_list(column.type) else column.type
     if pa.types.is_decimal(value):
-        return _integers_of_decimals(column, kind, where)
+        return _integers_of_decimals(column, kind, where, name)
     return column.cast(kind)
 
 
-def _integers_of_decimals(column: pa.ChunkedArray, kind: pa.DataType, where: str) -> pa.ChunkedArray:
+def _integers_of_decimals(column: pa.ChunkedArray, kind: pa.DataType, where: str, name: str) -> pa.ChunkedArray:
     """Cast whole decimals, or lists of them, to integers of 64 bits."""
     signed = pa.large_list(pa.int64()) if is_list(kind) else pa.int64()
     for integers in (kind, signed):
@@ -134,10 +133,13 @@ def _integers_of_decimals(column: pa.ChunkedArray, kind: pa.DataType, where: str
             return column.cast(integers)
     values = pc.list_flatten(column) if is_list(column.type) else column
     span = pc.min_max(values).as_py()
-    raise DataError(
-        f"{where} is {column.type}, which is read as integers: got values from {span['min']} to {span['max']}, "
+    reason = (
+        f"is {column.type}, which is read as integers: got values from {span['min']} to {span['max']}, "
         "expected at most 64 bits. Write the column as strings, or as double if it is a number"
     )
+    error = WideDecimalError(f"{where}, column '{name}' {reason}")
+    error.column, error.reason = name, reason
+    raise error
 
 
 def _list_of_view(array: pa.Array) -> pa.Array:
@@ -176,6 +178,19 @@ def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
     if is_time(values[0]):
         return pa.timestamp("us", "UTC" if any(getattr(t, "tz", None) for t in values) else None)
     return pa.int64() if all(map(is_whole, values)) else pa.float64()
+
+
+class WideDecimalError(DataError):
+    """An error about whole decimals of more than 64 bits.
+
+    Attributes
+    ----------
+    column, reason
+        The column's name, and the problem without the name of the file.
+    """
+
+    column: str = ""
+    reason: str = ""
 
 
 class NoColumnError(DataError):

@@ -39,9 +39,10 @@ _log = logging.getLogger("hotbed")
 
 _NAME = re.compile(r"(\.(csv|tsv)|(^|/)day_\d+)(\.gz|\.zst)?$", re.IGNORECASE)
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-_VERSION = 5  # part of the names of what is kept: raised where a file would be converted to something else
+_VERSION = 6  # part of the names of what is kept: raised where a file would be converted to something else
 _HEAD_BYTES = 1 << 20
 _HEAD_ROWS = 20
+_BLANK_BYTES = 1 << 10  # larger files are not looked at: they have more than blank lines
 _BLOCK_BYTES = 16 << 20
 _ROW_GROUP = 65_536
 _KEPT_SECONDS = 7 * 24 * 3600
@@ -68,6 +69,14 @@ class Layout:
 def is_delimited(name: str) -> bool:
     """Whether a file of this name is one of CSV or TSV, or a day of Criteo's log, plain or compressed."""
     return _NAME.search(name) is not None
+
+
+def is_blank(store: fs.FileSystem, info: fs.FileInfo) -> bool:
+    """Whether a file has no text but blank lines, as empty partitions of some tools have."""
+    if info.size > _BLANK_BYTES:
+        return False
+    with _explained(info.path), _stream(store, info.path) as stream:
+        return not info.size or not stream.read(_HEAD_BYTES).decode("utf-8-sig", errors="replace").strip()
 
 
 def has_header(file: Path | RemoteFile) -> bool:
@@ -289,6 +298,7 @@ def _layout(store: fs.FileSystem, path: str) -> Layout:
     rows, skipped = _rows(path, text, separator, whole), int(_DIRECTIVE.match(text) is not None)
     if all(map(_is_criteo, rows)) and len({*map(len, rows)}) == 1:
         return Layout(COLUMNS[-len(rows[0]) :], separator, has_header=False, text=frozenset(SPARSE), skipped=skipped)
+    rows[0] = [name.strip() for name in rows[0]]
     _check_header(path, rows)
     return Layout(tuple(rows[0]), separator, has_header=True, skipped=skipped)
 

@@ -25,6 +25,7 @@ from hotbed.data.hashing import rows_of
 from hotbed.data.parquet_files import ParquetFile, with_rows
 from hotbed.data.profile import ColumnProfile, count_distinct, profile, take_sample
 from hotbed.data.roles import ColumnRole, is_named_like_time, leak_reason, role_of, rule_of, time_reason
+from hotbed.data.row_groups import RowGroup
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
 
@@ -166,7 +167,8 @@ def draft(
         if name not in names:
             raise DataError(f"{option} names column '{name}', which {path} does not have{did_you_mean(name, names)}")
     missing = _not_everywhere(files.train_files, names)
-    sample, total = take_sample(groups, [name for name in names if name not in missing]), sum(g.samples for g in groups)
+    sample = _sample(groups, [name for name in names if name not in drop], missing)
+    total = sum(group.samples for group in groups)
     asked = list(dict.fromkeys([label] if isinstance(label, str) else label))
     if dropped := [name for name in asked if name in drop]:
         raise SpecError(f"--label and --drop both name '{dropped[0]}'; leave one of them out")
@@ -237,6 +239,15 @@ def draft(
         samples=total,
         repeats=repeats,
     )
+
+
+def _sample(groups: Sequence[RowGroup], names: Sequence[str], missing: dict[str, str]) -> pa.Table:
+    """Sample columns that are not in `missing`, to which those are added that have decimals of more than 64 bits."""
+    while True:
+        try:
+            return take_sample(groups, [name for name in names if name not in missing])
+        except arrow.WideDecimalError as error:
+            missing[error.column] = f"it {error.reason}"
 
 
 def _names(files: Sequence[ParquetFile]) -> list[str]:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from hotbed.data import arrow
-from hotbed.data.delimited import is_delimited, parquet_of
+from hotbed.data.delimited import is_blank, is_delimited, parquet_of
 from hotbed.data.row_groups import RowGroup
 from hotbed.errors import DataError
 from hotbed.locations import opened
@@ -253,6 +253,11 @@ def find_parquet(
             "it into the folder of one or elsewhere, or give the path of the file to train on, and that of the test "
             "data by itself (hotbed init PATH --test PATH)"
         )
+    blank = {
+        e.path[len(root) :].strip("/") for e in entries if e.is_file and is_delimited(e.path) and is_blank(store, e)
+    }
+    # A split of nothing but blank files is refused when the first one is read.
+    names = {split: [name for name in of if name not in blank] or of for split, of in names.items()}
     numbers = _numbers([name for of_split in names.values() for name in of_split])
     base = root.rstrip("/")
 

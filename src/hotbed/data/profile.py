@@ -25,7 +25,7 @@ import torch
 from hotbed.auc import auc
 from hotbed.data import arrow
 from hotbed.data.row_groups import RowGroup
-from hotbed.data.text_dates import date_format, digit_layout
+from hotbed.data.text_dates import date_format, digit_layout, other_zones
 from hotbed.data.value_counts import ValueCounts, most_distinct
 from hotbed.errors import DataError
 
@@ -39,6 +39,7 @@ _FEW = 1_000
 _LARGEST_ID = 2.0**64  # whole floats beyond it cannot come from ids of 64 bits
 _FEWEST_OF_A_CLASS = 50
 _FREQUENT = 0.6  # share from which on a class is found in most rows of any kind
+_RECALL = 0.2  # share of a class that rows must have to give it away: a few rows may be of one class by another cause
 _OTHERS = 0.02  # of the rows of the other class that chance would give, in rows that are of one class
 _CLOCK = r"([T ,]+\d{1,2}:\d\d.{0,20})?$"
 _PADDED_CLOCK = r"([T ,]+\d\d:\d\d(:\d\d([.,]\d+)?)?( ?(Z|UTC|[+-]\d\d:?\d\d))?)?$"
@@ -307,7 +308,7 @@ def _dates(values: pa.Array) -> dict[str, Any]:
 
     if are(r"^\d{6,14}$") and len(pc.unique(pc.binary_length(values))) == 1:
         return {"layout": digit_layout(pc.cast(pc.cast(values, pa.large_string()), pa.int64()).to_numpy())}
-    if are(_SORTABLE_DATE):
+    if are(_SORTABLE_DATE) and not pc.any(other_zones(pc.cast(values, pa.large_string()))).as_py():
         return {"dates": "sortable"}
     if are(_YEAR_FIRST) or are(_OTHER_DATE):
         found = date_format(values)
@@ -380,8 +381,9 @@ def _one_sided(column: pa.ChunkedArray, null: arrow.Array, labels: arrow.Array) 
             count, right = int(there.sum()), float(of_class[there].sum())
             by_chance = count * float(1 - of_class.mean())
             is_sure = by_chance >= _FEWEST_OF_A_CLASS and count - right <= _OTHERS * by_chance
-            if is_sure and of_class.mean() <= _FREQUENT:
-                return OneSided(rows, label, right / count, right / float(of_class.sum()))
+            recall = right / max(1.0, float(of_class.sum()))
+            if is_sure and of_class.mean() <= _FREQUENT and recall >= _RECALL:
+                return OneSided(rows, label, right / count, recall)
     return None
 
 

@@ -53,6 +53,7 @@ _LAYOUT_WORDS = _words("hour month minute week period")
 _LAYOUT_NAMES = {"YYYYMMDD": "days", "YYYYMM": "months"}
 _SURE_DATES = 24  # distinct numbers, all of which are dates by chance in no log
 _MINUTES = 60  # an hour, month or minute of fewer values recurs
+_FIRST_YEAR = 1900  # numbers from here on may begin with a year (202352), and no hour, month or minute is so large
 _INDEX_NAMES = re.compile(
     r"(unnamed: \d+|__index_level_\d+__|level_\d+|index|row_?(id|nr|number|index)?|)", re.IGNORECASE
 )
@@ -200,7 +201,8 @@ def is_time_of_row(column: ColumnProfile) -> bool:
 def is_named_like_time(column: ColumnProfile) -> bool:
     """Return whether a name says that a column is the time of its row."""
     words = {*words_of(column.name)}
-    known = _TIME_WORDS if column.distinct <= _MINUTES else _TIME_WORDS | _LAYOUT_WORDS
+    recurs = column.distinct <= _MINUTES and not (column.low >= _FIRST_YEAR or column.dates)
+    known = _TIME_WORDS if recurs else _TIME_WORDS | _LAYOUT_WORDS
     return bool(words & known and not words & _OTHER_TIMES)
 
 
@@ -241,14 +243,20 @@ def _ids(column: ColumnProfile, why: str = "") -> ColumnRole:
 def _whole_number(column: ColumnProfile) -> ColumnRole:
     """Ids, categories or counts: by name, by the number of values, or by their distribution."""
     named = _named_as(column.name)
+    if named == "id" and pa.types.is_decimal(column.type):
+        return ColumnRole(
+            "left out", f"its name is one of ids, but ids cannot be read from {column.type}; write it as integers"
+        )
     if named == "id":
         return _ids(column)
     if named == "number" and column.distinct > 2:
         return ColumnRole("number", "")
     if pa.types.is_decimal(column.type):
         return ColumnRole("number", "")
-    if column.distinct <= _FEW_VALUES or (column.inexact is not None and column.high > _COUNTS_TO):
+    if column.distinct <= _FEW_VALUES or max(abs(column.low), abs(column.high)) > _COUNTS_TO:
         return _ids(column)
+    if _is_signed_hash(column):
+        return _ids(column, ", taken for signed hashes")
     quantiles = column.quantiles_from_0 or column.quantiles
     median, upper = quantiles[2], quantiles[4]
     # A few values beyond 2²⁴ among small ones may be ids of other systems: they alone make no count.
@@ -258,6 +266,12 @@ def _whole_number(column: ColumnProfile) -> ColumnRole:
     if column.low < 0 and not column.quantiles_from_0:
         return ColumnRole("number", "it has negative values")
     return _ids(column, ", taken for ids")
+
+
+def _is_signed_hash(column: ColumnProfile) -> bool:
+    """Return whether integers are large on both sides of 0, and few are small: measures have many small values."""
+    large = sum(abs(quantile) > _LARGE for quantile in column.quantiles)
+    return column.low < -_LARGE and column.high > _LARGE and large >= len(column.quantiles) - 1
 
 
 def rule_of(column: ColumnProfile) -> tuple[Rule, str]:

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from hotbed.data import arrow
 from hotbed.data.hashing import hash_integers, hash_strings, mix
 from hotbed.data.row_groups import RowGroup
-from hotbed.data.text_dates import UNPADDED, parse_dates
+from hotbed.data.text_dates import UNSORTED, other_zones, parse_dates
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 SPLITS = ("train", "valid", "test")
@@ -248,8 +248,11 @@ class TimeSplit(RowSplit):
         """Return text as it is, or as microseconds by the format; raise `DataError` if it does not sort by time."""
         texts = _comparable(column)
         if self.format is None:
-            bad, values = pc.match_substring_regex(texts, UNPADDED), texts
-            problem = "expected padded text, as it does not sort by time. Add format: to the split, such as"
+            bad, values = pc.or_(pc.match_substring_regex(texts, UNSORTED), other_zones(texts)), texts
+            problem = (
+                "expected padded text that begins with the year and has one zone, because other text does not sort by "
+                "time. Add format: to the split, such as"
+            )
         else:
             values = parse_dates(texts, self.format)
             bad = pc.and_(pc.is_valid(texts), pc.is_null(values))

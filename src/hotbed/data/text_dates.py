@@ -1,4 +1,4 @@
-# pyright: reportUnknownParameterType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Find how dates are written in text or digits, and parse text: `date_format`, `digit_layout`, `parse_dates`."""
 
 # pyarrow ships no types.
@@ -18,14 +18,17 @@ from hotbed.errors import SpecError
 if TYPE_CHECKING:  # imported where it is used: it takes a while
     import polars as pl
 
-UNPADDED = r"^(19|20)\d\d[-/](\d[-/]|\d\d[-/]\d([T ,]|$)|\d\d[-/]\d\d[T ,]+\d:)"
-"""Dates such as ``2024-1-31`` and ``2024-01-31 9:05``, which do not sort by time as text."""
+_YEAR_FIRST = r"(19|20)\d\d[-/](\d[-/]|\d\d[-/]\d([T ,]|$)|\d\d[-/]\d\d[T ,]+\d:)"
+UNSORTED = rf"^({_YEAR_FIRST}|\d\d?[-/. ](\d\d?|[A-Za-z]{{3,}})[-/. ])"
+"""Dates such as ``2024-1-31``, ``2024-01-31 9:05`` and ``31/1/2024``, which do not sort by time as text."""
 
 _DAYS = (
     *("%Y-%m-%d", "%Y/%m/%d", "%Y.%m.%d", "%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%m.%d.%Y", "%d-%m-%Y", "%m-%d-%Y"),
     *("%d %m %Y", "%m %d %Y", "%d/%m/%y", "%m/%d/%y", "%d %b %Y", "%d-%b-%Y", "%d/%b/%Y", "%d.%b.%Y"),
 )
 _CLOCKS = ("", " %H:%M", " %H:%M:%S%.f", "T%H:%M", "T%H:%M:%S%.f", " %I:%M %p", " %I:%M:%S %p", ", %H:%M")
+_ZONES = ("T%H:%M%z", "T%H:%M:%S%.f%z", " %H:%M%z", " %H:%M:%S%.f%z")
+_ZONED = r"^.*\d:\d\d(?:[.,]\d+)? ?(Z|UTC|[+-]\d\d:?\d\d)$"
 _FIRST = 20  # values by which most formats are ruled out
 _YEARS = (1900, 2100)
 
@@ -57,10 +60,24 @@ def digit_layout(values: arrow.Array) -> str:
 def date_format(texts: pa.Array) -> str | None:
     """Return the only ``strptime`` format that all of these texts ``[u]`` have; None if none or several fit."""
     series = _series(texts)
-    formats = [day + clock for day, clock in product(_DAYS, _CLOCKS)]
+    formats = [day + clock for day, clock in product(_DAYS, (*_CLOCKS, *_ZONES))]
     for some in (series.head(_FIRST), series):
-        formats = [of for of in formats if _fits(_parsed(some, of))]
+        fitting = [of for of in formats if _fits(_parsed(some, of))]
+        # In polars, "%#z" also accepts Z for UTC.
+        with_z = [of.replace("%z", "%#z") for of in formats if "%z" in of]
+        formats = fitting or [of for of in with_z if _fits(_parsed(some, of))]
     return formats[0] if len(formats) == 1 else None
+
+
+def other_zones(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """Mark texts ``[n]`` that do not sort by time with the first one: their zone differs, or the digits before it."""
+    zoned = pc.match_substring_regex(texts, _ZONED)
+    zones = pc.replace_substring_regex(texts, _ZONED, r"\1")
+    none = pa.scalar("", texts.type)
+    layouts = pc.binary_join_element_wise(pc.replace_substring_regex(texts, r"\d", "0"), zones, none)
+    found = pc.if_else(zoned, layouts, none)
+    first = next((text for text in pc.unique(found).to_pylist() if text is not None), "")
+    return pc.not_equal(found, pa.scalar(first, texts.type))
 
 
 def parse_dates(texts: pa.ChunkedArray, format: str) -> pa.ChunkedArray:

@@ -1,4 +1,4 @@
-# pyright: reportUnknownParameterType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Find the types of columns that are given as text, over all rows, and convert them: `TypesOfText`."""
 
 # pyarrow ships no types.
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 if TYPE_CHECKING:  # imported where it is used: it takes a while
     import polars as pl
@@ -145,10 +146,13 @@ class TypesOfText:
         self._empty = set(names)
         self._with_plus: set[str] = set()
         self._measures: set[str] = set()
+        self._spaced = set(names)
 
     def look_at(self, batch: pa.Table) -> None:
         """Drop the types that do not fit all of these rows ``[n]`` of text."""
         for name in self._names:
+            if name in self._spaced and pc.all(pc.starts_with(batch[name], " ")).as_py() is False:
+                self._spaced.discard(name)
             if self._kinds[name]:
                 text = _series(batch, name)
                 if text.null_count() < len(text):
@@ -181,7 +185,7 @@ class TypesOfText:
             if self._is_empty(name):
                 columns.append(pa.chunked_array([pa.nulls(len(batch))]))
             elif kind is None:
-                columns.append(batch[name])
+                columns.append(_without_space(batch[name]) if name in self._spaced else batch[name])
             else:
                 columns.append(pa.chunked_array([kind.parse(_series(batch, name)).to_arrow()]).cast(field.type))
         return pa.Table.from_arrays(columns, schema=self.schema())
@@ -201,6 +205,12 @@ class TypesOfText:
 
     def _is_empty(self, name: str) -> bool:
         return bool(self._kinds[name]) and name in self._empty
+
+
+def _without_space(text: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Remove spaces at the beginning of text ``[n]``; empty text becomes null."""
+    text = pc.utf8_ltrim(text, " ")
+    return pc.if_else(pc.equal(text, ""), pa.scalar(None, text.type), text)
 
 
 def _series(batch: pa.Table, name: str) -> pl.Series:
