@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -294,12 +297,27 @@ def copied_rows(group: ProcessGroup) -> list[str]:
     for write in (
         lambda: model.user.weight.fill_(1),
         lambda: model.user.weight.__setitem__(0, 1.0),
+        lambda: model.user.weight.data.uniform_(),
+        lambda: model.user.weight.data.__setitem__(0, 0.0),
+        lambda: nn.init.xavier_uniform_(model.user.weight.data),
+        lambda: model.user.weight[0].fill_(3),
+        lambda: model.user.weight.detach().view(-1)[2:].requires_grad_().zero_(),
+        lambda: model.user.weight.unbind()[0].zero_(),
         model.user.reset_parameters,
         lambda: torch.export.export(model.user, (torch.tensor([1]),)),
     ):
         with torch.no_grad(), pytest.raises(SpecError) as raised:
             write()
         errors.append(str(raised.value))
+    with torch.no_grad():
+        model.user.weight.clone().fill_(1)
+        view: Any = copy.deepcopy(model.user.weight[0])
+    assert type(view) is Tensor and view.__reduce_ex__(2)
+    assert type(model.user.weight + 1) is Tensor and type(model.user.weight.data.as_subclass(Tensor)) is Tensor
+    saved = io.BytesIO()
+    torch.save(model.user.weight.data, saved)
+    saved.seek(0)
+    assert type(torch.load(saved, weights_only=True)) is Tensor
     model.user.weight.data = torch.full((6, 4), 3.0)
     assert torch.equal(model.user.weight, torch.full((6, 4), 3.0))
     assert not model.requires_grad_(False)(torch.tensor([1])).requires_grad
@@ -315,11 +333,24 @@ def copied_rows(group: ProcessGroup) -> list[str]:
 def test_rows_that_ranks_share(ranks: Ranks) -> None:
     for errors in ranks.run(3, copied_rows):
         assert [error.split(":")[0] for error in errors] == [
-            "the rows of table 'user' are a copy, to which a write would be lost",
-            "the rows of table 'user' are a copy, to which a write would be lost",
-            "table 'user' is distributed",
-            "table 'user' is distributed",
+            *["the rows of table 'user' are a copy, to which a write would be lost"] * 8,
+            *["table 'user' is distributed"] * 2,
         ]
+
+
+def test_swapped_models_are_freed_without_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model: Any = hb.swap_embeddings(net())
+        other: Any = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        other.requires_grad_(False)
+        assert not other.user.weight.requires_grad and model.user.weight.requires_grad
+        gone = weakref.ref(model)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_model_that_trains_after_all_this_trains_as_ever() -> None:

@@ -173,6 +173,55 @@ def test_optimizers_that_are_gone_do_not_train() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+def test_an_optimizer_of_another_model_does_not_hide_a_lost_gradient() -> None:
+    model, other = Scorer(), nn.Linear(2, 1)
+    first, second = torch.optim.SGD(other.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(ids()).sum().backward()
+        first.step()
+        with pytest.raises(OptimizerError, match="items"):
+            second.step()
+
+
+def test_a_refused_model_does_not_block_a_correct_one() -> None:
+    """A refused model without parameters could belong to any optimizer, and it may not be collected yet."""
+    refused, correct = hb.swap_embeddings(nn.ModuleDict({"a": nn.Embedding(5, 4)})), Scorer()
+    factor = torch.ones(4, requires_grad=True)
+    (refused["a"](torch.tensor([1])) * factor).sum().backward()
+    with pytest.raises(OptimizerError, match="'a'"):
+        torch.optim.SGD([factor], lr=0.1).step()
+    tables, dense = SGD(correct, lr=0.1), torch.optim.SGD(correct.parameters(), lr=0.1)
+    correct(ids()).sum().backward()
+    tables.step()
+    dense.step()
+    refused["a"](torch.tensor([1])).sum().backward()
+    with pytest.raises(OptimizerError, match="'a'"):
+        torch.optim.SGD([factor], lr=0.1).step()
+    refused.requires_grad_(False)
+
+
+def test_modules_without_their_constructor_do_not_matter() -> None:
+    model, bare = Scorer(), nn.Linear.__new__(nn.Linear)
+    model(ids()).sum().backward()
+    with pytest.raises(OptimizerError, match=r"gradient of 1 embedding table \('items'\)"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    del bare
+
+
+def test_all_objects_are_scanned_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = hb.swap_embeddings(nn.ModuleDict({name: nn.Embedding(5, 4) for name in "abcde"}))
+    model["out"], other = nn.Linear(4, 1), nn.Linear(2, 1)
+    model["out"](sum(model[name](torch.tensor([1])) for name in "abcde")).sum().backward()
+    scans: list[None] = []
+    scan = gc.get_objects
+    monkeypatch.setattr(gc, "get_objects", lambda: scans.append(None) or scan())
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert len(scans) == 1
+    with pytest.raises(OptimizerError, match=r"of 5 embedding tables \(.*, …\)"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert len(scans) == 2
+
+
 def test_tables_that_no_optimizer_trains_are_warned_of_once() -> None:
     model = Scorer()
     train(model, CALLS_BEFORE_WARNING - 1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from hotbed.compat.drop_in import Embedding, EmbeddingBag, Mode
 from hotbed.embed import EmbeddingCollection, collections_of
@@ -106,13 +108,26 @@ class _WithTables:
     """A method of a module that contains tables, called for them, too, because they are no parameters of it."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self.module, self.name = module, name
+        self._module, self._name = weakref.ref(module), name  # the module has this, and a cycle would keep it alive
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(type(self.module), self.name)(self.module, *args, **kwargs)
-        for tables in collections_of(self.module).values():
-            getattr(tables, self.name)(*args, **kwargs)
+        module = self._live()
+        result = getattr(type(module), self._name)(module, *args, **kwargs)
+        for tables in collections_of(module).values():
+            getattr(tables, self._name)(*args, **kwargs)
         return result
+
+    def _live(self) -> nn.Module:
+        if (module := self._module()) is None:
+            raise SpecError(
+                f"{self._name} belongs to a module that is gone: got a shallow copy of it, expected the module or a "
+                "deep copy. Copy modules with copy.deepcopy"
+            )
+        return module
+
+    @override
+    def __reduce__(self) -> Any:
+        return _WithTables, (self._live(), self._name)
 
 
 def _check(name: str, module: _Torch) -> None:

@@ -23,12 +23,13 @@ class TableRows(Tensor):
     """Rows ``[R, D]`` of a table.
 
     To set ``requires_grad`` freezes or trains the table, and to set ``data`` replaces its rows. Results of operations
-    are plain tensors.
+    are plain tensors, except views of a copy, because writes to them must be refused, too.
     """
 
     _rows: EmbeddingCollection
     _table: str
     _is_copy: bool
+    _is_view: bool
 
     @classmethod
     def of(cls, rows: EmbeddingCollection, table: str) -> Tensor:
@@ -40,7 +41,7 @@ class TableRows(Tensor):
         if torch.compiler.is_compiling():
             return values
         found = values.as_subclass(cls)
-        found._rows, found._table, found._is_copy = rows, table, is_copy
+        found._rows, found._table, found._is_copy, found._is_view = rows, table, is_copy, False
         return found
 
     @classmethod
@@ -55,19 +56,40 @@ class TableRows(Tensor):
         """Redirect writes; compute everything else as for plain tensors."""
         own = args[0] if args else None
         if isinstance(own, TableRows) and hasattr(own, "_rows"):
-            if func in _SET_TRAINED:
+            if func in _SET_TRAINED and not own._is_view:
                 own._rows._set_trained((own._table,), args[1] if len(args) > 1 else True)
                 return own
-            if func == _SET_DATA:
+            if func == _SET_DATA and not own._is_view:
                 return own._rows.set_weight(own._table, args[1])
-            name = getattr(func, "__name__", "")
-            if own._is_copy and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
-                raise SpecError(
-                    f"the rows of table '{own._table}' are a copy, to which a write would be lost: got {name}, "
-                    "expected a table that is all on this rank. Set `module.weight.data = values` on all ranks"
-                )
+            if own._is_copy and func not in _SET_TRAINED:
+                return own._of_copy(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    def _of_copy(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Refuse writes to a copy, and mark views of it, so that writes to them are refused, too."""
+        name = getattr(func, "__name__", "")
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            raise SpecError(
+                f"the rows of table '{self._table}' are a copy, to which a write would be lost: got {name}, "
+                "expected a table that is all on this rank. Set `module.weight.data = values` on all ranks, or write "
+                "to a `.clone()`"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if func is Tensor.as_subclass:
+                return result
+            if isinstance(result, tuple | list):
+                return type(result)(map(self._marked, result)) if type(result) in (tuple, list) else result
+            return self._marked(result)
+
+    def _marked(self, result: Any) -> Any:
+        """Return a view of this copy as `TableRows`, and anything else as it is."""
+        if not isinstance(result, Tensor) or not torch._C._is_alias_of(result, self):
+            return result
+        view = result.as_subclass(TableRows)
+        view._rows, view._table, view._is_copy, view._is_view = self._rows, self._table, True, True
+        return view
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -75,7 +97,7 @@ class TableRows(Tensor):
 
     @override
     def __reduce_ex__(self, proto: Any) -> Any:
-        return self.detach().__reduce_ex__(proto)
+        return self.detach().as_subclass(Tensor).__reduce_ex__(proto)
 
 
 class _Rows(torch.autograd.Function):

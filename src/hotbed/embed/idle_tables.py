@@ -15,7 +15,7 @@ import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,51 +48,84 @@ class Updaters(weakref.WeakSet["TableUpdater"]):
     def __init__(self, tables: TableModule) -> None:
         super().__init__()
         self._tables = weakref.ref(tables)
-        self._is_noted = False
+        self.is_noted = False
+        self._refused: weakref.ref[Optimizer] | None = None
+        """The optimizer that was refused since the last backward, if any."""
         self._others = weakref.WeakSet[Optimizer]()
         """Optimizers that train other models."""
         _watch_optimizers()
 
     def reach(self) -> None:
         """Note that backward loses the gradient of tables without an optimizer; raise if that happens inside a step."""
-        tables = self._tables()
-        if self._is_noted or tables is None or tables.have_parameters or not tables.idle_tables():
+        if not (idle := self._idle()):
             return
         for optimizer in list(_stepping.values()):
-            self.refuse_idle(optimizer)
-        self._is_noted = True
-        _reached.append(self)
+            if self._is_trained_by(optimizer, _Parents()):
+                raise OptimizerError(_message(optimizer, idle))
+        self._refused = None
+        if not self.is_noted:
+            self.is_noted = True
+            _reached.append(self)
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Forget that a gradient was lost; raise if the optimizer is to train the rest of the model."""
-        self.refuse_idle(optimizer)
-        self._is_noted = False
+    def lost(self) -> list[str]:
+        """List the tables without an optimizer if backward has reached their collection since the last step."""
+        return self._idle() if self.is_noted else []
 
-    def refuse_idle(self, optimizer: Optimizer) -> None:
-        """Raise `OptimizerError` if any of these tables is trained and has no optimizer."""
+    def step(self, optimizer: Optimizer, parents: _Parents) -> list[str]:
+        """Return the tables that the optimizer's model would leave untrained; drop the note if there are none."""
+        if optimizer in self._others:
+            return []
+        if not (idle := self._idle()):
+            self.is_noted = False
+            return []
+        # After a refusal, only the refused optimizer is refused again. Other optimizers may train a corrected model.
+        if self._refused is not None and self._refused() is not optimizer:
+            return []
+        if not self._is_trained_by(optimizer, parents):
+            return []
+        self._refused = weakref.ref(optimizer)
+        return idle
+
+    def _idle(self) -> list[str]:
+        """List the collection's tables that are trained and have no optimizer."""
         tables = self._tables()
-        if tables is None or tables.have_parameters or optimizer in self._others:
-            return
-        if not (idle := tables.idle_tables()):
-            return
-        if not _may_train(optimizer, tables):
-            self._others.add(optimizer)
-            return
-        raise OptimizerError(_message(optimizer, idle))
+        return [] if tables is None or tables.have_parameters else tables.idle_tables()
+
+    def _is_trained_by(self, optimizer: Optimizer, parents: _Parents) -> bool:
+        """Return whether an optimizer trains the model of these tables; remember it if it does not."""
+        tables = self._tables()
+        if tables is None or optimizer in self._others:
+            return False
+        if may := _may_train(optimizer, tables, parents):
+            return may
+        self._others.add(optimizer)
+        return False
 
 
-def _may_train(optimizer: Optimizer, tables: nn.Module) -> bool:
-    """Return False if the tables' models have parameters and the optimizer has none of them.
+class _Parents:
+    """The modules that contain a module. All objects of the process are scanned once, when a module is first asked for.
 
-    No module knows what contains it, so the containing modules are found among all objects; once per optimizer.
+    No module has a reference to its containing modules, so the garbage collector's objects are searched.
     """
-    parents: dict[int, list[nn.Module]] = defaultdict(list)
-    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:  # isinstance() would call properties
-        for child in module._modules.values():
-            parents[id(child)].append(module)
+
+    @cached_property
+    def _found(self) -> dict[int, list[nn.Module]]:
+        found: dict[int, list[nn.Module]] = defaultdict(list)
+        for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:  # isinstance() calls properties
+            for child in module.__dict__.get("_modules", {}).values():  # none before nn.Module.__init__
+                found[id(child)].append(module)
+        return found
+
+    def of(self, module: nn.Module) -> list[nn.Module]:
+        """Return the modules that contain a module as a direct child."""
+        return self._found.get(id(module), [])
+
+
+def _may_train(optimizer: Optimizer, tables: nn.Module, parents: _Parents) -> bool:
+    """Return False if the tables' models have parameters and the optimizer has none of them."""
     found, unseen = {id(tables): tables}, [tables]
     while unseen:
-        new = {id(m): m for m in parents[id(unseen.pop())] if id(m) not in found}
+        new = {id(m): m for m in parents.of(unseen.pop()) if id(m) not in found}
         found |= new
         unseen += new.values()
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -102,10 +135,14 @@ def _may_train(optimizer: Optimizer, tables: nn.Module) -> bool:
 
 def _message(optimizer: Optimizer, idle: Sequence[str]) -> str:
     name, lr = type(optimizer).__name__, optimizer.param_groups[0].get("lr", 0.01)
-    known = name if name in _SAME_NAME else "RowWiseAdagrad"
+    return lost_message(idle, f"{name}, which has none of them", name if name in _SAME_NAME else "RowWiseAdagrad", lr)
+
+
+def lost_message(idle: Sequence[str], got: str, known: str, lr: float) -> str:
+    """Return the message of an error about gradients that no optimizer would use."""
     shown = ", ".join(f"'{table}'" for table in idle[:3]) + ", …" * (len(idle) > 3)
     return (
-        f"the gradient of {len(idle)} embedding tables ({shown}) would be lost: got {name}, which has none of them, "
+        f"the gradient of {len(idle)} embedding table{'s' * (len(idle) > 1)} ({shown}) would be lost: got {got}, "
         "expected an optimizer of hotbed, because tables are not in model.parameters(). Add these two lines, the first "
         "where optimizers are made and the second after backward; or freeze the tables: requires_grad_(False)\n"
         f"    tables = hotbed.optim.{known}(model, lr={float(lr):g})\n"
@@ -121,13 +158,14 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
-    if torch.compiler.is_compiling() or isinstance(
-        optimizer, SparseOptimizer
-    ):  # steps of tables may be of other models
+    # A SparseOptimizer may step for another model, so its step proves nothing about these tables.
+    if torch.compiler.is_compiling() or isinstance(optimizer, SparseOptimizer):
         return
-    while _reached:
-        _reached[-1].step(optimizer)  # if it raises, the next step does, too
-        _reached.pop()
+    parents = _Parents()
+    idle = [table for note in _reached for table in note.step(optimizer, parents)]
+    _reached[:] = [note for note in _reached if note.is_noted]
+    if idle:
+        raise OptimizerError(_message(optimizer, idle))
     _stepping[id(optimizer)] = optimizer
 
 
