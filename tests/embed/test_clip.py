@@ -263,3 +263,10 @@ def test_rows_that_are_padding_do_not_count() -> None:
     sums[2:] = math.nan
     found = squares(arena, Occurrences(slots, torch.arange(4), None), sums, {"b"}, torch.tensor(0.5))
     assert float_of(found.tolist()) == 16 * 0.25
+
+
+def test_tables_without_an_optimizer_are_refused() -> None:
+    model = hb.EmbeddingCollection([hb.Table("t", 10, 4)], [hb.Feature("f", "t")])
+    model(hb.Jagged.from_dict({"f": torch.tensor([[1], [2]])}))["f"].sum().backward()
+    with pytest.raises(OptimizerError, match=r"\('t'\) would be lost: got clip_grad_norm_"):
+        hb.clip_grad_norm_(model, 1.0)

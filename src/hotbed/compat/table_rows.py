@@ -29,7 +29,7 @@ class TableRows(Tensor):
     _rows: EmbeddingCollection
     _table: str
     _is_copy: bool
-    _is_view: bool
+    _is_part: bool
 
     @classmethod
     def of(cls, rows: EmbeddingCollection, table: str) -> Tensor:
@@ -41,7 +41,7 @@ class TableRows(Tensor):
         if torch.compiler.is_compiling():
             return values
         found = values.as_subclass(cls)
-        found._rows, found._table, found._is_copy, found._is_view = rows, table, is_copy, False
+        found._rows, found._table, found._is_copy, found._is_part = rows, table, is_copy, False
         return found
 
     @classmethod
@@ -56,10 +56,10 @@ class TableRows(Tensor):
         """Redirect writes; compute everything else as for plain tensors."""
         own = args[0] if args else None
         if isinstance(own, TableRows) and hasattr(own, "_rows"):
-            if func in _SET_TRAINED and not own._is_view:
+            if func in _SET_TRAINED and not own._is_part:
                 own._rows._set_trained((own._table,), args[1] if len(args) > 1 else True)
                 return own
-            if func == _SET_DATA and not own._is_view:
+            if func == _SET_DATA and not own._is_part:
                 return own._rows.set_weight(own._table, args[1])
             if own._is_copy and func not in _SET_TRAINED:
                 return own._of_copy(func, args, kwargs or {})
@@ -85,10 +85,10 @@ class TableRows(Tensor):
 
     def _marked(self, result: Any) -> Any:
         """Return a view of this copy as `TableRows`, and anything else as it is."""
-        if not isinstance(result, Tensor) or not torch._C._is_alias_of(result, self):
+        if not isinstance(result, Tensor) or result.untyped_storage().data_ptr() != self.untyped_storage().data_ptr():
             return result
         view = result.as_subclass(TableRows)
-        view._rows, view._table, view._is_copy, view._is_view = self._rows, self._table, True, True
+        view._rows, view._table, view._is_copy, view._is_part = self._rows, self._table, True, True
         return view
 
     @override

@@ -21,6 +21,7 @@ from hotbed.comm import Link
 from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.dense_shards import is_sharded, local_values
 from hotbed.embed.distribute import Distributed
+from hotbed.embed.idle_tables import lost_message
 from hotbed.embed.plan_names import collections_of
 from hotbed.embed.sharded_tables import ShardedTables
 from hotbed.errors import NonFiniteError, OptimizerError, SpecError
@@ -59,7 +60,8 @@ def clip_grad_norm_(
     SpecError
         If an argument is out of range, or tables have replicas that are averaged.
     OptimizerError
-        If an optimizer of tables steps in backward, so that their gradients are used already.
+        If an optimizer of tables steps in backward, so that their gradients are used already, or tables have no
+        optimizer that keeps their gradients.
     NonFiniteError
         If the norm is not finite and ``error_if_nonfinite`` is set.
 
@@ -106,6 +108,8 @@ def gradient_norm(model: nn.Module) -> float:
                 f"replicas of the tables in '{path}' have gradients of their own: got {collection.replicas} that are "
                 "averaged, expected copies that are updated alike. Set ParallelOptions(exact=True)"
             )
+        if lost := collection._updaters.lost():
+            raise OptimizerError(lost_message(lost, "clip_grad_norm_", "RowWiseAdagrad", 0.01))
     sums = no_sums(_device(model))
     for optimizer in _optimizers(collections):
         for updater, trained in optimizer.trained_now().items():
