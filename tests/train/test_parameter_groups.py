@@ -53,7 +53,7 @@ def trainer(
     model = WideDeep(tables, features, planted.DENSE, top=(16, 1), seed=recipe.seed)
     return Trainer(
         model,
-        torch.optim.Adam(model.parameters(), lr=deep_lr / 10),
+        torch.optim.Adam(model.parameters(), lr=deep_lr / 10, fused=True),  # as recipes have it on CPUs
         RowWiseAdagrad(model.embeddings, lr=deep_lr),
         group_optimizers={"wide": FTRL(model.wide, lr=0.1, beta=0.0)} if with_wide else {},
         recipe=recipe,

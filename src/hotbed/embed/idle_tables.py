@@ -49,6 +49,8 @@ class Updaters(weakref.WeakSet["TableUpdater"]):
         super().__init__()
         self._tables = weakref.ref(tables)
         self.is_noted = False
+        self.may_be_idle = False
+        """Whether tables without an optimizer are meant to stay as they are, because a trainer has all optimizers."""
         self._refused: weakref.ref[Optimizer] | None = None
         """The optimizer that was refused since the last backward, if any."""
         self._others = weakref.WeakSet[Optimizer]()
@@ -89,7 +91,9 @@ class Updaters(weakref.WeakSet["TableUpdater"]):
     def _idle(self) -> list[str]:
         """List the collection's tables that are trained and have no optimizer."""
         tables = self._tables()
-        return [] if tables is None or tables.have_parameters else tables.idle_tables()
+        if tables is None or tables.have_parameters or self.may_be_idle:
+            return []
+        return tables.idle_tables()
 
     def _is_trained_by(self, optimizer: Optimizer, parents: _Parents) -> bool:
         """Return whether an optimizer trains the model of these tables; remember it if it does not."""

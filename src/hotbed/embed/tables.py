@@ -241,6 +241,10 @@ class TableModule(nn.Module):
         """Whether optimizers of torch, and its clipping, reach these tables as parameters."""
         return self.are_parameters and not self._is_distributed
 
+    def allow_idle(self) -> None:
+        """Let tables without an optimizer stay as they are: `hotbed.Trainer` is given all optimizers of its model."""
+        self._updaters.may_be_idle = True
+
     def idle_tables(self) -> list[str]:
         """List the tables that are not frozen and have no optimizer."""
         trained = set[str]().union(*(updater.tables for updater in self._updaters))

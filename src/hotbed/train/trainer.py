@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from hotbed.batch import Batch
 from hotbed.checkpoint import RandomState, Stateful
 from hotbed.config import ScheduleRecipe, TrainRecipe
-from hotbed.embed import Distributed
+from hotbed.embed import Distributed, collections_of
 from hotbed.errors import BatchError, RecipeError
 from hotbed.nn.layers import recompute_activations
 from hotbed.nn.loss import summed_cross_entropy
@@ -162,6 +162,8 @@ class Trainer:
             groups["wide"] = wide
         self.model, self.dense, self.sparse, self.recipe = model, dense, sparse, recipe
         self.optimizers = {"dense": dense, "sparse": sparse, **groups}
+        for collection in collections_of(model).values():
+            collection.allow_idle()
         self.callbacks, self.group, self.labels = list(callbacks), group, labels
         self._metrics, self._loss = metrics or {}, loss
         self.device, self.ranks = resolve_device(recipe.device), Ranks(model)
