@@ -25,7 +25,7 @@ _BLOCK = 1 << 26
 def agree_on_values(collections: Iterable[EmbeddingCollection], link: Link) -> None:
     """Give all ranks the seeds and rows of the first one, before tables are distributed; all ranks must call this.
 
-    Only rows that differ are sent. Seeds matter for tables on ``meta``, whose rows are made later.
+    Only tables that differ on some rank are sent, as a whole. Seeds matter for tables on ``meta``, whose rows are made later.
     """
     if link.size == 1:
         return
@@ -56,7 +56,7 @@ def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Sum the bytes of a tensor, 8 at a time, each times its position: 0-d int64, which wraps around."""
+    """Sum the bytes of a tensor, 8 at a time, each times an odd number of its own: 0-d int64, which wraps around."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for i, block in enumerate(_blocks(tensor)):
         numbers = pad(block, (0, -len(block) % 8)).view(torch.int64)

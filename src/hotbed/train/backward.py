@@ -134,9 +134,8 @@ class Backward:
         if math.isfinite(norm):
             scale_gradients_(self._model, clip_factor(norm, max_norm))
         elif scaler is not None:
-            scale_gradients_(
-                self._model, math.nan
-            )  # so that all optimizers skip the step, not only those that overflow
+            # All optimizers then skip the step, not only those whose gradients overflow.
+            scale_gradients_(self._model, math.nan)
         else:
             raise NonFiniteError(
                 f"the norm of the gradients is not finite: got {norm} in {place()}, expected a finite norm; training "
