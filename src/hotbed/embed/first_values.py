@@ -25,7 +25,8 @@ _BLOCK = 1 << 26
 def agree_on_values(collections: Iterable[EmbeddingCollection], link: Link) -> None:
     """Give all ranks the seeds and rows of the first one, before tables are distributed; all ranks must call this.
 
-    Only tables that differ on some rank are sent, as a whole. Seeds matter for tables on ``meta``, whose rows are made later.
+    Only tables that differ on some rank are sent, as a whole. Seeds matter for tables on ``meta``, whose rows are made
+    later.
     """
     if link.size == 1:
         return
