@@ -72,11 +72,16 @@ def is_delimited(name: str) -> bool:
 
 
 def is_blank(store: fs.FileSystem, info: fs.FileInfo) -> bool:
-    """Whether a file has no text but blank lines, as empty partitions of some tools have."""
+    """Whether a file has no text but blank lines, as empty partitions of some tools have.
+
+    A compressed file of 0 bytes is not blank but cut short.
+    """
     if info.size > _BLANK_BYTES:
         return False
+    if not info.size:
+        return info.path.lower().endswith((".csv", ".tsv"))
     with _explained(info.path), _stream(store, info.path) as stream:
-        return not info.size or not stream.read(_HEAD_BYTES).decode("utf-8-sig", errors="replace").strip()
+        return not stream.read(_HEAD_BYTES).decode("utf-8-sig", errors="replace").strip()
 
 
 def has_header(file: Path | RemoteFile) -> bool:
