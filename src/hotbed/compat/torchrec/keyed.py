@@ -188,7 +188,33 @@ def _load(state: State, saved: Mapping[str, Any]) -> None:
             state[name] = deepcopy(new)
 
 
-class KeyedOptimizerWrapper(KeyedOptimizer):
+class _AroundOptimizer(KeyedOptimizer):
+    """Base of optimizers around another one, whose state and steps they have."""
+
+    optimizer: Any
+
+    @property
+    @override
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property
+    @override
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad(set_to_none)
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters."""
+        return self.optimizer.step(closure)
+
+
+class KeyedOptimizerWrapper(_AroundOptimizer):
     """Wrap an optimizer of named parameters.
 
     Parameters
@@ -211,26 +237,6 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         super().__init__(params, self.optimizer.state, self.optimizer.param_groups)
         self.defaults = self.optimizer.defaults
 
-    @property
-    @override
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @property
-    @override
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    @override
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
-        self.optimizer.zero_grad(set_to_none)
-
-    @override
-    def step(self, closure: Any = None) -> Any:
-        """Update the parameters."""
-        return self.optimizer.step(closure)
-
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state; also a state by numbers, as ``torch.optim`` saves it."""
@@ -240,7 +246,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             super().load_state_dict(state_dict)
 
 
-class OptimizerWrapper(KeyedOptimizer):
+class OptimizerWrapper(_AroundOptimizer):
     """Base of optimizers that change what another one does.
 
     Parameters
@@ -258,26 +264,6 @@ class OptimizerWrapper(KeyedOptimizer):
     @override
     def params(self) -> Mapping[str, Any]:
         return self.optimizer.params
-
-    @property
-    @override
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @property
-    @override
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    @override
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
-        self.optimizer.zero_grad(set_to_none)
-
-    @override
-    def step(self, closure: Any = None) -> Any:
-        """Let the other optimizer update the parameters."""
-        return self.optimizer.step(closure)
 
     @override
     def save_param_groups(self, save: bool) -> None:
