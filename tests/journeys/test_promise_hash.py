@@ -1,0 +1,60 @@
+"""Protects: ``hotbed demo --promise`` trains one model under every plan, and its bits stay those that were recorded.
+
+Matrix products have other bits on other processors and in other versions of torch, so hashes are recorded by both.
+Add a processor with ``python -m tests.journeys.test_promise_hash``, from a commit whose hashes are known to be right.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hotbed.commands.main import main
+from hotbed.commands.promise import KILLED, PLANS, RESUMED
+from hotbed.machine import cpu
+
+HASHES = Path(__file__).parent / "recorded" / "promise.json"
+
+
+def promised(folder: Path) -> dict[str, Any]:
+    """Run the promise with two ranks, and return its result."""
+    file = folder / "promise.json"
+    argv = ["demo", "--promise", "--ranks", "2", "--steps", "4", "--out", str(folder / "runs"), "--json", str(file)]
+    assert main(argv) == 0
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def machine() -> str:
+    """Name what bits of matrix products depend on."""
+    return f"{cpu().kind}, torch {torch.__version__.split('+')[0]}"
+
+
+def test_every_plan_leaves_the_recorded_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = promised(tmp_path)
+    assert [plan["name"] for plan in result["plans"]] == list(PLANS)
+    hashes = {plan["sha256"] for plan in result["plans"]} | {result["resumed"]["sha256"]}
+    assert len(hashes) == 1
+    assert result["equal"] is True
+    resumed = result["resumed"]
+    assert (resumed["killed"], resumed["resumed"], resumed["at_step"]) == (KILLED, RESUMED, 2)
+    assert all(plan["samples_per_s"] > 0 and len(plan["bytes"]) == 2 for plan in result["plans"])
+    assert 0 <= result["one_process"]["losses"] < 1e-4
+    assert "all equal" in capsys.readouterr().out
+    recorded = json.loads(HASHES.read_text(encoding="utf-8"))
+    if machine() not in recorded:
+        pytest.skip(f"plans agree; no hash is recorded for {machine()}")
+    assert hashes == {recorded[machine()]}
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        found = promised(Path(folder))
+    assert found["equal"], "plans left different bits"
+    known = json.loads(HASHES.read_text(encoding="utf-8")) if HASHES.exists() else {}
+    known[machine()] = found["resumed"]["sha256"]
+    HASHES.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
