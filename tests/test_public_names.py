@@ -1,9 +1,11 @@
 """``hotbed.__all__`` is what users see, no more and no less."""
 
+import importlib
 import inspect
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,21 @@ def test_all_is_what_is_visible():
     assert visible - {"TYPE_CHECKING", "lazy"} | {"nn", "optim"} == set(hotbed.__all__)
     assert hotbed.__all__ == sorted(hotbed.__all__)
     assert len(hotbed.__all__) <= 36
+
+
+PACKAGES = ["", ".data", ".nn", ".optim", ".plan", ".train", ".compat", ".compat.torchrec"]
+RECORDED = Path(__file__).parent / "golden" / "public_names.txt"
+
+
+def public_names() -> list[str]:
+    """List what packages export."""
+    packages = [importlib.import_module(f"hotbed{package}") for package in PACKAGES]
+    return sorted(f"{package.__name__}.{name}" for package in packages for name in package.__all__)
+
+
+def test_public_names_are_those_that_are_recorded():
+    """A name that comes or goes is a decision: write it to the list by hand."""
+    assert public_names() == RECORDED.read_text(encoding="utf-8").splitlines()
 
 
 def test_every_public_name_has_a_docstring():

@@ -160,3 +160,11 @@ def test_ids_out_of_range_are_found_behind_features_without_ids(find):
     ids = Jagged(("a", "b", "c", "d"), torch.tensor([1, 9, 2]), batch_size=1, fixed=[None] * 4, offsets=offsets)
     assert find(ids, dict.fromkeys(range(4), 9)) == {1}
     assert find(ids, {0: 1, 1: 10, 2: 1, 3: 2}) == {3}
+
+
+@pytest.mark.parametrize("find", ON.values(), ids=ON)
+@pytest.mark.parametrize("fixed", [True, False])
+def test_the_number_of_rows_is_the_first_id_that_is_out_of_range(find, fixed):
+    offsets = None if fixed else torch.tensor([[0, 1], [0, 1]])
+    ids = Jagged(("a", "b"), torch.tensor([8, 9]), batch_size=1, fixed=[1 if fixed else None] * 2, offsets=offsets)
+    assert find(ids, {0: 9, 1: 9}) == {1}

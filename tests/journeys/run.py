@@ -124,7 +124,11 @@ def _content(file: Path) -> Any:
     """Read a kept file: rows of tables by column, YAML and JSON by value."""
     if file.suffix in {".parquet", ".csv"}:
         table = pq.read_table(file) if file.suffix == ".parquet" else pyarrow.csv.read_csv(file)
-        return {"schema": [str(field) for field in table.schema], "rows": table.slice(0, 8).to_pydict(), "n": len(table)}
+        return {
+            "schema": [str(field) for field in table.schema],
+            "rows": table.slice(0, 8).to_pydict(),
+            "n": len(table),
+        }
     return stable(yaml.safe_load(file.read_text(encoding="utf-8")))
 
 
