@@ -18,13 +18,13 @@ def test_all_ids_of_all_features_of_a_table_are_counted(monkeypatch: pytest.Monk
     found = count_accesses(source, "train", progress=lambda done, total: seen.append((done, total)))
     assert seen == [(200, 500), (400, 500), (500, 500)]
     assert found.samples == 500
-    assert found.estimated == {}
     expected: dict[str, list[int]] = {"user": batch.sparse["user"].values.tolist()}
     expected["items"] = batch.sparse["pair"].values.tolist() + batch.sparse["history"].values.tolist()
     assert found.counted.keys() == expected.keys()
     for table, ids in expected.items():
         counts = found.counted[table]
         assert counts.tolist() == np.bincount(ids, minlength=len(counts)).tolist()
+        assert found.accesses[table] == len(ids)
 
 
 def test_a_sample_is_of_all_parts_and_repeatable() -> None:
@@ -40,14 +40,12 @@ def test_a_sample_is_of_all_parts_and_repeatable() -> None:
     assert not np.array_equal(other.counted["a"], found.counted["a"])
 
 
-def test_tables_with_many_rows_are_estimated() -> None:
-    from hotbed.data import Schema, SparseColumn
-
-    many = Schema(sparse=(SparseColumn(name="a", rows=50_000), SparseColumn(name="b", rows=10_000)), dense=("x",))
-    found = count_accesses(ListSource(numbered_batch(9000), [9000], many), "train", counted_rows=1)
-    assert found.counted.keys() == {"b"}  # fewer rows than would be drawn
-    assert found.estimated["a"].rows_above(1 / 9000) == pytest.approx(9000, rel=0.1)
-    assert found.estimated["a"].accesses(50_000) == pytest.approx(1, rel=0.1)
+def test_only_the_first_rows_of_large_tables_are_counted() -> None:
+    source = ListSource(numbered_batch(9000), [9000])
+    whole, found = count_accesses(source, "train"), count_accesses(source, "train", counted_rows=50)
+    assert found.accesses == whole.accesses
+    for table, counts in found.counted.items():
+        assert counts.tolist() == whole.counted[table][:50].tolist()
 
 
 @pytest.mark.parametrize(

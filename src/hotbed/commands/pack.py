@@ -27,7 +27,7 @@ from hotbed.errors import RecipeError
 from hotbed.locations import local, location
 from hotbed.optim import Moment
 from hotbed.plan.cost import tile_bytes
-from hotbed.plan.popularity import Counted, Popularity
+from hotbed.plan.popularity import Counted
 from hotbed.plan.tiers import hot_rows
 from hotbed.plan.tiling import Tile
 from hotbed.specs import Table
@@ -83,7 +83,7 @@ def pack_by_popularity(
     sample
         Share of the samples that accesses are counted in; 1 counts them all.
     counted_rows
-        Tables with more rows are estimated.
+        Rows of a table that are counted, the first ones; others are never hot.
     whole_bytes
         Tables that take no more bytes come first, whole; see `hotbed.plan.tiers.hot_rows`.
     seed
@@ -125,10 +125,7 @@ def pack_by_popularity(
             seed=seed,
             progress=lambda done, total: progress("accesses", done, total),
         )
-        known: dict[str, Popularity] = {
-            **{name: Counted(torch.from_numpy(c), counts.samples) for name, c in counts.counted.items()},
-            **counts.estimated,
-        }
+        known = {name: Counted(torch.from_numpy(c), counts.samples) for name, c in counts.counted.items()}
         rows = hot_rows(tables, budget, popularity=known, moments=moments, beside=beside, whole_bytes=whole_bytes)
         hot = [Tile(t.name, range(rows[t.name]), range(t.dim), 0) for t in tables if rows[t.name]]
         by_name = {t.name: t for t in tables}
@@ -138,8 +135,7 @@ def pack_by_popularity(
             "sample": sample,
             "counted_samples": counts.samples,
             "hot_accesses": sum(known[t].accesses(n) for t, n in rows.items())
-            / max(sum(known[t.name].accesses(t.rows) for t in tables), 1e-9),
-            "estimated": list(counts.estimated),
+            / max(sum(counts.accesses.values()) / counts.samples, 1e-9),
         }
         pack(
             recipe.data.path,

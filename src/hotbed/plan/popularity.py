@@ -110,7 +110,7 @@ class Counted:
     Parameters
     ----------
     counts
-        Accesses of each row ``[R]``, in the order of rows. Where they rise a row counts as often as a later one, so
+        Accesses of each of the first rows ``[≤ R]``; rows beyond were not looked up. Where they rise a row counts as often as a later one, so
         that rows that are not in order of popularity are not taken for what they are not.
     samples
         How many samples they are of.
@@ -125,7 +125,7 @@ class Counted:
         return int(torch.searchsorted(self._rising, -accesses, right=True))
 
     def accesses(self, rows: int) -> float:  # noqa: D102
-        return float(self._sums[rows - 1]) if rows else 0.0
+        return float(self._sums[min(rows, len(self._sums)) - 1]) if rows else 0.0
 
 
 @lru_cache(maxsize=1 << 16)
