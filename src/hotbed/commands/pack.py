@@ -83,7 +83,7 @@ def pack_by_popularity(
     sample
         Share of the samples that accesses are counted in; 1 counts them all.
     counted_rows
-        Rows of a table that are counted, the first ones; others are never hot.
+        Rows of a table that are counted, the first ones; others count as never looked up.
     whole_bytes
         Tables that take no more bytes come first, whole; see `hotbed.plan.tiers.hot_rows`.
     seed

@@ -1,7 +1,7 @@
 """Count lookups per row in one pass over a split or a sample of it: `count_accesses`, by which hot rows are chosen.
 
 Memory is 8 bytes per counted row, and a few chunks of the source. Rows are numbered by falling popularity, so of a table
-with very many rows only the first ones are counted: `COUNTED_ROWS`. Rows beyond are never hot.
+with very many rows only the first ones are counted: `COUNTED_ROWS`. Rows beyond count as never looked up.
 """
 
 from __future__ import annotations
