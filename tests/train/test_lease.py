@@ -167,7 +167,7 @@ def test_an_owner_that_may_live_is_waited_for_or_refused(store: Directory, monke
     here = {"system": owners.system(), "pid": os.getppid()}
     alive: dict[str, list[dict[str, Any]]] = {
         "none": [{"job": "none", "restarts": 1}],  # what torchrun says where it was given no name
-        # Another job of this name, or an agent that counts otherwise; and what an older release has written.
+        # Another job of this name, an agent that counts otherwise, and an owner without a job.
         "job-7": [
             {"job": "job-8", "restarts": 1},
             here,

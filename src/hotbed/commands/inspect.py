@@ -145,7 +145,7 @@ def _features(manifest: Manifest) -> list[dict[str, str]]:
     if FEATURES not in manifest.parts:
         return []
     known = cast("Mapping[str, Mapping[str, Any]]", manifest.parts[FEATURES])
-    schema = Recipe.from_stored(manifest.recipe or {}).data.source.init_args.get("schema")
+    schema = Recipe.from_dict(manifest.recipe or {}).data.source.init_args.get("schema")
     derived = Schema.from_dict(schema).derived if isinstance(schema, Mapping) else ()
     return [{"feature": d.name, "made_of": _made_of(d, known.get(d.name, {}))} for d in derived]
 

@@ -7,14 +7,12 @@ and how fast, in `hotbed.config.places`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hints
 
 from hotbed.config.component import Component, above_zero, at_least, by_table, one_of, seed
 from hotbed.config.dynamic import DynamicRecipe
-from hotbed.config.former_names import with_new_names
 from hotbed.config.optimizers import DenseOptimizerGroup, ScheduleRecipe, SparseOptimizerGroup, check_group_names
 from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
 from hotbed.config.retrieval import RetrievalRecipe
@@ -293,7 +291,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a recipe from plain values; former names are `with_new_names`.
+        """Make a recipe from plain values.
 
         Raises
         ------
@@ -301,22 +299,11 @@ class Recipe:
             If a key is unknown (with the closest known one) or missing, or a value is out of range.
         """
         check_keys(values)
-        return cast("Self", _from_mapping(cls, with_new_names(values), ""))
-
-    @classmethod
-    def from_stored(cls, values: Mapping[str, Any]) -> Self:
-        """Make a recipe from the plain values that a checkpoint or a run directory holds: nothing to rename there."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            return cls.from_dict(values)
+        return cast("Self", _from_mapping(cls, values, ""))
 
 
 def check_keys(values: object, *, complete: bool = True) -> None:
     """Raise `RecipeError` if a recipe's plain values have an unknown key, or lack one unless ``complete`` is False."""
-    if isinstance(values, Mapping):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # whoever makes the recipe of them is warned
-            values = with_new_names(cast("Mapping[str, Any]", values))
     _check_keys(Recipe, values, "", complete)
 
 

@@ -338,10 +338,6 @@ class TablesOptimizer(KeyedOptimizer):
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load moments, and ``param_groups`` if they were saved."""
-        if "state" not in state_dict:  # as former versions saved it, by numbers
-            for i, of in enumerate(self._optims):
-                of.load_state_dict(state_dict[str(i)])
-            return
         saved = state_dict["state"]
         groups = iter(state_dict.get("param_groups", ()))
         for of, names in self._each():
@@ -456,10 +452,6 @@ class CombinedOptimizer(KeyedOptimizer):
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
-        if "state" not in state_dict:  # as former versions saved it, by names or numbers of optimizers
-            for i, (name, of) in enumerate(self.optimizers):
-                of.load_state_dict(state_dict[name or str(i)])
-            return
         groups = list(state_dict.get("param_groups", ()))
         for prefix, of in self.optimizers:
             names = {_joined(prefix, name): name for name in of.params}
