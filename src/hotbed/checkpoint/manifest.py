@@ -25,10 +25,8 @@ from hotbed.errors import CheckpointError, DamagedError, PlanError
 from hotbed.plan import Plan, Tile
 from hotbed.specs import Table
 
-FORMAT = 3
-DIFFERENTIAL = 4
-"""Format of a checkpoint with a base, so that releases which know no bases refuse it."""
-_FULL = f'{{\n "format": {FORMAT},'.encode()
+FORMAT = 1
+_FULL = f'{{\n "format": {FORMAT},\n "base": null,'.encode()
 """What the manifest of a full checkpoint begins with."""
 MANIFEST = "manifest.json"
 MOST_BYTES = 256 << 20
@@ -156,10 +154,10 @@ class Manifest:
         """JSON with its own SHA-256."""
         base = self.base
         values: dict[str, Any] = {
-            "format": FORMAT if base is None else DIFFERENTIAL,
+            "format": FORMAT,
+            "base": None if base is None else {"name": base.name, "sha256": base.sha256},
             "step": self.step,
             **({"attempt": self.attempt} if self.attempt else {}),
-            **({} if base is None else {"base": {"name": base.name, "sha256": base.sha256}}),
             "recipe": self.recipe,
             "plan": self.plan,
             "tables": {name: _table_to_dict(table) for name, table in self.tables.items()},
@@ -269,19 +267,16 @@ def _read(place: Directory) -> Manifest:
     version = values.pop("format", None)
     if version is None:
         raise DamagedError(f"{file} is damaged ('format' is missing); use another checkpoint")
-    if version not in (FORMAT, DIFFERENTIAL):
+    if version != FORMAT:
         raise CheckpointError(
-            f"{place} has checkpoint format {reprlib.repr(version)}, this release reads {FORMAT} and {DIFFERENTIAL}; "
-            "use the release that wrote it"
+            f"{place} has checkpoint format {reprlib.repr(version)}, this release reads {FORMAT}; use the release that "
+            "wrote it"
         )
     sha256 = values.pop("sha256", None)
     if sha256 != _sha256_of({"format": version, **values}):
         raise DamagedError(f"{file} is damaged (its content has changed); use another checkpoint")
     schema.check_manifest(values, file)
-    base = values.get("base")
-    if (base is not None) != (version == DIFFERENTIAL):
-        has = "no 'base'" if base is None else "a 'base'"
-        raise CheckpointError(f"{file}: format {version} with {has}; only format {DIFFERENTIAL} has one, and always")
+    base = values["base"]
     tables = {name: _table_from_dict(entry) for name, entry in values["tables"].items()}
     for name, table in tables.items():
         table.check(name, file)

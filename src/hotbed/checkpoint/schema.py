@@ -112,9 +112,9 @@ class BaseEntry(_Entry):
 class ManifestEntry(_Entry):
     """A manifest, less the version and the hash, which come first; `check_state` looks into parts."""
 
+    base: BaseEntry | None
     step: Count
     attempt: Attempt | None = None
-    base: BaseEntry | None = None
     recipe: dict[str, Any] | None
     plan: PlanEntry | None
     tables: dict[Text, TableEntry]
