@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hotbed.checkpoint.importers.dcp import dcp_arrays, is_dcp
-from hotbed.checkpoint.importers.peer_array import KeyedArray, PeerArray, existing
+from hotbed.checkpoint.importers.peer_array import PeerArray, existing
 from hotbed.checkpoint.manifest import Manifest, SavedTable, write_manifest
 from hotbed.checkpoint.states import Tensors, plain
 from hotbed.checkpoint.storage import Directory
@@ -221,12 +221,9 @@ def _arrays_of_file(path: Path) -> dict[str, PeerArray]:
     return _READERS[path.suffix](path)
 
 
-Peer = Literal["nvidia_dlrm", "tf2", "torchrec", "facebook_dlrm", "embedding_bag", "dcp", "hugectr"]
+Peer = Literal["nvidia_dlrm", "torchrec", "facebook_dlrm", "embedding_bag", "dcp"]
 Names = Sequence[str] | Mapping[str, str] | None
 """Names of tables; or by table the name of its weight."""
-
-
-_Array = TypeVar("_Array", PeerArray, PeerArray | KeyedArray)
 
 
 class PeerModel(NamedTuple):
@@ -240,11 +237,11 @@ class PeerModel(NamedTuple):
         All else, by the names of hotbed's model.
     """
 
-    tables: Mapping[str, PeerArray | KeyedArray]
+    tables: Mapping[str, PeerArray]
     dense: Mapping[str, Tensor]
 
 
-def named(arrays: Sequence[_Array], names: Sequence[str] | None) -> dict[str, _Array]:
+def named(arrays: Sequence[PeerArray], names: Sequence[str] | None) -> dict[str, PeerArray]:
     """Tables by their names; by default they are called ``cat_0``, ``cat_1``, ….
 
     Raises
@@ -259,19 +256,6 @@ def named(arrays: Sequence[_Array], names: Sequence[str] | None) -> dict[str, _A
         if not name or given.count(name) > 1:
             raise CheckpointError(f"names has '{name}' {given.count(name)} times; every table needs its own name")
     return dict(zip(given, arrays, strict=True))
-
-
-def _parts(array: PeerArray | KeyedArray) -> Iterator[tuple[range, range]]:
-    """Cut a table into rows that fit into a file each: these, and which of the array's they are."""
-    count, dim = array.array.shape if isinstance(array, KeyedArray) else array.shape
-    step = rows_per_chunk(4 * dim + 8 * isinstance(array, KeyedArray))
-    for first in range(0, count, step):
-        here = range(first, min(first + step, count))
-        if isinstance(array, KeyedArray):
-            begin = int(array.keys[first]) if first else 0
-            yield range(begin, array.rows if here.stop == count else int(array.keys[here.stop])), here
-        else:
-            yield here, here
 
 
 def write_peer(
@@ -300,8 +284,7 @@ def write_peer(
 
 
 def _chunks(model: PeerModel, collection: str, progress: Callable[[int, int], None]) -> Iterator[Chunk]:
-    arrays = [t.array if isinstance(t, KeyedArray) else t for t in model.tables.values()]
-    total = sum(math.prod(array.shape) for array in arrays)
+    total = sum(math.prod(array.shape) for array in model.tables.values())
     done = 0
 
     def chunk(array: PeerArray, first: int, last: int) -> Array:
@@ -313,10 +296,10 @@ def _chunks(model: PeerModel, collection: str, progress: Callable[[int, int], No
 
         return Array(torch.float32, (last - first, array.shape[1]), rows)
 
-    for name, table in model.tables.items():
-        array = table.array if isinstance(table, KeyedArray) else table
-        for rows, here in _parts(table):
-            arrays = {"weight": chunk(array, here.start, here.stop)}
-            if isinstance(table, KeyedArray):
-                arrays["keys"] = Array.of(table.keys[here.start : here.stop])
-            yield Chunk(f"{collection}.{name}", rows, range(array.shape[1]), arrays)
+    for name, array in model.tables.items():
+        count, dim = array.shape
+        step = rows_per_chunk(4 * dim)
+        for first in range(0, count, step):
+            rows = range(first, min(first + step, count))
+            weight = chunk(array, rows.start, rows.stop)
+            yield Chunk(f"{collection}.{name}", rows, range(dim), {"weight": weight})

@@ -57,34 +57,6 @@ class PeerArray(NamedTuple):
         return self
 
 
-class KeyedArray(NamedTuple):
-    """Some rows of a table, the others of which have their initial values.
-
-    Attributes
-    ----------
-    rows
-        Rows of the table.
-    keys
-        Which of them there are ``[n]`` int64, rising.
-    array
-        These rows ``[n, D]``, in that order.
-    """
-
-    rows: int
-    keys: Tensor
-    array: PeerArray
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the table."""
-        return self.rows, self.array.shape[1]
-
-    @property
-    def where(self) -> str:
-        """File, for errors."""
-        return self.array.where
-
-
 def existing(path: Path) -> Path:
     """The path; a `CheckpointError` if there is no such file."""
     if not path.is_file():
