@@ -17,6 +17,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss")
 """Schemes of URIs that obstore opens."""
+_MEMORY = "memory"
+"""Scheme of a store in the process's own memory, for tests and examples."""
 RETRY_S = 120.0
 """Seconds for which a request to an object store is tried again, where ``HOTBED_RETRY_S`` says nothing else."""
 CONDITIONAL_S = 20.0
@@ -43,6 +46,11 @@ def location(text: str) -> str | Path:
     if text.startswith("file://"):
         return Path(unquote(text.removeprefix("file://")))
     return text if "://" in text else Path(os.path.expanduser(text))  # noqa: PTH111 (an unknown user stays)
+
+
+def is_storage(place: str | Path) -> bool:
+    """Whether checkpoints can be kept at a place; data are read from more places."""
+    return isinstance(place, Path) or place.partition("://")[0] in (*OBJECT_STORES, _MEMORY)
 
 
 def local(option: str, text: str) -> Path:
@@ -180,6 +188,8 @@ def object_store(uri: str, most_s: float = math.inf) -> tuple[ObjectStore, str]:
     parts = urlsplit(uri)
     protocol = parts.scheme
     s3 = _S3.of(uri) if protocol in ("s3", "s3a") else None
+    if protocol == _MEMORY:
+        return _memory(), _key(parts.netloc + parts.path)
     if s3 is None and parts.query:
         raise ValueError(f"{uri} cannot be opened: only s3:// has options in a URI; set them in the environment")
     try:
@@ -190,6 +200,13 @@ def object_store(uri: str, most_s: float = math.inf) -> tuple[ObjectStore, str]:
         return from_url(f"{protocol}://{parts.netloc}", **options), _key(parts.path)
     except (BaseError, ValueError) as error:
         raise ValueError(f"{uri} cannot be opened: {cause(error)}") from None
+
+
+@cache
+def _memory() -> ObjectStore:
+    from obstore.store import MemoryStore
+
+    return MemoryStore()
 
 
 def retry_seconds() -> float:

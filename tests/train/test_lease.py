@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyarrow import fs
 
 from hotbed.checkpoint import Directory, checkpoints_in, directory
-from hotbed.checkpoint.remote_storage import FileSystemDirectory
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.errors import CheckpointError, NotOursError
 from hotbed.train import Trainer, lease, owners
@@ -339,16 +337,6 @@ def test_training_ends_soon_after_a_renewal_has_found_another(
 
 
 # -- other places ------------------------------------------------------------------------------------------------------
-
-
-def test_a_file_system_without_such_writes_is_used_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    place = FileSystemDirectory(fs.LocalFileSystem(), str(tmp_path), "hdfs://name/runs")
-    with lock(place) as held:
-        held.check()
-    assert "hdfs://name/runs has no conditional writes: two runs that write there are not noticed" in caplog.text
-    assert place.names() == []
 
 
 def test_a_disk_without_locks_is_used_with_a_warning(

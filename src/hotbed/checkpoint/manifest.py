@@ -192,9 +192,7 @@ def write_manifest(place: Directory, manifest: Manifest) -> str:
             "save fewer tables in one checkpoint, or smaller states"
         )
     content = text.encode()
-    if not place.has_conditional_writes:
-        place.write(MANIFEST, text)
-    elif place.create(MANIFEST, content) is None and place.read(MANIFEST, MOST_BYTES) != content:
+    if place.create(MANIFEST, content) is None and place.read(MANIFEST, MOST_BYTES) != content:
         # The same content is this process's own: the answer to its first request was lost on the way.
         raise CheckpointError(f"{place} was not saved: another process has saved it since; see which run is to go on")
     return str(json.loads(text)["sha256"])

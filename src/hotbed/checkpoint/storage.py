@@ -1,7 +1,7 @@
 """Access checkpoints in a local directory, or a prefix of an object store (``s3://bucket/path``, ``gs://…``).
 
 Object stores have no rename and no directories, so nothing here needs them: files are written one by one, and a file
-of text appears whole or not at all. `LocalDirectory` is here; those of object stores and of other file systems are in
+of text appears whole or not at all. `LocalDirectory` is here; those of object stores are in
 `hotbed.checkpoint.remote_storage`.
 """
 
@@ -90,11 +90,6 @@ class Directory(ABC):
 
     path: str
 
-    @property
-    def has_conditional_writes(self) -> bool:
-        """Whether there are `create` and `replace`."""
-        return True
-
     @override
     def __str__(self) -> str:
         return self.path
@@ -141,10 +136,7 @@ class Directory(ABC):
 
     @abstractmethod
     def create(self, name: str, content: bytes) -> str | None:
-        """Write a file that must not exist yet; return its tag, or None if it exists (nothing is changed then).
-
-        `CheckpointError` where a place has no such writes.
-        """
+        """Write a file that must not exist yet; return its tag, or None if it exists (nothing is changed then)."""
 
     @abstractmethod
     def read_tagged(self, name: str) -> Tagged | None:
@@ -152,10 +144,7 @@ class Directory(ABC):
 
     @abstractmethod
     def replace(self, name: str, content: bytes, tag: str) -> str | None:
-        """Overwrite a file if it still has this tag; return the new tag, or None if it was changed or removed.
-
-        `CheckpointError` where a place has no such writes.
-        """
+        """Overwrite a file if it still has this tag; return the new tag, or None if it was changed or removed."""
 
     @abstractmethod
     def remove(self, name: str) -> None:

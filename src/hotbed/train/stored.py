@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from hotbed.batch import Batch
-from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, load_checkpoint, read_manifest
+from hotbed.checkpoint import Directory, Taken, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.single_files import suffix
 from hotbed.config import Component, ParallelRecipe, Recipe, TaskRecipe, check_trust
@@ -256,7 +256,7 @@ def _is_prepared(data: str | Path) -> bool:
     place = location(str(data))
     if isinstance(place, Path) and not place.exists():
         raise DataError(f"{data} does not exist; give a log or Parquet of raw rows, or a dataset of hotbed prepare")
-    if suffix(place) == ".yaml" or (suffix(place) == "" and directory(place).has(DESCRIPTION)):
+    if suffix(place) == ".yaml" or (isinstance(place, Path) and (place / DESCRIPTION).is_file()):
         return True
     return (suffix(place) == ".parquet" or (isinstance(place, Path) and place.is_dir())) and is_prepared(data)
 
