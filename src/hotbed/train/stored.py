@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from hotbed.batch import Batch
-from hotbed.checkpoint import Directory, Taken, find_checkpoint, load_checkpoint, read_manifest
+from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.single_files import suffix
 from hotbed.config import Component, ParallelRecipe, Recipe, TaskRecipe, check_trust
@@ -21,7 +21,7 @@ from hotbed.data.items import ItemSet, items_of, merged
 from hotbed.data.parquet import is_prepared
 from hotbed.data.source import refuse_other_kind
 from hotbed.errors import CheckpointError, DataError, RecipeError
-from hotbed.locations import location
+from hotbed.locations import is_storage, location
 from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
@@ -256,7 +256,7 @@ def _is_prepared(data: str | Path) -> bool:
     place = location(str(data))
     if isinstance(place, Path) and not place.exists():
         raise DataError(f"{data} does not exist; give a log or Parquet of raw rows, or a dataset of hotbed prepare")
-    if suffix(place) == ".yaml" or (isinstance(place, Path) and (place / DESCRIPTION).is_file()):
+    if suffix(place) == ".yaml" or is_storage(place) and directory(place).has(DESCRIPTION):
         return True
     return (suffix(place) == ".parquet" or (isinstance(place, Path) and place.is_dir())) and is_prepared(data)
 
