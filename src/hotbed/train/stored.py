@@ -256,7 +256,7 @@ def _is_prepared(data: str | Path) -> bool:
     place = location(str(data))
     if isinstance(place, Path) and not place.exists():
         raise DataError(f"{data} does not exist; give a log or Parquet of raw rows, or a dataset of hotbed prepare")
-    if suffix(place) == ".yaml" or is_storage(place) and directory(place).has(DESCRIPTION):
+    if suffix(place) == ".yaml" or (suffix(place) == "" and is_storage(place) and directory(place).has(DESCRIPTION)):
         return True
     return (suffix(place) == ".parquet" or (isinstance(place, Path) and place.is_dir())) and is_prepared(data)
 
