@@ -61,9 +61,10 @@ def convert(
     moments: bool = True,
     progress: Progress = lambda done, total: None,
 ) -> Manifest:
-    """Make a checkpoint of another one, with bounded memory.
+    """Make a checkpoint of another one, with bounded memory, and return its manifest.
 
-    Recipe, plan and step stay as they are. Without options, too, the tables' tiles may be cut into more tiles.
+    Recipe, plan and step stay as they are. Without options, too, the tables' tiles may be cut into more tiles. On
+    errors ``target`` is not made.
 
     Parameters
     ----------
@@ -79,17 +80,6 @@ def convert(
         If false, only tables and the part ``model`` are kept: enough to predict, not to train on.
     progress
         Called now and then with cells done and all cells.
-
-    Returns
-    -------
-    Manifest
-        What the new checkpoint says of itself.
-
-    Raises
-    ------
-    CheckpointError
-        If there is no checkpoint at ``source``, it is damaged, there is anything at ``target``, or ``dtype`` names a
-        table or a dtype that does not exist. Then ``target`` is not made.
     """
     place = directory(source)
     old = read_manifest(place)
@@ -120,21 +110,9 @@ class Rectangle(NamedTuple):
 
 
 def read_rectangle(rectangle: Rectangle, spec: Table, files: TensorFiles) -> tuple[LocalTile, dict[str, Tensor]]:
-    """Load a rectangle of a saved table into memory.
+    """Load a rectangle of a saved table into memory, with the dtype of ``spec``.
 
-    Parameters
-    ----------
-    rectangle
-        Which rows and columns.
-    spec
-        The table with the dtype that the rows shall have.
-    files
-        The checkpoint's files.
-
-    Returns
-    -------
-    tuple[LocalTile, dict[str, Tensor]]
-        A tile with its values, and what it is stored as: arrays under the names that files have for them.
+    Return a tile with its values, and its arrays under the names that files have for them.
     """
     rows, cols, saved = rectangle
     arena = Arena([Shard(spec, rows, cols)], len(cols), seed=0, device=torch.device("cpu"), backend="auto")
@@ -300,24 +278,8 @@ def export_tables(
     """Write each table to a file, with bounded memory, and the rest of the model to ``dense.safetensors``.
 
     A table's file is ``NAME.safetensors``, its name percent-encoded, with the array ``weight [R, D]``: bfloat16 or
-    float16 where all rows are stored so, else float32. ``tables.json`` says what there is.
-
-    Parameters
-    ----------
-    source, target
-        Paths or URIs; there must be nothing at ``target``.
-    progress
-        Called now and then with cells done and all cells.
-
-    Returns
-    -------
-    dict
-        What ``tables.json`` holds: ``step``, and by name each table's ``file``, ``rows``, ``dim`` and ``dtype``.
-
-    Raises
-    ------
-    CheckpointError
-        If there is no checkpoint at ``source``, it is damaged, or there is anything at ``target``.
+    float16 where all rows are stored so, else float32. ``tables.json`` says what there is, and is returned: ``step``,
+    and by name each table's ``file``, ``rows``, ``dim`` and ``dtype``. ``target`` is a path or URI where nothing is.
     """
     place = directory(source)
     manifest = read_manifest(place)

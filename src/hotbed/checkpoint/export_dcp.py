@@ -55,7 +55,8 @@ def export_dcp(
 
     Rows have the key ``TABLE.weight``, bfloat16 or float16 where all of them are stored so, else float32; those of a
     model that `hotbed.swap_embeddings` changed the key of its module. The rest of the part ``model`` keeps its keys.
-    Moments and the rest of what only training needs are left out.
+    Moments and the rest of what only training needs are left out. Return ``step``, and under ``tables``, by name, each
+    table's ``key``, ``rows``, ``dim`` and ``dtype``.
 
     Parameters
     ----------
@@ -69,17 +70,6 @@ def export_dcp(
         Put before all keys; ``model.`` for what is loaded as ``{"model": model.state_dict()}``.
     progress
         Called now and then with cells done and all cells.
-
-    Returns
-    -------
-    dict
-        ``step``, and under ``tables``, by name, each table's ``key``, ``rows``, ``dim`` and ``dtype``.
-
-    Raises
-    ------
-    CheckpointError
-        If there is no checkpoint at ``source``, it is damaged, there is anything at ``target``, names has a table that
-        does not exist, or two tensors would have one key.
     """
     place, path = directory(source), Path(target)
     if path.exists() or path.is_symlink():

@@ -178,12 +178,9 @@ def file_name(name: str, attempt: str) -> str:
 
 
 def write_manifest(place: Directory, manifest: Manifest) -> str:
-    """Write a checkpoint's manifest, the last of its files, which makes it one; return its SHA-256.
+    """Write a checkpoint's manifest, the last of its files, and return its SHA-256.
 
-    Raises
-    ------
-    CheckpointError
-        If there is one already, which is left as it is.
+    One that is there already is left as it is, and raises `CheckpointError`.
     """
     text = manifest.to_json()
     if len(text) > MOST_BYTES:
@@ -201,10 +198,7 @@ def write_manifest(place: Directory, manifest: Manifest) -> str:
 def read_manifest(path: str | Path | Directory) -> Manifest:
     """Read the manifest of a checkpoint, and that of its base if it is a differential one.
 
-    Raises
-    ------
-    CheckpointError
-        If there is none, or it is damaged or of another format, or its base is gone or another one.
+    Raise `CheckpointError` if there is none, it is damaged or of another format, or its base is gone or another one.
     """
     place = directory(path)
     manifest = _read(place)
@@ -313,12 +307,7 @@ def find_checkpoint(path: str | Path | Directory, *, best: bool = False) -> Dire
     """Return the path itself if it is a checkpoint; else the newest of a run's, or of a directory of checkpoints.
 
     Of a directory of runs, ``runs/NAME``, it is that of the newest run that has one. ``best`` prefers the best one of a
-    run that kept it.
-
-    Raises
-    ------
-    CheckpointError
-        If there is none.
+    run that kept it. `CheckpointError` if there is none.
     """
     place = directory(path)
     if place.has(MANIFEST):

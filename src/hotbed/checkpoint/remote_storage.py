@@ -24,13 +24,7 @@ PARTS_UNDER_WAY = 2
 
 
 def remote_directory(uri: str) -> Directory:
-    """The directory at a URI that is no ``file://``.
-
-    Raises
-    ------
-    ValueError
-        If nothing here can open it.
-    """
+    """Return the directory at a URI that is no ``file://``; `ValueError` if nothing here can open it."""
     if not is_storage(uri):
         raise ValueError(
             f"{uri} cannot be opened: checkpoints, and other files that hotbed writes, are kept in local directories "
@@ -45,18 +39,9 @@ def remote_directory(uri: str) -> Directory:
 
 
 class ObjectDirectory(Directory):
-    """A prefix of an object store.
+    """A prefix of an object store, of which ``uri``, perhaps with a query, is what users call it.
 
-    Parameters
-    ----------
-    store
-        Of obstore.
-    root
-        Path in it.
-    uri
-        What users call it, perhaps with a query.
-    brief
-        Gives the store with requests that are tried for so many seconds, for conditional writes.
+    ``brief`` returns the store with requests that are tried for so many seconds, for conditional writes.
     """
 
     def __init__(self, store: ObjectStore, root: str, uri: str, brief: Callable[[float], ObjectStore]) -> None:

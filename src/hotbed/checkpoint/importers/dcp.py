@@ -76,13 +76,7 @@ def is_dcp(path: Path) -> bool:
 
 
 def dcp_arrays(path: Path) -> dict[str, PeerArray]:
-    """Return the tensors of a directory by their keys; what is no tensor is left out.
-
-    Raises
-    ------
-    CheckpointError
-        If metadata or a file is damaged, chunks do not make up their tensor, or something is compressed.
-    """
+    """Return the tensors of a directory by their keys; what is no tensor is left out."""
     metadata = _unpickled(path / METADATA)
     try:
         storage = {

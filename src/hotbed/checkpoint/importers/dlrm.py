@@ -54,7 +54,7 @@ def dlrm_layers(
     positions: Sequence[int] | None = None,
     paddings: Sequence[int] = (0,),
 ) -> dict[str, Tensor]:
-    """State of the MLPs of `hotbed.nn.DLRM`.
+    """Return the state of the MLPs of `hotbed.nn.DLRM`.
 
     Parameters
     ----------
@@ -67,11 +67,6 @@ def dlrm_layers(
         its own).
     paddings
         By how many columns the peer may have padded the interaction, at its end.
-
-    Raises
-    ------
-    CheckpointError
-        If shapes do not fit each other, or the peer's interaction is another one.
     """
     for name, layers in (("bottom", bottom), ("top", top)):
         _check_chain(name, layers)

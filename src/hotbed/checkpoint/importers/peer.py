@@ -59,16 +59,10 @@ def npy_array(path: Path) -> PeerArray:
 
 
 def arrays_of(path: Path, prefix: str = "") -> dict[str, PeerArray]:
-    """Arrays of a file, or of all files of a directory, by name; of ``torch.distributed.checkpoint``, too.
+    """Return the arrays of a file, or of all files of a directory, by name; of ``torch.distributed.checkpoint``, too.
 
-    Only names that begin with the prefix count, and what follows it is the name.
-
-    An array that has no name, in ``NAME.npy`` or ``NAME.pt``, is ``NAME.weight``.
-
-    Raises
-    ------
-    CheckpointError
-        If there are none, or two have one name.
+    Only names that begin with the prefix count, and what follows it is the name. An array that has no name, in
+    ``NAME.npy`` or ``NAME.pt``, is ``NAME.weight``.
     """
     found = _arrays_of_path(path)
     own = {name.removeprefix(prefix): array for name, array in found.items() if name.startswith(prefix)}
@@ -98,14 +92,9 @@ def _arrays_of_path(path: Path) -> dict[str, PeerArray]:
 
 
 def load_pt(path: Path, allowed: list[Any] | None = None) -> Any:
-    """What a ``.pt`` file holds, tensors mapped into memory where its form lets them be.
+    """Load a ``.pt`` file, with tensors mapped into memory where its form lets them be.
 
-    Parameters
-    ----------
-    path
-        The file.
-    allowed
-        Further types that it may hold, as `torch.serialization.safe_globals` takes them.
+    ``allowed`` are further types that it may hold, as `torch.serialization.safe_globals` takes them.
     """
     try:
         _refuse_packed(existing(path))
@@ -227,28 +216,14 @@ Names = Sequence[str] | Mapping[str, str] | None
 
 
 class PeerModel(NamedTuple):
-    """A model of another library.
-
-    Attributes
-    ----------
-    tables
-        Rows ``[R, D]`` by table, all of them or some.
-    dense
-        All else, by the names of hotbed's model.
-    """
+    """A model of another library: rows ``[R, D]`` by table, and the rest by the names of hotbed's model."""
 
     tables: Mapping[str, PeerArray]
     dense: Mapping[str, Tensor]
 
 
 def named(arrays: Sequence[PeerArray], names: Sequence[str] | None) -> dict[str, PeerArray]:
-    """Tables by their names; by default they are called ``cat_0``, ``cat_1``, ….
-
-    Raises
-    ------
-    CheckpointError
-        If there are as many names as tables, or a name comes twice.
-    """
+    """Return tables by their names, each of which must occur once; by default ``cat_0``, ``cat_1``, …."""
     given = [f"cat_{i}" for i in range(len(arrays))] if names is None else list(names)
     if len(given) != len(arrays):
         raise CheckpointError(f"names has {len(given)} entries, but there are {len(arrays)} tables; name each once")

@@ -13,18 +13,9 @@ from hotbed.errors import CheckpointError
 
 
 class PeerArray(NamedTuple):
-    """An array in a file.
+    """An array in a file: ``rows`` returns rows ``start … stop − 1`` as a copy in memory.
 
-    Attributes
-    ----------
-    shape
-        Of all of it.
-    rows
-        Gives rows ``start … stop − 1`` as a copy in memory.
-    where
-        File and key, for errors.
-    dtype
-        Of its numbers.
+    ``where`` is its file and key, for errors.
     """
 
     shape: tuple[int, ...]
