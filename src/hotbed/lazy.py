@@ -8,14 +8,9 @@ from importlib import import_module
 
 
 def lazy(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a package.
+    """Return ``__getattr__`` and ``__dir__`` for a package of this ``__name__``.
 
-    Parameters
-    ----------
-    package
-        Its ``__name__``.
-    places
-        By name, the module that defines it; the package itself for one of its subpackages.
+    ``places`` has, by name, the module that defines it; the package itself for one of its subpackages.
     """
 
     def get(name: str) -> object:

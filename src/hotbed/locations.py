@@ -54,13 +54,7 @@ def is_storage(place: str | Path) -> bool:
 
 
 def local(option: str, text: str) -> Path:
-    """A local path.
-
-    Raises
-    ------
-    RecipeError
-        If it is a URI of another place; ``option`` says of what.
-    """
+    """Return a local path; `RecipeError` if it is a URI of another place. ``option`` says of what."""
     found = location(text)
     if isinstance(found, str):
         raise RecipeError(f"{option} is {text}, must be a local path; docs/paths.md says what may be elsewhere")
@@ -68,12 +62,9 @@ def local(option: str, text: str) -> Path:
 
 
 def opened(uri: str) -> tuple[Any, str]:
-    """The file system of a URI, of pyarrow or of fsspec in its wrapper, and the path in it.
+    """Open the file system of a URI, of pyarrow or of fsspec in its wrapper; also return the path in it.
 
-    Raises
-    ------
-    ValueError
-        If nothing here can open it; says why.
+    `ValueError` if nothing here can open it; says why.
     """
     from pyarrow import ArrowInvalid, fs
 
@@ -128,12 +119,9 @@ class RemoteFile:
 
 
 def remote_files(uri: str) -> RemoteFile | list[RemoteFile] | None:
-    """The file at a URI, or those in its folder, not in folders below; None if there is neither.
+    """Return the file at a URI, or those in its folder, not in folders below; None if there is neither.
 
-    Raises
-    ------
-    ValueError
-        If nothing here can open it; says why.
+    `ValueError` if nothing here can open it; says why.
     """
     from pyarrow import fs
 
@@ -164,19 +152,10 @@ def _driver(protocol: str, error: OSError) -> str:
 
 
 def object_store(uri: str, most_s: float = math.inf) -> tuple[ObjectStore, str]:
-    """The store of obstore that a URI's bucket is, and the path in it.
+    """Return the store of obstore that a URI's bucket is, and the path in it.
 
-    Parameters
-    ----------
-    uri
-        The URI.
-    most_s
-        Seconds for which requests are tried again, where `retry_seconds` is more.
-
-    Raises
-    ------
-    ValueError
-        If the URI cannot be one, or obstore is not installed; says why.
+    Requests are tried again for ``most_s`` seconds, where `retry_seconds` is more. `ValueError` if the URI cannot be
+    one, or obstore is not installed; says why.
     """
     try:
         from obstore.exceptions import BaseError
@@ -212,10 +191,7 @@ def _memory() -> ObjectStore:
 def retry_seconds() -> float:
     """Seconds for which a request is tried again: ``HOTBED_RETRY_S``, or `RETRY_S`.
 
-    Raises
-    ------
-    ValueError
-        If the environment says what is no number of seconds.
+    `ValueError` if the environment says what is no number of seconds.
     """
     given = os.environ.get("HOTBED_RETRY_S", "")
     if given and not re.fullmatch(r"\d{1,4}(\.\d+)?", given):

@@ -88,23 +88,10 @@ class _Marks:
 class Snapshot:
     """Keep the present rows and moments of some stores; `read` them in rising order, then `close` it.
 
-    Parameters
-    ----------
-    stores
-        They must not be written to but by ``update``, ``write`` and ``put`` until it is closed.
-    limit_bytes
-        How many bytes of rows may be kept at once, and one megabyte.
-    changed
-        The slots to save of each store; None: all rows.
-
-    Attributes
-    ----------
-    waited_s
-        Seconds that updates were held up, for keeping rows and for room to keep them.
-    most_bytes
-        Most bytes that were kept at once.
-    is_waiting
-        Whether an update waits for room at present.
+    Until it is closed, only ``update``, ``write`` and ``put`` may write to the stores. ``limit_bytes`` of rows may be
+    kept at once, and one megabyte. ``changed`` are the slots to save of each store; None: all rows. ``waited_s`` counts
+    seconds that updates were held up, ``most_bytes`` the most bytes that were kept at once; ``is_waiting`` tells
+    whether an update waits for room at present.
     """
 
     def __init__(

@@ -42,15 +42,7 @@ class Writer(Protocol):
 
 
 class Reader(Protocol):
-    """A file whose parts are read, by several threads at once.
-
-    Attributes
-    ----------
-    size
-        Its bytes.
-    is_local
-        Whether reading a part again costs little.
-    """
+    """A file whose parts are read, by several threads at once; of a local one, reading a part again costs little."""
 
     size: int
     is_local: bool
@@ -67,12 +59,7 @@ class Reader(Protocol):
 class Tagged(NamedTuple):
     """A small file, as it was at some moment.
 
-    Attributes
-    ----------
-    content
-        Of all of it.
-    tag
-        Tells this version of the file from others: an ETag, or what else changes with the file.
+    The tag tells this version of the file from others: an ETag, or what else changes with the file.
     """
 
     content: bytes
@@ -168,12 +155,9 @@ class Directory(ABC):
 
 
 def directory(path: str | Path | Directory) -> Directory:
-    """The directory at a local path, or at a URI like ``s3://bucket/path``.
+    """Return the directory at a local path, or at a URI like ``s3://bucket/path``.
 
-    Raises
-    ------
-    CheckpointError
-        If nothing here can open such a URI.
+    `CheckpointError` if nothing here can open such a URI.
     """
     if isinstance(path, Directory):
         return path

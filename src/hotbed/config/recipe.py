@@ -492,10 +492,8 @@ class Recipe:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Make a recipe from plain values.
 
-        Raises
-        ------
-        RecipeError
-            If a key is unknown (with the closest known one) or missing, or a value is out of range.
+        A key that is unknown (the closest known one is named) or missing, and a value out of range, raise
+        `RecipeError`.
         """
         check_keys(values)
         return cast("Self", _from_mapping(cls, values, ""))

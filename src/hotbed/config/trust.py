@@ -51,18 +51,8 @@ SAY_SO = "add --trust_recipe (in Python: trust_recipe=True)"
 def check_trust(recipe: Recipe, place: str, *, trusted: bool, say_so: str = SAY_SO) -> None:
     """Raise `RecipeError` if a recipe names classes of others than hotbed and torch.optim, unless it is trusted.
 
-    Nothing is imported. Where it is trusted, modules in the current directory can be imported from now on.
-
-    Parameters
-    ----------
-    recipe
-        The recipe, which somebody may have written for us.
-    place
-        What it is in, for the error.
-    trusted
-        Whether the user has said that it may run code.
-    say_so
-        How he says it, for the error.
+    Nothing is imported. Where it is trusted, modules in the current directory can be imported from now on. The error
+    names the ``place`` that the recipe is in, and how the user can say that it may run code.
     """
     if trusted:
         import_from(Path.cwd())
