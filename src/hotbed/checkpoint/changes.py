@@ -69,16 +69,9 @@ def export_changes(
     metadata has the SHA-256 of both manifests as ``hotbed.base`` and ``hotbed.sequence``. Return ``base``,
     ``sequence``, and by table how many ``upserts`` and ``deletes``.
 
-    Parameters
-    ----------
-    source, since
-        Checkpoints of the same tables; without ``since`` all rows are written, and ``base`` is null.
-    target
-        The file; it appears whole or not at all.
-    ttl_steps
-        By dynamic table its `Dynamic.ttl_steps`: ids that were not seen for longer count as deleted.
-    progress
-        Called now and then with rows done and all rows.
+    Without ``since`` all rows are written, and ``base`` is null. The file ``target`` appears whole or not at all.
+    ``ttl_steps`` has, by dynamic table, its `Dynamic.ttl_steps`: ids that were not seen for longer count as deleted.
+    ``progress`` is called now and then with rows done and all rows.
     """
     place = directory(source)
     manifest = read_manifest(place)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotbed.checkpoint.tensor_files import as_bits
 from hotbed.heap import apart
 from hotbed.ops import cpu_cache
 from hotbed.store import DenseStore, LazyStore, PickedArray, PickedRows, RisingSlots, RowStore
@@ -30,7 +31,6 @@ KEPT_BYTES = 16 << 20
 _BYTES_AT_ONCE = 1 << 20
 _RANGES = 16
 """Ranges of an array whose kept rows are freed together."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class _Kept:
@@ -202,11 +202,6 @@ def rows_of(store: RowStore, changed: Mapping[RowStore, RisingSlots] | None = No
 def arrays_of(rows: DenseStore | PickedRows) -> Mapping[str, Tensor | PickedArray]:
     """Return the arrays that they are in."""
     return rows.arrays() if isinstance(rows, DenseStore) else rows.arrays
-
-
-def as_bits(values: Tensor) -> Tensor:
-    """Return the same memory as integers, because torch cannot index all narrow dtypes."""
-    return values.view(_BITS[values.element_size()])
 
 
 def _copy_apart(values: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hotbed import ops
 from hotbed.checkpoint.manifest import SavedTable, SavedTile
-from hotbed.checkpoint.tensor_files import CHUNK_BYTES, TensorFiles
+from hotbed.checkpoint.tensor_files import CHUNK_BYTES, TensorFiles, as_bits
 from hotbed.embed import LocalTile
 from hotbed.embed.arena import form, stored_as
 from hotbed.errors import CheckpointError
@@ -28,7 +28,6 @@ Places = range | Tensor
 
 MOST_CHUNKS = 4
 """How many times `CHUNK_BYTES` may be in memory where rows of many tiles are put together."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Common(NamedTuple):
@@ -201,15 +200,14 @@ def copy_rows(
         files.copy_rows(file, key, source, cols, _at(out, target))
         return
     assert isinstance(source, Tensor) and isinstance(target, Tensor)
-    bits = _BITS[out.element_size()]
-    out = out.view(bits)  # torch cannot index all narrow dtypes
+    out = as_bits(out)
     step = max(CHUNK_BYTES // max(files.find(file, key).row_bytes, 1), 1)
     for start in range(int(source[0]), int(source[-1]) + 1, step):
         first, last = _below(source, start), _below(source, start + step)
         if first == last:
             continue
         at = source[first:last] - source[first]
-        chunk = files.read_rows(file, key, range(int(source[first]), int(source[last - 1]) + 1)).view(bits)[at]
+        chunk = as_bits(files.read_rows(file, key, range(int(source[first]), int(source[last - 1]) + 1)))[at]
         out[target[first:last].to(out.device)] = (chunk if columns is None else chunk[:, columns[0]]).to(out.device)
 
 

@@ -55,6 +55,7 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Array(NamedTuple):
@@ -132,6 +133,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # dimensions of 1 may have any stride
     values: Any = flat.view(torch.uint8).numpy()
     return memoryview(values)
+
+
+def as_bits(values: Tensor) -> Tensor:
+    """Return the same memory as integers, which torch indexes and compares whatever the dtype."""
+    return values.view(_BITS[values.element_size()])
 
 
 class Chunk(NamedTuple):

@@ -54,19 +54,11 @@ def dlrm_layers(
     positions: Sequence[int] | None = None,
     paddings: Sequence[int] = (0,),
 ) -> dict[str, Tensor]:
-    """Return the state of the MLPs of `hotbed.nn.DLRM`.
+    """Return the state of the MLPs of `hotbed.nn.DLRM`, from all layers of both, with ReLU between them.
 
-    Parameters
-    ----------
-    bottom, top
-        All layers, with ReLU between them.
-    tables
-        One for each feature, in the order that hotbed's features are to have.
-    triangle, positions
-        The peer's order of pairs; and for each feature, the place of its vector among the peer's features (default:
-        its own).
-    paddings
-        By how many columns the peer may have padded the interaction, at its end.
+    ``tables`` has one for each feature, in the order that hotbed's features are to have. ``triangle`` is the peer's
+    order of pairs, ``positions`` for each feature the place of its vector among the peer's features (default: its own),
+    and ``paddings`` by how many columns the peer may have padded the interaction, at its end.
     """
     for name, layers in (("bottom", bottom), ("top", top)):
         _check_chain(name, layers)
