@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.checkpoint.importers.peer_array import PeerArray, existing
+from hotbed.checkpoint.importers.peer import PeerArray, existing
 from hotbed.errors import CheckpointError
 from hotbed.parsing import TextError, read_limited
 from hotbed.specs import is_int

@@ -25,8 +25,7 @@ from typing import Any, TypeGuard, cast
 from torch import Tensor
 
 from hotbed.checkpoint.importers.dlrm import Layer, dlrm_layers, padded_to_8
-from hotbed.checkpoint.importers.peer import PeerModel, load_pt, named, raw_array
-from hotbed.checkpoint.importers.peer_array import PeerArray
+from hotbed.checkpoint.importers.peer import PeerArray, PeerModel, load_pt, named, raw_array
 from hotbed.errors import CheckpointError
 from hotbed.specs import is_int
 

@@ -18,15 +18,56 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hotbed.checkpoint.importers.dcp import dcp_arrays, is_dcp
-from hotbed.checkpoint.importers.peer_array import PeerArray, existing
 from hotbed.checkpoint.manifest import Manifest, SavedTable, write_manifest
 from hotbed.checkpoint.states import Tensors, plain
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tensor_files import Array, Chunk, new_directory, rows_per_chunk
-from hotbed.errors import CheckpointError, SpecError, did_you_mean
+from hotbed.errors import CheckpointError, SpecError
 from hotbed.parsing import TextError, map_npy
 from hotbed.specs import Table, is_int
+
+
+class PeerArray(NamedTuple):
+    """An array in a file: ``rows`` returns rows ``start … stop − 1`` as a copy in memory.
+
+    ``where`` is its file and key, for errors.
+    """
+
+    shape: tuple[int, ...]
+    rows: Callable[[int, int], Tensor]
+    where: str
+    dtype: torch.dtype = torch.float32
+
+    @staticmethod
+    def of(tensor: Tensor, where: str) -> PeerArray:
+        """A tensor, which may be mapped from a file."""
+        flat = torch.atleast_1d(tensor.detach())
+
+        def rows(start: int, stop: int) -> Tensor:
+            return flat[start:stop].clone()
+
+        return PeerArray(tuple(tensor.shape), rows, where, tensor.dtype)
+
+    def whole(self) -> Tensor:
+        """All of it in memory."""
+        return self.rows(0, self.shape[0]) if self.shape else self.rows(0, 1)[0]
+
+    def matrix(self) -> PeerArray:
+        """Itself; a `CheckpointError` if it is not a matrix with at least one row and column."""
+        if len(self.shape) != 2 or not all(self.shape):
+            raise CheckpointError(f"{self.where} has shape {list(self.shape)}; a table must be [rows, dim], not empty")
+        if not self.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{self.where} holds {self.dtype}; a table must be floating point, save it as float32"
+            )
+        return self
+
+
+def existing(path: Path) -> Path:
+    """The path; a `CheckpointError` if there is no such file."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; copy the whole checkpoint")
+    return path
 
 
 def raw_array(path: Path, shape: tuple[object, ...]) -> PeerArray:
@@ -56,39 +97,6 @@ def npy_array(path: Path) -> PeerArray:
     if array.dtype.name not in ("float32", "float16", "float64"):
         raise CheckpointError(f"{path} holds {array.dtype}, must be float32, float16 or float64")
     return _numpy_array(array, f"{path}")
-
-
-def arrays_of(path: Path, prefix: str = "") -> dict[str, PeerArray]:
-    """Return the arrays of a file, or of all files of a directory, by name; of ``torch.distributed.checkpoint``, too.
-
-    Only names that begin with the prefix count, and what follows it is the name. An array that has no name, in
-    ``NAME.npy`` or ``NAME.pt``, is ``NAME.weight``.
-    """
-    found = _arrays_of_path(path)
-    own = {name.removeprefix(prefix): array for name, array in found.items() if name.startswith(prefix)}
-    if not own:
-        known = dict.fromkeys(f"{name.split('.')[0]}." for name in found)
-        raise CheckpointError(
-            f"{path} has no name that begins with '{prefix}'; names begin with {', '.join(known)}"
-            f"{did_you_mean(prefix, known)}"
-        )
-    return own
-
-
-def _arrays_of_path(path: Path) -> dict[str, PeerArray]:
-    if not path.is_dir():
-        return _arrays_of_file(path)
-    if is_dcp(path):
-        return dcp_arrays(path)
-    found: dict[str, PeerArray] = {}
-    for file in sorted(f for f in path.iterdir() if f.suffix in _READERS):
-        for name, array in _arrays_of_file(file).items():
-            if name in found:
-                raise CheckpointError(f"'{name}' is in {found[name].where} and in {file}; keep one of them")
-            found[name] = array
-    if not found:
-        raise CheckpointError(f"{path} holds no {', '.join(_READERS)} file")
-    return found
 
 
 def load_pt(path: Path, allowed: list[Any] | None = None) -> Any:
@@ -197,17 +205,17 @@ def _safetensors(path: Path) -> dict[str, PeerArray]:
     return {key: array(key) for key in file.keys()}  # noqa: SIM118
 
 
-_READERS: Mapping[str, Callable[[Path], dict[str, PeerArray]]] = {
+READERS: Mapping[str, Callable[[Path], dict[str, PeerArray]]] = {
     ".safetensors": _safetensors,
     ".npy": _npy,
     ".pt": _pt,
 }
 
 
-def _arrays_of_file(path: Path) -> dict[str, PeerArray]:
-    if path.suffix not in _READERS:
-        raise CheckpointError(f"{path} is none of {', '.join(_READERS)}; save the state_dict as one of these")
-    return _READERS[path.suffix](path)
+def arrays_of_file(path: Path) -> dict[str, PeerArray]:
+    if path.suffix not in READERS:
+        raise CheckpointError(f"{path} is none of {', '.join(READERS)}; save the state_dict as one of these")
+    return READERS[path.suffix](path)
 
 
 Peer = Literal["nvidia_dlrm", "torchrec", "facebook_dlrm", "embedding_bag", "dcp"]
