@@ -213,6 +213,7 @@ READERS: Mapping[str, Callable[[Path], dict[str, PeerArray]]] = {
 
 
 def arrays_of_file(path: Path) -> dict[str, PeerArray]:
+    """Return the arrays of a file by name."""
     if path.suffix not in READERS:
         raise CheckpointError(f"{path} is none of {', '.join(READERS)}; save the state_dict as one of these")
     return READERS[path.suffix](path)
