@@ -44,7 +44,8 @@ class JaggedBase:
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
         offsets = None if cls._no_keys else torch.empty_like(lengths)  # as in TorchRec
-        return cls(*cls._no_keys, values, weights, lengths, offsets)
+        make: Callable[..., Self] = cls
+        return make(*cls._no_keys, values, weights, lengths, offsets)
 
     def values(self) -> Tensor:
         """Return all values ``[N, …]``."""
