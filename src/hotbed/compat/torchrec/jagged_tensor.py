@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -44,8 +44,7 @@ class JaggedBase:
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
         offsets = None if cls._no_keys else torch.empty_like(lengths)  # as in TorchRec
-        make: Callable[..., Self] = cls
-        return make(*cls._no_keys, values, weights, lengths, offsets)
+        return cast("Any", cls)(*cls._no_keys, values, weights, lengths, offsets)
 
     def values(self) -> Tensor:
         """Return all values ``[N, …]``."""
