@@ -17,7 +17,6 @@ from hotbed.config import (
     ScheduleRecipe,
     SparseOptimizerGroup,
     TrainRecipe,
-    check_keys,
 )
 from hotbed.config.validation import checkpoint_policy, notice, patience
 from hotbed.errors import RecipeError, SpecError
@@ -56,25 +55,6 @@ def test_groups_of_optimizers_go_to_plain_values_and_back() -> None:
     assert recipe.dense_optimizer_groups["norms"].parameters == ["*norm*", "top.*.bias"]
     assert recipe.dense_optimizer_groups["norms"].optimizer == component("torch.optim.SGD")
     assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
-
-
-def test_wide_optimizer_is_the_former_name_of_a_group() -> None:
-    wide = {"sparse_optimizer_groups": {"wide": {"tables": "wide.*", "optimizer": FTRL}}}
-    others = {"sparse_optimizer_groups": {"cold": {"tables": "page", "optimizer": FTRL}}}
-    for former, expected in (
-        (values() | {"wide_optimizer": FTRL}, values() | wide),
-        (values() | others | {"wide_optimizer": FTRL}, values() | {"sparse_optimizer_groups": {
-            **others["sparse_optimizer_groups"], **wide["sparse_optimizer_groups"]}}),
-        (values() | wide | {"wide_optimizer": {"init_args": {"beta": 0.0}}}, values() | {"sparse_optimizer_groups": {
-            "wide": {"tables": "wide.*", "optimizer": FTRL | {"init_args": {"lr": 0.1, "beta": 0.0}}}}}),
-    ):  # fmt: skip
-        check_keys(former)
-        with pytest.warns(
-            FutureWarning, match=r"wide_optimizer is now called sparse_optimizer_groups\.wide\.optimizer; .*0\.3"
-        ):
-            recipe = Recipe.from_dict(former)
-        assert recipe == Recipe.from_dict(expected)
-    assert Recipe.from_dict(values() | {"wide_optimizer": None}) == Recipe.from_dict(values())
 
 
 @pytest.mark.parametrize(
@@ -120,23 +100,6 @@ def test_how_processes_share_the_work_is_part_of_a_recipe() -> None:
     assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
 
 
-def test_former_names_work_and_warn_with_the_new_ones() -> None:
-    former = values(eval_every=None) | {"parallel": {"plan": "row", "sums_apart": True}}
-    check_keys(former)
-    with pytest.warns(
-        FutureWarning, match=r"parallel\.sums_apart is now called parallel\.per_shard_statistics; .*0\.3"
-    ):
-        recipe = Recipe.from_dict(former)
-    assert recipe.parallel == ParallelRecipe(plan="row", per_shard_statistics=True)
-    former = values() | {"hot": {"batches": "apart"}}
-    former["data"]["valid_split"] = "valid"
-    with pytest.warns(FutureWarning, match=r"hot\.batches 'apart' is now called 'alternating'"):
-        assert Recipe.from_dict(former).hot.batches == "alternating"
-    both = values() | {"parallel": {"per_shard_statistics": False, "sums_apart": True}}
-    with pytest.raises(RecipeError, match=r"has both 'parallel\.per_shard_statistics' and its former name"):
-        check_keys(both)
-
-
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.name)
 def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
     recipe = Recipe.from_dict(yaml.safe_load(file.read_text(encoding="utf-8")))
@@ -176,9 +139,6 @@ def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
         ("data.workers", 0, "data.workers is 0, must be at least 1"),
         ("data.source", {"class_path": "Parquet"}, "data.source.class_path is 'Parquet', must be an import path"),
         ("model.init_arg", {}, "unknown key 'model.init_arg'; model may have class_path, init_args"),
-        ("wide_optimizer", {"init_args": {}}, "lacks 'sparse_optimizer_groups.wide.optimizer.class_path', which"),
-        ("wide_optimizer", {"class_pth": "a.b"}, "unknown key 'sparse_optimizer_groups.wide.optimizer.class_pth'; "),
-        ("wide_optimizer", "hotbed.optim.FTRL", "wide.optimizer is 'hotbed.optim.FTRL', must be a mapping"),
         ("model", None, "model is None, must be a mapping"),
         ("name", "a/b", "name is 'a/b', must be a plain directory name"),
         ("schedule", {"warmup_steps": -1}, "schedule.warmup_steps is -1, must be at least 0"),

@@ -106,23 +106,28 @@ def test_drivers_that_are_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytes
                 directory(uri)
         opened("s3://models/x?region=eu-west-1")  # Parquet is read without
 
-    with pytest.raises(CheckpointError, match=r"sftp://host/x cannot be opened: .*paramiko"):
-        directory("sftp://host/x")
-    with pytest.raises(CheckpointError, match=r"nonsense://x cannot be opened"):
-        directory("nonsense://x")
+    with pytest.raises(DataError, match=r"sftp://host/x cannot be opened: .*paramiko"):
+        find_parquet("sftp://host/x")
+    with pytest.raises(DataError, match=r"nonsense://x cannot be opened"):
+        find_parquet("nonsense://x")
     if _java():
         pytest.skip("HDFS has its driver here")
-    for do in (lambda: directory("hdfs://name:8020/x"), lambda: find_parquet("hdfs://name:8020/x")):
-        with pytest.raises(
-            (CheckpointError, DataError), match=r"hdfs://name:8020/x cannot be opened: .* load lib.* set JAVA_HOME"
-        ) as raised:
-            do()
-        assert "\n" not in str(raised.value)
-    for argv in (["eval", "--checkpoint", "hdfs://name/x"], ["init", "hdfs://name/x"], ["inspect", "hdfs://name/x"]):
+    with pytest.raises(DataError, match=r"hdfs://name:8020/x cannot be opened: .* load lib.* JAVA_HOME") as raised:
+        find_parquet("hdfs://name:8020/x")
+    assert "\n" not in str(raised.value)
+    for argv in (["init", "hdfs://name/x"], ["inspect", "hdfs://name/x"], ["inspect", "hdfs://name/x", "--skew"]):
         assert main(argv) == 2
         message = capsys.readouterr().err
         assert "HDFS needs Java and Hadoop's" in message
         assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("scheme", ["hdfs", "sftp", "nonsense"])
+def test_checkpoints_are_kept_on_disks_and_in_object_stores(scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CheckpointError, match=rf"{scheme}://name/x cannot be opened: checkpoints, .*object stores"):
+        directory(f"{scheme}://name/x")
+    assert main(["eval", "--checkpoint", f"{scheme}://name/x"]) == 2
+    assert f"{scheme}://name/x cannot be opened: checkpoints" in capsys.readouterr().err
 
 
 def _java() -> bool:

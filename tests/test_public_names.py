@@ -80,11 +80,3 @@ def test_a_name_at_its_first_use_in_a_compiled_function():
         "assert 'Table' not in vars(hb) and f(torch.ones(1)).item() == 3; "
         "assert pickle.loads(pickle.dumps(hb.Table('a', 3, 4))) == hb.Table('a', 3, 4)"
     )
-
-
-def test_names_of_earlier_versions_warn_and_serve():
-    with pytest.warns(
-        DeprecationWarning, match=r"hotbed\.Spread is now hotbed\.ModelParallelInput; the earlier name goes"
-    ):
-        assert hotbed.Spread is hotbed.ModelParallelInput  # pyright: ignore[reportAttributeAccessIssue]
-    assert "Spread" not in dir(hotbed)

@@ -104,5 +104,4 @@ __getattr__, __dir__ = lazy(
         "save_checkpoint": "hotbed.checkpoint",
         "swap_embeddings": "hotbed.compat",
     },
-    renamed={"Spread": "ModelParallelInput"},
 )

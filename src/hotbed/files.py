@@ -75,17 +75,8 @@ def new_file(path: Path) -> Generator[Path]:
 def unnamed_file(directory: str | Path | None, what: str) -> int:
     """Make a file without a name, which ends with the process, and return its descriptor.
 
-    Parameters
-    ----------
-    directory
-        Where, made if it is not there; None: that of temporary files.
-    what
-        What it is for, for the error.
-
-    Raises
-    ------
-    StoreError
-        If it cannot be made there.
+    It is in ``directory``, made if it is not there; None: that of temporary files. The `StoreError` where it cannot be
+    made names ``what`` it is for.
     """
     try:
         if directory is not None:
@@ -132,10 +123,7 @@ def without_nan(value: object) -> object:
 def read_text(path: Path) -> str:
     """Text of a file that people write, also of a pipe; what has no end, as /dev/zero, is refused.
 
-    Raises
-    ------
-    RecipeError
-        If it is a directory, or longer than `MOST_TEXT_BYTES`.
+    `RecipeError` if it is a directory, or longer than `MOST_TEXT_BYTES`.
     """
     if path.is_dir():
         raise RecipeError(f"{path} is a directory; give a file")
@@ -146,13 +134,7 @@ def read_text(path: Path) -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """What a recipe's file holds.
-
-    Raises
-    ------
-    RecipeError
-        If there is no such file, or `parse_yaml` refuses its text.
-    """
+    """Read what a recipe's file holds; `RecipeError` if there is no such file, or `parse_yaml` refuses its text."""
     return yaml_of(lambda: read_text(path), str(path))
 
 
@@ -174,14 +156,8 @@ def yaml_text(value: object, *, width: int | None = None) -> str:
     """Write plain values as YAML.
 
     All text but plain words is quoted, so that every reader of YAML takes it for text. PyYAML writes ``1e3`` plain,
-    which others read as a number, and some characters that end a line as they are, which it reads as spaces.
-
-    Parameters
-    ----------
-    value
-        What to write.
-    width
-        Columns up to which the innermost lists and mappings are written in one line; by default each value has its own.
+    which others read as a number, and some characters that end a line as they are, which it reads as spaces. The
+    innermost lists and mappings are written in one line of up to ``width`` columns; by default each value has its own.
     """
     from hotbed.yaml_values import dump  # with PyYAML, which only YAML needs
 

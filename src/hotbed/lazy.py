@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def lazy(
-    package: str, places: Mapping[str, str], renamed: Mapping[str, str] | None = None
-) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a package.
+def lazy(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` for a package of this ``__name__``.
 
-    Parameters
-    ----------
-    package
-        Its ``__name__``.
-    places
-        By name, the module that defines it; the package itself for one of its subpackages.
-    renamed
-        By a name of earlier versions, the one that it has now; using it warns.
+    ``places`` has, by name, the module that defines it; the package itself for one of its subpackages.
     """
 
     def get(name: str) -> object:
-        if renamed is not None and name in renamed:
-            new = renamed[name]
-            warnings.warn(
-                f"{package}.{name} is now {package}.{new}; the earlier name goes in the next version",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            return getattr(sys.modules[package], new)
         if name not in places:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
         if places[name] == package:

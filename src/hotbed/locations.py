@@ -17,6 +17,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss")
 """Schemes of URIs that obstore opens."""
+_MEMORY = "memory"
+"""Scheme of a store in the process's own memory, for tests and examples."""
 RETRY_S = 120.0
 """Seconds for which a request to an object store is tried again, where ``HOTBED_RETRY_S`` says nothing else."""
 CONDITIONAL_S = 20.0
@@ -45,14 +48,13 @@ def location(text: str) -> str | Path:
     return text if "://" in text else Path(os.path.expanduser(text))  # noqa: PTH111 (an unknown user stays)
 
 
-def local(option: str, text: str) -> Path:
-    """A local path.
+def is_storage(place: str | Path) -> bool:
+    """Whether checkpoints can be kept at a place; data are read from more places."""
+    return isinstance(place, Path) or place.partition("://")[0] in (*OBJECT_STORES, _MEMORY)
 
-    Raises
-    ------
-    RecipeError
-        If it is a URI of another place; ``option`` says of what.
-    """
+
+def local(option: str, text: str) -> Path:
+    """Return a local path; `RecipeError` if it is a URI of another place. ``option`` says of what."""
     found = location(text)
     if isinstance(found, str):
         raise RecipeError(f"{option} is {text}, must be a local path; docs/paths.md says what may be elsewhere")
@@ -60,12 +62,9 @@ def local(option: str, text: str) -> Path:
 
 
 def opened(uri: str) -> tuple[Any, str]:
-    """The file system of a URI, of pyarrow or of fsspec in its wrapper, and the path in it.
+    """Open the file system of a URI, of pyarrow or of fsspec in its wrapper; also return the path in it.
 
-    Raises
-    ------
-    ValueError
-        If nothing here can open it; says why.
+    `ValueError` if nothing here can open it; says why.
     """
     from pyarrow import ArrowInvalid, fs
 
@@ -120,12 +119,9 @@ class RemoteFile:
 
 
 def remote_files(uri: str) -> RemoteFile | list[RemoteFile] | None:
-    """The file at a URI, or those in its folder, not in folders below; None if there is neither.
+    """Return the file at a URI, or those in its folder, not in folders below; None if there is neither.
 
-    Raises
-    ------
-    ValueError
-        If nothing here can open it; says why.
+    `ValueError` if nothing here can open it; says why.
     """
     from pyarrow import fs
 
@@ -156,19 +152,10 @@ def _driver(protocol: str, error: OSError) -> str:
 
 
 def object_store(uri: str, most_s: float = math.inf) -> tuple[ObjectStore, str]:
-    """The store of obstore that a URI's bucket is, and the path in it.
+    """Return the store of obstore that a URI's bucket is, and the path in it.
 
-    Parameters
-    ----------
-    uri
-        The URI.
-    most_s
-        Seconds for which requests are tried again, where `retry_seconds` is more.
-
-    Raises
-    ------
-    ValueError
-        If the URI cannot be one, or obstore is not installed; says why.
+    Requests are tried again for ``most_s`` seconds, where `retry_seconds` is more. `ValueError` if the URI cannot be
+    one, or obstore is not installed; says why.
     """
     try:
         from obstore.exceptions import BaseError
@@ -180,6 +167,8 @@ def object_store(uri: str, most_s: float = math.inf) -> tuple[ObjectStore, str]:
     parts = urlsplit(uri)
     protocol = parts.scheme
     s3 = _S3.of(uri) if protocol in ("s3", "s3a") else None
+    if protocol == _MEMORY:
+        return _memory(), _key(parts.netloc + parts.path)
     if s3 is None and parts.query:
         raise ValueError(f"{uri} cannot be opened: only s3:// has options in a URI; set them in the environment")
     try:
@@ -192,13 +181,17 @@ def object_store(uri: str, most_s: float = math.inf) -> tuple[ObjectStore, str]:
         raise ValueError(f"{uri} cannot be opened: {cause(error)}") from None
 
 
+@cache
+def _memory() -> ObjectStore:
+    from obstore.store import MemoryStore
+
+    return MemoryStore()
+
+
 def retry_seconds() -> float:
     """Seconds for which a request is tried again: ``HOTBED_RETRY_S``, or `RETRY_S`.
 
-    Raises
-    ------
-    ValueError
-        If the environment says what is no number of seconds.
+    `ValueError` if the environment says what is no number of seconds.
     """
     given = os.environ.get("HOTBED_RETRY_S", "")
     if given and not re.fullmatch(r"\d{1,4}(\.\d+)?", given):

@@ -12,8 +12,7 @@ from benchmarks.conformance import __main__ as program
 from benchmarks.conformance.__main__ import BEGIN, CLAIMS, END, ROOT, ClaimError, main, predictions, resolved, summary
 from benchmarks.published.report import published
 from benchmarks.published.setups import Setup, read
-from hotbed.config import Recipe
-from hotbed.config.optimizers import ScheduleRecipe
+from hotbed.config import Recipe, ScheduleRecipe
 from hotbed.data import Loader
 from hotbed.files import read_yaml
 from hotbed.plan.hardware import Hardware

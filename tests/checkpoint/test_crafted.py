@@ -67,9 +67,10 @@ LARGE = [0, 2**62, 1]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_at("format", to=5), "has checkpoint format 5, this release reads 3 and 4"),
-        (set_at("format", to="x" * 999), "has checkpoint format 'xxx.*', this release reads 3 and 4"),
-        (set_at("format", to=4), "format 4 with no 'base'; only format 4 has one"),
+        *((set_at("format", to=to), f"has checkpoint format {to}, this release reads 1;") for to in (0, 2, 3, 4)),
+        (set_at("format", to="x" * 999), "has checkpoint format 'xxx.*', this release reads 1; use the release that"),
+        (lambda values: values.pop("base"), "'base' is missing"),
+        (set_at("base", to=3), "'base' is 3: input should be a valid dictionary"),
         (set_at("step", to="3"), r"manifest\.json: 'step' is '3': input should be a valid integer"),
         (set_at("step", to=True), "'step' is True: input should be a valid integer"),
         (set_at("step", to=-1), "'step' is -1: input should be greater than or equal to 0"),
@@ -115,7 +116,7 @@ def test_a_manifest_that_cannot_be(folder: Path, change: Callable[[Any], None], 
     [
         ("[" * 100_000, "nested more than 100 deep"),
         ('{"format": ' + "[" * 200 + "]" * 200 + "}", "nested more than 100 deep"),
-        ('{"format": 3, "format": 3}', "it has 'format' twice"),
+        ('{"format": 1, "format": 1}', "it has 'format' twice"),
         ("[]", "it holds list, must be an object"),
         ("{}", "'format' is missing"),
         ('{"format": ' + "9" * 5000 + "}", "Exceeds the limit"),

@@ -1,4 +1,4 @@
-"""Protects: what was saved by an earlier release loads, goes on to the same bits, and is written as the same bytes.
+"""Protects: recorded checkpoints load, go on to the same bits, and are written as the same bytes.
 
 The checkpoints in ``tests/fixtures`` were made once. A hash that differs here means that users' checkpoints would be
 read or trained otherwise; no hash is recorded anew without a new format and a way to read the old one.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 import hotbed as hb
 from hotbed.checkpoint import load_checkpoint, read_manifest, verify_checkpoint
-from hotbed.checkpoint.manifest import DIFFERENTIAL, FORMAT
+from hotbed.checkpoint.manifest import FORMAT
 from hotbed.commands.main import main
 from tests.fixtures.make import FOLDER, RANKS, RUN, make, make_difference, make_tiles
 from tests.fixtures.models import CASES, STEPS, build, embeddings, sha256, state, train
@@ -103,17 +103,10 @@ def test_rows_in_tiers_load_and_go_on_to_the_same_bits() -> None:
         assert hashes(name, plan) == (LOADED[name], TRAINED[name]), name
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("tiles", "lazy")])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "tiles"])
 def test_a_checkpoint_made_today_has_the_recorded_bytes(name: str, tmp_path: Path) -> None:
     make(name, tmp_path)
     assert files(tmp_path / name) == files(FOLDER / name)
-
-
-def test_rows_in_tiers_saved_today_are_the_recorded_ones_in_another_order(tmp_path: Path) -> None:
-    make("lazy", tmp_path)
-    for name, place in (("recorded", FOLDER / "lazy"), ("today", tmp_path / "lazy")):
-        assert main(["checkpoint", "convert", str(place), str(tmp_path / name), "--compact"]) == 0
-    assert files(tmp_path / "today") == files(tmp_path / "recorded")
 
 
 def test_the_order_of_rows_in_tiers_does_not_depend_on_what_was_read_meanwhile(tmp_path: Path) -> None:
@@ -146,16 +139,10 @@ def test_a_difference_made_today_has_the_recorded_bytes(tmp_path: Path) -> None:
         assert files(tmp_path / name) == files(FOLDER / name), name
 
 
-FORMATS = {3: sorted({*CASES, "difference_base"}), 4: ["difference"]}
-"""By format, the checkpoints that were recorded of it."""
-
-
-def test_every_format_that_is_read_was_recorded() -> None:
-    found: dict[int, list[str]] = {}
-    for file in sorted(FOLDER.glob("*/manifest.json")):
-        found.setdefault(json.loads(file.read_text(encoding="utf-8"))["format"], []).append(file.parent.name)
-    assert found == FORMATS
-    assert list(FORMATS) == [FORMAT, DIFFERENTIAL]
+def test_every_checkpoint_was_recorded_in_the_format_that_is_read() -> None:
+    files = {file.parent.name: json.loads(file.read_text("utf-8")) for file in FOLDER.glob("*/manifest.json")}
+    assert files.keys() == {*CASES, "difference_base", "difference"}
+    assert {values["format"] for values in files.values()} == {FORMAT} == {1}
 
 
 def test_ranks_write_the_recorded_bytes_and_any_plan_loads_them(ranks: Ranks, tmp_path: Path) -> None:

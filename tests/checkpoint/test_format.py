@@ -53,7 +53,7 @@ def test_the_reader_in_the_docs_reads_a_difference_on_its_base(tmp_path: Path) -
     exec(reader().rsplit("\n\n", 1)[0], namespace)
     assert np.array_equal(namespace["read_table"](tmp_path / "d", "t"), tiles.values()["rows"].numpy())
     values = json.loads((tmp_path / "d" / "manifest.json").read_text(encoding="ascii"))
-    assert list(values)[:3] == ["format", "step", "base"] and values["format"] == 4
+    assert list(values)[:3] == ["format", "base", "step"] and values["format"] == 1
     base = json.loads((tmp_path / "base" / "manifest.json").read_text(encoding="ascii"))
     assert values["base"] == {"name": "base", "sha256": base["sha256"]}
 
@@ -81,10 +81,10 @@ def test_the_bytes_are_as_described(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", {"model": model, "sparse": optimizer}, step=7, recipe={"name": "é"})
     text = (tmp_path / "c" / "manifest.json").read_text(encoding="ascii")
     values = json.loads(text)
-    assert list(values) == ["format", "step", "recipe", "plan", "tables", "files", "parts", "sha256"]
+    assert list(values) == ["format", "base", "step", "recipe", "plan", "tables", "files", "parts", "sha256"]
     digest = values.pop("sha256")
     assert hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest() == digest
-    assert (values["format"], values["step"]) == (3, 7)
+    assert (values["format"], values["base"], values["step"]) == (1, None, 7)
     table = values["tables"]["word"]
     assert list(table) == ["name", "rows", "dim", "dtype", "fp32_rows", "init", "moments", "tiles"]
     assert (table["dtype"], table["fp32_rows"], table["rows"], table["dim"]) == ("int8", 2, 20, 12)

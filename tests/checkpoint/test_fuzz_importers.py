@@ -26,9 +26,7 @@ from hotbed.errors import CheckpointError
 from tests.checkpoint import (
     test_import_dcp,
     test_import_facebook,
-    test_import_hugectr,
     test_import_nvidia,
-    test_import_tf2,
     test_import_torchrec,
 )
 from tests.checkpoint.peers import random_reference
@@ -69,12 +67,10 @@ MAKERS: dict[Peer, Callable[[Path], Path]] = {
     "nvidia_dlrm": lambda path: test_import_nvidia.save(
         path, random_reference(padding=1), test_import_nvidia.metadata([[0, 2, 1]])
     ),
-    "tf2": lambda path: test_import_tf2.save(path, test_import_tf2.reference()),
     "facebook_dlrm": facebook,
     "torchrec": torchrec,
     "embedding_bag": bags,
     "dcp": sharded,
-    "hugectr": test_import_hugectr.cross_model,
 }
 
 
@@ -261,42 +257,6 @@ def test_arrays_that_are_longer_than_their_files(tmp_path: Path) -> None:
     entry = b'{"a.weight":{"dtype":"F32","shape":[1000000000000,16],"data_offsets":[0,64000000000000]}}'
     (tmp_path / "a.safetensors").write_bytes(len(entry).to_bytes(8, "little") + entry)
     assert "a.safetensors is no safetensors file" in refused(tmp_path, "a.safetensors")
-
-
-def tf2_with(tmp_path: Path, index: bytes) -> str:
-    path = test_import_tf2.save(tmp_path / "peer", test_import_tf2.reference())
-    (path / "dense" / "dense.index").write_bytes(index)
-    return refused(tmp_path, "peer", "tf2")
-
-
-def footer(offset: int, size: int) -> bytes:
-    handle = test_import_tf2.varint(0) * 2 + test_import_tf2.varint(offset) + test_import_tf2.varint(size)
-    return handle.ljust(40, b"\0") + (0xDB4775248B80FB57).to_bytes(8, "little")
-
-
-def framed(entries: bytes) -> bytes:
-    """A block of these entries, with no restart points."""
-    return entries + (0).to_bytes(4, "little")
-
-
-def test_an_index_whose_keys_grow(tmp_path: Path) -> None:
-    varint, step = test_import_tf2.varint, 100
-    entries = b"".join(varint(i * step) + varint(step) + varint(0) + b"k" * step for i in range(1000))
-    inner = framed(entries)
-    outer = framed(
-        varint(0) + varint(1) + varint(len(varint(0) + varint(len(inner)))) + b"k" + varint(0) + varint(len(inner))
-    )
-    index = inner + b"\0" * 5 + outer + b"\0" * 5 + footer(len(inner) + 5, len(outer))
-    assert "a key has 4,100 bytes, at most 4,096" in tf2_with(tmp_path, index)
-
-
-def test_an_index_whose_blocks_are_one_block_many_times(tmp_path: Path) -> None:
-    varint = test_import_tf2.varint
-    inner = framed(b"".join(varint(0) + varint(1) + varint(0) + b"k" for _ in range(1000)))
-    handle = varint(0) + varint(len(inner))
-    outer = framed((varint(0) + varint(1) + varint(len(handle)) + b"k" + handle) * 1000)
-    index = inner + b"\0" * 5 + outer + b"\0" * 5 + footer(len(inner) + 5, len(outer))
-    assert "its blocks overlap" in tf2_with(tmp_path, index)
 
 
 # -- bytes of any file ---------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyarrow import fs
 from torch import nn
 
 from hotbed.checkpoint import (
@@ -21,7 +20,7 @@ from hotbed.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from hotbed.checkpoint.remote_storage import PART_BYTES, FileSystemDirectory
+from hotbed.checkpoint.remote_storage import PART_BYTES
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.errors import CheckpointError
 from hotbed.train.retention import KeepLast
@@ -179,19 +178,3 @@ def test_a_disk_that_is_full_when_files_are_made_safe_names_the_file(
         act[how]()
     writer.abandon()
     assert place.names() == ["finish.json"]  # other files appear whole or not at all
-
-
-def test_a_listing_asks_once(tmp_path: Path) -> None:
-    """Of HDFS every question goes to one server, for the whole cluster."""
-    asked: list[object] = []
-
-    class Asked:
-        def get_file_info(self, what: object) -> Any:
-            asked.append(what)
-            return fs.LocalFileSystem().get_file_info(what)
-
-    (tmp_path / "a").touch()
-    assert FileSystemDirectory(Asked(), str(tmp_path), "hdfs://name/x").names() == ["a"]
-    assert FileSystemDirectory(Asked(), str(tmp_path / "none"), "hdfs://name/x").names() == []
-    assert FileSystemDirectory(Asked(), str(tmp_path / "a"), "hdfs://name/x").names() == []
-    assert len(asked) == 3

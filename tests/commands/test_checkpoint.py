@@ -131,13 +131,13 @@ def test_a_run_is_converted_by_its_newest_checkpoint(recipe: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--from", "tf3"], "from is 'tf3', must be "),
+        (["--from", "tf2"], "from is 'tf2', must be "),
         (["--to", "onnx"], "to is 'onnx', must be "),
         (["--dtype", "int7"], "dtype is 'int7', must be fp32, bf16, fp16, int8, fp8; did you mean 'int8'?"),
         (["--compakt"], "unknown argument --compakt; did you mean '--compact'?"),
-        (["--from", "tf2", "--to", "torch"], "--from tf2 --to torch: convert to hotbed first, then from there"),
+        (["--from", "dcp", "--to", "torch"], "--from dcp --to torch: convert to hotbed first, then from there"),
         (["--to", "torch", "--compact"], "--compact has an effect only when converting from hotbed to hotbed; leave"),
-        (["--from", "tf2", "--dtype", "int8"], "--dtype has an effect only when converting from hotbed to hotbed"),
+        (["--from", "dcp", "--dtype", "int8"], "--dtype has an effect only when converting from hotbed to hotbed"),
         (["--to", "safetensors", "--no_moments"], "--no_moments has an effect only when converting from hotbed to"),
         (["--names", "a"], "--names has an effect only when converting from another library (--from), or to dcp (--to"),
         (["--prefix", "a."], "--prefix has an effect only when converting from another library (--from), or to dcp"),
@@ -148,7 +148,7 @@ def test_a_run_is_converted_by_its_newest_checkpoint(recipe: Path, tmp_path: Pat
         (["--from", "dcp"], "is no directory of torch.distributed.checkpoint: it has no .metadata file"),
         (["--collection", "a"], "--collection has an effect only when converting from another library (--from)"),
         (["--data", "a"], "--data has an effect only when converting to torch (--to torch); leave it out"),
-        (["--from", "tf2"], "c/dense/config.json is missing; copy the whole checkpoint"),
+        (["--from", "nvidia_dlrm"], "c/metadata.pt is missing; copy the whole checkpoint"),
         (
             ["--to", "torch"],
             "holds no recipe, so its model cannot be built; use load_checkpoint",

@@ -24,7 +24,7 @@ def _script() -> str:
     [
         ("tr", ["train"]),
         ("checkpoint v", ["verify"]),
-        ("checkpoint convert --from t", ["tf2", "torchrec"]),
+        ("checkpoint convert --from t", ["torchrec"]),
         ("train --train.prec", ["--train.precision"]),
         ("train --train.precision b", ["bf16"]),
         ("train rec", ["recipe.yaml"]),

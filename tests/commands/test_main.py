@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from hotbed.commands.main import COMMANDS, main
 from hotbed.config import Recipe
@@ -341,30 +340,3 @@ def test_the_program_prints_one_message_and_exits_with_2(tmp_path: Path) -> None
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == f"hotbed: error: {tmp_path / 'absent'} does not exist\n"
-
-
-NO_VALID = ["--data.valid_split", "null"]
-
-
-def test_former_names_of_options_work_and_warn(recipe: Path, capsys: Output) -> None:
-    with pytest.warns(FutureWarning, match=r"--parallel\.sums_apart is now called --parallel\.per_shard_statistics"):
-        assert "'maybe', must be bool" in refused(["train", str(recipe), "--parallel.sums_apart=maybe"], capsys)
-    for batches in (["--hot.batches", "apart"], ["--hot.batches=apart"]):
-        with pytest.warns(FutureWarning, match=r"--hot\.batches apart is now called alternating"):
-            assert "hot.batches is alternating, but there is" in refused(
-                ["train", str(recipe), *batches, *NO_VALID], capsys
-            )
-    former = recipe.parent / "former.yaml"
-    values = yaml.safe_load(recipe.read_text())
-    former.write_text(yaml.safe_dump(values | {"parallel": {"sums_apart": True}}))
-    with pytest.warns(FutureWarning, match=r"parallel\.sums_apart is now called parallel\.per_shard_statistics"):
-        assert main(["train", str(former), "--dry_run"]) == 0
-
-
-def test_a_former_name_is_one_line_of_warning(recipe: Path) -> None:
-    argv = ["train", str(recipe), "--parallel.sums_apart", "maybe"]
-    done = subprocess.run([sys.executable, "-m", "hotbed", *argv], capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines()[0] == (
-        "hotbed: warning: --parallel.sums_apart is now called --parallel.per_shard_statistics; "
-        "the former name works until hotbed 0.3"
-    )

@@ -156,7 +156,7 @@ def test_vocabularies_that_are_not_there_or_others_are_told(
     values = yaml.safe_load(kept)
     entry = values["metadata"].pop("preparation")
     description.write_text(yaml.safe_dump(values))
-    assert "do not say how raw values became ids: they are of an earlier release" in refused(argv, capsys)
+    assert "do not say how raw values became ids: another program prepared them" in refused(argv, capsys)
     values["metadata"]["preparation"] = {**entry, "numericals": "cube"}
     description.write_text(yaml.safe_dump(values))
     assert "metadata.preparation: numericals: Input should be 'log', 'log_zero' or 'as_is'" in refused(argv, capsys)
@@ -183,7 +183,7 @@ def test_a_run_goes_on_with_the_vocabularies_that_it_began_with(tmp_path: Path, 
     values = yaml.safe_load((data / "feature_spec.yaml").read_text())
     entry = values["metadata"].pop("preparation")
     (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))
-    status, _, run = train(recipe, *options, "--train.steps", "2")  # as an earlier release prepared them
+    status, _, run = train(recipe, *options, "--train.steps", "2")
     assert status == 0
     values["metadata"]["preparation"] = entry
     (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))

@@ -206,9 +206,6 @@ def test_a_wide_and_deep_model_trains_resumes_and_is_evaluated(recipe: Path) -> 
     assert yaml.safe_load((run / "recipe.yaml").read_text())["sparse_optimizer_groups"] == {
         "wide": {"tables": ["wide.*"], "optimizer": {"class_path": "hotbed.optim.FTRL", "init_args": {"lr": 0.05}}}
     }
-    with pytest.warns(FutureWarning, match=r"wide_optimizer is now called sparse_optimizer_groups\.wide\.optimizer"):
-        former = ["--wide_optimizer.class_path=hotbed.optim.FTRL", "--wide_optimizer.init_args.lr=0.05"]
-        assert train(recipe, *model, *former)[1]["test"] == whole["test"]
     _, _, begun = train(run / "recipe.yaml", "--train.steps", "7")
     _, resumed, _ = train(run / "recipe.yaml", "--resume", str(checkpoints_in(begun / "checkpoints")[-1]))
     assert (resumed["steps"], resumed["samples"]) == (19, whole["samples"])

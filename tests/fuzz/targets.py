@@ -100,5 +100,4 @@ TARGETS: Mapping[str, Target] = {
     "vocabulary": _data("C1.parquet"),
     "npy": _data("order.npy"),
     "pt": _import("embedding_bag", "one.pt"),
-    "tf2-index": _import("tf2", "dense/dense.index"),
 }

@@ -127,10 +127,10 @@ def test_a_run_learns_from_derived_inputs_and_uses_them_alike(tmp_path: Path) ->
     scores = pl.read_parquet(tmp_path / "scores.parquet")["score"].to_numpy()
     assert ((scores > 0.5) == (new["label"].to_numpy() == 1)).mean() > 0.9
     # The same rows, as plain values, become the same batch.
-    source = open_source(Recipe.from_stored(manifest.recipe or {}).data)
+    source = open_source(Recipe.from_dict(manifest.recipe or {}).data)
     take_features(source, manifest)
     assert source.encoder is not None
-    encoder = encoder_of(Recipe.from_stored(manifest.recipe or {}), source, manifest)
+    encoder = encoder_of(Recipe.from_dict(manifest.recipe or {}), source, manifest)
     assert encoder.to_dict() == source.encoder.inputs.to_dict()
     rows = new.drop("label").to_dict(as_series=False)
     typed, stored = (

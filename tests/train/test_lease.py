@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyarrow import fs
 
 from hotbed.checkpoint import Directory, checkpoints_in, directory
-from hotbed.checkpoint.remote_storage import FileSystemDirectory
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.errors import CheckpointError, NotOursError
 from hotbed.train import Trainer, lease, owners
@@ -167,7 +165,7 @@ def test_an_owner_that_may_live_is_waited_for_or_refused(store: Directory, monke
     here = {"system": owners.system(), "pid": os.getppid()}
     alive: dict[str, list[dict[str, Any]]] = {
         "none": [{"job": "none", "restarts": 1}],  # what torchrun says where it was given no name
-        # Another job of this name, or an agent that counts otherwise; and what an older release has written.
+        # Another job of this name, an agent that counts otherwise, and an owner without a job.
         "job-7": [
             {"job": "job-8", "restarts": 1},
             here,
@@ -339,16 +337,6 @@ def test_training_ends_soon_after_a_renewal_has_found_another(
 
 
 # -- other places ------------------------------------------------------------------------------------------------------
-
-
-def test_a_file_system_without_such_writes_is_used_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    place = FileSystemDirectory(fs.LocalFileSystem(), str(tmp_path), "hdfs://name/runs")
-    with lock(place) as held:
-        held.check()
-    assert "hdfs://name/runs has no conditional writes: two runs that write there are not noticed" in caplog.text
-    assert place.names() == []
 
 
 def test_a_disk_without_locks_is_used_with_a_warning(

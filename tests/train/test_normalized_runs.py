@@ -247,7 +247,7 @@ def test_a_model_built_from_a_stored_recipe_knows_its_statistics(tmp_path: Path)
     recipe_of_numbers(tmp_path, [POSITIVE])
     summary, _ = run(None, tmp_path)
     source = open_recipe(tmp_path)
-    recipe = Recipe.from_stored(read_manifest(find_checkpoint(summary["run"])).recipe or {})
+    recipe = Recipe.from_dict(read_manifest(find_checkpoint(summary["run"])).recipe or {})
     model = build_model(recipe, source, torch.device("cpu"))
     batch = source.read("test", 0)
     with pytest.raises(hb.HotbedError, match="are not measured"):

@@ -314,16 +314,8 @@ def test_a_table_that_is_not_there_cannot_be_selected() -> None:
         TableSelection(model, [])
 
 
-def test_wide_is_the_former_name_of_a_group_optimizer() -> None:
-    made = trainer(with_wide=False)
-    wide = FTRL(made.model.wide, lr=0.1)  # pyright: ignore[reportArgumentType]
-    with pytest.warns(FutureWarning, match=r"wide= is now called group_optimizers=\{'wide': …\}; .*0\.3"):
-        former = Trainer(made.model, made.dense, made.sparse, wide=wide, recipe=TRAIN)
-    assert former.optimizers == {**made.optimizers, "wide": wide}
-
-
 def test_checkpoints_of_an_optimizer_of_the_wide_part_load_into_a_group_and_back(tmp_path: Path) -> None:
-    """Before there were groups, the optimizer was made of ``model.wide``: its state names tables without ``wide.``."""
+    """The state of an optimizer of ``model.wide`` names tables without ``wide.``."""
     former, group = trainer(), build_trainer(RECIPE, InMemory())
     assert former.optimizers["wide"].param_groups[0]["tables"] == ["user", "item", "page"]
     for one in (former, group):
@@ -340,14 +332,6 @@ def test_checkpoints_of_an_optimizer_of_the_wide_part_load_into_a_group_and_back
         resumed.append(made.model.state_dict())
     for name, tensor in resumed[0].items():
         assert torch.equal(tensor, resumed[1][name]), name
-
-
-def test_a_run_of_a_former_recipe_goes_on_with_the_group(tmp_path: Path) -> None:
-    stored = RECIPE.to_dict()
-    wide = stored.pop("sparse_optimizer_groups")["wide"]["optimizer"]
-    del stored["dense_optimizer_groups"]
-    save_checkpoint(tmp_path / "former", {}, recipe=stored | {"wide_optimizer": wide})
-    refuse_another_recipe(tmp_path / "former", RECIPE)
 
 
 def test_a_resumed_run_may_not_change_or_drop_a_group(tmp_path: Path) -> None:

@@ -68,15 +68,7 @@ class BlockWriters:
 
 
 class BlockWriter:
-    """Writes a file from start to end.
-
-    Parameters
-    ----------
-    place, name
-        Where it goes.
-    threads
-        Shared by the files of a checkpoint.
-    """
+    """Write a file from start to end, with threads that the files of a checkpoint share."""
 
     def __init__(self, place: Directory, name: str, threads: BlockWriters) -> None:
         self._threads = threads
@@ -187,24 +179,11 @@ class BlockCache:
 
 
 class BlockReader:
-    """Reads parts of a file and checks every block that they are in.
+    """Read parts of a file and check every block that they are in.
 
     A block of a local file is hashed once, and parts of it are read from the file again, which the system has in memory
-    anyway. Blocks of a remote file stay in memory as long as they are in the cache.
-
-    Parameters
-    ----------
-    place, name
-        Where it is.
-    entry
-        What the manifest says of it.
-    cache
-        Blocks of this file and others.
-
-    Raises
-    ------
-    DamagedError
-        If the file is missing or has another size.
+    anyway. Blocks of a remote file stay in memory as long as they are in the cache. A file that is missing or has
+    another size than its manifest entry raises `DamagedError`.
     """
 
     def __init__(self, place: Directory, name: str, entry: Entry, cache: BlockCache) -> None:
@@ -226,21 +205,9 @@ class BlockReader:
         self._checks: dict[int, Future[None]] = {}
 
     def read_into(self, start: int, out: memoryview, ahead_to: int | None = None) -> None:
-        """Fill ``out`` from byte ``start`` on.
+        """Fill ``out`` from byte ``start`` on; raise `DamagedError` if a block has changed since it was written.
 
-        Parameters
-        ----------
-        start
-            First byte.
-        out
-            As many bytes as are wanted.
-        ahead_to
-            Byte up to which the caller will read on; blocks before it are read ahead.
-
-        Raises
-        ------
-        DamagedError
-            If a block is not what was written.
+        Blocks before ``ahead_to``, up to which the caller will read on, are read ahead.
         """
         stop, size = start + len(out), self._block_bytes
         if stop > self.size:
@@ -320,17 +287,7 @@ class BlockReader:
 
 
 class VerifiedFiles:
-    """Files of a checkpoint, opened when they are first read.
-
-    Parameters
-    ----------
-    place
-        The checkpoint's directory.
-    entries
-        By name, what its manifest says of each.
-    cache
-        Blocks of these files and of others that are read in turns with them; None: a cache of its own.
-    """
+    """Files of a checkpoint by their manifest entries, opened on first use; other files may share the ``cache``."""
 
     def __init__(self, place: Directory, entries: Mapping[str, Entry], cache: BlockCache | None = None) -> None:
         self.place, self._entries = place, entries

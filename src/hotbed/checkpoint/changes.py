@@ -66,28 +66,12 @@ def export_changes(
     Its columns are ``table``, ``id``, ``op`` (``upsert`` or ``delete``), ``vector`` (float32, null where an id is
     deleted), ``base`` (step of ``since``) and ``sequence`` (step of ``source``). A table and an id occur once, so the
     order of rows does not matter. Who has the vectors of ``since`` and applies them has those of ``source``. The file's
-    metadata has the SHA-256 of both manifests as ``hotbed.base`` and ``hotbed.sequence``.
+    metadata has the SHA-256 of both manifests as ``hotbed.base`` and ``hotbed.sequence``. Return ``base``,
+    ``sequence``, and by table how many ``upserts`` and ``deletes``.
 
-    Parameters
-    ----------
-    source, since
-        Checkpoints; without ``since`` all rows are written, and ``base`` is null.
-    target
-        The file; it appears whole or not at all.
-    ttl_steps
-        By dynamic table its `Dynamic.ttl_steps`: ids that were not seen for longer count as deleted.
-    progress
-        Called now and then with rows done and all rows.
-
-    Returns
-    -------
-    dict
-        ``base``, ``sequence``, and by table how many ``upserts`` and ``deletes``.
-
-    Raises
-    ------
-    CheckpointError
-        If one of them is no checkpoint or damaged, or their tables are others.
+    Without ``since`` all rows are written, and ``base`` is null. The file ``target`` appears whole or not at all.
+    ``ttl_steps`` has, by dynamic table, its `Dynamic.ttl_steps`: ids that were not seen for longer count as deleted.
+    ``progress`` is called now and then with rows done and all rows.
     """
     place = directory(source)
     manifest = read_manifest(place)
@@ -120,20 +104,7 @@ def export_changes(
 def count_ids(source: str | Path | Directory, since: str | Path | Directory | None = None) -> dict[str, dict[str, int]]:
     """Count, by dynamic table, the ids that have rows, and those of an older checkpoint that have none any more.
 
-    Parameters
-    ----------
-    source, since
-        Checkpoints; without ``since`` nothing is gone.
-
-    Returns
-    -------
-    dict
-        By table ``ids`` and ``evicted``.
-
-    Raises
-    ------
-    CheckpointError
-        If one of them is no checkpoint or damaged, or their tables are others.
+    The counts are called ``ids`` and ``evicted``; without ``since`` nothing is evicted.
     """
     places = [directory(path) for path in (source, since) if path is not None]
     manifests = [read_manifest(place) for place in places]

@@ -35,23 +35,8 @@ def content_hashes(
 ) -> dict[str, str]:
     """Return the SHA-256 of each table and of the parameters of a checkpoint, with bounded memory.
 
-    Parameters
-    ----------
-    path
-        A checkpoint.
-    progress
-        Called with rows done and all rows.
-
-    Returns
-    -------
-    dict
-        By name of the table, and ``parameters`` for all tensors of the part ``model``; states of dense optimizers and
-        random numbers are not hashed.
-
-    Raises
-    ------
-    CheckpointError
-        If it is no checkpoint or damaged.
+    The key ``parameters`` is for all tensors of the part ``model``; states of dense optimizers and random numbers are
+    not hashed. ``progress`` is called with rows done and all rows.
     """
     place = directory(path)
     manifest = read_manifest(place)

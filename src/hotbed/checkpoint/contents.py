@@ -31,15 +31,7 @@ from hotbed.store import MOMENT, DenseStore, LazyStore, PickedArray, PickedRows,
 
 
 class ModelTable(NamedTuple):
-    """Say where a model has a table, and what a manifest says of it.
-
-    Attributes
-    ----------
-    collection, table
-        Where it is.
-    saved
-        What a manifest says of it, but for its tiles.
-    """
+    """A table of a model, and its manifest entry without tiles."""
 
     collection: EmbeddingCollection
     table: Table
@@ -49,12 +41,8 @@ class ModelTable(NamedTuple):
 def model_tables(parts: Mapping[str, Stateful]) -> dict[str, ModelTable]:
     """Return the tables of all models among some parts, with the moments of all optimizers among them.
 
-    They are called ``path.table``, as in `SparseOptimizer`; a second model's ``PART:path.table``.
-
-    Raises
-    ------
-    CheckpointError
-        If an optimizer trains tables that are in no model among the parts.
+    They are called ``path.table``, as in `SparseOptimizer`; a second model's ``PART:path.table``. An optimizer of
+    tables that are in no model among the parts raises `CheckpointError`.
     """
     found: dict[str, ModelTable] = {}
     names: dict[tuple[int, str], str] = {}
@@ -120,21 +108,7 @@ def plan_of(parts: Mapping[str, Stateful]) -> Mapping[str, object] | None:
 def _picked_chunks(
     name: str, tile: LocalTile, moments: Collection[str], picked: PickedRows, snapshot: Snapshot | None
 ) -> Iterator[Chunk]:
-    """Yield the picked rows of a tile in chunks that fit into a file; together these cover the tile.
-
-    Parameters
-    ----------
-    name
-        The table's name in the manifest.
-    tile
-        The tile.
-    moments
-        Which moments to save.
-    picked
-        Rows of its store: those that are materialized, or those that have changed.
-    snapshot
-        Where rows are read as they were when it was taken; None: as they are now.
-    """
+    """Yield the picked rows of a tile in chunks that fit into a file; together these cover the tile."""
     store, rows = tile.arena.store, tile.shard.rows
     slots, first_slot = picked.slots[tile.number], tile.arena.first_slots[tile.number]
     arrays = {

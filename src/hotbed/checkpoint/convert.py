@@ -29,7 +29,7 @@ from hotbed.checkpoint.manifest import (
 )
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tables import check_tables, load_tile
-from hotbed.checkpoint.tensor_files import Array, Chunk, FileWriter, TensorFiles, new_directory
+from hotbed.checkpoint.tensor_files import Array, Chunk, FileWriter, TensorFiles, as_bits, new_directory
 from hotbed.embed import LocalTile
 from hotbed.embed.arena import Arena, Shard, form
 from hotbed.errors import CheckpointError, did_you_mean
@@ -49,8 +49,6 @@ Progress = Callable[[int, int], None]
 Dtypes = RowDtype | Mapping[str, RowDtype] | None
 """A dtype for the rows of all tables, or of some by name; others keep theirs."""
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
 
 def convert(
     source: str | Path | Directory,
@@ -61,35 +59,16 @@ def convert(
     moments: bool = True,
     progress: Progress = lambda done, total: None,
 ) -> Manifest:
-    """Make a checkpoint of another one, with bounded memory.
+    """Make a checkpoint of another one, with bounded memory, and return its manifest.
 
-    Recipe, plan and step stay as they are. Without options, too, the tables' tiles may be cut into more tiles.
+    Recipe, plan and step stay as they are. Without options, too, the tables' tiles may be cut into more tiles. There
+    must be nothing at ``target``, which is not made on errors.
 
-    Parameters
-    ----------
-    source, target
-        Paths or URIs; there must be nothing at ``target``.
-    compact
-        Store only the rows that training has changed, with their numbers; all others have their initial values, which
-        loading computes again. What is loaded is the same, bit for bit. If false, all rows are stored.
-    dtype
-        What rows are to be stored as, of all tables or by table; narrower ones are rounded to the nearest, which loses
-        bits for good. The exponents of int8 rows are the smallest that hold them.
-    moments
-        If false, only tables and the part ``model`` are kept: enough to predict, not to train on.
-    progress
-        Called now and then with cells done and all cells.
-
-    Returns
-    -------
-    Manifest
-        What the new checkpoint says of itself.
-
-    Raises
-    ------
-    CheckpointError
-        If there is no checkpoint at ``source``, it is damaged, there is anything at ``target``, or ``dtype`` names a
-        table or a dtype that does not exist. Then ``target`` is not made.
+    ``compact`` stores only the rows that training has changed, with their numbers; all others have their initial
+    values, which loading computes again, bit for bit. ``dtype`` is what rows are to be stored as, of all tables or by
+    table; narrower ones are rounded to the nearest, which loses bits for good. The exponents of int8 rows are the
+    smallest that hold them. Without ``moments`` only tables and the part ``model`` are kept: enough to predict, not to
+    train on. ``progress`` is called now and then with cells done and all cells.
     """
     place = directory(source)
     old = read_manifest(place)
@@ -120,21 +99,9 @@ class Rectangle(NamedTuple):
 
 
 def read_rectangle(rectangle: Rectangle, spec: Table, files: TensorFiles) -> tuple[LocalTile, dict[str, Tensor]]:
-    """Load a rectangle of a saved table into memory.
+    """Load a rectangle of a saved table into memory, with the dtype of ``spec``.
 
-    Parameters
-    ----------
-    rectangle
-        Which rows and columns.
-    spec
-        The table with the dtype that the rows shall have.
-    files
-        The checkpoint's files.
-
-    Returns
-    -------
-    tuple[LocalTile, dict[str, Tensor]]
-        A tile with its values, and what it is stored as: arrays under the names that files have for them.
+    Return a tile with its values, and its arrays under the names that files have for them.
     """
     rows, cols, saved = rectangle
     arena = Arena([Shard(spec, rows, cols)], len(cols), seed=0, device=torch.device("cpu"), backend="auto")
@@ -237,10 +204,10 @@ def _changed_rows(tile: LocalTile, arrays: Mapping[str, Tensor], saved: SavedTab
     for name, extent in untouched.extents().items():
         before = untouched.arrays()[extent.array][extent.start : extent.stop]
         of = slice(0, len(before)) if name == "fp32_weight" else slice(len(changed) - len(before), None)
-        changed[of] |= (_bits(arrays[name]) != _bits(before)).any(1)
+        changed[of] |= (as_bits(arrays[name]) != as_bits(before)).any(1)
     for name, moment in saved.moments.items():
         initial = torch.tensor(moment.initial, dtype=torch.float32).view(torch.int32)
-        changed |= (_bits(arrays[f"{MOMENT}{name}"]).view(len(changed), -1) != initial).any(1)
+        changed |= (as_bits(arrays[f"{MOMENT}{name}"]).view(len(changed), -1) != initial).any(1)
     return changed
 
 
@@ -263,24 +230,19 @@ class _Changed:
         for name, array in arrays.items():
             first = 0 if name == "fp32_weight" else len(changed) - len(array)
             here = at[(at >= first) & (at < first + len(array))] - first
-            found[name] = _bits(array)[here].view(array.dtype)
+            found[name] = as_bits(array)[here].view(array.dtype)
         self._found.append(found)
         self.nbytes += sum(array.nbytes for array in found.values())
 
     def chunk(self) -> Chunk:
         """Return a chunk of the rows collected so far, and clear the collection."""
         names = dict.fromkeys(name for part in self._found for name in part)
-        arrays = {name: torch.cat([_bits(p[name]) for p in self._found if name in p]) for name in names}
+        arrays = {name: torch.cat([as_bits(p[name]) for p in self._found if name in p]) for name in names}
         dtypes = {name: part[name].dtype for part in self._found for name in part}
         of_rows = {n: Array.of(t.view(dtypes[n])) for n, t in arrays.items() if len(t) or n == "keys"}
         chunk = Chunk(self._table, self.rows, self._whole.cols, of_rows)
         self._found, self.rows, self.nbytes = [], range(0), 0
         return chunk
-
-
-def _bits(array: Tensor) -> Tensor:
-    """The same memory as integers, which torch compares and indexes whatever the dtype."""
-    return array if array.dtype == torch.int64 else array.view(_BITS[array.element_size()])
 
 
 def _place(tile: SavedTile) -> tuple[int, int]:
@@ -300,24 +262,8 @@ def export_tables(
     """Write each table to a file, with bounded memory, and the rest of the model to ``dense.safetensors``.
 
     A table's file is ``NAME.safetensors``, its name percent-encoded, with the array ``weight [R, D]``: bfloat16 or
-    float16 where all rows are stored so, else float32. ``tables.json`` says what there is.
-
-    Parameters
-    ----------
-    source, target
-        Paths or URIs; there must be nothing at ``target``.
-    progress
-        Called now and then with cells done and all cells.
-
-    Returns
-    -------
-    dict
-        What ``tables.json`` holds: ``step``, and by name each table's ``file``, ``rows``, ``dim`` and ``dtype``.
-
-    Raises
-    ------
-    CheckpointError
-        If there is no checkpoint at ``source``, it is damaged, or there is anything at ``target``.
+    float16 where all rows are stored so, else float32. ``tables.json`` says what there is, and is returned: ``step``,
+    and by name each table's ``file``, ``rows``, ``dim`` and ``dtype``. ``target`` is a path or URI where nothing is.
     """
     place = directory(source)
     manifest = read_manifest(place)

@@ -33,18 +33,9 @@ _log = logging.getLogger("hotbed")
 
 
 class Baseline(NamedTuple):
-    """A full checkpoint, since which stores note what changes.
+    """A full checkpoint, since which stores note which rows change.
 
-    Attributes
-    ----------
-    place
-        Its directory.
-    token
-        What all ranks call it.
-    sha256
-        Of its manifest, on the first rank; None until it is written.
-    tables
-        What it says of its tables.
+    Its token is the same on all ranks. Only the first rank knows the SHA-256 of its manifest, once that is written.
     """
 
     place: Directory
@@ -60,30 +51,10 @@ def changed_since(
     tables: Mapping[str, SavedTable],
     link: Link | None,
 ) -> dict[RowStore, RisingSlots] | None:
-    """Find which rows have changed since a base; all ranks must call this.
+    """Find which rows of this rank's stores have changed since a base; all ranks must call this.
 
-    Parameters
-    ----------
-    base
-        The base.
-    place
-        The checkpoint that is to be a difference to it.
-    stores
-        What this rank saves of.
-    tables
-        What the manifest will say of them.
-    link
-        The ranks.
-
-    Returns
-    -------
-    dict or None
-        Slots by store; None, on all ranks, where all rows must or should be saved; the log says why.
-
-    Raises
-    ------
-    OSError
-        If the first rank cannot look at the base; `CheckpointError` on the others.
+    Return slots by store; or None, on all ranks, where all rows must or should be saved: the log says why. If the first
+    rank cannot look at the base, it raises the `OSError` and the others a `CheckpointError`.
     """
     is_first = link is None or link.rank == 0
     reason, error = "" if tables == base.tables else "it has other tables, or other moments", None

@@ -54,32 +54,13 @@ def export_dcp(
     """Write tables and the rest of the model so that ``torch.distributed.checkpoint.load`` reads them, sharded or not.
 
     Rows have the key ``TABLE.weight``, bfloat16 or float16 where all of them are stored so, else float32; those of a
-    model that `hotbed.swap_embeddings` changed the key of its module. The rest of the part ``model`` keeps its keys.
-    Moments and the rest of what only training needs are left out.
+    model that `hotbed.swap_embeddings` changed the key of its module. ``names`` has, by table, another key. The rest of
+    the part ``model`` keeps its keys. ``prefix`` is put before all keys; it is ``model.`` for what is loaded as
+    ``{"model": model.state_dict()}``. Moments and the rest of what only training needs are left out.
 
-    Parameters
-    ----------
-    source
-        Path or URI of a checkpoint.
-    target
-        A local directory that does not exist; it appears when all is written.
-    names
-        By table the key that its rows are to have; default: as above.
-    prefix
-        Put before all keys; ``model.`` for what is loaded as ``{"model": model.state_dict()}``.
-    progress
-        Called now and then with cells done and all cells.
-
-    Returns
-    -------
-    dict
-        ``step``, and under ``tables``, by name, each table's ``key``, ``rows``, ``dim`` and ``dtype``.
-
-    Raises
-    ------
-    CheckpointError
-        If there is no checkpoint at ``source``, it is damaged, there is anything at ``target``, names has a table that
-        does not exist, or two tensors would have one key.
+    ``target`` is a local directory that does not exist; it appears when all is written. ``progress`` is called now and
+    then with cells done and all cells. Return ``step``, and under ``tables``, by name, each table's ``key``, ``rows``,
+    ``dim`` and ``dtype``.
     """
     place, path = directory(source), Path(target)
     if path.exists() or path.is_symlink():

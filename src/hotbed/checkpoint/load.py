@@ -101,13 +101,7 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
 
 
 def load_dense(path: str | Path | Directory, model: nn.Module) -> Manifest:
-    """Load the parameters and buffers of a model without tables from a checkpoint's part ``model``.
-
-    Raises
-    ------
-    CheckpointError
-        As `load_checkpoint`.
-    """
+    """Load the parameters and buffers of a model without tables from a checkpoint's part ``model``."""
     place = directory(path)
     manifest = read_manifest(place)
     if "model" not in manifest.parts:

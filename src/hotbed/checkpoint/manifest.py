@@ -25,10 +25,8 @@ from hotbed.errors import CheckpointError, DamagedError, PlanError
 from hotbed.plan import Plan, Tile
 from hotbed.specs import Table
 
-FORMAT = 3
-DIFFERENTIAL = 4
-"""Format of a checkpoint with a base, so that releases which know no bases refuse it."""
-_FULL = f'{{\n "format": {FORMAT},'.encode()
+FORMAT = 1
+_FULL = f'{{\n "format": {FORMAT},\n "base": null,'.encode()
 """What the manifest of a full checkpoint begins with."""
 MANIFEST = "manifest.json"
 MOST_BYTES = 256 << 20
@@ -156,10 +154,10 @@ class Manifest:
         """JSON with its own SHA-256."""
         base = self.base
         values: dict[str, Any] = {
-            "format": FORMAT if base is None else DIFFERENTIAL,
+            "format": FORMAT,
+            "base": None if base is None else {"name": base.name, "sha256": base.sha256},
             "step": self.step,
             **({"attempt": self.attempt} if self.attempt else {}),
-            **({} if base is None else {"base": {"name": base.name, "sha256": base.sha256}}),
             "recipe": self.recipe,
             "plan": self.plan,
             "tables": {name: _table_to_dict(table) for name, table in self.tables.items()},
@@ -180,12 +178,9 @@ def file_name(name: str, attempt: str) -> str:
 
 
 def write_manifest(place: Directory, manifest: Manifest) -> str:
-    """Write a checkpoint's manifest, the last of its files, which makes it one; return its SHA-256.
+    """Write a checkpoint's manifest, the last of its files, and return its SHA-256.
 
-    Raises
-    ------
-    CheckpointError
-        If there is one already, which is left as it is.
+    One that is there already is left as it is, and raises `CheckpointError`.
     """
     text = manifest.to_json()
     if len(text) > MOST_BYTES:
@@ -194,9 +189,7 @@ def write_manifest(place: Directory, manifest: Manifest) -> str:
             "save fewer tables in one checkpoint, or smaller states"
         )
     content = text.encode()
-    if not place.has_conditional_writes:
-        place.write(MANIFEST, text)
-    elif place.create(MANIFEST, content) is None and place.read(MANIFEST, MOST_BYTES) != content:
+    if place.create(MANIFEST, content) is None and place.read(MANIFEST, MOST_BYTES) != content:
         # The same content is this process's own: the answer to its first request was lost on the way.
         raise CheckpointError(f"{place} was not saved: another process has saved it since; see which run is to go on")
     return str(json.loads(text)["sha256"])
@@ -205,10 +198,7 @@ def write_manifest(place: Directory, manifest: Manifest) -> str:
 def read_manifest(path: str | Path | Directory) -> Manifest:
     """Read the manifest of a checkpoint, and that of its base if it is a differential one.
 
-    Raises
-    ------
-    CheckpointError
-        If there is none, or it is damaged or of another format, or its base is gone or another one.
+    Raise `CheckpointError` if there is none, it is damaged or of another format, or its base is gone or another one.
     """
     place = directory(path)
     manifest = _read(place)
@@ -269,19 +259,16 @@ def _read(place: Directory) -> Manifest:
     version = values.pop("format", None)
     if version is None:
         raise DamagedError(f"{file} is damaged ('format' is missing); use another checkpoint")
-    if version not in (FORMAT, DIFFERENTIAL):
+    if version != FORMAT:
         raise CheckpointError(
-            f"{place} has checkpoint format {reprlib.repr(version)}, this release reads {FORMAT} and {DIFFERENTIAL}; "
-            "use the release that wrote it"
+            f"{place} has checkpoint format {reprlib.repr(version)}, this release reads {FORMAT}; use the release that "
+            "wrote it"
         )
     sha256 = values.pop("sha256", None)
     if sha256 != _sha256_of({"format": version, **values}):
         raise DamagedError(f"{file} is damaged (its content has changed); use another checkpoint")
     schema.check_manifest(values, file)
-    base = values.get("base")
-    if (base is not None) != (version == DIFFERENTIAL):
-        has = "no 'base'" if base is None else "a 'base'"
-        raise CheckpointError(f"{file}: format {version} with {has}; only format {DIFFERENTIAL} has one, and always")
+    base = values["base"]
     tables = {name: _table_from_dict(entry) for name, entry in values["tables"].items()}
     for name, table in tables.items():
         table.check(name, file)
@@ -320,12 +307,7 @@ def find_checkpoint(path: str | Path | Directory, *, best: bool = False) -> Dire
     """Return the path itself if it is a checkpoint; else the newest of a run's, or of a directory of checkpoints.
 
     Of a directory of runs, ``runs/NAME``, it is that of the newest run that has one. ``best`` prefers the best one of a
-    run that kept it.
-
-    Raises
-    ------
-    CheckpointError
-        If there is none.
+    run that kept it. `CheckpointError` if there is none.
     """
     place = directory(path)
     if place.has(MANIFEST):

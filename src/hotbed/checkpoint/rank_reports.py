@@ -46,21 +46,8 @@ class OtherRankError(CheckpointError):
 class RankReports:
     """The reports of a checkpoint's ranks.
 
-    Parameters
-    ----------
-    place
-        The checkpoint's directory.
-    token
-        Of this attempt to save it; reports with another are not read.
-    attempt
-        What names of its files end in, see `hotbed.checkpoint.save`; empty: they are the same for every attempt.
-    rank, size
-        This rank, and how many there are.
-
-    Attributes
-    ----------
-    failed
-        Ranks that are known to have failed, for whose reports the first does not wait.
+    ``token`` and ``attempt`` are those of this attempt to save it; reports with another token are not read. The first
+    rank does not wait for reports of ranks that are known to have ``failed``.
     """
 
     def __init__(self, place: Directory, token: str, attempt: str, rank: int, size: int) -> None:
@@ -92,12 +79,8 @@ class RankReports:
     def read(self, rank: int) -> dict[str, Any]:
         """Wait for a rank's report, for as long as it goes on writing files.
 
-        Raises
-        ------
-        OtherRankError
-            If it could not write its files.
-        CheckpointError
-            If no report came, or one that cannot be.
+        Raise `OtherRankError` if it could not write its files, `CheckpointError` if no report came, or one that cannot
+        be.
         """
         from hotbed.checkpoint import schema  # with pydantic, which only reading needs
 

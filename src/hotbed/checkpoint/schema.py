@@ -112,9 +112,9 @@ class BaseEntry(_Entry):
 class ManifestEntry(_Entry):
     """A manifest, less the version and the hash, which come first; `check_state` looks into parts."""
 
+    base: BaseEntry | None
     step: Count
     attempt: Attempt | None = None
-    base: BaseEntry | None = None
     recipe: dict[str, Any] | None
     plan: PlanEntry | None
     tables: dict[Text, TableEntry]
@@ -145,10 +145,7 @@ _HEADER = TypeAdapter(dict[str, ArrayEntry])
 def parsed(data: bytes, where: str) -> dict[str, Any]:
     """Parse a JSON object whose keys are all different and whose values are not nested deeply.
 
-    Raises
-    ------
-    DamagedError
-        If it is none.
+    Anything else raises `DamagedError`.
     """
     try:
         values = parse_json(data)
@@ -229,16 +226,9 @@ def check_state(value: object, key: str, where: str) -> None:
 
 
 def check_header(values: Mapping[str, Any], size: int, where: str) -> None:
-    """Raise `CheckpointError` unless a header's arrays fill the bytes after it, each once.
+    """Raise `CheckpointError` unless a header's arrays fill the ``size`` bytes after it, each once.
 
-    Parameters
-    ----------
-    values
-        The header, without ``__metadata__``.
-    size
-        Bytes after it.
-    where
-        The file, for errors.
+    ``values`` is the header without ``__metadata__``.
     """
     try:
         arrays = _HEADER.validate_python(values)

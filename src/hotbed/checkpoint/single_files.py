@@ -17,13 +17,7 @@ from hotbed.locations import location
 
 
 def file_at(uri: str) -> tuple[Directory, str]:
-    """The directory that the file at a URI is in, and its name there.
-
-    Raises
-    ------
-    CheckpointError
-        If the URI names no file, or nothing here can open it.
-    """
+    """Return the directory that the file at a URI is in, and its name there."""
     address, mark, query = uri.partition("?")
     folder, _, name = address.rpartition("/")
     if not name or folder.endswith(":/"):
@@ -46,15 +40,7 @@ def suffix(path: str | Path) -> str:
 
 
 def read_text(path: str | Path) -> str:
-    """Text of a file.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is none.
-    RecipeError, CheckpointError
-        If it has more than `hotbed.files.MOST_TEXT_BYTES`.
-    """
+    """Read the text of a file of at most `hotbed.files.MOST_TEXT_BYTES`."""
     place = location(str(path))
     if isinstance(place, Path):
         return files.read_text(place)
@@ -63,15 +49,7 @@ def read_text(path: str | Path) -> str:
 
 
 def read_limited(path: str | Path, most: int = parsing.MOST_BYTES) -> bytes:
-    """Bytes of a file that is not longer than ``most``.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is none.
-    TextError, CheckpointError
-        If it is longer.
-    """
+    """Read a file of at most ``most`` bytes."""
     place = location(str(path))
     if isinstance(place, Path):
         return parsing.read_limited(place, most)

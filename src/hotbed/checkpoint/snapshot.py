@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotbed.checkpoint.tensor_files import as_bits
 from hotbed.heap import apart
 from hotbed.ops import cpu_cache
 from hotbed.store import DenseStore, LazyStore, PickedArray, PickedRows, RisingSlots, RowStore
@@ -30,7 +31,6 @@ KEPT_BYTES = 16 << 20
 _BYTES_AT_ONCE = 1 << 20
 _RANGES = 16
 """Ranges of an array whose kept rows are freed together."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class _Kept:
@@ -88,23 +88,10 @@ class _Marks:
 class Snapshot:
     """Keep the present rows and moments of some stores; `read` them in rising order, then `close` it.
 
-    Parameters
-    ----------
-    stores
-        They must not be written to but by ``update``, ``write`` and ``put`` until it is closed.
-    limit_bytes
-        How many bytes of rows may be kept at once, and one megabyte.
-    changed
-        The slots to save of each store; None: all rows.
-
-    Attributes
-    ----------
-    waited_s
-        Seconds that updates were held up, for keeping rows and for room to keep them.
-    most_bytes
-        Most bytes that were kept at once.
-    is_waiting
-        Whether an update waits for room at present.
+    Until it is closed, only ``update``, ``write`` and ``put`` may write to the stores. ``limit_bytes`` of rows may be
+    kept at once, and one megabyte. ``changed`` are the slots to save of each store; None: all rows. ``waited_s`` counts
+    seconds that updates were held up, ``most_bytes`` the most bytes that were kept at once; ``is_waiting`` tells
+    whether an update waits for room at present.
     """
 
     def __init__(
@@ -215,11 +202,6 @@ def rows_of(store: RowStore, changed: Mapping[RowStore, RisingSlots] | None = No
 def arrays_of(rows: DenseStore | PickedRows) -> Mapping[str, Tensor | PickedArray]:
     """Return the arrays that they are in."""
     return rows.arrays() if isinstance(rows, DenseStore) else rows.arrays
-
-
-def as_bits(values: Tensor) -> Tensor:
-    """Return the same memory as integers, because torch cannot index all narrow dtypes."""
-    return values.view(_BITS[values.element_size()])
 
 
 def _copy_apart(values: Tensor) -> Tensor:

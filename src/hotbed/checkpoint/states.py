@@ -32,12 +32,7 @@ class Stateful(Protocol):
 class RandomState:
     """Hold the state of torch's default random generators, on all ranks, in a checkpoint.
 
-    Parameters
-    ----------
-    gather
-        Rows of all ranks from those of each, in rank order; default: there is one rank.
-    rank
-        This one.
+    ``gather`` makes rows of all ranks, in rank order, from those of each; default: there is one rank.
     """
 
     def __init__(self, gather: Callable[[Tensor], Tensor] = lambda rows: rows, rank: int = 0) -> None:

@@ -1,7 +1,7 @@
 """Access checkpoints in a local directory, or a prefix of an object store (``s3://bucket/path``, ``gs://…``).
 
 Object stores have no rename and no directories, so nothing here needs them: files are written one by one, and a file
-of text appears whole or not at all. `LocalDirectory` is here; those of object stores and of other file systems are in
+of text appears whole or not at all. `LocalDirectory` is here; those of object stores are in
 `hotbed.checkpoint.remote_storage`.
 """
 
@@ -42,15 +42,7 @@ class Writer(Protocol):
 
 
 class Reader(Protocol):
-    """A file whose parts are read, by several threads at once.
-
-    Attributes
-    ----------
-    size
-        Its bytes.
-    is_local
-        Whether reading a part again costs little.
-    """
+    """A file whose parts are read, by several threads at once; of a local one, reading a part again costs little."""
 
     size: int
     is_local: bool
@@ -67,12 +59,7 @@ class Reader(Protocol):
 class Tagged(NamedTuple):
     """A small file, as it was at some moment.
 
-    Attributes
-    ----------
-    content
-        Of all of it.
-    tag
-        Tells this version of the file from others: an ETag, or what else changes with the file.
+    The tag tells this version of the file from others: an ETag, or what else changes with the file.
     """
 
     content: bytes
@@ -89,11 +76,6 @@ class Directory(ABC):
     """
 
     path: str
-
-    @property
-    def has_conditional_writes(self) -> bool:
-        """Whether there are `create` and `replace`."""
-        return True
 
     @override
     def __str__(self) -> str:
@@ -141,10 +123,7 @@ class Directory(ABC):
 
     @abstractmethod
     def create(self, name: str, content: bytes) -> str | None:
-        """Write a file that must not exist yet; return its tag, or None if it exists (nothing is changed then).
-
-        `CheckpointError` where a place has no such writes.
-        """
+        """Write a file that must not exist yet; return its tag, or None if it exists (nothing is changed then)."""
 
     @abstractmethod
     def read_tagged(self, name: str) -> Tagged | None:
@@ -152,10 +131,7 @@ class Directory(ABC):
 
     @abstractmethod
     def replace(self, name: str, content: bytes, tag: str) -> str | None:
-        """Overwrite a file if it still has this tag; return the new tag, or None if it was changed or removed.
-
-        `CheckpointError` where a place has no such writes.
-        """
+        """Overwrite a file if it still has this tag; return the new tag, or None if it was changed or removed."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -179,12 +155,9 @@ class Directory(ABC):
 
 
 def directory(path: str | Path | Directory) -> Directory:
-    """The directory at a local path, or at a URI like ``s3://bucket/path``.
+    """Return the directory at a local path, or at a URI like ``s3://bucket/path``.
 
-    Raises
-    ------
-    CheckpointError
-        If nothing here can open such a URI.
+    `CheckpointError` if nothing here can open such a URI.
     """
     if isinstance(path, Directory):
         return path

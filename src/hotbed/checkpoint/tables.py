@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hotbed import ops
 from hotbed.checkpoint.manifest import SavedTable, SavedTile
-from hotbed.checkpoint.tensor_files import CHUNK_BYTES, TensorFiles
+from hotbed.checkpoint.tensor_files import CHUNK_BYTES, TensorFiles, as_bits
 from hotbed.embed import LocalTile
 from hotbed.embed.arena import form, stored_as
 from hotbed.errors import CheckpointError
@@ -28,22 +28,13 @@ Places = range | Tensor
 
 MOST_CHUNKS = 4
 """How many times `CHUNK_BYTES` may be in memory where rows of many tiles are put together."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Common(NamedTuple):
     """Rows and columns that a saved tile and a tile here have in common.
 
-    Attributes
-    ----------
-    tile
-        The saved one.
-    arrays
-        Arrays that hold its rows, and which of them each holds.
-    there, here
-        Positions of the common rows among the rows that the saved tile holds, and among those of the tile here.
-    cols
-        Common columns of the table.
+    ``arrays`` are those that hold rows of the saved tile, and which of them each holds; ``there`` and ``here``
+    positions of the common rows among those that the saved tile holds, and among those of the tile here.
     """
 
     tile: SavedTile
@@ -110,18 +101,9 @@ def _check_tile(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> None:
 
 
 def load_tile(tile: LocalTile, saved: SavedTable, moments: Collection[str], files: TensorFiles) -> None:
-    """Overwrite a tile with what a checkpoint has of it; rows beyond the saved table's stay as they are.
+    """Overwrite a tile, and these moments of it, with what a checkpoint has of it.
 
-    Parameters
-    ----------
-    tile
-        The tile.
-    saved
-        The table, of equally many columns.
-    moments
-        Which moments to load, too.
-    files
-        The checkpoint's files.
+    Rows beyond the saved table's stay as they are.
     """
     tile.arena.store.replaced()
     for of, of_files in layers(saved, files):
@@ -158,19 +140,9 @@ def common(
 ) -> Iterator[Common]:
     """Find the rows and columns that a rectangle of a table has in common with each of the saved tiles.
 
-    A tile with keys comes in pieces of at most `KEYS_AT_ONCE` keys. Tiles come from the last columns to the first: each
-    tile of a row that is cut into columns has the row's value of a moment, and that of the first columns counts.
-
-    Parameters
-    ----------
-    rows, cols
-        The rectangle.
-    saved
-        The table.
-    files
-        The checkpoint's files.
-    within
-        Positions among ``rows`` that are enough, of the rows that tiles with keys have; None: all.
+    A tile with keys comes in pieces of at most `KEYS_AT_ONCE` keys, of rows at the positions ``within`` if given. Tiles
+    come from the last columns to the first: each tile of a row that is cut into columns has the row's value of a
+    moment, and that of the first columns counts.
     """
     for tile in _shared(rows, cols, saved):
         shared = range(max(cols.start, tile.cols.start), min(cols.stop, tile.cols.stop))
@@ -213,22 +185,8 @@ def copy_rows(
 ) -> None:
     """Copy the common rows of an array.
 
-    Parameters
-    ----------
-    c
-        Which rows.
-    name
-        The array.
-    there
-        Which rows of the saved tile it holds.
-    out
-        Where they go ``[n]`` or ``[n, D]``.
-    here
-        Which rows of the tile here ``out`` is.
-    columns
-        Which columns of the array, and of ``out``; None for ``[n]``.
-    files
-        The checkpoint's files.
+    The array holds the rows ``there`` of the saved tile; ``out``, ``[n]`` or ``[n, D]``, the rows ``here`` of the tile
+    here. ``columns`` are those of the array and of ``out``; None for ``[n]``.
     """
     first, last = _below(c.there, there.start), _below(c.there, there.stop)
     source, target = _shifted(c.there[first:last], there.start), _shifted(c.here[first:last], here.start)
@@ -242,15 +200,14 @@ def copy_rows(
         files.copy_rows(file, key, source, cols, _at(out, target))
         return
     assert isinstance(source, Tensor) and isinstance(target, Tensor)
-    bits = _BITS[out.element_size()]
-    out = out.view(bits)  # torch cannot index all narrow dtypes
+    out = as_bits(out)
     step = max(CHUNK_BYTES // max(files.find(file, key).row_bytes, 1), 1)
     for start in range(int(source[0]), int(source[-1]) + 1, step):
         first, last = _below(source, start), _below(source, start + step)
         if first == last:
             continue
         at = source[first:last] - source[first]
-        chunk = files.read_rows(file, key, range(int(source[first]), int(source[last - 1]) + 1)).view(bits)[at]
+        chunk = as_bits(files.read_rows(file, key, range(int(source[first]), int(source[last - 1]) + 1)))[at]
         out[target[first:last].to(out.device)] = (chunk if columns is None else chunk[:, columns[0]]).to(out.device)
 
 

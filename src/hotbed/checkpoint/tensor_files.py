@@ -55,18 +55,13 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Array(NamedTuple):
-    """An array to write.
+    """An array to write: ``rows`` returns its rows ``start … stop − 1`` in the CPU's memory.
 
-    Attributes
-    ----------
-    dtype, shape
-        Of all of it.
-    rows
-        Gives its rows ``start … stop − 1`` in the CPU's memory, where they stay as they are until the file is finished.
-        Called once for each row, in rising order.
+    They stay there as they are until the file is finished. It is called once for each row, in rising order.
     """
 
     dtype: torch.dtype
@@ -140,17 +135,15 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(values)
 
 
+def as_bits(values: Tensor) -> Tensor:
+    """Return the same memory as integers, which torch indexes and compares whatever the dtype."""
+    return values.view(_BITS[values.element_size()])
+
+
 class Chunk(NamedTuple):
     """Rows of a table, in a rectangle, that are written into one file; `SavedTile` says what the arrays are called.
 
-    Attributes
-    ----------
-    table
-        Its name in the manifest.
-    rows, cols
-        The rectangle.
-    arrays
-        By name. Where there is an array ``keys``, the others hold only the rows that it names.
+    Where there is an array ``keys``, the others hold only the rows that it names.
     """
 
     table: str
@@ -160,13 +153,7 @@ class Chunk(NamedTuple):
 
 
 class FileWriter:
-    """Write the files of a checkpoint, one after the other; use it as a context.
-
-    Parameters
-    ----------
-    place
-        The directory.
-    """
+    """Write the files of a checkpoint, one after the other; use it as a context."""
 
     def __init__(self, place: Directory) -> None:
         self._place = place
@@ -232,10 +219,7 @@ def _fill_files(chunks: Iterable[tuple[str, Chunk]], most: int) -> Iterator[dict
 def new_directory(path: str | Path | Directory) -> Generator[tuple[Directory, FileWriter]]:
     """Make a directory and what writes its files; it is marked as unfinished until the end, and removed on errors.
 
-    Raises
-    ------
-    CheckpointError
-        If there is anything at the path but what an unfinished checkpoint left.
+    Raise `CheckpointError` if there is anything at the path but what an unfinished checkpoint left.
     """
     place = directory(path)
     make_directory(place)
@@ -272,15 +256,7 @@ def is_left_by_attempts(name: str) -> bool:
 
 
 class TensorFiles:
-    """Arrays of a checkpoint's files.
-
-    Parameters
-    ----------
-    files
-        The files, of which only blocks that are unharmed are read.
-    base
-        The files of its base, if it is a differential one.
-    """
+    """Arrays of a checkpoint's verified files; ``base`` has those of its base, if it is a differential one."""
 
     def __init__(self, files: VerifiedFiles, base: TensorFiles | None = None) -> None:
         self._files, self.base = files, base
@@ -361,14 +337,7 @@ class TensorFiles:
     def copy_rows(self, file: str, key: str, rows: range, cols: range, out: Tensor) -> None:
         """Copy rows and columns of an array into a tensor of the same dtype, on any device, with bounded memory.
 
-        Parameters
-        ----------
-        file, key
-            Which array, ``[R]`` or ``[R, D]``.
-        rows, cols
-            Which of it; for ``[R]`` columns do not count.
-        out
-            ``[rows]`` or ``[rows, cols]``; a view serves, too.
+        The array is ``[R]``, for which columns do not count, or ``[R, D]``; ``out`` may be a view.
         """
         stored = self.find(file, key)
         if not len(rows) or not out.numel():
@@ -402,19 +371,7 @@ def _header(reader: BlockReader, where: str) -> dict[str, Stored]:
 
 
 def header_of(text: bytes, first: int, size: int, where: str) -> dict[str, Stored]:
-    """Arrays that a header names; a `CheckpointError` if it is none.
-
-    Parameters
-    ----------
-    text
-        The header.
-    first
-        Position of the byte after it.
-    size
-        Bytes of the file.
-    where
-        The file, for errors.
-    """
+    """Return the arrays of a header, after which the data begin at byte ``first`` of a file of ``size`` bytes."""
     from hotbed.checkpoint import schema  # with pydantic, which only reading needs
 
     arrays = schema.parsed(text, f"the header of {where}")

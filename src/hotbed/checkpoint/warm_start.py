@@ -36,18 +36,9 @@ from hotbed.torch_hooks import without_tables
 
 @dataclass(frozen=True)
 class Taken:
-    """Say of one table, parameter or optimizer whether it was taken from the checkpoint.
+    """Whether a ``table``, ``parameter`` or ``optimizer`` was taken from the checkpoint, if not all of its values.
 
-    Attributes
-    ----------
-    what
-        ``table``, ``parameter`` or ``optimizer``.
-    name
-        Its name here, or in the checkpoint if it is not here.
-    taken
-        Whether its values come from the checkpoint, if not all of them.
-    note
-        In words.
+    ``name`` is its name here, or in the checkpoint if it is not here; ``note`` says more.
     """
 
     what: str

@@ -27,7 +27,6 @@ from hotbed.config import (
     check_trust,
     import_from,
 )
-from hotbed.config.former_names import RENAMED_KEYS, RENAMED_VALUES, warn_renamed, with_new_names
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.files import json_text, read_text, read_yaml, yaml_text
 from hotbed.locations import location
@@ -39,7 +38,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 _NO_WIDTH = 1 << 20
 """Columns of a pipe or file."""
-_COMPONENTS = ("model", "dense_optimizer", "sparse_optimizer", "wide_optimizer")
+_COMPONENTS = ("model", "dense_optimizer", "sparse_optimizer")
 _NAMED = {
     "tasks": "How labels are trained: .LABEL.loss has a loss's class_path, .LABEL.weight its factor.",
     "metrics": "More metrics: .NAME.class_path a class of torchmetrics, torcheval or your own, .NAME.init_args.",
@@ -152,7 +151,7 @@ class RecipeParser(Parser):
         self.fill()
         rest, deep = split_deep(args or ())
         rest, recipes = split_recipes(rest, [o for a in self._actions if a.nargs == 0 for o in a.option_strings])
-        rest = _with_paths(_with_new_names(rest))
+        rest = _with_paths(rest)
         with checked_copies(recipes) as files:
             parsed = super().parse_args([f"--recipe={file}" for file in files] + rest, *others, **options)
         for key, text in deep:
@@ -224,8 +223,6 @@ def recipe_of(values: dict[str, Any]) -> Recipe:
     for parent, key in ((values["data"], "source"), *((values, key) for key in _COMPONENTS)):
         if (parent[key] or {}).get("class_path", "") is None:
             del parent[key]["class_path"]
-    if values["wide_optimizer"] == {"init_args": {}}:  # nobody has asked for one
-        del values["wide_optimizer"]
     if values["name"] is None:
         del values["name"]
     trusted = values.pop("trust_recipe")
@@ -259,23 +256,6 @@ def split_recipes(args: Sequence[str], flags: Sequence[str]) -> tuple[list[str],
     return rest, recipes
 
 
-def _with_new_names(args: Sequence[str]) -> list[str]:
-    """Replace former names of options and of their values, with a warning."""
-    current = list[str]()
-    for arg in args:
-        name, equals, value = arg.partition("=")
-        option = current[-1] if current and not arg.startswith("-") else name  # whose value this may be
-        values = RENAMED_VALUES.get(option.removeprefix("--"), {})
-        if (new := RENAMED_KEYS.get(name.removeprefix("--"))) is not None:
-            warn_renamed(name, f"--{new}")
-            arg = f"--{new}{equals}{value}"
-        elif (former := value if equals else arg) in values:
-            warn_renamed(f"{option} {former}", values[former])
-            arg = f"{name}={values[former]}" if equals else values[former]
-        current.append(arg)
-    return current
-
-
 def _with_paths(args: Sequence[str]) -> list[str]:
     """Take ``--data PATH`` for ``--data.path PATH``; mappings stay what they are."""
     full = list(args)
@@ -291,7 +271,7 @@ def _with_paths(args: Sequence[str]) -> list[str]:
 def checked_copies(recipes: Sequence[str]) -> Generator[list[str]]:
     """Check keys of recipes, and give them as files to be read once more.
 
-    Of a pipe, as ``<(…)`` is one, of a URI, and of a recipe with former names that is a copy.
+    Of a pipe, as ``<(…)`` is one, and of a URI that is a copy.
     """
     with tempfile.TemporaryDirectory() as folder:
         files = list[str]()
@@ -302,8 +282,8 @@ def checked_copies(recipes: Sequence[str]) -> Generator[list[str]]:
                 path = copy
             values = read_yaml(path) if isinstance(path, Path) else _remote_yaml(path)
             check_keys(values, complete=False)
-            if (renamed := with_new_names(values)) != values or isinstance(path, str):
-                copy.write_text(yaml_text(renamed), encoding="utf-8")
+            if isinstance(path, str):
+                copy.write_text(yaml_text(values), encoding="utf-8")
                 path = copy
             files.append(str(path))
         yield files

@@ -16,7 +16,7 @@ from hotbed.errors import RecipeError
 from hotbed.files import read_text
 from hotbed.locations import local
 
-Origin = Literal["hotbed", "nvidia_dlrm", "tf2", "torchrec", "facebook_dlrm", "embedding_bag", "dcp", "hugectr"]
+Origin = Literal["hotbed", "nvidia_dlrm", "torchrec", "facebook_dlrm", "embedding_bag", "dcp"]
 Form = Literal["hotbed", "safetensors", "torch", "dcp"]
 
 

@@ -21,7 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "path",
         type=str,
-        help="Parquet, CSV, TSV, or a folder; also of a dataset; a path or a URI. Or MODEL.json, a graph of HugeCTR.",
+        help="Parquet, CSV, TSV, or a folder; also of a dataset; a path or a URI.",
     )
     parser.add_argument(
         "--label",
@@ -118,8 +118,7 @@ def draft_recipe(
     ----------
     path
         File, folder or URI, as for `ParquetSource`; or a folder of `hotbed.prepare`, in NVIDIA's split-binary format,
-        or of NumPy arrays as TorchRec's and MLPerf's scripts write them. Or ``MODEL.json``, the graph of a HugeCTR
-        model, for which there are no further options.
+        or of NumPy arrays as TorchRec's and MLPerf's scripts write them.
     label, positive, drop, time, test, valid
         See `hotbed.data.draft.draft`.
     model
@@ -148,9 +147,6 @@ def draft_recipe(
     from hotbed.data.draft import draft
     from hotbed.train.build import refuse_one_class
 
-    if str(path).endswith(".json"):
-        given = [model, label, positive, *drop, time, test, valid, *history, *weights, *item, retrieval]
-        return _draft_model(path, given)
     if model is not None:
         one_of("--model", model, MODELS, SpecError)  # before all of the data are looked at
     if item and model != "TwoTower":
@@ -203,17 +199,6 @@ def _needs_two_tower(option: str, model: str | None) -> str:
     if model is None:
         return f"{option} works with one model only: got no --model, expected TwoTower. Add --model TwoTower"
     return f"{option} works with one model only: got --model {model}, expected TwoTower. Leave {option} out"
-
-
-def _draft_model(path: str | Path, options: Sequence[object]) -> str:
-    """Draft the recipe of a HugeCTR model."""
-    from hotbed.commands.init_hugectr import draft_hugectr
-    from hotbed.locations import local
-
-    if any(options):
-        given = next(filter(None, options))
-        raise SpecError(f"{path} is a graph of HugeCTR, to which options such as {given!r} say nothing; leave them out")
-    return draft_hugectr(local("path", str(path)), run_name(path).removesuffix(".json"))
 
 
 def run_name(path: str | Path) -> str:

@@ -22,7 +22,7 @@ from hotbed.config import Recipe
 from hotbed.data import Schema
 from hotbed.data.derived import Bucket, Cross, Derived, Lookup
 from hotbed.errors import DataError, RecipeError
-from hotbed.locations import location
+from hotbed.locations import is_storage, location
 from hotbed.specs import is_int
 from hotbed.train.report import RECIPE, SUMMARY, size
 from hotbed.train.stored import FEATURES
@@ -94,9 +94,11 @@ def describe(path: str | Path) -> dict[str, Any] | None:
     CheckpointError
         If a checkpoint is damaged.
     """
-    place = directory(path)
     if isinstance(path, Path) and not path.exists():
         raise DataError(f"{path} does not exist")
+    if not is_storage(path):
+        return None
+    place = directory(path)
     if place.has(MANIFEST):
         return _checkpoint(place)
     if place.has(RECIPE):
@@ -145,7 +147,7 @@ def _features(manifest: Manifest) -> list[dict[str, str]]:
     if FEATURES not in manifest.parts:
         return []
     known = cast("Mapping[str, Mapping[str, Any]]", manifest.parts[FEATURES])
-    schema = Recipe.from_stored(manifest.recipe or {}).data.source.init_args.get("schema")
+    schema = Recipe.from_dict(manifest.recipe or {}).data.source.init_args.get("schema")
     derived = Schema.from_dict(schema).derived if isinstance(schema, Mapping) else ()
     return [{"feature": d.name, "made_of": _made_of(d, known.get(d.name, {}))} for d in derived]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
@@ -64,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in args
     if debug:
         args.remove("--debug")
-    former, warnings.formatwarning = warnings.formatwarning, _line
     share_heap(os.environ)
     keep_heap(os.environ)
     try:
@@ -92,14 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         print(f"hotbed: error: {rank}{reason}", file=sys.stderr)
         return 2
-    finally:
-        warnings.formatwarning = former
-
-
-def _line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """Format a warning: of a former name what it is, of others also where they come from."""
-    where = "" if category is FutureWarning else f"{filename}:{lineno}: {category.__name__}: "
-    return f"hotbed: warning: {where}{message}\n"
 
 
 def make_parser() -> Parser:

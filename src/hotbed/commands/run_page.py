@@ -165,7 +165,7 @@ def _time(figures: Figures, run: RunRecords) -> list[str]:
 def _whole_time(figures: Figures, run: RunRecords) -> list[str]:
     time: Mapping[str, float] | None = None if run.summary is None else run.summary.get("time")
     if not time:
-        return ["<p>Of the whole run not recorded: it has not finished, or is of an earlier version.</p>"]
+        return ["<p>The time of the whole run is not recorded: it has not finished.</p>"]
     shares = {title: float(time[name]) for name, title in _TIME.items() if name in time}
     total = sum(shares.values()) or 1.0
     rows = [[title, f"{seconds:,.2f} s", f"{seconds / total:.1%}"] for title, seconds in shares.items()]
@@ -195,7 +195,7 @@ def _parts_of_steps(figures: Figures, run: RunRecords) -> list[str]:
 def _tables(figures: Figures, run: RunRecords) -> list[str]:
     tables: Sequence[Mapping[str, Any]] = [] if run.summary is None else run.summary.get("tables", [])
     if not tables:
-        return ["<p>Not recorded: the run has not finished, or is of an earlier version.</p>"]
+        return ["<p>Not recorded: the run has not finished.</p>"]
     rows = [
         [
             str(table["table"]),
@@ -204,7 +204,6 @@ def _tables(figures: Figures, run: RunRecords) -> list[str]:
             str(table["dtype"]),
             size(table["bytes"]),
             "–" if table["ids_per_sample"] is None else f"{table['ids_per_sample']:.3g}",
-            # Earlier versions have none of these.
             "–" if table.get("grad_norm") is None else f"{table['grad_norm']:.3g}",
             "–" if table.get("hit_rate") is None else f"{table['hit_rate']:.1%}",
         ]

@@ -25,7 +25,7 @@ from hotbed.data.pack import write_hot_order
 from hotbed.data.popularity import SAMPLED_ROWS, SHARES, Popularity, measure_popularity
 from hotbed.errors import DataError, RecipeError
 from hotbed.files import new_directory, write_json
-from hotbed.locations import local
+from hotbed.locations import is_storage, local
 from hotbed.train.build import open_source
 from hotbed.train.report import RECIPE, StageProgress
 
@@ -45,14 +45,14 @@ def open_data(path: str | Path, *, trust_recipe: bool = False) -> Source:
     RecipeError
         If a recipe is not valid.
     """
-    place = directory(path)
+    place = directory(path) if is_storage(path) else None
     if isinstance(path, Path) and not path.exists():
         raise DataError(f"{path} does not exist")
-    if place.has(MANIFEST):
+    if place is not None and place.has(MANIFEST):
         raise DataError(f"{path} is a checkpoint, which holds no samples; give the data, the recipe or the run")
     if (stored := open_stored(path)) is not None:
         return stored.source
-    if (of_run := place.has(RECIPE)) or place.name.endswith((".yaml", ".yml")):
+    if place is not None and ((of_run := place.has(RECIPE)) or place.name.endswith((".yaml", ".yml"))):
         recipe = Recipe.from_dict(read_yaml((place / RECIPE).path if of_run else path))
         if of_run:
             check_trust(recipe, (place / RECIPE).path, trusted=trust_recipe)

@@ -29,14 +29,8 @@ _NARROW = (torch.int8, torch.uint8, torch.int16)
 class _DropIn(nn.Module):
     """Look up one feature of a collection of one table; modules that shared a weight share the collection.
 
-    Parameters
-    ----------
-    rows
-        The collection.
-    feature
-        Which of its features this module looks up.
-    padding_idx, max_norm
-        As torch's; ``max_norm`` is kept by the optimizers' updates, so rows must be within it from the start.
+    ``padding_idx`` and ``max_norm`` are torch's. Updates of the optimizers keep ``max_norm``, so rows must be within it
+    from the start.
     """
 
     def __init__(
@@ -85,13 +79,7 @@ class _DropIn(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all rows from N(0, 1) with torch's generator, and set the row of ``padding_idx`` to 0, as torch does.
-
-        Raises
-        ------
-        SpecError
-            If ranks share the table.
-        """
+        """Draw all rows from N(0, 1) with torch's generator, and set the row of ``padding_idx`` to 0, as torch does."""
         if self.rows.is_distributed:
             raise SpecError(
                 f"table '{self.table}' is distributed: got reset_parameters(), expected it before hotbed.distribute. "
@@ -188,21 +176,12 @@ def _finish_load(module: nn.Module, keys: Any) -> None:
 class Embedding(_DropIn):
     """Look ids of any shape up, as ``nn.Embedding`` does.
 
-    Parameters
-    ----------
-    rows, feature, padding_idx, max_norm
-        As for all drop-ins; the row of ``padding_idx`` is looked up, but gets no gradient.
+    The row of ``padding_idx`` is looked up, but gets no gradient.
     """
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        """Look up ids ``[…]`` of any integer dtype of at most 64 bits with a sign, or uint8: ``[…, D]``.
-
-        Raises
-        ------
-        BatchError
-            If ids are no integers, or out of range.
-        """
+        """Look up ids ``[…]`` of any integer dtype of at most 64 bits with a sign, or uint8: ``[…, D]``."""
         input = self._integers("ids", input)
         if is_exporting():
             return functional.embedding(input, self._constant(), self.padding_idx).to(self.rows.dtype)
@@ -216,14 +195,8 @@ class Embedding(_DropIn):
 class EmbeddingBag(_DropIn):
     """Look bags up and pool them, as ``nn.EmbeddingBag`` does.
 
-    Parameters
-    ----------
-    rows, feature, padding_idx, max_norm
-        As for all drop-ins; ids that are ``padding_idx`` are left out of their bags.
-    mode
-        ``"sum"``, ``"mean"`` or ``"max"``.
-    include_last_offset
-        Whether offsets are ``[B + 1]``, with the number of ids as the last one.
+    Ids that are ``padding_idx`` are left out of their bags. With ``include_last_offset``, offsets are ``[B + 1]``, with
+    the number of ids as the last one.
     """
 
     def __init__(
@@ -243,19 +216,9 @@ class EmbeddingBag(_DropIn):
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Look up and pool ``[B, k]``, or ``[N]`` with offsets: ``[B, D]``.
 
-        Parameters
-        ----------
-        input
-            Ids, of any integer dtype of at most 64 bits with a sign, or uint8.
-        offsets
-            Integers: where each bag of ids ``[N]`` starts, ``[B]``, or ``[B + 1]`` with ``include_last_offset``.
-        per_sample_weights
-            Of the shape of the ids, only with mode ``"sum"``.
-
-        Raises
-        ------
-        BatchError
-            If ids are no integers or out of range, or offsets or weights do not fit to them.
+        Ids may have any integer dtype of at most 64 bits with a sign, or uint8. Offsets tell where each bag of ids
+        ``[N]`` starts, ``[B]``, or ``[B + 1]`` with ``include_last_offset``. ``per_sample_weights`` have the shape of
+        the ids, and are for mode ``"sum"`` only.
         """
         input = self._integers("ids", input)
         weights = self._checked_weights(input, per_sample_weights)

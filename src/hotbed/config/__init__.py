@@ -11,23 +11,25 @@ Importing this module is cheap and loads no class that a recipe names.
 """
 
 from hotbed.config.component import Component
-from hotbed.config.dynamic import DynamicRecipe
-from hotbed.config.optimizers import DenseOptimizerGroup, ScheduleRecipe, SparseOptimizerGroup
 from hotbed.config.places import HotRecipe, MemoryOptions, MemoryRecipe, ParallelOptions, ParallelRecipe
 from hotbed.config.recipe import (
     HIGHER_IS_BETTER,
     DataRecipe,
+    DenseOptimizerGroup,
     Device,
+    DynamicRecipe,
     InitRecipe,
     LinearLibrary,
     Monitor,
     Precision,
     Recipe,
+    RetrievalRecipe,
+    ScheduleRecipe,
+    SparseOptimizerGroup,
+    TaskRecipe,
     TrainRecipe,
     check_keys,
 )
-from hotbed.config.retrieval import RetrievalRecipe
-from hotbed.config.tasks import TaskRecipe
 from hotbed.config.trust import check_trust, import_from
 
 __all__ = [

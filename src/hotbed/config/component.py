@@ -34,13 +34,7 @@ class Component:
             )
 
     def load(self) -> type[Any]:
-        """Import the class.
-
-        Raises
-        ------
-        RecipeError
-            If there is no such module or class.
-        """
+        """Import the class; `RecipeError` if there is no such module or class."""
         module_name, name = self.class_path.rsplit(".", 1)
         try:
             module = importlib.import_module(module_name)
@@ -64,10 +58,7 @@ class Component:
     def build(self, *args: Any, **given: Any) -> Any:
         """Make the object from what hotbed gives and ``init_args``.
 
-        Raises
-        ------
-        RecipeError
-            If an argument is unknown, missing, given by hotbed already, or refused by the class.
+        An argument that is unknown, missing, given by hotbed already, or refused by the class raises `RecipeError`.
         """
         cls = self.load()
         try:

@@ -1,26 +1,19 @@
 """Define `Recipe`: everything that one training run is, as a tree of plain values that are checked when they are set.
 
-The sections on data, training and the warm start are here; losses of labels are in `hotbed.config.tasks`; groups of
-optimizers and learning rates in `hotbed.config.optimizers`; ranks, memories and hot rows, which change where bytes are
-and how fast, in `hotbed.config.places`.
+Ranks, memories and hot rows, which change where bytes are and how fast, are in `hotbed.config.places`.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hints
 
 from hotbed.config.component import Component, above_zero, at_least, by_table, one_of, seed
-from hotbed.config.dynamic import DynamicRecipe
-from hotbed.config.former_names import with_new_names
-from hotbed.config.optimizers import DenseOptimizerGroup, ScheduleRecipe, SparseOptimizerGroup, check_group_names
 from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
-from hotbed.config.retrieval import RetrievalRecipe
-from hotbed.config.tasks import TaskRecipe
-from hotbed.errors import RecipeError, did_you_mean
-from hotbed.specs import OnBadId, RowDtype
+from hotbed.errors import RecipeError, SpecError, did_you_mean
+from hotbed.specs import Dynamic, OnBadId, RowDtype
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 AskedPrecision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
@@ -31,6 +24,39 @@ HIGHER_IS_BETTER: tuple[Monitor, ...] = ("auc", "recall", "ndcg")
 CheckpointPolicy = Literal["none", "last", "best"]
 AskedCheckpointPolicy = Literal["auto", "none", "last", "best"]
 CudaGraph = bool | Literal["auto"]
+SampledBy = Literal["uniform", "popularity"]
+BINARY_CROSS_ENTROPY = "torch.nn.BCEWithLogitsLoss"
+_NAMES_IN_CHECKPOINTS = ("model", "dense", "sparse", "random", "position", "ids")
+"""What a run's checkpoints hold beside the groups' optimizers, so that no group can be called so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicRecipe:
+    """A table whose rows are given to ids when they are first seen, and taken back when there is no room."""
+
+    capacity_bytes: int
+    """What its rows may take, without moments."""
+    init_bound: float
+    """Initial values are uniform from minus this to this; other tables have one by their number of rows."""
+    admit_after: int = 1
+    """How often an id must be seen to get a row."""
+    evict: Literal["lru", "lfu"] = "lru"
+    """Which ids lose theirs: those seen least recently, or least often."""
+    ttl_steps: int | None = None
+    """Steps after which an id that was not seen begins anew; by default never."""
+
+    def __post_init__(self) -> None:
+        bound: object = self.init_bound
+        if not isinstance(bound, int | float) or isinstance(bound, bool) or not 0 <= bound < math.inf:
+            raise RecipeError(f"init_bound is {bound!r}, must be a finite number, at least 0, such as 0.01")
+        try:
+            self.spec()
+        except SpecError as error:
+            raise RecipeError(str(error)) from None
+
+    def spec(self) -> Dynamic:
+        """The same for a `Table`."""
+        return Dynamic(self.capacity_bytes, self.admit_after, self.evict, self.ttl_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +210,177 @@ class TrainRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskRecipe:
+    """How a model is trained and measured for one label."""
+
+    loss: Component = field(default_factory=lambda: Component(class_path=BINARY_CROSS_ENTROPY))
+    """A torch.nn loss or one of your own, made with ``reduction="none"``: it maps logits and labels ``[n]`` to a value
+    per sample ``[n]``. Arguments that are tensors are given as numbers or lists."""
+    weight: float = 1.0
+    """Factor of the loss. Weights of samples are columns of the data: `Schema.weight`, `Schema.label_weights`."""
+    metrics: dict[str, Component] = field(default_factory=dict)
+    """By name, metrics of this label beside the recipe's ``metrics``, or in the place of those of the same name."""
+
+    def __post_init__(self) -> None:
+        value: object = self.weight
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise RecipeError(f"weight is {value!r}, must be a finite number, at least 0")
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is trained as a label is that the recipe does not name."""
+        return replace(self, metrics={}) == TaskRecipe()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalRecipe:
+    """Which negatives an item is told from, and among how many items it is to be found.
+
+    The item of a sample is what the first of the model's ``item`` columns says. A sample is a positive if its label is
+    1, or if the data have no label; the item of any other sample is a negative of all positives.
+    """
+
+    loss: Component = field(default_factory=lambda: Component(class_path="hotbed.nn.InBatchSoftmax"))
+    """The loss of vectors of users and items, called as `hotbed.nn.InBatchSoftmax` is; made with the model's
+    ``temperature`` unless init_args say another."""
+    correction: Component | None = field(default_factory=lambda: Component(class_path="hotbed.nn.ItemFrequencies"))
+    """What estimates how probable each item is in a batch, to correct for it; null: nothing is corrected."""
+    sampled: int = 0
+    """Items that are drawn for each batch, negatives of all its samples beside the batch's own items."""
+    sampled_by: SampledBy = "uniform"
+    """Draw all items alike, or in proportion to how often each is in the split to train on."""
+    negatives: str | None = None
+    """Column of lists of items, of the table of the item's column: negatives of their own sample alone."""
+    items: str | None = None
+    """Parquet of all items, a row each, with the model's item columns; default: the items of the data's splits."""
+    k: list[int] = field(default_factory=lambda: [10, 100])
+    """Evaluations measure recall@k and ndcg@k among all items; the last one's is `TrainRecipe.monitor`'s."""
+
+    def __post_init__(self) -> None:
+        at_least("retrieval.sampled", self.sampled, 0)
+        one_of("retrieval.sampled_by", self.sampled_by, get_args(SampledBy))
+        if not isinstance(self.k, list) or not self.k:
+            raise RecipeError(f"retrieval.k is {self.k!r}, must be a list of numbers of items, such as [10, 100]")
+        for k in self.k:
+            at_least("retrieval.k", k, 1)
+        if len(set(self.k)) < len(self.k):
+            raise RecipeError(f"retrieval.k is {self.k}, which names a number twice; once will do")
+        if self.sampled and self.sampled_by == "popularity" and self.items is not None:
+            raise RecipeError(
+                f"retrieval.sampled_by is 'popularity', and retrieval.items {self.items} does not say how often items "
+                "are met; leave retrieval.items out, so that they are counted, or draw them uniform"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseOptimizerGroup:
+    """Parameters that have an optimizer of their own."""
+
+    parameters: list[str]
+    """Names of parameters or of modules that contain them; one name is a list of one. ``*`` stands for any characters:
+    ``top``, ``top.*.bias``, ``*norm*``."""
+    optimizer: Component
+    """A torch.optim optimizer, made with these parameters."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parameters", _patterns("parameters", self.parameters, "top.*.bias"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseOptimizerGroup:
+    """Tables that have an optimizer of their own."""
+
+    tables: list[str]
+    """Names of tables or of modules that contain them; one name is a list of one. ``*`` stands for any characters:
+    ``user``, ``wide.user``, ``wide``, ``*_id``."""
+    optimizer: Component
+    """A hotbed.optim optimizer, made with these tables."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tables", _patterns("tables", self.tables, "wide.*"))
+
+
+def _patterns(key: str, value: object, example: str) -> list[str]:
+    """Return one pattern or several as a list."""
+    patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
+    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise RecipeError(f"{key} is {value!r}, must be a name or a list of names, such as {example}")
+    return cast("list[str]", patterns)
+
+
+def check_group_names(dense: Collection[str], sparse: Collection[str]) -> None:
+    """Raise `RecipeError` for names of groups that logs and checkpoints cannot have."""
+    for key, names in (("dense_optimizer_groups", dense), ("sparse_optimizer_groups", sparse)):
+        for name in names:
+            if not name.isidentifier() or name.endswith("_schedule"):
+                raise RecipeError(
+                    f"{key} has a group called {name!r}, which must be a word of letters, digits and '_' that does not "
+                    "end with _schedule; rename the group"
+                )
+            if name in _NAMES_IN_CHECKPOINTS:
+                raise RecipeError(
+                    f"{key} has a group called '{name}', as something else in a checkpoint is; rename the group"
+                )
+    if both := {*dense} & {*sparse}:
+        raise RecipeError(
+            f"dense_optimizer_groups and sparse_optimizer_groups both have a group '{min(both)}'; rename one of them"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRecipe:
+    """Learning-rate factor by step: a linear warm-up, then 1, then a polynomial fall to 0.
+
+    The fall is at steps that are given, or at the end of every epoch, however many steps that has. Then every epoch
+    ends with a model that is settled, so evaluations of epochs can be compared, and the first epoch of several is the
+    run of one epoch.
+    """
+
+    warmup_steps: int = 0
+    """Steps over which the factor rises to 1."""
+    decay_start: int | None = None
+    """Step after which the factor falls; it never does by default."""
+    decay_end: int | None = None
+    """Step at which it reaches 0."""
+    decay_power: float = 2.0
+    """Power of the fall: 1 is linear, 2 as in NVIDIA's DLRM."""
+    decay_share: float | None = None
+    """In the place of decay_start and decay_end: the share of every epoch's steps, its last, over which it falls."""
+
+    def __post_init__(self) -> None:
+        at_least("schedule.warmup_steps", self.warmup_steps, 0)
+        if (self.decay_start is None) != (self.decay_end is None):
+            raise RecipeError("schedule.decay_start and schedule.decay_end go together; set both, or neither")
+        if self.decay_start is not None and self.decay_end is not None:
+            at_least("schedule.decay_start", self.decay_start, self.warmup_steps, "schedule.warmup_steps")
+            at_least("schedule.decay_end", self.decay_end, self.decay_start + 1, "schedule.decay_start + 1")
+        if self.decay_share is not None:
+            if not 0 < self.decay_share <= 1:
+                raise RecipeError(f"schedule.decay_share is {self.decay_share}, must be above 0 and at most 1")
+            if self.decay_start is not None:
+                raise RecipeError(
+                    "schedule.decay_share and schedule.decay_start say both when the rate falls; leave one of them out"
+                )
+        above_zero("schedule.decay_power", self.decay_power, "; 1 is linear")
+
+    def factor(self, step: int, epoch_steps: int | None = None) -> float:
+        """Factor of the learning rate in step s, counted from 1 (NVIDIA DLRM).
+
+        s / warm-up; then 1; then ((end − s) / (end − start))^power. With ``decay_share`` a and n steps of an epoch, the
+        p-th of an epoch has ((n − p + 1) / (a n))^power, at most 1, times that of the warm-up.
+        """
+        if self.decay_share is not None and epoch_steps is not None:
+            left = epoch_steps - (step - 1) % epoch_steps
+            fall = min(left / (self.decay_share * epoch_steps), 1.0) ** self.decay_power
+            return fall * min(step / max(self.warmup_steps, 1), 1.0)
+        if step < self.warmup_steps:
+            return step / self.warmup_steps
+        if self.decay_start is None or self.decay_end is None or step <= self.decay_start:
+            return 1.0
+        return (max(self.decay_end - step, 0) / (self.decay_end - self.decay_start)) ** self.decay_power
+
+
+@dataclass(frozen=True, kw_only=True)
 class InitRecipe:
     """What a new run begins with, if not with initial values; a resumed run goes on with its own."""
 
@@ -293,30 +490,17 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a recipe from plain values; former names are `with_new_names`.
+        """Make a recipe from plain values.
 
-        Raises
-        ------
-        RecipeError
-            If a key is unknown (with the closest known one) or missing, or a value is out of range.
+        A key that is unknown (the closest known one is named) or missing, and a value out of range, raise
+        `RecipeError`.
         """
         check_keys(values)
-        return cast("Self", _from_mapping(cls, with_new_names(values), ""))
-
-    @classmethod
-    def from_stored(cls, values: Mapping[str, Any]) -> Self:
-        """Make a recipe from the plain values that a checkpoint or a run directory holds: nothing to rename there."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            return cls.from_dict(values)
+        return cast("Self", _from_mapping(cls, values, ""))
 
 
 def check_keys(values: object, *, complete: bool = True) -> None:
     """Raise `RecipeError` if a recipe's plain values have an unknown key, or lack one unless ``complete`` is False."""
-    if isinstance(values, Mapping):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # whoever makes the recipe of them is warned
-            values = with_new_names(cast("Mapping[str, Any]", values))
     _check_keys(Recipe, values, "", complete)
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import cast
 
 from hotbed.config.component import Component
 from hotbed.config.recipe import Recipe
@@ -23,25 +25,18 @@ _TRUSTED = re.compile(
 """Classes that do what a recipe is for, and no more: of hotbed, optimizers and losses of torch, metrics."""
 
 
-def components(recipe: Recipe) -> Iterator[tuple[str, Component]]:
-    """Give all classes that a recipe names, by their keys."""
-    yield "data.source", recipe.data.source
-    yield "model", recipe.model
-    yield "dense_optimizer", recipe.dense_optimizer
-    yield "sparse_optimizer", recipe.sparse_optimizer
-    for label, task in recipe.tasks.items():
-        yield f"tasks.{label}.loss", task.loss
-    if recipe.retrieval is not None:
-        yield "retrieval.loss", recipe.retrieval.loss
-        if recipe.retrieval.correction is not None:
-            yield "retrieval.correction", recipe.retrieval.correction
-    of_tasks = ((f"tasks.{label}.metrics", task.metrics) for label, task in recipe.tasks.items())
-    for key, others in (("metrics", recipe.metrics), *of_tasks, ("callbacks", recipe.callbacks)):
-        yield from ((f"{key}.{name}", other) for name, other in others.items())
-    for name, dense in recipe.dense_optimizer_groups.items():
-        yield f"dense_optimizer_groups.{name}.optimizer", dense.optimizer
-    for name, sparse in recipe.sparse_optimizer_groups.items():
-        yield f"sparse_optimizer_groups.{name}.optimizer", sparse.optimizer
+def components(value: object, key: str = "") -> Iterator[tuple[str, Component]]:
+    """Yield all classes that a recipe, or a part of it, names, by their keys."""
+    if isinstance(value, Component):
+        yield key, value
+        return
+    parts: Mapping[str, object] = {}
+    if is_dataclass(value):
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif isinstance(value, Mapping):
+        parts = cast("Mapping[str, object]", value)
+    for name, part in parts.items():
+        yield from components(part, f"{key}.{name}".lstrip("."))
 
 
 SAY_SO = "add --trust_recipe (in Python: trust_recipe=True)"
@@ -51,18 +46,8 @@ SAY_SO = "add --trust_recipe (in Python: trust_recipe=True)"
 def check_trust(recipe: Recipe, place: str, *, trusted: bool, say_so: str = SAY_SO) -> None:
     """Raise `RecipeError` if a recipe names classes of others than hotbed and torch.optim, unless it is trusted.
 
-    Nothing is imported. Where it is trusted, modules in the current directory can be imported from now on.
-
-    Parameters
-    ----------
-    recipe
-        The recipe, which somebody may have written for us.
-    place
-        What it is in, for the error.
-    trusted
-        Whether the user has said that it may run code.
-    say_so
-        How he says it, for the error.
+    Nothing is imported. Where it is trusted, modules in the current directory can be imported from now on. The error
+    names the ``place`` that the recipe is in, and how the user can say that it may run code.
     """
     if trusted:
         import_from(Path.cwd())

@@ -24,19 +24,9 @@ _SEED_CHARACTERS = 64
 
 
 def plan_of_first(link: Link, make: Callable[[], Plan]) -> Plan:
-    """Call something on the first rank and return its plan on all ranks, which must all call this.
+    """Call ``make`` on the first rank and return its plan on all ranks, which must all call this.
 
-    Parameters
-    ----------
-    link
-        All ranks.
-    make
-        Makes the plan.
-
-    Raises
-    ------
-    PlanError
-        On all ranks, if the first one cannot make the plan; there, what ``make`` raises.
+    If the first rank cannot make the plan, what it raised is raised there, and a `PlanError` on the others.
     """
     error: Exception | None = None
     text = b""
@@ -56,19 +46,9 @@ def plan_of_first(link: Link, make: Callable[[], Plan]) -> Plan:
 
 
 def agreed(link: Link, make: Callable[[], Plan]) -> Plan:
-    """Call something on every rank, and return the plan that comes of it if it is the same on all.
+    """Call ``make`` on every rank, and return its plan if that is the same on all.
 
-    Parameters
-    ----------
-    link
-        All ranks.
-    make
-        Makes the plan.
-
-    Raises
-    ------
-    PlanError
-        On all ranks, if plans differ or a rank cannot make its own; on that rank, what ``make`` raises.
+    If plans differ, or a rank cannot make its own, all ranks raise a `PlanError`; that rank what ``make`` raised.
     """
     error: Exception | None = None
     plan: Plan | None = None
@@ -94,15 +74,7 @@ def agreed(link: Link, make: Callable[[], Plan]) -> Plan:
 
 
 def agreed_seeds(link: Link, seeds: Sequence[int]) -> list[int] | None:
-    """Return the seeds of the first rank if those of another rank differ; None if they are equal on all ranks.
-
-    Parameters
-    ----------
-    link
-        All ranks, which must all call this.
-    seeds
-        This rank's seeds of collections, as many on each rank.
-    """
+    """Return the seeds of the first rank if another rank has others, else None; all ranks must call this."""
     text = json.dumps(list(seeds)).encode()
     own = torch.tensor(list(sha256(text).digest()), dtype=torch.uint8, device=link.device)
     digests = link.all_gather("digests of seeds", own).wait()

@@ -41,20 +41,10 @@ class Shard(NamedTuple):
 
 
 class Arena:
-    """Shards of tables with as many columns and one dtype, one after the other in one store.
+    """Shards of tables with ``dim`` columns and one dtype, one after the other in one store.
 
-    Parameters
-    ----------
-    shards
-        The shards, of equally many columns and equal ``dtype``.
-    dim
-        Their number of columns.
-    seed
-        Seed of the collection; each table derives its own.
-    device, backend
-        Where lookups deliver and which kernels serve the store.
-    storage
-        Where the rows are; default: in the device's memory.
+    Each table derives its own seed from ``seed``. Lookups deliver to ``device``; rows are there, too, unless
+    ``storage`` says otherwise.
     """
 
     def __init__(
@@ -165,16 +155,9 @@ T = TypeVar("T")
 
 
 class LocalTile(NamedTuple):
-    """A tile of a table in an arena of this rank.
+    """A tile of a table in an arena of this rank, of whose shards it is ``number``.
 
-    Attributes
-    ----------
-    shard
-        The table and the rectangle of it.
-    arena, number
-        The arena, and which of its shards this is.
-    owned
-        Whether this rank updates it; else it is a copy of another rank's, which has no moments.
+    A tile that is not ``owned`` is a copy of another rank's, which has no moments.
     """
 
     shard: Shard
@@ -229,14 +212,7 @@ def stored_as(table: Table, rows: range) -> dict[str, range]:
 def rounding_bits(arena: Arena, slots: Tensor, seeds: Tensor) -> Tensor | None:
     """Draw bits for stochastic rounding ``[n, cols]``, by row and column of the whole table; None for float32 rows.
 
-    Parameters
-    ----------
-    arena
-        Where the rows are.
-    slots
-        Which they are ``[n]``.
-    seeds
-        Of each shard ``[T]``, see `RuleStep.seeds`.
+    ``slots`` are the rows ``[n]``, ``seeds`` those of each shard ``[T]``, see `RuleStep.seeds`.
     """
     if not arena.shards or arena.shards[0].table.dtype == "fp32":
         return None

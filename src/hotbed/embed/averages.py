@@ -32,13 +32,7 @@ class AveragedTables(AveragedModel):
     @override
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Average the parameters and rows of a model with those so far; over ranks, all of them must call this.
-
-        Raises
-        ------
-        SpecError
-            If the model has other tables.
-        """
+        """Average the parameters and rows of a model with those so far; all ranks must call this."""
         pairs = list(_pairs(self.module, model))
         count = self.n_averaged.clone()
         super().update_parameters(model)

@@ -65,15 +65,7 @@ class Neighbour(NamedTuple):
 
 
 class TouchedRows:
-    """Rows of an arena that a step updates.
-
-    Attributes
-    ----------
-    slots
-        ``[U]``, rising.
-    of_shards
-        How many of each shard.
-    """
+    """Rows of an arena that a step updates: their slots ``[U]``, rising, and how many are of each shard."""
 
     def __init__(self, arena: Arena, step: RuleStep, found: tuple[Occurrences, Tensor] | None, ops: Backend) -> None:
         self.arena, self.step, self._ops = arena, step, ops
@@ -141,15 +133,7 @@ class TouchedRows:
 class ColumnSums:
     """The neighbours of this rank's tiles, and the updates of rows that need sums over columns of both.
 
-    Parameters
-    ----------
-    locator
-        Where tiles are.
-
-    Attributes
-    ----------
-    kinds
-        Kinds whose tiles have not all columns of their rows.
+    ``kinds`` are those whose tiles have not all columns of their rows.
     """
 
     def __init__(self, locator: Locator) -> None:
@@ -191,16 +175,7 @@ class ColumnSums:
     ) -> None:
         """Update cut rows by a rule that sums over columns; all ranks must call this.
 
-        Parameters
-        ----------
-        arenas
-            By kind, those of `kinds`.
-        steps, found
-            As in `TableGroup.update`.
-        ops
-            Kernels that sum gradients.
-        link
-            The ranks.
+        ``arenas`` are those of `kinds`; ``steps`` and ``found`` are as in `TableGroup.update`.
         """
         touched = {
             kind: TouchedRows(arenas[kind], steps[arenas[kind]], found.get(arenas[kind]), ops) for kind in self.kinds
@@ -275,15 +250,7 @@ def _by_owner(
 
 
 def _put(whole: Tensor, places: Tensor | slice, firsts: Sequence[int], counts: Sequence[int], blocks: Tensor) -> None:
-    """Write blocks ``[n, width]`` into some rows of ``whole [U, all blocks]``.
-
-    Parameters
-    ----------
-    places
-        Which rows ``[n]``.
-    firsts, counts
-        Place of the first block in a row, and for how many rows that is so: ``Σ counts = n``.
-    """
+    """Write blocks ``[n, width]`` into ``whole [U, all blocks]``, ``counts[i]`` of them at block ``firsts[i]``."""
     width = blocks.shape[1]
     if len(set(firsts)) == 1:  # as where all tables are cut alike
         whole[places, firsts[0] : firsts[0] + width] = blocks

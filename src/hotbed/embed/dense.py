@@ -32,16 +32,9 @@ BUCKET_MESSAGES = 128
 def data_parallel(model: nn.Module, link: Link, kind: DensePart) -> nn.Module:
     """Share a model's dense parameters over ranks, and return what to call: the model itself, or DDP around it.
 
-    Parameters
-    ----------
-    model
-        On its device.
-    link
-        The ranks; for ``"ddp"`` over a process group that nothing else uses on the host; for ``"fsdp"`` over one that
-        all models share, for torch takes meshes of equal ranks for one.
-    kind
-        ``"ddp"``: with `mean_over_ranks_` in the place of DDP's all-reduce. ``"fsdp"``: FSDP2, in place; modules to
-        which ``fully_shard`` was applied already stay units of their own.
+    ``"ddp"`` has `mean_over_ranks_` in the place of DDP's all-reduce, and needs a process group that nothing else uses
+    on the host. ``"fsdp"`` is FSDP2, in place: modules to which ``fully_shard`` was applied already stay units of their
+    own. All models share its process group, because torch takes meshes of equal ranks for one.
     """
     if isinstance(link, OneRank) or not any(p.requires_grad for p in model.parameters()):
         return model

@@ -29,13 +29,8 @@ def local_values(tensor: Tensor) -> Tensor:
 def gathered(value: object, *, keep: bool = True) -> Any:
     """Replace the sharded tensors of a state by whole ones; all ranks must call this.
 
-    Parameters
-    ----------
-    value
-        Plain values and tensors, nested in mappings and sequences; what is not sharded is not copied.
-    keep
-        Whether this rank wants them. A rank that does not gets its own shards in their place, so that it has no more
-        than one whole tensor at a time.
+    A rank that does not ``keep`` them gets its own shards in their place, so that it has no more than one whole tensor
+    at a time. What is not sharded is not copied.
     """
     if is_sharded(value):
         whole = cast("Any", value).full_tensor().detach()

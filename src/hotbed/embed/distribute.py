@@ -7,11 +7,9 @@ Here a `Plan` meets a model: each table gives up all but the tiles of its rank, 
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any, Self
 
@@ -30,7 +28,7 @@ from hotbed.embed.first_values import agree_on_values
 from hotbed.embed.plan_names import collections_of, local_plan, names_in_plans, plan_for, plan_tables
 from hotbed.embed.replicas import Replicas, check_replicas
 from hotbed.embed.wire import Wire
-from hotbed.errors import PlanError, SpecError, did_you_mean
+from hotbed.errors import PlanError, SpecError
 from hotbed.hops import in_hops
 from hotbed.plan import Cut, Plan
 from hotbed.specs import Table
@@ -38,8 +36,6 @@ from hotbed.store import Storage
 from hotbed.torch_hooks import are_tables_left_out
 
 _log = logging.getLogger("hotbed")
-_RENAMED = {"sums_apart": "per_shard_statistics"}
-"""Keywords of earlier versions whose options have other names."""
 
 
 def distribute(
@@ -51,7 +47,6 @@ def distribute(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
     timeout: timedelta | None = None,
-    **former: Any,
 ) -> nn.Module:
     """Distribute a model over the ranks of a process group; all processes must call this.
 
@@ -88,8 +83,6 @@ def distribute(
         Where the model is to be; default: where it is (from ``meta``: the CPU).
     timeout
         After which an exchange fails; default: that of torch.distributed.
-    **former
-        Fields of the options as keywords, as in earlier versions; deprecated.
 
     Returns
     -------
@@ -112,7 +105,7 @@ def distribute(
 
         model = hotbed.distribute(model, "row", hotbed.ParallelOptions(backward_codec="bf16"))
     """
-    parallel, memory = _with_keywords(parallel or ParallelOptions(), memory or MemoryOptions(), former)
+    parallel, memory = parallel or ParallelOptions(), memory or MemoryOptions()
     _refuse_wrapped(model)
     alone = not dist.is_available() or not dist.is_initialized()
     if alone:
@@ -147,38 +140,6 @@ def distribute(
         collection.distribute(local_plan(plan, own), wire, place, storage)
     materialize(model, place)
     return Distributed(model, wire, base, plan)
-
-
-def _with_keywords(
-    parallel: ParallelOptions, memory: MemoryOptions, former: Mapping[str, Any]
-) -> tuple[ParallelOptions, MemoryOptions]:
-    """Set options that are given as keywords, as earlier versions took them, and warn with the new form.
-
-    ``distribute(model, "row", replicas=2)`` is ``distribute(model, "row", parallel=ParallelOptions(replicas=2))``.
-    """
-    if not former:
-        return parallel, memory
-    known = {f.name: kind for kind in (ParallelOptions, MemoryOptions) for f in fields(kind)}
-    given = {_RENAMED.get(name, name): value for name, value in former.items()}
-    for name in given:
-        if name not in known:
-            raise TypeError(f"distribute() got an unexpected keyword argument '{name}'{did_you_mean(name, known)}")
-    of_kind = {
-        section: {name: value for name, value in given.items() if known[name] is kind}
-        for section, kind in (("parallel", ParallelOptions), ("memory", MemoryOptions))
-    }
-    calls = [
-        f"{section}=hotbed.{section.capitalize()}Options({', '.join(f'{n}={v!r}' for n, v in own.items())})"
-        for section, own in of_kind.items()
-        if own
-    ]
-    warnings.warn(
-        f"distribute(…, {', '.join(f'{name}=…' for name in former)}) is deprecated and goes in the next version; call "
-        f"distribute(model, plan, {', '.join(calls)})",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return replace(parallel, **of_kind["parallel"]), replace(memory, **of_kind["memory"])
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

@@ -72,20 +72,10 @@ class _Directory:
 
 
 class Vocabulary:
-    """Rows of the ids of a dynamic table.
+    """Rows of the ids of a dynamic table, on one rank of ``size``.
 
-    Parameters
-    ----------
-    table
-        The table, with `Table.dynamic`.
-    rank, size
-        Which of how many ranks this is.
-
-    Attributes
-    ----------
-    evicted, unadmitted
-        How many ids were evicted on this rank, and how often an id had no row, for it was seen too seldom or its set
-        was full.
+    ``evicted`` counts ids that were evicted on this rank, ``unadmitted`` how often an id had no row, because it was
+    seen too seldom or its set was full.
     """
 
     def __init__(self, table: Table, rank: int, size: int) -> None:
@@ -103,21 +93,9 @@ class Vocabulary:
         self.evicted = self.unadmitted = 0
 
     def rows_of(self, ids: Tensor, link: Link | None, *, train: bool) -> tuple[Tensor, Reinitialized]:
-        """Find the rows of ids, and in training assign some to those without; all ranks must call this.
+        """Find the rows of ids ``[n]``, and in training assign some to ids without; all ranks must call this.
 
-        Parameters
-        ----------
-        ids
-            ``[n]`` int64, not negative.
-        link
-            The ranks; None for one.
-        train
-            Whether ids without a row are counted and may get one.
-
-        Returns
-        -------
-        tuple
-            Row of each id ``[n]``, −1 where it has none; and the rows that are reinitialized on any rank.
+        Return the row of each id ``[n]``, −1 where it has none; and the rows that are reinitialized on any rank.
         """
         distinct, inverse, seen = ids.cpu().unique(return_inverse=True, return_counts=True)
         if link is None or link.size == 1:
@@ -246,21 +224,10 @@ PREFIX = "dynamic_"
 
 
 class DynamicTables:
-    """Vocabularies by table.
+    """Vocabularies of the dynamic tables of a collection, which the ranks of ``link`` share.
 
-    Parameters
-    ----------
-    tables, features
-        Of the collection; those that are not dynamic are ignored.
-    link
-        The ranks that share the vocabularies; None for one.
-    served
-        What finds the rows of further tables, by name: those of a model that is not trained here.
-
-    Attributes
-    ----------
-    unadmitted
-        By feature, how many ids had no row so far.
+    ``served`` finds the rows of further tables, by name: those of a model that is not trained here. ``unadmitted``
+    counts, by feature, the ids that had no row so far.
     """
 
     def __init__(
@@ -280,14 +247,8 @@ class DynamicTables:
     def with_rows(self, ids: Jagged, reinitialize: Callable[[str, Reinitialized], None], *, train: bool) -> Jagged:
         """Replace ids by rows; ids that have none are left out. All ranks must call this.
 
-        Parameters
-        ----------
-        ids
-            The batch.
-        reinitialize
-            Called with a table's rows that are to be reinitialized.
-        train
-            Whether ids without a row are counted and may get one.
+        ``reinitialize`` is called with a table's rows that are to be reinitialized. In training, ids without a row are
+        counted and may get one.
         """
         if isinstance(ids, ModelParallelInput):
             raise BatchError(

@@ -22,16 +22,9 @@ from hotbed.store.memory import to_host
 
 
 class PlacedTile:
-    """A tile of a table: its owner, and the shard of this rank's arenas that it is, as owner or as reader.
+    """A tile of a table, its owner, and its shard of this rank's arenas.
 
-    Parameters
-    ----------
-    shard
-        The rectangle of the table.
-    owner
-        Its rank.
-    owned, copied
-        Arena and number of the shard in it, where this rank owns or reads it.
+    ``owned`` and ``copied`` are the arena and the number of the shard in it, where this rank owns or reads the tile.
     """
 
     def __init__(
@@ -136,18 +129,8 @@ def push_rows(
     """Send updated rows to the ranks that have copies of them; all ranks must call this.
 
     Of a table whose rows 0 … 4 rank 0 owns and ranks 1 and 2 read, a step updates slots 3, 1 and 3: rank 0 sends both
-    the rows of slots 1 and 3, and where these are among the reader's copies.
-
-    Parameters
-    ----------
-    locator
-        Where tiles are.
-    arenas, copies
-        Of this rank, by kind.
-    touched
-        By arena, slots that were updated; a slot may occur more than once.
-    link
-        The ranks.
+    the rows of slots 1 and 3, and where these are among the reader's copies. ``touched`` has the updated slots by
+    arena; a slot may occur more than once.
     """
     messages = [_Message(locator, kind, arena, touched.get(arena)) for kind, arena in enumerate(arenas)]
     to = torch.stack([message.of_readers for message in messages], dim=1)
@@ -163,13 +146,7 @@ def push_rows(
 
 
 class _Message:
-    """What is sent of an arena: which of its updated rows which readers have, found without waiting for a device.
-
-    Attributes
-    ----------
-    of_readers
-        Rows that each rank reads ``[W]`` int64.
-    """
+    """Updated rows of an arena, and the number that each rank reads ``[W]``, found without waiting for a device."""
 
     def __init__(self, locator: Locator, kind: int, arena: Arena, touched: Tensor | None) -> None:
         copies = locator.copies_of_owned[kind]  # [W, shards]

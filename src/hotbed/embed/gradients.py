@@ -30,20 +30,9 @@ from hotbed.torch_hooks import are_tables_left_out
 class TableUpdater:
     """One optimizer's end of a collection; see `hotbed.optim.Updater`.
 
-    Parameters
-    ----------
-    rule
-        The optimizer's.
-    tables
-        Tables that it trains.
-    groups
-        Table groups of the collection.
-    ranks
-        Number of ranks whose gradients add up; each counts ``1 / ranks``, for their losses are means.
-    on_grad
-        Called for every gradient that arrives, with a function that says whether it is finite.
-    on_stepped
-        Called with its tables when gradients have been used, if there is anything to call.
+    Gradients of ``ranks`` ranks add up; each counts ``1 / ranks``, because their losses are means. ``on_grad`` is
+    called for every gradient that arrives, with a function that says whether it is finite; ``on_stepped``, if given,
+    with the tables when gradients have been used.
     """
 
     def __init__(
@@ -187,18 +176,9 @@ class PooledLookup(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Fill the outputs ``[B, width, D]`` and return each without its room.
 
-        Parameters
-        ----------
-        anchor
-            Makes autograd record the call if it requires a gradient.
-        weights
-            Per-id weights of the batch, in case they require a gradient; requests carry their values.
-        requests
-            What to look up.
-        outputs
-            Uninitialised; in a list, so that autograd takes what is returned for new tensors.
-        updaters
-            Those that receive gradients.
+        ``anchor`` makes autograd record the call if it requires a gradient. ``weights`` are given in case they require
+        a gradient; requests carry their values. Outputs are in a list, so that autograd takes what is returned for new
+        tensors.
         """
         ctx.requests, ctx.updaters = requests, updaters
         ctx.versions = [request.bags.versions() for request in requests]

@@ -25,13 +25,7 @@ Counts = list[list[int]]
 
 
 class IdExchange:
-    """The ids of batches, or of parts of one, that are exchanged together; all ranks must make the same calls.
-
-    Parameters
-    ----------
-    link
-        The ranks.
-    """
+    """The ids of batches, or of parts of one, that are exchanged together; all ranks must make the same calls."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -43,12 +37,8 @@ class IdExchange:
     def add(self, counts: Tensor, work: Callable[[Counts, Counts], T]) -> Future[T]:
         """Add a request, before `start`; done is what is returned when `finish` has been called.
 
-        Parameters
-        ----------
-        counts
-            Numbers for each rank ``[W, k]`` int64, on the device.
-        work
-            Called by `finish`, in the order of requests, with the own numbers and those of the ranks for this one.
+        ``counts`` are numbers for each rank ``[W, k]`` int64, on the device. `finish` calls ``work``, in the order of
+        requests, with the own numbers and those of the ranks for this one.
         """
         future: Future[T] = Future()
         self._work.append(lambda own, received: future.set_result(work(own, received)))

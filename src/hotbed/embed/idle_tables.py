@@ -37,13 +37,7 @@ _SAME_NAME = ("SGD", "Adagrad", "Adam", "AdamW")
 
 
 class Updaters(weakref.WeakSet["TableUpdater"]):
-    """The updaters of one collection's optimizers.
-
-    Parameters
-    ----------
-    tables
-        The collection.
-    """
+    """The updaters of one collection's optimizers."""
 
     def __init__(self, tables: TableModule) -> None:
         super().__init__()

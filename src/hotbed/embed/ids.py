@@ -35,24 +35,10 @@ class Discarded(NamedTuple):
 
 
 def checked_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int], discarded: Discarded) -> Jagged:
-    """Repair or refuse ids: returns ids that are all valid rows, in bags that are not too long.
+    """Repair or refuse ids: return ids that are all valid rows, in bags that are not too long.
 
-    Parameters
-    ----------
-    ids
-        The batch.
-    features
-        Features whose ids to check.
-    rows
-        Rows by table.
-    discarded
-        Increased by what is discarded.
-
-    Raises
-    ------
-    BatchError
-        For a missing feature, an id out of range of a feature with ``on_bad_id="error"``, or a bag too long of one with
-        ``on_too_long="error"``.
+    What is discarded is counted in ``discarded``. A missing feature, an id out of range of a feature with
+    ``on_bad_id="error"`` and a bag too long of one with ``on_too_long="error"`` raise `BatchError`.
     """
     wanted = claims(features, rows)
     if wanted <= ids.verified:
@@ -224,14 +210,9 @@ def hashed(ids: Tensor, rows: int) -> Tensor:
 class BagPlaces:
     """The places of some features' bags in batch after batch.
 
-    Parameters
-    ----------
-    features
-        The features, and the position of each one's vector among those of a sample.
-    slots
-        By table, the slot of its row 0, and its number in `Rows.tables`.
-    single
-        Whether every id is a bag of its own; then there is one feature, and if it is padded, further bags are empty.
+    ``features`` come with the position of each one's vector among those of a sample; ``slots`` has, by table, the slot
+    of its row 0 and its number in `Rows.tables`. If every id is a bag of its own (``single``), there is one feature; if
+    that is padded, further bags are empty.
     """
 
     def __init__(
@@ -266,12 +247,7 @@ class BagPlaces:
     def layout(self, ids: Jagged, width: int, room: int) -> BagLayout:
         """Lay out the bags of a batch; features are found by name.
 
-        Parameters
-        ----------
-        ids
-            The batch.
-        width, room
-            As in `BagLayout`; of no effect where every id is a bag.
+        ``width`` and ``room`` are as in `BagLayout`, and of no effect where every id is a bag.
         """
         at = self._found(ids)
         starts = ids.starts

@@ -24,17 +24,7 @@ from hotbed.store.memory import to_device
 
 
 class LocalSource:
-    """An arena, which of its tables are looked up, and the places of their features' bags; a `RowSource`.
-
-    Parameters
-    ----------
-    arena
-        The arena; it may have tables of others, too.
-    names
-        Tables that are looked up here.
-    pooled, sequences
-        Places of the pooled features, and of each that is not.
-    """
+    """An arena, its tables that are looked up, and the places of their features' bags; a `RowSource`."""
 
     def __init__(self, arena: Arena, names: set[str], pooled: BagPlaces | None, sequences: list[BagPlaces]) -> None:
         self.arena, self.names, self.pooled, self.sequences = arena, names, pooled, sequences
@@ -150,18 +140,10 @@ def _joined(gradients: list[LocalGradient]) -> LocalGradient:
 
 
 def _rows(gradients: Sequence[LocalGradient]) -> tuple[Tensor, int, list[int]]:
-    """Lay gradients of as many bags out as rows ``[…, D]``: bag b of each is row ``b · width + position``.
+    """Lay gradients of one feature each out as rows ``[…, D]``: bag b of each is row ``b · width + position``.
 
-    Parameters
-    ----------
-    gradients
-        Of one feature each: bag b has row ``b · width`` of ``grad``.
-
-    Returns
-    -------
-    tuple
-        Rows, width, and position of each gradient. Nothing is copied where they are slices of one tensor, as the
-        gradients of vectors that were stacked or concatenated are.
+    Return rows, width, and the position of each gradient. Nothing is copied where they are slices of one tensor, as the
+    gradients of vectors that were stacked or concatenated are.
     """
     first, width = gradients[0].grad, gradients[0].bags.width
     dim, start = first.shape[1], min(int(g.grad.storage_offset()) for g in gradients)

@@ -39,15 +39,8 @@ class _Lookup(NamedTuple):
 class LocalTables(TableGroup):
     """Tables that are all on this rank: an arena per dtype, looked up and updated directly.
 
-    Parameters
-    ----------
-    dim, tables, features
-        As in `TableGroup`; features of other tables are ignored.
-    seed, device, backend
-        As in `Arena`.
-    storages
-        Where the rows of tables are, by name; default: in the device's memory. Tables with one dtype and one storage
-        share an arena, and its cache.
+    Arguments are as in `TableGroup` and `Arena`; features of other tables are ignored. Tables with one dtype and one
+    storage (by name in ``storages``) share an arena, and its cache.
     """
 
     def __init__(
@@ -73,15 +66,10 @@ class LocalTables(TableGroup):
         self.serve(made)
 
     def serve(self, arenas: Sequence[tuple[Arena, Mapping[str, int]]], *, shared: bool = False) -> None:
-        """Look up and update in these arenas.
+        """Look up and update in these arenas, each with the numbers of its shards by table.
 
-        Parameters
-        ----------
-        arenas
-            Each with the numbers of its shards by table; together they have all tables of this group.
-        shared
-            Whether they have tables of other groups, too. The group leaves them when it is moved to another device,
-            copied or pickled: then its own tables are.
+        Shared arenas have tables of other groups, too. The group leaves them when it is moved to another device, copied
+        or pickled: then its own tables are.
         """
         self.arenas = [arena for arena, _ in arenas]
         self.is_shared = shared

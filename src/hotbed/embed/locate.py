@@ -28,18 +28,9 @@ from hotbed.specs import RowDtype, Table
 
 @dataclass(frozen=True)
 class Cells:
-    """Some columns of some rows of a matrix ``[…, D]``; a unit has ``cols`` columns, which are whole cells.
+    """Some columns of some rows of a matrix ``[…, D]``; a unit has ``cols`` columns, in whole cells of ``width``.
 
     Columns 16 … 47 of row 1 of a matrix of 64 columns, in cells of 16, are cells 4 · 1 + 1 and 6: ``at = [5, 6]``.
-
-    Attributes
-    ----------
-    at
-        ``[n · cols / width]`` the cells of each unit, counted through the matrix.
-    width
-        Columns of a cell; divides D.
-    cols
-        Columns of a unit.
     """
 
     at: Tensor
@@ -73,15 +64,7 @@ class Kind(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """Pairs of a row and a tile that holds it: a row has one in every lane that its table is cut into.
-
-    Attributes
-    ----------
-    row
-        ``[n]`` which of the given rows.
-    tile
-        ``[n]`` its tile.
-    """
+    """Pairs of a row ``[n]`` and a tile that holds it: a row has one in every lane that its table is cut into."""
 
     row: Tensor
     tile: Tensor
@@ -217,12 +200,9 @@ class Locator:
         return RowTiles(torch.cat([f.row for f in found]), torch.cat([f.tile for f in found]))
 
     def find_without_waiting(self, keys: Tensor) -> tuple[RowTiles, Tensor | None]:
-        """Find tiles of rows ``[n]`` as `find` does, with pairs that are none in between, as many on any device.
+        """Like `find`, but with ``n`` pairs per layer, so that the host need not synchronize.
 
-        Returns
-        -------
-        tuple[RowTiles, Tensor | None]
-            ``n`` pairs per layer, and which of them are there ``[n · layers]`` bool; None: all.
+        The second result tells which of them are there ``[n · layers]`` bool; None: all.
         """
         found = [layer.pairs(keys, self.first_keys, self.entries) for layer in self._layers]
         rows, tiles = [row for row, _, _ in found], [tile for _, tile, _ in found]

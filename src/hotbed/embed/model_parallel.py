@@ -30,25 +30,8 @@ def make_model_parallel_route(
 
     Every bag is one unit of every tile of its table, also an empty one: the rank that needs its vector does not have
     its ids, so it does not know. Two tables of one column range, "a" on rank 0 and "b" on rank 1, three ranks of two
-    samples each: every rank gets bags 0, 1 (of "a") from rank 0 and bags 2, 3 (of "b") from rank 1.
-
-    Parameters
-    ----------
-    features
-        Pooled features of the locator's tables, in the order of their vectors.
-    ids
-        The batch.
-    locator
-        Of their tables.
-    link
-        The ranks.
-    trained
-        Whether gradients will be sent.
-
-    Raises
-    ------
-    BatchError
-        If a table is cut into rows, or copied.
+    samples each: every rank gets bags 0, 1 (of "a") from rank 0 and bags 2, 3 (of "b") from rank 1. ``features`` are in
+    the order of their vectors. A table that is cut into rows, or copied, raises `BatchError`.
     """
     whole = {t.name: range(t.rows) for t in locator.tables}
     for tile in locator.tiles:

@@ -48,17 +48,7 @@ def plan_for(model: nn.Module, world_size: int, scheme: str | Cut | Mapping[str,
 def schemes_for(
     model: nn.Module, scheme: str | Cut | Mapping[str, str | Cut], others: str = "table"
 ) -> dict[str, str | Cut]:
-    """Give each table of a model its scheme: its own by name or pattern, its collection's, or that of all others.
-
-    Parameters
-    ----------
-    model
-        With collections, and perhaps ``schemes`` of theirs.
-    scheme
-        For all tables, or by table.
-    others
-        Where schemes by table have none.
-    """
+    """Give each table its scheme: its own by name or pattern, its collection's, or that of all ``others``."""
     own: Mapping[str, str | Cut] = getattr(model, "schemes", {})
     given, of_others = (scheme, others) if isinstance(scheme, Mapping) else ({}, scheme)
     schemes = {name: own.get(path, of_others) for (path, _), name in names_in_plans(model).items()}

@@ -72,12 +72,7 @@ def exchange_requests(requests: Sequence[UnitRequest], link: Link) -> list[UnitR
 
     Rank 1 of the example gets slots ``[1, 0, 1]`` with lengths ``[2, 1]`` from rank 0, and if its own bags are [1] and
     [8], slot ``[0]`` from itself, without a length: ``slots [1, 0, 1, 0]``, ``lengths [2, 1, 1]``, ``ids [3, 1, 0]``,
-    ``units [2, 1, 0]``.
-
-    Raises
-    ------
-    BatchError
-        If some ranks have per-id weights and others have none.
+    ``units [2, 1, 0]``. Per-id weights of some ranks only raise `BatchError`.
     """
     device = requests[0].slots.device
     weighted = requests[0].weights is not None
@@ -148,10 +143,7 @@ def pool(store: RowStore, request: UnitRequest, ops: Backend) -> Tensor:
 def sum_by_rank(store: RowStore, request: UnitRequest, grad: Tensor, ops: Backend) -> tuple[Tensor, Tensor]:
     """Sum the gradient of each row for each rank, from gradients of units ``[m, cols]``.
 
-    Returns
-    -------
-    tuple[Tensor, Tensor]
-        Slots ``[u]``, rank by rank, and sums ``[u, cols]``.
+    Return slots ``[u]``, rank by rank, and sums ``[u, cols]``.
     """
     device = grad.device
     unit = torch.repeat_interleave(torch.arange(len(request.lengths), device=device), request.lengths)

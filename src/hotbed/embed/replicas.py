@@ -130,16 +130,7 @@ def gather_gradients(
     """Gather the gradients that arrived at the same tiles of any replica; all ranks must call this.
 
     Each rank's sums stay separate, replica after replica, so that they are added in the order of one group whose ranks
-    are numbered so.
-
-    Parameters
-    ----------
-    gradients
-        By arena, what arrived on this rank: slots and sums, by rank of the group.
-    arenas
-        Of this rank, by kind.
-    link
-        Replicas.
+    are numbered so. ``gradients`` has, by arena, the slots and sums that arrived on this rank.
     """
     here = {arena: (occurrences, grad) for arena, occurrences, grad in gradients}
     device = arenas[0].store.device
@@ -174,15 +165,7 @@ Message = Literal["numbers", "bitmap", "nothing"]
 
 
 class Sync:
-    """The average of the tiles of one table group.
-
-    Parameters
-    ----------
-    replicas
-        The ranks, and how often.
-    arenas, copies
-        Of this rank, by kind.
-    """
+    """The average of the tiles of one table group over replicas."""
 
     def __init__(self, replicas: Replicas, arenas: Sequence[Arena], copies: Sequence[Arena]) -> None:
         self._replicas, self._arenas, self._copies = replicas, arenas, copies
@@ -269,14 +252,7 @@ def row_bytes(store: RowStore) -> int:
 def choose_message(counts: Sequence[int], slots: int, bytes_per_row: int) -> Message:
     """Choose how replicas exchange which rows they have updated: ``"nothing"`` where all rows are averaged.
 
-    Parameters
-    ----------
-    counts
-        Rows updated, by replica: no fewer than the largest of these will be averaged.
-    slots
-        Rows that each has.
-    bytes_per_row
-        On the wire.
+    ``counts`` are rows updated, by replica: no fewer than the largest of these will be averaged.
     """
     others = len(counts) - 1
     numbers, bitmap = others * max(counts) * (4 if slots < 1 << 31 else 8), others * -(-slots // 8)
@@ -289,16 +265,7 @@ def choose_message(counts: Sequence[int], slots: int, bytes_per_row: int) -> Mes
 def touched_anywhere(store: RowStore, touched: Tensor, counts: Sequence[int], link: Link) -> Tensor:
     """Find the slots that any replica has updated, rising; all slots where exchanging which would cost more.
 
-    Parameters
-    ----------
-    store
-        Whose slots.
-    touched
-        Those that were updated on this rank, rising.
-    counts
-        How many were, by replica.
-    link
-        Replicas.
+    ``touched`` are those of this rank, rising; ``counts`` how many there are, by replica.
     """
     slots = store.slots
     if not sum(counts):
@@ -318,19 +285,7 @@ def touched_anywhere(store: RowStore, touched: Tensor, counts: Sequence[int], li
 
 
 def average_rows(arena: Arena, slots: Tensor, seeds: Tensor, link: Link) -> None:
-    """Average rows and their moments over replicas, in place.
-
-    Parameters
-    ----------
-    arena
-        Where they are.
-    slots
-        Which ``[n]``, the same on all replicas.
-    seeds
-        Of each shard, for rounding.
-    link
-        Replicas.
-    """
+    """Average rows at ``slots``, the same on all replicas, and their moments, in place; ``seeds`` are for rounding."""
     own = arena.store.values(slots)
     values = [own.rows, *own.moments.values()]
     flat = torch.cat([v.reshape(-1) for v in values])

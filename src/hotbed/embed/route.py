@@ -127,20 +127,9 @@ def make_route(
 ) -> Future[Route]:
     """Find the owners of a batch's distinct rows, and exchange their slots; all ranks must call this.
 
-    Nothing here waits for a GPU: how many rows there are is read when the exchange is finished.
-
-    Parameters
-    ----------
-    bags
-        Of one output; tables start at `Locator.first_keys`.
-    locator
-        Of their tables.
-    ops
-        Kernels.
-    exchange
-        With the ranks.
-    trained
-        Whether gradients will be sent; else slots of rows are not, of which this rank has copies.
+    Nothing here waits for a GPU: how many rows there are is read when the exchange is finished. ``bags`` are of one
+    output, whose tables start at `Locator.first_keys`. Unless ``trained``, slots of rows of which this rank has copies
+    are not sent.
     """
     groups = ops.group(ops.occurrences(replace(bags, limit=locator.keys)))
     units = _units(locator, groups, exchange.link.size)
@@ -156,16 +145,9 @@ def make_route(
 
 
 class _Units(NamedTuple):
-    """Units that a batch needs, by stream, then owner.
+    """Units that a batch needs, by stream, then owner: keys of the distinct rows ``[≥ U]``, row and tile of each unit.
 
-    Attributes
-    ----------
-    keys
-        Of the distinct rows ``[≥ U]``.
-    found
-        Row and tile of each unit ``[≥ n]``; what follows the units is none.
-    counts
-        ``[W, streams + 1]`` how many for each owner, and the number of rows.
+    What follows the units is none. ``counts [W, streams + 1]`` are how many for each owner, and the number of rows.
     """
 
     keys: Tensor

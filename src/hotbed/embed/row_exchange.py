@@ -37,20 +37,7 @@ from hotbed.store import RowStore
 class ExchangedRows:
     """The rows of a batch by position, exchanged by the constructor; a `RowSource` and its own `Vectors`.
 
-    Parameters
-    ----------
-    route
-        Which rows, of which ranks.
-    arenas, copies
-        Of this rank, by kind.
-    tables
-        Tables of the features.
-    wire, ops
-        Exchange and kernels.
-    dim
-        Columns of the tables.
-    link
-        Over which the rows come; one of its own where gradients are exchanged at the same time.
+    They come over ``link``, which is one of its own where gradients are exchanged at the same time.
     """
 
     updates = 0

@@ -61,21 +61,7 @@ class _LookedUp(NamedTuple):
 
 
 class ShardedTables(TableGroup):
-    """Tables of one dim, distributed over ranks.
-
-    Parameters
-    ----------
-    tables, features
-        As in `TableGroup`.
-    plan
-        Where tiles are.
-    wire
-        Links between the ranks, and options like codecs.
-    seed, device, backend
-        As in `Arena`.
-    storage
-        How rows are kept that are not in the device's memory; tiers and sizes of caches come from the plan.
-    """
+    """Tables of one dim, distributed over ranks by a plan, which also has the tiers and sizes of caches."""
 
     def __init__(
         self,

@@ -21,11 +21,8 @@ from hotbed.embed.local_tables import LocalTables
 def share_arenas(places: Mapping[EmbeddingCollection, torch.device]) -> None:
     """Make the tables of collections that are on ``meta``, in arenas that collections of one device share.
 
-    Parameters
-    ----------
-    places
-        Collections on ``meta``, of one seed and backend, no two tables of which have the same name; and the device that
-        each is to be on. Those that are to stay on ``meta`` share nothing.
+    The collections have one seed and backend, and no two tables of one name; they come with the device that each is to
+    be on. Those that are to stay on ``meta`` share nothing.
     """
     members: dict[tuple[object, ...], list[tuple[LocalTables, Shard]]] = {}
     for collection, device in places.items():

@@ -19,14 +19,7 @@ RAGGED = -1
 class SingleFeature:
     """The bags of one feature in call after call.
 
-    Parameters
-    ----------
-    source
-        The arena that has its table.
-    feature
-        The feature.
-    slot, number
-        Slot of its table's row 0, and its number in `Rows.tables`.
+    ``slot`` is that of its table's row 0 in ``source``, ``number`` the table's in `Rows.tables`.
     """
 
     def __init__(self, source: LocalSource, feature: Feature, slot: int, number: int) -> None:

@@ -22,26 +22,8 @@ from hotbed.torch_hooks import refuse_transforms
 def look_up(rows: EmbeddingCollection, feature: str, bags: Bags, padding_idx: int | None = None) -> Tensor:
     """Look up a feature of a collection that has one table.
 
-    Parameters
-    ----------
-    rows
-        The collection; its other features have no ids in this call.
-    feature
-        Name of the feature.
-    bags
-        Its ids. They are checked, as those of a batch are.
-    padding_idx
-        Id that is left out of the bags.
-
-    Returns
-    -------
-    Tensor
-        ``[B, D]``; ``[N, D]``, a vector per id, where the feature is not pooled. Autocast does not change its dtype.
-
-    Raises
-    ------
-    BatchError, SpecError
-        As `EmbeddingCollection.forward`.
+    Ids are checked as those of a batch are, and ``padding_idx`` is left out of the bags. Return ``[B, D]``; or ``[N,
+    D]``, a vector per id, where the feature is not pooled. Autocast does not change its dtype.
     """
     if torch.compiler.is_dynamo_compiling():
         from hotbed.embed.traced import look_up_feature  # which imports the compiler

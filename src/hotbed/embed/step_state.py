@@ -52,21 +52,9 @@ class _Lines:
 
 
 class StepState:
-    """Hyperparameters and counts of steps of the tables of one optimizer.
+    """Hyperparameters, and counts of steps ``[tables]`` int64, of the tables of one optimizer.
 
-    Parameters
-    ----------
-    rule
-        The optimizer's.
-    tables
-        Tables that it trains, in the order of their counts.
-    ranks
-        Number of ranks whose gradients add up.
-
-    Attributes
-    ----------
-    counts
-        Steps that each table has taken ``[tables]`` int64.
+    Gradients of ``ranks`` ranks add up.
     """
 
     def __init__(self, rule: Rule, tables: Collection[str], ranks: int) -> None:

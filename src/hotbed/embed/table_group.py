@@ -86,16 +86,10 @@ class RowSource(Protocol):
         ...
 
     def contribution(self, bags: BagLayout, versions: tuple[int, int, int], grad: Tensor) -> Contribution:
-        """Make a gradient ready to wait for the step.
+        """Make a gradient ``[…, D]`` of the pooled vectors ready to wait for the step.
 
-        Parameters
-        ----------
-        bags
-            The bags that were looked up; ``width`` and ``room`` describe ``grad``.
-        versions
-            `BagLayout.versions` at the lookup.
-        grad
-            Gradient ``[…, D]`` of the pooled vectors.
+        ``bags`` were looked up, when their `BagLayout.versions` were ``versions``; ``width`` and ``room`` describe
+        ``grad``.
         """
         ...
 
@@ -166,16 +160,8 @@ class TableGroup(ABC):
     ) -> list[Request]:
         """List what to look up: output 0 is for all pooled features, if there are any; then one per sequence.
 
-        Parameters
-        ----------
-        ids
-            Checked ids.
-        room
-            Vectors per sample of output 0 that stay free before the others.
-        trained
-            Whether any of these tables is trained.
-        routes
-            What `routes` or `exchange_rows` returned for these ids, if either was called before.
+        ``room`` vectors per sample of output 0 stay free before the others. ``routes`` are what `routes` or
+        `exchange_rows` returned for these ids, if either was called before.
         """
 
     def routes(self, ids: Jagged, exchange: IdExchange, trained: Callable[[set[str]], bool]) -> object:

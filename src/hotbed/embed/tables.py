@@ -363,10 +363,7 @@ class TableModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the tables, without what optimizers have connected.
 
-        Raises
-        ------
-        SpecError
-            If tables are dynamic, rows are in files or behind a cache, or there are replicas that are averaged.
+        Dynamic tables, rows in files or behind a cache, and averaged replicas raise `SpecError`.
         """
         kinds = {
             "are dynamic": any(table.dynamic is not None for table in self.tables.values()),

@@ -85,13 +85,7 @@ def _look_up_outside(collection: EmbeddingCollection, ids: Jagged, room: int) ->
 
 
 class _Call:
-    """What autograd keeps of a call of `PooledLookup`, whose ``ctx`` it is.
-
-    Parameters
-    ----------
-    needs_input_grad
-        Whether the tables, and the per-id weights, are trained.
-    """
+    """What autograd keeps of a call of `PooledLookup`, whose ``ctx`` it is."""
 
     requests: Sequence[Request]
     updaters: Updaters

@@ -29,12 +29,7 @@ _DEFAULTS = ParallelOptions()
 class LoadCounters:
     """Lookups and seconds of one rank's tables.
 
-    Attributes
-    ----------
-    lookups
-        Rows read, for this rank and for others.
-    seconds
-        Time of the host in which rows were read and updated, without exchanges; a GPU may do it later.
+    Seconds are time of the host in which rows were read and updated, without exchanges; a GPU may do it later.
     """
 
     def __init__(self) -> None:
@@ -56,16 +51,8 @@ class LoadCounters:
 class Wire:
     """Links, options and counters of a distributed model's tables.
 
-    Attributes
-    ----------
-    link
-        The ranks; of its own, because gradients travel while others compute.
-    options
-        Codecs of rows and of gradients, and whether rules sum over the columns of each tile only.
-    replicas
-        Other groups that hold copies of the tables, if there are any.
-    load
-        Lookups and seconds of this rank.
+    ``link`` is of its own, because gradients travel while others compute; ``replicas`` are other groups that hold
+    copies of the tables, if there are any.
     """
 
     link: Link
@@ -98,18 +85,7 @@ class Wire:
 class SentGradient:
     """A gradient on its way to the owners of its rows; a `Contribution`.
 
-    Parameters
-    ----------
-    tables
-        Tables it may concern.
-    wire
-        The ranks.
-    arenas
-        Of this rank, by kind.
-    device
-        Where gradients are.
-    arrived
-        Waits for what the ranks sent to this one, and returns it by arena, in rank order.
+    ``arrived`` waits for what the ranks sent to this one, and returns it by arena, in rank order.
     """
 
     is_summed = True

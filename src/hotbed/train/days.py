@@ -18,7 +18,6 @@ from rich.console import Console
 from hotbed.checkpoint import MANIFEST, Directory, checkpoints_in, directory, read_manifest
 from hotbed.checkpoint.changes import count_ids, export_changes
 from hotbed.checkpoint.manifest import step_of
-from hotbed.checkpoint.single_files import exists
 from hotbed.config import Recipe
 from hotbed.errors import CheckpointError, DataError, RecipeError
 from hotbed.files import write_text
@@ -179,7 +178,7 @@ class DayTable:
                 raise DataError(f"there are no data of {day} ({data}) to restart from; nothing is set aside")
             console.print(f"there are no data of {day} yet ({data}); nothing is left to train", soft_wrap=True)
             return None
-        if self._days.marker is not None and not exists(location(f"{data.rstrip('/')}/{self._days.marker}")):
+        if self._days.marker is not None and not _is_there(f"{data.rstrip('/')}/{self._days.marker}"):
             raise DataError(
                 f"{data} has no {self._days.marker} yet, so {day} is still being written; give the same command again "
                 "when it is there"

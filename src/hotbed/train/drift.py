@@ -23,7 +23,7 @@ from hotbed.files import new_file
 from hotbed.train.parallel import Ranks
 
 BINNED = "bins_of_sizes"
-"""Key of a record's bins; former ones, ``bins``, cannot be compared with them."""
+"""Key of a record's bins."""
 _TABLE = "table "  # NumPy takes some names for its own
 
 

@@ -37,7 +37,6 @@ from typing import Any, Self
 from typing_extensions import override
 
 from hotbed.checkpoint import Directory
-from hotbed.checkpoint.remote_storage import FileSystemDirectory
 from hotbed.checkpoint.storage import LocalDirectory, Tagged
 from hotbed.errors import CheckpointError, NotOursError
 from hotbed.train import owners
@@ -202,9 +201,6 @@ class Lease(DirectoryLock):
     @override
     def __enter__(self) -> Self:
         self.where.make()
-        if isinstance(self.where, FileSystemDirectory) and not self.where.has_conditional_writes:
-            _log.warning("%s has no conditional writes: two runs that write there are not noticed", self.where)
-            return self
         while not self._acquire():
             pass
         owners.HELD.add(self._name)

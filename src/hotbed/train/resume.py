@@ -107,9 +107,8 @@ def _refuse_difference(what: str, stored: Mapping[str, Any], recipe: Recipe) -> 
 
 def _differing(stored: Mapping[str, Any], recipe: Recipe, may: frozenset[str]) -> dict[str, tuple[object, object]]:
     """Values before and now of keys that differ and must not."""
-    # Both as recipes, so that options which an older release did not know have their defaults; and through JSON, which
-    # has no tuples.
-    before, now = (_by_key(json.loads(json.dumps(r.to_dict()))) for r in (Recipe.from_stored(stored), recipe))
+    # Both as recipes, so that options which are not set have their defaults; and through JSON, which has no tuples.
+    before, now = (_by_key(json.loads(json.dumps(r.to_dict()))) for r in (Recipe.from_dict(stored), recipe))
     both = {
         key: (before.get(key), now.get(key))
         for key in {**before, **now}
@@ -194,7 +193,7 @@ def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory, resume: Re
     with ranks.together("read the run to go on with"):
         earlier = resume.earlier(run, recipe) if ranks.is_first else None
         if earlier is not None and (earlier / SUMMARY).is_file():
-            stored = Recipe.from_stored(read_yaml(earlier / RECIPE))
+            stored = Recipe.from_dict(read_yaml(earlier / RECIPE))
             _refuse_difference(f"{earlier}", stored.to_dict(), recipe)
             summary, wanted = json.loads((earlier / SUMMARY).read_text(encoding="utf-8")), recipe.train
             is_as_long = all(getattr(stored.train, key) == getattr(wanted, key) for key in _LENGTH)
@@ -315,7 +314,7 @@ def _load_whole(checkpoint: Directory, trainer: Trainer, recipe: Recipe) -> str 
 
 
 def _load(checkpoint: Directory, manifest: Manifest, trainer: Trainer) -> None:
-    if manifest.recipe is not None and (precision := Recipe.from_stored(manifest.recipe).train.precision) != "auto":
+    if manifest.recipe is not None and (precision := Recipe.from_dict(manifest.recipe).train.precision) != "auto":
         trainer.numerics.unrecorded = precision
     parts = trainer.parts()
     state = parts.get(FEATURES)

@@ -121,7 +121,7 @@ def _with(recipe: Recipe, key: str, value: Any) -> Recipe:
     for parent in parents:
         at = at[parent]
     at[last] = value
-    return Recipe.from_stored(values)
+    return Recipe.from_dict(values)
 
 
 def _optimizers(recipe: Recipe) -> dict[str, Component]:

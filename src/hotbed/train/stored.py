@@ -21,7 +21,7 @@ from hotbed.data.items import ItemSet, items_of, merged
 from hotbed.data.parquet import is_prepared
 from hotbed.data.source import refuse_other_kind
 from hotbed.errors import CheckpointError, DataError, RecipeError
-from hotbed.locations import location
+from hotbed.locations import is_storage, location
 from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
@@ -118,7 +118,7 @@ def recipe_of(manifest: Manifest, place: str, *, trusted: bool, evaluates: bool 
             f"{place} holds no recipe, so its model cannot be built; use load_checkpoint, or convert its tables to "
             "safetensors (hotbed checkpoint convert)"
         )
-    recipe = replace(Recipe.from_stored(manifest.recipe), callbacks={})
+    recipe = replace(Recipe.from_dict(manifest.recipe), callbacks={})
     of_tasks = {label: TaskRecipe(metrics=task.metrics) for label, task in recipe.tasks.items()}
     recipe = replace(recipe, tasks=of_tasks) if evaluates else replace(recipe, tasks={}, metrics={})
     check_trust(recipe, place, trusted=trusted)
@@ -145,8 +145,8 @@ def new_data(
         if trained.encoder is None or trained.encoder.preparation is None:
             raise DataError(
                 f"{data} has raw rows, and the model's data, {prepared or recipe.data.path}, do not say how raw values "
-                "became ids: they are of an earlier release, or of another program. Prepare the log again with this "
-                "release (hotbed prepare RAW OUT) and train with that, or predict of rows that are prepared as they "
+                "became ids: another program prepared them. Prepare the log again with hotbed "
+                "(hotbed prepare RAW OUT) and train with that, or predict of rows that are prepared as they "
                 "were"
             )
         _refuse_unknown(trained, manifest)
@@ -256,7 +256,7 @@ def _is_prepared(data: str | Path) -> bool:
     place = location(str(data))
     if isinstance(place, Path) and not place.exists():
         raise DataError(f"{data} does not exist; give a log or Parquet of raw rows, or a dataset of hotbed prepare")
-    if suffix(place) == ".yaml" or (suffix(place) == "" and directory(place).has(DESCRIPTION)):
+    if suffix(place) == ".yaml" or (suffix(place) == "" and is_storage(place) and directory(place).has(DESCRIPTION)):
         return True
     return (suffix(place) == ".parquet" or (isinstance(place, Path) and place.is_dir())) and is_prepared(data)
 
@@ -276,8 +276,8 @@ def _refuse_unknown(source: Source, manifest: Manifest) -> None:
     """Raise `DataError` if a checkpoint does not say that its model was trained with the vocabularies of its data."""
     if unknown_vocabularies(source, manifest) is not None:
         raise DataError(
-            "the checkpoint does not say what values its rows stand for (it is of an earlier release, or of data that "
-            "did not say it), and its data now have vocabularies, which may be others; if they are not, go on with "
+            "the checkpoint does not say what values its rows stand for (its data did not "
+            "say it), and its data now have vocabularies, which may be others; if they are not, go on with "
             "the run on these data (--resume RUN and a larger train.steps or train.epochs), which records them"
         )
 
@@ -386,7 +386,7 @@ def unknown_vocabularies(source: Source, manifest: Manifest) -> str | None:
     if preparation is None or not preparation.unknown(cast("Mapping[str, Any]", manifest.parts.get(FEATURES, {}))):
         return None
     return (
-        "it does not say what values its rows stand for (it is of an earlier release, or of data that do not say it), "
+        "it does not say what values its rows stand for (its data did not say it), "
         "so this cannot be compared, and the vocabularies of the data are taken for those of the rows"
     )
 

@@ -6,7 +6,6 @@ and any iterable of `Batch`; what is not training (logs, progress, checkpoints, 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -94,8 +93,6 @@ class Trainer:
         Optimizer of its embedding tables.
     group_optimizers
         Optimizers of parameters and tables that those two do not train, by name, also in logs and checkpoints.
-    wide
-        Former name of ``group_optimizers={"wide": …}``; it works until hotbed 0.3 and warns.
     recipe
         Batch size, number of steps, precision and so on.
     schedule
@@ -144,7 +141,6 @@ class Trainer:
         sparse: Optimizer,
         *,
         group_optimizers: Mapping[str, Optimizer] | None = None,
-        wide: Optimizer | None = None,
         recipe: TrainRecipe,
         schedule: ScheduleRecipe | None = None,
         callbacks: Sequence[Callback] = (),
@@ -155,13 +151,8 @@ class Trainer:
         overlap: bool = True,
         divide: Divide = whole,
     ) -> None:
-        groups = dict(group_optimizers or {})
-        if wide is not None:
-            told = "wide= is now called group_optimizers={'wide': …}; the former name works until hotbed 0.3"
-            warnings.warn(told, FutureWarning, stacklevel=2)
-            groups["wide"] = wide
         self.model, self.dense, self.sparse, self.recipe = model, dense, sparse, recipe
-        self.optimizers = {"dense": dense, "sparse": sparse, **groups}
+        self.optimizers = {"dense": dense, "sparse": sparse, **(group_optimizers or {})}
         for collection in collections_of(model).values():
             collection.allow_idle()
         self.callbacks, self.group, self.labels = list(callbacks), group, labels

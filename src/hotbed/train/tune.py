@@ -168,7 +168,7 @@ def _begin(directory: Path, recipe: Recipe, seed: int, spaces: list[Space]) -> N
             earlier = parse_json(read_limited(file))
         except TextError as error:
             raise RecipeError(f"{file} {error}; choose another --name or --out, or remove {directory}") from None
-        same = Recipe.from_stored(cast("Mapping[str, Any]", read_yaml(directory / RECIPE))) == recipe
+        same = Recipe.from_dict(cast("Mapping[str, Any]", read_yaml(directory / RECIPE))) == recipe
         if not same or earlier != settings:
             began = earlier.get("seed") if isinstance(earlier, dict) else None
             what = "recipe" if not same else "seed" if began != seed else "search space"

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hotbed.checkpoint.importers.dlrm import read_dcp, read_embedding_bags, read_facebook, read_torchrec
-from hotbed.checkpoint.importers.hugectr import read_hugectr
-from hotbed.checkpoint.importers.nvidia import read_nvidia, read_tf2
+from hotbed.checkpoint.importers.nvidia import read_nvidia
 from hotbed.checkpoint.importers.peer import Names, Peer, PeerModel, write_peer
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.storage import Directory
@@ -44,20 +43,17 @@ def import_checkpoint(
         Who wrote it:
 
         - ``nvidia_dlrm``: directory of NVIDIA's PyTorch DLRM.
-        - ``tf2``: directory of NVIDIA's TensorFlow 2 DLRM.
         - ``torchrec``: ``state_dict`` of ``torchrec.models.dlrm.DLRM``: unsharded in a safetensors or ``.pt`` file, or
           as it is sharded in a directory of ``torch.distributed.checkpoint``.
         - ``facebook_dlrm``: ``.pt`` file of ``dlrm_s_pytorch.py --save-model``.
         - ``embedding_bag``: weights of ``nn.EmbeddingBag`` or ``nn.Embedding`` in a safetensors or ``.pt`` file, or a
           directory of these and of ``.npy`` files, one per table.
-        - ``hugectr``: folder of HugeCTR's sparse models, its dense file and graph.
         - ``dcp``: the same in a directory of ``torch.distributed.checkpoint``, sharded or not.
     names
-        Names of the tables. For ``nvidia_dlrm``, ``tf2`` and ``facebook_dlrm`` what to call them, in the order of the
-        features (default ``cat_0``, …); for ``hugectr`` in that of the embedding layers (default: what these give); for
-        ``torchrec`` its own, in the order of its ``EmbeddingBagConfig``s; for ``embedding_bag`` and ``dcp`` which
-        weights are tables (default: all matrices ``NAME.weight`` without ``NAME.bias``), or by table the key of its
-        weight.
+        Names of the tables. For ``nvidia_dlrm`` and ``facebook_dlrm`` what to call them, in the order of the features
+        (default ``cat_0``, …); for ``torchrec`` its own, in the order of its ``EmbeddingBagConfig``s; for
+        ``embedding_bag`` and ``dcp`` which weights are tables (default: all matrices ``NAME.weight`` without
+        ``NAME.bias``), or by table the key of its weight.
     prefix
         What the names of the model's tensors begin with, such as ``model.``: it is left out, and so are all others.
         For ``embedding_bag``, ``dcp`` and ``torchrec``.
@@ -80,8 +76,6 @@ def import_checkpoint(
         raise CheckpointError(f"{path} does not exist")
     readers: Mapping[Peer, Callable[[Path, Any], PeerModel]] = {
         "nvidia_dlrm": read_nvidia,
-        "tf2": read_tf2,
-        "hugectr": partial(read_hugectr, collection=collection),
         "torchrec": partial(read_torchrec, prefix=prefix),
         "facebook_dlrm": read_facebook,
         "embedding_bag": partial(read_embedding_bags, collection=collection, prefix=prefix),

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.checkpoint.importers.peer_array import PeerArray, existing
+from hotbed.checkpoint.importers.peer import PeerArray, existing
 from hotbed.errors import CheckpointError
 from hotbed.parsing import TextError, read_limited
 from hotbed.specs import is_int
@@ -76,13 +76,7 @@ def is_dcp(path: Path) -> bool:
 
 
 def dcp_arrays(path: Path) -> dict[str, PeerArray]:
-    """Return the tensors of a directory by their keys; what is no tensor is left out.
-
-    Raises
-    ------
-    CheckpointError
-        If metadata or a file is damaged, chunks do not make up their tensor, or something is compressed.
-    """
+    """Return the tensors of a directory by their keys; what is no tensor is left out."""
     metadata = _unpickled(path / METADATA)
     try:
         storage = {

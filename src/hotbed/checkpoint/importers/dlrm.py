@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hotbed.checkpoint.importers.dcp import METADATA, is_dcp
-from hotbed.checkpoint.importers.peer import Names, PeerModel, arrays_of, load_pt, named
-from hotbed.checkpoint.importers.peer_array import PeerArray
+from hotbed.checkpoint.importers.dcp import METADATA, dcp_arrays, is_dcp
+from hotbed.checkpoint.importers.peer import READERS, Names, PeerArray, PeerModel, arrays_of_file, load_pt, named
 from hotbed.errors import CheckpointError, did_you_mean
 
 Triangle = Literal["lower", "upper"]
@@ -54,24 +53,11 @@ def dlrm_layers(
     positions: Sequence[int] | None = None,
     paddings: Sequence[int] = (0,),
 ) -> dict[str, Tensor]:
-    """State of the MLPs of `hotbed.nn.DLRM`.
+    """Return the state of the MLPs of `hotbed.nn.DLRM`, from all layers of both, with ReLU between them.
 
-    Parameters
-    ----------
-    bottom, top
-        All layers, with ReLU between them.
-    tables
-        One for each feature, in the order that hotbed's features are to have.
-    triangle, positions
-        The peer's order of pairs; and for each feature, the place of its vector among the peer's features (default:
-        its own).
-    paddings
-        By how many columns the peer may have padded the interaction, at its end.
-
-    Raises
-    ------
-    CheckpointError
-        If shapes do not fit each other, or the peer's interaction is another one.
+    ``tables`` has one for each feature, in the order that hotbed's features are to have. ``triangle`` is the peer's
+    order of pairs, ``positions`` for each feature the place of its vector among the peer's features (default: its own),
+    and ``paddings`` by how many columns the peer may have padded the interaction, at its end.
     """
     for name, layers in (("bottom", bottom), ("top", top)):
         _check_chain(name, layers)
@@ -184,6 +170,39 @@ def _tensor(state: Mapping[str, Tensor], key: str, path: Path) -> Tensor:
     if not isinstance(value, Tensor):
         raise CheckpointError(f"{path}: '{key}' is {type(value).__name__}, must be a tensor; save the state_dict")
     return value.detach()
+
+
+def arrays_of(path: Path, prefix: str = "") -> dict[str, PeerArray]:
+    """Return the arrays of a file, or of all files of a directory, by name; of ``torch.distributed.checkpoint``, too.
+
+    Only names that begin with the prefix count, and what follows it is the name. An array that has no name, in
+    ``NAME.npy`` or ``NAME.pt``, is ``NAME.weight``.
+    """
+    found = _arrays_of_path(path)
+    own = {name.removeprefix(prefix): array for name, array in found.items() if name.startswith(prefix)}
+    if not own:
+        known = dict.fromkeys(f"{name.split('.')[0]}." for name in found)
+        raise CheckpointError(
+            f"{path} has no name that begins with '{prefix}'; names begin with {', '.join(known)}"
+            f"{did_you_mean(prefix, known)}"
+        )
+    return own
+
+
+def _arrays_of_path(path: Path) -> dict[str, PeerArray]:
+    if not path.is_dir():
+        return arrays_of_file(path)
+    if is_dcp(path):
+        return dcp_arrays(path)
+    found: dict[str, PeerArray] = {}
+    for file in sorted(f for f in path.iterdir() if f.suffix in READERS):
+        for name, array in arrays_of_file(file).items():
+            if name in found:
+                raise CheckpointError(f"'{name}' is in {found[name].where} and in {file}; keep one of them")
+            found[name] = array
+    if not found:
+        raise CheckpointError(f"{path} holds no {', '.join(READERS)} file")
+    return found
 
 
 def read_embedding_bags(path: Path, names: Names, collection: str, prefix: str) -> PeerModel:

@@ -1,6 +1,6 @@
-"""Read NVIDIA's DLRMs, of PyTorch and of TensorFlow 2.
+"""Read NVIDIA's DLRM of PyTorch (DeepLearningExamples, PyTorch/Recommendation/DLRM).
 
-The PyTorch one (DeepLearningExamples, PyTorch/Recommendation/DLRM) is a flat directory:
+A saved model is a flat directory:
 
 ============================== ======================================================================
 ``bottom_model.embeddings.I.bin`` float32 ``[R, D]``, raw, little-endian; ``I`` counts features
@@ -14,12 +14,6 @@ The PyTorch one (DeepLearningExamples, PyTorch/Recommendation/DLRM) is a flat di
 The interaction sees features in the order in which GPUs tile them, also where one GPU tile all, unless
 ``bottom_features_ordered`` was set (of one GPU that was ignored). Its result is padded to a multiple of 8, by earlier
 releases by one column.
-
-NVIDIA's TensorFlow 2 DLRM (DeepLearningExamples, TensorFlow2/Recommendation/DLRM_and_DCNv2): a directory.
-
-``sparse/feature_I.npy`` are the tables, float32 ``[R, D]``; ``dense/dense.index`` and ``.data-…`` the layers, kernels
-``[in, out]``; ``dense/config.json`` says how many inputs there are. Dense inputs and the interaction are padded to a
-multiple of 8. Features have the order of the tables.
 """
 
 from __future__ import annotations
@@ -31,11 +25,8 @@ from typing import Any, TypeGuard, cast
 from torch import Tensor
 
 from hotbed.checkpoint.importers.dlrm import Layer, dlrm_layers, padded_to_8
-from hotbed.checkpoint.importers.peer import PeerModel, load_pt, named, npy_array, raw_array
-from hotbed.checkpoint.importers.peer_array import PeerArray, existing
-from hotbed.checkpoint.importers.tensor_bundle import read_bundle
+from hotbed.checkpoint.importers.peer import PeerArray, PeerModel, load_pt, named, raw_array
 from hotbed.errors import CheckpointError
-from hotbed.parsing import TextError, parse_json, read_limited
 from hotbed.specs import is_int
 
 
@@ -129,71 +120,3 @@ def _mapping(path: Path, value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{path} holds {type(value).__name__}, must be a dict; is this NVIDIA's DLRM?")
     return cast("Mapping[str, Any]", value)
-
-
-_INTERACTIONS = ("dot_tensorflow", "dot_custom_cuda")
-
-
-def read_tf2(path: Path, names: Sequence[str] | None) -> PeerModel:
-    """Tables and layers of a directory; see `hotbed.checkpoint.importers.import_checkpoint`."""
-    config = _config(path / "dense" / "config.json")
-    interaction = config["interaction"]
-    if interaction not in _INTERACTIONS:
-        raise CheckpointError(
-            f"{path}: interaction is '{interaction}', hotbed's DLRM has the dot interaction only "
-            f"({', '.join(_INTERACTIONS)})"
-        )
-    tables = [_table(path, i, rows) for i, rows in enumerate(config["categorical_cardinalities"])]
-    tensors = read_bundle(path / "dense" / "dense")
-    bottom, top = (_keras_layers(tensors, name, path) for name in ("bottom_mlp_layers", "top_mlp"))
-    inputs: int = config["num_numerical_features"]
-    have = bottom[0].weight.shape[1]
-    if not inputs <= have <= -(-inputs // 8) * 8:
-        raise CheckpointError(
-            f"{bottom[0].where} takes {have} inputs, but config.json says {inputs} numerical features, padded to a "
-            "multiple of 8; copy the whole checkpoint"
-        )
-    bottom[0] = bottom[0]._replace(weight=bottom[0].weight[:, :inputs])
-    dense = dlrm_layers(bottom, top, tables, paddings=(padded_to_8(len(bottom[-1].bias), len(tables)), 1))
-    return PeerModel(named(tables, names), dense)
-
-
-def _config(path: Path) -> Mapping[str, Any]:
-    try:
-        config = _mapping(path, parse_json(read_limited(existing(path))))
-    except TextError as error:
-        raise CheckpointError(f"{path} {error}; copy it again") from None
-    for key in ("interaction", "categorical_cardinalities", "num_numerical_features"):
-        if key not in config:
-            raise CheckpointError(f"{path} has no '{key}'; is this NVIDIA's TensorFlow 2 DLRM?")
-    rows, inputs = config["categorical_cardinalities"], config["num_numerical_features"]
-    if not _are_buckets([rows]) or not is_int(inputs) or inputs < 1:
-        raise CheckpointError(
-            f"{path} says {str(rows)[:80]} and {str(inputs)[:80]}, must be integers: the rows of each table, and how "
-            "many numerical features there are; copy it again"
-        )
-    return config
-
-
-def _table(path: Path, number: int, rows: int) -> PeerArray:
-    table = npy_array(path / "sparse" / f"feature_{number}.npy").matrix()
-    if table.shape[0] != rows:
-        raise CheckpointError(
-            f"{table.where} has {table.shape[0]:,} rows, but dense/config.json says {rows:,}; tables that were saved "
-            "as one (concat_embedding) cannot be told apart, save them without it"
-        )
-    return table
-
-
-def _keras_layers(tensors: Mapping[str, Tensor], name: str, path: Path) -> list[Layer]:
-    value = ".ATTRIBUTES/VARIABLE_VALUE"
-    layers: list[Layer] = []
-    while f"{name}/{len(layers)}/kernel/{value}" in tensors:
-        key = f"{name}/{len(layers)}"
-        if f"{key}/bias/{value}" not in tensors:
-            raise CheckpointError(f"{path}/dense/dense has no '{key}/bias'; copy the whole checkpoint")
-        kernel, bias = (tensors[f"{key}/{kind}/{value}"] for kind in ("kernel", "bias"))
-        layers.append(Layer(kernel.T, bias, f"{path}/dense/dense: '{key}'"))
-    if not layers:
-        raise CheckpointError(f"{path}/dense/dense has no '{name}/0/kernel'; is this NVIDIA's TensorFlow 2 DLRM?")
-    return layers

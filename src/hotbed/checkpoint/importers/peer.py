@@ -11,22 +11,63 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hotbed.checkpoint.importers.dcp import dcp_arrays, is_dcp
-from hotbed.checkpoint.importers.peer_array import KeyedArray, PeerArray, existing
 from hotbed.checkpoint.manifest import Manifest, SavedTable, write_manifest
 from hotbed.checkpoint.states import Tensors, plain
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tensor_files import Array, Chunk, new_directory, rows_per_chunk
-from hotbed.errors import CheckpointError, SpecError, did_you_mean
+from hotbed.errors import CheckpointError, SpecError
 from hotbed.parsing import TextError, map_npy
 from hotbed.specs import Table, is_int
+
+
+class PeerArray(NamedTuple):
+    """An array in a file: ``rows`` returns rows ``start … stop − 1`` as a copy in memory.
+
+    ``where`` is its file and key, for errors.
+    """
+
+    shape: tuple[int, ...]
+    rows: Callable[[int, int], Tensor]
+    where: str
+    dtype: torch.dtype = torch.float32
+
+    @staticmethod
+    def of(tensor: Tensor, where: str) -> PeerArray:
+        """A tensor, which may be mapped from a file."""
+        flat = torch.atleast_1d(tensor.detach())
+
+        def rows(start: int, stop: int) -> Tensor:
+            return flat[start:stop].clone()
+
+        return PeerArray(tuple(tensor.shape), rows, where, tensor.dtype)
+
+    def whole(self) -> Tensor:
+        """All of it in memory."""
+        return self.rows(0, self.shape[0]) if self.shape else self.rows(0, 1)[0]
+
+    def matrix(self) -> PeerArray:
+        """Itself; a `CheckpointError` if it is not a matrix with at least one row and column."""
+        if len(self.shape) != 2 or not all(self.shape):
+            raise CheckpointError(f"{self.where} has shape {list(self.shape)}; a table must be [rows, dim], not empty")
+        if not self.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{self.where} holds {self.dtype}; a table must be floating point, save it as float32"
+            )
+        return self
+
+
+def existing(path: Path) -> Path:
+    """The path; a `CheckpointError` if there is no such file."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; copy the whole checkpoint")
+    return path
 
 
 def raw_array(path: Path, shape: tuple[object, ...]) -> PeerArray:
@@ -58,54 +99,10 @@ def npy_array(path: Path) -> PeerArray:
     return _numpy_array(array, f"{path}")
 
 
-def arrays_of(path: Path, prefix: str = "") -> dict[str, PeerArray]:
-    """Arrays of a file, or of all files of a directory, by name; of ``torch.distributed.checkpoint``, too.
-
-    Only names that begin with the prefix count, and what follows it is the name.
-
-    An array that has no name, in ``NAME.npy`` or ``NAME.pt``, is ``NAME.weight``.
-
-    Raises
-    ------
-    CheckpointError
-        If there are none, or two have one name.
-    """
-    found = _arrays_of_path(path)
-    own = {name.removeprefix(prefix): array for name, array in found.items() if name.startswith(prefix)}
-    if not own:
-        known = dict.fromkeys(f"{name.split('.')[0]}." for name in found)
-        raise CheckpointError(
-            f"{path} has no name that begins with '{prefix}'; names begin with {', '.join(known)}"
-            f"{did_you_mean(prefix, known)}"
-        )
-    return own
-
-
-def _arrays_of_path(path: Path) -> dict[str, PeerArray]:
-    if not path.is_dir():
-        return _arrays_of_file(path)
-    if is_dcp(path):
-        return dcp_arrays(path)
-    found: dict[str, PeerArray] = {}
-    for file in sorted(f for f in path.iterdir() if f.suffix in _READERS):
-        for name, array in _arrays_of_file(file).items():
-            if name in found:
-                raise CheckpointError(f"'{name}' is in {found[name].where} and in {file}; keep one of them")
-            found[name] = array
-    if not found:
-        raise CheckpointError(f"{path} holds no {', '.join(_READERS)} file")
-    return found
-
-
 def load_pt(path: Path, allowed: list[Any] | None = None) -> Any:
-    """What a ``.pt`` file holds, tensors mapped into memory where its form lets them be.
+    """Load a ``.pt`` file, with tensors mapped into memory where its form lets them be.
 
-    Parameters
-    ----------
-    path
-        The file.
-    allowed
-        Further types that it may hold, as `torch.serialization.safe_globals` takes them.
+    ``allowed`` are further types that it may hold, as `torch.serialization.safe_globals` takes them.
     """
     try:
         _refuse_packed(existing(path))
@@ -208,50 +205,34 @@ def _safetensors(path: Path) -> dict[str, PeerArray]:
     return {key: array(key) for key in file.keys()}  # noqa: SIM118
 
 
-_READERS: Mapping[str, Callable[[Path], dict[str, PeerArray]]] = {
+READERS: Mapping[str, Callable[[Path], dict[str, PeerArray]]] = {
     ".safetensors": _safetensors,
     ".npy": _npy,
     ".pt": _pt,
 }
 
 
-def _arrays_of_file(path: Path) -> dict[str, PeerArray]:
-    if path.suffix not in _READERS:
-        raise CheckpointError(f"{path} is none of {', '.join(_READERS)}; save the state_dict as one of these")
-    return _READERS[path.suffix](path)
+def arrays_of_file(path: Path) -> dict[str, PeerArray]:
+    """Return the arrays of a file by name."""
+    if path.suffix not in READERS:
+        raise CheckpointError(f"{path} is none of {', '.join(READERS)}; save the state_dict as one of these")
+    return READERS[path.suffix](path)
 
 
-Peer = Literal["nvidia_dlrm", "tf2", "torchrec", "facebook_dlrm", "embedding_bag", "dcp", "hugectr"]
+Peer = Literal["nvidia_dlrm", "torchrec", "facebook_dlrm", "embedding_bag", "dcp"]
 Names = Sequence[str] | Mapping[str, str] | None
 """Names of tables; or by table the name of its weight."""
 
 
-_Array = TypeVar("_Array", PeerArray, PeerArray | KeyedArray)
-
-
 class PeerModel(NamedTuple):
-    """A model of another library.
+    """A model of another library: rows ``[R, D]`` by table, and the rest by the names of hotbed's model."""
 
-    Attributes
-    ----------
-    tables
-        Rows ``[R, D]`` by table, all of them or some.
-    dense
-        All else, by the names of hotbed's model.
-    """
-
-    tables: Mapping[str, PeerArray | KeyedArray]
+    tables: Mapping[str, PeerArray]
     dense: Mapping[str, Tensor]
 
 
-def named(arrays: Sequence[_Array], names: Sequence[str] | None) -> dict[str, _Array]:
-    """Tables by their names; by default they are called ``cat_0``, ``cat_1``, ….
-
-    Raises
-    ------
-    CheckpointError
-        If there are as many names as tables, or a name comes twice.
-    """
+def named(arrays: Sequence[PeerArray], names: Sequence[str] | None) -> dict[str, PeerArray]:
+    """Return tables by their names, each of which must occur once; by default ``cat_0``, ``cat_1``, …."""
     given = [f"cat_{i}" for i in range(len(arrays))] if names is None else list(names)
     if len(given) != len(arrays):
         raise CheckpointError(f"names has {len(given)} entries, but there are {len(arrays)} tables; name each once")
@@ -259,19 +240,6 @@ def named(arrays: Sequence[_Array], names: Sequence[str] | None) -> dict[str, _A
         if not name or given.count(name) > 1:
             raise CheckpointError(f"names has '{name}' {given.count(name)} times; every table needs its own name")
     return dict(zip(given, arrays, strict=True))
-
-
-def _parts(array: PeerArray | KeyedArray) -> Iterator[tuple[range, range]]:
-    """Cut a table into rows that fit into a file each: these, and which of the array's they are."""
-    count, dim = array.array.shape if isinstance(array, KeyedArray) else array.shape
-    step = rows_per_chunk(4 * dim + 8 * isinstance(array, KeyedArray))
-    for first in range(0, count, step):
-        here = range(first, min(first + step, count))
-        if isinstance(array, KeyedArray):
-            begin = int(array.keys[first]) if first else 0
-            yield range(begin, array.rows if here.stop == count else int(array.keys[here.stop])), here
-        else:
-            yield here, here
 
 
 def write_peer(
@@ -300,8 +268,7 @@ def write_peer(
 
 
 def _chunks(model: PeerModel, collection: str, progress: Callable[[int, int], None]) -> Iterator[Chunk]:
-    arrays = [t.array if isinstance(t, KeyedArray) else t for t in model.tables.values()]
-    total = sum(math.prod(array.shape) for array in arrays)
+    total = sum(math.prod(array.shape) for array in model.tables.values())
     done = 0
 
     def chunk(array: PeerArray, first: int, last: int) -> Array:
@@ -313,10 +280,10 @@ def _chunks(model: PeerModel, collection: str, progress: Callable[[int, int], No
 
         return Array(torch.float32, (last - first, array.shape[1]), rows)
 
-    for name, table in model.tables.items():
-        array = table.array if isinstance(table, KeyedArray) else table
-        for rows, here in _parts(table):
-            arrays = {"weight": chunk(array, here.start, here.stop)}
-            if isinstance(table, KeyedArray):
-                arrays["keys"] = Array.of(table.keys[here.start : here.stop])
-            yield Chunk(f"{collection}.{name}", rows, range(array.shape[1]), arrays)
+    for name, array in model.tables.items():
+        count, dim = array.shape
+        step = rows_per_chunk(4 * dim)
+        for first in range(0, count, step):
+            rows = range(first, min(first + step, count))
+            weight = chunk(array, rows.start, rows.stop)
+            yield Chunk(f"{collection}.{name}", rows, range(dim), {"weight": weight})

@@ -79,25 +79,13 @@ class EmbeddingConfig:
 
 @dataclass
 class EmbeddingBagConfig(EmbeddingConfig):
-    """A table whose vectors are pooled.
-
-    Parameters
-    ----------
-    pooling
-        Sum or mean; others as for `EmbeddingConfig`.
-    """
+    """A table whose vectors are pooled, by sum or mean; other fields are those of `EmbeddingConfig`."""
 
     pooling: PoolingType = PoolingType.SUM
 
 
 def table_of(config: EmbeddingConfig) -> Table:
-    """Make the table that a config describes; TorchRec's own configs will do.
-
-    Raises
-    ------
-    SpecError
-        If hotbed has no such rows.
-    """
+    """Make the table that a config describes; TorchRec's own configs will do."""
     kind: str = config.data_type.value
     if kind not in _DTYPES:
         raise SpecError(f"table '{config.name}': data_type is {kind}, must be one of {', '.join(_DTYPES)}")
@@ -124,13 +112,7 @@ Config = TypeVar("Config", bound=EmbeddingConfig)
 
 
 def embedding_names(configs: Sequence[Config]) -> dict[str, tuple[str, Config]]:
-    """Name what is looked up: ``feature``, or ``feature@table`` where several tables have it; with feature and table.
-
-    Raises
-    ------
-    ValueError
-        If two tables have the same name, as in TorchRec.
-    """
+    """Map what is looked up, ``feature`` or (of several tables) ``feature@table``, to feature and table."""
     names = [config.name for config in configs]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"Duplicate table name {twice[0]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from hotbed.errors import BatchError
 class JaggedBase:
     """Hold values, their weights, and lengths or offsets of bags. The other one is computed when it is first read."""
 
+    _no_keys: tuple[Any, ...] = ()
+    """First arguments of the constructor for an object without keys."""
+
     def __init__(self, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None) -> None:
         if lengths is None and offsets is None:
             raise BatchError("neither lengths nor offsets are given. Pass one of them.")
@@ -26,6 +29,22 @@ class JaggedBase:
             if given is not None:
                 check_integers(name, given)
         self._values, self._weights, self._lengths, self._offsets = values, weights, lengths, offsets
+
+    @classmethod
+    def empty(
+        cls,
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        values_dtype: torch.dtype | None = None,
+        weights_dtype: torch.dtype | None = None,
+        lengths_dtype: torch.dtype = torch.int32,
+    ) -> Self:
+        """Build one without samples, and without keys."""
+        values = torch.empty(0, dtype=values_dtype, device=device)
+        weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
+        lengths = torch.empty(0, dtype=lengths_dtype, device=device)
+        offsets = None if cls._no_keys else torch.empty_like(lengths)  # as in TorchRec
+        return cast("Any", cls)(*cls._no_keys, values, weights, lengths, offsets)
 
     def values(self) -> Tensor:
         """Return all values ``[N, …]``."""
@@ -105,11 +124,6 @@ class JaggedTensor(JaggedBase):
     lengths, offsets
         Number of values of each sample ``[B]``, or the position where each sample starts, and the end ``[B + 1]``.
         One of them is needed.
-
-    Raises
-    ------
-    BatchError
-        If neither lengths nor offsets are given, or they are not integers.
     """
 
     def __init__(
@@ -120,19 +134,6 @@ class JaggedTensor(JaggedBase):
         offsets: Tensor | None = None,
     ) -> None:
         super().__init__(values, weights, lengths, offsets)
-
-    @classmethod
-    def empty(
-        cls,
-        is_weighted: bool = False,
-        device: torch.device | str | None = None,
-        values_dtype: torch.dtype | None = None,
-        weights_dtype: torch.dtype | None = None,
-        lengths_dtype: torch.dtype = torch.int32,
-    ) -> Self:
-        """Build one without samples."""
-        values, weights, lengths = empty_tensors(is_weighted, device, values_dtype, weights_dtype, lengths_dtype)
-        return cls(values, weights, lengths, torch.empty_like(lengths))
 
     @classmethod
     def empty_like(cls, jt: JaggedTensor, device: torch.device | str | None = None) -> Self:
@@ -152,13 +153,7 @@ class JaggedTensor(JaggedBase):
 
     @classmethod
     def from_dense_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Self:
-        """Build from padded values ``[B, L]``: the first ``lengths [B]`` of each row are the values of a sample.
-
-        Raises
-        ------
-        BatchError
-            If a length is larger than ``L``.
-        """
+        """Build from padded values ``[B, L]``: the first ``lengths [B]`` of each row are the values of a sample."""
         check_integers("lengths", lengths)
         if len(lengths) and int(lengths.max()) > values.shape[1]:
             raise BatchError(
@@ -235,19 +230,6 @@ def offsets_like(lengths: Tensor) -> Tensor:
     """Sum lengths up along the last dim, with a leading 0. Offsets of int32 lengths are int32, as in TorchRec."""
     offsets = offsets_of(lengths)
     return offsets.to(torch.int32) if lengths.dtype == torch.int32 else offsets
-
-
-def empty_tensors(
-    is_weighted: bool,
-    device: torch.device | str | None,
-    values_dtype: torch.dtype | None,
-    weights_dtype: torch.dtype | None,
-    lengths_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Build empty values, weights and lengths."""
-    values = torch.empty(0, dtype=values_dtype, device=device)
-    weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
-    return values, weights, torch.empty(0, dtype=lengths_dtype, device=device)
 
 
 def format_bags(values: Tensor, offsets: Sequence[int]) -> str:

@@ -22,21 +22,8 @@ class KeyedOptimizer(torch.optim.Optimizer):
     """An optimizer whose ``state_dict`` has the names of parameters in place of their numbers.
 
     ``state_dict()`` is ``{"state": {name: state of the parameter}}``, and has ``param_groups`` after
-    ``save_param_groups(True)``. `load_state_dict` copies into the tensors of the state that exists already.
-
-    Parameters
-    ----------
-    params
-        Parameters by name.
-    state
-        State by parameter.
-    param_groups
-        Groups of parameters, as in ``torch.optim``.
-
-    Raises
-    ------
-    OptimizerError
-        If the state is not of these parameters.
+    ``save_param_groups(True)``. `load_state_dict` copies into the tensors of the state that exists already. ``params``
+    are by name, ``state`` is by parameter, and ``param_groups`` are as in ``torch.optim``.
     """
 
     def __init__(
@@ -111,13 +98,7 @@ class KeyedOptimizer(torch.optim.Optimizer):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Copy what `state_dict` returned into the state of this optimizer, which must have taken a step.
-
-        Raises
-        ------
-        OptimizerError
-            If the saved state is of other parameters, or has other entries.
-        """
+        """Copy what `state_dict` returned into the state of this optimizer, which must have taken a step."""
         saved, state = state_dict["state"], self.state
         named = {name: state[param] for name, param in self.params.items() if param in state}
         if len(named) != len(saved) or not set(named) <= set(saved):
@@ -153,10 +134,7 @@ class KeyedOptimizer(torch.optim.Optimizer):
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """Take a step with gradients of 0, so that the state exists and can be loaded into.
 
-        Parameters
-        ----------
-        sparse_grad_parameter_names
-            Parameters that get a sparse gradient.
+        The named parameters get a sparse gradient.
         """
         for name, param in self.params.items():
             if param.requires_grad:
@@ -217,14 +195,7 @@ class _AroundOptimizer(KeyedOptimizer):
 class KeyedOptimizerWrapper(_AroundOptimizer):
     """Wrap an optimizer of named parameters.
 
-    Parameters
-    ----------
-    params
-        Parameters by name.
-    optim_factory
-        Makes the optimizer from a list of them.
-    pass_params_dict
-        Whether ``optim_factory`` gets ``params`` as they are instead of the list.
+    ``optim_factory`` makes the optimizer from a list of them, or with ``pass_params_dict`` from ``params`` as they are.
     """
 
     def __init__(
@@ -247,13 +218,7 @@ class KeyedOptimizerWrapper(_AroundOptimizer):
 
 
 class OptimizerWrapper(_AroundOptimizer):
-    """Base of optimizers that change what another one does.
-
-    Parameters
-    ----------
-    optimizer
-        The other one.
-    """
+    """Base of optimizers that change what another one does."""
 
     def __init__(self, optimizer: KeyedOptimizer) -> None:
         self.optimizer = optimizer
@@ -284,12 +249,7 @@ class OptimizerWrapper(_AroundOptimizer):
 class TablesOptimizer(KeyedOptimizer):
     """Show optimizers of tables as one of named parameters; all ranks must call ``state_dict`` and ``load_state_dict``.
 
-    Parameters
-    ----------
-    optims
-        Optimizers of `hotbed.optim`.
-    names
-        Names of the tables in the state, in the order of the optimizers' groups; default: their names there.
+    ``names`` are those of the tables in the state, in the order of the optimizers' groups; default: their names there.
     """
 
     def __init__(self, optims: Sequence[optim.SparseOptimizer], names: Sequence[Sequence[str]] | None = None) -> None:
@@ -338,10 +298,6 @@ class TablesOptimizer(KeyedOptimizer):
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load moments, and ``param_groups`` if they were saved."""
-        if "state" not in state_dict:  # as former versions saved it, by numbers
-            for i, of in enumerate(self._optims):
-                of.load_state_dict(state_dict[str(i)])
-            return
         saved = state_dict["state"]
         groups = iter(state_dict.get("param_groups", ()))
         for of, names in self._each():
@@ -380,15 +336,7 @@ class FusedOptimizer(TablesOptimizer):
 class CombinedOptimizer(KeyedOptimizer):
     """Combine several optimizers into one.
 
-    Parameters
-    ----------
-    optims
-        The optimizers, or pairs of name and optimizer; the name becomes a prefix of the names of parameters.
-
-    Raises
-    ------
-    SpecError
-        If two parameters have one name.
+    Of pairs of name and optimizer, the name becomes a prefix of the names of parameters.
     """
 
     def __init__(self, optims: Sequence[KeyedOptimizer | tuple[str, KeyedOptimizer] | torch.optim.Optimizer]) -> None:
@@ -456,10 +404,6 @@ class CombinedOptimizer(KeyedOptimizer):
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
-        if "state" not in state_dict:  # as former versions saved it, by names or numbers of optimizers
-            for i, (name, of) in enumerate(self.optimizers):
-                of.load_state_dict(state_dict[name or str(i)])
-            return
         groups = list(state_dict.get("param_groups", ()))
         for prefix, of in self.optimizers:
             names = {_joined(prefix, name): name for name in of.params}

@@ -61,13 +61,7 @@ class KeyedTensor:
 
     @staticmethod
     def regroup(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
-        """Put the vectors of each group of keys side by side. A key may be in several groups, or in none.
-
-        Raises
-        ------
-        BatchError
-            If a key of a group is in several of the keyed tensors, or in none of them.
-        """
+        """Put the vectors of each group of keys side by side. A key may be in several groups, or in none."""
         parts = [keyed.to_dict() for keyed in keyed_tensors]
         named = {key: vectors for of_keys in parts for key, vectors in of_keys.items()}
         for key in chain.from_iterable(groups):
@@ -149,19 +143,8 @@ class KeyedTensor:
 class KTRegroupAsDict(nn.Module):
     """Regroup vectors as `KeyedTensor.regroup_as_dict` does, as a module.
 
-    Parameters
-    ----------
-    groups, keys
-        Keys of each group, and a name for each group.
-    emb_dtype
-        Dtype of the result: FP32, FP16 or BF16. Default: that of the vectors.
-    multi_device
-        Accepted, and without effect: the module has no tensors, so it runs on the device of the vectors.
-
-    Raises
-    ------
-    SpecError
-        If the numbers of groups and keys differ, or ``emb_dtype`` is another one.
+    ``emb_dtype`` of the result is FP32, FP16 or BF16; default: that of the vectors. ``multi_device`` is accepted, and
+    without effect: the module has no tensors, so it runs on the device of the vectors.
     """
 
     def __init__(
@@ -184,13 +167,7 @@ class KTRegroupAsDict(nn.Module):
 
     @override
     def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
-        """Return the vectors of each group by its name.
-
-        Raises
-        ------
-        BatchError
-            If the list is empty, a key is in none or several of the keyed tensors, or key dims differ.
-        """
+        """Return the vectors of each group by its name."""
         if not keyed_tensors:
             raise BatchError("nothing to regroup: got an empty list. Pass at least one KeyedTensor.")
         if len(dims := {keyed.key_dim() for keyed in keyed_tensors}) > 1:

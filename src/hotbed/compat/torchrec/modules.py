@@ -165,13 +165,6 @@ class EmbeddingBagCollection(_Collection[EmbeddingBagConfig]):
         Whether batches bring a weight per id.
     device
         Where the tables are; default: torch's default device. On ``"meta"``, `DistributedModelParallel` makes them.
-
-    Raises
-    ------
-    ValueError
-        If two tables have the same name.
-    SpecError
-        If a config asks for what tables of hotbed do not have.
     """
 
     views_name = "embedding_bags"
@@ -188,13 +181,7 @@ class EmbeddingBagCollection(_Collection[EmbeddingBagConfig]):
 
     @override
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Look up: vectors ``[B, Σ D]`` float32, keys in the order of tables and their features.
-
-        Raises
-        ------
-        BatchError
-            If a feature is missing, an id is out of range, or weights are missing.
-        """
+        """Look up: vectors ``[B, Σ D]`` float32, keys in the order of tables and their features."""
         if not self._configs:
             return KeyedTensor([], [], torch.empty(features.stride(), 0, device=self._place))
         ids = self._ids(features, self._is_weighted)
@@ -244,11 +231,6 @@ class EmbeddingCollection(_Collection[EmbeddingConfig]):
         As for `EmbeddingBagCollection`; all of one dim.
     need_indices
         Whether what is returned has the ids as its weights.
-
-    Raises
-    ------
-    ValueError
-        If two tables have the same name, or dims differ.
     """
 
     views_name = "embeddings"
@@ -268,13 +250,7 @@ class EmbeddingCollection(_Collection[EmbeddingConfig]):
 
     @override
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Look up: by name, vectors ``[N, D]`` float32 with the lengths of the feature's bags.
-
-        Raises
-        ------
-        BatchError
-            If a feature is missing, or an id is out of range.
-        """
+        """Look up: by name, vectors ``[N, D]`` float32 with the lengths of the feature's bags."""
         if not self._configs:
             return {}
         ids = self._ids(features, False)

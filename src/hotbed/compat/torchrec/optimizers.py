@@ -31,13 +31,6 @@ def apply_optimizer_in_backward(
         ``collection.parameters()``: parameters of tables only.
     optimizer_kwargs
         Its options. Those that are left out are what FBGEMM takes then: lr 0.01, eps 1e-8.
-
-    Raises
-    ------
-    SpecError
-        If hotbed has no optimizer of that name, or a parameter is no table's.
-    OptimizerError
-        If the tables are trained already.
     """
     name = optimizer_class.__name__
     if name not in _BY_NAME:
@@ -99,17 +92,7 @@ def _of_fused_params(params: Mapping[str, Any]) -> tuple[type[optim.SparseOptimi
 def adopt_optimizers(views: Iterable[TableView], fused_params: Mapping[str, Any]) -> None:
     """Apply the optimizers that `torch.distributed.optim._apply_optimizer_in_backward` chose for tables.
 
-    Parameters
-    ----------
-    views
-        The tables.
-    fused_params
-        Of a sharder: the optimizer of tables for which none was chosen; default SGD with lr 0.01, as in TorchRec.
-
-    Raises
-    ------
-    SpecError
-        If a table has several optimizers, or hotbed has no optimizer of that name.
+    Tables for which none was chosen get the optimizer of ``fused_params``; default SGD with lr 0.01, as in TorchRec.
     """
     for view in views:
         chosen: list[type] = getattr(view.parameter, "_optimizer_classes", [])
@@ -170,11 +153,6 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         Parameters ``[R, D]``, or groups of them. A module gives `hotbed.optim.RowWiseAdagrad` of its tables.
     lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize
         As for ``torch.optim.Adagrad``.
-
-    Raises
-    ------
-    OptimizerError
-        If a parameter is not a matrix.
     """
 
     def __new__(cls, params: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -53,11 +53,6 @@ class DistributedModelParallel(nn.Module):
         Where it is.
     fused_optimizer
         What trains the tables in backward; its ``step`` does nothing, for backward has updated the tables.
-
-    Raises
-    ------
-    SpecError
-        If an argument has no counterpart.
     """
 
     def __init__(

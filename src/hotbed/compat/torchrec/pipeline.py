@@ -71,13 +71,7 @@ class TrainPipelineBase:
         self._is_exhausted = False
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Take a step with the next batch and return the output of the model.
-
-        Raises
-        ------
-        StopIteration
-            If all batches have been computed.
-        """
+        """Take a step with the next batch and return the output of the model."""
         if dataloader_iter is not self._source:
             self._source, self._is_exhausted = dataloader_iter, False
         self._fill(dataloader_iter, 1)
@@ -137,27 +131,14 @@ def state_dict_to_device(
 ) -> dict[str, Any]:
     """Copy a state to a device; the state of a distributed model is whole on every rank.
 
-    Parameters
-    ----------
-    state_dict
-        From ``model.state_dict()``.
-    pg
-        Accepted for TorchRec's sake.
-    device
-        The device.
+    ``pg`` is accepted for TorchRec's sake.
     """
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in state_dict.items()}
 
 
 @torch.no_grad()
 def state_dict_gather(src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
-    """Copy a state into the tensors of another one, by name; tensors on ``meta`` stay without values.
-
-    Raises
-    ------
-    SpecError
-        If the first state lacks a name of the second.
-    """
+    """Copy a state into the tensors of another one, by name; tensors on ``meta`` stay without values."""
     for name, value in dst.items():
         if name not in src:
             raise SpecError(f"the state has no '{name}', expected one of {', '.join(src)}. Gather equal models.")

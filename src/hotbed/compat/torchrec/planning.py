@@ -44,15 +44,7 @@ SCHEMES = {
 
 
 class ShardingEnv:
-    """The ranks that share a model.
-
-    Parameters
-    ----------
-    world_size, rank
-        Number of ranks, and this one.
-    pg
-        Their process group; None for one process without a process group.
-    """
+    """The ranks that share a model; ``pg`` is None for one process without a process group."""
 
     def __init__(self, world_size: int, rank: int, pg: dist.ProcessGroup | None = None) -> None:
         self.world_size, self.rank, self.process_group = world_size, rank, pg
@@ -85,13 +77,7 @@ class CommType(Enum):
 
 @dataclass
 class QCommsConfig:
-    """Number formats of an exchange.
-
-    Parameters
-    ----------
-    forward_precision, backward_precision
-        Formats of rows and of their gradients.
-    """
+    """Number formats in which rows (forward) and their gradients (backward) are exchanged."""
 
     forward_precision: CommType = CommType.FP32
     backward_precision: CommType = CommType.FP32
@@ -209,13 +195,7 @@ class ParameterConstraints:
     feature_names: list[str] | None = None
 
     def scheme(self, table: str) -> str:
-        """Return the scheme of hotbed for a table.
-
-        Raises
-        ------
-        SpecError
-            If a sharding type or a kernel is unknown.
-        """
+        """Return the scheme of hotbed for a table."""
         kinds = [str(getattr(kind, "value", kind)) for kind in self.sharding_types or SCHEMES]
         if unknown := [kind for kind in kinds if kind not in SCHEMES]:
             raise SpecError(
@@ -257,15 +237,7 @@ class EmbeddingShardingPlanner:
         self._topology, self._batch_size, self._constraints = topology, batch_size, constraints or {}
 
     def plan(self, module: nn.Module, sharders: Sequence[Sharder] = ()) -> Plan:
-        """Make a plan for the tables of a model.
-
-        Raises
-        ------
-        SpecError
-            If a constraint is for a table that the model does not have.
-        PlanError
-            If no plan fits.
-        """
+        """Make a plan for the tables of a model."""
         tables = names_in_plans(module)
         own = {table for _, table in tables}
         if unknown := [table for table in self._constraints if table not in own]:

@@ -24,14 +24,8 @@ from hotbed.errors import OptimizerError, SpecError
 class TableRef:
     """The table that a parameter stands for.
 
-    Attributes
-    ----------
-    rows, table
-        The collection, and the name of the table.
-    applied
-        Class and options of the optimizer that `apply_optimizer_in_backward` chose.
-    is_used
-        Whether that optimizer has been made.
+    ``applied`` are class and options of the optimizer that `apply_optimizer_in_backward` chose, ``is_used`` whether it
+    has been made.
     """
 
     rows: embed.EmbeddingCollection
@@ -46,13 +40,7 @@ def table_of(parameter: object) -> TableRef | None:
 
 
 class TableView(nn.Module):
-    """Show a table under the path that TorchRec has for it.
-
-    Parameters
-    ----------
-    rows, table
-        The collection, and the name of the table.
-    """
+    """Show a table of a collection under the path that TorchRec has for it."""
 
     def __init__(self, rows: embed.EmbeddingCollection, table: str) -> None:
         super().__init__()

@@ -19,7 +19,6 @@ from hotbed.compat.torchrec.jagged_tensor import (
     JaggedBase,
     JaggedTensor,
     are_close,
-    empty_tensors,
     format_bags,
     jt_is_equal,
     offsets_like,
@@ -61,12 +60,9 @@ class KeyedJaggedTensor(JaggedBase):
         Keys, and for each of them the bag of each sample ``[F, B]``. Collections refuse such a batch.
     stride_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict
         Accepted, and computed from the other arguments instead.
-
-    Raises
-    ------
-    BatchError
-        If neither lengths nor offsets are given, they are not integers, or their number does not fit the keys.
     """
+
+    _no_keys = ((),)
 
     def __init__(
         self,
@@ -157,18 +153,6 @@ class KeyedJaggedTensor(JaggedBase):
             length_per_key=counts,
         )
 
-    @classmethod
-    def empty(
-        cls,
-        is_weighted: bool = False,
-        device: torch.device | str | None = None,
-        values_dtype: torch.dtype | None = None,
-        weights_dtype: torch.dtype | None = None,
-        lengths_dtype: torch.dtype = torch.int32,
-    ) -> Self:
-        """Build one without keys and samples."""
-        return cls([], *empty_tensors(is_weighted, device, values_dtype, weights_dtype, lengths_dtype), stride=0)
-
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
         """Build one without keys for as many samples, or, on a device, one of the same shapes without content."""
@@ -183,14 +167,7 @@ class KeyedJaggedTensor(JaggedBase):
 
     @staticmethod
     def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        """Put the keys of several batches of the same samples together.
-
-        Raises
-        ------
-        BatchError
-            If the list is empty, a key comes twice, numbers of samples differ, or only some have weights, inverse
-            indices, or numbers of samples that vary by key.
-        """
+        """Put the keys of several batches of the same samples together."""
         if not kjt_list:
             raise BatchError("nothing to concatenate: got an empty list. Pass at least one KeyedJaggedTensor.")
         keys = list(chain.from_iterable(part.keys() for part in kjt_list))

@@ -115,11 +115,6 @@ class WarmupOptimizer(OptimizerWrapper):
         Name of the learning rate among the options of groups.
     param_name
         Name of the schedule's progress in ``state_dict``.
-
-    Raises
-    ------
-    SpecError
-        If a stage ends before it begins.
     """
 
     def __init__(
