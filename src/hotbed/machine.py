@@ -10,14 +10,10 @@ Runtimes read the environment when they are loaded, so `hotbed` imports this mod
 
 *How many.* A container may be granted the time of fewer cores than it sees. Threads that are more than that are stopped
 together, in the middle of what the others wait for.
-
-*Throttling.* Even the short spin does harm while other processes have the cores, and a shorter one costs a third on
-idle ones. `SpinThrottle` takes it to 100 turns while training finds the cores busy (`hotbed.train.threads`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import platform
@@ -25,7 +21,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -97,67 +92,6 @@ USER_DECIDED = any(name in os.environ for name in OF_USERS)
 TORCH_CAME_FIRST = "torch" in sys.modules and not USER_DECIDED
 """Whether torch's runtime had read the environment before anything was set: its threads spin as long as they do."""
 spin_briefly(os.environ)
-
-
-class SpinThrottle:
-    """Make threads of GNU's OpenMP runtimes spin 100 turns at barriers, whatever ``GOMP_SPINCOUNT`` is, while it is on.
-
-    That is what libgomp does while it has more threads than there are cores (its manual, ``GOMP_SPINCOUNT``). So a
-    thread for each loaded runtime begins a parallel region with one more than there are, which sleep until it is off.
-    """
-
-    def __init__(self) -> None:
-        self._off: threading.Event | None = None
-
-    @property
-    def is_on(self) -> bool:
-        """Whether threads spin shortly now."""
-        return self._off is not None
-
-    def set(self, on: bool, root: Path = Path("/")) -> bool:
-        """Turn it on or off; return whether it is on, which it cannot be where no runtime of GNU's is loaded.
-
-        Parameters
-        ----------
-        on
-            Whether threads are to spin shortly.
-        root
-            Where ``/proc`` is.
-        """
-        if on and self._off is None and (runtimes := _gnu_runtimes(root)):
-            self._off = threading.Event()
-            held = [threading.Event() for _ in runtimes]
-            for runtime, ready in zip(runtimes, held, strict=True):
-                hold = threading.Thread(target=_hold_threads, args=(runtime, ready, self._off), daemon=True)
-                hold.name = "hotbed-spin-throttle"
-                hold.start()
-            for ready in held:
-                ready.wait()
-        elif not on and self._off is not None:
-            self._off.set()
-            self._off = None
-        return self._off is not None
-
-
-def _gnu_runtimes(root: Path) -> list[ctypes.CDLL]:
-    """OpenMP runtimes of GNU's that this process has loaded: torch's own, and the system's, which Numba takes."""
-    mapped = (line.split(maxsplit=5) for line in _text(root / "proc/self/maps").splitlines())
-    files = {fields[5] for fields in mapped if len(fields) == 6 and Path(fields[5]).name.startswith("libgomp")}
-    found: list[ctypes.CDLL] = []
-    for file in sorted(files):
-        with suppress(OSError):  # replaced since it was loaded, by an upgrade
-            found.append(ctypes.CDLL(file))
-    return found
-
-
-def _hold_threads(runtime: ctypes.CDLL, ready: threading.Event, off: threading.Event) -> None:
-    """Have a runtime begin more threads than it knows cores, and keep them until ``off``; they end with this thread."""
-    try:
-        nothing_to_do = ctypes.cast(runtime.omp_get_thread_num, ctypes.c_void_p)
-        runtime.GOMP_parallel(nothing_to_do, None, ctypes.c_uint(runtime.omp_get_num_procs() + 1), ctypes.c_uint(0))
-    finally:
-        ready.set()
-    off.wait()
 
 
 def waited_for_cores_s(root: Path = Path("/")) -> float | None:

@@ -228,7 +228,6 @@ class Trainer:
             self.saver.abandon()
             raise
         finally:
-            self.clock.stop()
             self.saver.release()
 
     def _fit(self, batches: Iterable[Batch], valid: Iterable[Batch] | None) -> None:
