@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -352,12 +352,19 @@ class LateLosses:
                 optimizer.step()
                 optimizer.gate = None
             else:
-                told: dict[str, Tensor | None] = {"grad_scale": None, "found_inf": self._found_inf}
-                vars(optimizer).update(told)  # as torch's GradScaler tells it
-                with _float32_rates(optimizer):
-                    optimizer.step()
-                for name in told:
-                    delattr(optimizer, name)
+                self._step_fused(optimizer)
+
+    def _step_fused(self, optimizer: Optimizer) -> None:
+        """Step a fused optimizer of torch, whose kernels update nothing where ``found_inf`` is not 0.
+
+        Torch has no argument for it: the attribute is the interface between `torch.amp.GradScaler` and optimizers.
+        A scaler itself would search all gradients once more and could not skip a step because of its loss.
+        """
+        gated: Any = optimizer
+        gated.grad_scale, gated.found_inf = None, self._found_inf
+        with _float32_rates(optimizer):
+            gated.step()
+        del gated.grad_scale, gated.found_inf
 
     def forget_first_step(self) -> None:
         """Drop the state of optimizers that began with the last step: moments were allocated, and not written."""
