@@ -230,7 +230,6 @@ def size(count: int) -> str:
 
 
 _STAGES = {
-    "find": "finding items",
     "read": "reading the log",
     "count": "counting values",
     "write": "writing the dataset",
