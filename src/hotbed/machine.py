@@ -95,13 +95,7 @@ spin_briefly(os.environ)
 
 
 def waited_for_cores_s(root: Path = Path("/")) -> float | None:
-    """Seconds that threads of this process were ready to run, and others had the cores; None where no one counts them.
-
-    Parameters
-    ----------
-    root
-        Where ``/proc`` is.
-    """
+    """Return the seconds that threads of this process waited for a core; None where the system does not count them."""
     threads = root / "proc/self/task"
     try:
         counted = [_text(thread / "schedstat").split() for thread in threads.iterdir()]
@@ -112,25 +106,13 @@ def waited_for_cores_s(root: Path = Path("/")) -> float | None:
 
 
 def resident_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process takes now; 0 where the system does not say so.
-
-    Parameters
-    ----------
-    root
-        Where ``/proc`` is.
-    """
+    """Bytes of memory that this process takes now; 0 where the system does not say so."""
     lines = _text(root / "proc/self/status").splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process may use: the machine's, at most the limits of its control groups.
-
-    Parameters
-    ----------
-    root
-        Where ``/proc`` and ``/sys`` are.
-    """
+    """Bytes of memory that this process may use: the machine's, at most the limits of its control groups."""
     lines = _text(root / "proc/meminfo").splitlines()
     found = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:")), 0)
     limits = [found or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -142,13 +124,7 @@ def memory_bytes(root: Path = Path("/")) -> int:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use: those it may run on, at most the quota of its control groups, rounded up.
-
-    Parameters
-    ----------
-    root
-        Where ``/proc`` and ``/sys`` are.
-    """
+    """Cores that this process may use: those it may run on, at most the quota of its control groups, rounded up."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(min([cores, *map(math.ceil, _quotas(root))]), 1)
 

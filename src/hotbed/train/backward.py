@@ -64,17 +64,6 @@ def _nothing() -> tuple[bool, bool]:
 class Backward:
     """Compute gradients of the mean loss of batches.
 
-    Parameters
-    ----------
-    model, numerics, ranks
-        Of the trainer.
-    device
-        Where the model is.
-    rows
-        Fetches the rows of one part of a batch while another is computed; None where batches are not divided.
-    max_norm
-        Largest norm of all gradients of a step; None for no limit.
-
     Attributes
     ----------
     numerics
@@ -146,17 +135,7 @@ class Backward:
     def __call__(
         self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]] = _nothing
     ) -> Reading:
-        """Compute gradients of the mean loss of a batch's parts.
-
-        Parameters
-        ----------
-        parts
-            Of the batch, on the device.
-        place
-            Says which step it is, for the message of an error.
-        requests
-            Returns whether this rank asks to save, and to stop; called when the forward pass has been queued.
-        """
+        """Compute gradients of the mean loss of a batch's parts; call ``requests`` when the forward pass is queued."""
         samples = sum(map(trained_samples, parts))
         everyone = 0.0
         known = Done(0.0, samples, save=False, stop=False)
@@ -284,15 +263,6 @@ def _can_skip(optimizer: Optimizer) -> bool:
 
 class LateLosses:
     """Losses of a batch's parts: decided on by the device, and on their way to the host.
-
-    Parameters
-    ----------
-    device
-        A CUDA device.
-    optimizers
-        Those that `_can_skip`.
-    several
-        Whether ranks add up their losses, and with them numbers of losses and samples, and requests to save and stop.
 
     Attributes
     ----------

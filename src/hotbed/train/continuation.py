@@ -44,13 +44,7 @@ class Continuation:
 
 
 class OtherData:
-    """Give a loader the position of one that had other samples: at the start of an epoch that is its number alone.
-
-    Parameters
-    ----------
-    loader
-        Of the new samples.
-    """
+    """Give a loader the position of one that had other samples: at the start of an epoch that is its number alone."""
 
     def __init__(self, loader: Positioned) -> None:
         self._loader = loader

@@ -236,11 +236,6 @@ def on_first(work: Callable[[], T]) -> T:
 
     However long it takes: while it is done, the first rank says so to the others now and then, so that no exchange of
     theirs takes longer than ``parallel.timeout_s`` allows.
-
-    Raises
-    ------
-    CommError
-        On the others, if it fails.
     """
     if not dist.is_initialized():
         return work()

@@ -20,13 +20,7 @@ Record = dict[str, Any]
 
 
 def read_days(out: Path) -> list[Record]:
-    """The records of a directory's days; none, where no day is finished.
-
-    Raises
-    ------
-    DamagedError
-        If a line is not one.
-    """
+    """The records of a directory's days; none, where no day is finished."""
     file = out / DAYS
     if not file.exists():
         return []
@@ -49,13 +43,7 @@ def lines_of(records: Sequence[Record]) -> str:
 
 
 def measured(folder: Path, day: str) -> dict[str, Any]:
-    """What was measured of a day before it was trained on.
-
-    Raises
-    ------
-    DamagedError
-        If the file is not what was written.
-    """
+    """What was measured of a day before it was trained on."""
     file = folder / BEFORE
     try:
         found = parse_json(read_limited(file))

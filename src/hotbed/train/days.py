@@ -122,17 +122,7 @@ class Day(NamedTuple):
 
 
 class DayTable:
-    """``days.jsonl`` of a directory, and what it says is next; made by the first rank.
-
-    Parameters
-    ----------
-    out
-        The directory.
-    recipe, days
-        As `hotbed.train.daily.train_days` has them.
-    restart_from
-        Likewise.
-    """
+    """``days.jsonl`` of a directory, and what it says is next; made by the first rank."""
 
     def __init__(self, out: Path, recipe: Recipe, days: Days, restart_from: date | None) -> None:
         self._out, self._days, self._recipe = out, days, recipe

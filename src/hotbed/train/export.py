@@ -33,18 +33,6 @@ class Exporter:
 
     The model is built and traced here, which draws random numbers and tells all threads that torch traces: so do it
     before training begins. Writing does neither.
-
-    Parameters
-    ----------
-    recipe
-        What checkpoints hold.
-    source
-        Data that the model is built for, whose schema alone is looked at.
-
-    Raises
-    ------
-    CheckpointError, SpecError
-        If the model cannot be traced, see `hotbed.nn.dense_part.traced`.
     """
 
     def __init__(self, recipe: Recipe, source: Source) -> None:

@@ -91,19 +91,7 @@ class RankMemory:
 
 
 class Forecast:
-    """What a recipe's run will take; made once for all ranks.
-
-    Parameters
-    ----------
-    recipe, source
-        What is trained, on what.
-    plan
-        Where rows are.
-    tables
-        Of the model, by their names in plans.
-    moments
-        By table, of its optimizer.
-    """
+    """What a recipe's run will take; made once for all ranks."""
 
     def __init__(
         self,

@@ -56,18 +56,7 @@ _log = logging.getLogger("hotbed")
 
 
 class DirectoryLock(ABC):
-    """Keep a directory for this process while it is used as a context.
-
-    Parameters
-    ----------
-    where
-        The directory.
-
-    Raises
-    ------
-    CheckpointError
-        When it is entered, if another run has the directory.
-    """
+    """Keep a directory for this process while it is used as a context."""
 
     def __init__(self, where: Directory) -> None:
         self.where = where
@@ -181,13 +170,6 @@ class Lease(DirectoryLock):
     """A file that is created and replaced on condition, and renewed; see the theory of operation above.
 
     Where a place has no such writes, a warning says so, and nothing is protected.
-
-    Parameters
-    ----------
-    where
-        The directory.
-    time_to_live_s
-        Seconds that it holds without being renewed.
     """
 
     def __init__(self, where: Directory, time_to_live_s: float = TIME_TO_LIVE_S) -> None:

@@ -102,13 +102,6 @@ class Predictions:
     Kept per sample and task: logit and label (8 bytes), and weight and group where there are any. Everything else is
     summed as it comes. 100 M samples of one task take 0.8 GB, and 10 GB more for the AUC (97 bytes per sample, measured
     on 10 M).
-
-    Parameters
-    ----------
-    labels
-        Names of the tasks, or None to number them.
-    metrics
-        By name, what makes a metric that is computed, too.
     """
 
     def __init__(self, labels: Sequence[str] | None = None, metrics: OwnMetrics | None = None) -> None:

@@ -42,13 +42,7 @@ _WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_COR
 
 
 def resolve_device(device: str, option: str = "train.device") -> torch.device:
-    """Return the device that ``option`` of a recipe or command line names; ``auto`` is CUDA where there is one.
-
-    Raises
-    ------
-    RecipeError
-        If CUDA is asked for and absent.
-    """
+    """Return the device that ``option`` of a recipe or command line names; ``auto`` is CUDA where there is one."""
     if device == "cuda" and not torch.cuda.is_available():
         raise RecipeError(f"{option} is cuda, but torch finds no CUDA device here; use auto or cpu")
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
@@ -83,19 +77,6 @@ def is_one_graph(model: nn.Module) -> bool:
 
 class Numerics:
     """Choose precision and library of a run, and keep to them.
-
-    Parameters
-    ----------
-    model
-        The model that is trained.
-    recipe
-        What is asked for.
-    device
-        Where it is trained.
-    ranks
-        All of them must call `settle`.
-    loss
-        Of all labels of a batch, or `Retrieval`.
 
     Attributes
     ----------
@@ -134,11 +115,6 @@ class Numerics:
         """Resolve what is still ``auto``, equally on all ranks, and say what was chosen and why.
 
         bfloat16 is chosen if all ranks have instructions for it, and oneDNN if it is faster on all ranks' CPUs.
-
-        Raises
-        ------
-        RecipeError
-            For TF32 on a CPU, or float16 with parameters that are sharded.
         """
         kind, instructions = self._device.type.upper(), bf16_instructions(self._device)
         with_bf16, with_onednn, without_onednn = self._ranks.add(

@@ -93,13 +93,7 @@ def own_metrics(components: Mapping[str, Component], key: str = "metrics") -> di
 
 
 def value_of(name: str, metric: Any, scores: Tensor, labels: Tensor, weights: Tensor | None) -> float:
-    """A metric of scores, labels and weights ``[n]``; labels that are all 0 or 1 are given as integers.
-
-    Raises
-    ------
-    RecipeError
-        If the metric refuses them, gives no number, or takes no weights where there are some.
-    """
+    """A metric of scores, labels and weights ``[n]``; labels that are all 0 or 1 are given as integers."""
     given = labels.long() if bool(((labels == 0) | (labels == 1)).all()) else labels
     kind, more = type(metric).__name__, {}
     if weights is not None:

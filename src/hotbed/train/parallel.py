@@ -40,13 +40,7 @@ from hotbed.train.table_file import read_hot_rows, read_skew
 
 
 class Ranks:
-    """Exchange small values between the ranks that train a model; there is one, where it is not distributed.
-
-    Parameters
-    ----------
-    model
-        As it is trained: what `hotbed.distribute` returned, or any other.
-    """
+    """Exchange small values between the ranks that train a model; there is one, where it is not distributed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model if isinstance(model, Distributed) else None
@@ -94,13 +88,7 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str) -> Generator[None]:
-        """Raise on all ranks if the body raises on any; all must call this, and nothing may be exchanged inside.
-
-        Parameters
-        ----------
-        what
-            What the body does, for the ranks on which it goes well: "rank 1 cannot …".
-        """
+        """Raise on all ranks if the body raises on any; all must call this, and nothing may be exchanged inside."""
         error: Exception | None = None
         try:
             yield

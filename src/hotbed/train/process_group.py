@@ -50,13 +50,7 @@ class Started(NamedTuple):
 
 
 def started() -> Started:
-    """Read the environment; a process that torchrun did not start is alone.
-
-    Raises
-    ------
-    CommError
-        If a variable is no number, or they do not fit together.
-    """
+    """Read the environment; a process that torchrun did not start is alone."""
 
     def number(name: str, default: int) -> int:
         value = os.environ.get(name, str(default))
@@ -146,22 +140,7 @@ def end_groups() -> None:
 
 
 def fresh_store(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
-    """Return a part of a store that only these ranks use; all must call this.
-
-    Parameters
-    ----------
-    store
-        Shared by all ranks, and by those of earlier attempts.
-    rank, size
-        This rank, and how many there are.
-    timeout
-        How long to wait for the others.
-
-    Raises
-    ------
-    RuntimeError
-        If not all ranks come in time.
-    """
+    """Return a part of a store that only these ranks use; all must call this."""
     own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:
         store.set("hotbed/attempt", own)

@@ -245,13 +245,7 @@ _STAGES = {
 
 
 class StageProgress:
-    """Progress through named stages, as `hotbed.prepare` reports it; a context manager.
-
-    Parameters
-    ----------
-    console
-        Where to print.
-    """
+    """Progress through named stages, as `hotbed.prepare` reports it; a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -284,13 +278,7 @@ class StageProgress:
 
 
 class ShowProgress(Callback):
-    """A progress bar with loss, rate and time left; plain lines where the output is not a terminal.
-
-    Parameters
-    ----------
-    console
-        Where to print.
-    """
+    """A progress bar with loss, rate and time left; plain lines where the output is not a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

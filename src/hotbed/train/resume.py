@@ -69,27 +69,7 @@ _SECTIONS_THAT_MAY_DIFFER = ("metrics", "callbacks")
 
 
 def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) -> Manifest:
-    """Raise `RecipeError` if a recipe would train otherwise than the one that a checkpoint was made with.
-
-    Parameters
-    ----------
-    checkpoint
-        The checkpoint's directory; one that holds no recipe is not compared.
-    recipe
-        The recipe to go on with.
-
-    Returns
-    -------
-    Manifest
-        The checkpoint's.
-
-    Raises
-    ------
-    RecipeError
-        With every key that differs and its values in both.
-    CheckpointError
-        If there is no valid checkpoint.
-    """
+    """Raise `RecipeError` if a recipe would train otherwise than the one that a checkpoint was made with."""
     manifest = read_manifest(checkpoint)
     if manifest.recipe is not None:
         _refuse_difference(f"{checkpoint}", manifest.recipe, recipe)
@@ -150,13 +130,7 @@ class Resume:
 
     @staticmethod
     def of(option: str | Path | None, recipe: Recipe) -> Resume:
-        """What the option means; without it, a run under torchrun goes on, because torchrun may start it again.
-
-        Raises
-        ------
-        RecipeError
-            If ``auto`` is given and the recipe keeps no checkpoints.
-        """
+        """What the option means; without it, a run under torchrun goes on, because torchrun may start it again."""
         keeps = recipe.train.checkpoint != "none"
         if option == AUTO and not keeps:
             needed = "--resume auto needs checkpoints to go on from"
@@ -183,13 +157,7 @@ def _is_of(run: Path, recipe: Recipe) -> bool:
 
 
 def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory, resume: Resume) -> dict[str, Any] | None:
-    """Summary of the run to go on with if it was trained and tested to the end; all ranks must call this.
-
-    Raises
-    ------
-    RecipeError
-        If it was made with a recipe that trains otherwise.
-    """
+    """Summary of the run to go on with if it was trained and tested to the end; all ranks must call this."""
     ranks, summaries = trainer.ranks, list[str]()
     with ranks.together("read the run to go on with"):
         earlier = resume.earlier(run, recipe) if ranks.is_first else None
@@ -206,20 +174,7 @@ def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory, resume: Re
 
 
 def resume_from(path: str | Path, trainer: Trainer, recipe: Recipe) -> Directory:
-    """Load a checkpoint, or the newest of a run or of the runs of a name; all ranks must call this.
-
-    Returns
-    -------
-    Directory
-        The checkpoint.
-
-    Raises
-    ------
-    RecipeError
-        If it was made with a recipe that trains otherwise, or nothing is left to train.
-    CheckpointError
-        If there is none, or it is damaged.
-    """
+    """Load a checkpoint, or the newest of a run or of the runs of a name; all ranks must call this."""
     ranks = trainer.ranks
     with ranks.together("find the checkpoint to go on from"):
         found = [str(find_checkpoint(path))] if ranks.is_first else []
@@ -239,20 +194,6 @@ def resume_newest(
 
     Damaged checkpoints that are newer are set aside, with a warning, once an older one is loaded. The run goes on in
     its directory; where no checkpoint was ever finished, nothing is loaded.
-
-    Returns
-    -------
-    Directory or None
-        The checkpoint; its directory is locked (see `Saver.lock`).
-
-    Raises
-    ------
-    RecipeError
-        If the run was made with a recipe that trains otherwise.
-    DamagedError
-        If all of its checkpoints are damaged.
-    CheckpointError
-        If another process is training this run.
     """
     ranks = trainer.ranks
     with ranks.together("look for a run to go on with"):

@@ -140,11 +140,6 @@ class Retrieval:
 
         Column `CANDIDATE` ``[n, 3]`` has the item, the sample that it is a negative of (−1: of all), and whether the
         sample is a positive; `LOG_DRAWN` ``[n]`` the logarithm of how often the item is drawn in a step.
-
-        Raises
-        ------
-        BatchError
-            If a sample has no item or several, or has negatives that are no items.
         """
         rows, options = len(batch), self.options
         ids = item_ids(batch.sparse, options.item[0])

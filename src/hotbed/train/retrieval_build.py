@@ -20,13 +20,7 @@ from hotbed.train.retrieval import Options, Retrieval
 
 
 def retrieval_of(recipe: Recipe, source: Source, model: nn.Module, device: torch.device) -> Retrieval:
-    """Make the candidates and the loss of a recipe.
-
-    Raises
-    ------
-    RecipeError
-        If the model gives no vectors of users and items, or the loss or its correction cannot be made.
-    """
+    """Make the candidates and the loss of a recipe."""
     asked = recipe.retrieval
     assert asked is not None
     options = options_of(recipe, model)
@@ -60,13 +54,7 @@ def all_items(recipe: Recipe, source: Source, item: Sequence[str]) -> ItemSet:
 
 
 def source_of_items(recipe: Recipe, source: Source, path: str, item: Sequence[str]) -> Source:
-    """Open a Parquet of items, which is read as the samples are.
-
-    Raises
-    ------
-    RecipeError
-        If the recipe's data are not read by `ParquetSource`, which alone can read such a file.
-    """
+    """Open a Parquet of items, which is read as the samples are."""
     from hotbed.data import ParquetSource
 
     given = recipe.data.source

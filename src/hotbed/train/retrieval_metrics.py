@@ -62,32 +62,7 @@ def evaluate_found(
     device: torch.device | str = "cpu",
     finished: Callable[[], None] = lambda: None,
 ) -> FoundMetrics:
-    """Measure a model over the positives of batches, in float32; nothing is updated. All ranks must call this.
-
-    Parameters
-    ----------
-    model
-        As `hotbed.nn.TwoTower`.
-    batches
-        Samples whose items are to be found; weights of samples count where there are any.
-    items
-        All items.
-    options
-        Features of items, and the k.
-    device
-        Where the model is.
-    finished
-        Called after each batch, of samples or of items.
-
-    Raises
-    ------
-    BatchError
-        If there is no positive.
-    DataError
-        If the item of a sample is none of the items.
-    NonFiniteError
-        If a vector is NaN or infinite.
-    """
+    """Measure a model over the positives of batches, in float32; nothing is updated. All ranks must call this."""
     refuse_unnormalized(model, batches)
     ranks = Ranks(model)
     ranks.sync()
@@ -161,17 +136,7 @@ def batch_of_items(items: ItemSet, positions: Tensor, like: Batch) -> Batch:
 
 
 def places_of(users: Tensor, items: Tensor, own: Tensor, most: int) -> Tensor:
-    """Find where each user's own item is among all, the best one 0 ``[B]`` int64; ``most`` where it is not found.
-
-    Parameters
-    ----------
-    users, items
-        Vectors ``[B, D]`` and ``[N, D]``.
-    own
-        Positions of the users' items ``[B]``.
-    most
-        How many items are found for each.
-    """
+    """Find where each user's own item is among all, the best one 0 ``[B]`` int64; ``most`` where it is not found."""
     places = torch.full_like(own, most)
     for rows, best in zip(torch.arange(len(users)).split(_USERS), _best(users, items, most), strict=False):
         hits = best == own[rows.to(own.device)][:, None]

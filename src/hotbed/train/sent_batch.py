@@ -68,17 +68,7 @@ class SentBatch:
 def messages_of(
     shares: Sequence[Batch | None], about: Mapping[str, Any], device: torch.device
 ) -> tuple[list[Tensor], Tensor, list[int]]:
-    """Return what tells each rank of its samples, all their bytes, and how many each rank's are.
-
-    Parameters
-    ----------
-    shares
-        Samples by rank, or None for all where there are none.
-    about
-        Plain values that travel beside them.
-    device
-        Where they will be.
-    """
+    """Return what tells each rank of its samples, all their bytes, and how many each rank's are."""
     from hotbed.data.batch_ipc import packed
 
     headers: list[dict[str, Any]] = []

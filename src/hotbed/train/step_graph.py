@@ -72,21 +72,7 @@ class _Captured:
 
 
 class StepGraph:
-    """Take training steps, captured where the recipe asks for it.
-
-    Parameters
-    ----------
-    model
-        As it is trained.
-    recipe
-        ``cuda_graph`` says whether.
-    device
-        Where the model is.
-    backward
-        Takes a step that is not captured.
-    divided
-        Whether batches come in parts.
-    """
+    """Take training steps, captured where the recipe asks for it."""
 
     def __init__(
         self, model: nn.Module, recipe: TrainRecipe, device: torch.device, backward: Backward, *, divided: bool
@@ -99,13 +85,7 @@ class StepGraph:
         self._said = set[str]()
 
     def begin(self, optimizers: Iterable[Optimizer]) -> str:
-        """Choose how steps are taken, before the first of a run; return what there is to say of it.
-
-        Raises
-        ------
-        RecipeError
-            If ``train.cuda_graph`` is true and steps of this run cannot be captured.
-        """
+        """Choose how steps are taken, before the first of a run; return what there is to say of it."""
         self._optimizers, self._stream = list(optimizers), None
         self._backward.choose(self._optimizers)
         if self._recipe.cuda_graph is False:
@@ -128,13 +108,7 @@ class StepGraph:
     def __call__(
         self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
     ) -> Reading:
-        """Take a step; arguments and result are those of `Backward.step`.
-
-        Raises
-        ------
-        RecipeError
-            If a step cannot be captured that was to be; it has changed nothing.
-        """
+        """Take a step; arguments and result are those of `Backward.step`."""
         if self._stream is None:
             return self._backward.step(parts, self._optimizers, place, requests)
         # Captured or not, all steps are in one stream: gradients are added up in that in which they were at first.

@@ -36,16 +36,7 @@ def of_memory(trainer: Trainer) -> dict[str, Any]:
 
 
 def of_tables(trainer: Trainer) -> list[dict[str, Any]]:
-    """What a summary says of each table.
-
-    Returns
-    -------
-    list
-        By table: rows, dim, dtype, bytes of all its rows and moments (of a dynamic table, of its capacity; copies of
-        rows count once), the mean number of ids that a sample of the first rank's batches looks up (None where
-        other ranks' ids are mixed in), the share of all ranks' lookups that caches on hosts served (None where there
-        is none), and the norm of the gradients of its vectors in the steps that were measured (see `LoggedStep.norms`).
-    """
+    """What a summary says of each table."""
     clock = trainer.clock
     moments = {
         name: optimizer.rule.moments
@@ -71,6 +62,7 @@ def of_tables(trainer: Trainer) -> list[dict[str, Any]]:
                     "dim": table.dim,
                     "dtype": table.dtype,
                     "bytes": table_bytes(table, moments.get(whole, moments.get(table.name, ()))),
+                    # of the first rank; None where its batches have ids of other ranks
                     "ids_per_sample": ids / clock.drawn if clock.drawn else None,
                     "hit_rate": rates[table.name],
                     "grad_norm": norms[path, table.name],

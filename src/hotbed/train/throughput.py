@@ -142,19 +142,7 @@ class Clock:
         return waited / seconds if seconds else 0.0
 
     def record(self, largest: Callable[..., list[float]]) -> dict[str, float]:
-        """Return entries for a record of training, of the steps since the last one; all ranks must call this.
-
-        Parameters
-        ----------
-        largest
-            The largest of each value over ranks.
-
-        Returns
-        -------
-        dict
-            ``stall_share`` of these seconds, and ``queue_depth``, the mean of the batches that were ready, of the ranks
-            that waited most; without this one where batches come from something that does not say it.
-        """
+        """Return entries for a record of training, of the steps since the last one; all ranks must call this."""
         seconds, _, waited = self._recent
         depth = sum(self._depths) / len(self._depths) if self._depths else None
         self._recent, self._depths = [0.0, 0, 0.0], []
@@ -170,29 +158,14 @@ _LOADS = ("bytes", "lookups", "time")
 
 
 class Balance:
-    """Compare the load of a distributed model's ranks since the last record; of any other model, nothing.
-
-    Parameters
-    ----------
-    model
-        As it is trained.
-    """
+    """Compare the load of a distributed model's ranks since the last record; of any other model, nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model if isinstance(model, Distributed) else None
         self._last = [0.0] * 4
 
     def record(self) -> dict[str, float]:
-        """Return entries for a record of training; all ranks must call this.
-
-        Returns
-        -------
-        dict
-            ``imbalance_bytes``, ``imbalance_lookups`` and ``imbalance_time``: the largest rank's load over the mean,
-            of bytes that tables and moments take, of rows read, and of time spent on reading and updating them (1 where
-            nothing was done). Of replicas that are averaged also ``sync_s``, seconds of the slowest rank, and
-            ``sync_bytes``, sent by all ranks.
-        """
+        """Return entries for a record of training; all ranks must call this."""
         if self._model is None:
             return {}
         wire = self._model.wire
@@ -212,13 +185,7 @@ class Balance:
 
 
 class TierCounters:
-    """Count what caches and files of this rank's tables do, in all and since the last record.
-
-    Parameters
-    ----------
-    model
-        As it is trained.
-    """
+    """Count what caches and files of this rank's tables do, in all and since the last record."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -58,15 +58,7 @@ class Exported:
 
 
 class Tower(nn.Module):
-    """Compute one tower of a two-tower model, as a model of its own, of plain torch: a batch in, vectors of norm 1 out.
-
-    Parameters
-    ----------
-    model
-        The model, on the CPU.
-    name
-        ``"user"`` or ``"item"``.
-    """
+    """One tower of a two-tower model as a model of its own, in plain torch; it returns vectors of norm 1."""
 
     def __init__(self, model: TwoTower, name: str) -> None:
         super().__init__()
