@@ -27,7 +27,7 @@ from hotbed.train import retrieval_metrics
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.callbacks import BestSoFar
 from hotbed.train.loaders import evaluation_loader
-from hotbed.train.retrieval_build import source_of_items
+from hotbed.train.retrieval import source_of_items
 from hotbed.train.retrieval_metrics import FoundMetrics, evaluate_found, places_of
 from tests.ranks import Ranks
 

@@ -88,7 +88,7 @@ def _towers(parsed: Namespace) -> dict[str, Any]:
 
 
 def _single(parsed: Namespace) -> dict[str, Any]:
-    from hotbed.train.export_single import export_single
+    from hotbed.train.export import export_single
 
     target = local("--single", parsed.single)
     if Path(target).suffix != ".pt2":

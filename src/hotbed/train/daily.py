@@ -35,15 +35,13 @@ from hotbed.config import Recipe
 from hotbed.data import Loader, Source
 from hotbed.errors import CommError, RecipeError, StoppedError
 from hotbed.files import write_json
-from hotbed.train.continuation import Continuation
-from hotbed.train.day_records import BEFORE, SEEN, Record
-from hotbed.train.days import Day, Days, DayTable
+from hotbed.train.days import BEFORE, SEEN, Day, Days, DayTable, Record
 from hotbed.train.drift import DayCounts, Watched, read_seen, write_seen
 from hotbed.train.lease import DirectoryLock, lock
 from hotbed.train.process_group import end_groups
 from hotbed.train.report import RunDirectory
 from hotbed.train.resume import NEVER
-from hotbed.train.run import train
+from hotbed.train.run import Continuation, train
 from hotbed.train.stored import uncut
 from hotbed.train.trainer import Trainer
 

@@ -24,8 +24,7 @@ from hotbed.machine import cpu, release, usable_cores
 from hotbed.plan import Plan
 from hotbed.train.callbacks import Callback
 from hotbed.train.checkpointing import are_same
-from hotbed.train.metrics import Metrics
-from hotbed.train.own_metrics import OWN_NAMES
+from hotbed.train.metrics import OWN_NAMES, Metrics
 from hotbed.train.parallel import Ranks
 
 if TYPE_CHECKING:

@@ -23,10 +23,9 @@ from hotbed.data.source import refuse_other_kind
 from hotbed.errors import CheckpointError, DataError, RecipeError
 from hotbed.locations import location
 from hotbed.train.build import build, build_model, check_split, new_source
-from hotbed.train.metrics import Metrics, evaluate
+from hotbed.train.metrics import Metrics, evaluate, metrics_of
 from hotbed.train.numerics import resolve_device
-from hotbed.train.own_metrics import metrics_of
-from hotbed.train.retrieval_build import all_items, item_features, model_schema, model_source, options_of
+from hotbed.train.retrieval import all_items, item_features, model_schema, model_source, options_of
 from hotbed.train.retrieval_metrics import evaluate_found
 
 FEATURES = "features"

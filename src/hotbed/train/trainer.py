@@ -26,9 +26,8 @@ from hotbed.store import Traffic
 from hotbed.train.backward import Backward
 from hotbed.train.checkpointing import Saver
 from hotbed.train.losses import SummedLoss
-from hotbed.train.metrics import Metrics, evaluate, refuse_unnormalized, to_device
+from hotbed.train.metrics import Metrics, OwnMetrics, evaluate, refuse_unnormalized, to_device
 from hotbed.train.numerics import Numerics, is_one_graph, resolve_device
-from hotbed.train.own_metrics import OwnMetrics
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import BatchPrefetcher, Divide, RowPrefetcher, whole
 from hotbed.train.retrieval import Retrieval, trained_samples
@@ -107,7 +106,7 @@ class Trainer:
     labels
         Names of the tasks.
     metrics
-        By name, what makes a metric that evaluations compute, too; see `hotbed.train.own_metrics`.
+        By name, what makes a metric that evaluations compute, too; see `hotbed.train.metrics.own_metrics`.
     loss
         Maps logits and labels ``[…, B, T]`` and sample weights ``[B, 1]`` or ``[B, T]`` (or None) to the sum of all
         losses; by default binary cross-entropy. Or a `Retrieval`.
