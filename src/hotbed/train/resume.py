@@ -37,9 +37,7 @@ from hotbed.config.validation import monitored, patience
 from hotbed.errors import DamagedError, HotbedError, RecipeError
 from hotbed.files import read_yaml
 from hotbed.train.checkpointing import set_aside
-from hotbed.train.measure import FeaturesState
 from hotbed.train.report import RECIPE, SUMMARY, RunDirectory
-from hotbed.train.stored import FEATURES
 from hotbed.train.trainer import Trainer
 
 AUTO, NEVER = "auto", "none"
@@ -183,7 +181,7 @@ def resume_from(path: str | Path, trainer: Trainer, recipe: Recipe) -> Directory
         manifest = refuse_another_recipe(checkpoint, recipe)
         if over := why_over(manifest, recipe):
             raise RecipeError(f"{checkpoint} is of a run that is finished: {over}; hotbed eval tests it as it is")
-        _load(checkpoint, manifest, trainer)
+        load_checkpoint(checkpoint, trainer.parts())
     return checkpoint
 
 
@@ -248,21 +246,12 @@ def _load_whole(checkpoint: Directory, trainer: Trainer, recipe: Recipe) -> str 
     reasons: list[str] = []
     with trainer.ranks.together(f"go on from {checkpoint}"):
         try:
-            _load(checkpoint, refuse_another_recipe(checkpoint, recipe), trainer)
+            refuse_another_recipe(checkpoint, recipe)
+            load_checkpoint(checkpoint, trainer.parts())
         except DamagedError as error:
             reasons = [str(error).replace("\n", " ")]
     reasons = trainer.ranks.names(reasons)
     return reasons[0] if reasons else None
-
-
-def _load(checkpoint: Directory, manifest: Manifest, trainer: Trainer) -> None:
-    if manifest.recipe is not None and (precision := Recipe.from_stored(manifest.recipe).train.precision) != "auto":
-        trainer.numerics.unrecorded = precision
-    parts = trainer.parts()
-    state = parts.get(FEATURES)
-    if FEATURES not in manifest.parts and isinstance(state, FeaturesState) and not state.has_derived:
-        parts.pop(FEATURES)  # of a release that kept no hashes of vocabularies
-    load_checkpoint(checkpoint, parts)
 
 
 def why_over(manifest: Manifest, recipe: Recipe) -> str | None:

@@ -388,7 +388,7 @@ class Trainer:
         """Take over what `state_dict` gave; callbacks do when training starts, `resume_data` sets the loader."""
         for name in _COUNTERS:
             setattr(self, name, state[name])
-        self.numerics.load_state_dict(state.get("numerics", {}))
+        self.numerics.load_state_dict(state["numerics"])
         self._recent = list(state["losses"])
         self._of_callbacks = dict(state["callbacks"])
         self._data_position = state["data"]
