@@ -32,27 +32,13 @@ OF_USERS = (*SPINNING, "OMP_WAIT_POLICY", "KMP_LIBRARY")
 
 
 class Cpu(NamedTuple):
-    """What the system says of this machine's processor.
+    """Describe this machine's processor as the system does."""
 
-    Attributes
-    ----------
-    name
-        What it is sold as.
-    kind
-        Vendor, family and model, by which instructions and libraries' code are told apart.
-    is_amd
-        Whether it is one of AMD's.
-    family
-        AMD's or Intel's number of the family: 25 is Zen 3 and 4, 26 Zen 5; 0 where there is none.
-    flags
-        Names of its instruction sets, as Linux has them (``avx512f``, ``avx512_bf16``, ``amx_bf16``, Arm's ``bf16``).
-    """
-
-    name: str
-    kind: str
+    name: str  # the product's
+    kind: str  # vendor, family and model, which decide about instructions and libraries' code
     is_amd: bool
-    family: int
-    flags: frozenset[str]
+    family: int  # of AMD or Intel, e.g. 25 for Zen 3 and 4, 26 for Zen 5; 0 where there is none
+    flags: frozenset[str]  # instruction sets by their names in Linux, e.g. avx512_bf16, amx_bf16, bf16 (Arm)
 
 
 @cache
@@ -175,13 +161,6 @@ def single_threads(count: int, name: str) -> ThreadPoolExecutor:
 
     For what is done beside something else. A thread whose operations begin a team of their own gives OpenMP more
     threads than there are cores, and then it lets those of all teams sleep at barriers (docs/log.md).
-
-    Parameters
-    ----------
-    count
-        How many.
-    name
-        What they are called by, and a number.
     """
     import torch
 

@@ -35,20 +35,11 @@ from hotbed.train.retrieval import trained_samples
 
 
 class Done(NamedTuple):
-    """What is known of a step when it has been taken.
+    """What is known of a step when it has been taken."""
 
-    Attributes
-    ----------
-    loss
-        The mean loss.
-    samples
-        Of all ranks.
-    save, stop
-        Whether any rank has requested so.
-    """
-
-    loss: float
-    samples: int
+    loss: float  # the mean loss
+    samples: int  # of all ranks
+    # save, stop: whether any rank has requested so
     save: bool
     stop: bool
 

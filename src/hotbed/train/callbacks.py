@@ -31,13 +31,7 @@ _log = logging.getLogger("hotbed")
 
 
 class JsonLines(Callback):
-    """Append every record and evaluation to a file, one JSON object per line.
-
-    Parameters
-    ----------
-    path
-        The file, ``metrics.jsonl``.
-    """
+    """Append every record and evaluation to a file, one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

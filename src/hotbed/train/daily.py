@@ -46,37 +46,7 @@ from hotbed.train.trainer import Trainer
 def train_days(
     recipe: Recipe, days: Days, out: Path, console: Console, restart_from: date | None = None
 ) -> list[Record]:
-    """Train every day that has data and is not trained yet; all ranks must call this.
-
-    Parameters
-    ----------
-    recipe
-        What a day's training is; ``data.path`` is replaced by each day's.
-    days
-        Which days.
-    out
-        Directory of this model's days; all ranks must see it.
-    console
-        Where progress goes.
-    restart_from
-        Day to train anew, with all after it; their records and checkpoints are set aside.
-
-    Returns
-    -------
-    list
-        The records of all days so far, as in ``days.jsonl``.
-
-    Raises
-    ------
-    RecipeError
-        If the recipe ends at some step, or is another one than before.
-    DataError
-        If a day has no data although a later one has, or it is not complete.
-    CheckpointError
-        If another command is training these days.
-    StoppedError
-        If a signal asked for the end; the same command goes on.
-    """
+    """Train every day that has data and is not trained yet; all ranks must call this."""
     refuse_endings(recipe)
     recipe, ignored = whole_days(recipe)
     for message in ignored if is_first() else ():

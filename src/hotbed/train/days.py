@@ -94,31 +94,17 @@ LOOK_AHEAD = 31
 
 @dataclass(frozen=True, kw_only=True)
 class Days:
-    """Which days to train.
+    """Which days to train."""
 
-    Attributes
-    ----------
-    data
-        Path or URI of a day's data, with ``{date}`` or ``{date:%Y/%m/%d}`` in it.
-    first, last
-        The first day of all, by default that of earlier commands; and the last, by default the last that has data.
-    skip
-        Days that have no data and never will.
-    marker
-        File that a day's folder has once it is complete, as ``_SUCCESS``.
-    keep
-        Days whose checkpoints are kept; None: all.
-    changes
-        Whether to write the rows that each day has changed, for servers.
-    """
-
-    data: str
+    data: str  # path or URI of a day's data, with ``{date}`` or ``{date:%Y/%m/%d}`` in it
+    # first, last: the first day of all, by default that of earlier commands; and the last, by default the last that has
+    # data
     first: date | None = None
     last: date | None = None
-    skip: frozenset[date] = frozenset()
-    marker: str | None = None
-    keep: int | None = None
-    changes: bool = False
+    skip: frozenset[date] = frozenset()  # days that have no data and never will
+    marker: str | None = None  # file that a day's folder has once it is complete, as ``_SUCCESS``
+    keep: int | None = None  # days whose checkpoints are kept; None: all
+    changes: bool = False  # whether to write the rows that each day has changed, for servers
 
     def __post_init__(self) -> None:
         try:
@@ -144,38 +130,20 @@ class Days:
 
 
 class Day(NamedTuple):
-    """A day to train.
+    """A day to train."""
 
-    Attributes
-    ----------
-    day, data
-        Which, and where its data are.
-    folder, place
-        Its directory, and where checkpoints go.
-    resume
-        The checkpoint to go on from.
-    epochs
-        Epochs of the model when the day is trained.
-    is_trained
-        Whether it is: then only its record is missing.
-    is_begun
-        Whether it has a checkpoint of its own.
-    before
-        Directory of the day before; None for the first.
-    kept
-        Steps of the days before, whose checkpoints stay.
-    """
-
+    # day, data: which, and where its data are
     day: date
     data: str
+    # folder, place: its directory, and where checkpoints go
     folder: Path
     place: str
-    resume: str | None
-    epochs: int
-    is_trained: bool
-    is_begun: bool
-    before: Path | None
-    kept: list[int]
+    resume: str | None  # the checkpoint to go on from
+    epochs: int  # epochs of the model when the day is trained
+    is_trained: bool  # whether it is: then only its record is missing
+    is_begun: bool  # whether it has a checkpoint of its own
+    before: Path | None  # directory of the day before; None for the first
+    kept: list[int]  # steps of the days before, whose checkpoints stay
 
 
 class DayTable:

@@ -63,22 +63,13 @@ TAG_BYTES = 25
 
 @dataclass
 class RankMemory:
-    """Bytes of one rank.
+    """Bytes of one rank."""
 
-    Attributes
-    ----------
-    tiers
-        Of rows and moments, by the memory that they are in: ``device``, ``host``, ``disk``; of rows that are
-        materialized on their first update those that training is expected to touch.
-    parts
-        Of memory at its peak, by what it is for.
-    place
-        Which of the device's and the host's memory a part is in.
-    """
-
+    # of rows and moments, by the memory that they are in: ``device``, ``host``, ``disk``; of rows that are materialized
+    # on their first update those that training is expected to touch
     tiers: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "disk": 0})
-    parts: dict[str, int] = field(default_factory=dict)
-    place: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, int] = field(default_factory=dict)  # of memory at its peak, by what it is for
+    place: dict[str, str] = field(default_factory=dict)  # which of the device's and the host's memory a part is in
 
     def add(self, part: str, nbytes: float, place: str = "host") -> None:
         """Count bytes of a part."""
@@ -350,18 +341,10 @@ _Bytes = np.ndarray[Any, np.dtype[Any]]
 
 
 class Peak(NamedTuple):
-    """Most bytes of tensors that a step has at once.
+    """Most bytes of tensors that a step has at once."""
 
-    Attributes
-    ----------
-    plain
-        Tensors whose memory is free once they are deleted.
-    recycled
-        Tensors whose memory `hotbed.large_tensors` keeps for later ones.
-    """
-
-    plain: int
-    recycled: int
+    plain: int  # tensors whose memory is free once they are deleted
+    recycled: int  # tensors whose memory `hotbed.large_tensors` keeps for later ones
 
     @property
     def nbytes(self) -> int:

@@ -21,15 +21,7 @@ from hotbed.train.trainer import Trainer
 
 
 def measure_numericals(trainer: Trainer, source: Source, splits: Sequence[str], console: Console) -> None:
-    """Measure the columns that the trainer's model normalizes and does not know yet; all ranks must call this.
-
-    Raises
-    ------
-    DataError
-        If the data cannot be read, or the values are too large for their rule.
-    CommError
-        If that is so on the first rank, and this is another.
-    """
+    """Measure the columns that the trainer's model normalizes and does not know yet; all ranks must call this."""
     normalization = normalization_of(trainer.model)
     if normalization is None or not normalization.unmeasured:
         return

@@ -35,18 +35,10 @@ Makers: TypeAlias = Mapping[str, Callable[[], Any]]
 
 @dataclass(frozen=True)
 class TaskMetrics:
-    """Metrics of all tasks, and those that some have besides or in their place.
+    """Metrics of all tasks, and those that some have besides or in their place."""
 
-    Attributes
-    ----------
-    of_all
-        Those of all tasks.
-    of_tasks
-        By task, those that it alone has.
-    """
-
-    of_all: Makers
-    of_tasks: Mapping[str, Makers]
+    of_all: Makers  # those of all tasks
+    of_tasks: Mapping[str, Makers]  # by task, those that it alone has
 
     def of(self, task: str) -> Makers:
         """All that are computed for a task."""
@@ -86,11 +78,6 @@ def own_metrics(components: Mapping[str, Component], key: str = "metrics") -> di
     A metric is a class of torchmetrics, torcheval or one's own. It has ``update(scores, labels)``, which takes scores
     from 0 to 1 and labels of samples ``[n]``, and ``compute()``, which gives a number. hotbed gathers what all ranks
     have scored, so none needs to know of ranks.
-
-    Raises
-    ------
-    RecipeError
-        If a name is one of hotbed's own, or a class has no ``update`` and ``compute``, or refuses scores and labels.
     """
     found: dict[str, Callable[[], Any]] = {}
     for name, component in components.items():
@@ -237,15 +224,7 @@ class Predictions:
         self._parts = [(logits, labels, weights, groups)]
 
     def metrics(self) -> Metrics:
-        """Metrics of everything that was added.
-
-        Raises
-        ------
-        BatchError
-            If nothing was added, or a label is not in [0, 1].
-        NonFiniteError
-            If a logit is NaN or infinite.
-        """
+        """Metrics of everything that was added."""
         if self._sums is None:
             raise BatchError("there is no sample to evaluate; the batches are empty")
         logits = torch.cat([p[0] for p in self._parts])

@@ -109,21 +109,12 @@ def _by_key(value: object, key: str = "") -> dict[str, object]:
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """What ``--resume`` asks for.
+    """What ``--resume`` asks for."""
 
-    Attributes
-    ----------
-    path
-        A checkpoint, or a directory whose newest is meant.
-    auto
-        Go on with an earlier run of the recipe's name, in its directory, or begin.
-    by_recipe
-        With ``auto``: only runs that this recipe has begun count, with these data and this warm start; else the newest
-        run does, and another recipe is an error.
-    """
-
-    path: str | Path | None = None
-    auto: bool = False
+    path: str | Path | None = None  # a checkpoint, or a directory whose newest is meant
+    auto: bool = False  # go on with an earlier run of the recipe's name, in its directory, or begin
+    # with ``auto``: only runs that this recipe has begun count, with these data and this warm start; else the newest
+    # run does, and another recipe is an error
     by_recipe: bool = False
 
     @staticmethod

@@ -42,18 +42,10 @@ CANDIDATE, LOG_DRAWN = "retrieval.candidate", "retrieval.log_drawn"
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalBatch(Batch):
-    """Hold a batch with its candidates.
+    """Hold a batch with its candidates."""
 
-    Attributes
-    ----------
-    rows
-        Its first samples, which are those of the data; the others are candidates alone.
-    positives
-        How many of these are positives.
-    """
-
-    rows: int
-    positives: int
+    rows: int  # its first samples, which are those of the data; the others are candidates alone
+    positives: int  # how many of these are positives
 
 
 def is_positive(batch: Batch) -> Tensor:
@@ -70,28 +62,15 @@ def trained_samples(batch: Batch) -> int:
 
 
 class Options(NamedTuple):
-    """Say what `Retrieval` does.
+    """Say what `Retrieval` does."""
 
-    Attributes
-    ----------
-    item
-        Features of items; the first says which item it is.
-    sampled, by_popularity
-        Items to draw for each step, and how.
-    negatives
-        Feature whose ids are a sample's own negatives.
-    seed
-        Of the draws.
-    k
-        Of recall@k and ndcg@k.
-    """
-
-    item: Sequence[str]
+    item: Sequence[str]  # features of items; the first says which item it is
+    # sampled, by_popularity: items to draw for each step, and how
     sampled: int = 0
     by_popularity: bool = False
-    negatives: str | None = None
-    seed: int = 0
-    k: Sequence[int] = (10, 100)
+    negatives: str | None = None  # feature whose ids are a sample's own negatives
+    seed: int = 0  # of the draws
+    k: Sequence[int] = (10, 100)  # of recall@k and ndcg@k
 
 
 class Retrieval:

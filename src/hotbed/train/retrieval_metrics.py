@@ -31,15 +31,9 @@ _USERS, _ITEMS = 1024, 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class FoundMetrics(Metrics):
-    """Hold metrics of retrieval, in ``others``: ``recall@k`` and ``ndcg@k``; ``samples`` are the positives.
+    """Hold metrics of retrieval, in ``others``: ``recall@k`` and ``ndcg@k``; ``samples`` are the positives."""
 
-    Attributes
-    ----------
-    items
-        Among how many items each sample's item was searched for.
-    """
-
-    items: int
+    items: int  # among how many items each sample's item was searched for
 
     @override
     def to_dict(self) -> dict[str, Any]:

@@ -65,19 +65,12 @@ class Positioned(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """What a run does besides, because its data are not those that it began with.
+    """What a run does besides, because its data are not those that it began with."""
 
-    Attributes
-    ----------
-    before
-        Called by all ranks once the model is loaded, before the first step, with the trainer, the source, and batches
-        of its train split to evaluate on.
-    kept
-        Steps of which checkpoints are not removed.
-    """
-
+    # called by all ranks once the model is loaded, before the first step, with the trainer, the source, and batches of
+    # its train split to evaluate on
     before: Callable[[Trainer, Source, Loader], None]
-    kept: Collection[int] = ()
+    kept: Collection[int] = ()  # steps of which checkpoints are not removed
 
 
 class OtherData:

@@ -37,25 +37,7 @@ _SPLITTING = ("valid_fraction", "test_fraction", "split", "split_paths")
 def evaluate_checkpoint(
     path: str | Path, split: str | None = None, data: str | None = None, *, trust_recipe: bool = False
 ) -> tuple[Directory, str, Metrics]:
-    """Evaluate a checkpoint's model with the recipe that is stored in it.
-
-    Parameters
-    ----------
-    path
-        The checkpoint, or a run's directory, whose newest checkpoint is taken.
-    split
-        Split of the data, as the recipe's source cuts them; default: ``"test"``, or all rows of other data that are not
-        in splits of their own.
-    data
-        Path of other data; default: the recipe's.
-    trust_recipe
-        Import what the stored recipe names, also if it is of neither hotbed nor torch.optim; see `check_trust`.
-
-    Returns
-    -------
-    tuple
-        The checkpoint, the split (``"all"`` for other data without splits) and its metrics.
-    """
+    """Evaluate a checkpoint's model with the recipe that is stored in it."""
     checkpoint = find_checkpoint(path, best=True)
     manifest = read_manifest(checkpoint)
     recipe = recipe_of(manifest, str(checkpoint), trusted=trust_recipe, evaluates=True)

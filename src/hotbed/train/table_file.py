@@ -20,21 +20,11 @@ T = TypeVar("T")
 
 
 class Writer(NamedTuple):
-    """The command that writes a file, for errors.
+    """The command that writes a file, for errors."""
 
-    Attributes
-    ----------
-    command
-        Its name.
-    again
-        What to do with a damaged file.
-    for_model
-        What to do with a file of another model's data.
-    """
-
-    command: str
-    again: str
-    for_model: str
+    command: str  # its name
+    again: str  # what to do with a damaged file
+    for_model: str  # what to do with a file of another model's data
 
 
 def read_tables(
