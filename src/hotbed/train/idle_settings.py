@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from functools import reduce
+from typing import Any, cast
 
 import torch
 
@@ -69,9 +70,9 @@ def idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], de
         ("train.eval_every", None, (train.eval_every or 0) > steps, ends),
         ("schedule.warmup_steps", 0, recipe.schedule.warmup_steps > steps, f"{ends}: no rate reaches what is set"),
     ]
-    found = list(_of_plan(recipe, plan))
+    found, values = list(_of_plan(recipe, plan)), cast("Any", recipe)
     for key, idle, has_no_effect, why in rules:
-        value: object = reduce(getattr, key.split("."), recipe)
+        value = reduce(getattr, key.split("."), values)
         if has_no_effect and value != idle and value != {}:
             found.append(f"{key} is {f'{value:,}' if type(value) is int else value}, but {why}")
     cached = sum(len(tile.rows) for tile in tiles if tile.tier in memory.cached_tiers)

@@ -25,8 +25,7 @@ from hotbed.locations import location
 from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate, metrics_of
 from hotbed.train.numerics import resolve_device
-from hotbed.train.retrieval import all_items, item_features, model_schema, model_source, options_of
-from hotbed.train.retrieval_metrics import evaluate_found
+from hotbed.train.retrieval import all_items, evaluate_found, item_features, model_schema, model_source, options_of
 
 FEATURES = "features"
 """Part of checkpoints that says what is known of derived columns, and of vocabularies."""

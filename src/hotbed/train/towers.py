@@ -36,8 +36,7 @@ from hotbed.parsing import parse_json, read_limited
 from hotbed.torch_hooks import load_program
 from hotbed.train.build import build_model, new_source
 from hotbed.train.metrics import evaluating
-from hotbed.train.retrieval import all_items, model_source, source_of_items
-from hotbed.train.retrieval_metrics import item_vectors
+from hotbed.train.retrieval import all_items, item_vectors, model_source, source_of_items
 from hotbed.train.stored import encoder_of, recipe_of, take_features
 
 USER, ITEM = "user.pt2", "item.pt2"

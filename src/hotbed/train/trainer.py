@@ -30,8 +30,7 @@ from hotbed.train.metrics import Metrics, OwnMetrics, evaluate, refuse_unnormali
 from hotbed.train.numerics import Numerics, is_one_graph, resolve_device
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import BatchPrefetcher, Divide, RowPrefetcher, whole
-from hotbed.train.retrieval import Retrieval, trained_samples
-from hotbed.train.retrieval_metrics import evaluate_found
+from hotbed.train.retrieval import Retrieval, evaluate_found, trained_samples
 from hotbed.train.size_classes import SizeClasses
 from hotbed.train.step_graph import StepGraph
 from hotbed.train.throughput import Balance, Clock, TierCounters
