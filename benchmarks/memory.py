@@ -35,8 +35,8 @@ from hotbed.optim import RowWiseAdagrad
 from hotbed.plan.cost import CostModel, tile_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.limits import limits_of
+from hotbed.train.forecast import nbytes_of
 from hotbed.train.local_ranks import run_local
-from hotbed.train.memory_trace import nbytes_of
 from hotbed.train.process_group import Started, process_group
 
 WARMUP, STEPS = 2, 6

@@ -179,51 +179,6 @@ def test_the_command_fits_its_threads(six_cores: pytest.MonkeyPatch, tmp_path: P
     assert torch.get_num_threads() == 6
 
 
-THROTTLE = """
-import ctypes, os, sys, threading
-from pathlib import Path
-from hotbed import machine
-import torch
-from hotbed.ops import cpu
-torch.set_num_threads(2)
-cpu.initial_values_(torch.empty(2, 2), seed=1, rows=range(2), cols=range(2), bound=1.0)
-
-def threads():
-    return len(os.listdir("/proc/self/task"))
-
-runtimes = machine._gnu_runtimes(Path("/"))
-before, throttle = threads(), machine.SpinThrottle()
-print("runtimes", len(runtimes), throttle.set(True), throttle.set(True), throttle.is_on)
-cores = runtimes[0].omp_get_num_procs()
-print("more", threads() - before == len(runtimes) * (1 + cores))
-torch.ones(1000, 1000).matmul(torch.ones(1000, 1000))
-print("off", throttle.set(False), throttle.is_on)
-for _ in range(1000):
-    if threads() == before:
-        break
-    threading.Event().wait(0.01)
-print("gone", threads() == before)
-"""
-"""A runtime gets one thread more than there are cores, beside the one that holds them."""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="GNU's runtime")
-def test_a_throttle_gives_every_gnu_runtime_more_threads_than_cores_and_takes_them_back() -> None:
-    done = python(THROTTLE, OMP_NUM_THREADS="2")
-    if "runtimes 0" in done.stdout:
-        pytest.skip("this torch and this Numba use no libgomp")
-    lines = done.stdout.splitlines()
-    assert lines[0].split()[2:] == ["True", "True", "True"]
-    assert lines[1:] == ["more True", "off False False", "gone True"]
-
-
-def test_there_is_nothing_to_throttle_without_a_gnu_runtime(tmp_path: Path) -> None:
-    assert machine.SpinThrottle().set(True, tmp_path) is False
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/maps").write_text("7f00-7f01 r-xp 0000 08:01 12 /usr/lib/libm.so.6\n7f02-7f03 rw-p 0 0 0\n")
-    assert machine.SpinThrottle().set(True, tmp_path) is False
-
-
 def test_single_threads_compute_alone_from_their_first_operation_on() -> None:
     before = torch.get_num_threads()
     try:

@@ -16,7 +16,8 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,17 @@ _returned: deque[mmap.mmap] = deque()
 """Blocks nobody refers to any more. The garbage collector appends here at any moment, so no lock may be needed to."""
 _free: list[mmap.mmap] = []
 _lock = threading.Lock()
+_observers: list[Callable[[Tensor], None]] = []
+
+
+@contextmanager
+def observing(observer: Callable[[Tensor], None]) -> Generator[None]:
+    """Call ``observer`` with each tensor that `zeros` and `empty` map inside; no operation of torch makes these."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -46,7 +58,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     nbytes = math.prod(shape) * dtype.itemsize
     if not _is_mapped(nbytes):
         return torch.zeros(*shape, dtype=dtype, device="cpu")
-    return torch.from_numpy(_aligned(_map(nbytes), nbytes)).view(dtype).view(*shape)
+    return _tensor(_aligned(_map(nbytes), nbytes), dtype, shape)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -68,7 +80,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     array = _aligned(block, nbytes)
     # torch holds the array for as long as any tensor shares its storage.
     weakref.finalize(array, _returned.append, block).atexit = False
-    return torch.from_numpy(array).view(dtype).view(*shape)
+    return _tensor(array, dtype, shape)
 
 
 def huge_pages_are_off() -> bool:
@@ -96,6 +108,13 @@ def with_room(nbytes: int) -> int:
 def _is_mapped(nbytes: int) -> bool:
     """Whether a tensor of so many bytes gets a map of its own, in huge pages."""
     return sys.platform == "linux" and nbytes >= HUGE_PAGE_BYTES
+
+
+def _tensor(array: np.ndarray[tuple[int], np.dtype[np.uint8]], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    made = torch.from_numpy(array)
+    for observer in _observers:
+        observer(made)
+    return made.view(dtype).view(*shape)
 
 
 def _map(nbytes: int) -> mmap.mmap:

@@ -10,14 +10,10 @@ Runtimes read the environment when they are loaded, so `hotbed` imports this mod
 
 *How many.* A container may be granted the time of fewer cores than it sees. Threads that are more than that are stopped
 together, in the middle of what the others wait for.
-
-*Throttling.* Even the short spin does harm while other processes have the cores, and a shorter one costs a third on
-idle ones. `SpinThrottle` takes it to 100 turns while training finds the cores busy (`hotbed.train.threads`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import platform
@@ -25,7 +21,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -37,27 +32,13 @@ OF_USERS = (*SPINNING, "OMP_WAIT_POLICY", "KMP_LIBRARY")
 
 
 class Cpu(NamedTuple):
-    """What the system says of this machine's processor.
+    """Describe this machine's processor as the system does."""
 
-    Attributes
-    ----------
-    name
-        What it is sold as.
-    kind
-        Vendor, family and model, by which instructions and libraries' code are told apart.
-    is_amd
-        Whether it is one of AMD's.
-    family
-        AMD's or Intel's number of the family: 25 is Zen 3 and 4, 26 Zen 5; 0 where there is none.
-    flags
-        Names of its instruction sets, as Linux has them (``avx512f``, ``avx512_bf16``, ``amx_bf16``, Arm's ``bf16``).
-    """
-
-    name: str
-    kind: str
+    name: str  # the product's
+    kind: str  # vendor, family and model, which decide about instructions and libraries' code
     is_amd: bool
-    family: int
-    flags: frozenset[str]
+    family: int  # of AMD or Intel, e.g. 25 for Zen 3 and 4, 26 for Zen 5; 0 where there is none
+    flags: frozenset[str]  # instruction sets by their names in Linux, e.g. avx512_bf16, amx_bf16, bf16 (Arm)
 
 
 @cache
@@ -99,75 +80,8 @@ TORCH_CAME_FIRST = "torch" in sys.modules and not USER_DECIDED
 spin_briefly(os.environ)
 
 
-class SpinThrottle:
-    """Make threads of GNU's OpenMP runtimes spin 100 turns at barriers, whatever ``GOMP_SPINCOUNT`` is, while it is on.
-
-    That is what libgomp does while it has more threads than there are cores (its manual, ``GOMP_SPINCOUNT``). So a
-    thread for each loaded runtime begins a parallel region with one more than there are, which sleep until it is off.
-    """
-
-    def __init__(self) -> None:
-        self._off: threading.Event | None = None
-
-    @property
-    def is_on(self) -> bool:
-        """Whether threads spin shortly now."""
-        return self._off is not None
-
-    def set(self, on: bool, root: Path = Path("/")) -> bool:
-        """Turn it on or off; return whether it is on, which it cannot be where no runtime of GNU's is loaded.
-
-        Parameters
-        ----------
-        on
-            Whether threads are to spin shortly.
-        root
-            Where ``/proc`` is.
-        """
-        if on and self._off is None and (runtimes := _gnu_runtimes(root)):
-            self._off = threading.Event()
-            held = [threading.Event() for _ in runtimes]
-            for runtime, ready in zip(runtimes, held, strict=True):
-                hold = threading.Thread(target=_hold_threads, args=(runtime, ready, self._off), daemon=True)
-                hold.name = "hotbed-spin-throttle"
-                hold.start()
-            for ready in held:
-                ready.wait()
-        elif not on and self._off is not None:
-            self._off.set()
-            self._off = None
-        return self._off is not None
-
-
-def _gnu_runtimes(root: Path) -> list[ctypes.CDLL]:
-    """OpenMP runtimes of GNU's that this process has loaded: torch's own, and the system's, which Numba takes."""
-    mapped = (line.split(maxsplit=5) for line in _text(root / "proc/self/maps").splitlines())
-    files = {fields[5] for fields in mapped if len(fields) == 6 and Path(fields[5]).name.startswith("libgomp")}
-    found: list[ctypes.CDLL] = []
-    for file in sorted(files):
-        with suppress(OSError):  # replaced since it was loaded, by an upgrade
-            found.append(ctypes.CDLL(file))
-    return found
-
-
-def _hold_threads(runtime: ctypes.CDLL, ready: threading.Event, off: threading.Event) -> None:
-    """Have a runtime begin more threads than it knows cores, and keep them until ``off``; they end with this thread."""
-    try:
-        nothing_to_do = ctypes.cast(runtime.omp_get_thread_num, ctypes.c_void_p)
-        runtime.GOMP_parallel(nothing_to_do, None, ctypes.c_uint(runtime.omp_get_num_procs() + 1), ctypes.c_uint(0))
-    finally:
-        ready.set()
-    off.wait()
-
-
 def waited_for_cores_s(root: Path = Path("/")) -> float | None:
-    """Seconds that threads of this process were ready to run, and others had the cores; None where no one counts them.
-
-    Parameters
-    ----------
-    root
-        Where ``/proc`` is.
-    """
+    """Return the seconds that threads of this process waited for a core; None where the system does not count them."""
     threads = root / "proc/self/task"
     try:
         counted = [_text(thread / "schedstat").split() for thread in threads.iterdir()]
@@ -178,25 +92,13 @@ def waited_for_cores_s(root: Path = Path("/")) -> float | None:
 
 
 def resident_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process takes now; 0 where the system does not say so.
-
-    Parameters
-    ----------
-    root
-        Where ``/proc`` is.
-    """
+    """Bytes of memory that this process takes now; 0 where the system does not say so."""
     lines = _text(root / "proc/self/status").splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process may use: the machine's, at most the limits of its control groups.
-
-    Parameters
-    ----------
-    root
-        Where ``/proc`` and ``/sys`` are.
-    """
+    """Bytes of memory that this process may use: the machine's, at most the limits of its control groups."""
     lines = _text(root / "proc/meminfo").splitlines()
     found = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:")), 0)
     limits = [found or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -208,13 +110,7 @@ def memory_bytes(root: Path = Path("/")) -> int:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use: those it may run on, at most the quota of its control groups, rounded up.
-
-    Parameters
-    ----------
-    root
-        Where ``/proc`` and ``/sys`` are.
-    """
+    """Cores that this process may use: those it may run on, at most the quota of its control groups, rounded up."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(min([cores, *map(math.ceil, _quotas(root))]), 1)
 
@@ -265,13 +161,6 @@ def single_threads(count: int, name: str) -> ThreadPoolExecutor:
 
     For what is done beside something else. A thread whose operations begin a team of their own gives OpenMP more
     threads than there are cores, and then it lets those of all teams sleep at barriers (docs/log.md).
-
-    Parameters
-    ----------
-    count
-        How many.
-    name
-        What they are called by, and a number.
     """
     import torch
 

@@ -17,8 +17,7 @@ from hotbed.embed.beside import Beside
 from hotbed.optim import SparseOptimizer
 from hotbed.train import step_graph
 from hotbed.train.backward import Backward
-from hotbed.train.graph_inputs import Rates, columns
-from hotbed.train.step_graph import StepGraph
+from hotbed.train.step_graph import Rates, StepGraph, columns
 from hotbed.train.trainer import Trainer
 from tests.census.graphs import GRAPHS
 from tests.census.record import RECORD, asked_for, recorded

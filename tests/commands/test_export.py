@@ -20,7 +20,7 @@ from hotbed.config import Recipe
 from hotbed.data import Loader
 from hotbed.errors import CheckpointError, DataError
 from hotbed.train.build import build_model, open_source
-from hotbed.train.export_single import export_single
+from hotbed.train.export import export_single
 from tests.commands.cases import train
 
 SCRIPT = """

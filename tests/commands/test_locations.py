@@ -79,7 +79,6 @@ def test_a_run_in_an_object_store_is_inspected(s3: str, recipe: Path, tmp_path: 
 def test_what_has_to_be_local_says_so(recipe: Path, capsys: Output) -> None:
     for argv, what in (
         (["train", str(recipe), "--out", "s3://b/runs"], "--out is s3://b/runs"),
-        (["tune", str(recipe), "--out", "s3://b/runs"], "--out is s3://b/runs"),
         (["demo", "s3://b/log.tsv"], "DATA is s3://b/log.tsv"),
         (["demo", "--out", "s3://b"], "--out is s3://b"),
         (["prepare", "log.tsv", "out", "--vocabulary", "s3://b/v"], "--vocabulary is s3://b/v"),

@@ -25,7 +25,7 @@ from tests.data.data_cases import REAL_LOG
 
 
 LIGHT = (
-    *("demo", "init", "train", "daily", "tune", "eval", "predict", "export", "find", "serve"),
+    *("demo", "init", "train", "daily", "eval", "predict", "export", "serve"),
     *(
         "checkpoint",
         "checkpoint inspect",
@@ -93,7 +93,7 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
     [
         (
             ["trian"],
-            "there is no command 'trian'; there are demo, init, prepare, pack, plan, train, daily, tune, eval,",
+            "there is no command 'trian'; there are demo, init, prepare, pack, plan, train, daily, eval,",
         ),
         (["trian"], "; did you mean 'train'?"),
         (["bench", "opps"], "no command 'bench opps'; there are bench ops, bench step; did you mean 'bench ops'?"),

@@ -72,7 +72,6 @@ def test_from_a_recipe_to_predictions(clicks: Bucket, tmp_path: Path, capsys: Ou
     scores = pq.read_table(path, filesystem=filesystem)
     assert (scores.num_rows, scores.column_names) == (1200, ["user", "score"])
     assert read_text(at("scores.csv")).splitlines()[0] == '"user","score"'
-    assert main(["tune", recipe, *out, *quick[:-1], "--trials", "1", *figures]) == 0
     assert main(["inspect", "--skew", recipe, *figures]) == 0
     assert at.figures()["samples"] > 0
     copy = at("copies/int8")

@@ -19,8 +19,8 @@ from hotbed.data.source import Source
 from hotbed.errors import CommError, DataError
 from hotbed.jagged import Jagged
 from hotbed.train.broadcast import BroadcastLoader
-from hotbed.train.graph_inputs import columns
 from hotbed.train.sent_batch import SentBatch
+from hotbed.train.step_graph import columns
 from tests.batches import content
 from tests.matrix import full
 from tests.ranks import ANSWER_S, TIMEOUT_S, Ranks

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from hotbed.config import Recipe
 from hotbed.errors import CommError, DataError
-from hotbed.train import daily
+from hotbed.train import daily, process_group
 from hotbed.train.days import Days
 from tests.commands.test_daily import (
     FIRST,
@@ -88,7 +88,7 @@ def patient(group: dist.ProcessGroup) -> tuple[str, int, str]:
         return broadcast(tensor, source)  # type: ignore[arg-type]
 
     def slow() -> str:
-        time.sleep(4 * daily.SAY_S)
+        time.sleep(4 * process_group.SAY_S)
         return "done"
 
     def failing() -> str:
@@ -96,11 +96,11 @@ def patient(group: dist.ProcessGroup) -> tuple[str, int, str]:
 
     dist.broadcast = counted  # type: ignore[assignment]
     try:
-        found = daily.on_first(slow)
+        found = process_group.on_first(slow)
     finally:
         dist.broadcast = broadcast
     try:
-        daily.on_first(failing)
+        process_group.on_first(failing)
     except (DataError, CommError) as error:
         return found, len(told), f"{type(error).__name__}: {error}"
     return found, len(told), ""

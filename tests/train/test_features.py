@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -20,9 +19,7 @@ from hotbed.checkpoint import find_checkpoint, read_manifest
 from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.errors import DataError
-from hotbed.train import resume
 from hotbed.train.build import open_source
-from hotbed.train.measure import FeaturesState
 from hotbed.train.report import RunDirectory
 from hotbed.train.run import train
 from hotbed.train.stored import encoder_of, evaluate_checkpoint, take_features
@@ -190,16 +187,3 @@ def test_commands_know_features(tmp_path: Path, capsys: Output) -> None:
     (tmp_path / "items.parquet").unlink()
     told = refused(["predict", summary["run"], str(tmp_path / "log.parquet"), "--out", str(tmp_path / "s.csv")], capsys)
     assert "items.parquet does not exist; give a Parquet, CSV or TSV file" in told
-
-
-@pytest.mark.parametrize("derived", [True, False])
-def test_only_hashes_of_vocabularies_may_be_missing_from_a_checkpoint(
-    derived: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source: Any = SimpleNamespace(schema=SimpleNamespace(derived=("cross",) if derived else ()))
-    trainer: Any = SimpleNamespace(parts=lambda: {"features": FeaturesState(source), "model": None})
-    manifest: Any = SimpleNamespace(recipe=None, parts={"model": {}})
-    asked: list[str] = []
-    monkeypatch.setattr(resume, "load_checkpoint", lambda place, parts: asked.extend(parts))
-    resume._load(cast("Any", None), manifest, trainer)
-    assert asked == (["features", "model"] if derived else ["model"])

@@ -18,8 +18,7 @@ from hotbed import large_tensors
 from hotbed.commands.dry_run import memory_plan
 from hotbed.commands.main import main
 from hotbed.config import Recipe
-from hotbed.train.forecast import HEAP_KEEPS, TAG_BYTES
-from hotbed.train.memory_trace import nbytes_of, peak_of, peaks_of
+from hotbed.train.forecast import HEAP_KEEPS, TAG_BYTES, nbytes_of, peak_of, peaks_of
 from tests.commands.cases import Output
 from tests.matrix import full
 

@@ -61,7 +61,7 @@ def test_plans_that_cut_nothing(scheme: str, tables: list[Table], ranks: int, me
         ),
         (
             {"tier": "disk", "device_bytes": 1000, "host_bytes": 1 << 20, "directory": "d"},
-            ["memory.tier is disk, but no row is there", "memory.directory is set, but no row is on disk"],
+            ["memory.tier is disk, but no row is there", "memory.directory is d, but no row is on disk"],
         ),
         ({"tier": "host", "device_bytes": 3}, ["memory.device_bytes is 3, but no row is in the device's memory"]),
         ({"tier": "host", "cache_rows": 5000}, ["memory.cache_rows is 5,000 per process, but only 1,100 rows are in"]),
@@ -88,13 +88,13 @@ def test_memories_that_stay_unused(memory: dict[str, Any], messages: list[str]) 
         ({"parallel": {"forward_codec": "bf16"}}, "parallel.forward_codec is bf16, but there is one process"),
         ({"parallel": {"ranks_per_node": 2}}, "all are on one node, and nothing goes in two hops"),
         ({"parallel": {"sync_every": 4}}, "parallel.sync_every is 4, but parallel.replicas is 1: there are no copies"),
-        ({"data": {"fp32_rows": 5}}, "data.fp32_rows is set, but data.dtype is fp32: all rows are"),
+        ({"data": {"fp32_rows": 5}}, "data.fp32_rows is 5, but data.dtype is fp32: all rows are"),
         (
             {"train": {"steps": 5, "checkpoint_every": 9}},
             "train.checkpoint_every is 9, but the run ends after",
         ),
         ({"train": {"checkpoint_full_every": 4}}, "train.checkpoint_full_every is 4, but at most one checkpoint is"),
-        ({"train": {"steps": 5}, "schedule": {"warmup_steps": 6}}, "no learning rate reaches what is set"),
+        ({"train": {"steps": 5}, "schedule": {"warmup_steps": 6}}, "no rate reaches what is set"),
     ],
 )
 def test_options_that_do_nothing(sections: dict[str, Any], message: str) -> None:

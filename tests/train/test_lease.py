@@ -22,7 +22,7 @@ import pytest
 from hotbed.checkpoint import Directory, checkpoints_in, directory
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.errors import CheckpointError, NotOursError
-from hotbed.train import Trainer, lease, owners
+from hotbed.train import Trainer, lease
 from hotbed.train.lease import OWNER, FileLock, Lease, lock
 from hotbed.train.retention import KeepLast
 from tests.train import planted
@@ -105,10 +105,10 @@ def test_a_file_that_names_nobody_ends_too(store: Directory, content: bytes) -> 
 
 def test_what_another_host_renews_is_refused(store: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(owners, "system", lambda: "another")
+        patch.setattr(lease, "system", lambda: "another")
         patch.setattr(socket, "gethostname", lambda: "elsewhere")
         held = Lease(store, 2).__enter__()  # renews, as a host would
-        owners.HELD.clear()
+        lease.HELD.clear()
     try:
         with pytest.raises(CheckpointError, match=r"belongs to process \d+ on elsewhere since .*, which is running"):
             Lease(store, LIFE_S).__enter__()
@@ -120,9 +120,9 @@ def test_what_another_host_renews_is_refused(store: Directory, monkeypatch: pyte
 KILLED = """
 import os, signal, socket, sys, time
 from hotbed.checkpoint import directory
-from hotbed.train import lease, owners
+from hotbed.train import lease
 if sys.argv[2] == "elsewhere":
-    owners.system = lambda: "another"
+    lease.system = lambda: "another"
     socket.gethostname = lambda: "elsewhere"
 lease.Lease(directory(sys.argv[1]), float(sys.argv[3])).__enter__()
 os.kill(os.getpid(), signal.SIGKILL)
@@ -148,7 +148,7 @@ def test_an_owner_that_is_known_to_have_ended_is_not_waited_for(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     ended = subprocess.Popen(["true"])
     ended.wait()
-    here = {"system": owners.system()}
+    here = {"system": lease.system()}
     dead = [{**here, "pid": ended.pid}, {"released": True}, {**here, "pid": os.getpid()}]
     if Path("/proc/self/stat").exists():
         dead.append({**here, "pid": os.getppid(), "started": "1"})  # the number is another process's now
@@ -162,7 +162,7 @@ def test_an_owner_that_may_live_is_waited_for_or_refused(store: Directory, monke
     waited: list[Any] = []
     monkeypatch.setattr(Lease, "_wait_for_the_end_of", lambda *args: waited.append(args[2]))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    here = {"system": owners.system(), "pid": os.getppid()}
+    here = {"system": lease.system(), "pid": os.getppid()}
     alive: dict[str, list[dict[str, Any]]] = {
         "none": [{"job": "none", "restarts": 1}],  # what torchrun says where it was given no name
         # Another job of this name, an agent that counts otherwise, and an owner without a job.
@@ -181,7 +181,7 @@ def test_an_owner_that_may_live_is_waited_for_or_refused(store: Directory, monke
                 pass
     assert len(waited) == 8
     monkeypatch.undo()
-    write(store, system=owners.system(), pid=os.getppid())
+    write(store, system=lease.system(), pid=os.getppid())
     with pytest.raises(CheckpointError, match=rf"belongs to process {os.getppid()} on elsewhere .*which is running"):
         Lease(store).__enter__()
 

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from hotbed.train import Trainer, numerics
 from hotbed.train.build import fused
 from hotbed.train.numerics import Numerics, bf16_instructions
 from hotbed.train.parallel import Ranks
-from tests.commands.cases import train
 from tests.train import planted
 from tests.train.parallel_cases import make_trainer
 
@@ -150,29 +148,6 @@ def test_another_precision_than_a_checkpoint_s_is_taken_if_asked_for_and_said(
     caplog.clear()
     assert resumed(before, replace(AUTO, precision="bf16")).numerics.precision == "bf16"
     assert not caplog.text
-
-
-def test_a_checkpoint_that_says_nothing_was_made_in_fp32_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    has(monkeypatch, "AMX", "onednn")
-    state: dict[str, Any] = dict(planted.trainer(AUTO).state_dict())
-    del state["numerics"]
-    trainer = planted.trainer(AUTO)
-    trainer.load_state_dict(state)
-    assert trainer.numerics.settle() == "precision fp32 (the checkpoint); matrix products by the library of torch"
-
-
-def test_a_checkpoint_of_before_has_its_recipe_s_precision(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Releases before `Numerics` took bf16 where the recipe said so, and kept it nowhere else."""
-    state = Trainer.state_dict
-    with monkeypatch.context() as earlier:
-        earlier.setattr(Trainer, "state_dict", lambda self: {k: v for k, v in state(self).items() if k != "numerics"})
-        _, summary, run = train(recipe, "--train.steps", "5", "--train.precision", "bf16")
-    for asked in ("auto", "bf16"):
-        _, again, _ = train(recipe, "--resume", str(run), "--train.precision", asked)
-        assert (summary["precision"], again["precision"]) == ("bf16", "bf16")
-    assert "and is now" not in caplog.text
 
 
 @needs_onednn

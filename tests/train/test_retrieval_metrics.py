@@ -23,12 +23,11 @@ from hotbed.commands.main import main
 from hotbed.config import Component, Recipe
 from hotbed.config.validation import monitored
 from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError
-from hotbed.train import retrieval_metrics
+from hotbed.train import retrieval
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.callbacks import BestSoFar
 from hotbed.train.loaders import evaluation_loader
-from hotbed.train.retrieval_build import source_of_items
-from hotbed.train.retrieval_metrics import FoundMetrics, evaluate_found, places_of
+from hotbed.train.retrieval import FoundMetrics, evaluate_found, places_of, source_of_items
 from tests.ranks import Ranks
 
 from .retrieval_cases import log, recipe_for
@@ -36,8 +35,8 @@ from .retrieval_cases import log, recipe_for
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrieval_metrics, "_USERS", 3)
-    monkeypatch.setattr(retrieval_metrics, "_ITEMS", 7)
+    monkeypatch.setattr(retrieval, "_USERS", 3)
+    monkeypatch.setattr(retrieval, "_ITEMS", 7)
 
 
 @given(st.integers(0, 9), st.integers(1, 30), st.integers(1, 35), st.integers(0, 1000))
@@ -46,12 +45,12 @@ def test_places_are_those_of_a_sort(users: int, items: int, most: int, seed: int
     draw = torch.Generator().manual_seed(seed)
     u, v = torch.randn(users, 4, generator=draw), torch.randn(items, 4, generator=draw)
     own = torch.randint(0, items, (users,), generator=draw)
-    before = retrieval_metrics._USERS, retrieval_metrics._ITEMS
-    retrieval_metrics._USERS, retrieval_metrics._ITEMS = 3, 7
+    before = retrieval._USERS, retrieval._ITEMS
+    retrieval._USERS, retrieval._ITEMS = 3, 7
     try:
         found = places_of(u, v, own, most)
     finally:
-        retrieval_metrics._USERS, retrieval_metrics._ITEMS = before
+        retrieval._USERS, retrieval._ITEMS = before
     order = np.argsort(-(u.double().numpy() @ v.double().numpy().T), axis=1)
     expected = [list(row).index(mine) for row, mine in zip(order, own.tolist(), strict=True)]
     assert found.tolist() == [place if place < most else most for place in expected]

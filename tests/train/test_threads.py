@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from hotbed import machine
-from hotbed.batch import Batch
 from hotbed.config import TrainRecipe
-from hotbed.train import threads
-from hotbed.train.threads import ThreadWatch
+from hotbed.train import throughput
+from hotbed.train.throughput import Clock
 from tests.train import planted
 
 
@@ -21,10 +20,9 @@ from tests.train import planted
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     monkeypatch.setattr(machine, "usable_cores", lambda: 4)
-    monkeypatch.setattr(machine, "TORCH_CAME_FIRST", True)
+    monkeypatch.setattr(machine, "TORCH_CAME_FIRST", False)
     monkeypatch.setattr(machine, "USER_DECIDED", False)
-    monkeypatch.setattr(machine.SpinThrottle, "set", lambda *_: False)  # as where no runtime of GNU's is loaded
-    monkeypatch.setattr(threads, "WINDOW_S", 0.0)
+    monkeypatch.setattr(throughput, "WINDOW_S", 0.0)
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
@@ -33,70 +31,41 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waited: list[float | None]) -> str:
     """By a watch that finds so many seconds of waiting, one after the other."""
     monkeypatch.setattr(machine, "waited_for_cores_s", iter(waited).__next__)
-    watch = ThreadWatch()
-    watch.start()
+    clock = Clock()
+    clock.start()
     for _ in waited[1:]:
-        watch.tick()
+        clock.tick(1)
     return caplog.text
 
 
-def test_spinning_threads_on_busy_cores_are_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_busy_cores_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     text = said(monkeypatch, caplog, [1.0, 1.0, 9.5, 20.0])
     assert text.count("waited 8.5 s") == text.count("other work keeps the cores busy") == 1
-    assert "import hotbed before torch, or set KMP_BLOCKTIME=1" in text
+    assert "set OMP_NUM_THREADS to the number of cores that are free" in text
 
 
-def test_idle_cores_and_short_spins_are_no_reason_to_warn(
+def test_long_spins_on_busy_cores_are_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(machine, "TORCH_CAME_FIRST", True)
+    text = said(monkeypatch, caplog, [1.0, 9.5, 20.0])
+    assert text.count("other work keeps the cores busy") == 1
+    assert "import hotbed before torch, or set GOMP_SPINCOUNT=10000 KMP_BLOCKTIME=1" in text
+
+
+def test_idle_cores_and_single_threads_are_no_reason_to_warn(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not said(monkeypatch, caplog, [5.0, 5.0, 5.0])
     assert not said(monkeypatch, caplog, [None, None])  # the system does not count it
     torch.set_num_threads(1)
     assert not said(monkeypatch, caplog, [0.0, 9.0])
-    torch.set_num_threads(2)
-    monkeypatch.setattr(machine, "TORCH_CAME_FIRST", False)
-    assert not said(monkeypatch, caplog, [0.0, 9.0])
-
-
-def test_spins_are_throttled_while_the_cores_are_busy(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    turned: list[bool] = []
-    monkeypatch.setattr(machine.SpinThrottle, "set", lambda _, on: turned.append(on) or on)
-    waited = iter([0.0, 0.0, 9.0, 18.0, 18.0, 27.0])
-    monkeypatch.setattr(machine, "waited_for_cores_s", waited.__next__)
-    watch = ThreadWatch()
-    watch.start()
-    for _ in range(5):
-        watch.tick()
-    watch.stop()
-    assert turned == [False, True, True, False, True, False]
-    watch.tick()  # the watch is over
-    assert len(turned) == 6 and not caplog.text
 
 
 def test_how_threads_wait_is_the_user_s_where_it_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "USER_DECIDED", True)
     monkeypatch.setattr(machine, "waited_for_cores_s", lambda: pytest.fail("nothing is to be watched"))
-    watch = ThreadWatch()
-    watch.start()
-    watch.tick()
-
-
-def test_a_trainer_ends_the_watch_also_when_training_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped: list[int] = []
-    monkeypatch.setattr(ThreadWatch, "stop", lambda _: stopped.append(1))
-    trainer = planted.trainer(TrainRecipe(batch_size=64, device="cpu", steps=2))
-    with pytest.raises(RuntimeError, match="the source is gone"):
-        trainer.fit(_failing())
-    assert stopped == [1]
-
-
-def _failing() -> Iterator[Batch]:
-    yield from planted.batches(1)
-    raise RuntimeError("the source is gone")
+    clock = Clock()
+    clock.start()
+    clock.tick(1)
 
 
 def test_more_threads_than_cores_are_said_when_training_starts(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Protects that exported towers, vectors and index find the items that the model itself ranks first."""
+"""Protects that exported towers and vectors rank items as the model itself does."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ import torch
 from hotbed.checkpoint import load_checkpoint
 from hotbed.commands.main import main
 from hotbed.config import Recipe
-from hotbed.errors import CheckpointError, DataError, RecipeError
-from hotbed.train import find as finding
+from hotbed.errors import CheckpointError, DataError
 from hotbed.train import towers
 from hotbed.train.build import build_model, open_source
-from hotbed.train.find import Finder, find
-from hotbed.train.towers import export_towers
+from hotbed.train.towers import UserTower, export_towers
 
 WORDS = ["alpha", "beta", "gamma", "delta", "it's", "zeta", "eta", "theta"]
 
@@ -75,11 +73,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(run: Path) -> Path:
-    pytest.importorskip("faiss")
     target = run.parent / "exported"
     found = export_towers(run, target)
     assert found.items == len(set(watched()["Film (title)"].to_pylist()))
-    assert found.index == "exact"
     return target
 
 
@@ -97,25 +93,18 @@ def by_hand(run: Path) -> tuple[list[str], np.ndarray[Any, Any]]:
     return list(last), users @ items[list(last.values())].T
 
 
-def test_the_best_items_are_those_of_the_model(run: Path, exported: Path) -> None:
-    finder = Finder(exported)
-    assert finder.columns == ["User Nr.", "Its age"]
-    found = finder(watched().select(finder.columns), 7)
+def test_products_of_exported_vectors_are_those_of_the_model(run: Path, exported: Path) -> None:
+    tower, items = UserTower(exported), pq.read_table(exported / towers.VECTORS)
+    assert tower.columns == ["User Nr.", "Its age"]
+    assert tower.item == "Film (title)"
     films, products = by_hand(run)
-    order = np.argsort(-products, axis=1)[:, :7]
-    np.testing.assert_allclose(
-        np.array(found["score"].to_pylist()), np.take_along_axis(products, order, 1), rtol=1e-4, atol=1e-5
-    )
-    same = [
-        of_row == [films[i] for i in best]
-        for of_row, best in zip(found["Film (title)"].to_pylist(), order, strict=True)
-    ]
-    assert np.mean(same) > 0.95  # but for products that are nearly equal
+    found = tower.vectors(watched().select(tower.columns)) @ np.array(items["vector"].to_pylist()).T
+    order = [films.index(film) for film in items[tower.item].to_pylist()]
+    np.testing.assert_allclose(found, products[:, order], rtol=1e-4, atol=1e-5)
 
 
 def test_users_with_lists_weights_and_looked_up_columns(tmp_path: Path) -> None:
     """Vectors of the exported tower are the model's, also when the file that was looked up in is gone."""
-    pytest.importorskip("faiss")
     rng, rows = np.random.default_rng(3), 60
     tags = [rng.integers(0, 20, n).tolist() for n in rng.integers(0, 4, rows)]
     table = pa.table(
@@ -168,11 +157,11 @@ def test_users_with_lists_weights_and_looked_up_columns(tmp_path: Path) -> None:
         users, _ = model.eval()(source.read("train", 0), vectors=True)
     export_towers(run, tmp_path / "towers")
     towns.unlink()
-    finder = Finder(tmp_path / "towers")
-    assert set(finder.columns) == {"tags", "times", "two", "share", "old", "town"}
-    found = finder.vectors(table.select(finder.columns))
+    tower = UserTower(tmp_path / "towers")
+    assert set(tower.columns) == {"tags", "times", "two", "share", "old", "town"}
+    found = tower.vectors(table.select(tower.columns))
     np.testing.assert_allclose(found, users.numpy(), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(finder.vectors(table.slice(7, 1)), users[7:8].numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(tower.vectors(table.slice(7, 1)), users[7:8].numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_the_file_of_items_has_them_as_they_are_stored(exported: Path) -> None:
@@ -190,20 +179,9 @@ def test_the_program_of_items_gives_their_vectors(exported: Path) -> None:
     assert found.shape == (2, 8)
 
 
-def test_the_commands_export_and_find(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("faiss")
+def test_the_command_exports_towers(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(run), str(tmp_path / "towers"), "--towers"]) == 0
-    assert "items, vectors of 8 columns, index exact" in capsys.readouterr().out
-    users = watched().select(["User Nr.", "Its age"]).slice(0, 5)
-    pq.write_table(users, tmp_path / "users.parquet")
-    out = tmp_path / "found.parquet"
-    arguments = ["find", str(tmp_path / "towers"), str(tmp_path / "users.parquet"), "--out", str(out)]
-    assert main([*arguments, "--k", "3", "--keep", "User Nr."]) == 0
-    assert "3 items for each of 5 rows" in capsys.readouterr().out
-    found = pq.read_table(out)
-    assert found.column_names == ["User Nr.", "Film (title)", "score"]
-    assert found["User Nr."].to_pylist() == users["User Nr."].to_pylist()
-    assert all(len(films) == 3 for films in found["Film (title)"].to_pylist())
+    assert "items, vectors of 8 columns" in capsys.readouterr().out
     assert main(["export", str(run), str(tmp_path / "x"), "--towers", "--since", "3"]) == 2
     assert "--towers writes both towers and all items; leave --single and --since out" in capsys.readouterr().err
 
@@ -218,99 +196,20 @@ def test_rows_are_scored_without_a_label(run: Path, tmp_path: Path) -> None:
     assert main(["export", str(run), str(tmp_path / "model")]) == 0
 
 
-def test_a_large_set_has_a_graph(run: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("faiss")
-    monkeypatch.setattr(towers, "_GRAPH_FROM", 10)
+def test_items_are_the_same_where_their_rows_are_merged(
+    run: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(towers, "_FEWEST", 0)  # rows of one item are merged after each row group
-    assert export_towers(run, tmp_path / "towers").index == "a graph (HNSW)"
-    finder = Finder(tmp_path / "towers")
-    found = finder(watched().slice(0, 3), 2)
-    assert [len(films) for films in found["Film (title)"].to_pylist()] == [2, 2, 2]
-    assert finder.items.equals(Finder(exported).items)
-    everything = finder(watched().slice(0, 3), 99)
-    assert [len(set(films)) for films in everything["Film (title)"].to_pylist()] == [len(finder.items)] * 3
+    export_towers(run, tmp_path / "towers")
+    assert pq.read_table(tmp_path / "towers" / towers.VECTORS).equals(pq.read_table(exported / towers.VECTORS))
 
 
-def test_a_graph_that_leads_to_fewer_items_gives_shorter_lists(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finder = Finder(exported)
-    places = np.array([[3, 1, -1], [2, -1, -1], [-1, -1, -1]])
-
-    def searched(vectors: np.ndarray[Any, Any], k: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        assert (len(vectors), k) == places.shape
-        return (places + 0.5).astype(np.float32), places
-
-    monkeypatch.setattr(finder, "_search", searched)
-    found = finder(watched().slice(0, 3), 3)
-    films = finder.items["Film (title)"].to_pylist()
-    assert found["Film (title)"].to_pylist() == [[films[3], films[1]], [films[2]], []]
-    assert found["score"].to_pylist() == [[3.5, 1.5], [2.5], []]
-
-
-def test_an_interrupted_search_leaves_no_file(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finding, "_BATCH", 100)
-    pq.write_table(watched(), tmp_path / "users.parquet")
-
-    def interrupt(done: int, total: int) -> None:
-        assert (done, total) == (100, 300)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        find(exported, tmp_path / "users.parquet", tmp_path / "found.parquet", progress=interrupt)
-    assert [path.name for path in tmp_path.iterdir()] == ["users.parquet"]
-    written = find(exported, tmp_path / "users.parquet", tmp_path / "found.parquet", k=99, keep=["genre/en"])
-    items = len(Finder(exported).items)
-    assert written == (300, items)
-    found = pq.read_table(tmp_path / "found.parquet")
-    assert found["genre/en"].to_pylist() == watched()["genre/en"].to_pylist()
-    assert {len(scores) for scores in found["score"].to_pylist()} == {items}
-
-
-def test_what_cannot_be_found(exported: Path, tmp_path: Path) -> None:
-    users, out = tmp_path / "users.parquet", tmp_path / "out.parquet"
+def test_a_directory_without_towers(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has no towers\.json; give what hotbed export RUN DIR --towers wrote"):
-        find(tmp_path, users, out)
-    with pytest.raises(RecipeError, match="--k is 0, must be at least 1"):
-        find(exported, users, out, k=0)
-    with pytest.raises(DataError, match=r"users\.parquet is no Parquet file of users"):
-        find(exported, users, out)
-    users.write_bytes(b"no Parquet")
-    with pytest.raises(DataError, match=r"users\.parquet is not a Parquet file"):
-        find(exported, users, out)
-    pq.write_table(watched().append_column("genre/en", watched()["genre/en"]), users)
-    with pytest.raises(DataError, match=r"users\.parquet has several columns named 'genre/en'"):
-        find(exported, users, out)
-    pq.write_table(watched().select(["User Nr."]), users)
-    with pytest.raises(DataError, match=r"has no column 'Its age'; it has User Nr\., and the user's tower needs User"):
-        find(exported, users, out)
-    pq.write_table(watched().slice(0, 0), users)
-    with pytest.raises(DataError, match="has no rows"):
-        find(exported, users, out)
-    with pytest.raises(RecipeError, match=r"--out is .*x, must end in \.parquet"):
-        find(exported, users, tmp_path / "x")
-    with pytest.raises(RecipeError, match=r"but there is no folder .*missing; make it"):
-        find(exported, users, tmp_path / "missing" / "out.parquet")
-    named = watched().append_column("score", pa.array(np.zeros(300)))
-    pq.write_table(named, users)
-    for keep in ("score", "Film (title)"):
-        with pytest.raises(RecipeError, match="which is the name of a column that is written; rename it"):
-            find(exported, users, out, keep=[keep])
-    with pytest.raises(RecipeError, match="--keep names 'genre/en' 2 times; once will do"):
-        find(exported, users, out, keep=["genre/en", "genre/en"])
-    with pytest.raises(DataError, match=r"--keep names 'genre', but .*users\.parquet has User Nr\., Its age, Film"):
-        find(exported, users, out, keep=["genre"])
-    out.touch()
-    with pytest.raises(RecipeError, match="exists already and is not overwritten; choose another --out"):
-        find(exported, users, out)
-
-
-def test_without_faiss_it_says_how_to_get_it(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
-    with pytest.raises(RecipeError, match=r"an index of items needs faiss, .* pip install 'hotbed\[retrieval\]'"):
-        export_towers(run, tmp_path / "towers")
+        UserTower(tmp_path)
 
 
 def test_a_model_without_towers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("faiss")
     from hotbed.testing.model import recipe_of, run_of
     from tests.train.test_models import TestDeepFM
 

@@ -154,7 +154,7 @@ def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mappi
         options["prefix"] = parsed.prefix
         return describe_manifest(target, import_checkpoint(parsed.source, target, parsed["from"], **options))
     if parsed.to == "torch":
-        from hotbed.train.export_single import export_single
+        from hotbed.train.export import export_single
 
         return export_single(parsed.source, target, parsed.data, trust_recipe=parsed.trust_recipe)
     source = find_checkpoint(parsed.source)

@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--single", type=str | None, help="File NAME.pt2 to make instead: one program with its tables, for torch alone."
     )
     parser.add_argument(
-        "--towers", action="store_true", help="Of a two-tower model: its towers, all items' vectors and their index."
+        "--towers", action="store_true", help="Of a two-tower model: its towers, and all items' vectors."
     )
     parser.add_argument("--data", type=str | None, help="Data that the model can be built for; default: the recipe's.")
     add_trust(parser)
@@ -80,8 +80,7 @@ def _towers(parsed: Namespace) -> dict[str, Any]:
     target = local("DIR", parsed.target)
     made = export_towers(location(parsed.run), target, parsed.data, trust_recipe=parsed.trust_recipe)
     console().print(
-        f"{target}: both towers of step {made.step:,}, {made.items:,} items, vectors of {made.dim} columns, index "
-        f"{made.index}",
+        f"{target}: both towers of step {made.step:,}, {made.items:,} items, vectors of {made.dim} columns",
         soft_wrap=True,
         highlight=False,
     )
@@ -89,7 +88,7 @@ def _towers(parsed: Namespace) -> dict[str, Any]:
 
 
 def _single(parsed: Namespace) -> dict[str, Any]:
-    from hotbed.train.export_single import export_single
+    from hotbed.train.export import export_single
 
     target = local("--single", parsed.single)
     if Path(target).suffix != ".pt2":

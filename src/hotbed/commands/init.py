@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--drop", type=str, nargs="+", default=[], metavar="COL", help="Columns to leave out.")
     parser.add_argument("--time", type=str | None, help="Column of the rows' times, to split by.")
     parser.add_argument("--test", type=str | None, help="File or folder of the test split, where it is elsewhere.")
-    parser.add_argument("--valid", action="store_true", help="Cut off a validation split, as tune needs it.")
+    parser.add_argument("--valid", action="store_true", help="Cut off a validation split, as tuning needs it.")
     parser.add_argument(
         "--model",
         type=str | None,

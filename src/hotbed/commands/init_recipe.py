@@ -131,7 +131,7 @@ def _data(draft: Draft, path: str, counts: Mapping[str, int], training: Training
     if splits.has_valid:
         yield "  valid_split: valid"
     elif draft.source is None:
-        yield from _comment("One epoch needs no validation split; hotbed tune does: draft with --valid for it.", 2)
+        yield from _comment("One epoch needs no validation split; tuning does: draft with --valid for it.", 2)
     if splits.has_test:
         yield "  test_split: test"
     else:

@@ -26,11 +26,9 @@ COMMANDS = {
     "plan": "Search for the fastest plan of a recipe's tables, on hardware that need not be here.",
     "train": "Train and test by a recipe.",
     "daily": "Train a model every day, after evaluating it on the day.",
-    "tune": "Search learning rates, dims and dropout of a recipe on its valid split.",
     "eval": "Evaluate a checkpoint.",
     "predict": "Score new rows with a run's model.",
     "export": "Export a run's model for servers, or what has changed in it.",
-    "find": "Find the best items of users, by exported towers.",
     "serve": "Answer requests with exported models, over HTTP.",
     "inspect": "Show what data, a run or a checkpoint hold; drift between days, what training would refuse, skew.",
     "checkpoint": "Inspect, verify or convert a checkpoint.",
@@ -100,7 +98,7 @@ def make_parser() -> Parser:
         version=release(),
         epilog="hotbed COMMAND --help shows arguments; --debug shows tracebacks.",
     )
-    kinds = dict.fromkeys(COMMANDS, Parser) | dict.fromkeys(("train", "daily", "tune", "plan"), RecipeParser)
+    kinds = dict.fromkeys(COMMANDS, Parser) | dict.fromkeys(("train", "daily", "plan"), RecipeParser)
     parser.add_commands(
         {name: kinds[name](partial(_add_arguments, name), description=COMMANDS[name]) for name in kinds}
     )

@@ -421,7 +421,7 @@ class Recipe:
     retrieval: RetrievalRecipe | None = None
     """Train a two-tower model to find items among all of them, in the place of the probability of a label."""
     metrics: dict[str, Component] = field(default_factory=dict)
-    """By name, more metrics of each label: a class of torchmetrics, torcheval or your own (`train.own_metrics`)."""
+    """By name, more metrics of each label: of torchmetrics, torcheval or your own (`train.metrics.own_metrics`)."""
     callbacks: dict[str, Component] = field(default_factory=dict)
     """By name, what else is to happen in training: `hotbed.Callback` classes, such as hotbed.train.tracking.MLflow.
     They get ``recipe`` and ``directory`` (that of the run) if they take arguments of these names."""

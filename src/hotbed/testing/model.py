@@ -44,8 +44,7 @@ from hotbed.serve.model import ServedModel
 from hotbed.testing.processes import World, run_in_processes
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.callbacks import Callback
-from hotbed.train.export import export_model
-from hotbed.train.export_single import export_single
+from hotbed.train.export import export_model, export_single
 from hotbed.train.predict import predict
 from hotbed.train.report import RunDirectory
 from hotbed.train.run import train

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,20 +35,11 @@ from hotbed.train.retrieval import trained_samples
 
 
 class Done(NamedTuple):
-    """What is known of a step when it has been taken.
+    """What is known of a step when it has been taken."""
 
-    Attributes
-    ----------
-    loss
-        The mean loss.
-    samples
-        Of all ranks.
-    save, stop
-        Whether any rank has requested so.
-    """
-
-    loss: float
-    samples: int
+    loss: float  # the mean loss
+    samples: int  # of all ranks
+    # save, stop: whether any rank has requested so
     save: bool
     stop: bool
 
@@ -63,17 +54,6 @@ def _nothing() -> tuple[bool, bool]:
 
 class Backward:
     """Compute gradients of the mean loss of batches.
-
-    Parameters
-    ----------
-    model, numerics, ranks
-        Of the trainer.
-    device
-        Where the model is.
-    rows
-        Fetches the rows of one part of a batch while another is computed; None where batches are not divided.
-    max_norm
-        Largest norm of all gradients of a step; None for no limit.
 
     Attributes
     ----------
@@ -146,17 +126,7 @@ class Backward:
     def __call__(
         self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]] = _nothing
     ) -> Reading:
-        """Compute gradients of the mean loss of a batch's parts.
-
-        Parameters
-        ----------
-        parts
-            Of the batch, on the device.
-        place
-            Says which step it is, for the message of an error.
-        requests
-            Returns whether this rank asks to save, and to stop; called when the forward pass has been queued.
-        """
+        """Compute gradients of the mean loss of a batch's parts; call ``requests`` when the forward pass is queued."""
         samples = sum(map(trained_samples, parts))
         everyone = 0.0
         known = Done(0.0, samples, save=False, stop=False)
@@ -285,15 +255,6 @@ def _can_skip(optimizer: Optimizer) -> bool:
 class LateLosses:
     """Losses of a batch's parts: decided on by the device, and on their way to the host.
 
-    Parameters
-    ----------
-    device
-        A CUDA device.
-    optimizers
-        Those that `_can_skip`.
-    several
-        Whether ranks add up their losses, and with them numbers of losses and samples, and requests to save and stop.
-
     Attributes
     ----------
     arrived
@@ -352,12 +313,19 @@ class LateLosses:
                 optimizer.step()
                 optimizer.gate = None
             else:
-                told: dict[str, Tensor | None] = {"grad_scale": None, "found_inf": self._found_inf}
-                vars(optimizer).update(told)  # as torch's GradScaler tells it
-                with _float32_rates(optimizer):
-                    optimizer.step()
-                for name in told:
-                    delattr(optimizer, name)
+                self._step_fused(optimizer)
+
+    def _step_fused(self, optimizer: Optimizer) -> None:
+        """Step a fused optimizer of torch, whose kernels update nothing where ``found_inf`` is not 0.
+
+        Torch has no argument for it: the attribute is the interface between `torch.amp.GradScaler` and optimizers.
+        A scaler itself would search all gradients once more and could not skip a step because of its loss.
+        """
+        gated: Any = optimizer
+        gated.grad_scale, gated.found_inf = None, self._found_inf
+        with _float32_rates(optimizer):
+            gated.step()
+        del gated.grad_scale, gated.found_inf
 
     def forget_first_step(self) -> None:
         """Drop the state of optimizers that began with the last step: moments were allocated, and not written."""

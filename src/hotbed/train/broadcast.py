@@ -28,22 +28,6 @@ from hotbed.train.sent_batch import SentBatch, header_of, messages_of
 class BroadcastLoader:
     """Load this rank's samples of batches that only one rank reads.
 
-    Parameters
-    ----------
-    loader
-        On the reading rank, of whole batches; None on the others.
-    link
-        The ranks; it is cloned.
-    reader
-        The rank that reads.
-    ahead
-        Batches that are sent before their use.
-    device
-        Where steps want them. It gets them over links of its own where the ranks have these (NCCL): the loader then
-        yields `SentBatch`, which `hotbed.train.metrics.to_device` receives.
-    check
-        Called by the reader with each rank's samples, on the host, before they are sent to devices.
-
     Attributes
     ----------
     queue_depth
@@ -57,8 +41,8 @@ class BroadcastLoader:
         *,
         reader: int = 0,
         ahead: int = 2,
-        device: torch.device | None = None,
-        check: Callable[[Batch], object] = lambda batch: None,
+        device: torch.device | None = None,  # NCCL sends samples there, as `SentBatch`
+        check: Callable[[Batch], object] = lambda batch: None,  # called on the host, before samples are sent
     ) -> None:
         self._loader, self._link, self._reader, self._ahead = loader, link.clone(), reader, ahead
         self._device, self._check = None if link.overlaps else device, check

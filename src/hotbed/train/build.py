@@ -27,13 +27,12 @@ from hotbed.train.callbacks import refuse_monitor
 from hotbed.train.hot_batches import HotSplit
 from hotbed.train.idle_settings import warn_of_idle_settings
 from hotbed.train.losses import losses_of
+from hotbed.train.metrics import metrics_of
 from hotbed.train.numerics import resolve_device
-from hotbed.train.own_metrics import metrics_of
 from hotbed.train.parallel import Ranks, distributed, needs_a_plan, refuse_impossible
 from hotbed.train.parameter_groups import group_parameters, group_tables
 from hotbed.train.pipeline import Divide, whole
-from hotbed.train.retrieval import Retrieval
-from hotbed.train.retrieval_build import model_source, refuse_no_positive, refuse_retrieval, retrieval_of
+from hotbed.train.retrieval import Retrieval, model_source, refuse_no_positive, refuse_retrieval, retrieval_of
 from hotbed.train.trainer import Trainer
 
 _log = logging.getLogger("hotbed")

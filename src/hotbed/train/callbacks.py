@@ -31,13 +31,7 @@ _log = logging.getLogger("hotbed")
 
 
 class JsonLines(Callback):
-    """Append every record and evaluation to a file, one JSON object per line.
-
-    Parameters
-    ----------
-    path
-        The file, ``metrics.jsonl``.
-    """
+    """Append every record and evaluation to a file, one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -138,11 +132,6 @@ def own_callbacks(recipe: Recipe, directory: Path, *, is_first: bool) -> list[Ca
 
     They get ``recipe``, and ``directory``, which is the run's, if they take arguments of these names and init_args has
     none.
-
-    Raises
-    ------
-    RecipeError
-        If an argument is unknown, missing or refused.
     """
     refuse_callbacks(recipe)
     made: list[Callback] = []
@@ -170,13 +159,7 @@ def refuse_monitor(monitor: Monitor, reason: str) -> NoReturn:
 
 
 class BestSoFar:
-    """Remember the best value of a metric.
-
-    Parameters
-    ----------
-    monitor
-        ``"auc"``, ``"recall"`` or ``"ndcg"`` (higher is better), or ``"logloss"`` (lower).
-    """
+    """Remember the best value of a metric."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor: Monitor = monitor
@@ -195,13 +178,7 @@ class BestSoFar:
         return same
 
     def improved(self, metrics: Metrics) -> bool:
-        """Whether these metrics are better than all before them.
-
-        Raises
-        ------
-        RecipeError
-            If the metric is not defined for what was evaluated, so that nothing can be the best.
-        """
+        """Whether these metrics are better than all before them."""
         value = metrics.value(self._monitor) * (1 if self._monitor in HIGHER_IS_BETTER else -1)
         if math.isnan(value):
             refuse_monitor(self._monitor, metrics.undefined.get(self._monitor, "it is NaN"))

@@ -29,19 +29,6 @@ _log = logging.getLogger("hotbed")
 class Saver:
     """Save checkpoints of a run, one at a time.
 
-    Parameters
-    ----------
-    ranks
-        All of them call `lock`, `begin` and `finish`.
-    clock
-        Paused while training waits for a checkpoint.
-    parts
-        Gives what a checkpoint holds, by name.
-    report
-        Called with each record.
-    full_every
-        Every so many checkpoints, one holds all rows: 1 for every one.
-
     Attributes
     ----------
     records
@@ -94,26 +81,10 @@ class Saver:
         recipe: Recipe,
         *,
         background: bool,
-        then: Callable[[], None] | None = None,
-        may_exist: bool = False,
+        then: Callable[[], None] | None = None,  # called on the first rank when the checkpoint is complete
+        may_exist: bool = False,  # save nothing if the checkpoint exists
     ) -> None:
-        """Save the present state, once the checkpoint before is written; all ranks must call this.
-
-        Parameters
-        ----------
-        place
-            The checkpoint's directory.
-        step
-            Steps taken.
-        recipe
-            Stored in it.
-        background
-            Whether training goes on meanwhile.
-        then
-            Called on the first rank when the checkpoint is there.
-        may_exist
-            Save nothing if it is there already.
-        """
+        """Save the present state, once the checkpoint before is written; all ranks must call this."""
         with self._clock.paused(), self.waited_for():
             start = time.perf_counter()
             self.finish()
@@ -150,13 +121,7 @@ class Saver:
         return self._is_waiting or (self._saving is not None and self._saving.holds_up)
 
     def poll(self) -> None:
-        """Report the checkpoint if this rank has written its files; raise what went wrong here.
-
-        Raises
-        ------
-        NotOursError
-            If another run has taken over a directory that is locked.
-        """
+        """Report the checkpoint if this rank has written its files; raise what went wrong here."""
         for held in self._locks.values():
             held.check_renewals()
         if self._saving is not None and not self._saving.under_way:

@@ -14,78 +14,39 @@ After a restart from an earlier day, later directories end in ``-2``, and what t
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.config import Recipe
 from hotbed.data import Loader, Source
-from hotbed.errors import CommError, RecipeError, StoppedError
+from hotbed.errors import RecipeError, StoppedError
 from hotbed.files import write_json
-from hotbed.train.continuation import Continuation
-from hotbed.train.day_records import BEFORE, SEEN, Record
-from hotbed.train.days import Day, Days, DayTable
+from hotbed.train.days import BEFORE, SEEN, Day, Days, DayTable, Record
 from hotbed.train.drift import DayCounts, Watched, read_seen, write_seen
 from hotbed.train.lease import DirectoryLock, lock
-from hotbed.train.process_group import end_groups
+from hotbed.train.process_group import end_groups, is_first, on_first
 from hotbed.train.report import RunDirectory
 from hotbed.train.resume import NEVER
-from hotbed.train.run import train
+from hotbed.train.run import Continuation, train
 from hotbed.train.stored import uncut
 from hotbed.train.trainer import Trainer
-
-T = TypeVar("T")
-SAY_S = 0.25
-"""Seconds between two messages of a busy first rank; `ParallelRecipe.timeout_s` is at least as long."""
 
 
 def train_days(
     recipe: Recipe, days: Days, out: Path, console: Console, restart_from: date | None = None
 ) -> list[Record]:
-    """Train every day that has data and is not trained yet; all ranks must call this.
-
-    Parameters
-    ----------
-    recipe
-        What a day's training is; ``data.path`` is replaced by each day's.
-    days
-        Which days.
-    out
-        Directory of this model's days; all ranks must see it.
-    console
-        Where progress goes.
-    restart_from
-        Day to train anew, with all after it; their records and checkpoints are set aside.
-
-    Returns
-    -------
-    list
-        The records of all days so far, as in ``days.jsonl``.
-
-    Raises
-    ------
-    RecipeError
-        If the recipe ends at some step, or is another one than before.
-    DataError
-        If a day has no data although a later one has, or it is not complete.
-    CheckpointError
-        If another command is training these days.
-    StoppedError
-        If a signal asked for the end; the same command goes on.
-    """
+    """Train every day that has data and is not trained yet; all ranks must call this."""
     refuse_endings(recipe)
     recipe, ignored = whole_days(recipe)
     for message in ignored if is_first() else ():
@@ -229,75 +190,6 @@ def _uncounted(model: nn.Module) -> Generator[None]:
     for counter, values in zip(counters, before, strict=True):
         counter.clear()
         counter.update(values)
-
-
-def on_first(work: Callable[[], T]) -> T:
-    """Do something on the first rank, and give all its result; all must call this.
-
-    However long it takes: while it is done, the first rank says so to the others now and then, so that no exchange of
-    theirs takes longer than ``parallel.timeout_s`` allows.
-
-    Raises
-    ------
-    CommError
-        On the others, if it fails.
-    """
-    if not dist.is_initialized():
-        return work()
-    found: list[Any] = [None, None]
-    error: Exception | None = None
-    if is_first():
-        with _saying_so():
-            try:
-                found[0] = work()
-            except Exception as raised:
-                error, found[1] = raised, str(raised)
-    else:
-        while _heard():
-            pass
-    dist.broadcast_object_list(found, device=torch.device("cpu"))
-    if error is not None:
-        raise error
-    if found[1] is not None:
-        raise CommError(f"rank 0 failed: {found[1]}")
-    return cast("T", found[0])
-
-
-@contextmanager
-def _saying_so() -> Generator[None]:
-    """Tell the other ranks, while the body runs, that it does, and last that it is done."""
-    over = threading.Event()
-    failed: list[Exception] = []
-
-    def say() -> None:
-        try:
-            while not over.wait(SAY_S):
-                dist.broadcast(torch.ones(1, dtype=torch.uint8), 0)
-        except RuntimeError as error:  # a rank is gone
-            failed.append(error)
-
-    thread = threading.Thread(target=say, name="hotbed-busy", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-    if failed:
-        raise CommError(f"rank 0: another rank has ended or not answered in time ({failed[0]})") from failed[0]
-    dist.broadcast(torch.zeros(1, dtype=torch.uint8), 0)
-
-
-def _heard() -> bool:
-    """Wait for what the first rank says: whether it is still busy."""
-    busy = torch.zeros(1, dtype=torch.uint8)
-    dist.broadcast(busy, 0)
-    return bool(busy)
-
-
-def is_first() -> bool:
-    """Whether this is the first rank."""
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 @contextmanager

@@ -6,7 +6,8 @@ earlier day, the table of before is ``days-1.jsonl``, and directories of later d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -19,16 +20,72 @@ from hotbed.checkpoint import MANIFEST, Directory, checkpoints_in, directory, re
 from hotbed.checkpoint.changes import count_ids, export_changes
 from hotbed.checkpoint.manifest import step_of
 from hotbed.config import Recipe
-from hotbed.errors import CheckpointError, DataError, RecipeError
-from hotbed.files import write_text
+from hotbed.errors import CheckpointError, DamagedError, DataError, RecipeError
+from hotbed.files import read_text, write_text
 from hotbed.locations import location, remote_files
+from hotbed.parsing import TextError, parse_json, read_limited
 from hotbed.train.build import open_source
 from hotbed.train.checkpointing import are_same
-from hotbed.train.day_records import BEFORE, CHANGES, DAYS, MEASURED, Record, line_of, lines_of, measured, read_days
 from hotbed.train.drift import BINNED, stability
 from hotbed.train.lease import lock
 from hotbed.train.resume import refuse_another_recipe
 from hotbed.train.retention import remove_unneeded
+
+DAYS, BEFORE, SEEN, CHANGES = "days.jsonl", "before.json", "seen.npz", "changes.parquet"
+MEASURED = ("samples", "metrics", "unseen_share", "new_rows", "label_means")
+"""Entries of ``before.json`` that go into a record."""
+_KEYS = ("folder", "checkpoint", "step", "epoch", "data")
+Record = dict[str, Any]
+
+
+def read_days(out: Path) -> list[Record]:
+    """The records of a directory's days; none, where no day is finished."""
+    file = out / DAYS
+    if not file.exists():
+        return []
+    records: list[Record] = []
+    for number, text in enumerate(read_text(file).splitlines(), 1):
+        try:
+            record = json.loads(text)
+            date.fromisoformat(record["day"])
+            if not record.get("skipped"):
+                _ = [record[key] for key in _KEYS]
+        except (ValueError, TypeError, KeyError):
+            raise DamagedError(f"{file}, line {number:,} is no record of a day; restore the file") from None
+        records.append(record)
+    return records
+
+
+def lines_of(records: Sequence[Record]) -> str:
+    """Records as text."""
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def measured(folder: Path, day: str) -> dict[str, Any]:
+    """What was measured of a day before it was trained on."""
+    file = folder / BEFORE
+    try:
+        found = parse_json(read_limited(file))
+    except (FileNotFoundError, TextError, ValueError) as error:
+        why = "is gone" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
+    else:
+        if isinstance(found, dict) and all(key in found for key in MEASURED):
+            return cast("dict[str, Any]", found)
+        why = "is damaged"
+    raise DamagedError(f"{file} {why}; restore it, or train that day and those after it anew: --restart_from {day}")
+
+
+def line_of(record: Record, metrics: Mapping[str, float | None]) -> str:
+    """The figures of a day in a line."""
+    shown = [f"{record['samples']:,} samples"]
+    shown += [
+        f"{name} {metrics[name]:.5f}" for name in ("auc", "logloss", "calibration") if metrics.get(name) is not None
+    ]
+    shown.append(f"{record['unseen_share']:.2%} of lookups never seen before")
+    if "evicted" in record:
+        shown.append(f"{sum(record['evicted'].values()):,} ids evicted")
+    return ", ".join(shown)
+
 
 LOOK_AHEAD = 31
 """Days after one without data that are looked for, to tell a gap from the end."""
@@ -36,31 +93,17 @@ LOOK_AHEAD = 31
 
 @dataclass(frozen=True, kw_only=True)
 class Days:
-    """Which days to train.
+    """Which days to train."""
 
-    Attributes
-    ----------
-    data
-        Path or URI of a day's data, with ``{date}`` or ``{date:%Y/%m/%d}`` in it.
-    first, last
-        The first day of all, by default that of earlier commands; and the last, by default the last that has data.
-    skip
-        Days that have no data and never will.
-    marker
-        File that a day's folder has once it is complete, as ``_SUCCESS``.
-    keep
-        Days whose checkpoints are kept; None: all.
-    changes
-        Whether to write the rows that each day has changed, for servers.
-    """
-
-    data: str
+    data: str  # path or URI of a day's data, with ``{date}`` or ``{date:%Y/%m/%d}`` in it
+    # first, last: the first day of all, by default that of earlier commands; and the last, by default the last that has
+    # data
     first: date | None = None
     last: date | None = None
-    skip: frozenset[date] = frozenset()
-    marker: str | None = None
-    keep: int | None = None
-    changes: bool = False
+    skip: frozenset[date] = frozenset()  # days that have no data and never will
+    marker: str | None = None  # file that a day's folder has once it is complete, as ``_SUCCESS``
+    keep: int | None = None  # days whose checkpoints are kept; None: all
+    changes: bool = False  # whether to write the rows that each day has changed, for servers
 
     def __post_init__(self) -> None:
         try:
@@ -86,52 +129,24 @@ class Days:
 
 
 class Day(NamedTuple):
-    """A day to train.
+    """A day to train."""
 
-    Attributes
-    ----------
-    day, data
-        Which, and where its data are.
-    folder, place
-        Its directory, and where checkpoints go.
-    resume
-        The checkpoint to go on from.
-    epochs
-        Epochs of the model when the day is trained.
-    is_trained
-        Whether it is: then only its record is missing.
-    is_begun
-        Whether it has a checkpoint of its own.
-    before
-        Directory of the day before; None for the first.
-    kept
-        Steps of the days before, whose checkpoints stay.
-    """
-
+    # day, data: which, and where its data are
     day: date
     data: str
+    # folder, place: its directory, and where checkpoints go
     folder: Path
     place: str
-    resume: str | None
-    epochs: int
-    is_trained: bool
-    is_begun: bool
-    before: Path | None
-    kept: list[int]
+    resume: str | None  # the checkpoint to go on from
+    epochs: int  # epochs of the model when the day is trained
+    is_trained: bool  # whether it is: then only its record is missing
+    is_begun: bool  # whether it has a checkpoint of its own
+    before: Path | None  # directory of the day before; None for the first
+    kept: list[int]  # steps of the days before, whose checkpoints stay
 
 
 class DayTable:
-    """``days.jsonl`` of a directory, and what it says is next; made by the first rank.
-
-    Parameters
-    ----------
-    out
-        The directory.
-    recipe, days
-        As `hotbed.train.daily.train_days` has them.
-    restart_from
-        Likewise.
-    """
+    """``days.jsonl`` of a directory, and what it says is next; made by the first rank."""
 
     def __init__(self, out: Path, recipe: Recipe, days: Days, restart_from: date | None) -> None:
         self._out, self._days, self._recipe = out, days, recipe

@@ -47,19 +47,7 @@ def arena_launches(ranks: int = 1, *, cached: bool = False) -> dict[Tier, int]:
 def dense_kernels(
     model: nn.Module, *, narrow: bool, dense_inputs: int, labels: int, at_once: bool = True
 ) -> tuple[Kernel, ...]:
-    """List the kernels of a step.
-
-    Parameters
-    ----------
-    model
-        Perhaps on ``meta``.
-    narrow
-        Whether products are of two bytes a value, under autocast; else of four.
-    dense_inputs, labels
-        Columns of a batch.
-    at_once
-        Whether all weights are cast in one kernel, as one process alone does (`hotbed.nn.cast_weights`).
-    """
+    """List the kernels of a step."""
     size = 2 if narrow else 4
     kernels = [*_products(model, size, dense_inputs), *_activations(model, size), *_vectors(model, size)]
     if narrow:

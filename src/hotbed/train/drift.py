@@ -28,15 +28,7 @@ _TABLE = "table "  # NumPy takes some names for its own
 
 
 class Watched:
-    """Batches of a loader, counted as they pass.
-
-    Parameters
-    ----------
-    loader
-        The batches.
-    counts
-        Counts them.
-    """
+    """Batches of a loader, counted as they pass."""
 
     def __init__(self, loader: Loader, counts: DayCounts) -> None:
         self._loader, self._counts, self.source = loader, counts, loader.source
@@ -48,15 +40,7 @@ class Watched:
 
 
 class DayCounts:
-    """Count what a day's samples hold.
-
-    Parameters
-    ----------
-    source
-        The day's samples.
-    seen
-        By table, a bit per row that was looked up on any day before; missing tables have seen nothing.
-    """
+    """Count what a day's samples hold."""
 
     def __init__(self, source: Source, seen: Mapping[str, np.ndarray[Any, Any]]) -> None:
         schema = source.schema

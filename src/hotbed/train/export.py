@@ -1,31 +1,39 @@
-"""Export the model of a checkpoint in parts, or what has changed in it since an earlier one: ``hotbed export``.
+"""Export the model of a checkpoint in parts, as one program, or what has changed in it since an earlier one.
 
-The model is built by the recipe that the checkpoint holds, without its tables, which are copied from file to file.
+In parts, the model is built by the recipe that the checkpoint holds, without its tables, which are copied from file to
+file. As one program (``--single``), the model has its tables inside and needs torch only.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from hotbed.checkpoint import Directory, find_checkpoint, read_manifest
+from hotbed.checkpoint import Directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.load import load_dense
 from hotbed.checkpoint.manifest import find_earlier
-from hotbed.config import Recipe
-from hotbed.data import Source
+from hotbed.checkpoint.storage import LocalDirectory, directory
+from hotbed.checkpoint.tensor_files import new_directory
+from hotbed.config import MemoryRecipe, Recipe
+from hotbed.data import Source, SparseColumn
+from hotbed.data.described import described_features, encoding_of
 from hotbed.data.hashing import HASH
 from hotbed.embed import tables_on_meta
 from hotbed.errors import CheckpointError
+from hotbed.files import new_file
+from hotbed.nn import plain
 from hotbed.nn.dense_part import DensePart, dense_dtype, traced
-from hotbed.nn.normalization import normalization_of
+from hotbed.nn.normalization import normalization_of, take_raw
 from hotbed.serve.schema import ChangeManifest, ModelManifest, encoder_digest
 from hotbed.serve.writing import Model, Progress, write_change, write_model
-from hotbed.train.build import new_model
-from hotbed.train.retrieval_build import model_source
-from hotbed.train.stored import FEATURES, encoder_of, id_kinds_of, labels_of, recipe_of, trained_inputs
+from hotbed.train.build import build_model, new_model
+from hotbed.train.retrieval import model_source
+from hotbed.train.stored import FEATURES, encoder_of, id_kinds_of, labels_of, recipe_of, take_features, trained_inputs
 
 
 class Exporter:
@@ -33,18 +41,6 @@ class Exporter:
 
     The model is built and traced here, which draws random numbers and tells all threads that torch traces: so do it
     before training begins. Writing does neither.
-
-    Parameters
-    ----------
-    recipe
-        What checkpoints hold.
-    source
-        Data that the model is built for, whose schema alone is looked at.
-
-    Raises
-    ------
-    CheckpointError, SpecError
-        If the model cannot be traced, see `hotbed.nn.dense_part.traced`.
     """
 
     def __init__(self, recipe: Recipe, source: Source) -> None:
@@ -169,3 +165,87 @@ def described(manifest: ModelManifest | ChangeManifest) -> dict[str, Any]:
         tables = cast("Mapping[str, Any]", manifest.model_dump()["tables"])
         return {"base": manifest.base.step, "sequence": manifest.sequence.step, "tables": tables, "files": files}
     return {"step": manifest.step, "state": manifest.state, "tables": list(manifest.tables), "files": files}
+
+
+MODEL = "model.pt2"
+INPUTS = "inputs.json"
+
+
+def export_single(
+    checkpoint: str | Path, target: str | Path, data: str | None = None, *, trust_recipe: bool = False
+) -> dict[str, Any]:
+    """Write the model of a checkpoint to a program of torch.
+
+    The program and ``inputs.json``, which describes its inputs and outputs, are explained in ``docs/prediction.md``. It
+    takes twice the memory of the model.
+
+    Parameters
+    ----------
+    checkpoint
+        A checkpoint with a recipe, or a run's directory, whose newest one is taken.
+    target
+        Local path to make: a file ``NAME.pt2``, which has ``inputs.json`` inside
+        (``torch.export.load(FILE, extra_files={"inputs.json": ""})``), or else a directory with ``model.pt2`` and
+        ``inputs.json``.
+    data
+        Path of other data that the model can be built for; default: the recipe's, which are opened only if the recipe
+        has no schema.
+    trust_recipe
+        See `hotbed.config.check_trust`.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no recipe, the model cannot be traced, or there is anything at ``target``.
+    """
+    source = find_checkpoint(checkpoint)
+    if not isinstance(directory(target), LocalDirectory):
+        raise CheckpointError(f"{target} is no local directory; torch writes {MODEL} to local disks only")
+    file = Path(target) if str(target).endswith(".pt2") else None
+    if file is not None and file.exists():
+        raise CheckpointError(f"{file} exists already; choose another file")
+    manifest = read_manifest(source)
+    recipe = replace(recipe_of(manifest, str(source), trusted=trust_recipe), memory=MemoryRecipe())
+    origin = trained_inputs(recipe, manifest, data)
+    take_features(origin, manifest)
+    model = build_model(recipe, origin, torch.device("cpu"))
+    load_checkpoint(source, {"model": model})
+    take_raw(model, origin.schema)
+    program = plain.traced(plain.plain_model(model), origin.schema)
+    found = _described(origin, raw=normalization_of(model) is not None)
+    text = json.dumps(found, indent=1)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(file) as unfinished, unfinished.open("wb") as stream:
+            torch.export.save(program, stream, extra_files={INPUTS: text})
+        return found
+    with new_directory(target) as (place, _):
+        torch.export.save(program, Path(place.path) / MODEL)
+        place.write(INPUTS, text)
+    return found
+
+
+def _described(source: Source, *, raw: bool) -> dict[str, Any]:
+    """What ``inputs.json`` says of inputs and outputs."""
+    schema, kinds, encoder = source.schema, source.id_kinds(), source.encoder
+
+    def encoding(column: str) -> dict[str, str]:
+        if encoder is not None:
+            return encoding_of(encoder, column)
+        return {"encoding": "hash", "values": kinds[column]} if column in kinds else {"encoding": "rows"}
+
+    def of_ids(column: SparseColumn) -> dict[str, Any]:
+        weights = {} if column.weights is None else {"weights": column.weights}
+        return {"rows": column.rows, "ids": column.ids, "pooling": column.pooling, **weights, **encoding(column.name)}
+
+    return {
+        "dense": replace(schema, derived=()).to_dict()["dense"],
+        "dense_dtype": "float64" if raw else "float32",
+        "labels": list(schema.labels),
+        "positives": {label.column: label.positive for label in schema.positives},
+        "output": "logits [B, labels]; the probability of a label is 1 / (1 + exp(-logit))",
+        "ids": {c.name: of_ids(c) for c in schema.sparse},
+        "features": [] if encoder is None else described_features(encoder),
+        "hash": HASH if kinds else None,
+        "tables": schema.rows,
+    }

@@ -1,8 +1,8 @@
 """Forecast the memory that a run takes, by tier and part, before any table is allocated.
 
 Three things are measured instead of guessed: what a process takes that has trained the recipe's model with a few rows
-(Python, torch, kernels), the tensors of a step of few samples of it (`hotbed.train.memory_trace`), and the bytes of a
-sample as the source gives it. The rest follows from the plan.
+(Python, torch, kernels), the tensors of a step of few samples of it (`peak_of`), and the bytes of a sample as the
+source gives it. The rest follows from the plan.
 
 Rows that are materialized on their first update take what training touches. How many that will be is computed from the
 popularity of rows: what was counted (``memory.skew``), else Zipf's law.
@@ -12,10 +12,18 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from hotbed.batch import Batch
 from hotbed.config import Recipe
@@ -23,7 +31,7 @@ from hotbed.data import Source
 from hotbed.data.items import items_in
 from hotbed.embed import collections_of
 from hotbed.heap import KEPT_BYTES, heap_is_kept
-from hotbed.large_tensors import page_bytes
+from hotbed.large_tensors import observing, page_bytes
 from hotbed.machine import resident_bytes
 from hotbed.nn.normalization import normalization_of
 from hotbed.optim import Moment
@@ -34,7 +42,6 @@ from hotbed.plan.popularity import ExpectedRows, Popularity, Zipf
 from hotbed.plan.tiling import Tile
 from hotbed.specs import Table
 from hotbed.train.build import new_model, tables_of, trainer_of
-from hotbed.train.memory_trace import Peak, Phase, nbytes_of, peak_of
 from hotbed.train.numerics import bf16_instructions, resolve_device
 from hotbed.train.retrieval import Retrieval
 from hotbed.train.table_file import read_skew
@@ -56,22 +63,13 @@ TAG_BYTES = 25
 
 @dataclass
 class RankMemory:
-    """Bytes of one rank.
+    """Bytes of one rank."""
 
-    Attributes
-    ----------
-    tiers
-        Of rows and moments, by the memory that they are in: ``device``, ``host``, ``disk``; of rows that are
-        materialized on their first update those that training is expected to touch.
-    parts
-        Of memory at its peak, by what it is for.
-    place
-        Which of the device's and the host's memory a part is in.
-    """
-
+    # of rows and moments, by the memory that they are in: ``device``, ``host``, ``disk``; of rows that are materialized
+    # on their first update those that training is expected to touch
     tiers: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "disk": 0})
-    parts: dict[str, int] = field(default_factory=dict)
-    place: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, int] = field(default_factory=dict)  # of memory at its peak, by what it is for
+    place: dict[str, str] = field(default_factory=dict)  # which of the device's and the host's memory a part is in
 
     def add(self, part: str, nbytes: float, place: str = "host") -> None:
         """Count bytes of a part."""
@@ -84,19 +82,7 @@ class RankMemory:
 
 
 class Forecast:
-    """What a recipe's run will take; made once for all ranks.
-
-    Parameters
-    ----------
-    recipe, source
-        What is trained, on what.
-    plan
-        Where rows are.
-    tables
-        Of the model, by their names in plans.
-    moments
-        By table, of its optimizer.
-    """
+    """What a recipe's run will take; made once for all ranks."""
 
     def __init__(
         self,
@@ -345,3 +331,108 @@ def _bytes_per_sample(batch: Batch) -> float:
     sparse = batch.sparse
     columns = [sparse.values, sparse.offsets, sparse.weights, batch.dense, batch.labels, batch.weights, batch.extra]
     return nbytes_of(columns) / max(len(batch), 1)
+
+
+# -- tensors of a step -------------------------------------------------------------------------------------------------
+
+Phase = Callable[[], object]
+"""A part of a step: forward with backward, or the step of one optimizer."""
+_Bytes = np.ndarray[Any, np.dtype[Any]]
+
+
+class Peak(NamedTuple):
+    """Most bytes of tensors that a step has at once."""
+
+    plain: int  # tensors whose memory is free once they are deleted
+    recycled: int  # tensors whose memory `hotbed.large_tensors` keeps for later ones
+
+    @property
+    def nbytes(self) -> int:
+        """Sum of both, from the second step on."""
+        return self.plain + self.recycled
+
+
+def peaks_of(phases: Sequence[Phase]) -> list[Peak]:
+    """Run the phases of a step; return the peak of each. Memory inside of operations is not seen."""
+    return [Peak(*there.max(1, initial=0).tolist()) for there in _timelines(phases)]
+
+
+def peak_of(step: Callable[[int], Sequence[Phase]], samples: int, most: int) -> Peak:
+    """Measure the peak of a step with ``samples`` samples, by running steps of at most ``most`` samples.
+
+    ``step`` returns the phases of a step of a number of samples. Larger steps are extrapolated operation by operation,
+    because the largest operation of a large step need not be that of a small one.
+    """
+    if samples <= most:
+        found = [there.max(1, initial=0) for there in _timelines(step(samples))]
+    else:
+        found = list[_Bytes]()
+        for small, large in zip(_timelines(step(most // 2)), _timelines(step(most)), strict=True):
+            if small.shape != large.shape:
+                small, large = (there.max(1, initial=0)[:, None] for there in (small, large))
+            more = (large - small).clip(min=0) * ((samples - most) / (most - most // 2))
+            found.append((large + more).max(1, initial=0))
+    return Peak(*np.max(found, axis=0).astype(int).tolist())
+
+
+def nbytes_of(values: object) -> int:
+    """Count the bytes of all tensors in plain containers, e.g. in an optimizer's state."""
+    return sum(t.numel() * t.element_size() for t in tree_leaves(values) if isinstance(t, Tensor))
+
+
+def _timelines(phases: Sequence[Phase]) -> list[_Bytes]:
+    """Run the phases; of each, bytes of plain and of recycled tensors after every operation ``[2, operations]``."""
+    watch, cuts = _Watch(), [0]
+    with watch, observing(watch.note_recycled):
+        for phase in phases:
+            phase()
+            cuts.append(watch.operation + 1)
+    change = np.zeros((2, watch.operation + 2), dtype=np.int64)
+    for kind, nbytes, made, freed in watch.storages:
+        change[kind, made] += nbytes
+        change[kind, freed] -= nbytes
+    there = change.cumsum(1)
+    return [there[:, first:last] for first, last in pairwise(cuts)]
+
+
+class _Watch(TorchDispatchMode):
+    """Record the storages that operations make, and when they are freed.
+
+    Each of ``storages`` has its row of `_timelines`, its bytes, and the operations that made and freed it (−1: none).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[list[int]] = []
+        self.operation = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        made = func(*args, **dict(kwargs or {}))
+        self.operation += 1
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                if storage._cdata not in before:  # else a view, or changed in place
+                    self._note(storage, 0)
+        return made
+
+    def note_recycled(self, tensor: Tensor) -> None:
+        """Record a tensor of `hotbed.large_tensors`."""
+        self._note(tensor.untyped_storage(), 1)
+
+    def _note(self, storage: torch.UntypedStorage, kind: int) -> None:
+        known = self._known.get(id(storage))
+        if known is not None and known() is storage:
+            return
+        entry = [kind, storage.nbytes(), self.operation, -1]
+        self.storages.append(entry)
+
+        def freed(_: object) -> None:
+            entry[3] = self.operation + 1  # the running operation may still need it
+
+        self._known[id(storage)] = weakref.ref(storage, freed)

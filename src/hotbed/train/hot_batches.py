@@ -30,16 +30,7 @@ from hotbed.train.trainer import Callback, Trainer
 
 
 class HotSplit:
-    """Divide batches into hot and cold samples.
-
-    Parameters
-    ----------
-    hot_rows
-        By feature, how many of the first rows are hot.
-    ranks
-        Number of processes. Several exchange rows for each part, so that all have both, empty or not; one alone leaves
-        out a part without samples.
-    """
+    """Divide batches into hot and cold samples."""
 
     def __init__(self, hot_rows: Mapping[str, int], ranks: int = 1) -> None:
         self._hot_rows, self._ranks = hot_rows, ranks
@@ -60,15 +51,7 @@ class HotSplit:
 
 
 class HotSchedule(Callback):
-    """Evaluate after every round of hot and cold batches, and set the rate of the next.
-
-    Parameters
-    ----------
-    loader
-        What is trained on.
-    recipe
-        The constants.
-    """
+    """Evaluate after every round of hot and cold batches, and set the rate of the next."""
 
     def __init__(self, loader: HotColdLoader, recipe: HotRecipe) -> None:
         self._loader, self._recipe = loader, recipe

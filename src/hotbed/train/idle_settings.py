@@ -1,13 +1,14 @@
-"""Find settings of a recipe that cannot do what they say, by the plan and the machine that the run has.
+"""Find settings of a recipe that have no effect under the plan and on the machine of the run.
 
-A plan that cuts nothing, a tier in which no row is, a cache that is never used: the run is right, and not what whoever
-wrote the recipe thinks it is. Each is one sentence: what is set, why it does nothing, what would.
+Such a run is correct, but it is not what the author of the recipe expects: e.g. a plan that cuts no table.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import reduce
+from typing import Any, cast
 
 import torch
 
@@ -20,7 +21,7 @@ from hotbed.plan.placement import SCHEMES, Cut
 from hotbed.specs import Table
 
 LARGE_BYTES = 256 << 20
-"""Tables that are larger lose by small pages."""
+"""Bytes of tables from which on small pages cost much time."""
 
 _log = logging.getLogger("hotbed")
 
@@ -32,42 +33,76 @@ def warn_of_idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Ta
 
 
 def idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], device: torch.device) -> list[str]:
-    """Say what is set and does nothing.
-
-    Parameters
-    ----------
-    recipe
-        What is set.
-    plan
-        Where rows are; None where all are in the memory of one process's device.
-    tables
-        Of the model.
-    device
-        Where it is trained.
-    """
-    ranks = 1 if plan is None else plan.world_size * recipe.parallel.replicas
-    return [
-        *_of_the_plan(recipe, plan),
-        *_of_ranks(recipe, ranks),
-        *_of_memory(recipe, plan, device),
-        *_of_training(recipe),
-        *_of_the_machine(tables, device),
+    """List the settings without effect; ``plan`` is None where all rows are in the memory of one process's device."""
+    parallel, memory, train = recipe.parallel, recipe.memory, recipe.train
+    ranks = 1 if plan is None else plan.world_size * parallel.replicas
+    tiles = () if plan is None else plan.tiles
+    used = {tile.tier for tile in tiles}
+    often = train.checkpoint_every or train.checkpoint_minutes or checkpoint_policy(recipe) == "best"
+    steps = train.steps or 1 << 62
+    alone = "there is one process, which exchanges nothing"
+    one_node = f"there are {ranks} processes: all are on one node, and nothing goes in two hops"
+    no_copies = "parallel.replicas is 1: there are no copies"
+    no_row = "no row is there: all fit into the budgets of faster memories or are in hot.rows; lower them"
+    no_cache = "there is no cache; set memory.cache_rows"
+    one_checkpoint = "at most one checkpoint is saved, which holds all rows; set train.checkpoint_every"
+    ends = f"the run ends after train.steps {steps:,}"
+    # Keys, their values without effect, when other values have no effect either, and why.
+    rules: list[tuple[str, object, bool, str]] = [
+        ("parallel.reader", "each", ranks == 1, alone),
+        ("parallel.forward_codec", "fp32", ranks == 1, alone),
+        ("parallel.backward_codec", "fp32", ranks == 1, alone),
+        ("parallel.dense", "ddp", ranks == 1, alone),
+        ("parallel.ranks_per_node", None, (parallel.ranks_per_node or 0) >= ranks, one_node),
+        ("parallel.sync_every", 1, parallel.replicas == 1, no_copies),
+        ("parallel.layout", "groups", parallel.replicas == 1, no_copies),
+        ("parallel.exact", False, parallel.replicas == 1, no_copies),
+        ("memory.tier", "device", memory.tier not in used, no_row),
+        ("memory.device_bytes", 0, "device" not in used, "no row is in the device's memory: raise it, or leave it out"),
+        ("memory.host_bytes", 0, "host" not in used, "no row is in the host's memory: raise it, or leave it out"),
+        ("memory.cache_policy", "lru", not memory.cache_rows, no_cache),
+        ("memory.cache_tier", "device", not memory.cache_rows, no_cache),
+        ("memory.directory", None, "disk" not in used, "no row is on disk; set memory.tier to disk"),
+        ("memory.host", "records", device.type != "cuda", "there is no GPU that could read the host's memory"),
+        ("data.fp32_rows", 0, recipe.data.dtype == "fp32", "data.dtype is fp32: all rows are; set data.dtype"),
+        ("train.checkpoint_full_every", 1, not often, one_checkpoint),
+        ("train.checkpoint_every", None, (train.checkpoint_every or 0) > steps, ends),
+        ("train.eval_every", None, (train.eval_every or 0) > steps, ends),
+        ("schedule.warmup_steps", 0, recipe.schedule.warmup_steps > steps, f"{ends}: no rate reaches what is set"),
     ]
+    found, values = list(_of_plan(recipe, plan)), cast("Any", recipe)
+    for key, idle, has_no_effect, why in rules:
+        value = reduce(getattr, key.split("."), values)
+        if has_no_effect and value != idle and value != {}:
+            found.append(f"{key} is {f'{value:,}' if type(value) is int else value}, but {why}")
+    cached = sum(len(tile.rows) for tile in tiles if tile.tier in memory.cached_tiers)
+    if memory.cache_rows and memory.tier in used and memory.cache_rows * (plan.world_size if plan else 1) > cached:
+        found.append(
+            f"memory.cache_rows is {memory.cache_rows:,} per process, but only {cached:,} rows are in the memories "
+            "that it is for: it holds all of them; a larger memory.device_bytes would hold them without a copy"
+        )
+    nbytes = sum(table_bytes(table) for table in tables if table.dynamic is None)
+    if device.type == "cpu" and nbytes >= LARGE_BYTES and huge_pages_are_off():
+        found.append(
+            f"transparent huge pages are off on this machine ({HUGE_PAGES} says never): lookups in tables of "
+            f"{nbytes:,} bytes miss the TLB, which can double their time; write madvise there"
+        )
+    return found
 
 
-def _of_the_plan(recipe: Recipe, plan: Plan | None) -> Iterator[str]:
+def _of_plan(recipe: Recipe, plan: Plan | None) -> Iterator[str]:
     given = recipe.parallel.plan
     scheme = given if isinstance(given, str) else "by table"
+    cut = SCHEMES.get(scheme, Cut())
     if plan is None or plan.world_size == 1:
-        if scheme in SCHEMES and SCHEMES[scheme] != Cut():
+        if cut != Cut():
             yield (
                 f"parallel.plan is {scheme}, but each plan is for one process, in which nothing is cut; start several "
                 "with torchrun, or leave it out"
             )
         return
-    cut_by_columns = SCHEMES[scheme].cols != 1 if scheme in SCHEMES else False
     whole = [name for name, tiles in plan.by_table.items() if len({t.cols for t in tiles if not t.readers}) <= 1]
-    if cut_by_columns and whole:
+    if cut.cols != 1 and whole:
         yield (
             f"parallel.plan is {scheme}, but {len(whole)} of {len(plan.by_table)} tables are too narrow to be cut into "
             f"columns ({', '.join(whole[:3])}{' …' * (len(whole) > 3)})"
@@ -77,84 +112,4 @@ def _of_the_plan(recipe: Recipe, plan: Plan | None) -> Iterator[str]:
         yield (
             f"parallel.plan {scheme} gives no row of any table to {len(empty)} of {plan.world_size} ranks "
             f"({', '.join(map(str, empty[:5]))}{' …' * (len(empty) > 5)}); plan row gives all of them some"
-        )
-
-
-def _of_ranks(recipe: Recipe, ranks: int) -> Iterator[str]:
-    parallel = recipe.parallel
-    if ranks == 1:
-        for key, idle in (("reader", "each"), ("forward_codec", "fp32"), ("backward_codec", "fp32"), ("dense", "ddp")):
-            if getattr(parallel, key) != idle:
-                yield f"parallel.{key} is {getattr(parallel, key)}, but there is one process, which exchanges nothing"
-    if parallel.ranks_per_node is not None and parallel.ranks_per_node >= ranks:
-        yield (
-            f"parallel.ranks_per_node is {parallel.ranks_per_node}, but there are {ranks} processes: all are on one "
-            "node, and nothing goes in two hops"
-        )
-    if parallel.replicas == 1:
-        for key, idle in (("sync_every", 1), ("layout", "groups"), ("exact", False)):
-            if getattr(parallel, key) != idle:
-                yield f"parallel.{key} is {getattr(parallel, key)}, but parallel.replicas is 1: there are no copies"
-
-
-def _of_memory(recipe: Recipe, plan: Plan | None, device: torch.device) -> Iterator[str]:
-    memory = recipe.memory
-    tiles = () if plan is None else plan.tiles
-    used = {tile.tier for tile in tiles}
-    if memory.tier != "device" and memory.tier not in used:
-        budgets = "the first rows of hot.rows" if recipe.hot.rows else "the budgets memory.device_bytes and host_bytes"
-        yield (
-            f"memory.tier is {memory.tier}, but no row is there: all fit into {budgets}; leave memory out, or lower "
-            "them"
-        )
-    for tier in ("device", "host"):
-        if getattr(memory, f"{tier}_bytes") and tier not in used:
-            yield (
-                f"memory.{tier}_bytes is {getattr(memory, f'{tier}_bytes'):,}, but no row is in the {tier}'s memory: "
-                "it is too little for one, or faster memories hold all"
-            )
-    cached = sum(len(tile.rows) for tile in tiles if tile.tier in memory.cached_tiers)
-    if memory.cache_rows and memory.tier in used and memory.cache_rows * (plan.world_size if plan else 1) > cached:
-        yield (
-            f"memory.cache_rows is {memory.cache_rows:,} per process, but only {cached:,} rows are in the memories "
-            "that it is for: it holds all of them; a larger memory.device_bytes would hold them without a copy"
-        )
-    if not memory.cache_rows:
-        for key, idle in (("cache_policy", "lru"), ("cache_tier", "device")):
-            if getattr(memory, key) != idle:
-                yield f"memory.{key} is {getattr(memory, key)}, but there is no cache; set memory.cache_rows"
-    if memory.directory is not None and "disk" not in used:
-        yield "memory.directory is set, but no row is on disk; set memory.tier to disk"
-    if memory.host == "uva" and device.type != "cuda":
-        yield "memory.host is uva, but there is no GPU that could read the host's memory: rows are simply in memory"
-
-
-def _of_training(recipe: Recipe) -> Iterator[str]:
-    data, train, schedule = recipe.data, recipe.train, recipe.schedule
-    if data.dtype == "fp32" and data.fp32_rows:
-        yield "data.fp32_rows is set, but data.dtype is fp32: all rows are; set data.dtype to what the others are"
-    often = train.checkpoint_every or train.checkpoint_minutes or checkpoint_policy(recipe) == "best"
-    if train.checkpoint_full_every > 1 and not often:
-        yield (
-            f"train.checkpoint_full_every is {train.checkpoint_full_every}, but at most one checkpoint is saved, which "
-            "holds all rows; set train.checkpoint_every"
-        )
-    if train.steps is None:
-        return
-    for key, value in (("train.checkpoint_every", train.checkpoint_every), ("train.eval_every", train.eval_every)):
-        if value is not None and value > train.steps:
-            yield f"{key} is {value:,}, but the run ends after train.steps {train.steps:,}"
-    if schedule.warmup_steps > train.steps:
-        yield (
-            f"schedule.warmup_steps is {schedule.warmup_steps:,}, but the run ends after train.steps {train.steps:,}: "
-            "no learning rate reaches what is set"
-        )
-
-
-def _of_the_machine(tables: Sequence[Table], device: torch.device) -> Iterator[str]:
-    nbytes = sum(table_bytes(table) for table in tables if table.dynamic is None)
-    if device.type == "cpu" and nbytes >= LARGE_BYTES and huge_pages_are_off():
-        yield (
-            f"transparent huge pages are off on this machine ({HUGE_PAGES} says never): lookups in tables of "
-            f"{nbytes:,} bytes miss the TLB, which can double their time; write madvise there"
         )

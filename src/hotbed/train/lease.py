@@ -26,20 +26,20 @@ import errno
 import json
 import logging
 import os
+import socket
 import threading
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Self
-
-from typing_extensions import override
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, Self, TypeAlias, cast
 
 from hotbed.checkpoint import Directory
 from hotbed.checkpoint.storage import LocalDirectory, Tagged
 from hotbed.errors import CheckpointError, NotOursError
-from hotbed.train import owners
 
 OWNER = ".owner.json"
 """File that names the process which writes into a directory."""
@@ -51,47 +51,20 @@ does."""
 _LOOKS = 30
 """Looks per time to live, of one who waits for it to end."""
 
+_LONGEST_S = 600.0
+"""More is not waited for, whatever a file says."""
+HELD: set[str] = set()
+"""Names of the leases of this process."""
+
 _log = logging.getLogger("hotbed")
 
 
-class DirectoryLock(ABC):
-    """Keep a directory for this process while it is used as a context.
-
-    Parameters
-    ----------
-    where
-        The directory.
-
-    Raises
-    ------
-    CheckpointError
-        When it is entered, if another run has the directory.
-    """
-
-    def __init__(self, where: Directory) -> None:
-        self.where = where
-
-    @abstractmethod
-    def __enter__(self) -> Self: ...
-
-    @abstractmethod
-    def __exit__(self, *_: object) -> None: ...
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raise `NotOursError` if the directory was taken over by another run, or was given back."""
-
-    @abstractmethod
-    def check_renewals(self) -> None:
-        """Do the same by what is known without a look at the directory."""
-
-
 def lock(where: Directory) -> DirectoryLock:
-    """What keeps this directory for a run, by where it is."""
+    """Return the lock of a directory; entering it raises `CheckpointError` if another run has the directory."""
     return FileLock(where) if isinstance(where, LocalDirectory) else Lease(where)
 
 
-class FileLock(DirectoryLock):
+class FileLock:
     """A lock of the system's on ``.owner.json``; of NFS, too, from version 4 on, whose server forgets hosts that died.
 
     While another host has it, this waits for as long as such servers remember a host.
@@ -101,18 +74,17 @@ class FileLock(DirectoryLock):
     """How long a lock of another host is waited for: longer than servers of NFS remember it, which is 90 s."""
 
     def __init__(self, where: LocalDirectory) -> None:
-        super().__init__(where)
+        self.where = where
         self._file, self._name = where.root / OWNER, uuid.uuid4().hex
         self._descriptor: int | None = None
 
-    @override
     def __enter__(self) -> Self:
         self.where.make()
         descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             self._acquire(descriptor)
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps({"name": self._name, **owners.me()}).encode(), 0)
+            os.pwrite(descriptor, json.dumps({"name": self._name, **me()}).encode(), 0)
         except BaseException:  # also Ctrl-C while it waits
             os.close(descriptor)
             raise
@@ -132,9 +104,9 @@ class FileLock(DirectoryLock):
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     _log.warning("%s keeps no locks (%s): a run that begins there ends this one", self.where, error)
                     return
-                owner = owners.parsed(os.pread(descriptor, 10_000, 0))
-                whose = owners.belongs(self.where, owner)
-                if end is None and owners.is_of_another_system(owner):
+                owner = parsed(os.pread(descriptor, 10_000, 0))
+                whose = belongs(self.where, owner)
+                if end is None and is_of_another_system(owner):
                     end = time.monotonic() + self.PATIENCE_S
                     _log.warning("%s; waiting %.0f s for its lock to end", whose, self.PATIENCE_S)
                 if end is None or time.monotonic() > end:
@@ -143,20 +115,19 @@ class FileLock(DirectoryLock):
                     ) from None
                 time.sleep(1)
 
-    @override
     def __exit__(self, *_: object) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)  # the file stays: another process may be about to lock it
             self._descriptor = None
 
-    @override
     def check(self) -> None:
+        """Raise `NotOursError` if the directory was taken over by another run, or was given back."""
         if self._descriptor is None:
-            raise NotOursError(owners.given_back(self.where))
+            raise NotOursError(given_back(self.where))
         try:
             os.pread(self._descriptor, 1, 0)  # fails over NFS once its server has given the lock to another host
             with self._file.open("rb") as there:
-                owner, now = owners.parsed(there.read(10_000)), os.fstat(there.fileno())
+                owner, now = parsed(there.read(10_000)), os.fstat(there.fileno())
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.EIO, errno.ESTALE):
                 raise
@@ -167,30 +138,22 @@ class FileLock(DirectoryLock):
         own = os.fstat(self._descriptor)
         if (own.st_dev, own.st_ino) != (now.st_dev, now.st_ino) or owner.get("name") != self._name:
             raise NotOursError(
-                f"{owners.belongs(self.where, owner)}, which took it over: its file system gave it the lock that this "
+                f"{belongs(self.where, owner)}, which took it over: its file system gave it the lock that this "
                 "process had; this run ends, and publishes nothing more"
             )
 
-    @override
     def check_renewals(self) -> None:
-        pass
+        """Do nothing: a lock is not renewed."""
 
 
-class Lease(DirectoryLock):
+class Lease:
     """A file that is created and replaced on condition, and renewed; see the theory of operation above.
 
     Where a place has no such writes, a warning says so, and nothing is protected.
-
-    Parameters
-    ----------
-    where
-        The directory.
-    time_to_live_s
-        Seconds that it holds without being renewed.
     """
 
     def __init__(self, where: Directory, time_to_live_s: float = TIME_TO_LIVE_S) -> None:
-        super().__init__(where)
+        self.where = where
         self._seconds = time_to_live_s
         self._name, self._number, self._tag = uuid.uuid4().hex, 0, ""
         self._writes = threading.Lock()
@@ -198,39 +161,37 @@ class Lease(DirectoryLock):
         self._lost: str | None = None
         self._thread: threading.Thread | None = None
 
-    @override
     def __enter__(self) -> Self:
         self.where.make()
         while not self._acquire():
             pass
-        owners.HELD.add(self._name)
+        HELD.add(self._name)
         self._thread = threading.Thread(target=self._renew_until_over, name="hotbed-lease", daemon=True)
         self._thread.start()
         return self
 
-    @override
     def __exit__(self, *_: object) -> None:
         self._over.set()
         if self._thread is None:
             return
         self._thread.join()
         self._thread = None
-        owners.HELD.discard(self._name)
+        HELD.discard(self._name)
         if self._lost is None:
             with suppress(CheckpointError, OSError):
                 self._replace(self._tag, released=True)
 
-    @override
     def check(self) -> None:
+        """Raise `NotOursError` if the directory was taken over by another run, or was given back."""
         if self._over.is_set() and self._lost is None:
-            raise NotOursError(owners.given_back(self.where))
+            raise NotOursError(given_back(self.where))
         if self._thread is not None and self._lost is None:
             with self._writes:
                 self._compare(self.where.read_tagged(OWNER))
         self.check_renewals()
 
-    @override
     def check_renewals(self) -> None:
+        """Do the same, by what is known without a look at the directory."""
         if self._lost is not None:
             raise NotOursError(
                 f"{self._lost}, which took it over: this process did not renew its lease for {self._seconds:g} s, or "
@@ -248,28 +209,28 @@ class Lease(DirectoryLock):
         there = self.where.read_tagged(OWNER)
         if there is None:
             return False
-        owner = owners.parsed(there.content)
+        owner = parsed(there.content)
         if owner.get("name") == self._name:  # the answer was lost on its way, and the request sent again
             self._tag = there.tag
             return True
-        if not owner.get("released") and not owners.has_ended(owner):
+        if not owner.get("released") and not has_ended(owner):
             self._wait_for_the_end_of(there, owner)
         return self._replace(there.tag)
 
     def _wait_for_the_end_of(self, lease: Tagged, owner: Mapping[str, Any]) -> None:
         """Return when a lease was not renewed for its time to live; `CheckpointError` if it was."""
-        whose = owners.belongs(self.where, owner)
+        whose = belongs(self.where, owner)
         refused = f"{whose}, which is running; choose another train.checkpoint_dir, or end that run"
-        if owner.get("system") == owners.system():
+        if owner.get("system") == system():
             raise CheckpointError(refused)
-        live = owners.time_to_live(owner, self._seconds)
-        seconds = live * RENEWAL if owners.seems_of_an_earlier_attempt(owner) else live
+        live = time_to_live(owner, self._seconds)
+        seconds = live * RENEWAL if seems_of_an_earlier_attempt(owner) else live
         start = time.monotonic()
         _log.warning("%s; waiting up to %.0f s to see whether that run lives", whose, seconds)
         while time.monotonic() - start < seconds:
             time.sleep(live / _LOOKS)
             found = self.where.read_tagged(OWNER)
-            if found is None or owners.parsed(found.content).get("released"):
+            if found is None or parsed(found.content).get("released"):
                 return
             if found.tag != lease.tag:
                 raise CheckpointError(refused)
@@ -291,9 +252,9 @@ class Lease(DirectoryLock):
 
     def _compare(self, there: Tagged | None) -> None:
         """Note whose the lease is, if it is not this one's any more."""
-        owner: Mapping[str, Any] = {} if there is None else owners.parsed(there.content)
+        owner: Mapping[str, Any] = {} if there is None else parsed(there.content)
         if there is None or owner.get("name") != self._name:
-            self._lost = owners.belongs(self.where, owner)
+            self._lost = belongs(self.where, owner)
         else:
             self._tag = there.tag
 
@@ -307,4 +268,106 @@ class Lease(DirectoryLock):
 
     def _content(self, *, released: bool = False) -> bytes:
         own = {"name": self._name, "number": self._number, "time_to_live_s": self._seconds, "released": released}
-        return json.dumps({**own, **owners.me()}).encode()
+        return json.dumps({**own, **me()}).encode()
+
+
+DirectoryLock: TypeAlias = FileLock | Lease
+
+# -- owners: what a process writes about itself into ``.owner.json`` ---------------------------------------------------
+
+
+def me() -> dict[str, Any]:
+    """Say who this process is."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "system": system(),
+        "started": _started(os.getpid()),
+        "job": os.environ.get("TORCHELASTIC_RUN_ID"),
+        "restarts": _restarts(),
+        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _restarts() -> int | None:
+    """How often the agent of torchrun that started this process has started processes again; None without one."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return int(count) if count.isdecimal() else None
+
+
+def parsed(content: bytes) -> Mapping[str, Any]:
+    """What a file says of its owner; nothing if it is damaged."""
+    try:
+        values = json.loads(content or b"{}")
+    except ValueError:
+        return {}
+    return cast("Mapping[str, Any]", values) if isinstance(values, dict) else {}
+
+
+def time_to_live(owner: Mapping[str, Any], default: float) -> float:
+    """Seconds that an owner's lease holds, within what could be meant."""
+    seconds = owner.get("time_to_live_s")
+    return min(float(seconds), _LONGEST_S) if isinstance(seconds, int | float) and seconds > 0 else default
+
+
+def belongs(where: Directory, owner: Mapping[str, Any]) -> str:
+    """Say in an error whose a directory is."""
+    named = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
+    return f"{where} belongs to {named} since {owner.get('since', '?')}"
+
+
+def given_back(where: Directory) -> str:
+    """Say in an error that a directory was unlocked."""
+    return f"{where} is this run's no more: it is over, and has given it back; nothing more is published there"
+
+
+def is_of_another_system(owner: Mapping[str, Any]) -> bool:
+    """Whether nothing can be known here of an owner's process."""
+    return owner.get("system") not in (None, system())
+
+
+def has_ended(owner: Mapping[str, Any]) -> bool:
+    """Whether an owner is known to have ended, as a process of this system."""
+    if owner.get("name") in HELD:
+        return False
+    pid = owner.get("pid")
+    if owner.get("system") != system() or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    # Numbers of processes come again, in containers soon. This process holds no other lease than those in HELD.
+    there = owner.get("started"), _started(pid)
+    return pid == os.getpid() or (None not in there and there[0] != there[1])
+
+
+def seems_of_an_earlier_attempt(owner: Mapping[str, Any]) -> bool:
+    """Whether an owner may be of this job of torchrun before it started processes again, which ended all of them.
+
+    Agents count for themselves, so an earlier attempt may have a count that is not lower. And another cluster may have
+    a live job of this name, which was started again less often: an owner that renews its lease lives.
+    """
+    job, then, now = os.environ.get("TORCHELASTIC_RUN_ID"), owner.get("restarts"), _restarts()
+    if job in (None, "none") or owner.get("job") != job:  # "none": torchrun without --rdzv-id
+        return False
+    return isinstance(then, int) and now is not None and then < now
+
+
+@cache
+def system() -> str:
+    """Name of what numbers processes: the host since it was started, and the container in it."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
+    return socket.gethostname()
+
+
+def _started(pid: int) -> str | None:
+    """When a process was started, in ticks since the machine was; None where that cannot be known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None

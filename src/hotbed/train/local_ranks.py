@@ -21,24 +21,7 @@ _SHOWN_CHARACTERS = 2000
 
 
 def run_local(argv: Sequence[str], ranks: int, folder: Path, *, expected: int = 0) -> None:
-    """Run a program as several ranks until all have ended, or one has failed; then the others are killed.
-
-    Parameters
-    ----------
-    argv
-        The program and its arguments, the same for all.
-    ranks
-        How many processes.
-    folder
-        An existing directory, which gets ``rank0.log``, … with what they write.
-    expected
-        Status that they end with if nothing has failed.
-
-    Raises
-    ------
-    CommError
-        If one of them ends otherwise, with what it wrote last.
-    """
+    """Run a program as several ranks until all have ended, or one has failed; then the others are killed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -26,11 +26,6 @@ from hotbed.optim import SparseOptimizer
 class LoggedStep:
     """Seconds of the parts of a step, and norms of its gradients.
 
-    Parameters
-    ----------
-    model
-        As it is trained, on a CPU.
-
     Attributes
     ----------
     squares
@@ -83,13 +78,7 @@ class LoggedStep:
         self._last = time.perf_counter()
 
     def record(self) -> dict[str, float]:
-        """Return the entries for a record of training, once.
-
-        Returns
-        -------
-        dict
-            ``step_PART_s`` by part, and ``grad_norm_dense``; empty if the last step was not measured.
-        """
+        """Return the entries for a record of training, once."""
         seconds = {f"step_{part}_s": s for part, s in self._seconds.items()}
         found = {**self._found, **seconds}
         self._found.clear()
@@ -97,21 +86,7 @@ class LoggedStep:
         return found
 
     def norms(self, add: Callable[..., list[float]], ranks: int) -> dict[tuple[str, str], float | None]:
-        """Return, by path and table, the norm of the gradients of its vectors; all ranks must call this.
-
-        Parameters
-        ----------
-        add
-            Sums over ranks.
-        ranks
-            Their number: each backward begins with so many times the mean loss of all samples.
-
-        Returns
-        -------
-        dict
-            √(Σ squares ÷ steps), of the mean loss; None where no step was measured, or a table was not looked up
-            in one by its collection.
-        """
+        """Return √(mean squared norm) of the gradients of each table's vectors; all ranks must call this."""
         tables = [(path, table) for path, c in collections_of(self._model).items() for table in c.tables]
         sums = add(*(self.squares[of] for of in tables)) if tables else []
         return {

@@ -22,15 +22,7 @@ SummedLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class TaskLosses:
-    """Σ over tasks of weight · Σ over samples of the task's loss.
-
-    Parameters
-    ----------
-    losses
-        By task, each maps logits and labels ``[n]`` to losses ``[n]``.
-    weights
-        Their factors.
-    """
+    """Σ over tasks of weight · Σ over samples of the task's loss."""
 
     def __init__(self, losses: Sequence[nn.Module], weights: Sequence[float]) -> None:
         self._tasks = list(zip(losses, weights, strict=True))
@@ -47,13 +39,7 @@ class TaskLosses:
 
 
 def losses_of(tasks: Mapping[str, TaskRecipe], labels: Sequence[str], device: torch.device) -> SummedLoss:
-    """What a recipe's tasks ask for; binary cross-entropy where they ask for nothing else.
-
-    Raises
-    ------
-    RecipeError
-        If there is no such label, no task counts, or a loss does not give a value per sample of logits and labels.
-    """
+    """What a recipe's tasks ask for; binary cross-entropy where they ask for nothing else."""
     for name in tasks:
         if name not in labels:
             raise RecipeError(

@@ -6,8 +6,7 @@ or a warm start nothing is measured that the checkpoint had.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,32 +14,24 @@ import torch
 from rich.console import Console
 
 from hotbed.data import Source
-from hotbed.nn.normalization import Normalization, normalization_of
-from hotbed.train.parallel import Ranks
+from hotbed.nn.normalization import normalization_of
+from hotbed.train.process_group import on_first
 from hotbed.train.report import StageProgress
 from hotbed.train.trainer import Trainer
 
-_BEAT_S = 10.0
-"""After so many seconds the first rank lets the others know that it still reads: they would take it for lost."""
-
 
 def measure_numericals(trainer: Trainer, source: Source, splits: Sequence[str], console: Console) -> None:
-    """Measure the columns that the trainer's model normalizes and does not know yet; all ranks must call this.
-
-    Raises
-    ------
-    DataError
-        If the data cannot be read, or the values are too large for their rule.
-    CommError
-        If that is so on the first rank, and this is another.
-    """
+    """Measure the columns that the trainer's model normalizes and does not know yet; all ranks must call this."""
     normalization = normalization_of(trainer.model)
     if normalization is None or not normalization.unmeasured:
         return
     ranks = trainer.ranks
-    columns = ", ".join(normalization.unmeasured)
-    measure = partial(_measure, normalization, source, splits, ranks, console)
-    _on_first(ranks, f"measure the columns {columns}", measure)
+
+    def measure() -> None:
+        with StageProgress(console) as progress, torch.no_grad():
+            normalization.measure(source, splits, progress=partial(progress, "measure"))
+
+    on_first(measure)
     for statistics in normalization.state_dict().values():
         statistics.copy_(ranks.gather(statistics if ranks.is_first else statistics[:0]))
 
@@ -54,9 +45,9 @@ def measure_buckets(trainer: Trainer, source: Source, splits: Sequence[str], con
 
     def measure() -> None:
         with StageProgress(console) as progress:
-            source.measure(splits, progress=_beating(ranks, progress, "quantiles"))
+            source.measure(splits, progress=partial(progress, "quantiles"))
 
-    _on_first(ranks, f"measure quantiles for {', '.join(bucket.name for bucket in wanted)}", measure)
+    on_first(measure)
     for bucket in wanted:
         own = [*encoder.boundaries[bucket.name], 0.0] if ranks.is_first else []  # one more, for there may be none
         found = ranks.gather(torch.tensor(own, dtype=torch.float64, device=trainer.device))
@@ -72,11 +63,6 @@ class FeaturesState:
     def __init__(self, source: Source) -> None:
         self._source = source
 
-    @property
-    def has_derived(self) -> bool:
-        """Whether there are derived columns, which cannot be made without what was measured."""
-        return bool(self._source.schema.derived)
-
     def state_dict(self) -> dict[str, Any]:
         """See `Encoder.state`."""
         return {} if self._source.encoder is None else self._source.encoder.state()
@@ -85,41 +71,3 @@ class FeaturesState:
         """Take over what was measured."""
         if self._source.encoder is not None:
             self._source.encoder.load_state(state, other_tables=True)
-
-
-def _on_first(ranks: Ranks, what: str, work: Callable[[], None]) -> None:
-    """Do it on the first rank, while the others wait for it."""
-    error: Exception | None = None
-    if ranks.is_first:
-        try:
-            work()
-        except Exception as raised:
-            error = raised
-        ranks.add(1.0)
-    else:
-        while not ranks.add(0.0)[0]:
-            pass
-    with ranks.together(what):
-        if error is not None:
-            raise error
-
-
-def _measure(
-    normalization: Normalization, source: Source, splits: Sequence[str], ranks: Ranks, console: Console
-) -> None:
-    with StageProgress(console) as progress, torch.no_grad():
-        normalization.measure(source, splits, progress=_beating(ranks, progress, "measure"))
-
-
-def _beating(ranks: Ranks, progress: StageProgress, stage: str) -> Callable[[int, int], None]:
-    """Show progress, and let the other ranks know now and then that the first still reads."""
-    beat = time.monotonic()
-
-    def shown(done: int, total: int) -> None:
-        nonlocal beat
-        progress(stage, done, total)
-        if time.monotonic() - beat > _BEAT_S:
-            ranks.add(0.0)
-            beat = time.monotonic()
-
-    return shown

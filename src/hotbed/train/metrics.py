@@ -7,10 +7,12 @@ ties that the model did not make. Sums are float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from inspect import signature
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +20,101 @@ from torch.nn import functional as F
 
 from hotbed.auc import auc, check_labels, grouped_auc
 from hotbed.batch import Batch
+from hotbed.config import Component, Recipe
 from hotbed.data import Schema
 from hotbed.embed import EmbeddingCollection
-from hotbed.errors import BatchError, NonFiniteError, SpecError
+from hotbed.errors import BatchError, HotbedError, NonFiniteError, RecipeError, SpecError
 from hotbed.nn.normalization import normalization_of
-from hotbed.train.own_metrics import OwnMetrics, TaskMetrics, value_of
 from hotbed.train.parallel import Ranks
 from hotbed.train.sent_batch import SentBatch
 from hotbed.train.size_classes import SizeClasses
+
+Makers: TypeAlias = Mapping[str, Callable[[], Any]]
+"""By name, what makes a metric."""
+
+
+@dataclass(frozen=True)
+class TaskMetrics:
+    """Metrics of all tasks, and those that some have besides or in their place."""
+
+    of_all: Makers  # those of all tasks
+    of_tasks: Mapping[str, Makers]  # by task, those that it alone has
+
+    def of(self, task: str) -> Makers:
+        """All that are computed for a task."""
+        return {**self.of_all, **self.of_tasks.get(task, {})}
+
+    def key(self, task: str, name: str) -> str:
+        """Where a recipe has a metric of a task."""
+        return f"tasks.{task}.metrics.{name}" if name in self.of_tasks.get(task, {}) else f"metrics.{name}"
+
+
+OwnMetrics: TypeAlias = Makers | TaskMetrics
+"""What makes metrics: of all tasks alike, or of each."""
+
+OWN_NAMES = frozenset(
+    {"samples", "auc", "logloss", "normalized_entropy", "calibration", "gauc", "groups", "groups_left_out", "tasks"}
+    | {"undefined", "event", "step"}
+)
+"""Names that records of evaluations have already."""
+
+_WEIGHTS = ("weight", "weights", "sample_weight", "sample_weights")
+
+
+def metrics_of(recipe: Recipe) -> OwnMetrics:
+    """What makes the metrics of a recipe and of its tasks, each tried once; see `own_metrics` for the errors."""
+    of_tasks = {
+        label: own_metrics(task.metrics, f"tasks.{label}.metrics")
+        for label, task in recipe.tasks.items()
+        if task.metrics
+    }
+    of_all = own_metrics(recipe.metrics)
+    return TaskMetrics(of_all, of_tasks) if of_tasks else of_all
+
+
+def own_metrics(components: Mapping[str, Component], key: str = "metrics") -> dict[str, Callable[[], Any]]:
+    """What makes the metrics that are at a key of a recipe, each tried once.
+
+    A metric is a class of torchmetrics, torcheval or one's own. It has ``update(scores, labels)``, which takes scores
+    from 0 to 1 and labels of samples ``[n]``, and ``compute()``, which gives a number. hotbed gathers what all ranks
+    have scored, so none needs to know of ranks.
+    """
+    found: dict[str, Callable[[], Any]] = {}
+    for name, component in components.items():
+        if name in OWN_NAMES:
+            raise RecipeError(f"{key} has '{name}', which every evaluation has already; give the metric another name")
+        try:
+            made = component.build()
+        except RecipeError as error:
+            raise RecipeError(f"{key}.{name}: {error}") from error
+        if not all(callable(getattr(made, method, None)) for method in ("update", "compute")):
+            raise RecipeError(f"{key}.{name}: {component.class_path} has no update(scores, labels) and compute()")
+        found[name] = partial(component.build)
+        value_of(f"{key}.{name}", made, torch.tensor([0.1, 0.6, 0.8, 0.3]), torch.tensor([0.0, 1.0, 0.0, 1.0]), None)
+    return found
+
+
+def value_of(name: str, metric: Any, scores: Tensor, labels: Tensor, weights: Tensor | None) -> float:
+    """A metric of scores, labels and weights ``[n]``; labels that are all 0 or 1 are given as integers."""
+    given = labels.long() if bool(((labels == 0) | (labels == 1)).all()) else labels
+    kind, more = type(metric).__name__, {}
+    if weights is not None:
+        known = signature(metric.update).parameters
+        place = next((key for key in _WEIGHTS if key in known), None)
+        if place is None:
+            raise RecipeError(
+                f"{name}: samples have weights, which {kind}.update does not take ({', '.join(_WEIGHTS)}); "
+                "leave the metric out, or use one of torcheval or your own"
+            )
+        more = {place: weights}
+    try:
+        metric.update(scores, given, **more)
+        return float(metric.compute())
+    except HotbedError:
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RecipeError(f"{name}: {kind} failed on scores and labels [{len(scores)}]: {text}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +191,6 @@ class Predictions:
     Kept per sample and task: logit and label (8 bytes), and weight and group where there are any. Everything else is
     summed as it comes. 100 M samples of one task take 0.8 GB, and 10 GB more for the AUC (97 bytes per sample, measured
     on 10 M).
-
-    Parameters
-    ----------
-    labels
-        Names of the tasks, or None to number them.
-    metrics
-        By name, what makes a metric that is computed, too.
     """
 
     def __init__(self, labels: Sequence[str] | None = None, metrics: OwnMetrics | None = None) -> None:
@@ -142,15 +224,7 @@ class Predictions:
         self._parts = [(logits, labels, weights, groups)]
 
     def metrics(self) -> Metrics:
-        """Metrics of everything that was added.
-
-        Raises
-        ------
-        BatchError
-            If nothing was added, or a label is not in [0, 1].
-        NonFiniteError
-            If a logit is NaN or infinite.
-        """
+        """Metrics of everything that was added."""
         if self._sums is None:
             raise BatchError("there is no sample to evaluate; the batches are empty")
         logits = torch.cat([p[0] for p in self._parts])
@@ -290,7 +364,7 @@ def evaluate(
     labels
         Names of the tasks.
     metrics
-        By name, what makes a metric to be computed, too; see `hotbed.train.own_metrics`.
+        By name, what makes a metric to be computed, too; see `hotbed.train.metrics.own_metrics`.
     finished
         Called after each batch.
 

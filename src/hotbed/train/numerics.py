@@ -42,13 +42,7 @@ _WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_COR
 
 
 def resolve_device(device: str, option: str = "train.device") -> torch.device:
-    """Return the device that ``option`` of a recipe or command line names; ``auto`` is CUDA where there is one.
-
-    Raises
-    ------
-    RecipeError
-        If CUDA is asked for and absent.
-    """
+    """Return the device that ``option`` of a recipe or command line names; ``auto`` is CUDA where there is one."""
     if device == "cuda" and not torch.cuda.is_available():
         raise RecipeError(f"{option} is cuda, but torch finds no CUDA device here; use auto or cpu")
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
@@ -84,19 +78,6 @@ def is_one_graph(model: nn.Module) -> bool:
 class Numerics:
     """Choose precision and library of a run, and keep to them.
 
-    Parameters
-    ----------
-    model
-        The model that is trained.
-    recipe
-        What is asked for.
-    device
-        Where it is trained.
-    ranks
-        All of them must call `settle`.
-    loss
-        Of all labels of a batch, or `Retrieval`.
-
     Attributes
     ----------
     precision
@@ -107,8 +88,6 @@ class Numerics:
         Library of float32 products of `hotbed.nn.linear.Linear` on CPUs; None until it is settled.
     why
         What decided the precision.
-    unrecorded
-        Precision of checkpoints that do not say theirs: that of their recipe, which the caller knows.
     """
 
     def __init__(
@@ -128,17 +107,11 @@ class Numerics:
         self.scaler: torch.amp.GradScaler | None = None
         self._scale: dict[str, Any] = {}
         self.why = "the recipe"
-        self.unrecorded: Precision = "fp32"
 
     def settle(self) -> str:
         """Resolve what is still ``auto``, equally on all ranks, and say what was chosen and why.
 
         bfloat16 is chosen if all ranks have instructions for it, and oneDNN if it is faster on all ranks' CPUs.
-
-        Raises
-        ------
-        RecipeError
-            For TF32 on a CPU, or float16 with parameters that are sharded.
         """
         kind, instructions = self._device.type.upper(), bf16_instructions(self._device)
         with_bf16, with_onednn, without_onednn = self._ranks.add(
@@ -253,32 +226,26 @@ class Numerics:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what a run was trained with, unless the recipe says otherwise; say what will change bits."""
-        # What there was before a run could choose, for checkpoints that do not say.
-        before: dict[str, Any] = {
-            "precision": self.unrecorded,
-            "linear_library": "torch",
-            **{k: v for k, v in state.items() if v is not None},
-        }
         for name in ("precision", "linear_library"):
-            if getattr(self._recipe, name) not in ("auto", before[name]):
+            if getattr(self._recipe, name) not in ("auto", state[name]):
                 _log.warning(
                     "train.%s was %s and is now %s: from here on the bits differ from those of a run that was not "
                     "stopped; auto keeps what it was",
                     name,
-                    before[name],
+                    state[name],
                     getattr(self._recipe, name),
                 )
         if self._recipe.precision == "auto":
-            self.precision, self.why = before["precision"], "the checkpoint"
+            self.precision, self.why = state["precision"], "the checkpoint"
         if self._recipe.linear_library == "auto":
-            self.library = before["linear_library"]
+            self.library = state["linear_library"]
         self._scale = dict(state.get("scale") or {})
         here = _processor(self._device)
-        if self._ranks.is_first and before.get("processor", here) != here:  # whose processor was kept
+        if self._ranks.is_first and state["processor"] != here:  # whose processor was kept
             _log.warning(
                 "this run began on %s and goes on on %s: matrix products round otherwise there, so bits differ from "
                 "those of a run that was not stopped",
-                before["processor"],
+                state["processor"],
                 here,
             )
 

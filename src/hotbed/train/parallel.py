@@ -10,43 +10,39 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hotbed.batch import Batch
+from hotbed.checkpoint.single_files import read_limited
 from hotbed.comm import Link, reason
-from hotbed.config import Recipe
+from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import Source
 from hotbed.data.loader import share_of
 from hotbed.embed import Distributed, distribute, plan_for, plan_tables
 from hotbed.embed.agreed_plan import is_searched, plan_of_first
 from hotbed.embed.replicas import check_replicas
-from hotbed.errors import CommError, HotbedError, RecipeError
+from hotbed.errors import CommError, HotbedError, PlanError, RecipeError
 from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.optim import Moment
+from hotbed.parsing import TextError, parse_json, parse_yaml
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes, tile_bytes
-from hotbed.plan.placement import SCHEMES
+from hotbed.plan.placement import AUTO, SCHEMES, Schemes, schemes_from
 from hotbed.plan.tiers import place_in_tiers, with_cache
 from hotbed.plan.tiling import Tier
 from hotbed.specs import Table
 from hotbed.store.memory import refuse_too_many, to_device
 from hotbed.train.parameter_groups import moments_by_table, moments_of
 from hotbed.train.process_group import started
-from hotbed.train.recipe_plan import plan_or_schemes
 from hotbed.train.table_file import read_hot_rows, read_skew
 
 
 class Ranks:
-    """Exchange small values between the ranks that train a model; there is one, where it is not distributed.
-
-    Parameters
-    ----------
-    model
-        As it is trained: what `hotbed.distribute` returned, or any other.
-    """
+    """Exchange small values between the ranks that train a model; there is one, where it is not distributed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model if isinstance(model, Distributed) else None
@@ -94,13 +90,7 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str) -> Generator[None]:
-        """Raise on all ranks if the body raises on any; all must call this, and nothing may be exchanged inside.
-
-        Parameters
-        ----------
-        what
-            What the body does, for the ranks on which it goes well: "rank 1 cannot …".
-        """
+        """Raise on all ranks if the body raises on any; all must call this, and nothing may be exchanged inside."""
         error: Exception | None = None
         try:
             yield
@@ -301,3 +291,27 @@ def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: s
     hot = read_hot_rows(file, {table.name: table.rows for table in plan_tables(model)})
     cuts = {name: replace(SCHEMES[scheme], hot_rows=rows, tier=memory.tier) for name, rows in hot.items()}
     return with_cache(plan_for(model, world_size, cuts), memory.cache_rows, memory.cached_tiers)
+
+
+def plan_or_schemes(parallel: ParallelRecipe) -> Plan | Schemes:
+    """What ``parallel.plan`` says: a scheme for all tables, schemes by table, or a file with these or a plan."""
+    if isinstance(parallel.plan, dict):
+        return schemes_from(parallel.plan, "parallel.plan")
+    return parallel.plan if parallel.plan in (*SCHEMES, AUTO) else read_plan(parallel.plan)
+
+
+def read_plan(file: str) -> Plan | Schemes:
+    """A plan's file, or one with schemes by table, in JSON or YAML; a `PlanError` says what else a plan can be."""
+    try:
+        text = read_limited(file)
+        values = parse_yaml(text.decode()) if file.endswith((".yaml", ".yml")) else parse_json(text)
+    except FileNotFoundError:
+        raise PlanError(
+            f"there is no plan {file}; give a JSON or YAML file, or a scheme: {', '.join(SCHEMES)}, {AUTO}"
+        ) from None
+    except (TextError, ValueError) as error:
+        raise PlanError(f"plan {file} {error}; give another file") from None
+    if not isinstance(values, dict):
+        raise PlanError(f"plan {file} holds {type(values).__name__}, must be a plan, or schemes by table")
+    found = cast("dict[str, Any]", values)
+    return Plan.from_dict(found) if {"tiles", "world_size"} & found.keys() else schemes_from(found, file)

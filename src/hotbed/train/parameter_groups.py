@@ -29,26 +29,14 @@ _SHOWN = 12
 
 
 def group_parameters(model: nn.Module, recipe: Recipe) -> tuple[list[str], dict[str, list[str]]]:
-    """Names of the parameters of ``dense_optimizer``, and of each of ``dense_optimizer_groups``.
-
-    Raises
-    ------
-    RecipeError
-        If a pattern matches no parameter, two groups match one, or the groups match all.
-    """
+    """Names of the parameters of ``dense_optimizer``, and of each of ``dense_optimizer_groups``."""
     patterns = {name: group.parameters for name, group in recipe.dense_optimizer_groups.items()}
     names = [name for name, _ in model.named_parameters()]
     return _grouped("dense_optimizer", "parameter", names, patterns, _modules_of)
 
 
 def group_tables(model: nn.Module, recipe: Recipe) -> tuple[list[str], dict[str, list[str]]]:
-    """Names ``path.table`` of the tables of ``sparse_optimizer``, and of each of ``sparse_optimizer_groups``.
-
-    Raises
-    ------
-    RecipeError
-        If a pattern matches no table, two groups match one, or the groups match all.
-    """
+    """Names ``path.table`` of the tables of ``sparse_optimizer``, and of each of ``sparse_optimizer_groups``."""
     patterns = {name: group.tables for name, group in recipe.sparse_optimizer_groups.items()}
 
     def names_of(table: str) -> Iterator[str]:

@@ -58,11 +58,6 @@ class SideStream:
     What is made in it is used and dropped by the step, whose kernels may still read it when the host drops it. Its
     memory is given out again to this stream only, and all work here begins after what the step was given until then:
     so nothing is overwritten too early, as long as the step is given nothing while work is begun here, by one thread.
-
-    Parameters
-    ----------
-    device
-        The step's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,19 +95,6 @@ class BatchPrefetcher:
 
     Where exchanges may overlap, a thread does both, in the step's stream; where they may not (`Link.overlaps`), this
     thread does, in a stream of its own; so are copies of a model that exchanges nothing.
-
-    Parameters
-    ----------
-    model
-        Whose ids to exchange; of a model that is not distributed there is nothing to exchange.
-    move
-        Brings a batch to the device, ids checked.
-    device
-        Where that is.
-    overlap
-        Whether to prefetch ids, and read rows ahead that are in files; else each step does it itself.
-    divide
-        Called with each batch.
 
     Attributes
     ----------
@@ -239,13 +221,6 @@ class RowPrefetcher:
     """Fetch the rows of one part of a batch while another part is computed.
 
     A thread does it in the step's stream; where exchanges may not overlap, this thread does in a stream of its own.
-
-    Parameters
-    ----------
-    model
-        Whose rows.
-    device
-        Where they are computed with.
     """
 
     def __init__(self, model: Distributed, device: torch.device) -> None:

@@ -22,8 +22,8 @@ from hotbed.plan.tiling import Tier
 from hotbed.plan.workload import DensePart, Workload
 from hotbed.train.dense_kernels import arena_launches, dense_kernels
 from hotbed.train.numerics import resolve_device
+from hotbed.train.parallel import plan_or_schemes
 from hotbed.train.parameter_groups import moments_by_table
-from hotbed.train.recipe_plan import plan_or_schemes
 from hotbed.train.table_file import read_skew
 
 if TYPE_CHECKING:
@@ -43,30 +43,7 @@ def searched(
     others: str = "table",
     hardware: Hardware | None = None,
 ) -> Found:
-    """Search for the plan of a group of ``size`` ranks.
-
-    Parameters
-    ----------
-    model
-        The recipe's, perhaps on ``meta``.
-    recipe
-        ``parallel.hardware`` is the machine; rows may be in the device's memory, and in those up to ``memory.tier``.
-    size
-        Ranks of the plan.
-    source
-        By which ids per sample are counted; without it there is one per feature.
-    schemes
-        Others than the recipe's.
-    others
-        The scheme of tables that have none, where schemes are by table.
-    hardware
-        Another machine than the recipe's.
-
-    Raises
-    ------
-    PlanError
-        If no plan fits.
-    """
+    """Search for the plan of a group of ``size`` ranks."""
     options = _options(model, recipe, schemes, others)
     return search(workload_of(model, recipe, size, source), size, hardware or hardware_of(recipe), **options)
 
@@ -85,11 +62,6 @@ def searched_ranks(
     """Search for the number of ranks, of all replicas together, and of replicas, as `searched` does for a plan.
 
     With a price of a node per hour, or one in the hardware's profile, the least cost per sample is the best.
-
-    Raises
-    ------
-    PlanError
-        If no plan fits.
     """
     here = hardware_of(recipe)
     one_group = replace(recipe, parallel=replace(recipe.parallel, replicas=1))

@@ -195,21 +195,7 @@ def _split(source: Source, split: str | None, data: str) -> str:
 def refuse_keep(
     there: Mapping[str, str], keep: Sequence[str], names: Sequence[str], target: str | Path, data: str
 ) -> None:
-    """Raise unless the columns to keep are among those that are there, once, and the file can hold them.
-
-    Parameters
-    ----------
-    there
-        Types of the columns of the data.
-    keep
-        Columns to keep.
-    names
-        Columns that are written besides.
-    target
-        The file.
-    data
-        What messages call the data.
-    """
+    """Raise unless the columns to keep are among those that are there, once, and the file can hold them."""
     for name, count in Counter(keep).items():
         if name not in there:
             raise DataError(

@@ -19,12 +19,13 @@ from __future__ import annotations
 import gc
 import json
 import os
+import threading
 import time
 import uuid
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,9 @@ from hotbed.train.watchdog import end_with_parent
 
 _PAUSE_S = 0.02
 """Seconds between two looks into the store."""
+SAY_S = 0.25
+"""Seconds between two messages of a busy first rank; `ParallelRecipe.timeout_s` is at least as long."""
+T = TypeVar("T")
 
 
 class Started(NamedTuple):
@@ -50,13 +54,7 @@ class Started(NamedTuple):
 
 
 def started() -> Started:
-    """Read the environment; a process that torchrun did not start is alone.
-
-    Raises
-    ------
-    CommError
-        If a variable is no number, or they do not fit together.
-    """
+    """Read the environment; a process that torchrun did not start is alone."""
 
     def number(name: str, default: int) -> int:
         value = os.environ.get(name, str(default))
@@ -146,22 +144,7 @@ def end_groups() -> None:
 
 
 def fresh_store(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
-    """Return a part of a store that only these ranks use; all must call this.
-
-    Parameters
-    ----------
-    store
-        Shared by all ranks, and by those of earlier attempts.
-    rank, size
-        This rank, and how many there are.
-    timeout
-        How long to wait for the others.
-
-    Raises
-    ------
-    RuntimeError
-        If not all ranks come in time.
-    """
+    """Return a part of a store that only these ranks use; all must call this."""
     own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:
         store.set("hotbed/attempt", own)
@@ -191,3 +174,70 @@ def _pause(end: float) -> None:
     if time.monotonic() > end:
         raise RuntimeError("not all of them started in time")
     time.sleep(_PAUSE_S)
+
+
+# -- work of one rank --------------------------------------------------------------------------------------------------
+
+
+def on_first(work: Callable[[], T]) -> T:
+    """Do something on the first rank, and give all its result; all must call this.
+
+    However long it takes: while it is done, the first rank says so to the others now and then, so that no exchange of
+    theirs takes longer than ``parallel.timeout_s`` allows.
+    """
+    if not dist.is_initialized():
+        return work()
+    found: list[Any] = [None, None]
+    error: Exception | None = None
+    if is_first():
+        with _saying_so():
+            try:
+                found[0] = work()
+            except Exception as raised:
+                error, found[1] = raised, str(raised)
+    else:
+        while _heard():
+            pass
+    dist.broadcast_object_list(found, device=torch.device("cpu"))
+    if error is not None:
+        raise error
+    if found[1] is not None:
+        raise CommError(f"rank 0 failed: {found[1]}")
+    return cast("T", found[0])
+
+
+@contextmanager
+def _saying_so() -> Generator[None]:
+    """Tell the other ranks, while the body runs, that it does, and last that it is done."""
+    over = threading.Event()
+    failed: list[Exception] = []
+
+    def say() -> None:
+        try:
+            while not over.wait(SAY_S):
+                dist.broadcast(torch.ones(1, dtype=torch.uint8), 0)
+        except RuntimeError as error:  # a rank is gone
+            failed.append(error)
+
+    thread = threading.Thread(target=say, name="hotbed-busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    if failed:
+        raise CommError(f"rank 0: another rank has ended or not answered in time ({failed[0]})") from failed[0]
+    dist.broadcast(torch.zeros(1, dtype=torch.uint8), 0)
+
+
+def _heard() -> bool:
+    """Wait for what the first rank says: whether it is still busy."""
+    busy = torch.zeros(1, dtype=torch.uint8)
+    dist.broadcast(busy, 0)
+    return bool(busy)
+
+
+def is_first() -> bool:
+    """Whether this is the first rank."""
+    return not dist.is_initialized() or dist.get_rank() == 0

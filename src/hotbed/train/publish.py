@@ -60,15 +60,6 @@ class _Entry(NamedTuple):
 class Publisher:
     """Publishes checkpoints in the background, until `finish`.
 
-    Parameters
-    ----------
-    place
-        Directory to publish in.
-    exporter
-        Writes models and changes.
-    full_every
-        Changes after which a full model is written, too; entries before the full one before are removed.
-
     Attributes
     ----------
     records
@@ -86,20 +77,7 @@ class Publisher:
         self.records: list[dict[str, Any]] = []
 
     def begin(self, step: int, checkpoints: Directory) -> None:
-        """Take over the directory for a run: what was published of later steps than the run is at is removed.
-
-        Parameters
-        ----------
-        step
-            Steps taken.
-        checkpoints
-            Where the run's checkpoints are: if what was published last is of one of them, changes go on from it.
-
-        Raises
-        ------
-        CheckpointError
-            If a new run would mix its own with what another one has published there.
-        """
+        """Take over the directory for a run: what was published of later steps than the run is at is removed."""
         entries = self._entries()
         if entries and not step:
             raise CheckpointError(

@@ -24,8 +24,7 @@ from hotbed.machine import cpu, release, usable_cores
 from hotbed.plan import Plan
 from hotbed.train.callbacks import Callback
 from hotbed.train.checkpointing import are_same
-from hotbed.train.metrics import Metrics
-from hotbed.train.own_metrics import OWN_NAMES
+from hotbed.train.metrics import OWN_NAMES, Metrics
 from hotbed.train.parallel import Ranks
 
 if TYPE_CHECKING:
@@ -230,7 +229,6 @@ def size(count: int) -> str:
 
 
 _STAGES = {
-    "find": "finding items",
     "read": "reading the log",
     "count": "counting values",
     "write": "writing the dataset",
@@ -246,13 +244,7 @@ _STAGES = {
 
 
 class StageProgress:
-    """Progress through named stages, as `hotbed.prepare` reports it; a context manager.
-
-    Parameters
-    ----------
-    console
-        Where to print.
-    """
+    """Progress through named stages, as `hotbed.prepare` reports it; a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -285,13 +277,7 @@ class StageProgress:
 
 
 class ShowProgress(Callback):
-    """A progress bar with loss, rate and time left; plain lines where the output is not a terminal.
-
-    Parameters
-    ----------
-    console
-        Where to print.
-    """
+    """A progress bar with loss, rate and time left; plain lines where the output is not a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -37,9 +37,7 @@ from hotbed.config.validation import monitored, patience
 from hotbed.errors import DamagedError, HotbedError, RecipeError
 from hotbed.files import read_yaml
 from hotbed.train.checkpointing import set_aside
-from hotbed.train.measure import FeaturesState
 from hotbed.train.report import RECIPE, SUMMARY, RunDirectory
-from hotbed.train.stored import FEATURES
 from hotbed.train.trainer import Trainer
 
 AUTO, NEVER = "auto", "none"
@@ -69,27 +67,7 @@ _SECTIONS_THAT_MAY_DIFFER = ("metrics", "callbacks")
 
 
 def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) -> Manifest:
-    """Raise `RecipeError` if a recipe would train otherwise than the one that a checkpoint was made with.
-
-    Parameters
-    ----------
-    checkpoint
-        The checkpoint's directory; one that holds no recipe is not compared.
-    recipe
-        The recipe to go on with.
-
-    Returns
-    -------
-    Manifest
-        The checkpoint's.
-
-    Raises
-    ------
-    RecipeError
-        With every key that differs and its values in both.
-    CheckpointError
-        If there is no valid checkpoint.
-    """
+    """Raise `RecipeError` if a recipe would train otherwise than the one that a checkpoint was made with."""
     manifest = read_manifest(checkpoint)
     if manifest.recipe is not None:
         _refuse_difference(f"{checkpoint}", manifest.recipe, recipe)
@@ -130,32 +108,17 @@ def _by_key(value: object, key: str = "") -> dict[str, object]:
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """What ``--resume`` asks for.
+    """What ``--resume`` asks for."""
 
-    Attributes
-    ----------
-    path
-        A checkpoint, or a directory whose newest is meant.
-    auto
-        Go on with an earlier run of the recipe's name, in its directory, or begin.
-    by_recipe
-        With ``auto``: only runs that this recipe has begun count, with these data and this warm start; else the newest
-        run does, and another recipe is an error.
-    """
-
-    path: str | Path | None = None
-    auto: bool = False
+    path: str | Path | None = None  # a checkpoint, or a directory whose newest is meant
+    auto: bool = False  # go on with an earlier run of the recipe's name, in its directory, or begin
+    # with ``auto``: only runs that this recipe has begun count, with these data and this warm start; else the newest
+    # run does, and another recipe is an error
     by_recipe: bool = False
 
     @staticmethod
     def of(option: str | Path | None, recipe: Recipe) -> Resume:
-        """What the option means; without it, a run under torchrun goes on, because torchrun may start it again.
-
-        Raises
-        ------
-        RecipeError
-            If ``auto`` is given and the recipe keeps no checkpoints.
-        """
+        """What the option means; without it, a run under torchrun goes on, because torchrun may start it again."""
         keeps = recipe.train.checkpoint != "none"
         if option == AUTO and not keeps:
             needed = "--resume auto needs checkpoints to go on from"
@@ -182,13 +145,7 @@ def _is_of(run: Path, recipe: Recipe) -> bool:
 
 
 def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory, resume: Resume) -> dict[str, Any] | None:
-    """Summary of the run to go on with if it was trained and tested to the end; all ranks must call this.
-
-    Raises
-    ------
-    RecipeError
-        If it was made with a recipe that trains otherwise.
-    """
+    """Summary of the run to go on with if it was trained and tested to the end; all ranks must call this."""
     ranks, summaries = trainer.ranks, list[str]()
     with ranks.together("read the run to go on with"):
         earlier = resume.earlier(run, recipe) if ranks.is_first else None
@@ -205,20 +162,7 @@ def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory, resume: Re
 
 
 def resume_from(path: str | Path, trainer: Trainer, recipe: Recipe) -> Directory:
-    """Load a checkpoint, or the newest of a run or of the runs of a name; all ranks must call this.
-
-    Returns
-    -------
-    Directory
-        The checkpoint.
-
-    Raises
-    ------
-    RecipeError
-        If it was made with a recipe that trains otherwise, or nothing is left to train.
-    CheckpointError
-        If there is none, or it is damaged.
-    """
+    """Load a checkpoint, or the newest of a run or of the runs of a name; all ranks must call this."""
     ranks = trainer.ranks
     with ranks.together("find the checkpoint to go on from"):
         found = [str(find_checkpoint(path))] if ranks.is_first else []
@@ -227,7 +171,7 @@ def resume_from(path: str | Path, trainer: Trainer, recipe: Recipe) -> Directory
         manifest = refuse_another_recipe(checkpoint, recipe)
         if over := why_over(manifest, recipe):
             raise RecipeError(f"{checkpoint} is of a run that is finished: {over}; hotbed eval tests it as it is")
-        _load(checkpoint, manifest, trainer)
+        load_checkpoint(checkpoint, trainer.parts())
     return checkpoint
 
 
@@ -238,20 +182,6 @@ def resume_newest(
 
     Damaged checkpoints that are newer are set aside, with a warning, once an older one is loaded. The run goes on in
     its directory; where no checkpoint was ever finished, nothing is loaded.
-
-    Returns
-    -------
-    Directory or None
-        The checkpoint; its directory is locked (see `Saver.lock`).
-
-    Raises
-    ------
-    RecipeError
-        If the run was made with a recipe that trains otherwise.
-    DamagedError
-        If all of its checkpoints are damaged.
-    CheckpointError
-        If another process is training this run.
     """
     ranks = trainer.ranks
     with ranks.together("look for a run to go on with"):
@@ -306,21 +236,12 @@ def _load_whole(checkpoint: Directory, trainer: Trainer, recipe: Recipe) -> str 
     reasons: list[str] = []
     with trainer.ranks.together(f"go on from {checkpoint}"):
         try:
-            _load(checkpoint, refuse_another_recipe(checkpoint, recipe), trainer)
+            refuse_another_recipe(checkpoint, recipe)
+            load_checkpoint(checkpoint, trainer.parts())
         except DamagedError as error:
             reasons = [str(error).replace("\n", " ")]
     reasons = trainer.ranks.names(reasons)
     return reasons[0] if reasons else None
-
-
-def _load(checkpoint: Directory, manifest: Manifest, trainer: Trainer) -> None:
-    if manifest.recipe is not None and (precision := Recipe.from_dict(manifest.recipe).train.precision) != "auto":
-        trainer.numerics.unrecorded = precision
-    parts = trainer.parts()
-    state = parts.get(FEATURES)
-    if FEATURES not in manifest.parts and isinstance(state, FeaturesState) and not state.has_derived:
-        parts.pop(FEATURES)  # of a release that kept no hashes of vocabularies
-    load_checkpoint(checkpoint, parts)
 
 
 def why_over(manifest: Manifest, recipe: Recipe) -> str | None:

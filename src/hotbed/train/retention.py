@@ -128,13 +128,7 @@ class KeepLast(Callback):
 
 
 class KeepBest(Callback):
-    """Keep the checkpoint of the best evaluation, ``best-STEP``, and goes back to it when training ends.
-
-    Parameters
-    ----------
-    where, recipe, background, publisher
-        As in `KeepLast`.
-    """
+    """Keep the checkpoint of the best evaluation, ``best-STEP``, and goes back to it when training ends."""
 
     def __init__(
         self,

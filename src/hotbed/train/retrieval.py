@@ -15,21 +15,29 @@ there are. Why: decision 0061.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import signature
 from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from typing_extensions import override
 
 from hotbed.batch import Batch
 from hotbed.comm import Link
-from hotbed.data.items import ItemDraws, ItemSet, item_ids
+from hotbed.config import Component, Recipe
+from hotbed.data import Schema, Source
+from hotbed.data.items import ItemDraws, ItemSet, item_ids, items_of
 from hotbed.data.loader import share_of
-from hotbed.errors import BatchError, DataError
+from hotbed.embed import Distributed
+from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError, did_you_mean
 from hotbed.jagged import Jagged
+from hotbed.train.metrics import Metrics, evaluating, refuse_unnormalized, to_device
 from hotbed.train.parallel import Ranks
 
 CANDIDATE, LOG_DRAWN = "retrieval.candidate", "retrieval.log_drawn"
@@ -38,18 +46,10 @@ CANDIDATE, LOG_DRAWN = "retrieval.candidate", "retrieval.log_drawn"
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalBatch(Batch):
-    """Hold a batch with its candidates.
+    """Hold a batch with its candidates."""
 
-    Attributes
-    ----------
-    rows
-        Its first samples, which are those of the data; the others are candidates alone.
-    positives
-        How many of these are positives.
-    """
-
-    rows: int
-    positives: int
+    rows: int  # its first samples, which are those of the data; the others are candidates alone
+    positives: int  # how many of these are positives
 
 
 def is_positive(batch: Batch) -> Tensor:
@@ -66,28 +66,15 @@ def trained_samples(batch: Batch) -> int:
 
 
 class Options(NamedTuple):
-    """Say what `Retrieval` does.
+    """Say what `Retrieval` does."""
 
-    Attributes
-    ----------
-    item
-        Features of items; the first says which item it is.
-    sampled, by_popularity
-        Items to draw for each step, and how.
-    negatives
-        Feature whose ids are a sample's own negatives.
-    seed
-        Of the draws.
-    k
-        Of recall@k and ndcg@k.
-    """
-
-    item: Sequence[str]
+    item: Sequence[str]  # features of items; the first says which item it is
+    # sampled, by_popularity: items to draw for each step, and how
     sampled: int = 0
     by_popularity: bool = False
-    negatives: str | None = None
-    seed: int = 0
-    k: Sequence[int] = (10, 100)
+    negatives: str | None = None  # feature whose ids are a sample's own negatives
+    seed: int = 0  # of the draws
+    k: Sequence[int] = (10, 100)  # of recall@k and ndcg@k
 
 
 class Retrieval:
@@ -140,11 +127,6 @@ class Retrieval:
 
         Column `CANDIDATE` ``[n, 3]`` has the item, the sample that it is a negative of (−1: of all), and whether the
         sample is a positive; `LOG_DRAWN` ``[n]`` the logarithm of how often the item is drawn in a step.
-
-        Raises
-        ------
-        BatchError
-            If a sample has no item or several, or has negatives that are no items.
         """
         rows, options = len(batch), self.options
         ids = item_ids(batch.sparse, options.item[0])
@@ -312,3 +294,303 @@ def refuse_missing(items: ItemSet, ids: Tensor, where: str) -> Tensor:
             "retrieval.items out"
         )
     return positions
+
+
+def retrieval_of(recipe: Recipe, source: Source, model: nn.Module, device: torch.device) -> Retrieval:
+    """Make the candidates and the loss of a recipe."""
+    asked = recipe.retrieval
+    assert asked is not None
+    options = options_of(recipe, model)
+    loss = _made("retrieval.loss", _with_temperature(asked.loss, model)).to(device)
+    correction = None if asked.correction is None else _made("retrieval.correction", asked.correction).to(device)
+
+    return Retrieval(options, loss, correction, lambda: all_items(recipe, source, options.item), Ranks(model))
+
+
+def options_of(recipe: Recipe, model: nn.Module) -> Options:
+    """Give what a recipe asks for, of a model of two towers."""
+    asked = recipe.retrieval
+    assert asked is not None
+    return Options(
+        item=item_features(model),
+        sampled=asked.sampled,
+        by_popularity=asked.sampled_by == "popularity",
+        negatives=asked.negatives,
+        seed=recipe.train.seed,
+        k=asked.k,
+    )
+
+
+def all_items(recipe: Recipe, source: Source, item: Sequence[str]) -> ItemSet:
+    """Collect all items that can be found: those of the recipe's Parquet of items, or of all splits of the data."""
+    asked = recipe.retrieval
+    if asked is None or asked.items is None:
+        return items_of(source, item, source.splits, counted=recipe.data.train_split)
+    of_items = source_of_items(recipe, source, asked.items, item)
+    return items_of(of_items, item, of_items.splits)
+
+
+def source_of_items(recipe: Recipe, source: Source, path: str, item: Sequence[str]) -> Source:
+    """Open a Parquet of items, which is read as the samples are."""
+    from hotbed.data import ParquetSource
+
+    given = recipe.data.source
+    if not issubclass(given.load(), ParquetSource):
+        raise RecipeError(
+            f"retrieval.items is {path}, which needs data of hotbed.data.ParquetSource, and data.source is "
+            f"{given.class_path}; leave retrieval.items out, so that the items of the data's splits are taken"
+        )
+    schema = source.schema.inputs.only(item)
+    schema = replace(schema, dense=(), scaling=(), numericals=())
+    kept = {key: value for key, value in given.init_args.items() if key in ("ids", "text")}
+    return ParquetSource(path, schema, **kept)
+
+
+def refuse_retrieval(recipe: Recipe, source: Source) -> None:
+    """Raise `RecipeError` if a recipe's other sections or its data do not go with ``retrieval``; before data are read.
+
+    It is allowed to have no label, or one of which all are 1.
+    """
+    asked = recipe.retrieval
+    assert asked is not None
+    schema = source.schema
+    if len(schema.labels) > 1:
+        raise RecipeError(
+            f"retrieval is set, and there are the labels {', '.join(schema.labels)}; leave one, which is 1 for the "
+            "samples that an item is to be found for, or none if it is to be found for all"
+        )
+    sections = (("tasks", recipe.tasks, "a loss of its own"), ("metrics", recipe.metrics, "metrics of its own"))
+    for section, given, has in sections:
+        if given:
+            raise RecipeError(f"{section} is set, but retrieval has {has}; leave {section} out")
+    for key, value, may in (
+        ("hot.batches", recipe.hot.batches, ("mixed",)),
+        ("parallel.reader", recipe.parallel.reader, ("each", "first")),
+    ):
+        if value not in may:
+            raise RecipeError(
+                f"{key} is '{value}', but retrieval needs all samples of a batch with all of their columns at once; "
+                "leave it out"
+            )
+    if asked.negatives is not None:
+        _check_negatives(asked.negatives, recipe, source)
+
+
+def refuse_no_positive(source: Source, found: Sequence[Mapping[str, tuple[float, float]]]) -> None:
+    """Raise `DataError` if no label to train on is 1; ``found`` has the smallest and the largest by column."""
+    for label in source.schema.labels:
+        if found and max(spans.get(label, (0, 1))[1] for spans in found) < 1:
+            raise DataError(
+                f"no label '{label}' to train on is 1, so there is no sample to find an item for; say which "
+                "values are positive in the schema's labels, or leave labels out if all samples are positive"
+            )
+
+
+def _check_negatives(negatives: str, recipe: Recipe, source: Source) -> None:
+    columns = {column.name: column for column in source.schema.sparse}
+    if negatives not in columns:
+        raise RecipeError(
+            f"retrieval.negatives is '{negatives}', which is no sparse column of the schema"
+            f"{did_you_mean(negatives, columns)}; add it there, with the table of the item's column"
+        )
+    item = recipe.model.init_args.get("item", [None])[0]
+    if item in columns and columns[negatives].table_name != columns[item].table_name:
+        raise RecipeError(
+            f"retrieval.negatives is '{negatives}', whose table is '{columns[negatives].table_name}', and that of the "
+            f"item's column '{item}' is '{columns[item].table_name}', so its values are not items; give both one table"
+        )
+
+
+def model_source(recipe: Recipe, source: Source) -> Source:
+    """Give a source without the column of negatives, which the model does not take."""
+    schema = model_schema(recipe, source.schema)
+    return source if schema is source.schema else source.only([column.name for column in schema.sparse])
+
+
+def model_schema(recipe: Recipe, schema: Schema) -> Schema:
+    """Give a schema without the column of negatives."""
+    if recipe.retrieval is None or recipe.retrieval.negatives is None:
+        return schema
+    return schema.only([column.name for column in schema.sparse if column.name != recipe.retrieval.negatives])
+
+
+def item_features(model: nn.Module) -> list[str]:
+    """Give the features of the items' tower, first that of which item it is; a `RecipeError` if there is no tower."""
+    inner = model.module if isinstance(model, Distributed) else model
+    towers: Any = getattr(inner, "towers", None)
+    known = signature(inner.forward).parameters
+    if not isinstance(towers, dict) or not towers.get("item") or not {"vectors", "users"} <= known.keys():
+        raise RecipeError(
+            f"retrieval is set, but {type(inner).__name__} gives no vectors of users and items; use "
+            "hotbed.nn.TwoTower, or a model with towers = {'user': […], 'item': […]} whose forward takes vectors= "
+            "and users= as it does"
+        )
+    return list(towers["item"])
+
+
+def _with_temperature(loss: Component, model: nn.Module) -> Component:
+    """Give the loss the model's temperature, unless it has one of its own or takes none."""
+    temperature = getattr(model, "temperature", None)
+    try:
+        takes = "temperature" in signature(loss.load()).parameters
+    except RecipeError as error:
+        raise RecipeError(f"retrieval.loss: {error}") from error
+    if temperature is None or not takes or "temperature" in loss.init_args:
+        return loss
+    return replace(loss, init_args={**loss.init_args, "temperature": temperature})
+
+
+def _made(key: str, component: Component) -> nn.Module:
+    try:
+        made: object = component.build()
+    except RecipeError as error:
+        raise RecipeError(f"{key}: {error}") from error
+    if not isinstance(made, nn.Module):
+        raise RecipeError(f"{key}: {component.class_path} is not a torch.nn.Module")
+    if any(True for _ in made.parameters()):
+        raise RecipeError(
+            f"{key}: {component.class_path} has parameters, which no optimizer trains; make them part of the model"
+        )
+    return made
+
+
+_log = logging.getLogger("hotbed")
+_USERS, _ITEMS = 1024, 16_384
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundMetrics(Metrics):
+    """Hold metrics of retrieval, in ``others``: ``recall@k`` and ``ndcg@k``; ``samples`` are the positives."""
+
+    items: int  # among how many items each sample's item was searched for
+
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        """Give what was measured, as plain values."""
+        return {"samples": self.samples, "items": self.items, **self.others}
+
+    @override
+    def value(self, monitor: str) -> float:
+        """Give recall or ndcg of the last k."""
+        of_k = [value for name, value in self.others.items() if name.startswith(f"{monitor}@")]
+        return of_k[-1] if monitor in ("recall", "ndcg") else math.nan
+
+
+def evaluate_found(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    items: ItemSet,
+    options: Options,
+    *,
+    device: torch.device | str = "cpu",
+    finished: Callable[[], None] = lambda: None,
+) -> FoundMetrics:
+    """Measure recall@k and nDCG@k over the positives of batches, in float32; all ranks must call this.
+
+    Each positive sample is a query whose one relevant item is its own. Recall@k is the share of samples whose item is
+    among the k items with the largest products, nDCG@k the mean of ``1 ÷ log₂(1 + place)`` of those that are. Items are
+    searched exactly, in blocks.
+    """
+    refuse_unnormalized(model, batches)
+    ranks = Ranks(model)
+    ranks.sync()
+    if ranks.is_first and (all_found := [k for k in options.k if k >= len(items)]):
+        _log.warning(
+            "retrieval.k has %s, and there are %s items, all of which are found: recall is 1 there whatever the model",
+            ", ".join(map(str, all_found)),
+            f"{len(items):,}",
+        )
+    count, total, sums = 0, 0.0, torch.zeros(2, len(options.k), dtype=torch.float64)
+    of_items: Tensor | None = None
+    with evaluating(model):
+        for batch in batches:
+            if of_items is None:
+                of_items = item_vectors(model, items, batch, device=device, finished=finished)
+            wanted = is_positive(batch).nonzero()[:, 0]
+            own = refuse_missing(items, item_ids(batch.sparse, options.item[0])[wanted], "the split")
+            weights = torch.ones(len(batch)) if batch.weights_by_label is None else batch.weights_by_label[:, 0].cpu()
+            weights = weights[wanted].double()
+            users = _vectors(model, to_device(batch, model, device), "users")[0][wanted.to(of_items.device)]
+            places = places_of(users, of_items, own.to(of_items.device), max(options.k)).cpu()
+            for i, k in enumerate(options.k):
+                found = weights * (places < k)
+                sums[:, i] += torch.stack([found.sum(), (found / (places + 2.0).log2()).sum()])
+            count, total = count + len(wanted), total + float(weights.sum())
+            finished()
+    counted, weight, *flat = ranks.add(count, total, *sums.flatten().tolist())
+    if not weight:
+        raise BatchError(
+            "there is no positive sample to find an item for: no label is 1, or all weights are 0; evaluate other data"
+        )
+    names = [f"{name}@{k}" for name in ("recall", "ndcg") for k in options.k]
+    return FoundMetrics(
+        samples=int(counted),
+        items=len(items),
+        auc=math.nan,
+        logloss=math.nan,
+        normalized_entropy=math.nan,
+        calibration=math.nan,
+        others=dict(zip(names, (value / weight for value in flat), strict=True)),
+    )
+
+
+def item_vectors(
+    model: nn.Module,
+    items: ItemSet,
+    like: Batch,
+    *,
+    device: torch.device | str = "cpu",
+    finished: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Compute the vectors of all items ``[N, D]`` float32 on the device, in evaluation; all ranks must call this.
+
+    ``like`` is any batch of the model's data: of it only the names and kinds of columns count.
+    """
+    ranks = Ranks(model)
+    made: list[Tensor] = []
+    for start in range(0, len(items), _ITEMS):
+        size = min(_ITEMS, len(items) - start)
+        share = share_of(size, ranks.rank, ranks.size)
+        batch = batch_of_items(items, torch.arange(start + share.start, start + share.stop), like)
+        made.append(ranks.gather(_vectors(model, to_device(batch, model, device), "items")[1]))
+        finished()
+    return torch.cat(made)
+
+
+def batch_of_items(items: ItemSet, positions: Tensor, like: Batch) -> Batch:
+    """Make items samples without a user."""
+    dense = None if like.dense is None else like.dense.new_zeros(len(positions), *like.dense.shape[1:])
+    return Batch(sparse=items.rows(positions, like.sparse), dense=dense)
+
+
+def places_of(users: Tensor, items: Tensor, own: Tensor, most: int) -> Tensor:
+    """Find where each user's own item is among all, the best one 0 ``[B]`` int64; ``most`` where it is not found."""
+    places = torch.full_like(own, most)
+    for rows, best in zip(torch.arange(len(users)).split(_USERS), _best(users, items, most), strict=False):
+        hits = best == own[rows.to(own.device)][:, None]
+        places[rows.to(own.device)] = torch.where(hits.any(1), hits.long().argmax(1), most)
+    return places
+
+
+def _best(users: Tensor, items: Tensor, most: int) -> Iterator[Tensor]:
+    """Yield positions of the items with the largest products ``[b, most]``, of `_USERS` users after the others."""
+    for part in users.split(_USERS) if len(users) else ():
+        scores = part.new_empty(len(part), 0)
+        positions = torch.empty(len(part), 0, dtype=torch.int64, device=part.device)
+        for start in range(0, len(items), _ITEMS):
+            block = part @ items[start : start + _ITEMS].T
+            here = torch.arange(start, start + block.shape[1], device=part.device).expand_as(block)
+            scores, positions = torch.cat([scores, block], dim=1), torch.cat([positions, here], dim=1)
+            scores, at = scores.topk(min(most, scores.shape[1]), dim=1)
+            positions = positions.gather(1, at)
+        yield positions
+
+
+def _vectors(model: nn.Module, batch: Batch, what: str) -> tuple[Tensor, Tensor]:
+    found = cast("Sequence[Tensor]", model(batch, vectors=True))
+    if not bool(found[what == "items"].isfinite().all()):
+        raise NonFiniteError(
+            f"evaluation: a vector of {what} is not finite; the model has diverged or an input is not finite"
+        )
+    users, items = found
+    return users.float(), items.float()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from signal import SIGTERM
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
@@ -18,6 +20,9 @@ from hotbed.data.executors import Tasks
 from hotbed.data.hot_loader import HotColdLoader
 from hotbed.embed import Distributed, collections_of
 from hotbed.errors import StoppedError
+from hotbed.optim import SparseOptimizer
+from hotbed.plan.cost import table_bytes
+from hotbed.store import Traffic
 from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.build import build_trainer, open_source, train_splits
 from hotbed.train.callbacks import (
@@ -30,7 +35,6 @@ from hotbed.train.callbacks import (
     signals_to,
 )
 from hotbed.train.checkpointing import refuse_other_checkpoints
-from hotbed.train.continuation import Continuation, OtherData
 from hotbed.train.hot_batches import HotSchedule
 from hotbed.train.loaders import evaluation_loader, readers_of, training_loader
 from hotbed.train.measure import FeaturesState, measure_buckets, measure_numericals
@@ -39,12 +43,51 @@ from hotbed.train.report import METRICS, RunDirectory, ShowProgress, environment
 from hotbed.train.resume import Resume, finished_run, resume_from, resume_newest
 from hotbed.train.retention import KeepBest, KeepLast
 from hotbed.train.stored import FEATURES, bad_ids, begin_with, go_on_with, has_features, unknown_vocabularies
-from hotbed.train.summary import best_step, of_checkpoints, of_memory, of_ranks, of_tables
+from hotbed.train.throughput import Balance
 from hotbed.train.trainer import Trainer
 from hotbed.train.watchdog import Watchdog, limit_of
 
 if TYPE_CHECKING:  # half a second of imports, for runs that publish alone
     from hotbed.train.publish import Publisher
+
+
+class Positioned(Protocol):
+    """A loader with a position."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what the order of samples depends on."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """What a run does besides, because its data are not those that it began with."""
+
+    # called by all ranks once the model is loaded, before the first step, with the trainer, the source, and batches of
+    # its train split to evaluate on
+    before: Callable[[Trainer, Source, Loader], None]
+    kept: Collection[int] = ()  # steps of which checkpoints are not removed
+
+
+class OtherData:
+    """Give a loader the position of one that had other samples: at the start of an epoch that is its number alone."""
+
+    def __init__(self, loader: Positioned) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's position."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position; within an epoch, only of the same samples."""
+        if not state["consumed"]:
+            state = {**self._loader.state_dict(), "epoch": state["epoch"], "consumed": 0}
+        self._loader.load_state_dict(state)
 
 
 def train(
@@ -353,3 +396,78 @@ def _callbacks(
     if enough is not None:
         callbacks.append(EarlyStop(enough, monitored(recipe)))
     return callbacks
+
+
+def best_step(trainer: Trainer) -> int | None:
+    """Step of the best evaluation, to whose model training went back; None where none was kept."""
+    return next((callback.step for callback in trainer.callbacks if isinstance(callback, KeepBest)), None)
+
+
+def of_checkpoints(trainer: Trainer) -> dict[str, Any]:
+    """What a summary says of checkpoints: how many, and the seconds that training waited for them."""
+    records = trainer.saver.records
+    return {"saved": len(records), "stalled_s": sum(record["stalled_s"] for record in records)}
+
+
+def of_memory(trainer: Trainer) -> dict[str, Any]:
+    """What a summary says of rows that are not all in the device's memory."""
+    collections, traffic = collections_of(trainer.model).values(), trainer.traffic
+    if traffic == Traffic():
+        return {}
+    held = {"table_bytes": sum(c.nbytes for c in collections), "disk_bytes": sum(c.disk_bytes for c in collections)}
+    return {"memory": {**held, "hit_rate": traffic.hit_rate, **asdict(traffic)}}
+
+
+def of_tables(trainer: Trainer) -> list[dict[str, Any]]:
+    """What a summary says of each table."""
+    clock = trainer.clock
+    moments = {
+        name: optimizer.rule.moments
+        for optimizer in trainer.optimizers.values()
+        if isinstance(optimizer, SparseOptimizer)
+        for group in optimizer.param_groups
+        for name in group["tables"]
+    }
+    collections = collections_of(trainer.model)
+    norms = trainer.backward.logged.norms(trainer.ranks.add, trainer.ranks.size)
+    found: list[dict[str, Any]] = []
+    for path, collection in collections.items():
+        served = collection.served
+        counts = iter(trainer.ranks.add(*chain.from_iterable(served.values())))
+        rates = {t: h / (h + m) if h + m else None for t, h, m in zip(served, counts, counts, strict=True)}
+        for table in collection.tables.values():
+            ids = sum(clock.ids[f.name] for f in collection.features if f.table == table.name)
+            whole = f"{path}.{table.name}"
+            found.append(
+                {
+                    "table": whole if len(collections) > 1 else table.name,
+                    "rows": table.rows,
+                    "dim": table.dim,
+                    "dtype": table.dtype,
+                    "bytes": table_bytes(table, moments.get(whole, moments.get(table.name, ()))),
+                    # of the first rank; None where its batches have ids of other ranks
+                    "ids_per_sample": ids / clock.drawn if clock.drawn else None,
+                    "hit_rate": rates[table.name],
+                    "grad_norm": norms[path, table.name],
+                }
+            )
+    return found
+
+
+def of_ranks(trainer: Trainer) -> dict[str, Any]:
+    """What a summary says of several ranks: how much of their exchanges the steps hid, and the whole run's balance."""
+    if trainer.ranks.size == 1:
+        return {}
+    replicas = trainer.model.wire.replicas if isinstance(trainer.model, Distributed) else None
+    averaged: dict[str, Any] = {}
+    if replicas is not None:
+        averaged["replicas"] = replicas.link.size
+    if replicas is not None and not replicas.exact:
+        averaged |= {"syncs": replicas.syncs, "sync_waited_s": replicas.waited_s}
+    return {
+        **averaged,
+        **Balance(trainer.model).record(),
+        "ranks": trainer.ranks.size,
+        "ids_exchange_s": trainer.prefetcher.exchange_s,
+        "ids_exchange_hidden_share": trainer.prefetcher.hidden_share,
+    }

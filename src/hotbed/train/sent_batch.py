@@ -23,26 +23,13 @@ from hotbed.store.memory import staging
 
 @dataclass(frozen=True)
 class SentBatch:
-    """A batch that is sent when all ranks ask for it.
+    """A batch that is sent when all ranks ask for it."""
 
-    Attributes
-    ----------
-    link
-        The ranks.
-    reader
-        The rank that has read it.
-    header
-        Of this rank's samples, see `hotbed.data.batch_ipc.packed`.
-    nbytes
-        Of this rank's samples.
-    content, sizes
-        On the reader: bytes of all ranks in page-locked memory, and how many each rank's are.
-    """
-
-    link: Link
-    reader: int
-    header: Mapping[str, Any]
-    nbytes: int
+    link: Link  # the ranks
+    reader: int  # the rank that has read it
+    header: Mapping[str, Any]  # of this rank's samples, see `hotbed.data.batch_ipc.packed`
+    nbytes: int  # of this rank's samples
+    # content, sizes: on the reader: bytes of all ranks in page-locked memory, and how many each rank's are
     content: Tensor | None = None
     sizes: Sequence[int] = ()
 
@@ -68,17 +55,7 @@ class SentBatch:
 def messages_of(
     shares: Sequence[Batch | None], about: Mapping[str, Any], device: torch.device
 ) -> tuple[list[Tensor], Tensor, list[int]]:
-    """Return what tells each rank of its samples, all their bytes, and how many each rank's are.
-
-    Parameters
-    ----------
-    shares
-        Samples by rank, or None for all where there are none.
-    about
-        Plain values that travel beside them.
-    device
-        Where they will be.
-    """
+    """Return what tells each rank of its samples, all their bytes, and how many each rank's are."""
     from hotbed.data.batch_ipc import packed
 
     headers: list[dict[str, Any]] = []

@@ -31,14 +31,7 @@ def size_class(count: int) -> int:
 
 
 class SizeClasses:
-    """Pad batch after batch to sizes that never fall.
-
-    Parameters
-    ----------
-    model
-        What takes the batches. Ids of jagged features that are not pooled stay as they are, for each gives a vector;
-        so do those of models with dynamic tables, which look at every id.
-    """
+    """Pad batch after batch to sizes that never fall."""
 
     def __init__(self, model: nn.Module) -> None:
         collections = [m for m in model.modules() if isinstance(m, EmbeddingCollection)]

@@ -6,7 +6,7 @@ arrived, so it prepares the next step while the device computes the rest of this
 for the updates in a second stream, beside the forward pass (`hotbed.embed.beside`).
 
 A graph repeats kernels on the same memory with the same numbers. So whatever differs from step to step is in the
-device's memory before it runs (`hotbed.train.graph_inputs`): the batch is copied into buffers of its size class
+device's memory before it runs (`Rates`, `copy_of`): the batch is copied into buffers of its size class
 (`hotbed.train.size_classes`), hyperparameters are written where kernels read them, counts of steps are counted there.
 Whatever else a step depends on is compared before each replay (`StepGraph._alike`): where it is another, another step
 is captured, after a few that are not.
@@ -19,27 +19,117 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
+from hotbed.bags import Bags
 from hotbed.batch import Batch
 from hotbed.config import TrainRecipe
 from hotbed.embed import Distributed, EmbeddingCollection
 from hotbed.embed.beside import grouping_beside
 from hotbed.embed.ids import claims
-from hotbed.errors import RecipeError
+from hotbed.errors import BatchError, RecipeError
+from hotbed.jagged import Jagged
 from hotbed.nn import MLP
 from hotbed.optim import SparseOptimizer
 from hotbed.store import DenseStore
 from hotbed.train.backward import Backward, Reading
-from hotbed.train.graph_inputs import Rates, columns, copy_of
+
+
+class Rates:
+    """Learning rates of torch's optimizers, where kernels of a graph read them: in the device's memory."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+        self._optimizers, self._device = [o for o in optimizers if not isinstance(o, SparseOptimizer)], device
+        self._written: dict[tuple[int, int], tuple[float, Tensor]] = {}
+
+    def _groups(self) -> Generator[tuple[tuple[int, int], dict[str, Any]]]:
+        """Yield what groups have a learning rate that is not on the device already."""
+        for i, optimizer in enumerate(self._optimizers):
+            for j, group in enumerate(optimizer.param_groups):
+                if not isinstance(group["lr"], Tensor) or group["lr"].device != self._device:
+                    yield (i, j), group
+
+    def write(self) -> None:
+        """Write those that have changed."""
+        for place, group in self._groups():
+            rate = float(group["lr"])
+            last = self._written.get(place)
+            if last is None:
+                last = rate, torch.full((), rate, dtype=torch.float32, device=self._device)
+            elif last[0] != rate:
+                last[1].fill_(rate)
+            self._written[place] = rate, last[1]
+
+    @contextmanager
+    def in_memory(self, *, capturing: bool = False) -> Generator[None]:
+        """Let optimizers read them there inside; everybody else has numbers."""
+        groups = list(self._groups())
+        before = [dict(group) for _, group in groups]
+        for place, group in groups:
+            group["lr"] = self._written[place][1]
+            if capturing and "capturable" in group:
+                group["capturable"] = True
+        try:
+            yield
+        finally:
+            for (_, group), own in zip(groups, before, strict=True):
+                group.update(own)
+
+
+class _StaticIds(Jagged):
+    """Ids that a captured step reads."""
+
+    __slots__ = ()
+
+    @override
+    def __getitem__(self, name: str) -> Bags:
+        if self.fixed[self.index(name)] is None:
+            raise BatchError(f"the model reads the ids of '{name}' itself, of which each batch has another number")
+        return super().__getitem__(name)
+
+
+def columns(batch: Batch) -> list[Tensor]:
+    """List the tensors of a batch."""
+    ids = batch.sparse
+    given = (ids.values, ids.offsets, ids.weights, batch.dense, batch.labels, batch.weights, *batch.extra.values())
+    return [t for t in given if t is not None]
+
+
+def copy_of(batch: Batch) -> Batch:
+    """Copy a batch to memory that it is to stay in."""
+
+    def copied(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.clone()
+
+    ids = batch.sparse
+    static = _StaticIds(
+        ids.names,
+        ids.values.clone(),
+        batch_size=ids.batch_size,
+        fixed=ids.fixed,
+        offsets=copied(ids.offsets),
+        weights=copied(ids.weights),
+        starts=ids.starts,
+    )
+    static.mark_verified(ids.verified)
+    return replace(
+        batch,
+        sparse=static,
+        dense=copied(batch.dense),
+        labels=copied(batch.labels),
+        weights=copied(batch.weights),
+        extra={name: t.clone() for name, t in batch.extra.items()},
+    )
+
 
 WARM_UP = 3
 """Steps alike that are taken without a graph before one is captured: kernels are compiled, and buffers made."""
@@ -53,40 +143,17 @@ _log = logging.getLogger("hotbed")
 
 @dataclass(frozen=True)
 class _Captured:
-    """A captured step.
+    """A captured step."""
 
-    Attributes
-    ----------
-    forward, rest
-        Its graphs, in this order.
-    batch
-        Where they read the batch.
-    kept
-        What they read, too, and nobody else might keep.
-    """
-
+    # forward, rest: its graphs, in this order
     forward: torch.cuda.CUDAGraph
     rest: torch.cuda.CUDAGraph
-    batch: Batch
-    kept: list[Tensor]
+    batch: Batch  # where they read the batch
+    kept: list[Tensor]  # what they read, too, and nobody else might keep
 
 
 class StepGraph:
-    """Take training steps, captured where the recipe asks for it.
-
-    Parameters
-    ----------
-    model
-        As it is trained.
-    recipe
-        ``cuda_graph`` says whether.
-    device
-        Where the model is.
-    backward
-        Takes a step that is not captured.
-    divided
-        Whether batches come in parts.
-    """
+    """Take training steps, captured where the recipe asks for it."""
 
     def __init__(
         self, model: nn.Module, recipe: TrainRecipe, device: torch.device, backward: Backward, *, divided: bool
@@ -99,13 +166,7 @@ class StepGraph:
         self._said = set[str]()
 
     def begin(self, optimizers: Iterable[Optimizer]) -> str:
-        """Choose how steps are taken, before the first of a run; return what there is to say of it.
-
-        Raises
-        ------
-        RecipeError
-            If ``train.cuda_graph`` is true and steps of this run cannot be captured.
-        """
+        """Choose how steps are taken, before the first of a run; return what there is to say of it."""
         self._optimizers, self._stream = list(optimizers), None
         self._backward.choose(self._optimizers)
         if self._recipe.cuda_graph is False:
@@ -128,13 +189,7 @@ class StepGraph:
     def __call__(
         self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
     ) -> Reading:
-        """Take a step; arguments and result are those of `Backward.step`.
-
-        Raises
-        ------
-        RecipeError
-            If a step cannot be captured that was to be; it has changed nothing.
-        """
+        """Take a step; arguments and result are those of `Backward.step`."""
         if self._stream is None:
             return self._backward.step(parts, self._optimizers, place, requests)
         # Captured or not, all steps are in one stream: gradients are added up in that in which they were at first.

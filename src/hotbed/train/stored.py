@@ -23,11 +23,9 @@ from hotbed.data.source import refuse_other_kind
 from hotbed.errors import CheckpointError, DataError, RecipeError
 from hotbed.locations import is_storage, location
 from hotbed.train.build import build, build_model, check_split, new_source
-from hotbed.train.metrics import Metrics, evaluate
+from hotbed.train.metrics import Metrics, evaluate, metrics_of
 from hotbed.train.numerics import resolve_device
-from hotbed.train.own_metrics import metrics_of
-from hotbed.train.retrieval_build import all_items, item_features, model_schema, model_source, options_of
-from hotbed.train.retrieval_metrics import evaluate_found
+from hotbed.train.retrieval import all_items, evaluate_found, item_features, model_schema, model_source, options_of
 
 FEATURES = "features"
 """Part of checkpoints that says what is known of derived columns, and of vocabularies."""
@@ -38,25 +36,7 @@ _SPLITTING = ("valid_fraction", "test_fraction", "split", "split_paths")
 def evaluate_checkpoint(
     path: str | Path, split: str | None = None, data: str | None = None, *, trust_recipe: bool = False
 ) -> tuple[Directory, str, Metrics]:
-    """Evaluate a checkpoint's model with the recipe that is stored in it.
-
-    Parameters
-    ----------
-    path
-        The checkpoint, or a run's directory, whose newest checkpoint is taken.
-    split
-        Split of the data, as the recipe's source cuts them; default: ``"test"``, or all rows of other data that are not
-        in splits of their own.
-    data
-        Path of other data; default: the recipe's.
-    trust_recipe
-        Import what the stored recipe names, also if it is of neither hotbed nor torch.optim; see `check_trust`.
-
-    Returns
-    -------
-    tuple
-        The checkpoint, the split (``"all"`` for other data without splits) and its metrics.
-    """
+    """Evaluate a checkpoint's model with the recipe that is stored in it."""
     checkpoint = find_checkpoint(path, best=True)
     manifest = read_manifest(checkpoint)
     recipe = recipe_of(manifest, str(checkpoint), trusted=trust_recipe, evaluates=True)
@@ -85,13 +65,7 @@ def evaluate_checkpoint(
 
 
 def _items(recipe: Recipe, manifest: Manifest, source: Source, data: str | None, item: Sequence[str]) -> ItemSet:
-    """All items that a model may find: those that it was trained with, and those of other data to evaluate it on.
-
-    Raises
-    ------
-    DataError
-        If the data to train on, whose items are needed, cannot be read.
-    """
+    """All items that a model may find: those that it was trained with, and those of other data to evaluate it on."""
     if data is None:
         return all_items(recipe, source, item)
     here = items_of(source, item, source.splits)
@@ -132,12 +106,6 @@ def new_data(
 
     Where that is a prepared dataset, data that are none are raw rows as ``hotbed prepare`` takes them. They are encoded
     by the vocabularies of the recipe's dataset, or of ``prepared``. Data may lack the columns ``missing``.
-
-    Raises
-    ------
-    DataError
-        If they are raw rows, and the dataset is not there or does not say how it was prepared, or the checkpoint does
-        not say that its model was trained on it.
     """
     component = uncut(_as_trained(recipe.data.source, manifest))
     if _takes_raw_rows(component, manifest) and not _is_prepared(data):
@@ -174,13 +142,7 @@ def new_data(
 
 
 class _InputsOnly(Source):
-    """The inputs of a checkpoint's model, without any samples.
-
-    Parameters
-    ----------
-    encoder
-        Turns raw rows into the model's inputs.
-    """
+    """The inputs of a checkpoint's model, without any samples."""
 
     splits = ()
 
@@ -211,18 +173,6 @@ def trained_inputs(recipe: Recipe, manifest: Manifest, data: str | Path | None =
 
     The recipe of a table has its schema, and the checkpoint the rest. Other formats describe themselves, and prepared
     data have the vocabularies of their ids.
-
-    Parameters
-    ----------
-    recipe, manifest
-        The checkpoint's.
-    data
-        Other data that the model can be built for; default: none are opened if the recipe has the schema.
-
-    Raises
-    ------
-    DataError
-        If data are needed and cannot be read.
     """
     component, schema = recipe.data.source, recipe.data.source.init_args.get("schema")
     in_recipe = issubclass(component.load(), ParquetSource) and isinstance(schema, Mapping)
@@ -336,13 +286,7 @@ def begin_with(source: Source, manifest: Manifest, taken: Sequence[Taken], renam
 
 
 def go_on_with(source: Source, manifest: Manifest, data: str | Path, *, are_others: bool) -> None:
-    """Compare data to train on with those that a checkpoint was trained on.
-
-    Raises
-    ------
-    DataError
-        If inputs are made otherwise; of other data (``are_others``), if the same values would have other ids.
-    """
+    """Compare data to train on with those that a checkpoint was trained on."""
     if not are_others:
         take_features(source, manifest)
         return
@@ -353,19 +297,7 @@ def go_on_with(source: Source, manifest: Manifest, data: str | Path, *, are_othe
 def _refuse_other_vocabularies(
     source: Source, manifest: Manifest, taken: Sequence[Taken] | None = None, rename: Mapping[str, str] | None = None
 ) -> None:
-    """Raise `DataError` unless a checkpoint's rows stand for what they stood for, in data whose vocabularies may grow.
-
-    Parameters
-    ----------
-    source
-        Data to go on with.
-    manifest
-        The checkpoint's.
-    taken
-        What `init_from` took of it; None: all.
-    rename
-        What it calls tables that have other names now.
-    """
+    """Raise `DataError` if rows of a checkpoint stand for other values now; vocabularies may have grown."""
     preparation = None if source.encoder is None else source.encoder.preparation
     if preparation is None:
         return
@@ -397,13 +329,7 @@ def _is_table(full: str, name: str) -> bool:
 
 
 def encoder_of(recipe: Recipe, source: Source, manifest: Manifest) -> Encoder:
-    """What turns raw rows into inputs of a checkpoint's model; of the source only schema and looked-up tables count.
-
-    Raises
-    ------
-    DataError
-        If the content of a looked-up table or a vocabulary is another than in training, or may be.
-    """
+    """What turns raw rows into inputs of a checkpoint's model; of the source only schema and looked-up tables count."""
     given = recipe.data.source.init_args
     ids = given.get("ids", "hash") if issubclass(recipe.data.source.load(), ParquetSource) else "raw"
     tables = None if source.encoder is None else source.encoder.tables

@@ -20,44 +20,17 @@ T = TypeVar("T")
 
 
 class Writer(NamedTuple):
-    """The command that writes a file, for errors.
+    """The command that writes a file, for errors."""
 
-    Attributes
-    ----------
-    command
-        Its name.
-    again
-        What to do with a damaged file.
-    for_model
-        What to do with a file of another model's data.
-    """
-
-    command: str
-    again: str
-    for_model: str
+    command: str  # its name
+    again: str  # what to do with a damaged file
+    for_model: str  # what to do with a file of another model's data
 
 
 def read_tables(
     file: str | Path, rows: Mapping[str, int], take: Callable[[dict[str, Any], dict[str, Any]], T], writer: Writer
 ) -> dict[str, T]:
-    """Read the entry of each table.
-
-    Parameters
-    ----------
-    file
-        The file; a path or a URI.
-    rows
-        Rows of each table of the model, by its name in plans: ``TABLE``, or ``COLLECTION.TABLE``.
-    take
-        Maps the file's content and a table's entry to what is returned for the table.
-    writer
-        What wrote it.
-
-    Raises
-    ------
-    DataError
-        If it is not such a file, or lacks a table.
-    """
+    """Read the entry of each table."""
     try:
         content = parse_json(read_limited(file))
         found = {entry["table"]: take(content, entry) for entry in cast("list[dict[str, Any]]", content["tables"])}
@@ -81,20 +54,7 @@ _PACK = Writer("hotbed pack", "pack again", "pack this model's data")
 
 
 def read_hot_rows(file: str | Path, rows: Mapping[str, int]) -> dict[str, int]:
-    """Read how many of the first rows of each table are hot.
-
-    Parameters
-    ----------
-    file
-        ``hot_rows.json``.
-    rows
-        Rows of each table of the model, by its name in plans: ``TABLE``, or ``COLLECTION.TABLE``.
-
-    Raises
-    ------
-    DataError
-        If it is not such a file, or is about other tables.
-    """
+    """Read how many of the first rows of each table are hot."""
     found: dict[str, int] = {}
     entries = read_tables(file, rows, lambda _, entry: (entry["rows"], entry["hot_rows"]), _PACK)
     for name, (counted, hot) in entries.items():
@@ -110,20 +70,7 @@ _INSPECT = Writer("hotbed inspect --skew", "make it again", "inspect this model'
 
 
 def read_skew(file: str | Path, rows: Mapping[str, int]) -> dict[str, Curve]:
-    """Read how often the first rows of each table are accessed, where rows are numbered by falling popularity.
-
-    Parameters
-    ----------
-    file
-        ``skew.json``.
-    rows
-        Rows of each table of the model, by its name in plans: ``TABLE``, or ``COLLECTION.TABLE``.
-
-    Raises
-    ------
-    DataError
-        If it is not such a file, or is about other tables.
-    """
+    """Read how often the first rows of each table are accessed, where rows are numbered by falling popularity."""
     found: dict[str, Curve] = {}
     for name, (counted, curve) in read_tables(file, rows, _counted, _INSPECT).items():
         if counted != rows[name]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -12,16 +13,22 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from hotbed import machine
 from hotbed.batch import Batch
 from hotbed.embed import Distributed, collections_of
 from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.store import Traffic
-from hotbed.train.threads import ThreadWatch
 
 T = TypeVar("T")
 
 SETTLING_STEPS = 5
 """First steps that the rate leaves out: kernels are compiled and buffers allocated in them."""
+WINDOW_S = 1.0
+"""Seconds between two checks whether the cores are busy."""
+BUSY_SHARE = 0.25
+"""Share of a window that each thread may wait for a core before the cores count as busy."""
+
+_log = logging.getLogger("hotbed")
 
 
 class Clock:
@@ -46,10 +53,10 @@ class Clock:
         self._settling, self._settled, self._recent = [0.0, 0, 0.0], [0.0, 0, 0.0], [0.0, 0, 0.0]
         self._waited = 0.0
         self._depths: list[float] = []
-        self._threads = ThreadWatch()
+        self._threads = _ThreadWatch()
 
     def start(self) -> None:
-        """Count from now on, and watch the threads that compute."""
+        """Start counting, and check the threads that compute."""
         self._threads.start()
         self._mark = time.perf_counter()
 
@@ -89,10 +96,6 @@ class Clock:
     def count(self) -> None:
         """Count a batch that is finished."""
         self.batches += 1
-
-    def stop(self) -> None:
-        """End the watch of the threads."""
-        self._threads.stop()
 
     @contextmanager
     def paused(self) -> Generator[None]:
@@ -139,19 +142,7 @@ class Clock:
         return waited / seconds if seconds else 0.0
 
     def record(self, largest: Callable[..., list[float]]) -> dict[str, float]:
-        """Return entries for a record of training, of the steps since the last one; all ranks must call this.
-
-        Parameters
-        ----------
-        largest
-            The largest of each value over ranks.
-
-        Returns
-        -------
-        dict
-            ``stall_share`` of these seconds, and ``queue_depth``, the mean of the batches that were ready, of the ranks
-            that waited most; without this one where batches come from something that does not say it.
-        """
+        """Return entries for a record of training, of the steps since the last one; all ranks must call this."""
         seconds, _, waited = self._recent
         depth = sum(self._depths) / len(self._depths) if self._depths else None
         self._recent, self._depths = [0.0, 0, 0.0], []
@@ -167,29 +158,14 @@ _LOADS = ("bytes", "lookups", "time")
 
 
 class Balance:
-    """Compare the load of a distributed model's ranks since the last record; of any other model, nothing.
-
-    Parameters
-    ----------
-    model
-        As it is trained.
-    """
+    """Compare the load of a distributed model's ranks since the last record; of any other model, nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model if isinstance(model, Distributed) else None
         self._last = [0.0] * 4
 
     def record(self) -> dict[str, float]:
-        """Return entries for a record of training; all ranks must call this.
-
-        Returns
-        -------
-        dict
-            ``imbalance_bytes``, ``imbalance_lookups`` and ``imbalance_time``: the largest rank's load over the mean,
-            of bytes that tables and moments take, of rows read, and of time spent on reading and updating them (1 where
-            nothing was done). Of replicas that are averaged also ``sync_s``, seconds of the slowest rank, and
-            ``sync_bytes``, sent by all ranks.
-        """
+        """Return entries for a record of training; all ranks must call this."""
         if self._model is None:
             return {}
         wire = self._model.wire
@@ -209,13 +185,7 @@ class Balance:
 
 
 class TierCounters:
-    """Count what caches and files of this rank's tables do, in all and since the last record.
-
-    Parameters
-    ----------
-    model
-        As it is trained.
-    """
+    """Count what caches and files of this rank's tables do, in all and since the last record."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -235,3 +205,51 @@ class TierCounters:
 
 def _over_mean(values: list[float]) -> float:
     return max(values) * len(values) / sum(values) if sum(values) else 1.0
+
+
+class _ThreadWatch:
+    """Warn once if there are more threads than cores, and once if other processes keep the cores busy."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._waited = 0.0
+
+    def start(self) -> None:
+        """Check the number of threads, and start to watch the cores if there are several threads."""
+        threads, cores = torch.get_num_threads(), machine.usable_cores()
+        if threads > cores:
+            _log.warning(
+                "torch computes on %d threads, but this process may use %d cores: threads wait for each other's cores, "
+                "which is slower than %d threads; call torch.set_num_threads(%d), or set OMP_NUM_THREADS=%d",
+                *(threads, cores, cores, cores, cores),
+            )
+        if threads > 1 and not machine.USER_DECIDED:
+            self._start_window()
+
+    def tick(self) -> None:
+        """Check at the end of a window whether threads waited for cores; the watch ends with its warning."""
+        if self._since is None or (passed := time.perf_counter() - self._since) < WINDOW_S:
+            return
+        before = self._waited
+        self._start_window()
+        waited = self._waited - before
+        if waited <= BUSY_SHARE * torch.get_num_threads() * passed:
+            return
+        self._since = None
+        fix = "stop that work, or set OMP_NUM_THREADS to the number of cores that are free"
+        if machine.TORCH_CAME_FIRST:
+            settings = " ".join(f"{name}={value}" for name, value in machine.SPINNING.items())
+            fix = (
+                "torch was imported before hotbed, so its threads spin at barriers against that work, which can be "
+                f"50 times slower; import hotbed before torch, or set {settings}"
+            )
+        _log.warning(
+            "other work keeps the cores busy: threads of this process waited %.1f s for a core within %.1f s; %s",
+            *(waited, passed, fix),
+        )
+
+    def _start_window(self) -> None:
+        """Start a window, unless the system does not count how long threads wait."""
+        waited = machine.waited_for_cores_s()
+        self._since = None if waited is None else time.perf_counter()
+        self._waited = waited or 0.0

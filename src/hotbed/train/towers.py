@@ -1,21 +1,19 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportUnknownParameterType=false
+# pyright: reportMissingImports=false, reportUnknownParameterType=false
 """Export the towers of a two-tower model and the vectors of all items: ``hotbed export --towers``.
 
-What is written needs no checkpoint: ``user.pt2`` and ``item.pt2`` are programs of torch that make vectors of ids,
-``items.parquet`` has all items as they are stored, with their vectors, ``items.faiss`` is an index of these, and
-``towers.json`` says how rows of users become ids, by the tables in ``lookup-N.parquet`` where columns are looked up.
-`Finder` (``find.py``) reads them.
+The result needs no checkpoint: ``user.pt2`` and ``item.pt2`` are programs of torch that compute vectors from ids,
+``items.parquet`` has all items as they are stored, with their vectors, and ``towers.json`` describes how rows of users
+are encoded, with the tables in ``lookup-N.parquet`` where columns are looked up. `UserTower` reads them;
+``examples/faiss_index.py`` builds an index of the items.
 """
-
-# faiss is an extra, and pyarrow ships no types.
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,47 +28,36 @@ from hotbed.checkpoint.tensor_files import new_directory
 from hotbed.config import MemoryRecipe, Recipe
 from hotbed.data import Encoder, ParquetSource, Schema, Source
 from hotbed.data.items import ItemSet, item_ids
-from hotbed.errors import CheckpointError, DataError, RecipeError
+from hotbed.errors import CheckpointError, DataError
 from hotbed.nn import TwoTower
 from hotbed.nn.normalization import normalization_of, take_raw
 from hotbed.nn.plain import PlainEmbeddings, PlainModel, traced
+from hotbed.parsing import parse_json, read_limited
+from hotbed.torch_hooks import load_program
 from hotbed.train.build import build_model, new_source
 from hotbed.train.metrics import evaluating
-from hotbed.train.retrieval_build import all_items, model_source, source_of_items
-from hotbed.train.retrieval_metrics import item_vectors
+from hotbed.train.retrieval import all_items, item_vectors, model_source, source_of_items
 from hotbed.train.stored import encoder_of, recipe_of, take_features
 
 USER, ITEM = "user.pt2", "item.pt2"
-VECTORS, INDEX, ABOUT = "items.parquet", "items.faiss", "towers.json"
+VECTORS, ABOUT = "items.parquet", "towers.json"
 VECTOR = "vector"
 """Column of the vectors."""
-_GRAPH_FROM = 1_000_000
-"""Items from which on the index is a graph, which looks at a part of them."""
-_LINKS = 32
 _FEWEST = 1 << 20
 """Rows of items that are collected before those of one item are merged."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """Say what `export_towers` wrote: items, columns of their vectors, kind of the index, and the step of the model."""
+    """Number of items that `export_towers` wrote, columns of their vectors, and the step of the model."""
 
     items: int
     dim: int
-    index: str
     step: int
 
 
 class Tower(nn.Module):
-    """Compute one tower of a two-tower model, as a model of its own, of plain torch: a batch in, vectors of norm 1 out.
-
-    Parameters
-    ----------
-    model
-        The model, on the CPU.
-    name
-        ``"user"`` or ``"item"``.
-    """
+    """One tower of a two-tower model as a model of its own, in plain torch; it returns vectors of norm 1."""
 
     def __init__(self, model: TwoTower, name: str) -> None:
         super().__init__()
@@ -92,7 +79,7 @@ class Tower(nn.Module):
 def export_towers(
     checkpoint: str | Path, target: str | Path, data: str | None = None, *, trust_recipe: bool = False
 ) -> Exported:
-    """Write the towers of a checkpoint's model, the vectors of all items, and an index of them.
+    """Write the towers of a checkpoint's model, and the vectors of all items.
 
     Parameters
     ----------
@@ -109,10 +96,7 @@ def export_towers(
     ------
     CheckpointError
         If the model is no `hotbed.nn.TwoTower`, or there is anything at ``target``.
-    RecipeError
-        If faiss is not installed.
     """
-    faiss = faiss_module()
     place = find_checkpoint(checkpoint, best=True)
     manifest = read_manifest(place)
     recipe = replace(recipe_of(manifest, str(place), trusted=trust_recipe), memory=MemoryRecipe())
@@ -132,13 +116,11 @@ def export_towers(
     schema = model_source(recipe, source).schema.inputs
     take_raw(model, schema)
     programs = {USER: _program(model, "user", schema), ITEM: _program(model, "item", schema)}
-    index = _index(faiss, vectors)
     with new_directory(target) as (made, _):
         folder = Path(made.path)
         for name, program in programs.items():
             torch.export.save(program, folder / name)
         _write_items(folder / VECTORS, _stored(recipe, source, item, items), vectors)
-        faiss.write_index(index, str(folder / INDEX))
         encoder = _encoder(recipe, source, manifest, model)
         about = {
             "encoder": encoder.to_dict(),
@@ -148,8 +130,7 @@ def export_towers(
             "step": manifest.step,
         }
         made.write(ABOUT, json.dumps(about, indent=1))
-    kind = "a graph (HNSW)" if len(items) >= _GRAPH_FROM else "exact"
-    return Exported(len(items), vectors.shape[1], kind, manifest.step)
+    return Exported(len(items), vectors.shape[1], manifest.step)
 
 
 def _program(model: TwoTower, name: str, schema: Schema) -> torch.export.ExportedProgram:
@@ -224,26 +205,59 @@ def _write_items(path: Path, stored: Any, vectors: NDArray[np.float32]) -> None:
     parquet.write_table(stored.append_column(VECTOR, column), path)
 
 
-# -- the index ---------------------------------------------------------------------------------------------------------
+class UserTower:
+    """Compute vectors of users with exported towers.
 
+    Parameters
+    ----------
+    folder
+        Directory that `export_towers` wrote.
 
-def faiss_module() -> Any:
-    """Import faiss, or say how to get it."""
-    try:
-        import faiss
-    except ImportError as error:
-        raise RecipeError(
-            f"an index of items needs faiss, which cannot be imported ({error}); pip install 'hotbed[retrieval]'"
-        ) from error
-    return faiss
+    Attributes
+    ----------
+    item
+        Column of ``items.parquet`` that identifies an item.
 
+    Raises
+    ------
+    DataError
+        If the directory has no towers.
+    """
 
-def _index(faiss: Any, vectors: NDArray[np.float32]) -> Any:
-    """Make an index by products; as vectors have norm 1, the largest are the nearest."""
-    dim = vectors.shape[1]
-    if len(vectors) < _GRAPH_FROM:
-        index = faiss.IndexFlatIP(dim)
-    else:
-        index = faiss.IndexHNSWFlat(dim, _LINKS, faiss.METRIC_INNER_PRODUCT)
-    index.add(np.ascontiguousarray(vectors))
-    return index
+    def __init__(self, folder: str | Path) -> None:
+        from pyarrow import parquet
+
+        folder = Path(folder)
+        if not (folder / ABOUT).is_file():
+            raise DataError(f"{folder} has no {ABOUT}; give what hotbed export RUN DIR --towers wrote")
+        about = cast("Mapping[str, Any]", parse_json(read_limited(folder / ABOUT)))
+        files = cast("Mapping[str, str]", about.get("lookups", {}))
+        tables = {feature: parquet.read_table(folder / file) for feature, file in files.items()}
+        self._encoder = Encoder.from_dict(about["encoder"], tables)
+        self._dense_dtype: torch.dtype = getattr(torch, about["dense_dtype"])
+        self._user = load_program(folder / USER).module()
+        self.item: str = about["item"][0]
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that rows of users must have."""
+        return self._encoder.names
+
+    def vectors(self, users: Any) -> NDArray[np.float32]:
+        """Compute vectors ``[n, D]`` of an Arrow table of users, whose columns are as in the training data."""
+        batch = self._encoder.batch(users, place="users", row_of=lambda at: f"row {at:,}")
+        ids: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
+        weights: dict[str, Tensor] = {}
+        for column in self._encoder.schema.sparse:
+            bags = batch.sparse[column.name]
+            values, of_ids = bags.values.long(), bags.weights
+            if bags.fixed is None:
+                ids[column.name] = values, bags.lengths()
+            else:
+                ids[column.name] = values.view(len(batch), bags.fixed)
+                of_ids = None if of_ids is None else of_ids.view(len(batch), bags.fixed)
+            if column.weights is not None and of_ids is not None:
+                weights[column.name] = of_ids
+        with torch.no_grad():
+            dense = None if batch.dense is None else batch.dense.to(self._dense_dtype)
+            return self._user(dense, ids, *([weights] if weights else [])).numpy()

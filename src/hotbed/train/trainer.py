@@ -25,13 +25,11 @@ from hotbed.store import Traffic
 from hotbed.train.backward import Backward
 from hotbed.train.checkpointing import Saver
 from hotbed.train.losses import SummedLoss
-from hotbed.train.metrics import Metrics, evaluate, refuse_unnormalized, to_device
+from hotbed.train.metrics import Metrics, OwnMetrics, evaluate, refuse_unnormalized, to_device
 from hotbed.train.numerics import Numerics, is_one_graph, resolve_device
-from hotbed.train.own_metrics import OwnMetrics
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import BatchPrefetcher, Divide, RowPrefetcher, whole
-from hotbed.train.retrieval import Retrieval, trained_samples
-from hotbed.train.retrieval_metrics import evaluate_found
+from hotbed.train.retrieval import Retrieval, evaluate_found, trained_samples
 from hotbed.train.size_classes import SizeClasses
 from hotbed.train.step_graph import StepGraph
 from hotbed.train.throughput import Balance, Clock, TierCounters
@@ -104,7 +102,7 @@ class Trainer:
     labels
         Names of the tasks.
     metrics
-        By name, what makes a metric that evaluations compute, too; see `hotbed.train.own_metrics`.
+        By name, what makes a metric that evaluations compute, too; see `hotbed.train.metrics.own_metrics`.
     loss
         Maps logits and labels ``[…, B, T]`` and sample weights ``[B, 1]`` or ``[B, T]`` (or None) to the sum of all
         losses; by default binary cross-entropy. Or a `Retrieval`.
@@ -219,7 +217,6 @@ class Trainer:
             self.saver.abandon()
             raise
         finally:
-            self.clock.stop()
             self.saver.release()
 
     def _fit(self, batches: Iterable[Batch], valid: Iterable[Batch] | None) -> None:
@@ -381,7 +378,7 @@ class Trainer:
         """Take over what `state_dict` gave; callbacks do when training starts, `resume_data` sets the loader."""
         for name in _COUNTERS:
             setattr(self, name, state[name])
-        self.numerics.load_state_dict(state.get("numerics", {}))
+        self.numerics.load_state_dict(state["numerics"])
         self._recent = list(state["losses"])
         self._of_callbacks = dict(state["callbacks"])
         self._data_position = state["data"]

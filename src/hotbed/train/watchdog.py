@@ -39,23 +39,7 @@ _LONGEST_TICK_S = 1.0
 
 
 class Watchdog:
-    """End this process if it finishes no batch for a while; a context around training or evaluation.
-
-    Parameters
-    ----------
-    progress
-        Counts batches that are finished.
-    limit_s
-        Seconds without one; None: no limit.
-    where
-        Directory that ``stacks-RANK.txt`` is written to.
-    rank
-        Number of this rank.
-    here
-        Says where training is, as errors begin: ``rank 1 of 3, step 7``.
-    is_exempt
-        Says whether this process does what may take any time.
-    """
+    """End this process if it finishes no batch for a while; a context around training or evaluation."""
 
     def __init__(
         self,
@@ -118,15 +102,7 @@ def end(reason: str) -> NoReturn:
 
 
 def end_with_parent(what: str, *, every_s: float = 1.0) -> None:
-    """End this process soon after its parent has ended, which nothing else would tell it.
-
-    Parameters
-    ----------
-    what
-        What the parent is.
-    every_s
-        Seconds between two looks.
-    """
+    """End this process soon after its parent has ended, which nothing else would tell it."""
     parent = os.getppid()
 
     def watch() -> None:
