@@ -28,9 +28,9 @@ from rich.table import Table
 from benchmarks.predicted import CASES, WIDE, Case
 from benchmarks.process_memory import peak_extra_kib
 from benchmarks.quality_results import measured_on
-from hotbed.bench.step_jobs import JobRun, StepJob, request_of
 from hotbed.config import ParallelRecipe
 from hotbed.files import write_json
+from hotbed.measure.step_jobs import JobRun, StepJob, request_of
 from hotbed.optim import RowWiseAdagrad
 from hotbed.plan.cost import CostModel, tile_bytes
 from hotbed.plan.hardware import Hardware

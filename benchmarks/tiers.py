@@ -33,8 +33,8 @@ from rich.table import Table
 
 import hotbed as hb
 from benchmarks.cold_rows import files_of
-from hotbed.bench.options import OpsOptions
-from hotbed.bench.workload import Workload
+from benchmarks.kernels.options import OpsOptions
+from benchmarks.kernels.workload import Workload
 from hotbed.embed import tables_on_meta
 from hotbed.files import write_json
 from hotbed.plan.tiling import Tier

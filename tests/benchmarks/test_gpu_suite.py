@@ -12,11 +12,11 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from hotbed.bench.ops import rule_step
+from hotbed.bench.options import OpsOptions
 
 from benchmarks import gpu_suite
 from benchmarks.gpu import OPTIMIZERS as MEASURED
-from hotbed.bench.ops import rule_step
-from hotbed.bench.options import OpsOptions
 from hotbed.optim import COMMON
 from hotbed.optim.sgd import MOMENTUM, PLAIN
 from hotbed.specs import RowDtype

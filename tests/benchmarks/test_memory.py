@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from hotbed.bench.step_jobs import StepJob
 
 from benchmarks import memory
 from benchmarks.predicted import CASES
-from hotbed.bench.step_jobs import StepJob
 
 
 def test_a_case_is_measured_and_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+from hotbed.bench.step_jobs import StepJob
 
 from benchmarks import predicted
 from benchmarks.predicted import AUTO_CASES, CASES, HAND_MADE, PAYLOAD, Case
-from hotbed.bench.step_jobs import StepJob
 from hotbed.plan.hardware import Hardware
 
 TINY = StepJob(rows=(50,), dim=16, batch=4, warmup=1)

@@ -29,7 +29,7 @@ OVERHEADS = (
     "average_row",  # of a row that two replicas average, beside its bytes
     *("bf16", "fp16", "fp8", "int8"),  # of a value that a codec encodes and decodes
 )
-"""What `Hardware.overheads` has seconds of; `hotbed.bench.measure_steps` says how each is measured."""
+"""What `Hardware.overheads` has seconds of; `hotbed.measure.step_overheads` says how each is measured."""
 
 Curve = Mapping[int, float]
 """Rates by bytes: of a row, or of a message."""

@@ -1,76 +1,63 @@
-"""Run ``hotbed bench ops`` and ``hotbed bench step``: measure, print tables, return what ``--json`` writes."""
+"""Measure, print tables, and write what ``--json`` asks for: ``python -m benchmarks.kernels ops | step``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import numba
 import torch
+from jsonargparse import ArgumentParser
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table as RichTable
 
-from hotbed.bench.ops import bench_ops
-from hotbed.bench.options import OPTIONS, OpsOptions, StepOptions
-from hotbed.bench.step import bench_step
+from benchmarks.kernels.ops import bench_ops
+from benchmarks.kernels.options import OPTIONS, OpsOptions, StepOptions
+from benchmarks.kernels.step import bench_step
+from hotbed.errors import HotbedError
+from hotbed.files import write_json
+from hotbed.machine import fit_threads
 from hotbed.train.report import environment
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 _NUMBERS = ("ms", "GB/s", "of copy", "of fp32")
 
 
-def bench(what: str, options: Mapping[str, Any], out: Console, progress: Console) -> dict[str, Any]:
-    """Measure and print.
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print the figures."""
+    parser = ArgumentParser("python -m benchmarks.kernels", description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subcommands(dest="command")
+    for name, options in OPTIONS.items():
+        command = ArgumentParser()
+        command.add_class_arguments(options, instantiate=False)
+        command.add_argument("--json", type=str | None, metavar="FILE")
+        commands.add_subcommand(name, command)
+    parsed = parser.parse_args(argv)
+    given = parsed[parsed.command].as_dict()
+    file = given.pop("json")
+    try:
+        found = bench(parsed.command, given, Console(), Console(stderr=True))
+    except HotbedError as error:
+        parser.error(str(error))
+    if file is not None:
+        write_json(Path(file), found)
 
-    Parameters
-    ----------
-    what
-        ``"ops"`` or ``"step"``.
-    options
-        Fields of its options.
-    out
-        Where the tables go.
-    progress
-        Where it says what it is doing.
 
-    Returns
-    -------
-    dict
-        As described in `hotbed.bench`.
+def bench(what: str, given: Mapping[str, Any], out: Console, progress: Console) -> dict[str, Any]:
+    """Measure ``"ops"`` or ``"step"`` with fields of its options, and print."""
+    options = OPTIONS[what](**given)
+    fit_threads()
 
-    Raises
-    ------
-    HotbedError
-        If an option cannot be right, or it does not fit into memory.
-    """
-    made = OPTIONS[what](**options)
-    with stages(progress) as tell:
-        found = bench_step(made, tell) if isinstance(made, StepOptions) else bench_ops(made, tell)
-    result = {
-        "command": f"bench {what}",
-        "environment": _environment(made),
-        "settings": made.settings(),
-        **found,
-    }
+    def tell(stage: str) -> None:
+        progress.print(f"{stage} …")
+
+    found = bench_step(options, tell) if isinstance(options, StepOptions) else bench_ops(options, tell)
+    result = {"command": what, "environment": _environment(options), "settings": options.settings(), **found}
     (print_step if what == "step" else print_ops)(out, result)
     return result
-
-
-@contextmanager
-def stages(console: Console) -> Generator[Callable[[str], None]]:
-    """Show what is done now: on a terminal in one line, else in a line each.
-
-    No thread redraws it, which would take time from what is measured.
-    """
-    if not console.is_terminal:
-        yield lambda stage: console.print(f"{stage} …")
-        return
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        yield lambda stage: live.update(f"{stage} …", refresh=True)
 
 
 def _environment(options: OpsOptions) -> dict[str, Any]:
@@ -171,3 +158,7 @@ def _print_conditions(console: Console, result: Mapping[str, Any]) -> None:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,25 +1,17 @@
 """Time calls, each with cold caches and in turn with the limit that it is compared with.
 
 A machine is rarely at rest, so a call and its limit alternate: each repeat gives a ratio of two measurements that are
-neighbours in time, and the median of the ratios is reported with the smallest and the largest. Before every call a
-buffer larger than the caches is read, so that whatever a call needs comes from memory, and nothing waits to be written
-back.
+neighbours in time, and the median of the ratios is reported with the smallest and the largest.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-from hotbed import large_tensors
-
-EVICT_BYTES = 512 << 20
-"""Size of the buffer: no last-level cache is larger."""
+from hotbed.measure import kernel_times
 
 
 class Way(NamedTuple):
@@ -64,21 +56,8 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"median_{name}": statistics.median(values), f"min_{name}": min(values), f"max_{name}": max(values)}
 
 
-class Meter:
-    """Times calls on a device.
-
-    Parameters
-    ----------
-    device
-        On ``cuda`` the time is that of the device, without the launch.
-    repeats
-        Measurements of each call; one more, which compiles and allocates, comes before them.
-    """
-
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device = device
-        self.repeats = repeats
-        self._evicting = buffer(EVICT_BYTES, device)
+class Meter(kernel_times.Meter):
+    """Times calls in turn with their limits."""
 
     def compare(self, call: Callable[[], object], limit: Limit) -> Timing:
         """Time a call and its limit in turn."""
@@ -88,25 +67,3 @@ class Meter:
     def limit_seconds(self, limit: Limit) -> float:
         """Seconds of the fastest way."""
         return min(self.seconds(way.move) * way.scale for way in limit.ways)
-
-    def seconds(self, call: Callable[[], object]) -> float:
-        """Time one call."""
-        self._evicting.sum()
-        if self.device.type == "cpu":
-            start = time.perf_counter()
-            call()
-            return time.perf_counter() - start
-        # The device still reads the buffer while the call is being launched.
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        call()
-        events[1].record()
-        events[1].synchronize()
-        return events[0].elapsed_time(events[1]) / 1e3
-
-
-def buffer(nbytes: int, device: torch.device) -> Any:
-    """Float32 ones, in huge pages on the CPU, as arenas are."""
-    shape = (nbytes // 4,)
-    made = large_tensors.zeros(shape) if device.type == "cpu" else torch.empty(*shape, device=device)
-    return made.fill_(1.0)

@@ -24,19 +24,17 @@ from hotbed.embed.dense import mean_over_ranks_
 from hotbed.train.local_ranks import run_local
 from hotbed.train.process_group import process_group
 
-KINDS = ("all_to_all", "all_reduce")
 WARMUP = 2
 """Exchanges before the clock starts: TCP's windows grow, NCCL makes its channels."""
 _BYTES_PER_REPEAT = 4 << 20
 _MOST_CALLS = 50
 """Small exchanges are repeated until they move so many bytes, at most so often, for one measurement."""
-_PATIENCE_S = 300
-
-Seconds = Mapping[str, Mapping[int, Sequence[float]]]
-"""By kind and bytes, seconds of each repeat."""
+TIMEOUT_S = 300
 
 
-def exchange_seconds(ranks: int, sizes: Sequence[int], repeats: int, device: torch.device) -> Seconds:
+def exchange_seconds(
+    ranks: int, sizes: Sequence[int], repeats: int, device: torch.device
+) -> dict[str, dict[int, list[float]]]:
     """Start ranks, and measure exchanges between them.
 
     Parameters
@@ -52,20 +50,29 @@ def exchange_seconds(ranks: int, sizes: Sequence[int], repeats: int, device: tor
 
     Returns
     -------
-    Seconds
-        Of the slowest rank.
+    dict
+        Seconds of the slowest rank in each repeat, by kind of exchange (`KINDS`) and bytes.
 
     Raises
     ------
     CommError
         If a rank fails, with what it wrote.
     """
-    with TemporaryDirectory(prefix="hotbed-") as name:
-        folder = Path(name)
-        job = {"sizes": list(sizes), "repeats": repeats, "device": device.type, "folder": name}
-        run_local([sys.executable, "-m", "hotbed.bench.measure_exchanges", json.dumps(job)], ranks, folder)
-        found: dict[str, dict[str, list[float]]] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
+    job = {"sizes": list(sizes), "repeats": repeats, "device": device.type}
+    found = run_ranks(__name__, job, ranks)
     return {kind: {int(size): seconds for size, seconds in by.items()} for kind, by in found.items()}
+
+
+def run_ranks(module: str, job: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """Run a module as ranks of this machine, and return what the first one gives to `write_found`."""
+    with TemporaryDirectory(prefix="hotbed-") as folder:
+        run_local([sys.executable, "-m", module, json.dumps({**job, "folder": folder})], ranks, Path(folder))
+        return json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
+
+
+def write_found(job: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Write what a rank has found, for `run_ranks`."""
+    (Path(job["folder"]) / "found.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def rates(kind: str, ranks: int, by_size: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
@@ -84,15 +91,15 @@ def seconds_per_message(ranks: int, by_size: Mapping[int, Sequence[float]]) -> l
 
 def _measure(job: Mapping[str, Any]) -> None:
     """Measure as one of the ranks; the first writes what was found."""
-    with process_group(ParallelRecipe(timeout_s=_PATIENCE_S), job["device"]):
+    with process_group(ParallelRecipe(timeout_s=TIMEOUT_S), job["device"]):
         device = torch.device(job["device"])
         link = Link()
         found = {
             kind: {size: _repeats(make(link, size, device), link, size, job) for size in job["sizes"]}
-            for kind, make in (("all_to_all", _all_to_all), ("all_reduce", _all_reduce))
+            for kind, make in KINDS.items()
         }
         if link.rank == 0:
-            (Path(job["folder"]) / "found.json").write_text(json.dumps(found), encoding="utf-8")
+            write_found(job, found)
 
 
 def _all_to_all(link: Link, size: int, device: torch.device) -> Callable[[], None]:
@@ -115,6 +122,9 @@ def _all_reduce(link: Link, size: int, device: torch.device) -> Callable[[], Non
         mean_over_ranks_(values, link)
 
     return call
+
+
+KINDS = {"all_to_all": _all_to_all, "all_reduce": _all_reduce}
 
 
 def _repeats(call: Callable[[], None], link: Link, size: int, job: Mapping[str, Any]) -> list[float]:

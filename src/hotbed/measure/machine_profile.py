@@ -18,43 +18,54 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from hotbed.bench.limits import COPY_BYTES, check_memory, copy_limit, copy_way
-from hotbed.bench.measure_disk import THREADS, disk_rates
-from hotbed.bench.measure_exchanges import KINDS, exchange_seconds, rates, seconds_per_message
-from hotbed.bench.measure_steps import StepSizes, measure_overheads
-from hotbed.bench.meter import Limit, Meter, Way
-from hotbed.bench.ops import batch_bytes, embedding_jobs, filled_store, rule_step
-from hotbed.bench.options import OpsOptions
-from hotbed.bench.step import ways_to_multiply
-from hotbed.bench.workload import Workload
 from hotbed.config import Device
+from hotbed.data.zipf_source import Zipf
 from hotbed.errors import RecipeError
 from hotbed.machine import usable_cores
+from hotbed.measure.disk_reads import THREADS, disk_rates
+from hotbed.measure.kernel_times import (
+    COPY_BYTES,
+    EVICT_BYTES,
+    Meter,
+    bag_layout,
+    filled_store,
+    rule_step,
+    streaming_copy,
+    ways_to_multiply,
+)
+from hotbed.measure.rank_exchanges import KINDS, exchange_seconds, rates, seconds_per_message
+from hotbed.measure.step_overheads import StepSizes, measure_overheads
+from hotbed.ops import RuleStep
+from hotbed.optim import RowWiseAdagrad
+from hotbed.plan.cost import table_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.profile_files import DIMENSIONS
 from hotbed.plan.quantities import show
+from hotbed.specs import Table
+from hotbed.store import DenseStore
 from hotbed.store.memory import available_bytes, staging
 from hotbed.train.numerics import resolve_device
-from hotbed.train.report import environment
+from hotbed.train.report import environment, size
 
 DIMS = (16, 32, 64, 128)
 """Columns of float32 rows that are moved: 64 to 512 bytes."""
 TABLE_BYTES = {"cpu": 1 << 30, "cuda": 4 << 30}
-"""Of the tables whose rows are moved: more than caches have, also where all is quick."""
+"""Bytes of the tables whose rows are moved: more than caches have, with --quick, too."""
 DISK_BYTES = 1 << 30
-"""Of the file that is read."""
+"""Bytes of the file that is read."""
 QUICK = 4
-"""How many times less is taken where all is quick."""
+"""How many times less --quick takes."""
 STEPS, QUICK_STEPS = StepSizes(), StepSizes(table_bytes=StepSizes.table_bytes // QUICK, steps=6, repeats=3)
 MEASURED, COUNTED = "measured", "counted"
 _TABLES = 8
 _LAUNCHES = 200
-_KERNELS_OF_AN_UPDATE = ("occurrences", "group", "update")
 
 Progress = Callable[[str], None]
-"""Told what comes next."""
+"""Called with the name of the next stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,16 +98,6 @@ class MeasureOptions:
         """Training steps that are run."""
         return QUICK_STEPS if self.quick else STEPS
 
-    def place(self) -> torch.device:
-        """The device.
-
-        Raises
-        ------
-        RecipeError
-            If CUDA is asked for and absent.
-        """
-        return resolve_device(self.device, "device")
-
     def worlds(self, device: torch.device) -> list[int]:
         """Numbers of ranks.
 
@@ -116,16 +117,7 @@ class MeasureOptions:
 
 
 def measure(options: MeasureOptions, folder: Path, progress: Progress) -> dict[str, Any]:
-    """Measure everything.
-
-    Parameters
-    ----------
-    options
-        What, and how long.
-    folder
-        A directory on the disk that is measured.
-    progress
-        Told what comes next.
+    """Measure everything, and the disk of a folder.
 
     Returns
     -------
@@ -139,7 +131,7 @@ def measure(options: MeasureOptions, folder: Path, progress: Progress) -> dict[s
     CommError
         If a rank fails.
     """
-    device = options.place()
+    device = resolve_device(options.device, "device")
     worlds = options.worlds(device)
     sources = {MEASURED: _when(device, options), COUNTED: "what the system says that this process may use"}
     figures = _counted(device, worlds, folder)
@@ -205,60 +197,70 @@ def _streams(meter: Meter, options: MeasureOptions, progress: Progress) -> dict[
     """Copies in the device's memory, in the host's, and between the two."""
     cpu = torch.device("cpu")
     progress("copies in memory")
-    own = _rates(meter, copy_way(meter.device))
+    own = _rates(meter, streaming_copy(meter.device), 2 * COPY_BYTES)
     if meter.device == cpu:
         return {name: _figure(name, own) for name in ("stream", "host_stream", "host_link")}
-    host = _rates(Meter(cpu, options.repeats), copy_way(cpu))
+    host = _rates(Meter(cpu, options.repeats), streaming_copy(cpu), 2 * COPY_BYTES)
     page_locked = staging((COPY_BYTES,), torch.uint8, meter.device).fill_(1)
     target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=meter.device)
-    link = _rates(meter, Way(lambda: target.copy_(page_locked, non_blocking=True), 1 / COPY_BYTES))
+    link = _rates(meter, lambda: target.copy_(page_locked, non_blocking=True), COPY_BYTES)
     found = {"stream": own, "host_stream": host, "host_link": link}
     return {name: _figure(name, values) for name, values in found.items()}
 
 
-def _rates(meter: Meter, way: Way) -> list[float]:
-    """Bytes/s of each repeat of a way whose scaled seconds are those of a byte."""
-    limit = copy_limit(way, 1)
-    return [1 / meter.limit_seconds(limit) for _ in range(1 + meter.repeats)][1:]
+def _rates(meter: Meter, move: Callable[[], object], nbytes: int) -> list[float]:
+    """Bytes/s of each repeat of a call that moves so many bytes."""
+    return [nbytes / meter.seconds(move) for _ in range(1 + meter.repeats)][1:]
 
 
 def _rows(meter: Meter, options: MeasureOptions, progress: Progress) -> dict[str, Any]:
     """Lookups and updates of rows at random, by bytes of a row."""
     gather: dict[int, list[float]] = {}
     scatter: dict[int, list[float]] = {}
-    dims = DIMS[:: len(DIMS) - 1] if options.quick else DIMS
-    for dim in dims:
+    for dim in DIMS[:: len(DIMS) - 1] if options.quick else DIMS:
         progress(f"rows of {4 * dim} bytes")
         gather[4 * dim], scatter[4 * dim] = _row_rates(meter, options, dim)
     return {"gather": _figure("gather", gather), "scatter": _figure("scatter", scatter)}
 
 
+def _tables(tables: Sequence[Table], batch: int, device: torch.device) -> tuple[DenseStore, RuleStep, Tensor]:
+    """Fill tables; return their store, a step of row-wise AdaGrad, and uniform ids of a batch, one per sample."""
+    moments = RowWiseAdagrad.rule.moments
+    needed = sum(table_bytes(t, moments) for t in tables) + EVICT_BYTES + 2 * COPY_BYTES
+    free = available_bytes(device)
+    if free is not None and needed > free:
+        raise RecipeError(
+            f"measuring takes {size(needed)}, but {size(free)} of {device.type} memory is free; free some, or measure "
+            "less with --quick"
+        )
+    step = rule_step(tables, lambda module: RowWiseAdagrad(module, lr=0.01), device)
+    counters = np.arange(batch, dtype=np.uint64)
+    ids = [torch.from_numpy(Zipf(t.rows, 0.0).draw((0, i), counters)) for i, t in enumerate(tables)]
+    return filled_store(tables, step.rule.moments, device), step, torch.cat(ids).to(device)
+
+
 def _row_rates(meter: Meter, options: MeasureOptions, dim: int) -> tuple[list[float], list[float]]:
-    on_gpu = meter.device.type == "cuda"
-    table_bytes = TABLE_BYTES[meter.device.type] // (QUICK if options.quick else 1)
-    settings = OpsOptions(
-        tables=_TABLES,
-        rows=table_bytes // (4 * dim * _TABLES),
-        dim=dim,
-        batch_size=65536 if on_gpu else 8192,
-        zipf=0.0,
-        device=options.device,
-        repeats=meter.repeats,
-    )
-    step = rule_step(settings, meter.device)
-    check_memory(settings, step.rule, meter.device, batch_bytes(settings))
-    store = filled_store(settings, step, meter.device)
-    ids = Workload(settings).draw(settings.zipf)[0]
-    jobs = {
-        job.kernel: job for job in embedding_jobs("uniform", ids, settings, store, step, lambda _: Limit("copy", []))
-    }
-    distinct = jobs["lookup"].distinct
-    assert distinct is not None
-    rows, vectors = 4 * dim * distinct, 4 * dim * settings.tables * settings.batch_size
+    device, batch = meter.device, 65536 if meter.device.type == "cuda" else 8192
+    nbytes = TABLE_BYTES[device.type] // (QUICK if options.quick else 1)
+    tables = [Table(f"t{i}", nbytes // (4 * dim * _TABLES), dim) for i in range(_TABLES)]
+    store, step, ids = _tables(tables, batch, device)
+    bags = bag_layout(ids, [table.rows for table in tables], batch)
+    found = store.occurrences(bags)
+    groups = store.ops.group(found)
+    out = store.empty((batch, _TABLES, dim), torch.float32)
+    grad = torch.randn(batch * _TABLES, dim, device=device).mul_(1e-3)
+    lookup: Callable[[], object] = lambda: store.lookup(bags, out)  # noqa: E731
+    of_update: list[Callable[[], object]] = [
+        lambda: store.occurrences(bags),
+        lambda: store.ops.group(found),
+        lambda: store.ops.update(step, store.rows, store.moments, found, groups, grad),
+    ]
+    distinct = int(groups.counts[0])
+    rows, vectors = 4 * dim * distinct, 4 * dim * _TABLES * batch
     moments = sum(distinct * moment[0].numel() * moment.element_size() for moment in store.moments.values())
-    seconds = [{kernel: meter.seconds(job.call) for kernel, job in jobs.items()} for _ in range(1 + meter.repeats)][1:]
-    lookups = [(rows + vectors) / of["lookup"] for of in seconds]
-    updates = [(vectors + 2 * (rows + moments)) / sum(of[k] for k in _KERNELS_OF_AN_UPDATE) for of in seconds]
+    seconds = [(meter.seconds(lookup), sum(map(meter.seconds, of_update))) for _ in range(1 + meter.repeats)][1:]
+    lookups = [(rows + vectors) / of_lookup for of_lookup, _ in seconds]
+    updates = [(vectors + 2 * (rows + moments)) / of_updates for _, of_updates in seconds]
     return lookups, updates
 
 
@@ -272,8 +274,8 @@ def _flops(meter: Meter, options: MeasureOptions, progress: Progress) -> dict[st
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
         a, b = (torch.randn(size, size, device=meter.device).to(dtype) for _ in range(2))
         with _tf32(name == "tf32"):
-            ways = [Way(way) for way in ways_to_multiply(a, b)]
-            seconds = [min(meter.seconds(way.move) for way in ways) for _ in range(1 + meter.repeats)][1:]
+            ways = ways_to_multiply(a, b)
+            seconds = [min(map(meter.seconds, ways)) for _ in range(1 + meter.repeats)][1:]
         found[name] = [2 * size**3 / s for s in seconds]
     return _figure("flops", found)
 
@@ -290,11 +292,9 @@ def _tf32(on: bool) -> Generator[None]:
 
 def _launches(device: torch.device, repeats: int) -> list[float]:
     """Seconds of a lookup that has nothing to do, one after the other as fast as they can be started."""
-    settings = OpsOptions(tables=1, rows=16, dim=16, batch_size=1, device="cuda" if device.type == "cuda" else "cpu")
-    store = filled_store(settings, rule_step(settings, device), device)
-    workload = Workload(settings)
-    bags = workload.layout(workload.draw(0.0)[0].to(device))
-    out = store.empty((1, 1, settings.dim), torch.float32)
+    store, _, ids = _tables([Table("t0", 16, 16)], 1, device)
+    bags = bag_layout(ids, [16], 1)
+    out = store.empty((1, 1, 16), torch.float32)
     taken: list[float] = []
     for _ in range(1 + repeats):
         start = time.perf_counter()

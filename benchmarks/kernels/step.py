@@ -31,21 +31,20 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.kernels.limits import check_memory, gather_limit, rows_by_matrix, scatter_limit
+from benchmarks.kernels.meter import Meter, spread
+from benchmarks.kernels.options import LEARNING_RATE, StepOptions
+from benchmarks.kernels.workload import KernelBytes, Workload
 from hotbed import ops
 from hotbed.batch import Batch
-from hotbed.bench.limits import check_memory, gather_limit, rows_by_matrix, scatter_limit
-from hotbed.bench.meter import Meter, spread
-from hotbed.bench.options import LEARNING_RATE, StepOptions
-from hotbed.bench.workload import KernelBytes, Workload
+from hotbed.measure.kernel_times import ways_to_multiply
 from hotbed.nn import DLRM
-from hotbed.nn.linear import has_onednn_linear, onednn_product
 from hotbed.store import DenseStore
 from hotbed.train.metrics import to_device
 
@@ -67,25 +66,7 @@ Product = Callable[[], object]
 
 
 def bench_step(options: StepOptions, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure steps, alternating with what limits them.
-
-    Parameters
-    ----------
-    options
-        What to measure with; ids follow Zipf's law, every step has a batch of its own.
-    progress
-        Told what comes next.
-
-    Returns
-    -------
-    dict
-        ``step``, ``parts`` and ``roofline``, see `hotbed.bench`.
-
-    Raises
-    ------
-    HotbedError
-        If an option cannot be right, or the model does not fit into memory.
-    """
+    """Measure steps, alternating with what limits them; ids follow Zipf's law, every step has a batch of its own."""
     device = options.place()
     ops.select(device, options.backend)
     with device:
@@ -301,11 +282,3 @@ def _matmuls(options: StepOptions, model: DLRM) -> list[tuple[Tensor, Tensor]]:
     gram = torch.randn(samples, 1 + options.tables, 1 + options.tables, **kind)
     products += [(vectors, vectors.mT), (gram, vectors)]
     return products
-
-
-def ways_to_multiply(a: Tensor, b: Tensor) -> list[Product]:
-    """The product of two matrices, or of two batches of them, by torch, and where it can by oneDNN."""
-    ways: list[Product] = [partial(torch.matmul, a, b, out=a @ b)]
-    if a.dim() == 2 and a.is_cpu and a.dtype == torch.float32 and has_onednn_linear():
-        ways += [partial(onednn_product, a, b.t()), partial(onednn_product, b.t(), a)]
-    return ways

@@ -1,6 +1,6 @@
 """Measure what a training step takes beside bytes and products: steps of next to nothing, and how they grow.
 
-`hotbed.bench.step_jobs` times steps that differ in one thing, between 1, 2, … processes on the same cores; differences
+`step_jobs` times steps that differ in one thing, between 1, 2, … processes on the same cores; differences
 are the overheads of a profile (`hotbed.plan.hardware.OVERHEADS`):
 
 ============================  ======================================================================================
@@ -29,8 +29,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from hotbed.bench.step_jobs import Measured, StepJob, step_seconds
 from hotbed.config.places import Codec
+from hotbed.measure.step_jobs import Measured, StepJob, step_seconds
 from hotbed.plan.cost import LOOKUP, POOLING, UPDATE, CostModel
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.step import estimate_step
@@ -46,7 +46,7 @@ LEAST_FACTOR = 0.05
 """Of the seconds by gather and scatter that steps take at least; less is noise."""
 
 Samples = list[float]
-"""A value of each repeat."""
+"""A value for each repeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +97,7 @@ def measure_overheads(
 ) -> dict[str, Any]:
     """Run the steps, and find the overheads.
 
-    Parameters
-    ----------
-    worlds
-        Numbers of ranks; 1 is added.
-    hardware
-        The machine as far as it was measured: rates and exchanges.
-    sizes
-        How much is run.
-    progress
-        Told what comes next.
+    ``hardware`` is the machine as far as it was measured: rates and exchanges. One rank is added to ``worlds``.
 
     Returns
     -------
@@ -222,14 +213,8 @@ def _predicted(job: StepJob, here: Hardware, ranks: int) -> tuple[float, float]:
 def solved(left: Sequence[float], counted: Sequence[float], ids: float) -> tuple[float, float]:
     """Solve ``left = of_id · ids + factor · counted`` at two dims; neither is negative.
 
-    Parameters
-    ----------
-    left
-        Seconds of a step, without all that is known otherwise.
-    counted
-        Seconds of its rows by gather and scatter.
-    ids
-        Of a rank's batch, in each of them.
+    ``left`` are seconds of a step without all that is known otherwise, ``counted`` those of its rows by gather and
+    scatter, and ``ids`` the ids of a rank's batch, in each of them.
     """
     factor = (left[1] - left[0]) / (counted[1] - counted[0])
     if left[0] < factor * counted[0]:  # nothing is left for ids: the factor alone, by least squares

@@ -18,43 +18,24 @@ from typing import NamedTuple
 from hotbed.errors import RecipeError
 
 READ_BYTES = 4096
-"""Of one read: a page, which a record of a row is read with."""
+"""Size of one read: a page, which a record of a row is read with."""
 THREADS = 16
-"""That read at once, for the rate."""
+"""Threads that read at once, for the rate."""
 _READS_PER_THREAD = 512
 _SINGLE_READS = 32
 _PART = 8 << 20
 
 
 class DiskRates(NamedTuple):
-    """What was measured.
+    """What was measured; ``read`` and ``latency`` have a value for each repeat."""
 
-    Attributes
-    ----------
-    read
-        Bytes/s of each repeat, of `THREADS` threads that read pages at random.
-    latency
-        Seconds of a single read by one thread: median of each repeat.
-    how
-        How the page cache was avoided, in words.
-    """
-
-    read: list[float]
-    latency: list[float]
-    how: str
+    read: list[float]  # bytes/s of `THREADS` threads that read pages at random
+    latency: list[float]  # seconds of a single read by one thread, medians
+    how: str  # how the page cache was avoided, in words
 
 
 def disk_rates(folder: Path, nbytes: int, repeats: int) -> DiskRates:
-    """Measure a disk with a file that is removed afterwards.
-
-    Parameters
-    ----------
-    folder
-        A directory on it.
-    nbytes
-        Of the file.
-    repeats
-        Measurements of the rate.
+    """Measure the disk of a directory with a file of ``nbytes``, which is removed afterwards.
 
     Raises
     ------
@@ -85,7 +66,7 @@ def disk_rates(folder: Path, nbytes: int, repeats: int) -> DiskRates:
 
 
 def _read(opened: int, offsets: list[int]) -> float:
-    """Read pages one after the other; seconds."""
+    """Read pages one after the other; return the seconds that it takes."""
     page = mmap.mmap(-1, READ_BYTES)  # aligned, as direct reads need it
     start = time.perf_counter()
     for at in offsets:
@@ -119,7 +100,7 @@ def _file(folder: Path, nbytes: int) -> Generator[Path]:
 
 
 def _open(path: Path) -> tuple[int, str]:
-    """Open a file to be read past the page cache, and say how."""
+    """Open a file to be read past the page cache; return its descriptor, and how the cache is avoided."""
     direct: int = getattr(os, "O_DIRECT", 0)
     if direct and hasattr(os, "preadv"):
         with suppress(OSError):  # some file systems, as tmpfs was for long, have none

@@ -12,16 +12,16 @@ import torch.distributed as dist
 import yaml
 from rich.console import Console
 
-from hotbed.bench import measure_disk, measure_exchanges, measure_hardware, measure_steps
-from hotbed.bench.measure_disk import disk_rates
-from hotbed.bench.measure_exchanges import rates, seconds_per_message
-from hotbed.bench.measure_hardware import MeasureOptions
-from hotbed.bench.measure_steps import StepSizes, averaged_rows, measure_overheads
-from hotbed.bench.step_jobs import Measured, StepJob
 from hotbed.comm import Link
 from hotbed.commands.doctor import print_profile
 from hotbed.commands.main import main
 from hotbed.errors import RecipeError
+from hotbed.measure import disk_reads, machine_profile, rank_exchanges, step_overheads
+from hotbed.measure.disk_reads import disk_rates
+from hotbed.measure.machine_profile import MeasureOptions
+from hotbed.measure.rank_exchanges import rates, seconds_per_message
+from hotbed.measure.step_jobs import Measured, StepJob
+from hotbed.measure.step_overheads import StepSizes, averaged_rows, measure_overheads
 from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import OVERHEADS, Hardware
 from hotbed.plan.profile_files import DIMENSIONS
@@ -35,10 +35,9 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_hardware, "TABLE_BYTES", {"cpu": 1 << 20})
-    monkeypatch.setattr(measure_hardware, "DISK_BYTES", 1 << 20)
-    monkeypatch.setattr(measure_hardware, "COPY_BYTES", 1 << 16)
-    monkeypatch.setattr(measure_hardware, "QUICK_STEPS", STEPS)
+    monkeypatch.setattr(machine_profile, "TABLE_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr(machine_profile, "DISK_BYTES", 1 << 20)
+    monkeypatch.setattr(machine_profile, "QUICK_STEPS", STEPS)
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def instant_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         timed = {layer: [1e-4] * repeats for layer in layers}
         return Measured(steps=by_job, layers=timed, codecs={codec: [1e-9] * repeats for codec in codecs})
 
-    monkeypatch.setattr(measure_steps, "step_seconds", seconds)
+    monkeypatch.setattr(step_overheads, "step_seconds", seconds)
 
 
 @pytest.mark.full
@@ -144,7 +143,7 @@ def test_exchanges_are_measured_between_as_many_ranks_as_there_are_gpus(monkeypa
 def test_one_gpu_has_no_link_to_others() -> None:
     sources: dict[str, str] = {}
     figures = {"host_link": {"value": "25 GB/s"}, "launch_s": {"value": "5 us"}}
-    found = measure_hardware._exchanges([], CUDA, MeasureOptions(), figures, sources, lambda stage: None)
+    found = machine_profile._exchanges([], CUDA, MeasureOptions(), figures, sources, lambda stage: None)
     assert {name: entry["value"] for name, entry in found.items()} == {
         "node_link": "25 GB/s",
         "network": "25 GB/s",
@@ -164,8 +163,8 @@ def exchanged(group: dist.ProcessGroup) -> dict[str, Any]:
     link, cpu = Link(), torch.device("cpu")
     job = {"repeats": 2, "device": "cpu"}
     seconds = {
-        make.__name__: measure_exchanges._repeats(make(link, 64, cpu), link, 1 << 22, job)
-        for make in (measure_exchanges._all_to_all, measure_exchanges._all_reduce)
+        make.__name__: rank_exchanges._repeats(make(link, 64, cpu), link, 1 << 22, job)
+        for make in (rank_exchanges._all_to_all, rank_exchanges._all_reduce)
     }
     return {"seconds": seconds, "sent": dict(link.sent_bytes)}
 
@@ -174,7 +173,7 @@ def test_exchanges_are_those_of_training(ranks: Ranks) -> None:
     found = ranks.run(3, exchanged)
     assert all(rank["seconds"] == found[0]["seconds"] for rank in found)  # those of the slowest
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in found[0]["seconds"].values())
-    calls = 1 + measure_exchanges.WARMUP + 2
+    calls = 1 + rank_exchanges.WARMUP + 2
     assert found[0]["sent"]["bytes"] == calls * 2 * 64
     assert "gradients of dense parameters" in found[0]["sent"]
 
@@ -196,9 +195,9 @@ def test_a_file_system_without_direct_reads(tmp_path: Path, monkeypatch: pytest.
             raise OSError(22, "Invalid argument")
         return opened(path, flags, *mode)
 
-    monkeypatch.setattr(measure_disk.os, "open", without)
+    monkeypatch.setattr(disk_reads.os, "open", without)
     assert disk_rates(tmp_path, 1 << 20, 1).how == "page cache dropped before each measurement"
-    monkeypatch.delattr(measure_disk.os, "posix_fadvise")
+    monkeypatch.delattr(disk_reads.os, "posix_fadvise")
     assert "through the page cache" in disk_rates(tmp_path, 1 << 20, 1).how
 
 

@@ -7,7 +7,7 @@ else: no sort, no sum over duplicates, no rule, no scales of int8 rows. They use
 leave its bits as they are: all is moved as integers, and what the scatter adds is zero.
 
 On a GPU torch's own kernels move the same rows. They move somewhat other bytes, so their seconds are scaled by bytes
-(see `hotbed.bench.meter.Way`).
+(see `Way`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from benchmarks.kernels.meter import Limit, Way
+from benchmarks.kernels.options import OpsOptions
 from hotbed import large_tensors
-from hotbed.bench.meter import EVICT_BYTES, Limit, Way, buffer
-from hotbed.bench.options import OpsOptions
 from hotbed.errors import RecipeError
+from hotbed.measure import kernel_times
+from hotbed.measure.kernel_times import streaming_copy
 from hotbed.ops import Rows
 from hotbed.ops.cpu_instructions import prefetch_bytes, stream_row, streams_end
 from hotbed.ops.cpu_lookup import streams
@@ -34,35 +36,18 @@ from hotbed.plan.cost import table_bytes
 from hotbed.store.memory import available_bytes
 from hotbed.train.report import size
 
-COPY_BYTES = 256 << 20
-"""Size of what the streaming copy copies."""
-
 ROWS_PER_TASK = 1024
 NO_MOMENT = np.empty((1, 0), np.int32)
 
 
 class MatrixRows(NamedTuple):
-    """Rows to move that lie in one matrix.
+    """Rows to move that lie in one matrix."""
 
-    Attributes
-    ----------
-    matrix
-        ``[R, words]`` int32: the memory of rows.
-    at
-        ``[n]`` int64: which of them.
-    slots
-        ``[n]`` int64: their slots, which are the rows of their moments.
-    bags
-        How many pooled vectors, or gradients, go with them.
-    vector_bytes
-        Bytes of one of these.
-    """
-
-    matrix: Tensor
-    at: Tensor
-    slots: Tensor
-    bags: int
-    vector_bytes: int
+    matrix: Tensor  # ``[R, words]`` int32: the memory of rows
+    at: Tensor  # ``[n]`` int64: which of them
+    slots: Tensor  # ``[n]`` int64: their slots, which are the rows of their moments
+    bags: int  # how many pooled vectors, or gradients, go with them
+    vector_bytes: int  # bytes of one of these
 
     def vectors(self) -> Tensor:
         """Uninitialised ``[bags, pieces, words]`` int32; a vector wider than a row is in pieces as wide as that."""
@@ -85,17 +70,7 @@ def rows_by_matrix(rows: Rows, slots: Tensor, pooling: int, vectors: torch.dtype
 
 
 def gather_limit(parts: Sequence[MatrixRows], pooling: int, nbytes: int) -> Limit:
-    """Reading rows at random and writing pooled vectors.
-
-    Parameters
-    ----------
-    parts
-        Of `rows_by_matrix`.
-    pooling
-        Rows per vector.
-    nbytes
-        What the call must move that is compared.
-    """
+    """Reading rows at random and writing pooled vectors."""
     if not parts[0].matrix.is_cpu:
         return Limit("gather", [torch_gather(parts, nbytes)])
     outs = [part.vectors() for part in parts]
@@ -114,17 +89,7 @@ def gather_limit(parts: Sequence[MatrixRows], pooling: int, nbytes: int) -> Limi
 
 
 def scatter_limit(parts: Sequence[MatrixRows], moments: Mapping[str, Tensor], nbytes: int) -> Limit:
-    """Reading a gradient per bag; reading, changing and writing distinct rows and their moments.
-
-    Parameters
-    ----------
-    parts
-        Of `rows_by_matrix`.
-    moments
-        ``[S]`` or ``[S, D]`` float32, at most two.
-    nbytes
-        What the call must move that is compared.
-    """
+    """Reading a gradient per bag; reading, changing and writing distinct rows and their moments."""
     distinct = [part._replace(at=part.at.unique(), slots=part.slots.unique()) for part in parts]
     beside = [moment.view(len(moment), -1).view(torch.int32) for moment in moments.values()]
     if not parts[0].matrix.is_cpu:
@@ -141,8 +106,7 @@ def scatter_limit(parts: Sequence[MatrixRows], moments: Mapping[str, Tensor], nb
 
 def copy_way(device: torch.device) -> Way:
     """A streaming copy; its scaled seconds are those per byte read or written."""
-    source, target = buffer(COPY_BYTES, device), buffer(COPY_BYTES, device)
-    return Way(lambda: target.copy_(source), 1 / (2 * COPY_BYTES))
+    return Way(streaming_copy(device), 1 / (2 * kernel_times.COPY_BYTES))
 
 
 def copy_limit(copy: Way, nbytes: int) -> Limit:
@@ -154,26 +118,9 @@ def copy_limit(copy: Way, nbytes: int) -> Limit:
 
 
 def check_memory(options: OpsOptions, rule: Rule, device: torch.device, batch_bytes: int) -> None:
-    """Refuse what does not fit.
-
-    Parameters
-    ----------
-    options
-        Tables.
-    rule
-        Whose moments there are.
-    device
-        Where they go.
-    batch_bytes
-        What else is needed, besides what measuring takes.
-
-    Raises
-    ------
-    RecipeError
-        If it is more than is free.
-    """
+    """Refuse what does not fit."""
     tables = sum(table_bytes(table, rule.moments) for table in options.specs()[0])
-    needed = tables + batch_bytes + EVICT_BYTES + 2 * COPY_BYTES
+    needed = tables + batch_bytes + kernel_times.EVICT_BYTES + 2 * kernel_times.COPY_BYTES
     free = available_bytes(device)
     if free is not None and needed > free:
         raise RecipeError(

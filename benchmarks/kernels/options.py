@@ -1,4 +1,4 @@
-"""State the options of ``hotbed bench ops`` and ``hotbed bench step``, each once."""
+"""State the options of ``python -m benchmarks.kernels``, each once."""
 
 from __future__ import annotations
 
@@ -95,23 +95,11 @@ class OpsOptions:
         return tables, [Feature(t.name, table=t.name) for t in tables]
 
     def place(self) -> torch.device:
-        """The device.
-
-        Raises
-        ------
-        RecipeError
-            If CUDA is asked for and absent.
-        """
+        """The device."""
         return resolve_device(self.device, "device")
 
     def make_optimizer(self, model: nn.Module) -> SparseOptimizer:
-        """The sparse optimizer of a model.
-
-        Raises
-        ------
-        RecipeError
-            If there is no such class, or it is not a sparse optimizer that takes a model and ``lr``.
-        """
+        """The sparse optimizer of a model."""
         path = self.optimizer
         if "." not in path:
             if path not in sparse_optimizers():
@@ -163,4 +151,4 @@ def sparse_optimizers() -> list[str]:
 
 
 OPTIONS: dict[str, type[OpsOptions]] = {"ops": OpsOptions, "step": StepOptions}
-"""Options of ``hotbed bench NAME``."""
+"""Options of each command."""

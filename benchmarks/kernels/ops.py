@@ -10,27 +10,22 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from benchmarks.kernels.limits import check_memory, copy_limit, copy_way, gather_limit, rows_by_matrix, scatter_limit
+from benchmarks.kernels.meter import Limit, Meter, Way
+from benchmarks.kernels.options import OpsOptions
+from benchmarks.kernels.workload import KernelBytes, Workload, interaction_bytes
 from hotbed import ops
-from hotbed.bench.limits import check_memory, copy_limit, copy_way, gather_limit, rows_by_matrix, scatter_limit
-from hotbed.bench.meter import Limit, Meter, Way
-from hotbed.bench.options import OpsOptions
-from hotbed.bench.workload import KernelBytes, Workload, interaction_bytes
-from hotbed.embed import EmbeddingCollection
-from hotbed.embed.gradients import TableUpdater
 from hotbed.errors import RecipeError
 from hotbed.jagged import Jagged
+from hotbed.measure import kernel_times
 from hotbed.nn import DotInteraction
 from hotbed.ops import RuleStep
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import RowDtype
-from hotbed.store import DenseStore, Span
+from hotbed.store import DenseStore
 
 INITIAL_BYTES = 256 << 20
 """How much of a table is drawn to time initial values."""
-
-FILLER = 0x3C
-"""Byte that rows are filled with: pages must be real, and four, two or one of it are a number of medium size."""
-
 
 BY_DTYPE = ("lookup", "update")
 """Kernels that are measured for rows of every dtype, one after the other: what they take depends on it."""
@@ -48,25 +43,7 @@ class Job(NamedTuple):
 
 
 def bench_ops(options: OpsOptions, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure every kernel, and those that read rows for rows of every dtype.
-
-    Parameters
-    ----------
-    options
-        What to measure with.
-    progress
-        Told what comes next.
-
-    Returns
-    -------
-    dict
-        ``copy_gb_s``, ``kernels``, ``dtypes`` and ``dtypes_left_out``, see `hotbed.bench`.
-
-    Raises
-    ------
-    RecipeError
-        If an option cannot be right, or the tables do not fit into memory.
-    """
+    """Measure every kernel, and those that read rows for rows of every dtype."""
     device = options.place()
     ops.select(device, options.backend)
     step = rule_step(options, device)
@@ -116,7 +93,7 @@ def copy_rate(meter: Meter, copy: Way) -> float:
 
 
 def measured(job: Job, meter: Meter, copy_gb_s: float) -> dict[str, Any]:
-    """Measure a job in turn with its limit; an entry of ``kernels``, see `hotbed.bench`."""
+    """Measure a job in turn with its limit; an entry of ``kernels``, see `benchmarks.kernels`."""
     timing = meter.compare(job.call, job.limit)
     gb_s = job.nbytes / timing.median_s / 1e9
     return {
@@ -134,19 +111,8 @@ def measured(job: Job, meter: Meter, copy_gb_s: float) -> dict[str, Any]:
 def rule_step(
     options: OpsOptions, device: torch.device, make: Callable[[nn.Module], SparseOptimizer] | None = None
 ) -> RuleStep:
-    """A step of the optimizer of some options, or of one that is made for a model.
-
-    It does not depend on the number of rows, so it is taken from tables of one row.
-    """
-    tables, features = options.specs(rows=1)
-    small = EmbeddingCollection(tables, features, device=device)
-    optimizer = (make or options.make_optimizer)(small)
-    (updater,), (arena,) = optimizer._updaters.values(), small._groups[0].arenas
-    assert isinstance(updater, TableUpdater)
-    one = torch.ones((), dtype=torch.float32, device=device)
-    hyper = {t.name: optimizer._hyper(optimizer.param_groups[0]) for t in tables}
-    updater.state_of_steps.count(hyper, None, device, options.backend)
-    return updater.state_of_steps.step(arena, hyper, one, one)
+    """A step of the optimizer of some options, or of one that is made for a model."""
+    return kernel_times.rule_step(options.specs()[0], make or options.make_optimizer, device, options.backend)
 
 
 def batch_bytes(options: OpsOptions) -> int:
@@ -157,16 +123,7 @@ def batch_bytes(options: OpsOptions) -> int:
 
 def filled_store(options: OpsOptions, step: RuleStep, device: torch.device) -> DenseStore:
     """The tables in one arena, in real pages, with the moments of a step's rule."""
-    tables, _ = options.specs()
-    spans = [Span(t.rows, t.fp32_rows) for t in tables]
-    store = DenseStore(spans, options.dim, dtype=options.dtype, device=device, backend=options.backend)
-    for rows in (store.rows.wide, store.rows.narrow):
-        rows.view(torch.uint8).fill_(FILLER)
-    store.rows.exponents.fill_(-12)
-    for moment in step.rule.moments:
-        store.add_moment(moment)
-        store.moments[moment.name].zero_()
-    return store
+    return kernel_times.filled_store(options.specs()[0], step.rule.moments, device, options.backend)
 
 
 def _jobs(options: OpsOptions, store: DenseStore, step: RuleStep, streamed: Callable[[int], Limit]) -> Iterator[Job]:
@@ -199,25 +156,7 @@ def embedding_jobs(
     streamed: Callable[[int], Limit],
     vectors: torch.dtype = torch.float32,
 ) -> Iterator[Job]:
-    """Everything that happens to a batch of ids: lookup, grouping, update, and the gradient of weights.
-
-    Parameters
-    ----------
-    kind
-        What ids are called in results.
-    ids
-        Of `Workload.draw`.
-    options
-        Tables.
-    store
-        Of `filled_store`.
-    step
-        Of the optimizer.
-    streamed
-        Makes the limit of so many bytes.
-    vectors
-        Dtype of pooled vectors and of their gradients.
-    """
+    """Everything that happens to a batch of ids: lookup, grouping, update, and the gradient of weights."""
     workload, ids = Workload(options), ids.to(store.device)
     bags, slots = workload.layout(ids), workload.slots(ids)
     found = store.occurrences(bags)

@@ -3,7 +3,7 @@
 A `StepJob` says what a step does, as numbers that JSON can carry, and also what the cost model is told of it, so that a
 prediction and a measurement are of the same step. As a program, this file is one of the ranks::
 
-    python -m hotbed.bench.step_jobs '{"jobs": [{"plan": "row", "batch": 512}], "repeats": 3, "steps": 4}'
+    python -m hotbed.measure.step_jobs '{"jobs": [{"plan": "row", "batch": 512}], "repeats": 3, "steps": 4}'
 
 Each repeat runs some steps of every job in turn, every other one from the last job to the first, so that jobs are
 compared under the same load of the machine and none always follows the same other. The loop
@@ -19,8 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Self, cast
 
 import numpy as np
@@ -35,9 +33,9 @@ from hotbed.config import ParallelRecipe
 from hotbed.config.places import Codec, ParallelOptions
 from hotbed.data.zipf_source import Zipf
 from hotbed.embed.distribute import distribute
-from hotbed.errors import SpecError, did_you_mean
 from hotbed.jagged import Jagged
 from hotbed.machine import fit_threads
+from hotbed.measure.rank_exchanges import TIMEOUT_S, run_ranks, write_found
 from hotbed.nn import DLRM
 from hotbed.nn.layers import MLP
 from hotbed.ops.rows import decode, encode
@@ -46,7 +44,6 @@ from hotbed.plan import popularity as popularities
 from hotbed.plan.placement import make_plan, schemes_from
 from hotbed.plan.workload import Workload
 from hotbed.specs import Feature, RowDtype, Table
-from hotbed.train.local_ranks import run_local
 from hotbed.train.plan_search import count_dense_part
 from hotbed.train.process_group import Started, process_group
 
@@ -55,7 +52,6 @@ LEARNING_RATE = 0.01
 WARMUP = 24
 """Steps before the clock starts: kernels are compiled, connections opened, memory of results is there to be used again.
 After 3 steps a process still took a fifth more than later (docs/log.md)."""
-_PATIENCE_S = 300
 _CODEC_ROWS, _CODEC_DIM = 2048, 64
 
 
@@ -89,17 +85,7 @@ class StepJob:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make it of what JSON holds.
-
-        Raises
-        ------
-        SpecError
-            If a field is unknown.
-        """
-        known = cls.__dataclass_fields__
-        for name in values:
-            if name not in known:
-                raise SpecError(f"a job of steps has no '{name}'{did_you_mean(name, known)}")
+        """Make it of what JSON holds."""
         made: dict[str, Any] = {n: tuple(cast("list[Any]", v)) if isinstance(v, list) else v for n, v in values.items()}
         return cls(**made)
 
@@ -191,31 +177,17 @@ def step_seconds(
     layers: Sequence[tuple[int, int]] = (),
     codecs: Sequence[Codec] = (),
 ) -> Measured:
-    """Start ranks on this machine's cores, and time steps between them.
+    """Start ranks on this machine's cores, and time steps of jobs between them, and dense layers and codecs.
 
-    Parameters
-    ----------
-    jobs
-        What is timed.
-    ranks
-        Number of processes.
-    repeats, steps
-        Measurements of each job, and steps of a measurement.
-    layers
-        Widths and samples of dense layers to time, too; all ranks compute them at once.
-    codecs
-        Codecs to time, too.
+    Every repeat times ``steps`` steps of each job. Layers are given by width and samples; all ranks compute them at
+    once.
 
     Raises
     ------
     CommError
         If a rank fails, with what it wrote.
     """
-    with TemporaryDirectory(prefix="hotbed-") as name:
-        folder = Path(name)
-        request = json.dumps(request_of(jobs, repeats, steps) | {"layers": layers, "codecs": codecs, "folder": name})
-        run_local([sys.executable, "-m", "hotbed.bench.step_jobs", request], ranks, folder)
-        found = json.loads((folder / "found.json").read_text(encoding="utf-8"))
+    found = run_ranks(__name__, request_of(jobs, repeats, steps) | {"layers": layers, "codecs": codecs}, ranks)
     timed = {(width, samples): seconds for (width, samples), seconds in zip(layers, found["layers"], strict=True)}
     return Measured(steps=found["steps"], layers=timed, codecs=found["codecs"])
 
@@ -231,7 +203,7 @@ def request_of(jobs: Sequence[StepJob], repeats: int, steps: int) -> dict[str, A
 def run_request(request: Mapping[str, Any]) -> dict[str, Any]:
     """Run what a rank is asked for, as one of the ranks; results are those of the slowest."""
     logging.getLogger("hotbed").setLevel(logging.ERROR)  # codecs and replicas announce that they change results
-    with process_group(ParallelRecipe(timeout_s=_PATIENCE_S), "cpu") as here:
+    with process_group(ParallelRecipe(timeout_s=TIMEOUT_S), "cpu") as here:
         if here.size == 1:
             fit_threads()
         return _timed(request, here)
@@ -241,7 +213,10 @@ def _timed(request: Mapping[str, Any], here: Started) -> dict[str, Any]:
     """Time jobs, layers and codecs; models are gone when it returns, and what they have threads for."""
     repeats = range(request["repeats"])
     runs = [JobRun(StepJob.from_dict(job), here.rank, here.size, request) for job in request["jobs"]]
-    steps = [[run.seconds() for run in runs] if i % 2 == 0 else _backwards(runs) for i in repeats]
+    steps: list[list[float]] = []
+    for i in repeats:
+        of_repeat = [run.seconds() for run in runs[:: -1 if i % 2 else 1]]
+        steps.append(of_repeat[::-1] if i % 2 else of_repeat)
     layers = [_layer(width, samples, here.size, len(repeats)) for width, samples in request.get("layers", ())]
     codecs = {codec: _codec(codec, here.size, len(repeats)) for codec in request.get("codecs", ())}
     by_job = [list(of_job) for of_job in zip(*steps, strict=True)]
@@ -253,23 +228,8 @@ def _timed(request: Mapping[str, Any], here: Started) -> dict[str, Any]:
     }
 
 
-def _backwards(runs: Sequence[JobRun]) -> list[float]:
-    """Seconds of each job's step, the last one's measured first."""
-    return [run.seconds() for run in reversed(runs)][::-1]
-
-
 class JobRun:
-    """A job on this rank, and where it is in its batches.
-
-    Parameters
-    ----------
-    job
-        What is trained.
-    rank, ranks
-        Which rank this is, and of how many.
-    request
-        How often it is timed, see `request_of`: so many batches are made, and those to warm up are trained on.
-    """
+    """A job on this rank, and where it is in its batches; a `request_of` says how often it is timed."""
 
     def __init__(self, job: StepJob, rank: int, ranks: int, request: Mapping[str, Any]) -> None:
         torch.manual_seed(0)
@@ -364,11 +324,10 @@ def _main() -> None:
     """Run as a rank: the first writes what was found into ``folder``, or without one all print it."""
     request = json.loads(sys.argv[1])
     found = run_request(request)
-    folder = request.get("folder")
-    if folder is None:
+    if "folder" not in request:
         print(json.dumps(found))
     elif found["rank"] == 0:
-        (Path(folder) / "found.json").write_text(json.dumps(found), encoding="utf-8")
+        write_found(request, found)
 
 
 if __name__ == "__main__":

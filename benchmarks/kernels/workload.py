@@ -22,7 +22,7 @@ gradients what their dtype takes. A row takes what it is stored in, scales inclu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -32,9 +32,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotbed.bench.options import OpsOptions
+from benchmarks.kernels.options import OpsOptions
 from hotbed.data.zipf_source import Zipf
 from hotbed.jagged import Jagged
+from hotbed.measure.kernel_times import bag_layout
 from hotbed.ops import BagLayout, Groups, Rows
 from hotbed.ops.rows import places
 
@@ -106,49 +107,22 @@ class Workload:
     def layout(self, ids: Jagged) -> BagLayout:
         """Its bags, as kernels take them."""
         o = self.options
-        features: Sequence[list[int]] = [
-            # As in BagLayout.features: start, ids per sample, row of offsets, slot of row 0, mean, position, table.
-            [f * self._count, o.pooling, 0, slot, 0, f, f]
-            for f, slot in enumerate(self.first_slots)
-        ]
-        return BagLayout(
-            ids=ids.values,
-            features=torch.tensor(features, device=ids.values.device),
-            offsets=torch.empty(0, o.batch_size + 1, dtype=torch.int64, device=ids.values.device),
-            weights=ids.weights,
-            batch_size=o.batch_size,
-            total=len(ids.values),
-            has_divisors=False,
-            width=o.tables,
-            ids_per_bag=o.pooling,
-        )
+        return bag_layout(ids.values, o.rows_per_table, o.batch_size, o.pooling, ids.weights)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelBytes:
-    """Bytes that the kernels must move for a batch.
-
-    Attributes
-    ----------
-    ids, distinct, runs, bags
-        Number of ids ``N``, of distinct rows ``U``, of runs, of bags.
-    id_bytes
-        Bytes of an id.
-    row_bytes, moment_bytes, vector_bytes
-        Bytes of all distinct rows, of their moments, and of all pooled vectors.
-    weighted
-        Whether ids have weights.
-    """
+    """Bytes that the kernels must move for a batch."""
 
     ids: int
     distinct: int
     runs: int
     bags: int
-    id_bytes: int
-    row_bytes: int
+    id_bytes: int  # of one id
+    row_bytes: int  # of all distinct rows, and so on
     moment_bytes: int
     vector_bytes: int
-    weighted: bool
+    weighted: bool  # whether ids have weights
 
     @classmethod
     def of(
