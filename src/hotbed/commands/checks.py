@@ -32,36 +32,16 @@ _QUERY_S = 10
 
 
 class Check(NamedTuple):
-    """What was found of one thing.
+    """What was found of one thing."""
 
-    Attributes
-    ----------
-    what
-        Its name.
-    state
-        Whether it is as it should be.
-    found
-        What there is, in words.
-    advice
-        What to do; empty where nothing is to be done.
-    """
-
-    what: str
-    state: State
-    found: str
-    advice: str = ""
+    what: str  # its name
+    state: State  # whether it is as it should be
+    found: str  # what there is, in words
+    advice: str = ""  # what to do; empty where nothing is to be done
 
 
 def check_all(folder: Path, root: Path = Path("/")) -> list[Check]:
-    """Make every check.
-
-    Parameters
-    ----------
-    folder
-        Where runs and datasets would go.
-    root
-        Where ``/proc`` and ``/sys`` are.
-    """
+    """Make every check."""
     checks: dict[str, Callable[[], Check]] = {
         "hotbed": _python,
         "processor": lambda: _processor(root),

@@ -36,15 +36,7 @@ _STYLE = (
 
 
 def page(found: Mapping[str, Any], after: DataSummary, before: DataSummary | None) -> str:
-    """Make the page.
-
-    Parameters
-    ----------
-    found
-        Plain values, as `hotbed.commands.inspect_data.inspect_data` returns them.
-    after, before
-        What the data hold, and what those hold that they are compared with.
-    """
+    """Make the page."""
     name = str(found["path"])
     body = [
         f"<h1>{escape(name)}</h1>",

@@ -45,11 +45,6 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
-    Parameters
-    ----------
-    argv
-        Arguments after the program's name; default: those of the process.
-
     Returns
     -------
     int

@@ -175,13 +175,7 @@ def _beside(
 
 
 def recipe_in(file: str | Path, data: str | None = None) -> Recipe:
-    """The recipe in a file, perhaps with another path of the data.
-
-    Raises
-    ------
-    RecipeError
-        If there is no such file, or it is no recipe.
-    """
+    """The recipe in a file, perhaps with another path of the data."""
     if not exists(file):
         raise RecipeError(f"{file} does not exist; give a recipe, which says what a row of each table takes")
     if isinstance(place := location(str(file)), Path):

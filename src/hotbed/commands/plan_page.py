@@ -48,17 +48,7 @@ _STYLE = (
 
 
 def page(name: str, found: Found, simulation: Simulation, points: Sequence[Point]) -> str:
-    """Make the page.
-
-    Parameters
-    ----------
-    name
-        Of the recipe.
-    found, simulation
-        The plan, and steps of it.
-    points
-        Of a sweep over ranks.
-    """
+    """Make the page."""
     work, here = found.model.workload, found.model.hardware
     assert here is not None
     ranks = found.plan.world_size * work.replicas

@@ -35,19 +35,13 @@ class Options:
 
     Attributes
     ----------
-    stragglers
-        Ranks that are slow now and then.
-    sweep
-        As typed.
-    price
-        Of a node per hour; else the hardware's.
     trace, html
         Files to write.
     """
 
-    stragglers: Stragglers
-    sweep: str | None
-    price: float | None
+    stragglers: Stragglers  # ranks that are slow now and then
+    sweep: str | None  # as typed
+    price: float | None  # of a node per hour; else the hardware's
     trace: str | None
     html: str | None
 

@@ -64,11 +64,6 @@ def page(runs: Sequence[RunRecords]) -> str:
     runs
         One run, or several that differ in their seed alone, the newest first: curves are then means with intervals, all
         else is the newest one's.
-
-    Raises
-    ------
-    RecipeError
-        If matplotlib is not installed.
     """
     figures, run = Figures(), runs[0]
     name = str(run.recipe.get("name", run.path))

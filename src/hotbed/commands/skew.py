@@ -37,13 +37,6 @@ def open_data(path: str | Path, *, trust_recipe: bool = False) -> Source:
 
     A prepared dataset or arrays of NumPy, see `open_stored`; a Parquet file or folder with the schema that
     `draft_schema` proposes; a recipe's file or a run's directory, which name any source.
-
-    Raises
-    ------
-    DataError
-        If the path is none of these, or is damaged.
-    RecipeError
-        If a recipe is not valid.
     """
     place = directory(path)
     if isinstance(path, Path) and not path.exists():

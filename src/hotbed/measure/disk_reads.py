@@ -35,13 +35,7 @@ class DiskRates(NamedTuple):
 
 
 def disk_rates(folder: Path, nbytes: int, repeats: int) -> DiskRates:
-    """Measure the disk of a directory with a file of ``nbytes``, which is removed afterwards.
-
-    Raises
-    ------
-    RecipeError
-        If the file does not fit, or cannot be made.
-    """
+    """Measure the disk of a directory with a file of ``nbytes``, which is removed afterwards."""
     with _file(folder, nbytes) as path:
         opened, how = _open(path)
         try:

@@ -34,14 +34,9 @@ FILLER = 0x3C
 
 
 class Meter:
-    """Times calls on a device.
+    """Times calls on a device: on ``cuda`` without the launch.
 
-    Parameters
-    ----------
-    device
-        On ``cuda`` the time is that of the device, without the launch.
-    repeats
-        Measurements of each call; one more, which compiles and allocates, comes before them.
+    Callers measure each call ``repeats`` times, and once more before that, which compiles and allocates.
     """
 
     def __init__(self, device: torch.device, repeats: int) -> None:

@@ -99,13 +99,7 @@ class MeasureOptions:
         return QUICK_STEPS if self.quick else STEPS
 
     def worlds(self, device: torch.device) -> list[int]:
-        """Numbers of ranks.
-
-        Raises
-        ------
-        RecipeError
-            If there are fewer GPUs.
-        """
+        """Numbers of ranks."""
         if device.type == "cpu":
             return sorted(self.ranks or ([2] if self.quick else [2, 4]))
         gpus = torch.cuda.device_count()
@@ -117,20 +111,7 @@ class MeasureOptions:
 
 
 def measure(options: MeasureOptions, folder: Path, progress: Progress) -> dict[str, Any]:
-    """Measure everything, and the disk of a folder.
-
-    Returns
-    -------
-    dict
-        What a profile's file holds; see `hotbed.plan.profile_files`.
-
-    Raises
-    ------
-    RecipeError
-        If an option cannot be right, or memory or disk are too small.
-    CommError
-        If a rank fails.
-    """
+    """Measure everything, and the disk of a folder."""
     device = resolve_device(options.device, "device")
     worlds = options.worlds(device)
     sources = {MEASURED: _when(device, options), COUNTED: "what the system says that this process may use"}

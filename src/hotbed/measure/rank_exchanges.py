@@ -35,28 +35,9 @@ TIMEOUT_S = 300
 def exchange_seconds(
     ranks: int, sizes: Sequence[int], repeats: int, device: torch.device
 ) -> dict[str, dict[int, list[float]]]:
-    """Start ranks, and measure exchanges between them.
+    """Start ranks; return seconds of the slowest in each repeat, by kind of exchange (`KINDS`) and bytes.
 
-    Parameters
-    ----------
-    ranks
-        At least 2.
-    sizes
-        Bytes: of an all-to-all, what each rank sends to each other one; of an all-reduce, the tensor.
-    repeats
-        Measurements of each.
-    device
-        Where the tensors are; on ``cuda`` there must be as many GPUs.
-
-    Returns
-    -------
-    dict
-        Seconds of the slowest rank in each repeat, by kind of exchange (`KINDS`) and bytes.
-
-    Raises
-    ------
-    CommError
-        If a rank fails, with what it wrote.
+    Bytes are what each rank sends to each other one in an all-to-all, and the whole tensor of an all-reduce.
     """
     job = {"sizes": list(sizes), "repeats": repeats, "device": device.type}
     found = run_ranks(__name__, job, ranks)

@@ -150,22 +150,14 @@ class StepJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Seconds of the slowest rank.
+    """Seconds of the slowest rank."""
 
-    Attributes
-    ----------
-    steps
-        By job, of a step in each repeat: medians over its steps.
-    layers
-        By ``(width, samples)``, of a dense layer in each repeat, as part of an MLP of its own: forward and backward
-        pass, update.
-    codecs
-        By codec, of a value that is encoded and decoded, in each repeat.
-    """
-
-    steps: list[list[float]]
+    steps: list[list[float]]  # by job, of a step in each repeat: medians over its steps
     layers: dict[tuple[int, int], list[float]] = field(default_factory=dict[tuple[int, int], list[float]])
+    """By ``(width, samples)``, of a dense layer in each repeat, as part of an MLP of its own: forward and backward
+    pass, update."""
     codecs: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """By codec, of a value that is encoded and decoded, in each repeat."""
 
 
 def step_seconds(
@@ -181,11 +173,6 @@ def step_seconds(
 
     Every repeat times ``steps`` steps of each job. Layers are given by width and samples; all ranks compute them at
     once.
-
-    Raises
-    ------
-    CommError
-        If a rank fails, with what it wrote.
     """
     found = run_ranks(__name__, request_of(jobs, repeats, steps) | {"layers": layers, "codecs": codecs}, ranks)
     timed = {(width, samples): seconds for (width, samples), seconds in zip(layers, found["layers"], strict=True)}

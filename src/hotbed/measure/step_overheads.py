@@ -95,14 +95,9 @@ def jobs_of(ranks: int, sizes: StepSizes) -> dict[str, StepJob]:
 def measure_overheads(
     worlds: Sequence[int], hardware: Hardware, sizes: StepSizes, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run the steps, and find the overheads.
+    """Run the steps; return ``overheads``, ``efficiency`` and ``mlp`` as in `Hardware`, with repeats for each value.
 
     ``hardware`` is the machine as far as it was measured: rates and exchanges. One rank is added to ``worlds``.
-
-    Returns
-    -------
-    dict
-        ``overheads``, ``efficiency`` and ``mlp`` as in `Hardware`, with a list of repeats in place of each value.
     """
     overheads: dict[str, dict[int, Samples]] = {}
     efficiency: dict[int, Samples] = {}

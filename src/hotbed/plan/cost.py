@@ -121,13 +121,11 @@ class RankCosts:
 
     Attributes
     ----------
-    memory
-        By tier, bytes of rows and moments ``[N]``.
     parts_bytes, parts
         ``[N, parts]``: bytes, and seconds or ids × columns, of each of `PARTS`.
     """
 
-    memory: Mapping[Tier, Array]
+    memory: Mapping[Tier, Array]  # by tier, bytes of rows and moments ``[N]``
     parts_bytes: Array
     parts: Array
 
@@ -154,17 +152,7 @@ class RankCosts:
 
 
 class CostModel:
-    """Count what tiles cost under a workload.
-
-    Parameters
-    ----------
-    workload
-        What a step does.
-    world_size
-        Ranks of a group: of a plan.
-    hardware
-        The machine, for seconds; without it the unit is ids × columns per sample.
-    """
+    """Count what tiles cost under a workload: seconds on hardware, without it ids × columns per sample."""
 
     def __init__(self, workload: Workload, world_size: int, hardware: Hardware | None = None) -> None:
         self.workload, self.world_size, self.hardware = workload, world_size, hardware
@@ -188,17 +176,7 @@ class CostModel:
         """What others have counted with it."""
 
     def tile(self, tile: Tile, lanes: int = 1, readers: int | None = None) -> TileCost:
-        """Cost of a tile; of strided ones whatever residue they have: rows between two strides count as alike.
-
-        Parameters
-        ----------
-        tile
-            The tile.
-        lanes
-            Into how many parts the columns of its rows are cut.
-        readers
-            How many ranks have copies; by default those of the tile.
-        """
+        """Cost of a tile; of strided ones whatever residue they have: rows between two strides count as alike."""
         rows, copies = tile.rows, len(tile.readers) if readers is None else readers
         use = self.workload.by_table[tile.table]
         # One row of each stride from here to there: whatever residue, and however the range is written.

@@ -260,15 +260,7 @@ class Hardware:
 
 
 def interpolated(curve: Curve, at: float) -> float:
-    """Read a curve between its points, linearly in the logarithm of bytes; outside it is what it is at the nearest.
-
-    Parameters
-    ----------
-    curve
-        Bytes and rates; not empty.
-    at
-        Bytes.
-    """
+    """Read a curve between its points, linearly in the logarithm of bytes; outside it is what it is at the nearest."""
     points = sorted(curve.items())
     if at <= points[0][0]:
         return points[0][1]

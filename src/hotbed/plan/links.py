@@ -33,22 +33,13 @@ class Links:
     ----------
     size, replicas
         Ranks of a group, and groups.
-    layout
-        What neighbouring ranks are.
-    ranks_per_node
-        Ranks of a first hop; None: one hop.
-
-    Raises
-    ------
-    PlanError
-        If ranks cannot go in two hops.
     """
 
     hardware: Hardware
     size: int
     replicas: int = 1
-    layout: Layout = "groups"
-    ranks_per_node: int | None = None
+    layout: Layout = "groups"  # what neighbouring ranks are
+    ranks_per_node: int | None = None  # ranks of a first hop; None: one hop
 
     def __post_init__(self) -> None:
         if self.in_two_hops and self.size % (self.ranks_per_node or 1):

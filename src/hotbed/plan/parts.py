@@ -23,18 +23,12 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """Row parts of one column part of a table: they go to ranks that follow each other.
-
-    Attributes
-    ----------
-    lanes
-        Into how many parts the columns of its rows are cut.
-    """
+    """Row parts of one column part of a table: they go to ranks that follow each other."""
 
     table: Table
     rows: tuple[range, ...]
     cols: range
-    lanes: int = 1
+    lanes: int = 1  # into how many parts the columns of its rows are cut
     replicated: bool = False
     tier: Tier = "device"
     cache_rows: int = 0
@@ -111,13 +105,7 @@ class Placement:
 
 
 def place_parts(parts: Sequence[Part], model: CostModel, capacity: int | None) -> Placement:
-    """Choose ranks for parts: for those of several tiles, or with copies, first; then for single tiles by `balance`.
-
-    Raises
-    ------
-    PlanError
-        If there is no room for a part.
-    """
+    """Choose ranks for parts: for those of several tiles, or with copies, first; then for single tiles by `balance`."""
     world_size = model.world_size
     loads, nbytes = np.zeros(world_size), np.zeros(world_size, dtype=np.int64)
     costs = [_tile_costs(part, model) for part in parts]

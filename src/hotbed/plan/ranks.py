@@ -67,8 +67,8 @@ def search_ranks(
     workload: Workload | Callable[[int], Workload],
     hardware: Hardware,
     *,
-    ranks: Sequence[int] | Literal["auto"] = "auto",
-    replicas: int | Literal["auto"] = "auto",
+    ranks: Sequence[int] | Literal["auto"] = "auto",  # auto: powers of two, and from a node on nodes
+    replicas: int | Literal["auto"] = "auto",  # auto: 1, 2, 4, …, while they divide the ranks and tables fit a group
     goal: Goal = "auto",
     **options: Any,
 ) -> Chosen:
@@ -81,22 +81,9 @@ def search_ranks(
     workload
         What a step does; ``batch_size`` is that of all ranks, ``sync_every`` the steps between averages of replicas. Or
         a function that returns it for a number of ranks, because several ranks launch other kernels than one.
-    hardware
-        The machine; with ``price_per_hour`` of a node costs are known.
-    ranks
-        Those that are allowed; ``"auto"``: powers of two, and from a node on nodes, up to `MOST_RANKS`.
-    replicas
-        How many; ``"auto"``: 1, 2, 4, …, while they divide the ranks and the tables fit into a group.
     goal
         What decides. Choices within half a percent count as equal, and of them the one with the fewest ranks and
         replicas is taken.
-    **options
-        What `hotbed.plan.search.search` takes besides; without ``integer_program`` the choice is not searched again.
-
-    Raises
-    ------
-    PlanError
-        If nothing fits, or an argument cannot be; the message ends with that of the largest number of ranks.
     """
 
     def of_ranks(count: int) -> Workload:

@@ -20,36 +20,18 @@ class Message(NamedTuple):
     ----------
     ids, gradients
         To the owner.
-    rows
-        From it, before the step; ranks that have a copy need none.
-    copies
-        From it, after the update, to ranks that have a copy.
     """
 
     ids: float
-    rows: float
+    rows: float  # from it, before the step; ranks that have a copy need none
     gradients: float
-    copies: float
+    copies: float  # from it, after the update, to ranks that have a copy
 
 
 def message_of(
     cols: int, asked: float, touched: float, *, vectors: float | None = None, forward: Codec, backward: Codec
 ) -> Message:
-    """Bytes between an owner and one other rank.
-
-    Parameters
-    ----------
-    cols
-        Columns of the tile.
-    asked
-        Ids that the other rank asks for: distinct rows of its batch, with the wire format ``"rows"``.
-    touched
-        Rows that the batches of all ranks update.
-    vectors
-        Vectors that come for them; default: one for each.
-    forward, backward
-        Codecs of rows and of gradients.
-    """
+    """Bytes between an owner and one other rank."""
     count = asked if vectors is None else vectors
     return Message(
         asked * SLOT_BYTES,
@@ -95,21 +77,6 @@ def step_traffic(
     """Bytes that each rank sends in a training step, without the counts that go ahead and without framing.
 
     Ids are taken to fall evenly on the rows of a table: the numbers of distinct rows are given.
-
-    Parameters
-    ----------
-    plan
-        Where tiles are; all tables with the wire format ``"rows"``.
-    distinct
-        By table, distinct rows of one rank's batch.
-    touched
-        By table, distinct rows of all ranks' batches together; needed where ranks read copies or rows are cut.
-    dense_values
-        Number of dense parameters, whose gradients are averaged.
-    row_sums
-        How often the optimizer sums over the columns of a row: row-wise AdaGrad once.
-    forward, backward
-        Codecs of rows and of gradients.
     """
     size = plan.world_size
     rows = {table: max(tile.rows[-1] + 1 for tile in tiles) for table, tiles in plan.by_table.items()}

@@ -35,19 +35,13 @@ class Usage:
     ----------
     amount, unit
         Mean over ranks; bytes, or floating-point operations. Of cores nothing is counted but time.
-    most
-        Of the rank with most.
-    seconds
-        In which it is used, mean over ranks.
-    utilisation
-        Share of the step.
     """
 
     amount: float
     unit: Literal["B", "FLOP", ""]
-    most: float
-    seconds: float
-    utilisation: float
+    most: float  # of the rank with most
+    seconds: float  # in which it is used, mean over ranks
+    utilisation: float  # share of the step
 
 
 def link_of(model: CostModel, exchange: str) -> str:
@@ -67,17 +61,6 @@ def usage_of(
     busy: Mapping[str, float], step_s: float, costs: RankCosts, model: CostModel, all_reduce_s: float
 ) -> dict[str, Usage]:
     """By resource; those of which nothing is used are left out.
-
-    Parameters
-    ----------
-    busy
-        By resource of the simulation, mean seconds of a step.
-    step_s
-        Seconds of a step.
-    costs, model
-        Bytes and seconds by part of a step, and what they go over.
-    all_reduce_s
-        Seconds of the bytes of the all-reduce.
 
     Of two links that carry at once the slower is in use for the seconds that an exchange is charged, messages aside.
     """
