@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from hotbed.ops.rows import encoded_bytes
+from hotbed.ops.layout import BLOCK
+from hotbed.ops.rows import Codec, encoded_bytes
 from hotbed.optim import Moment
 from hotbed.plan.hardware import Hardware, interpolated
 from hotbed.plan.links import Links
 from hotbed.plan.tiling import Plan, Tier, Tile
-from hotbed.plan.traffic import SLOT_BYTES, message_of, sums_bytes
 from hotbed.plan.workload import TableUse, Workload
 from hotbed.specs import Table, row_bytes
 
@@ -45,7 +45,7 @@ PARTS = (
     "replicas",  # averages
     "grouping",  # of ids, and what else an id takes beside its bytes; the same on all ranks
 )
-"""What a step does for tables. `Traffic`'s words are used where bytes cross between ranks."""
+"""What a step does for tables."""
 LOOKUP, POOLING, IDS, ROWS, GRADIENTS, UPDATE, COPIES, SUMS, HOST, DISK, REPLICAS, GROUPING = range(len(PARTS))
 
 LAUNCHES = 12
@@ -54,6 +54,36 @@ EXCHANGES_OF_COPIES = 3
 """Numbers, places and values of updated rows (`hotbed.embed.gather`)."""
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
+
+SLOT_BYTES = 8
+"""Of an id on the wire."""
+
+
+class Message(NamedTuple):
+    """Bytes that two ranks exchange for a tile which one of them owns."""
+
+    ids: float  # to the owner
+    rows: float  # from it, before the step; ranks that have a copy need none
+    gradients: float  # to the owner
+    copies: float  # from it, after the update, to ranks that have a copy
+
+
+def message_of(
+    cols: int, asked: float, touched: float, *, vectors: float | None = None, forward: Codec, backward: Codec
+) -> Message:
+    """Bytes between an owner and a rank that asks for so many ids; all ranks update ``touched`` rows."""
+    count = asked if vectors is None else vectors
+    return Message(
+        asked * SLOT_BYTES,
+        count * encoded_bytes(forward, cols),
+        count * encoded_bytes(backward, cols),
+        touched * (SLOT_BYTES + 4 * cols),
+    )
+
+
+def sums_bytes(cols: int, touched: float) -> float:
+    """Bytes of one sum over the columns of each touched row, as they go to the owner of other columns."""
+    return touched * 4 * -(-cols // BLOCK)
 
 
 class Cost(NamedTuple):

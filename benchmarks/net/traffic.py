@@ -5,45 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hotbed.ops.layout import BLOCK
-from hotbed.ops.rows import Codec, encoded_bytes
+from hotbed.ops.rows import Codec
+from hotbed.plan.cost import message_of, sums_bytes
 from hotbed.plan.tiling import Plan, count_common
-
-SLOT_BYTES = 8
-"""Of an id on the wire."""
-
-
-class Message(NamedTuple):
-    """Bytes that two ranks exchange for a tile which one of them owns.
-
-    Attributes
-    ----------
-    ids, gradients
-        To the owner.
-    """
-
-    ids: float
-    rows: float  # from it, before the step; ranks that have a copy need none
-    gradients: float
-    copies: float  # from it, after the update, to ranks that have a copy
-
-
-def message_of(
-    cols: int, asked: float, touched: float, *, vectors: float | None = None, forward: Codec, backward: Codec
-) -> Message:
-    """Bytes between an owner and one other rank."""
-    count = asked if vectors is None else vectors
-    return Message(
-        asked * SLOT_BYTES,
-        count * encoded_bytes(forward, cols),
-        count * encoded_bytes(backward, cols),
-        touched * (SLOT_BYTES + 4 * cols),
-    )
-
-
-def sums_bytes(cols: int, touched: float) -> float:
-    """Bytes of one sum over the columns of each touched row, as they go to the owner of other columns."""
-    return touched * 4 * -(-cols // BLOCK)
 
 
 class Traffic(NamedTuple):
