@@ -103,15 +103,6 @@ def inspect_skew(
     dict
         Plain values: curves at ``shares`` of the rows, for each of the ``tables``, and for ``all`` of them where each
         table has the same share of its rows in the cache.
-
-    Raises
-    ------
-    DataError
-        If the data cannot be read, or ``out`` exists.
-    RecipeError
-        If a picture is wanted and matplotlib is not installed.
-    SpecError
-        If an argument is out of range.
     """
     if out is None:
         return _measure(path, console, split, batch_size, sampled_rows, trust_recipe)[0]

@@ -6,7 +6,6 @@ Every figure is a median over repeats, with its spread: (largest âˆ’ smallest) Ã
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import statistics
@@ -25,7 +24,7 @@ from torch import Tensor
 from hotbed.config import Device
 from hotbed.data.zipf_source import Zipf
 from hotbed.errors import RecipeError
-from hotbed.machine import usable_cores
+from hotbed.machine import memory_bytes, usable_cores
 from hotbed.measure.disk_reads import THREADS, disk_rates
 from hotbed.measure.kernel_times import (
     COPY_BYTES,
@@ -157,7 +156,7 @@ def _when(device: torch.device, options: MeasureOptions) -> str:
 
 
 def _counted(device: torch.device, worlds: Sequence[int], folder: Path) -> dict[str, Any]:
-    host = available_bytes(torch.device("cpu")) or _physical_bytes()
+    host = available_bytes(torch.device("cpu")) or memory_bytes()
     shared = device.type == "cpu"
     own = host if shared else torch.cuda.get_device_properties(device).total_memory
     counts = {
@@ -168,10 +167,6 @@ def _counted(device: torch.device, worlds: Sequence[int], folder: Path) -> dict[
         "disk_bytes": shutil.disk_usage(folder).free,
     }
     return {name: {"value": value, "source": COUNTED} for name, value in counts.items()} | {"cores_shared": shared}
-
-
-def _physical_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _streams(meter: Meter, options: MeasureOptions, progress: Progress) -> dict[str, Any]:
