@@ -68,14 +68,7 @@ def add_data_arguments(parser: ArgumentParser) -> None:
 
 
 def inspect_data(path: str | Path, options: DataOptions, console: Console) -> Inspected:
-    """Read all rows of a dataset once, those of `DataOptions.against` before it.
-
-    Parameters
-    ----------
-    path
-        A prepared dataset; Parquet, CSV or TSV files, or logs; arrays of NumPy; or a recipe, whose data are read, and
-        checked by it.
-    """
+    """Read all rows of a dataset once, those of `DataOptions.against` before it."""
     if options.html is not None:
         check_json(options.html, "--html")
     recipe = options.recipe

@@ -43,14 +43,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Returns
-    -------
-    int
-        0; 2 after an error, which is one message on stderr (``--debug`` shows the traceback); 130 or 143 if a signal
-        stopped it.
-    """
+    """Run a command; return its exit status: 2 after an error, one message on stderr, 130 or 143 after a signal."""
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     if debug:

@@ -31,18 +31,12 @@ Search = Callable[[Recipe, int, Hardware | None], Found]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is asked of a simulation.
-
-    Attributes
-    ----------
-    trace, html
-        Files to write.
-    """
+    """What is asked of a simulation."""
 
     stragglers: Stragglers  # ranks that are slow now and then
     sweep: str | None  # as typed
     price: float | None  # of a node per hour; else the hardware's
-    trace: str | None
+    trace: str | None  # files to write
     html: str | None
 
     @property

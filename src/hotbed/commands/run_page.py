@@ -53,14 +53,7 @@ _ENVIRONMENT = ("hardware", "device", "torch", "hotbed", "precision", "precision
 
 
 def page(runs: Sequence[RunRecords]) -> str:
-    """Make the page.
-
-    Parameters
-    ----------
-    runs
-        One run, or several that differ in their seed alone, the newest first: curves are then means with intervals, all
-        else is the newest one's.
-    """
+    """Make the page of a run, or of several that differ in their seed alone, newest first: curves are then means."""
     figures, run = Figures(), runs[0]
     name = str(run.recipe.get("name", run.path))
     body = [

@@ -29,18 +29,12 @@ Curve = dict[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """What one run has recorded.
-
-    Attributes
-    ----------
-    train, valid
-        Records of training and of evaluations, by step; those that a resumed run repeated are there once.
-    """
+    """What one run has recorded."""
 
     path: str  # its directory
     recipe: Mapping[str, Any]  # as it was trained
     summary: Mapping[str, Any] | None  # what the run came to; None where it has not finished
-    train: Mapping[int, Mapping[str, Any]]
+    train: Mapping[int, Mapping[str, Any]]  # by step; those that a resumed run repeated are there once
     valid: Mapping[int, Mapping[str, Any]]
     plan: Plan | None  # where tables are; None of a run in one process whose rows are all in the device's memory
 

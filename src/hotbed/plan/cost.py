@@ -117,20 +117,12 @@ def gib(nbytes: float) -> str:
 
 @dataclass(frozen=True)
 class TileCost:
-    """What a tile costs: its owner, each of its readers, and every rank; by `PARTS`, in bytes and in the model's unit.
-
-    Attributes
-    ----------
-    owner_bytes, reader_bytes, everyone_bytes
-        ``[parts]``.
-    owner, reader, everyone
-        ``[parts]``, in seconds, or in ids × columns.
-    """
+    """What a tile costs its owner, each of its readers, and every rank; by `PARTS`, in bytes and the model's unit."""
 
     owner_bytes: Array
     reader_bytes: Array
     everyone_bytes: Array
-    prices: Array
+    prices: Array  # by `PARTS`, of a byte
 
     @property
     def owner(self) -> Array:  # noqa: D102
@@ -147,17 +139,11 @@ class TileCost:
 
 @dataclass(frozen=True)
 class RankCosts:
-    """What a plan costs each of ``N`` ranks.
-
-    Attributes
-    ----------
-    parts_bytes, parts
-        ``[N, parts]``: bytes, and seconds or ids × columns, of each of `PARTS`.
-    """
+    """What a plan costs each of ``N`` ranks."""
 
     memory: Mapping[Tier, Array]  # by tier, bytes of rows and moments ``[N]``
-    parts_bytes: Array
-    parts: Array
+    parts_bytes: Array  # of each of `PARTS` ``[N, parts]``
+    parts: Array  # the same in seconds, or in ids × columns
 
     @property
     def load(self) -> Array:

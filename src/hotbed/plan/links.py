@@ -27,17 +27,11 @@ SIZES = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What ranks of a group, and replicas, send each other over.
-
-    Attributes
-    ----------
-    size, replicas
-        Ranks of a group, and groups.
-    """
+    """What ranks of a group, and replicas, send each other over."""
 
     hardware: Hardware
-    size: int
-    replicas: int = 1
+    size: int  # ranks of a group
+    replicas: int = 1  # groups
     layout: Layout = "groups"  # what neighbouring ranks are
     ranks_per_node: int | None = None  # ranks of a first hop; None: one hop
 

@@ -143,21 +143,13 @@ def place_parts(parts: Sequence[Part], model: CostModel, capacity: int | None) -
 
 @dataclass(frozen=True)
 class PartCost:
-    """What each tile of a part costs: as the first one, which has most rows.
+    """What each tile of a part costs: as the first one, which has most rows."""
 
-    Attributes
-    ----------
-    owner, reader, everyone
-        Load of the owner, of a rank that has a copy, and of every rank besides.
-    nbytes, copy_bytes
-        Of the device memory of the owner, and of a rank that has a copy.
-    """
-
-    owner: float
-    reader: float
-    everyone: float
-    nbytes: int
-    copy_bytes: int
+    owner: float  # load of the owner
+    reader: float  # of a rank that has a copy
+    everyone: float  # of every rank besides
+    nbytes: int  # of the owner's device memory
+    copy_bytes: int  # of that of a rank that has a copy
 
 
 def kind_of(rows: range) -> tuple[int, int]:

@@ -107,17 +107,9 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulated run did.
+    """What a simulated run did."""
 
-    Attributes
-    ----------
-    steps, step_s
-        Steps that were counted, and seconds of one.
-    nodes, price_per_hour
-        How many nodes are taken, and what one costs, if that is known.
-    """
-
-    steps: int
+    steps: int  # that were counted
     step_s: float
     samples_per_s: float  # of all ranks together
     critical: Mapping[str, float]
@@ -125,8 +117,8 @@ class Simulation:
     waiting: float  # share of a step in which a rank waits for others, or for links: mean over ranks
     binds: str  # the resource that the critical rank's step is mostly made of; ``"messages"``: their fixed costs
     usage: Mapping[str, Usage]  # by resource
-    nodes: int
-    price_per_hour: float | None
+    nodes: int  # that are taken
+    price_per_hour: float | None  # of a node
     closed_form: StepEstimate  # the estimate without order, of the same seconds
     events: tuple[Event, ...]  # of a few steps and ranks
 

@@ -41,17 +41,11 @@ _FIGURES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """A term of a step of the busiest rank.
-
-    Attributes
-    ----------
-    amount, unit
-        What is counted: floating-point operations, bytes, or things that each take as long.
-    """
+    """A term of a step of the busiest rank."""
 
     name: str  # what is done
     seconds: float  # of a step
-    amount: float
+    amount: float  # what is counted: operations, bytes, or things that each take as long
     unit: Literal["FLOP", "B", "s"] = "B"
     kernels: int = 0  # of how many, where that is counted
     figures: tuple[str, ...]  # of the machine, by which the amount becomes seconds

@@ -29,16 +29,10 @@ from hotbed.plan.step import all_ranks, products_s
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one resource, per step and rank.
+    """Of one resource, per step and rank."""
 
-    Attributes
-    ----------
-    amount, unit
-        Mean over ranks; bytes, or floating-point operations. Of cores nothing is counted but time.
-    """
-
-    amount: float
-    unit: Literal["B", "FLOP", ""]
+    amount: float  # mean over ranks
+    unit: Literal["B", "FLOP", ""]  # of cores nothing is counted but time
     most: float  # of the rank with most
     seconds: float  # in which it is used, mean over ranks
     utilisation: float  # share of the step
