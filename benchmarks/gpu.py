@@ -1,7 +1,7 @@
 """Choose the sizes of the GPU suite's parts, and write what they measure as it comes.
 
 The workload is that of the 26 tables of Criteo 1TB (15.6 GiB at 128 float32 columns), one id per sample. Kernels and
-steps are those of `hotbed.bench`, measured as ``hotbed bench`` does.
+steps are those of `benchmarks.kernels`, measured as ``benchmarks.kernels`` does.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_suite import INCOMPLETE
+from benchmarks.kernels.limits import copy_limit, copy_way
+from benchmarks.kernels.meter import Limit, Meter
+from benchmarks.kernels.ops import Job, copy_rate, measured
+from benchmarks.kernels.options import OpsOptions
 from hotbed import optim
-from hotbed.bench import limits, meter
-from hotbed.bench.limits import copy_limit, copy_way
-from hotbed.bench.meter import Limit, Meter
-from hotbed.bench.ops import Job, copy_rate, measured
-from hotbed.bench.options import OpsOptions
 from hotbed.data.zipf_source import CRITEO_1TB, Zipf
+from hotbed.measure import kernel_times
 
 ZIPF = 1.05
 LR = 1e-4
@@ -74,7 +74,7 @@ class Sizes:
     def begin(self) -> Sizes:
         """Empty no caches where times mean nothing; the same sizes."""
         if self.tiny:
-            meter.EVICT_BYTES = limits.COPY_BYTES = 1 << 16
+            kernel_times.EVICT_BYTES = kernel_times.COPY_BYTES = 1 << 16
         return self
 
     def tables(self, dim: int) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class Sizes:
         return tuple(max(int(r * share), 1) for r in self.rows)
 
     def options(self, kind: type[Options], dim: int, **more: Any) -> Options:
-        """Options of ``hotbed bench``: these tables with so many columns, Triton's kernels."""
+        """Options of ``benchmarks.kernels``: these tables with so many columns, Triton's kernels."""
         rows = list(self.tables(dim))
         given = {"tables": len(rows), "rows": rows, "dim": dim, "batch_size": self.batch, "repeats": self.repeats}
         return kind(**{**given, "zipf": ZIPF, "ids": "int32", "device": self.device.type, "backend": "triton", **more})

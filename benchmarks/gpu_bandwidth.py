@@ -1,8 +1,8 @@
 """Measure how close each kernel comes to the memory's own speed.
 
-The kernels of ``hotbed bench ops``, by Triton, on tables of Criteo 1TB: of every dtype, every optimizer, uniform and
+The kernels of `benchmarks.kernels`, by Triton, on tables of Criteo 1TB: of every dtype, every optimizer, uniform and
 Zipf-distributed ids; lookups into float32 and bfloat16. Each is measured in turn with what it cannot beat, and given as
-bytes that must move ÷ median time (see `hotbed.bench.workload` and `hotbed.bench.limits`), with cold caches.
+bytes that must move ÷ median time (see ``workload.py`` and ``limits.py`` there), with cold caches.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import get_args
 import torch
 
 from benchmarks.gpu import OPTIMIZERS, ZIPF, Record, Sizes
-from hotbed.bench.ops import Job, embedding_jobs, filled_store, initial_job, interaction_jobs, rule_step
-from hotbed.bench.options import OpsOptions
-from hotbed.bench.workload import Workload
+from benchmarks.kernels.ops import Job, embedding_jobs, filled_store, initial_job, interaction_jobs, rule_step
+from benchmarks.kernels.options import OpsOptions
+from benchmarks.kernels.workload import Workload
 from hotbed.specs import RowDtype
 
 DTYPES: tuple[RowDtype, ...] = get_args(RowDtype)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import OPTIMIZERS, ZIPF, Sizes
-from hotbed.bench.ops import filled_store, rule_step
-from hotbed.bench.options import OpsOptions
-from hotbed.bench.workload import Workload
+from benchmarks.kernels.ops import filled_store, rule_step
+from benchmarks.kernels.options import OpsOptions
+from benchmarks.kernels.workload import Workload
 
 
 def digest(tensors: list[Tensor]) -> str:

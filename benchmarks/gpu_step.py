@@ -1,8 +1,9 @@
 """Measure whole training steps of DLRM: samples per second, where the time goes, and how far from the limit.
 
-``hotbed bench step`` by Triton's kernels, of the model that NVIDIA published (bottom 13-512-256-128, 26 tables of 128
-columns, top 1024-1024-512-256-1) on its tables of Criteo 1TB, batch 65,536, Zipf-distributed ids. Batches lie on the
-device, so that loading is not measured, and the host queues every kernel, which takes it longer than the device needs.
+``benchmarks.kernels step`` by Triton's kernels, of the model that NVIDIA published (bottom 13-512-256-128, 26 tables of
+128 columns, top 1024-1024-512-256-1) on its tables of Criteo 1TB, batch 65,536, Zipf-distributed ids. Batches lie on
+the device, so that loading is not measured, and the host queues every kernel, which takes it longer than the device
+needs.
 ``trained`` are steps of the trainer, captured in CUDA graphs, with batches from the host's page-locked memory. Of T15
 (`COMPARED`) they are measured in turns with the same whose ids are grouped when rows are updated (``grouped_behind``),
 not beside the forward pass; medians.
@@ -25,8 +26,8 @@ import torch
 from benchmarks.gpu import Sizes
 from benchmarks.gpu_census import Steps, batch_of, trainer_of
 from benchmarks.gpu_suite import INCOMPLETE
-from hotbed.bench.options import StepOptions
-from hotbed.bench.step import bench_step
+from benchmarks.kernels.options import StepOptions
+from benchmarks.kernels.step import bench_step
 from hotbed.embed import local_tables
 
 CONDITIONS = (

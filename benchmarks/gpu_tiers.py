@@ -32,8 +32,8 @@ from torch.nn import functional as F
 
 import hotbed as hb
 from benchmarks.gpu import Record, Sizes, draw_ids
-from hotbed.bench.meter import Limit, Way
-from hotbed.bench.ops import Job
+from benchmarks.kernels.meter import Limit, Way
+from benchmarks.kernels.ops import Job
 from hotbed.data.zipf_source import CRITEO_1TB
 from hotbed.embed import tables_on_meta
 from hotbed.ops import BagLayout, CacheTags, select

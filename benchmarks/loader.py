@@ -1,12 +1,12 @@
-"""Measure reading: rates of loaders, how long training waits for them, readers that trainers share, and who reads.
+"""Measure reading: rates of loaders, how long training waits for them, and readers that trainers share.
 
-    python -m benchmarks.loader [--only rates stalls pool ranks] [--samples 4000000] [--rounds 3] [--json FILE]
+    python -m benchmarks.loader [--only rates stalls pool] [--samples 4000000] [--rounds 3] [--json FILE]
 
 *rates*: hotbed's loader, PyTorch's, TorchRec's and a bare loop of ``preadv`` over the same samples
 (`benchmarks.loader_rates`). TorchRec's own is measured where it is installed: ``make bench-peers`` makes an environment
 that has it. *stalls*: ``stall_share`` of the demo's model, and of one that is lookups only. *pool*: two trainers that
-are fed by the two workers of a Dask cluster. *ranks*: each rank reads, the first for all, or owners of tables
-(`benchmarks.readers`). Rounds take turns, so that all of them meet the same load. The machine must be idle.
+are fed by the two workers of a Dask cluster. Rounds take turns, so that all of them meet the same load. The machine
+must be idle.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import hotbed as hb
-from benchmarks import loader_rates, readers
+from benchmarks import loader_rates
 from hotbed.commands.demo import demo_recipe
 from hotbed.data.prepare import prepare
 from hotbed.train.report import environment
 
 ROOT = Path(__file__).resolve().parents[1]
-SUBJECTS = ("rates", "stalls", "pool", "ranks")
+SUBJECTS = ("rates", "stalls", "pool")
 BATCHES = (1_024, 65_536)
 WORKERS = 2
 SECONDS = 3.0
@@ -132,16 +132,6 @@ def _waits(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {name: summary[name] for name in ("stall_share", "samples_per_s")}
 
 
-def ranks(folder: Path, samples: int, rounds: int) -> list[dict[str, Any]]:
-    """Samples per second of two ranks, by who reads for them."""
-    found: dict[tuple[str, bool, str], list[float]] = {}
-    files = readers.write_all(folder / "ranks", samples)
-    for name, overlap, reader in _track(readers.cases() * rounds, "ranks"):
-        rate = readers.measure(files[name], 2, reader, overlap, folder)
-        found.setdefault((name, overlap, reader), []).append(rate)
-    return [{"data": n, "overlap": o, "reader": r, "samples_per_s": v} for (n, o, r), v in found.items()]
-
-
 def report(subject: str, results: Sequence[Mapping[str, Any]]) -> Table:
     """A row per case, with medians of its measurements."""
     measured = ("samples_per_s", "stall_share")
@@ -170,13 +160,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=SUBJECTS)
-    parser.add_argument(
-        "--samples", type=int, default=4_000_000, help="of rates; a tenth for training, a hundredth for ranks"
-    )
+    parser.add_argument("--samples", type=int, default=4_000_000, help="of rates; a tenth for training")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write results here, after each subject; those of others stay")
     args = parser.parse_args(argv)
-    measures = {"rates": (rates, 1), "stalls": (stalls, 10), "pool": (pool, 10), "ranks": (ranks, 100)}
+    measures = {"rates": (rates, 1), "stalls": (stalls, 10), "pool": (pool, 10)}
     found: dict[str, Any] = {"results": {}}
     if args.json and args.json.exists():
         found = json.loads(args.json.read_text(encoding="utf-8"))

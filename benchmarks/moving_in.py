@@ -29,8 +29,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader
 
 import hotbed as hb
-from benchmarks.pages import put_between
-from benchmarks.quality_results import measured_on
+from benchmarks.pages import measured_on, put_between
 from hotbed.files import write_json
 from hotbed.train.report import environment
 

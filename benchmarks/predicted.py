@@ -28,10 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.net.hosts import Hosts, available, run_ranks
-from hotbed.bench.step_jobs import StepJob, request_of, step_seconds
 from hotbed.checkpoint.single_files import write_text
 from hotbed.errors import HotbedError
 from hotbed.files import json_text
+from hotbed.measure.step_jobs import StepJob, request_of, step_seconds
 from hotbed.plan import Plan
 from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import Hardware
@@ -202,7 +202,7 @@ def run(case: Case, jobs: Sequence[StepJob], repeats: int, steps: int) -> list[l
         return step_seconds(jobs, case.ranks, repeats=repeats, steps=steps).steps
     request = json.dumps(request_of(jobs, repeats, steps))
     with Hosts(case.ranks, case.mbit_per_s) as hosts:
-        found = run_ranks(hosts, [sys.executable, "-m", "hotbed.bench.step_jobs", request], TIMEOUT_S)
+        found = run_ranks(hosts, [sys.executable, "-m", "hotbed.measure.step_jobs", request], TIMEOUT_S)
     return found[0]["steps"]
 
 

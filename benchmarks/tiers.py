@@ -32,12 +32,13 @@ from rich.progress import track
 from rich.table import Table
 
 import hotbed as hb
-from benchmarks.cold_rows import files_of
-from hotbed.bench.options import OpsOptions
-from hotbed.bench.workload import Workload
+from benchmarks.kernels.options import OpsOptions
+from benchmarks.kernels.workload import Workload
 from hotbed.embed import tables_on_meta
 from hotbed.files import write_json
 from hotbed.plan.tiling import Tier
+from hotbed.store import LazyStore
+from hotbed.store.file_records import FileRecords
 from hotbed.train.report import environment
 
 WARM_UP = 2
@@ -60,6 +61,12 @@ SIDES = {
     "disk_half": Side("disk", 0.5),
     "disk": Side("disk", 0),
 }
+
+
+def files_of(collection: hb.EmbeddingCollection) -> list[FileRecords]:
+    """List the files that a collection has rows in."""
+    stores = [store for store in collection.stores() if isinstance(store, LazyStore)]
+    return [layer for store in stores for layer in store.records.layers() if isinstance(layer, FileRecords)]
 
 
 class Trained:

@@ -122,7 +122,7 @@ def test_the_api_has_every_public_name(build: ModuleType) -> None:
 
 def test_the_command_line_has_every_command(build: ModuleType) -> None:
     words = [" ".join(command) for command, _ in build.commands([])]
-    assert set(words) >= {"", *COMMANDS, "checkpoint verify", "bench step"}
+    assert set(words) >= {"", *COMMANDS, "checkpoint verify"}
     assert len(words) == len(set(words))
 
 

@@ -1,11 +1,11 @@
 """Write docs/conformance.md: ``python -m benchmarks.conformance [--page PAGE] [--json FILE]``, or ``make conformance``.
 
 ``claims.yaml`` has a row for each claim that is not a prediction of the source's own time or size: what is published,
-and where ours is. A row is *measured* (a figure of a file in benchmarks/results), *tested* (tests that hold it),
-*simulated* (such a figure that a simulation has written, or rows that a law of popularity lets expect), *missing* (why
-nothing can be said) or *scope* (adopted in another form, or not at all, and why). Predictions are those of
-benchmarks/results/published.json. Nothing is measured by this command, so it takes seconds; each row says which command
-measures. A test, a file or a figure that is not there is an error.
+and where ours is. A row is *measured* (a figure of a file in benchmarks/results, or of a benchmark of an earlier
+commit), *tested* (tests that hold it), *simulated* (a figure that a simulation has written, or rows that a law of
+popularity lets expect), *missing* (why nothing can be said) or *scope* (adopted in another form, or not at all, and
+why). Predictions are those of benchmarks/results/published.json. Nothing is measured by this command, so it takes
+seconds; each row says which command measures. A test, a file or a figure that is not there is an error.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def resolved(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     if row["kind"] not in KINDS:
         raise ClaimError(f"claim '{row['claim']}' is {row['kind']}, must be one of {', '.join(KINDS)}")
-    if row["kind"] in ("measured", "simulated"):
+    if row["kind"] in ("measured", "simulated") and "commit" not in row:
         if "value" not in row:
             raise ClaimError(
                 f"claim '{row['claim']}' is {row['kind']} and has no value; say which figure of which file"
@@ -178,6 +178,7 @@ def markdown(sources: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> s
             here = row["ours"] + (f" **Falls short**: {row['short']}" if "short" in row else "")
             by = ", ".join(f"`{test}`" for test in row["tests"]) if "tests" in row else row.get("command", "")
             by = f"`{by}`" if by and "tests" not in row else by
+            by += f" of commit {row['commit']}" if "commit" in row else ""
             cells = (row["claim"], row["published"], row["kind"], here or "held", by or "–")
             lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
         lines.append("")

@@ -1,7 +1,5 @@
 """Make several hosts on one machine: network namespaces, joined by a switch, every link with the bandwidth asked for.
 
-    python -m benchmarks.net.check            # as root: what such a network carries, against its limits
-
 *What it is like.* Every host has a full-duplex link to one switch that does not block, as in a rack: a limit holds for
 what a host sends and, separately, for what it receives. Ranks of one host talk through its loopback, without limit.
 

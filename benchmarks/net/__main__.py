@@ -42,7 +42,7 @@ TIMEOUT_S = 300
 DEFINITIONS = {
     "step_ms": "a training step of the slowest rank, mean from one average to the next, median over these and rounds",
     "payload_kb": "bytes that a rank gave to exchanges in a step, mean over ranks",
-    "predicted_kb": "the same as hotbed.plan.traffic.step_traffic says, for the expected numbers of distinct ids",
+    "predicted_kb": "the same as benchmarks.net.traffic.step_traffic says, for the expected numbers of distinct ids",
     "sync_kb": "of the payload, what replicas exchange to be averaged, after every step or with M/K every K: rows that "
     "any of them touched, or with :all all rows; the step waits for it",
     "payload_ratio": "payload ÷ predicted: what is left out are counts, and the chance of the ids",

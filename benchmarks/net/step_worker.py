@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import hotbed as hb
+from benchmarks.net.traffic import step_traffic
 from hotbed.data.zipf_source import Zipf
 from hotbed.embed import replicas as embed_replicas
 from hotbed.plan.cost import table_bytes
-from hotbed.plan.traffic import step_traffic
 
 TABLES, ROWS, DIM, BATCH = 8, 50_000, 64, 512
 """Tables, their rows and columns, samples of a rank."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import hotbed as hb
+from benchmarks.kernels.limits import gather_limit, rows_by_matrix, scatter_limit
 from benchmarks.peers.workloads import BOTTOM, DENSE_FEATURES, EPS, LR, TOP, Workload
-from hotbed.bench.limits import gather_limit, rows_by_matrix, scatter_limit
 
 
 def seconds(call: Callable[[], object]) -> float:

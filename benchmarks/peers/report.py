@@ -80,8 +80,8 @@ DEFINITIONS = {
     "ratio_fbgemm_hugepages": "the same with THP_MEM_ALLOC_ENABLE=1: transparent huge pages, for which hotbed always "
     "asks",
     "share_of_row_limit": "seconds that this machine needs to read one row per id at random, write the pooled vectors, "
-    "read a gradient per bag and change each distinct row and its moment (hotbed.bench.limits) ÷ hotbed's seconds for "
-    "lookup, backward and update; measured in the same process on the same memory",
+    "read a gradient per bag and change each distinct row and its moment (benchmarks/kernels/limits.py) ÷ hotbed's "
+    "seconds for lookup, backward and update; measured in the same process on the same memory",
     "row_limit_gb_s": "bytes of each distinct row read, of it and its moment read and written, of a vector and of a "
     "gradient per bag ÷ these seconds",
     "step": "forward, loss, backward and update of a whole DLRM; row-wise AdaGrad on the tables (plain PyTorch: SGD), "

@@ -29,7 +29,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.command import json_of
-from benchmarks.quality_results import measured_on
+from benchmarks.pages import measured_on
 from benchmarks.time_to_quality.logs import Log, planted, real, save
 from benchmarks.time_to_quality.run import SERVED, SIDES
 from benchmarks.time_to_quality.sides import Point

@@ -1,19 +1,112 @@
-"""Make the logs that all sides train on: batches in memory, of one id per feature."""
+"""Make the logs that all sides train on: batches in memory, of one id per feature.
+
+*The planted log* is endless, made batch by batch from counters; nothing is written to disk. A sample has one id per
+table and a few numericals. Ids follow Zipf's law with exponent 1, and id 0 is a table's most frequent. The log-odds of
+a click
+
+    bias + Σ_f effect(id_f) + Σ_{f<g} ⟨factor(id_f), factor(id_g)⟩ + a function of the numericals
+
+have an effect and factors of every row, also of rows that are seen a few times only.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import hotbed as hb
-from benchmarks.quality_training import DENSE, PlantedLog
 from hotbed.data import Loader, SplitBinarySource
 from hotbed.data.prepare import prepare
+
+Split = Literal["train", "test"]
+
+ROWS = (10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 150_000, 200_000, 300_000)
+DENSE = 4
+PIECE = 65_536
+"""Samples that are drawn at once. Part of the log's definition: piece k of a seed has its own random generator."""
+
+_BIAS = -3.0
+_EFFECT_STD = 0.1
+_FACTORS = 2
+_FACTOR_MEAN, _FACTOR_STD = 0.08, 0.18  # without a mean no model of this size finds the products in 20 M samples
+_OF_DENSE = (0.4, -0.3, 0.2, 0.0)
+_OF_PRODUCT = 0.2
+
+
+class PlantedLog:
+    """The log.
+
+    Parameters
+    ----------
+    rows
+        Rows of each table.
+    seed
+        Seed of the truth. Samples have seeds of their own.
+
+    Attributes
+    ----------
+    effects, factors
+        ``[R]`` and ``[R, 2]`` of all tables' rows, one table after the other.
+    """
+
+    def __init__(self, rows: Sequence[int] = ROWS, seed: int = 0) -> None:
+        self.rows, self.seed = tuple(rows), seed
+        self.names = tuple(f"t{i}" for i in range(len(rows)))
+        rng = np.random.default_rng((seed, 0))
+        self.effects = torch.from_numpy(rng.normal(0, _EFFECT_STD, sum(rows)).astype(np.float32))
+        self.factors = torch.from_numpy(rng.normal(_FACTOR_MEAN, _FACTOR_STD, (sum(rows), _FACTORS)).astype(np.float32))
+        # Σ_{f<g} ⟨u_f, u_g⟩ = (|Σ u|² − Σ |u|²) / 2, so that sums over the features are all that is needed.
+        self._sums = torch.cat([(self.effects - self.factors.square().sum(1) / 2)[:, None], self.factors], 1)
+
+    def batches(self, split: Split, samples: int, size: int, *, seed: int = 0) -> Iterator[hb.Batch]:
+        """The first ``samples`` samples of a split, with the true log-odds ``[B]`` in ``extra["truth"]``.
+
+        Parameters
+        ----------
+        split
+            Splits have no sample in common.
+        samples
+            How many; any number of them begins with the same samples.
+        size
+            Samples per batch; the last of a piece of 65,536 may be smaller. It does not change the samples.
+        seed
+            Another seed is another draw from the same truth.
+        """
+        for piece, start in enumerate(range(0, samples, PIECE)):
+            ids, dense, truth, labels = self._piece(split, seed, piece)
+            end = min(PIECE, samples - start)
+            for at in range(0, end, size):
+                part = slice(at, min(at + size, end))
+                n = part.stop - at
+                yield hb.Batch(
+                    sparse=hb.Jagged(self.names, torch.from_numpy(ids[:, part].reshape(-1)), batch_size=n),
+                    dense=dense[part],
+                    labels=labels[part, None],
+                    extra={"truth": truth[part]},
+                )
+
+    def _piece(self, split: Split, seed: int, piece: int) -> tuple[np.ndarray, Tensor, Tensor, Tensor]:
+        """Ids ``[F, PIECE]`` int32, numericals, log-odds and labels of a piece."""
+        rng = np.random.default_rng((self.seed, 1 if split == "train" else 2, seed, piece))
+        rows = np.asarray(self.rows, dtype=np.int32)[:, None]
+        # If ln(rank) is uniform, the chance of rank k is ln((k + 1) / k), nearly proportional to 1 / k.
+        ranks = np.exp(rng.random((len(rows), PIECE), dtype=np.float32) * np.log(rows + np.float32(1)))
+        ids = np.minimum(ranks.astype(np.int32) - 1, rows - 1)
+        dense = torch.from_numpy(rng.standard_normal((PIECE, DENSE), dtype=np.float32))
+        first = np.cumsum(rows, dtype=np.int32)[:, None] - rows
+        sums = F.embedding_bag(torch.from_numpy(np.ascontiguousarray((ids + first).T)), self._sums, mode="sum")
+        truth = _BIAS + sums[:, 0] + (sums[:, 1:] ** 2).sum(1) / 2
+        truth += dense @ torch.tensor(_OF_DENSE) + _OF_PRODUCT * dense[:, 2] * dense[:, 3]
+        labels = torch.from_numpy(rng.random(PIECE, dtype=np.float32)) < truth.sigmoid()
+        return ids, dense, truth, labels.float()
 
 
 @dataclass(frozen=True)
@@ -75,7 +168,7 @@ def save(log: Log, path: Path) -> None:
 
 
 def planted(samples: int, test: int, seed: int) -> Log:
-    """Draw samples of the log of ``benchmarks.quality``: a batch has 4,096; a seed is another draw from one truth."""
+    """Draw samples of the planted log: a batch has 4,096; a seed is another draw from one truth."""
     log = PlantedLog()
 
     return Log(

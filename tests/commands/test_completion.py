@@ -30,7 +30,6 @@ def _script() -> str:
         ("train rec", ["recipe.yaml"]),
         ("train recipe.yaml --resume ru", ["runs"]),
         ("inspect ru", ["runs"]),
-        ("bench step --top", ["--top", "--top+"]),
     ],
 )
 def test_bash_completes(typed: str, offered: list[str], script: str, tmp_path: Path) -> None:

@@ -31,14 +31,13 @@ LIGHT = (
         "checkpoint inspect",
         "checkpoint verify",
         "checkpoint convert",
-        "bench",
         "completion",
         "doctor",
         "warm-up",
     ),
 )
 """Commands whose help needs no torch; that of the others shows arguments of functions that do."""
-HEAVY = ("prepare", "pack", "plan", "inspect", "bench ops", "bench step")
+HEAVY = ("prepare", "pack", "plan", "inspect")
 
 
 def test_help_lists_every_command(capsys: Output) -> None:
@@ -54,10 +53,9 @@ RECIPE = str(Path(__file__).parents[2] / "recipes" / "criteo_kaggle.yaml")
 
 @pytest.mark.parametrize("more", [[], ["--help"], ["-h"]])
 def test_a_command_of_two_words_has_help_for_the_first(more: list[str], capsys: Output) -> None:
-    for name, others in {"bench": ("ops", "step"), "checkpoint": ("inspect", "verify", "convert")}.items():
-        assert main([name, *more]) == 0
-        text = capsys.readouterr().out
-        assert all(f"  {other} " in text for other in others)
+    assert main(["checkpoint", *more]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {other} " in text for other in ("inspect", "verify", "convert"))
 
 
 @pytest.mark.parametrize("command", (*LIGHT, *HEAVY))
@@ -96,7 +94,7 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
             "there is no command 'trian'; there are demo, init, prepare, pack, plan, train, daily, eval,",
         ),
         (["trian"], "; did you mean 'train'?"),
-        (["bench", "opps"], "no command 'bench opps'; there are bench ops, bench step; did you mean 'bench ops'?"),
+        (["checkpoint", "verfy"], "no command 'checkpoint verfy'; there are checkpoint inspect, checkpoint verify,"),
         (
             ["train", RECIPE, "--ranks", "2"],
             "--ranks is no argument of hotbed train; torchrun starts several processes",
@@ -107,12 +105,6 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
         ),
         (["--vresion"], "unknown argument --vresion; did you mean '--version'?"),
         (["eval"], "these arguments are required: checkpoint"),
-        (["bench", "ops", "--tables", "x"], "tables is 'x', must be int"),
-        (["bench", "ops", "--bottom", "[8]"], "unknown argument --bottom"),
-        (["bench", "step", "--botom", "[8]"], "unknown argument --botom; did you mean '--bottom'?"),
-        (["bench", "ops", "--tables", "3", "--rows", "[5, 6]"], "rows has 2 entries, but there are 3 tables"),
-        (["bench", "ops", "--rows", "9", "--optimizer", "Adm"], "; did you mean 'Adam'?"),
-        (["bench", "step", "--rows", "9", "--optimizer", "hotbed.optim.Adm"], "; did you mean 'Adam'?"),
         (["prepare", "a"], "out"),
         (["prepare", "absent.tsv", "out"], "absent.tsv"),
         (["prepare", "a", "b", "--threshold", "x"], "threshold is 'x', must be int"),
@@ -293,37 +285,6 @@ def test_what_is_piped_is_not_wrapped(tmp_path: Path, capsys: Output, monkeypatc
     assert any(str(path) in line for line in lines)
     assert any(f" {column} " in line and "int64" in line for line in lines)
     assert not any("\x1b" in line for line in lines)
-
-
-# -- bench ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("what", ["ops", "step"])
-def test_bench_prints_tables_and_writes_figures(
-    what: str, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hotbed.bench.meter.EVICT_BYTES", 1 << 16)
-    monkeypatch.setattr("hotbed.bench.limits.COPY_BYTES", 1 << 16)
-    file = tmp_path / "bench.json"
-    sizes = ["--tables", "2", "--rows", "[60,7]", "--dim", "8", "--batch_size", "6", "--repeats", "2"]
-    assert main(["bench", what, *sizes, "--optimizer", "Adam", "--device", "cpu", "--json", str(file)]) == 0
-    found = json.loads(file.read_text())
-    own = {"ops": {"copy_gb_s", "kernels", "dtypes", "dtypes_left_out"}, "step": {"step", "parts", "roofline"}}
-    assert set(found) == {"command", "environment", "settings", *own[what]}
-    assert found["command"] == f"bench {what}"
-    assert set(found["environment"]) == {"hardware", "device", "threads", "hotbed", "torch", "numba", "triton"}
-    assert {"rows": [60, 7], "optimizer": "Adam", "dtype": "fp32", "seed": 0}.items() <= found["settings"].items()
-    captured = capsys.readouterr()
-    assert ("update zipf" if what == "ops" else "bottom backward") in captured.out
-    assert "2 tables of 67 rows in all × 8 columns fp32" in captured.out
-    assert ("interaction_backward …" if what == "ops" else "step 2 of 2 …") in captured.err
-
-
-def test_import_hotbed_imports_no_benchmarks() -> None:
-    check = (
-        "import hotbed, hotbed.commands.main, sys; assert not any(m.startswith('hotbed.bench') for m in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", check], check=True)
 
 
 # -- as a process --------------------------------------------------------------------------------------------------

@@ -205,7 +205,6 @@ def test_values_that_cannot_be(key: str, value: object, message: str, folder: Pa
         (["train", "r.yaml", "--json", "/proc/nope/x.json"], "no file can be written into /proc"),
         (["eval", "r.yaml", "--json", "folder"], "unknown argument r.yaml"),
         (["inspect", "rows.yaml", "--json", "folder"], "--json is 'folder', which is a directory"),
-        (["bench", "ops", "--rows", "5", "--json", "folder"], "--json is 'folder', which is a directory"),
         (["train", "r.yaml", "--resume", "absent"], "absent is neither a checkpoint"),
         (["train", "r.yaml", "--init_from", "absent"], "absent is neither a checkpoint"),
         (["train", "r.yaml", "--out", "rows.yaml"], "rows.yaml"),
@@ -223,8 +222,6 @@ def test_values_that_cannot_be(key: str, value: object, message: str, folder: Pa
         (["demo", "--samples", "5", "--out", "demo"], "samples is 5, must be at least 100"),
         (["checkpoint", "verify", "/dev/zero"], "/dev/zero"),
         (["checkpoint", "inspect", "folder"], "folder"),
-        (["bench", "ops", "--rows", "0"], "must be at least 1"),
-        (["bench", "ops", "--dim", str(HUGE)], "must be between 1 and 1,024"),
     ],
 )
 def test_arguments_that_cannot_be(argv: list[str], message: str, folder: Path, capsys: Output) -> None:

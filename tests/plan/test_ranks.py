@@ -70,12 +70,6 @@ def test_the_integer_program_is_tried_for_the_choice_only(monkeypatch: pytest.Mo
     assert asked == [(1, 1, False)]
 
 
-def test_the_fewest_ranks_end_the_search():
-    chosen = search_ranks(work(), SMALL, goal="fewest")
-    assert [(t.ranks, t.replicas) for t in chosen.tried] == [(1, 1), (2, 1), (2, 2)]
-    assert (chosen.best.ranks, chosen.best.replicas) == (2, 1)
-
-
 def test_a_price_decides_where_it_is_known():
     """A second node of eight halves the time at best: at twice the price per hour it is never cheaper."""
     priced = SMALL.with_(price_per_hour=20.0)
@@ -84,9 +78,7 @@ def test_a_price_decides_where_it_is_known():
     for tried in chosen.tried:
         nodes = tried.ranks // 8
         assert tried.cost == pytest.approx(nodes * 20 / 3600 / tried.samples_per_s * 1e9)
-    assert (
-        search_ranks(work(), priced, ranks=[8, 16], replicas=1, integer_program=False, goal="samples").best.ranks == 16
-    )
+    assert search_ranks(work(), SMALL, ranks=[8, 16], replicas=1, integer_program=False).best.ranks == 16
 
 
 def test_ranks_are_those_of_whole_nodes_and_of_no_more_than_the_batch():
@@ -112,8 +104,6 @@ def test_replicas_that_are_averaged_seldom_cost_less():
         ({"ranks": []}, r"ranks are \[\], must be 'auto' or a list of integers of at least 1"),
         ({"ranks": [0, 2]}, r"ranks are \[0, 2\], must be 'auto' or a list"),
         ({"replicas": 0}, "replicas is 0, must be 'auto' or an integer of at least 1"),
-        ({"goal": "cost"}, "a100-40 has no price_per_hour, by which goal 'cost' decides; set it in its profile"),
-        ({"goal": "sample"}, "goal is 'sample', must be one of auto, samples, cost, fewest.* did you mean 'samples'"),
     ],
 )
 def test_what_cannot_be_chosen_is_said(options: dict[str, Any], message: str):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.net.traffic import step_traffic
 from hotbed.plan import Plan, Tile
-from hotbed.plan.traffic import step_traffic
 
 ROWS, DIM = 100, 32
 

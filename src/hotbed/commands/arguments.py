@@ -52,15 +52,7 @@ _NAMED = {
 
 
 class Parser(ArgumentParser):
-    """A parser that adds its arguments when it is asked to parse, and whose errors are `RecipeError`.
-
-    Parameters
-    ----------
-    add_arguments
-        Adds them; it is called once. What it imports is not imported for other commands.
-    options
-        As for ``jsonargparse.ArgumentParser``.
-    """
+    """A parser that adds its arguments when it is asked to parse, and whose errors are `RecipeError`."""
 
     def __init__(self, add_arguments: Callable[[Parser], None] | None = None, **options: Any) -> None:
         # Errors have to be raised, not printed, to be explained; environment variables are no source of settings.

@@ -32,36 +32,16 @@ _QUERY_S = 10
 
 
 class Check(NamedTuple):
-    """What was found of one thing.
+    """What was found of one thing."""
 
-    Attributes
-    ----------
-    what
-        Its name.
-    state
-        Whether it is as it should be.
-    found
-        What there is, in words.
-    advice
-        What to do; empty where nothing is to be done.
-    """
-
-    what: str
-    state: State
-    found: str
-    advice: str = ""
+    what: str  # its name
+    state: State  # whether it is as it should be
+    found: str  # what there is, in words
+    advice: str = ""  # what to do; empty where nothing is to be done
 
 
 def check_all(folder: Path, root: Path = Path("/")) -> list[Check]:
-    """Make every check.
-
-    Parameters
-    ----------
-    folder
-        Where runs and datasets would go.
-    root
-        Where ``/proc`` and ``/sys`` are.
-    """
+    """Make every check."""
     checks: dict[str, Callable[[], Check]] = {
         "hotbed": _python,
         "processor": lambda: _processor(root),
@@ -75,9 +55,7 @@ def check_all(folder: Path, root: Path = Path("/")) -> list[Check]:
         "collectives": _collectives,
         "OpenMP": _waiting,
         "huge pages": lambda: _huge_pages(root),
-        "C++ compiler": _compilers,
         "disk": lambda: _disk(folder),
-        "open files": _files,
     }
     return [*(_safely(what, check) for what, check in checks.items()), *_extras()]
 
@@ -147,17 +125,6 @@ def _disk(folder: Path) -> Check:
     return Check("disk", "ok", found)
 
 
-def _files() -> Check:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return Check("open files", "ok", "no limit is known here")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < 1024:
-        return Check("open files", "problem", f"at most {soft:,}", f"ulimit -n {min(max(hard, soft), 65536)}")
-    return Check("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft:,}")
-
-
 # -- libraries ------------------------------------------------------------------------------------------------------
 
 
@@ -218,13 +185,6 @@ def _missing_for_triton() -> list[str]:
     compiler = any(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang"))
     header = (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
     return [name for name, there in (("a C compiler", compiler), ("Python.h", header)) if not there]
-
-
-def _compilers() -> Check:
-    compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
-    if compiler is None:
-        return Check("C++ compiler", "absent", "none; torch.compile on CPUs needs one", "apt-get install g++")
-    return Check("C++ compiler", "ok", f"{compiler}, for torch.compile on CPUs")
 
 
 def _backends() -> Check:

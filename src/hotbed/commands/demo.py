@@ -84,26 +84,7 @@ def demo_recipe(path: str | Path, samples: int, seed: int = 0) -> Recipe:
 
 
 def run_demo(data: Path | None, root: Path, console: Console, *, samples: int, seed: int) -> dict[str, Any]:
-    """Prepare a raw log, train on it and test on its last 10 %.
-
-    Parameters
-    ----------
-    data
-        A raw Criteo log; None writes one from a planted click model first.
-    root
-        Everything goes into a new directory below this one.
-    console
-        Where progress goes.
-    samples
-        Lines of the log that is written.
-    seed
-        Seed of that log and of the training.
-
-    Returns
-    -------
-    dict
-        The summary, with ``best_attainable`` where the click model is known.
-    """
+    """Prepare a raw log, train on it and test on its last 10 %."""
     from hotbed.data import write_synthetic_log
     from hotbed.data.prepare import prepare
     from hotbed.data.synthetic import FEWEST_SAMPLES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
@@ -13,7 +14,7 @@ from hotbed.locations import local
 from hotbed.machine import fit_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from rich.console import Console
 
@@ -53,20 +54,31 @@ def run(parsed: Namespace) -> None:
         write_json(parsed.json, {"command": "doctor", "checks": [check._asdict() for check in checks]})
         return
     check_json(parsed.measure, "--measure")
-    from hotbed.bench.measure_hardware import MeasureOptions, measure
-    from hotbed.bench.run import stages
     from hotbed.checkpoint.single_files import write_text
     from hotbed.files import yaml_text
+    from hotbed.measure.machine_profile import MeasureOptions, measure
 
     options = MeasureOptions(device=parsed.device, ranks=parsed.ranks, quick=parsed.quick)
     fit_threads()
-    with stages(console(stderr=True)) as tell:
+    with _stages(console(stderr=True)) as tell:
         profile = measure(options, folder, tell)
     about = {key: profile[key] for key in profile if key != "figures"}
     write_text(parsed.measure, f"{yaml_text(about)}\n{yaml_text({'figures': profile['figures']}, width=110)}\n")
     print_profile(console(), profile)
     console().print(f"profile: {parsed.measure}", soft_wrap=True)
     write_json(parsed.json, {"command": "doctor", "profile": profile})
+
+
+@contextmanager
+def _stages(to: Console) -> Generator[Callable[[str], None]]:
+    """Show the current stage: on a terminal in one line, which no thread redraws, else in a line each."""
+    if not to.is_terminal:
+        yield lambda stage: to.print(f"{stage} …")
+        return
+    from rich.live import Live
+
+    with Live(console=to, auto_refresh=False, transient=True) as live:
+        yield lambda stage: live.update(f"{stage} …", refresh=True)
 
 
 def print_profile(to: Console, profile: Mapping[str, Any]) -> None:

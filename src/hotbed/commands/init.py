@@ -119,26 +119,6 @@ def draft_recipe(
     path
         File, folder or URI, as for `ParquetSource`; or a folder of `hotbed.prepare`, in NVIDIA's split-binary format,
         or of NumPy arrays as TorchRec's and MLPerf's scripts write them.
-    label, positive, drop, time, test, valid
-        See `hotbed.data.draft.draft`.
-    model
-        One of `hotbed.commands.init_models.MODELS`; None: what suits the data.
-    history
-        Histories with their candidates, ``history=candidate`` each, besides those that names tell.
-    weights
-        Columns of ids with those of their weights, ``ids=weights`` each.
-    item
-        Columns of the item's tower of ``TwoTower``; by default those whose names say so.
-    retrieval
-        Whether ``TwoTower`` is to find items among all; it is, too, where there is no label, or all are 1.
-
-    Raises
-    ------
-    DataError
-        If there are no samples, no label or no column to embed, a label is not from 0 to 1, or all are of one class; or
-        if columns are missing that the model needs.
-    SpecError
-        If an option cannot be right, or the files are a part of a prepared dataset.
     """
     from hotbed.commands.init_models import MODELS, draft_for, pairs_of
     from hotbed.commands.init_recipe import recipe_text

@@ -29,13 +29,7 @@ _REASON = "{} scores a candidate by a history alone"
 def pairs_of(
     given: Sequence[str], option: str = "--history", what: str = "HISTORY=CANDIDATE, such as watched=movie"
 ) -> dict[str, str]:
-    """Read two columns from ``first=second`` each: histories and their candidates, or ids and their weights.
-
-    Raises
-    ------
-    SpecError
-        If one is no such pair, or the first column is in two.
-    """
+    """Read two columns from ``first=second`` each: histories and their candidates, or ids and their weights."""
     found: dict[str, str] = {}
     for one in given:
         name, _, other = one.partition("=")
@@ -56,22 +50,7 @@ def histories_of(schema: Schema) -> dict[str, str]:
 def draft_for(
     draft: Draft, model: str, path: str, *, histories: Mapping[str, str] | None = None, item: Sequence[str] = ()
 ) -> Draft:
-    """Leave out what a model of `MODELS` does not take.
-
-    Parameters
-    ----------
-    draft, model, path
-        What was found in the data, the model, and where the data are, for errors.
-    histories
-        Histories that were asked for, with their candidates; a model of one history takes the first of them.
-    item
-        Columns of the item's tower of ``TwoTower`` that were asked for.
-
-    Raises
-    ------
-    DataError
-        If the data lack columns that the model needs, or have more than it takes and say themselves what these are.
-    """
+    """Leave out what a model of `MODELS` does not take."""
     schema = draft.schema
     if model in _OF_ONE_LABEL and len(schema.labels) > 1:
         raise DataError(
@@ -138,21 +117,7 @@ def _check_towers(schema: Schema, path: str, item: Sequence[str]) -> None:
 def arguments_of(
     model: str, schema: Schema, dim: int, top: Sequence[int], item: Sequence[str] = ()
 ) -> list[tuple[str, Any, str]]:
-    """Choose a model's arguments: names, values and remarks.
-
-    Parameters
-    ----------
-    model
-        One of `MODELS`.
-    schema
-        Columns that it takes.
-    dim
-        Columns of the tables.
-    top
-        Widths of its last MLP, but for the labels.
-    item
-        Columns of the item's tower of ``TwoTower``; by default those whose names say so.
-    """
+    """Choose a model's arguments: names, values and remarks."""
     widths: tuple[str, Any, str] = ("top", [*top, len(schema.labels)], "ends with the number of labels")
     max_len: tuple[str, Any, str] = ("max_len", _MAX_LEN, "newest ids that are looked at")
     histories = histories_of(schema)

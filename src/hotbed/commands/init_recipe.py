@@ -74,25 +74,7 @@ def recipe_text(
     item: Sequence[str] = (),
     retrieval: bool = False,
 ) -> str:
-    """Write the recipe.
-
-    Parameters
-    ----------
-    draft
-        What to say of the data.
-    name
-        The run's.
-    path
-        Of the data.
-    counts
-        Samples by split.
-    model
-        One of `hotbed.commands.init_models.MODELS`; None: what suits the data.
-    item
-        Columns of the item's tower of ``TwoTower``.
-    retrieval
-        Whether that finds items among all.
-    """
+    """Write the recipe."""
     features = len(draft.schema.sparse)
     training = Training.of(
         counts.get("train", 0),

@@ -44,22 +44,7 @@ class Stored(NamedTuple):
 
 
 def draft_stored(path: str | Path, options: Sequence[str]) -> DraftStored | None:
-    """Draft a recipe for a dataset; None where a path is none, or has to be looked at as a table.
-
-    Parameters
-    ----------
-    path
-        A folder, or a URI of one.
-    options
-        What was asked for that such data say themselves.
-
-    Raises
-    ------
-    DataError
-        If the data are damaged.
-    SpecError
-        If there are options.
-    """
+    """Draft a recipe for a dataset; None where a path is none, or has to be looked at as a table."""
     found = open_stored(path)
     if found is None:
         return None
@@ -88,13 +73,7 @@ def draft_stored(path: str | Path, options: Sequence[str]) -> DraftStored | None
 
 
 def open_stored(path: str | Path) -> Stored | None:
-    """Open a prepared dataset or arrays of NumPy as a recipe of `draft_stored` does; None where a path is neither.
-
-    Raises
-    ------
-    DataError
-        If the data are damaged.
-    """
+    """Open a prepared dataset or arrays of NumPy as a recipe of `draft_stored` does; None where a path is neither."""
     place = location(str(path))
     described = open_described(place)
     if described is not None:

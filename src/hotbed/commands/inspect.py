@@ -44,13 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> None:
-    """Show what a path holds, or how skewed the lookups of its samples are.
-
-    Raises
-    ------
-    DataError
-        If data are not what a recipe says, after all that was found is printed and written.
-    """
+    """Show what a path holds, or how skewed the lookups of its samples are."""
     options = parsed.as_dict()
     path, skew, json = location(options.pop("path")), options.pop("skew"), options.pop("json")
     of_data = DataOptions(**{field.name: options.pop(field.name) for field in fields(DataOptions)})
@@ -85,15 +79,7 @@ def run(parsed: Namespace) -> None:
 
 
 def describe(path: str | Path) -> dict[str, Any] | None:
-    """Plain values about a run, the newest of a name, or a checkpoint; None of anything else.
-
-    Raises
-    ------
-    DataError
-        If there is no such path, or a run is damaged.
-    CheckpointError
-        If a checkpoint is damaged.
-    """
+    """Plain values about a run, the newest of a name, or a checkpoint; None of anything else."""
     if isinstance(path, Path) and not path.exists():
         raise DataError(f"{path} does not exist")
     if not is_storage(path):

@@ -31,19 +31,7 @@ from hotbed.train.report import StageProgress
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What ``hotbed inspect`` is asked of data.
-
-    Parameters
-    ----------
-    against
-        Earlier data to compare with.
-    recipe
-        File of a recipe that the data are for.
-    label
-        The label column, where its name is not a usual one and there is no recipe.
-    html
-        File for a page with pictures.
-    """
+    """What ``hotbed inspect`` is asked of data."""
 
     against: str | None = None
     recipe: str | None = None
@@ -80,25 +68,7 @@ def add_data_arguments(parser: ArgumentParser) -> None:
 
 
 def inspect_data(path: str | Path, options: DataOptions, console: Console) -> Inspected:
-    """Read all rows of a dataset once, those of `DataOptions.against` before it.
-
-    Parameters
-    ----------
-    path
-        A prepared dataset; Parquet, CSV or TSV files, or logs; arrays of NumPy; or a recipe, whose data are read, and
-        checked by it.
-    options
-        What is asked for.
-    console
-        Where progress is shown.
-
-    Raises
-    ------
-    DataError
-        If there are no such data, or they are damaged.
-    RecipeError
-        If the recipe is not valid, or a page is asked for where none can be written.
-    """
+    """Read all rows of a dataset once, those of `DataOptions.against` before it."""
     if options.html is not None:
         check_json(options.html, "--html")
     recipe = options.recipe

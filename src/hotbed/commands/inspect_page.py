@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotbed.commands.svg import FAINT, INK, box, legend, line, svg, text
+from hotbed.commands.svg import FAINT, INK, box, html_page, html_table, legend, line, svg, text
 from hotbed.data.column_summary import ColumnSummary
 from hotbed.data.inspection import DataSummary
 from hotbed.data.stability import BINS, REACH, upper_edge
@@ -25,26 +25,11 @@ ALIKE, UNLIKE = 0.1, 0.25
 _ACROSS, _WIDE, _TALL = 3, 390, 190
 _FEW = 20
 _SIZES = [m * 10**e for e in range(7) for m in (1, 2, 5)]
-_STYLE = (
-    "body{font-family:system-ui,sans-serif;color:#222;margin:24px auto;max-width:1220px;padding:0 20px}"
-    "h1{font-size:22px;overflow-wrap:anywhere}h2{font-size:17px;margin:28px 0 4px}"
-    "p,li{margin:4px 0 10px;line-height:1.4;max-width:1000px;overflow-wrap:anywhere}"
-    "table{border-collapse:collapse;font-size:13px}td,th{padding:3px 14px 3px 0;text-align:right;vertical-align:top}"
-    "td:nth-child(-n+2),th:nth-child(-n+2){text-align:left;overflow-wrap:anywhere}"
-    "tr:nth-child(even) td{background:#f6f6f6}svg{font-family:inherit;max-width:100%;height:auto}.bad{color:#c44e52}"
-)
+_STYLE = "td:nth-child(2),th:nth-child(2){text-align:left;overflow-wrap:anywhere}.bad{color:#c44e52}"
 
 
 def page(found: Mapping[str, Any], after: DataSummary, before: DataSummary | None) -> str:
-    """Make the page.
-
-    Parameters
-    ----------
-    found
-        Plain values, as `hotbed.commands.inspect_data.inspect_data` returns them.
-    after, before
-        What the data hold, and what those hold that they are compared with.
-    """
+    """Make the page."""
     name = str(found["path"])
     body = [
         f"<h1>{escape(name)}</h1>",
@@ -67,10 +52,7 @@ def page(found: Mapping[str, Any], after: DataSummary, before: DataSummary | Non
         "the share in each interval of sizes, four per doubling; negative ones on the left.</p>"
     )
     body.append(_panels([(after.columns[n], before and before.columns.get(n)) for n in names], before is not None))
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{escape(name)}</title>'
-        f'<link rel="icon" href="data:,"/><style>{_STYLE}</style></head><body>\n{"".join(body)}\n</body></html>\n'
-    )
+    return html_page(name, body, _STYLE)
 
 
 def _splits(found: Mapping[str, Any]) -> str:
@@ -100,21 +82,8 @@ def _faults(recipe: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _table(columns: Sequence[Mapping[str, Any]]) -> str:
-    head = (
-        "column",
-        "type",
-        "missing",
-        "distinct",
-        "hottest",
-        "top 1",
-        "top 100",
-        "Zipf",
-        "ids",
-        "low",
-        "mean",
-        "high",
-    )
-    rows: list[str] = []
+    names = ("column", "type", "missing", "distinct", "hottest", "top 1", "top 100", "Zipf", "ids")
+    rows: list[list[str]] = []
     for column in columns:
         numbers: Mapping[str, Any] = column.get("numbers", {})
         hottest = (column.get("hottest") or [{}])[0]
@@ -132,8 +101,8 @@ def _table(columns: Sequence[Mapping[str, Any]]) -> str:
             else "–",
             *(number_text(numbers.get(key)) for key in ("low", "mean", "high")),
         ]
-        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    return f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{''.join(rows)}</table>"
+        rows.append(cells)
+    return html_table((*names, "low", "mean", "high"), rows)
 
 
 def distinct_text(column: Mapping[str, Any]) -> str:

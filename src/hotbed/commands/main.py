@@ -34,29 +34,13 @@ COMMANDS = {
     "checkpoint": "Inspect, verify or convert a checkpoint.",
     "doctor": "Say what hotbed finds on this machine and what is missing; measure it for the planner.",
     "warm-up": "Compile the CPU kernels ahead of the first step, as for an image.",
-    "bench": "Measure kernels, or training steps, against this machine's limits.",
     "completion": "Print a script by which a shell completes all this.",
 }
 """What each command is for; `hotbed.commands` has a file of its name."""
 
-GROUPS = ("checkpoint", "bench")
-"""Commands that have commands of their own."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Parameters
-    ----------
-    argv
-        Arguments after the program's name; default: those of the process.
-
-    Returns
-    -------
-    int
-        0; 2 after an error, which is one message on stderr (``--debug`` shows the traceback); 130 or 143 if a signal
-        stopped it.
-    """
+    """Run a command; return its exit status: 2 after an error, one message on stderr, 130 or 143 after a signal."""
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     if debug:
@@ -106,7 +90,7 @@ def make_parser() -> Parser:
 
 
 def _run(args: list[str]) -> int:
-    if not args or (len(args) == 1 and args[0] in GROUPS):
+    if args in ([], ["checkpoint"]):  # the commands that have commands of their own
         args.append("--help")
     try:
         parsed = make_parser().parse_args(args)

@@ -19,7 +19,7 @@ from hotbed.checkpoint.single_files import exists, read_yaml
 from hotbed.commands.arguments import add_json, console, write_json
 from hotbed.config import Recipe, import_from
 from hotbed.data import SplitBinarySource
-from hotbed.data.access_counts import COUNTED_ROWS, count_accesses
+from hotbed.data.access_counts import count_accesses
 from hotbed.data.pack import pack
 from hotbed.embed import plan_tables, tables_on_meta
 from hotbed.embed.plan_names import names_in_plans
@@ -63,45 +63,21 @@ def pack_by_popularity(
     *,
     budget: int,
     sample: float = 0.05,
-    counted_rows: int = COUNTED_ROWS,
     whole_bytes: int = 1 << 20,
-    seed: int = 0,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Count accesses, choose hot rows within a budget, and pack the train split into hot and cold samples.
 
     Parameters
     ----------
-    recipe
-        Names the data; its model's tables and the moments of their optimizers say what a row takes.
-    out
-        The dataset directory to make.
-    console
-        Where progress is shown.
     budget
         Bytes of the device's memory that hot rows and their moments may take.
     sample
         Share of the samples that accesses are counted in; 1 counts them all.
-    counted_rows
-        Rows of a table that are counted, the first ones; others count as never looked up.
     whole_bytes
         Tables that take no more bytes come first, whole; see `hotbed.plan.tiers.hot_rows`.
-    seed
-        Of the sample.
     overwrite
         Replace ``out`` if it is a dataset already.
-
-    Returns
-    -------
-    dict
-        Plain values, as hot_rows.json has them.
-
-    Raises
-    ------
-    RecipeError
-        If the recipe's data is no prepared dataset.
-    PlanError
-        If the budget does not hold a row.
     """
     started = time.perf_counter()
     source = new_source(recipe.data)
@@ -110,19 +86,14 @@ def pack_by_popularity(
             f"data.source is {recipe.data.source.class_path}, but hotbed pack packs prepared datasets only "
             f"(hotbed.data.SplitBinarySource); prepare the log with hotbed prepare"
         )
-    split, tables, moments = (
-        recipe.data.train_split,
-        tables_of(source, recipe.data),
-        moments_of(recipe.sparse_optimizer),
-    )
+    split, tables = recipe.data.train_split, tables_of(source, recipe.data)
+    moments = moments_of(recipe.sparse_optimizer)
     beside = _beside(recipe, source, tables, moments)
     with StageProgress(console) as progress:
         counts = count_accesses(
             source,
             split,
             sample=sample,
-            counted_rows=counted_rows,
-            seed=seed,
             progress=lambda done, total: progress("accesses", done, total),
         )
         known = {name: Counted(torch.from_numpy(c), counts.samples) for name, c in counts.counted.items()}
@@ -171,13 +142,7 @@ def _beside(
 
 
 def recipe_in(file: str | Path, data: str | None = None) -> Recipe:
-    """The recipe in a file, perhaps with another path of the data.
-
-    Raises
-    ------
-    RecipeError
-        If there is no such file, or it is no recipe.
-    """
+    """The recipe in a file, perhaps with another path of the data."""
     if not exists(file):
         raise RecipeError(f"{file} does not exist; give a recipe, which says what a row of each table takes")
     if isinstance(place := location(str(file)), Path):

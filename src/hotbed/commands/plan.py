@@ -141,13 +141,6 @@ def found_plan(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
     """The plan that the search finds, and the step's seconds under the recipe's own scheme, if that has another name.
 
     Schemes by table in ``parallel.plan`` are kept; tables without one are searched for.
-
-    Raises
-    ------
-    RecipeError
-        If the number of ranks cannot be.
-    PlanError
-        If no plan fits.
     """
     given = plan_or_schemes(recipe.parallel)
     found = plan_for(recipe, ranks)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from hotbed.commands.svg import FAINT, INK, WIDTH, box, dot, grid, legend, line, svg, text
+from hotbed.commands.svg import FAINT, INK, WIDTH, box, dot, grid, html_page, html_table, legend, line, svg, text
 from hotbed.plan.cost import PARTS, TIERS, tile_bytes
 from hotbed.plan.search import Found
 from hotbed.plan.simulate import Simulation
@@ -39,26 +39,10 @@ RESOURCE_COLORS = {
     "cores": "#b07aa1",
 }
 _LEFT, _TALL = 90, 300
-_STYLE = (
-    "body{font-family:system-ui,sans-serif;color:#222;margin:24px auto;max-width:1220px;padding:0 20px}"
-    "h1{font-size:22px}h2{font-size:17px;margin:28px 0 4px}p{margin:4px 0 10px;line-height:1.4;max-width:1000px}"
-    "table{border-collapse:collapse;font-size:13px}td,th{padding:3px 14px 3px 0;text-align:right}"
-    "td:first-child,th:first-child{text-align:left}svg{font-family:inherit;max-width:100%;height:auto}"
-)
 
 
 def page(name: str, found: Found, simulation: Simulation, points: Sequence[Point]) -> str:
-    """Make the page.
-
-    Parameters
-    ----------
-    name
-        Of the recipe.
-    found, simulation
-        The plan, and steps of it.
-    points
-        Of a sweep over ranks.
-    """
+    """Make the page."""
     work, here = found.model.workload, found.model.hardware
     assert here is not None
     ranks = found.plan.world_size * work.replicas
@@ -86,10 +70,7 @@ def page(name: str, found: Found, simulation: Simulation, points: Sequence[Point
         "<h2>Scaling</h2>",
         _scaling(points),
     ]
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{escape(name)}</title>'
-        f'<link rel="icon" href="data:,"/><style>{_STYLE}</style></head><body>\n{"".join(body)}\n</body></html>\n'
-    )
+    return html_page(name, body)
 
 
 def _shown(found: Found) -> list[int]:
@@ -224,13 +205,15 @@ def _timeline(simulation: Simulation) -> str:
 
 def _resources(simulation: Simulation) -> str:
     rows = [
-        f"<tr><td>{escape(name)}</td><td>{amount_text(usage.amount, usage.unit)}</td>"
-        f"<td>{amount_text(usage.most, usage.unit)}</td><td>{usage.seconds * 1e3:,.4g} ms</td>"
-        f"<td>{usage.utilisation:.1%}</td></tr>"
+        (
+            name,
+            *(amount_text(amount, usage.unit) for amount in (usage.amount, usage.most)),
+            f"{usage.seconds * 1e3:,.4g} ms",
+            f"{usage.utilisation:.1%}",
+        )
         for name, usage in simulation.usage.items()
     ]
-    head = "<tr><th>resource</th><th>mean</th><th>rank with most</th><th>in use</th><th>of the step</th></tr>"
-    return f"<table>{head}{''.join(rows)}</table>"
+    return html_table(("resource", "mean", "rank with most", "in use", "of the step"), rows)
 
 
 def _scaling(points: Sequence[Point]) -> str:

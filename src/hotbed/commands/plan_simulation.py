@@ -31,24 +31,12 @@ Search = Callable[[Recipe, int, Hardware | None], Found]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is asked of a simulation.
+    """What is asked of a simulation."""
 
-    Attributes
-    ----------
-    stragglers
-        Ranks that are slow now and then.
-    sweep
-        As typed.
-    price
-        Of a node per hour; else the hardware's.
-    trace, html
-        Files to write.
-    """
-
-    stragglers: Stragglers
-    sweep: str | None
-    price: float | None
-    trace: str | None
+    stragglers: Stragglers  # ranks that are slow now and then
+    sweep: str | None  # as typed
+    price: float | None  # of a node per hour; else the hardware's
+    trace: str | None  # files to write
     html: str | None
 
     @property

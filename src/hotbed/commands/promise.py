@@ -67,21 +67,6 @@ def run_promise(
 ) -> dict[str, Any]:
     """Train one model under every plan of `PLANS`, kill and resume it, and train it in one process.
 
-    Parameters
-    ----------
-    data
-        A raw Criteo log; None makes one.
-    root
-        Everything goes into a new directory below this one.
-    console
-        Where progress goes.
-    ranks
-        Processes; 2 prove little, for two numbers have one sum.
-    steps
-        Steps of 256 samples.
-    seed
-        Seed of the log and of the training.
-
     Returns
     -------
     dict
@@ -162,13 +147,7 @@ def _differences(several: Mapping[str, Any], alone: Mapping[str, Any]) -> dict[s
 
 
 def _run(folder: Path, ranks: int, job: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Start the processes of a world, wait for them, and return what the first one found.
-
-    Raises
-    ------
-    CommError
-        If one of them fails, with what it wrote.
-    """
+    """Start the processes of a world, wait for them, and return what the first one found."""
     folder.mkdir()
     argv = [sys.executable, "-m", "hotbed.commands.promise", json.dumps({**job, "folder": str(folder)})]
     run_local(argv, ranks, folder, expected=-signal.SIGKILL if "save" in job else 0)

@@ -23,13 +23,7 @@ _WIDE, _TALL = 5.2, 3.0
 
 
 class Figures:
-    """Draw figures one after the other; each has ids of its own, as they stand in one page.
-
-    Raises
-    ------
-    RecipeError
-        If matplotlib cannot be imported.
-    """
+    """Draw figures one after the other; each has ids of its own, as they stand in one page."""
 
     most_bars = 40
     """Bars of one figure."""

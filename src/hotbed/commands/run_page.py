@@ -9,19 +9,15 @@ from typing import Any
 
 from hotbed.commands.run_figures import Figures, Series
 from hotbed.commands.run_records import RunRecords, interval
+from hotbed.commands.svg import html_page, html_table
 from hotbed.train.report import METRIC_NAMES, size
 from hotbed.train.throughput import SETTLING_STEPS
 
 _STYLE = (
-    "body{font-family:system-ui,sans-serif;color:#222;margin:24px auto;max-width:1240px;padding:0 16px}"
-    "h1{font-size:22px;overflow-wrap:anywhere}h2{font-size:17px;margin:28px 0 4px}"
-    "p{margin:4px 0 10px;line-height:1.4;max-width:1000px;overflow-wrap:anywhere}"
     ".figures{display:flex;flex-wrap:wrap;gap:12px}figure{margin:0;width:400px;max-width:100%}"
-    "figure svg{width:100%;height:auto}.wide{overflow-x:auto}.wide figure{width:auto;max-width:none}"
-    ".wide figure svg{width:auto}"
-    "table{border-collapse:collapse;font-size:13px}td,th{padding:3px 14px 3px 0;text-align:right;vertical-align:top}"
+    "figure svg{width:100%}.wide{overflow-x:auto}.wide figure{width:auto;max-width:none}.wide figure svg{width:auto}"
     "td,th{white-space:nowrap}td:first-child,th:first-child,.facts td{text-align:left;white-space:normal}"
-    "td:first-child{overflow-wrap:anywhere;min-width:9ch}tr:nth-child(even) td{background:#f6f6f6}"
+    "td:first-child{min-width:9ch}"
 )
 _NOT_METRICS = {"step", "samples"}
 _TRAINING = {
@@ -57,19 +53,7 @@ _ENVIRONMENT = ("hardware", "device", "torch", "hotbed", "precision", "precision
 
 
 def page(runs: Sequence[RunRecords]) -> str:
-    """Make the page.
-
-    Parameters
-    ----------
-    runs
-        One run, or several that differ in their seed alone, the newest first: curves are then means with intervals, all
-        else is the newest one's.
-
-    Raises
-    ------
-    RecipeError
-        If matplotlib is not installed.
-    """
+    """Make the page of a run, or of several that differ in their seed alone, newest first: curves are then means."""
     figures, run = Figures(), runs[0]
     name = str(run.recipe.get("name", run.path))
     body = [
@@ -83,12 +67,7 @@ def page(runs: Sequence[RunRecords]) -> str:
         *_section("Plan", _plan(figures, run)),
         *_section("Environment", _environment(run)),
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
-        '<meta name="viewport" content="width=device-width"/>'
-        f'<title>{escape(name)}</title><link rel="icon" href="data:,"/><style>{_STYLE}</style></head>'
-        f"<body>\n{''.join(body)}\n</body></html>\n"
-    )
+    return html_page(name, body, _STYLE)
 
 
 def _section(title: str, content: Iterable[str]) -> list[str]:
@@ -245,7 +224,4 @@ def _figures(drawn: Sequence[str]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    top = f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>" if head else ""
-    cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    named = f' class="{kind}"' if kind else ""
-    return f'<div class="wide"><table{named}>{top}{cells}</table></div>'
+    return f'<div class="wide">{html_table(head, rows, kind)}</div>'

@@ -29,28 +29,14 @@ Curve = dict[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """What one run has recorded.
+    """What one run has recorded."""
 
-    Attributes
-    ----------
-    path
-        Its directory.
-    recipe
-        As it was trained.
-    summary
-        What the run came to; None where it has not finished.
-    train, valid
-        Records of training and of evaluations, by step; those that a resumed run repeated are there once.
-    plan
-        Where tables are; None of a run in one process whose rows are all in the device's memory.
-    """
-
-    path: str
-    recipe: Mapping[str, Any]
-    summary: Mapping[str, Any] | None
-    train: Mapping[int, Mapping[str, Any]]
+    path: str  # its directory
+    recipe: Mapping[str, Any]  # as it was trained
+    summary: Mapping[str, Any] | None  # what the run came to; None where it has not finished
+    train: Mapping[int, Mapping[str, Any]]  # by step; those that a resumed run repeated are there once
     valid: Mapping[int, Mapping[str, Any]]
-    plan: Plan | None
+    plan: Plan | None  # where tables are; None of a run in one process whose rows are all in the device's memory
 
     @property
     def seed(self) -> object:
@@ -87,23 +73,7 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def read_runs(path: str | Path) -> list[RunRecords]:
-    """Read a run, or of a name's runs the newest and all finished ones that differ from it in ``train.seed`` alone.
-
-    Parameters
-    ----------
-    path
-        A run's directory, or ``runs/NAME``.
-
-    Returns
-    -------
-    list
-        The newest first.
-
-    Raises
-    ------
-    DataError
-        If records are damaged, or there are none yet.
-    """
+    """Read a run, or of a name's runs the newest and all finished ones that differ from it in ``train.seed`` alone."""
     place = directory(path)
     if place.has(RECIPE):
         return [_read(place)]
@@ -180,13 +150,7 @@ def _plan(place: Directory) -> Plan:
 
 
 def read_json(place: Directory, name: str) -> object:
-    """Read a JSON file of a run.
-
-    Raises
-    ------
-    DataError
-        If it is no JSON.
-    """
+    """Read a JSON file of a run."""
     try:
         return parse_json(place.read(name))
     except TextError as error:

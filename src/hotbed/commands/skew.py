@@ -37,13 +37,6 @@ def open_data(path: str | Path, *, trust_recipe: bool = False) -> Source:
 
     A prepared dataset or arrays of NumPy, see `open_stored`; a Parquet file or folder with the schema that
     `draft_schema` proposes; a recipe's file or a run's directory, which name any source.
-
-    Raises
-    ------
-    DataError
-        If the path is none of these, or is damaged.
-    RecipeError
-        If a recipe is not valid.
     """
     place = directory(path) if is_storage(path) else None
     if isinstance(path, Path) and not path.exists():
@@ -110,15 +103,6 @@ def inspect_skew(
     dict
         Plain values: curves at ``shares`` of the rows, for each of the ``tables``, and for ``all`` of them where each
         table has the same share of its rows in the cache.
-
-    Raises
-    ------
-    DataError
-        If the data cannot be read, or ``out`` exists.
-    RecipeError
-        If a picture is wanted and matplotlib is not installed.
-    SpecError
-        If an argument is out of range.
     """
     if out is None:
         return _measure(path, console, split, batch_size, sampled_rows, trust_recipe)[0]

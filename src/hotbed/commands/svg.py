@@ -1,4 +1,4 @@
-"""Draw with SVG inside a page: boxes, lines, texts, legends and axes as text, without a library or a script."""
+"""Make pages that need nothing beside them, with tables, and drawings in SVG: no scripts, fonts or addresses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,32 @@ from html import escape
 WIDTH = 1180
 """Of all drawings, in pixels."""
 INK, FAINT = "#222222", "#dddddd"
+_STYLE = (
+    "body{font-family:system-ui,sans-serif;color:#222;margin:24px auto;max-width:1240px;padding:0 20px}"
+    "h1{font-size:22px;overflow-wrap:anywhere}h2{font-size:17px;margin:28px 0 4px}"
+    "p,li{margin:4px 0 10px;line-height:1.4;max-width:1000px;overflow-wrap:anywhere}"
+    "table{border-collapse:collapse;font-size:13px}td,th{padding:3px 14px 3px 0;text-align:right;vertical-align:top}"
+    "td:first-child,th:first-child{text-align:left;overflow-wrap:anywhere}tr:nth-child(even) td{background:#f6f6f6}"
+    "svg{font-family:inherit;max-width:100%;height:auto}"
+)
+
+
+def html_page(title: str, body: Iterable[str], style: str = "") -> str:
+    """A whole page; ``style`` is added to that of all pages."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+        f'<meta name="viewport" content="width=device-width"/><title>{escape(title)}</title>'
+        f'<link rel="icon" href="data:,"/><style>{_STYLE}{style}</style></head>\n<body>\n'
+        f"{''.join(body)}\n</body></html>\n"
+    )
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    """A table of texts; without a head it has rows alone."""
+    top = f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>" if head else ""
+    cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    named = f' class="{kind}"' if kind else ""
+    return f"<table{named}>{top}{cells}</table>"
 
 
 def svg(parts: Iterable[str], height: float, label: str) -> str:

@@ -173,7 +173,7 @@ class _SayOnce(numba_event.Listener):
 
     def on_start(self, event: numba_event.Event) -> None:
         module = (event.data or {})["dispatcher"].py_func.__module__ or ""
-        if not self.said and module.startswith(("hotbed.ops.", "hotbed.bench.")):  # the others are not cached
+        if not self.said and module.startswith("hotbed.ops."):  # the others are not cached
             self.said = True
             _log.warning("compiling CPU kernels, once for this machine and version; they are kept in %s", _CACHE_DIR)
 

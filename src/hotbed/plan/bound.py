@@ -62,19 +62,6 @@ def lower_bound(
 
     Copies of rows have exchanges of their own, and so have sums over the columns of rows that are cut. Where a table's
     own cut needs one of them, all plans have it.
-
-    Parameters
-    ----------
-    model
-        What tiles cost.
-    fixed
-        By table, the cut that it must have.
-    overflow
-        Bytes of rows and moments that the devices cannot hold.
-    tiers
-        Where they may go.
-    staying
-        Tables of which no row goes there.
     """
     extra = _overflow_load(model, overflow, tiers, staying) if overflow > 0 else 0.0
     given = {name: form_of(model.workload.by_table[name], cut, model) for name, cut in fixed.items()}

@@ -109,32 +109,14 @@ def form_for(
     use: TableUse,
     most_load: float,
     most_bytes: float,
-    room: float,
+    room: float,  # bytes that a rank has for rows, of which copies may take a hundredth
     model: CostModel,
     *,
-    copies: bool,
+    copies: bool,  # whether ranks may have copies of rows, which the wire format "pooled" does not know
     columns: bool,
-    even: bool = True,
+    even: bool = True,  # whether more parts than half the ranks become one for each rank
 ) -> Form:
-    """Choose the cheapest form of a table whose tiles are no larger; or that with the smallest tiles.
-
-    Parameters
-    ----------
-    use
-        The table.
-    most_load, most_bytes
-        Of a tile.
-    room
-        Bytes that a rank has for rows, of which copies may take a hundredth.
-    model
-        What tiles cost.
-    copies
-        Whether ranks may have copies of rows, which the wire format ``"pooled"`` does not know.
-    columns
-        Whether columns may be cut.
-    even
-        Whether more parts than half the ranks become one for each; else some ranks may have none, and more of others.
-    """
+    """Choose the cheapest form of a table whose tiles are no larger; or that with the smallest tiles."""
     copies = copies and model.workload.wire.get(use.table.name) != "pooled"
     whole = form_of(use, Cut(), model)
     needed = math.ceil(max(whole.largest / most_load, whole.tile_bytes / most_bytes) * (1 - 1e-9))
@@ -198,23 +180,7 @@ less of the other tables."""
 def combinations(
     model: CostModel, fixed: Mapping[str, Cut], grain: Grain, mean_load: float, room: float, most_bytes: float
 ) -> Iterator[dict[str, Form]]:
-    """Forms of all tables, by how large tiles may be; each combination once.
-
-    Parameters
-    ----------
-    model
-        What tiles cost.
-    fixed
-        By table, the cut that it must have.
-    grain
-        How fine they are cut.
-    mean_load
-        Of a rank, with what every rank has, whoever owns what.
-    room
-        Bytes that a rank has for rows.
-    most_bytes
-        Of a tile.
-    """
+    """Forms of all tables, by how large tiles may be; each combination once."""
     uses = model.workload.uses
     given = {use.table.name: form_of(use, fixed[use.table.name], model) for use in uses if use.table.name in fixed}
     whole = [form_of(use, Cut(), model) for use in uses]

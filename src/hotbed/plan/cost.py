@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from hotbed.ops.rows import encoded_bytes
+from hotbed.ops.layout import BLOCK
+from hotbed.ops.rows import Codec, encoded_bytes
 from hotbed.optim import Moment
 from hotbed.plan.hardware import Hardware, interpolated
 from hotbed.plan.links import Links
 from hotbed.plan.tiling import Plan, Tier, Tile
-from hotbed.plan.traffic import SLOT_BYTES, message_of, sums_bytes
 from hotbed.plan.workload import TableUse, Workload
 from hotbed.specs import Table, row_bytes
 
@@ -45,7 +45,7 @@ PARTS = (
     "replicas",  # averages
     "grouping",  # of ids, and what else an id takes beside its bytes; the same on all ranks
 )
-"""What a step does for tables. `Traffic`'s words are used where bytes cross between ranks."""
+"""What a step does for tables."""
 LOOKUP, POOLING, IDS, ROWS, GRADIENTS, UPDATE, COPIES, SUMS, HOST, DISK, REPLICAS, GROUPING = range(len(PARTS))
 
 LAUNCHES = 12
@@ -54,6 +54,36 @@ EXCHANGES_OF_COPIES = 3
 """Numbers, places and values of updated rows (`hotbed.embed.gather`)."""
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
+
+SLOT_BYTES = 8
+"""Of an id on the wire."""
+
+
+class Message(NamedTuple):
+    """Bytes that two ranks exchange for a tile which one of them owns."""
+
+    ids: float  # to the owner
+    rows: float  # from it, before the step; ranks that have a copy need none
+    gradients: float  # to the owner
+    copies: float  # from it, after the update, to ranks that have a copy
+
+
+def message_of(
+    cols: int, asked: float, touched: float, *, vectors: float | None = None, forward: Codec, backward: Codec
+) -> Message:
+    """Bytes between an owner and a rank that asks for so many ids; all ranks update ``touched`` rows."""
+    count = asked if vectors is None else vectors
+    return Message(
+        asked * SLOT_BYTES,
+        count * encoded_bytes(forward, cols),
+        count * encoded_bytes(backward, cols),
+        touched * (SLOT_BYTES + 4 * cols),
+    )
+
+
+def sums_bytes(cols: int, touched: float) -> float:
+    """Bytes of one sum over the columns of each touched row, as they go to the owner of other columns."""
+    return touched * 4 * -(-cols // BLOCK)
 
 
 class Cost(NamedTuple):
@@ -87,20 +117,12 @@ def gib(nbytes: float) -> str:
 
 @dataclass(frozen=True)
 class TileCost:
-    """What a tile costs: its owner, each of its readers, and every rank; by `PARTS`, in bytes and in the model's unit.
-
-    Attributes
-    ----------
-    owner_bytes, reader_bytes, everyone_bytes
-        ``[parts]``.
-    owner, reader, everyone
-        ``[parts]``, in seconds, or in ids × columns.
-    """
+    """What a tile costs its owner, each of its readers, and every rank; by `PARTS`, in bytes and the model's unit."""
 
     owner_bytes: Array
     reader_bytes: Array
     everyone_bytes: Array
-    prices: Array
+    prices: Array  # by `PARTS`, of a byte
 
     @property
     def owner(self) -> Array:  # noqa: D102
@@ -117,19 +139,11 @@ class TileCost:
 
 @dataclass(frozen=True)
 class RankCosts:
-    """What a plan costs each of ``N`` ranks.
+    """What a plan costs each of ``N`` ranks."""
 
-    Attributes
-    ----------
-    memory
-        By tier, bytes of rows and moments ``[N]``.
-    parts_bytes, parts
-        ``[N, parts]``: bytes, and seconds or ids × columns, of each of `PARTS`.
-    """
-
-    memory: Mapping[Tier, Array]
-    parts_bytes: Array
-    parts: Array
+    memory: Mapping[Tier, Array]  # by tier, bytes of rows and moments ``[N]``
+    parts_bytes: Array  # of each of `PARTS` ``[N, parts]``
+    parts: Array  # the same in seconds, or in ids × columns
 
     @property
     def load(self) -> Array:
@@ -154,17 +168,7 @@ class RankCosts:
 
 
 class CostModel:
-    """Count what tiles cost under a workload.
-
-    Parameters
-    ----------
-    workload
-        What a step does.
-    world_size
-        Ranks of a group: of a plan.
-    hardware
-        The machine, for seconds; without it the unit is ids × columns per sample.
-    """
+    """Count what tiles cost under a workload: seconds on hardware, without it ids × columns per sample."""
 
     def __init__(self, workload: Workload, world_size: int, hardware: Hardware | None = None) -> None:
         self.workload, self.world_size, self.hardware = workload, world_size, hardware
@@ -188,17 +192,7 @@ class CostModel:
         """What others have counted with it."""
 
     def tile(self, tile: Tile, lanes: int = 1, readers: int | None = None) -> TileCost:
-        """Cost of a tile; of strided ones whatever residue they have: rows between two strides count as alike.
-
-        Parameters
-        ----------
-        tile
-            The tile.
-        lanes
-            Into how many parts the columns of its rows are cut.
-        readers
-            How many ranks have copies; by default those of the tile.
-        """
+        """Cost of a tile; of strided ones whatever residue they have: rows between two strides count as alike."""
         rows, copies = tile.rows, len(tile.readers) if readers is None else readers
         use = self.workload.by_table[tile.table]
         # One row of each stride from here to there: whatever residue, and however the range is written.

@@ -29,7 +29,7 @@ OVERHEADS = (
     "average_row",  # of a row that two replicas average, beside its bytes
     *("bf16", "fp16", "fp8", "int8"),  # of a value that a codec encodes and decodes
 )
-"""What `Hardware.overheads` has seconds of; `hotbed.bench.measure_steps` says how each is measured."""
+"""What `Hardware.overheads` has seconds of; `hotbed.measure.step_overheads` says how each is measured."""
 
 Curve = Mapping[int, float]
 """Rates by bytes: of a row, or of a message."""
@@ -145,13 +145,7 @@ class Hardware:
 
     @classmethod
     def load(cls, name_or_file: str | Path) -> Self:
-        """Read a built-in profile by its name, or a YAML file.
-
-        Raises
-        ------
-        RecipeError
-            If there is neither, or the file says what cannot be; the message names file, key, value and limit.
-        """
+        """Read a built-in profile by its name, or a YAML file."""
         path = PROFILES / f"{name_or_file}.yaml"
         if str(name_or_file) not in profiles():
             path = Path(name_or_file)
@@ -165,13 +159,7 @@ class Hardware:
 
     @classmethod
     def from_dict(cls, values: object, name: str) -> Self:
-        """Make it of what a YAML file holds; ``name`` is that of the profile or file.
-
-        Raises
-        ------
-        RecipeError
-            If that cannot be.
-        """
+        """Make it of what a YAML file holds; ``name`` is that of the profile or file."""
         try:
             read = read_profile(values)
         except ValueError as error:
@@ -184,13 +172,7 @@ class Hardware:
         return self.said.get(figure, other)
 
     def with_(self, **changes: Any) -> Self:
-        """Copy it with other figures, in units of the International System.
-
-        Raises
-        ------
-        RecipeError
-            If there is no such figure, or it cannot be.
-        """
+        """Copy it with other figures, in units of the International System."""
         known = [f.name for f in fields(self)]
         for name in changes:
             if name not in known:
@@ -199,13 +181,7 @@ class Hardware:
         return replace(self, **changes)
 
     def scaled(self, figure: str, factor: float) -> Self:
-        """Copy it with a figure, or all entries of a curve, multiplied: how elasticities are found.
-
-        Raises
-        ------
-        RecipeError
-            If there is no such figure, or it cannot be.
-        """
+        """Copy it with a figure, or all entries of a curve, multiplied: how elasticities are found."""
         if figure not in DIMENSIONS:
             raise RecipeError(f"hardware has no figure '{figure}' to scale{did_you_mean(figure, DIMENSIONS)}")
         value = getattr(self, figure)
@@ -234,17 +210,7 @@ class Hardware:
         return interpolated(self.mlp[near], max(operations, 1.0)) / self._crowding(ranks, near)
 
     def curve_of(self, curves: Mapping[int, Curve], ranks: int, *, beyond: bool) -> Curve | None:
-        """Of curves by ranks that of the nearest number; None where none was measured over the same links.
-
-        Parameters
-        ----------
-        curves
-            ``all_to_all`` or ``all_reduce``.
-        ranks
-            How many exchange.
-        beyond
-            Whether they are on several nodes, as the measured ones were if they are more than ``ranks_per_node``.
-        """
+        """Of curves by ranks that of the nearest number; None where none was measured ``beyond`` a node, or within."""
         alike = [n for n in curves if (n > self.ranks_per_node) == beyond]
         return curves[min(alike, key=lambda n: abs(n - ranks))] if alike else None
 
@@ -260,15 +226,7 @@ class Hardware:
 
 
 def interpolated(curve: Curve, at: float) -> float:
-    """Read a curve between its points, linearly in the logarithm of bytes; outside it is what it is at the nearest.
-
-    Parameters
-    ----------
-    curve
-        Bytes and rates; not empty.
-    at
-        Bytes.
-    """
+    """Read a curve between its points, linearly in the logarithm of bytes; outside it is what it is at the nearest."""
     points = sorted(curve.items())
     if at <= points[0][0]:
         return points[0][1]

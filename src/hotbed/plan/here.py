@@ -18,13 +18,7 @@ CPU = "epyc-7742x2"
 
 
 def hardware_here(device: torch.device) -> Hardware:
-    """Return the profile of this machine's GPUs; of a CPU a server's, with the memory and cores that are here.
-
-    Raises
-    ------
-    PlanError
-        If there is no profile of this GPU.
-    """
+    """Return the profile of this machine's GPUs; of a CPU a server's, with the memory and cores that are here."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -63,13 +63,7 @@ class Limits:
 
 
 def limits_of(model: CostModel, capacity_bytes: int | None = None, host_bytes: int | None = None) -> Limits:
-    """Limits of a model's hardware, or ``capacity_bytes`` of device memory and ``host_bytes`` per rank.
-
-    Raises
-    ------
-    PlanError
-        If nothing is left for rows.
-    """
+    """Limits of a model's hardware, or ``capacity_bytes`` of device memory and ``host_bytes`` per rank."""
     unlimited = np.iinfo(np.int64).max // 4
     here, work = model.hardware, model.workload
     if here is None:

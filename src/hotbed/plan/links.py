@@ -27,28 +27,13 @@ SIZES = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What ranks of a group, and replicas, send each other over.
-
-    Attributes
-    ----------
-    size, replicas
-        Ranks of a group, and groups.
-    layout
-        What neighbouring ranks are.
-    ranks_per_node
-        Ranks of a first hop; None: one hop.
-
-    Raises
-    ------
-    PlanError
-        If ranks cannot go in two hops.
-    """
+    """What ranks of a group, and replicas, send each other over."""
 
     hardware: Hardware
-    size: int
-    replicas: int = 1
-    layout: Layout = "groups"
-    ranks_per_node: int | None = None
+    size: int  # ranks of a group
+    replicas: int = 1  # groups
+    layout: Layout = "groups"  # what neighbouring ranks are
+    ranks_per_node: int | None = None  # ranks of a first hop; None: one hop
 
     def __post_init__(self) -> None:
         if self.in_two_hops and self.size % (self.ranks_per_node or 1):

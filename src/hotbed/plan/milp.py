@@ -37,19 +37,7 @@ def solve(
     loads: Sequence[float] | None = None,
     nbytes: Sequence[int] | None = None,
 ) -> list[tuple[Form, list[int]]] | None:
-    """The form of each table, and the owner of each of its tiles; None where nothing was found within the limits.
-
-    Parameters
-    ----------
-    forms
-        By table, those that it may have; of one part each, whose tiles are alike, and without copies.
-    size
-        Ranks.
-    room
-        Bytes of each.
-    loads, nbytes
-        By rank, what it has already; nothing by default.
-    """
+    """The form of each table, and the owner of each of its tiles; None where nothing was found within the limits."""
     from scipy.optimize import (  # pyright: ignore[reportMissingImports]  # an extra
         Bounds,
         LinearConstraint,

@@ -23,18 +23,12 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """Row parts of one column part of a table: they go to ranks that follow each other.
-
-    Attributes
-    ----------
-    lanes
-        Into how many parts the columns of its rows are cut.
-    """
+    """Row parts of one column part of a table: they go to ranks that follow each other."""
 
     table: Table
     rows: tuple[range, ...]
     cols: range
-    lanes: int = 1
+    lanes: int = 1  # into how many parts the columns of its rows are cut
     replicated: bool = False
     tier: Tier = "device"
     cache_rows: int = 0
@@ -111,13 +105,7 @@ class Placement:
 
 
 def place_parts(parts: Sequence[Part], model: CostModel, capacity: int | None) -> Placement:
-    """Choose ranks for parts: for those of several tiles, or with copies, first; then for single tiles by `balance`.
-
-    Raises
-    ------
-    PlanError
-        If there is no room for a part.
-    """
+    """Choose ranks for parts: for those of several tiles, or with copies, first; then for single tiles by `balance`."""
     world_size = model.world_size
     loads, nbytes = np.zeros(world_size), np.zeros(world_size, dtype=np.int64)
     costs = [_tile_costs(part, model) for part in parts]
@@ -155,21 +143,13 @@ def place_parts(parts: Sequence[Part], model: CostModel, capacity: int | None) -
 
 @dataclass(frozen=True)
 class PartCost:
-    """What each tile of a part costs: as the first one, which has most rows.
+    """What each tile of a part costs: as the first one, which has most rows."""
 
-    Attributes
-    ----------
-    owner, reader, everyone
-        Load of the owner, of a rank that has a copy, and of every rank besides.
-    nbytes, copy_bytes
-        Of the device memory of the owner, and of a rank that has a copy.
-    """
-
-    owner: float
-    reader: float
-    everyone: float
-    nbytes: int
-    copy_bytes: int
+    owner: float  # load of the owner
+    reader: float  # of a rank that has a copy
+    everyone: float  # of every rank besides
+    nbytes: int  # of the owner's device memory
+    copy_bytes: int  # of that of a rank that has a copy
 
 
 def kind_of(rows: range) -> tuple[int, int]:

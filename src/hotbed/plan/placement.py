@@ -134,13 +134,7 @@ def make_plan(
 
 
 def cuts_of(tables: Iterable[Table], schemes: Schemes) -> dict[str, Cut | Literal["auto"]]:
-    """Return the cut of each table, or ``"auto"``; the first key that matches a table counts.
-
-    Raises
-    ------
-    PlanError
-        If a scheme is none, or a key matches no table.
-    """
+    """Return the cut of each table, or ``"auto"``; the first key that matches a table counts."""
     names = [t.name for t in tables]
     if not isinstance(schemes, Mapping):
         cut = _cut_of(schemes)
@@ -174,11 +168,6 @@ def schemes_from(values: Mapping[str, Any], where: str) -> dict[str, Scheme]:
 
     >>> schemes_from({"users": "row", "items": {"rows": 2, "cols": 2}, "*": "auto"}, "plan.yaml")
     {'users': 'row', 'items': Cut(rows=2, cols=2, ...), '*': 'auto'}
-
-    Raises
-    ------
-    PlanError
-        If an entry is neither; ``where`` says in the message where it is.
     """
     known = [f.name for f in fields(Cut)]
     found: dict[str, Scheme] = {}

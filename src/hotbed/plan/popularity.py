@@ -35,17 +35,7 @@ class Popularity(Protocol):
 
 @dataclass(frozen=True)
 class Zipf:
-    """Row ``r`` (from 1) is accessed ``ids · r^−exponent / Σ r^−exponent`` times per sample.
-
-    Parameters
-    ----------
-    rows
-        Rows of the table.
-    exponent
-        Of Zipf's law; with 0 all rows are accessed alike.
-    ids
-        Ids per sample.
-    """
+    """Row ``r`` (from 1) is accessed ``ids · r^−exponent / Σ r^−exponent`` times per sample."""
 
     rows: int
     exponent: float = 1.05
@@ -62,15 +52,7 @@ class Zipf:
 
 
 class Curve:
-    """Rows of which is known how many accesses the first ones have, for some numbers of them.
-
-    Parameters
-    ----------
-    rows
-        Numbers of first rows, rising; the last is all of them.
-    accesses
-        Accesses per sample of so many. Between two numbers rows are taken for alike.
-    """
+    """Rows whose first ones have known accesses per sample, for rising numbers of them; between two, rows are alike."""
 
     def __init__(self, rows: Sequence[int], accesses: Sequence[float]) -> None:
         self._rows, self._accesses = [0, *rows], [0.0, *accesses]
@@ -112,8 +94,6 @@ class Counted:
     counts
         Accesses of each of the first rows ``[≤ R]``; rows beyond were not looked up. Where they rise a row counts as often as a later one, so
         that rows that are not in order of popularity are not taken for what they are not.
-    samples
-        How many samples they are of.
     """
 
     def __init__(self, counts: Tensor, samples: int) -> None:
@@ -146,15 +126,7 @@ def _harmonic(n: int, exponent: float) -> float:
 
 
 class ExpectedRows:
-    """Expected numbers of distinct rows of a table that batches look up.
-
-    Parameters
-    ----------
-    rows
-        Of the table.
-    popularity
-        Of its rows.
-    """
+    """Expected numbers of distinct rows of a table that batches look up."""
 
     def __init__(self, rows: int, popularity: Popularity) -> None:
         cuts = {int(2 ** (i / _CUTS_PER_OCTAVE)) for i in range(_CUTS_PER_OCTAVE * rows.bit_length())}

@@ -98,13 +98,7 @@ def profiles() -> list[str]:
 
 
 def read_profile(values: object) -> dict[str, Any]:
-    """Read what a YAML file holds: figures by name, ``description``, ``sources`` and ``measured``.
-
-    Raises
-    ------
-    ValueError
-        If that cannot be; the message goes on after the name of the file.
-    """
+    """Read what a YAML file holds: figures by name, ``description``, ``sources`` and ``measured``."""
     figures, sources, about = _read(values)
     for key in figures:
         if key not in _FIGURES:

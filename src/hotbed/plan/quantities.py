@@ -37,25 +37,7 @@ _QUANTITY = re.compile(r"([+-]?[\d.]+(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)")
 
 
 def parse(text: object, dimension: Dimension) -> float:
-    """Read a quantity.
-
-    Parameters
-    ----------
-    text
-        A number, or text with a number and a unit.
-    dimension
-        What it measures.
-
-    Returns
-    -------
-    float
-        In the unit of the International System; finite.
-
-    Raises
-    ------
-    ValueError
-        If it is neither; the message goes on after the name of what was read ("is 'fast', must be …").
-    """
+    """Read a quantity."""
     if isinstance(text, bool) or not isinstance(text, int | float | str):
         raise ValueError(_refused(text, dimension))
     match = _QUANTITY.fullmatch(str(text).strip())

@@ -9,17 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from hotbed.errors import PlanError, did_you_mean
+from hotbed.errors import PlanError
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found, search
 from hotbed.plan.step import estimate_step
 from hotbed.plan.workload import Workload
 from hotbed.specs import is_int
-
-Goal = Literal["auto", "samples", "cost", "fewest"]
-"""Most samples/s; least cost per sample; fewest ranks that fit; ``"auto"``: cost where a price is known, or samples."""
 
 MOST_RANKS = 1024
 """That are tried where nobody lists them."""
@@ -59,59 +56,34 @@ class Chosen:
 
     best: Tried
     tried: tuple[Tried, ...]
-    goal: Goal
-    """By which it was chosen; never ``"auto"``."""
+    goal: Literal["samples", "cost"]
+    """Most samples/s; or, where a price is known, least cost per sample."""
 
 
 def search_ranks(
     workload: Workload | Callable[[int], Workload],
     hardware: Hardware,
     *,
-    ranks: Sequence[int] | Literal["auto"] = "auto",
-    replicas: int | Literal["auto"] = "auto",
-    goal: Goal = "auto",
+    ranks: Sequence[int] | Literal["auto"] = "auto",  # auto: powers of two, and from a node on nodes
+    replicas: int | Literal["auto"] = "auto",  # auto: 1, 2, 4, …, while they divide the ranks and tables fit a group
     **options: Any,
 ) -> Chosen:
     """Search for the number of ranks and of replicas, with a plan for each.
 
     All are tried by heuristics, and the choice once more with the mixed integer program, which takes longer.
 
-    Parameters
-    ----------
-    workload
-        What a step does; ``batch_size`` is that of all ranks, ``sync_every`` the steps between averages of replicas. Or
-        a function that returns it for a number of ranks, because several ranks launch other kernels than one.
-    hardware
-        The machine; with ``price_per_hour`` of a node costs are known.
-    ranks
-        Those that are allowed; ``"auto"``: powers of two, and from a node on nodes, up to `MOST_RANKS`.
-    replicas
-        How many; ``"auto"``: 1, 2, 4, …, while they divide the ranks and the tables fit into a group.
-    goal
-        What decides. Choices within half a percent count as equal, and of them the one with the fewest ranks and
-        replicas is taken.
-    **options
-        What `hotbed.plan.search.search` takes besides; without ``integer_program`` the choice is not searched again.
-
-    Raises
-    ------
-    PlanError
-        If nothing fits, or an argument cannot be; the message ends with that of the largest number of ranks.
+    ``workload`` is what a step does: ``batch_size`` is that of all ranks, ``sync_every`` the steps between averages of
+    replicas. It may be a function of the number of ranks, because several ranks launch other kernels than one. Choices
+    within half a percent count as equal; of these the one with the fewest ranks and replicas is taken.
     """
 
     def of_ranks(count: int) -> Workload:
         return workload(count) if callable(workload) else workload
 
     allowed = _allowed(of_ranks(1), hardware, ranks)
-    if goal not in get_args(Goal):
-        names = get_args(Goal)
-        raise PlanError(f"goal is {goal!r}, must be one of {', '.join(names)}{did_you_mean(str(goal), names)}")
-    if goal == "cost" and hardware.price_per_hour is None:
-        raise PlanError(f"{hardware.name} has no price_per_hour, by which goal 'cost' decides; set it in its profile")
     if replicas != "auto" and (not is_int(replicas) or replicas < 1):
         raise PlanError(f"replicas is {replicas!r}, must be 'auto' or an integer of at least 1")
-    if goal == "auto":
-        goal = "samples" if hardware.price_per_hour is None else "cost"
+    goal = "samples" if hardware.price_per_hour is None else "cost"
     heuristics = {**options, "integer_program": False}
     tried: list[Tried] = []
     for count in allowed:
@@ -119,8 +91,6 @@ def search_ranks(
             tried.append(_try(replace(of_ranks(count), replicas=groups), count, hardware, heuristics))
             if tried[-1].found is None:
                 break  # groups of fewer ranks have less memory
-        if goal == "fewest" and any(t.found for t in tried):
-            break
     fitting = [t for t in tried if t.found is not None]
     if not fitting:
         if not tried:

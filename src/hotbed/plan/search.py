@@ -86,23 +86,7 @@ def plan_of(
     hardware: Hardware | None = None,
     tiers: Sequence[Tier] = ("device",),
 ) -> Plan:
-    """Search for a plan, for `make_plan`.
-
-    Parameters
-    ----------
-    tables, world_size, ids, moments, wire, capacity_bytes
-        As `make_plan` has them.
-    cuts
-        By table; ``"auto"`` where it is searched for.
-    popularity
-        By table, of its rows; Zipf's law by default.
-    batch_size
-        Samples of a step over all ranks; 1,024 per rank by default.
-    hardware
-        The machine; without it load is ids × columns.
-    tiers
-        Memories that rows may be in.
-    """
+    """Search for a plan, for `make_plan`."""
     work = Workload.of(
         tables,
         ids=ids,
@@ -121,41 +105,14 @@ def search(
     hardware: Hardware | None = None,
     *,
     fixed: Mapping[str, Cut] | None = None,
-    capacity_bytes: int | None = None,
+    capacity_bytes: int | None = None,  # of device memory per rank; default: what the hardware leaves for rows
     host_bytes: int | None = None,
     tiers: Sequence[Tier] = ("device",),
-    cache_rows: int = 0,
+    cache_rows: int = 0,  # per rank, before slower memories
     cached: Sequence[Tier] = ("host", "disk"),
     integer_program: bool = True,
 ) -> Found:
-    """Search for the best plan.
-
-    Parameters
-    ----------
-    workload
-        What a step does.
-    world_size
-        Ranks of a group: those of one replica.
-    hardware
-        The machine; without it load is ids × columns.
-    fixed
-        By table, the cut that it must have.
-    capacity_bytes
-        Of device memory per rank; by default what the hardware leaves for rows.
-    host_bytes
-        Of host memory per rank; by default what the hardware has.
-    tiers
-        Memories that rows may be in.
-    cache_rows, cached
-        Rows per rank of a cache before slower memories, and which of these have one.
-    integer_program
-        Whether a mixed integer program may be tried, where scipy is installed.
-
-    Raises
-    ------
-    PlanError
-        If there is too little memory; the message says how much, and what would help.
-    """
+    """Search for the best plan."""
     fixed = dict(fixed or {})
     tables = [use.table for use in workload.uses]
     refuse_uncut(tables, fixed, world_size)

@@ -91,22 +91,13 @@ class Stragglers:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What the trainer does beside computing a batch.
+    """What the trainer does beside computing a batch."""
 
-    Attributes
-    ----------
-    ids
-        Ids of the next batch are exchanged, and rows that are in files read ahead.
-    averages
-        Replicas are averaged until the next reader of their rows.
-    buckets
-        The all-reduce begins with a bucket when backward has made it; else with the backward pass, as
-        `hotbed.plan.step` counts.
-    """
-
-    ids: bool
-    averages: bool
+    ids: bool  # ids of the next batch are exchanged, and rows that are in files read ahead
+    averages: bool  # replicas are averaged until the next reader of their rows
     buckets: bool = True
+    """The all-reduce begins with a bucket when backward has made it; else with the backward pass, as
+    `hotbed.plan.step` counts."""
 
     @classmethod
     def of(cls, hardware: Hardware) -> Overlap:
@@ -116,41 +107,20 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulated run did.
+    """What a simulated run did."""
 
-    Attributes
-    ----------
-    steps, step_s
-        Steps that were counted, and seconds of one.
-    samples_per_s
-        Of all ranks together.
-    critical
-        Seconds of a step by what they are spent on, on the rank that waits least; largest first.
-    waiting
-        Share of a step in which a rank waits for others, or for links: mean over ranks.
-    binds
-        The resource that the critical rank's step is mostly made of; ``"messages"``: their fixed costs.
-    usage
-        By resource.
-    nodes, price_per_hour
-        How many nodes are taken, and what one costs, if that is known.
-    closed_form
-        The estimate without order, of the same seconds.
-    events
-        Of a few steps and ranks.
-    """
-
-    steps: int
+    steps: int  # that were counted
     step_s: float
-    samples_per_s: float
+    samples_per_s: float  # of all ranks together
     critical: Mapping[str, float]
-    waiting: float
-    binds: str
-    usage: Mapping[str, Usage]
-    nodes: int
-    price_per_hour: float | None
-    closed_form: StepEstimate
-    events: tuple[Event, ...]
+    """Seconds of a step by what they are spent on, on the rank that waits least; largest first."""
+    waiting: float  # share of a step in which a rank waits for others, or for links: mean over ranks
+    binds: str  # the resource that the critical rank's step is mostly made of; ``"messages"``: their fixed costs
+    usage: Mapping[str, Usage]  # by resource
+    nodes: int  # that are taken
+    price_per_hour: float | None  # of a node
+    closed_form: StepEstimate  # the estimate without order, of the same seconds
+    events: tuple[Event, ...]  # of a few steps and ranks
 
     @property
     def per_billion(self) -> float | None:
@@ -186,15 +156,6 @@ def simulate(
     """Simulate steps of a plan, until what is measured no longer depends on how they began.
 
     Ranks of equal load are simulated once, as are replicas; with stragglers, all are.
-
-    Parameters
-    ----------
-    plan, costs, model
-        The plan, what it costs its ranks, and by which model, which must have hardware.
-    stragglers
-        Ranks that are slow now and then.
-    overlap
-        What is done beside computing; by default what the trainer does on this hardware.
     """
     here, work = model.hardware, model.workload
     if here is None:

@@ -5,8 +5,9 @@ busiest rank, ``dense`` forward and backward passes, of which backward, two thir
 that of Mudigere et al. (2021, arXiv 2104.05158, §5). Nothing else is taken to overlap: stragglers, and exchanges that
 hide behind computing, are not in it. Ranks that share cores hide nothing: their all-reduce takes the cores, too.
 
-Where a machine's overheads were measured (`hotbed.bench.measure_steps`), ``messages`` and ``launches`` are these: what
-the interpreter, autograd, optimizers and exchanges take beside bytes and products. On a CPU that is most of a step.
+Where a machine's overheads were measured (`hotbed.measure.step_overheads`), ``messages`` and ``launches`` are these:
+what the interpreter, autograd, optimizers and exchanges take beside bytes and products. On a CPU that is most of a
+step.
 """
 
 from __future__ import annotations

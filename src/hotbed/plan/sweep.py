@@ -38,28 +38,15 @@ _NO_PART = ("price_per_hour", "disk_latency")
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is varied, and over which values.
+    """What is varied, and over which values."""
 
-    Attributes
-    ----------
-    what
-        `RANKS`, or a figure of the hardware.
-    values
-        Rising: numbers of ranks; values of the figure in units of the International System; of a curve, factors.
-    """
-
-    what: str
+    what: str  # `RANKS`, or a figure of the hardware
     values: tuple[float, ...]
+    """Rising: numbers of ranks; values of the figure in units of the International System; of a curve, factors."""
 
     @classmethod
     def parse(cls, text: str) -> Sweep:
-        """Read ``ranks=8..4096`` (doubled from point to point), or ``network=100Gbit/s..1.6Tbit/s``.
-
-        Raises
-        ------
-        PlanError
-            If it is neither; the message says what it must be.
-        """
+        """Read ``ranks=8..4096`` (doubled from point to point), or ``network=100Gbit/s..1.6Tbit/s``."""
         what, equals, bounds = text.partition("=")
         low_text, dots, high_text = bounds.partition("..")
         known = [RANKS, *(name for name in DIMENSIONS if name not in _NO_PART)]
@@ -94,13 +81,7 @@ class Sweep:
         return cls(RANKS, tuple(v for v in values if 1 <= v <= MOST_RANKS and v == int(v) and v % replicas == 0))
 
     def check(self, here: Hardware, ranks: int, replicas: int) -> None:
-        """Refuse numbers of ranks that replicas do not divide, and figures that no formula reads.
-
-        Raises
-        ------
-        PlanError
-            With what to do instead.
-        """
+        """Refuse numbers of ranks that replicas do not divide, and figures that no formula reads."""
         if self.what == RANKS:
             if self.values[0] % replicas:
                 raise PlanError(
@@ -186,10 +167,7 @@ def elasticities(found: Found, stragglers: Stragglers | None = None) -> dict[str
 def assumed_range(found: Found) -> tuple[float, float, list[str]]:
     """Estimate a plan's step if every figure that its profile assumes were `ASSUMED_FACTOR` times better or worse.
 
-    Returns
-    -------
-    tuple[float, float, list[str]]
-        The shortest and the longest step in seconds, and the figures that are assumed and change it.
+    The result is the shortest and the longest step in seconds, and the assumed figures that change it.
     """
     here = found.model.hardware
     assert here is not None

@@ -41,34 +41,16 @@ _FIGURES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """A term of a step of the busiest rank.
+    """A term of a step of the busiest rank."""
 
-    Attributes
-    ----------
-    name
-        What is done.
-    seconds
-        Of a step.
-    amount, unit
-        What is counted: floating-point operations, bytes, or things that each take as long.
-    kernels
-        Of how many, where that is counted.
-    figures
-        Of the machine, by which the amount becomes seconds.
-    counted
-        Where the amount is from.
-    hidden
-        Whether it is beside the others, and not added to them.
-    """
-
-    name: str
-    seconds: float
-    amount: float
+    name: str  # what is done
+    seconds: float  # of a step
+    amount: float  # what is counted: operations, bytes, or things that each take as long
     unit: Literal["FLOP", "B", "s"] = "B"
-    kernels: int = 0
-    figures: tuple[str, ...]
-    counted: str = FORMULA
-    hidden: bool = False
+    kernels: int = 0  # of how many, where that is counted
+    figures: tuple[str, ...]  # of the machine, by which the amount becomes seconds
+    counted: str = FORMULA  # where the amount is from
+    hidden: bool = False  # whether it is beside the others, and not added to them
 
 
 def terms_of(plan: Plan, costs: RankCosts, model: CostModel) -> list[Term]:

@@ -20,14 +20,14 @@ _STEPS = 200
 def place_in_tiers(
     plan: Plan,
     tables: Sequence[Table],
-    budgets: Mapping[Tier, int],
-    rest: Tier,
+    budgets: Mapping[Tier, int],  # bytes per rank of "device" and "host" that rows and moments may take
+    rest: Tier,  # where all other rows go
     *,
     popularity: Mapping[str, Popularity] | None = None,
     moments: Mapping[str, Sequence[Moment]] | None = None,
     cache_rows: int = 0,
     cached: Sequence[Tier] = ("host", "disk"),
-    keep: Collection[str] = (),
+    keep: Collection[str] = (),  # tables whose tiles stay where they are, with their caches; what they take counts
 ) -> Plan:
     """Cut a plan's tiles by popularity, and put the parts into memories of falling speed.
 
@@ -35,37 +35,6 @@ def place_in_tiers(
     least where no row lies in a slower memory than one with fewer accesses per byte: so one threshold per memory
     decides (after RecShard, Sethi et al. 2022, arXiv 2201.10095). Nothing is known of rows but the order in which they
     are numbered, which has to be that of falling popularity, as `hotbed.prepare` makes it.
-
-    Parameters
-    ----------
-    plan
-        Who owns what. Tiles of which ranks hold copies stay where they are.
-    tables
-        All tables of the plan.
-    budgets
-        Bytes per rank of ``"device"`` and ``"host"`` that rows and moments may take.
-    rest
-        Where all other rows go.
-    popularity
-        By table; `Zipf` with exponent 1.05 and one id per sample by default.
-    moments
-        By table, of its optimizer's rule; none by default.
-    cache_rows
-        Rows per rank of a cache before the slower memories.
-    cached
-        Which memories these are.
-    keep
-        Tables whose tiles stay where they are, with the caches that they have; what they take counts.
-
-    Returns
-    -------
-    Plan
-        With more tiles.
-
-    Raises
-    ------
-    PlanError
-        If a budget is negative.
     """
     for tier, budget in budgets.items():
         if budget < 0:
@@ -129,11 +98,6 @@ def hot_rows(
     Tables of at most ``whole_bytes`` come first: the others share what these leave when all of them are in it whole
     (Adnan et al. 2021, arXiv 2103.00686, take tables below 1 MB whole). A larger budget gives no table fewer rows. See
     `place_in_tiers`. ``beside`` is bytes per row that go with a table's: of other tables of the same ids.
-
-    Raises
-    ------
-    PlanError
-        If the budget does not hold a row of any table.
     """
     whole = [Tile(t.name, range(t.rows), range(t.dim), 0) for t in tables]
     known = {t.name: (popularity or {}).get(t.name) or Zipf(t.rows) for t in tables}

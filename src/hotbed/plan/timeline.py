@@ -28,19 +28,11 @@ THREADS = ("step", "prefetch", "all-reduce", "average")
 
 @dataclass(frozen=True)
 class Operation:
-    """What a rank does.
-
-    Attributes
-    ----------
-    resource
-        Which it needs for itself; none for what waits only.
-    seconds
-        Of each rank ``[M or 1, N or 1]``.
-    """
+    """What a rank does."""
 
     name: str
-    resource: str | None
-    seconds: Array
+    resource: str | None  # which it needs for itself; none for what waits only
+    seconds: Array  # of each rank ``[M or 1, N or 1]``
     among: Among = "rank"
 
 
@@ -58,11 +50,6 @@ class Event:
 
 class Timeline:
     """Clocks of ranks, their threads and resources.
-
-    Parameters
-    ----------
-    replicas, shards
-        Ranks that are told apart: shape of what durations are broadcast to.
 
     Attributes
     ----------

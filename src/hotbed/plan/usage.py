@@ -29,25 +29,13 @@ from hotbed.plan.step import all_ranks, products_s
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one resource, per step and rank.
+    """Of one resource, per step and rank."""
 
-    Attributes
-    ----------
-    amount, unit
-        Mean over ranks; bytes, or floating-point operations. Of cores nothing is counted but time.
-    most
-        Of the rank with most.
-    seconds
-        In which it is used, mean over ranks.
-    utilisation
-        Share of the step.
-    """
-
-    amount: float
-    unit: Literal["B", "FLOP", ""]
-    most: float
-    seconds: float
-    utilisation: float
+    amount: float  # mean over ranks
+    unit: Literal["B", "FLOP", ""]  # of cores nothing is counted but time
+    most: float  # of the rank with most
+    seconds: float  # in which it is used, mean over ranks
+    utilisation: float  # share of the step
 
 
 def link_of(model: CostModel, exchange: str) -> str:
@@ -67,17 +55,6 @@ def usage_of(
     busy: Mapping[str, float], step_s: float, costs: RankCosts, model: CostModel, all_reduce_s: float
 ) -> dict[str, Usage]:
     """By resource; those of which nothing is used are left out.
-
-    Parameters
-    ----------
-    busy
-        By resource of the simulation, mean seconds of a step.
-    step_s
-        Seconds of a step.
-    costs, model
-        Bytes and seconds by part of a step, and what they go over.
-    all_reduce_s
-        Seconds of the bytes of the all-reduce.
 
     Of two links that carry at once the slower is in use for the seconds that an exchange is charged, messages aside.
     """

@@ -141,26 +141,7 @@ class Workload:
         popularity: Mapping[str, Popularity] | None = None,
         **options: object,
     ) -> Workload:
-        """Make it of tables; what is known of each is given by name.
-
-        Parameters
-        ----------
-        tables
-            All tables of a model.
-        ids
-            By table, mean ids per sample; 1 where not given.
-        moments
-            Of the optimizer's rule, for all tables or by table.
-        popularity
-            By table.
-        **options
-            Other fields.
-
-        Raises
-        ------
-        PlanError
-            If something is given for a table that is not there, or cannot be.
-        """
+        """Make it of tables; what is known of each is given by name."""
         known = {t.name: t for t in tables}
         by_table = moments if isinstance(moments, Mapping) else dict.fromkeys(known, moments)
         for what, named in (("ids", ids), ("moments", by_table), ("popularity", popularity)):

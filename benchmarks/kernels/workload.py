@@ -1,0 +1,188 @@
+"""Draw batches of ids, and count the bytes that each kernel must move for them.
+
+Ids follow Zipf's law; frequent ones are scattered over their table, as in hashed vocabularies. Bytes are those of an
+ideal kernel with an endless cache, each counted once:
+
+==================== ================================================================================================
+initial_values       the rectangle written
+lookup               ids, weights; each distinct row once; pooled vectors written
+occurrences          ids, weights; slots, bags and factors written
+group                slots; order, distinct slots, starts of runs and of groups written
+update               order, bags, factors; distinct slots, starts of runs and of groups; a gradient per bag; each
+                     distinct row and its moments, read and written
+weight_gradient      ids; each distinct row once; a gradient per bag; gradients of the weights written
+interaction          vectors; result written
+interaction_backward vectors, gradient of the result; gradient of the vectors written
+==================== ================================================================================================
+
+Ids take 4 or 8 bytes; slots, bags, order and starts 8; weights, factors and moments 4; pooled vectors and their
+gradients what their dtype takes. A row takes what it is stored in, scales included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.options import OpsOptions
+from hotbed.data.zipf_source import Zipf
+from hotbed.jagged import Jagged
+from hotbed.measure.kernel_times import bag_layout
+from hotbed.ops import BagLayout, Groups, Rows
+from hotbed.ops.rows import places
+
+
+def scatter_ranks(ranks: Tensor, rows: int) -> Tensor:
+    """Ids of ranks: a permutation of ``0 … rows − 1`` that scatters neighbouring ranks over the table.
+
+    It multiplies modulo ``rows`` by a number near ``rows`` ÷ golden ratio that has no factor in common with it.
+    """
+    factor = round(rows * 0.618) or 1
+    while math.gcd(factor, rows) != 1:
+        factor += 1
+    return ranks * factor % rows
+
+
+class Workload:
+    """Draws batches for the tables of some options.
+
+    Parameters
+    ----------
+    options
+        Tables, ids per bag, seed.
+    """
+
+    def __init__(self, options: OpsOptions) -> None:
+        self.options = options
+        self._drawn = 0
+        self._generator = torch.Generator().manual_seed(options.seed)
+
+    @property
+    def _count(self) -> int:
+        """Ids of a batch per table."""
+        return self.options.batch_size * self.options.pooling
+
+    @cached_property
+    def first_slots(self) -> list[int]:
+        """Slot of row 0 of each table, in an arena that holds them one after the other."""
+        return [0, *accumulate(self.options.rows_per_table)][:-1]
+
+    def draw(self, exponent: float, batches: int = 1) -> list[Jagged]:
+        """Ids of the next batches, in host memory, by Zipf's law with an exponent; 0 is uniform."""
+        o = self.options
+        counters = np.arange(self._drawn, self._drawn + batches * self._count, dtype=np.uint64)
+        self._drawn += len(counters)
+        per_table = [
+            torch.from_numpy(Zipf(rows, exponent).draw((o.seed, table), counters))
+            for table, rows in enumerate(o.rows_per_table)
+        ]
+        if not o.fp32_rows:
+            per_table = [scatter_ranks(ranks, r) for ranks, r in zip(per_table, o.rows_per_table, strict=True)]
+        values = torch.stack(per_table).to(torch.int32 if o.ids == "int32" else torch.int64)
+        return [self._jagged(part.reshape(-1)) for part in values.chunk(batches, dim=1)]
+
+    def _jagged(self, values: Tensor) -> Jagged:
+        o = self.options
+        return Jagged(
+            [f"t{i}" for i in range(o.tables)],
+            values,
+            batch_size=o.batch_size,
+            fixed=[o.pooling] * o.tables,
+            weights=torch.rand(len(values), generator=self._generator) if o.weighted else None,
+        )
+
+    def slots(self, ids: Jagged) -> Tensor:
+        """Slot of each id ``[N]`` int64."""
+        first = torch.tensor(self.first_slots, device=ids.values.device)
+        return (ids.values.view(len(first), -1).long() + first[:, None]).view(-1)
+
+    def layout(self, ids: Jagged) -> BagLayout:
+        """Its bags, as kernels take them."""
+        o = self.options
+        return bag_layout(ids.values, o.rows_per_table, o.batch_size, o.pooling, ids.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelBytes:
+    """Bytes that the kernels must move for a batch."""
+
+    ids: int
+    distinct: int
+    runs: int
+    bags: int
+    id_bytes: int  # of one id
+    row_bytes: int  # of all distinct rows, and so on
+    moment_bytes: int
+    vector_bytes: int
+    weighted: bool  # whether ids have weights
+
+    @classmethod
+    def of(
+        cls,
+        rows: Rows,
+        moments: Mapping[str, Tensor],
+        bags: BagLayout,
+        groups: Groups,
+        vectors: torch.dtype = torch.float32,
+    ) -> Self:
+        """Count them; ``vectors`` is the dtype of pooled vectors and of their gradients."""
+        distinct, runs = (int(n) for n in groups.counts)
+        wide = int(places(rows, groups.rows[:distinct])[0].sum())
+        narrow_bytes = rows.dim * rows.narrow.element_size() + rows.exponents.shape[1]
+        return cls(
+            ids=bags.total,
+            distinct=distinct,
+            runs=runs,
+            bags=bags.batch_size * len(bags.features),
+            id_bytes=bags.ids.element_size(),
+            row_bytes=wide * 4 * rows.dim + (distinct - wide) * narrow_bytes,
+            moment_bytes=sum(distinct * m[0].numel() * m.element_size() for m in moments.values()),
+            vector_bytes=bags.batch_size * len(bags.features) * rows.dim * vectors.itemsize,
+            weighted=bags.weights is not None,
+        )
+
+    @property
+    def _weight_bytes(self) -> int:
+        return 4 * self.weighted
+
+    @property
+    def lookup(self) -> int:
+        """Bytes of a lookup."""
+        return self.ids * (self.id_bytes + self._weight_bytes) + self.row_bytes + self.vector_bytes
+
+    @property
+    def occurrences(self) -> int:
+        """Bytes of listing occurrences."""
+        return self.ids * (self.id_bytes + 16 + 2 * self._weight_bytes)
+
+    @property
+    def group(self) -> int:
+        """Bytes of grouping."""
+        return 16 * self.ids + 16 * self.distinct + 8 * self.runs
+
+    @property
+    def update(self) -> int:
+        """Bytes of an update."""
+        index = self.ids * (16 + self._weight_bytes) + 16 * self.distinct + 8 * self.runs
+        return index + self.vector_bytes + 2 * (self.row_bytes + self.moment_bytes)
+
+    @property
+    def weight_gradient(self) -> int:
+        """Bytes of the gradient of the weights."""
+        return self.ids * (self.id_bytes + 4) + self.row_bytes + self.vector_bytes
+
+
+def interaction_bytes(
+    batch_size: int, vectors: int, dim: int, width: int, dtype: torch.dtype = torch.float32
+) -> tuple[int, int]:
+    """Bytes of the dot interaction and of its backward."""
+    inputs, outputs = (dtype.itemsize * batch_size * n for n in (vectors * dim, width))
+    return inputs + outputs, 2 * inputs + outputs

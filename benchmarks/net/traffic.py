@@ -1,0 +1,65 @@
+"""Count the bytes that each rank sends in a training step, under a plan and for numbers of distinct rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hotbed.ops.rows import Codec
+from hotbed.plan.cost import message_of, sums_bytes
+from hotbed.plan.tiling import Plan, count_common
+
+
+class Traffic(NamedTuple):
+    """Bytes that a rank sends to others in a step."""
+
+    ids: float
+    rows: float
+    gradients: float
+    copies: float
+    """Updated rows, to the ranks that read copies of them."""
+    sums: float
+    """Sums over columns, between the owners of a row's parts."""
+    dense: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+def step_traffic(
+    plan: Plan,
+    distinct: Mapping[str, float],
+    *,
+    touched: Mapping[str, float] | None = None,
+    dense_values: int = 0,
+    row_sums: int = 0,
+    forward: Codec = "fp32",
+    backward: Codec = "fp32",
+) -> list[Traffic]:
+    """Bytes that each rank sends in a training step, without the counts that go ahead and without framing.
+
+    Ids are taken to fall evenly on the rows of a table: the numbers of distinct rows are given.
+    """
+    size = plan.world_size
+    rows = {table: max(tile.rows[-1] + 1 for tile in tiles) for table, tiles in plan.by_table.items()}
+    sent = [[0.0] * 5 for _ in range(size)]
+    for tile in plan.tiles:
+        share, cols = len(tile.rows) / rows[tile.table], len(tile.cols)
+        changed = (touched or distinct)[tile.table] * share
+        message = message_of(cols, distinct[tile.table] * share, changed, forward=forward, backward=backward)
+        for rank in range(size):
+            if rank == tile.owner:
+                continue
+            sent[rank][0] += message.ids
+            sent[rank][2] += message.gradients
+            if rank not in tile.readers:
+                sent[tile.owner][1] += message.rows
+        sent[tile.owner][3] += len(tile.readers) * message.copies
+        for other in plan.by_table[tile.table] if row_sums else ():
+            if other.owner != tile.owner:
+                common = count_common(tile.rows, other.rows) / rows[tile.table]
+                sent[tile.owner][4] += row_sums * sums_bytes(cols, (touched or distinct)[tile.table] * common)
+    dense = 2 * (size - 1) / size * 4 * dense_values
+    return [Traffic(ids, moved, back, copies, sums, dense) for ids, moved, back, copies, sums in sent]

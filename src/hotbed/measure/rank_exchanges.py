@@ -1,0 +1,136 @@
+"""Measure exchanges between ranks of this machine: all-to-all and all-reduce, by number of ranks and bytes.
+
+Both are hotbed's own: the pairwise all-to-all of rows and gradients (`Link.exchange`), and the sum of dense gradients
+in rank order (`mean_over_ranks_`). Every rank is a process, on a GPU of its own over NCCL, or on the cores, which ranks
+share, over Gloo. As a program, this file is one of these ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hotbed.comm import Link
+from hotbed.config import ParallelRecipe
+from hotbed.embed.dense import mean_over_ranks_
+from hotbed.train.local_ranks import run_local
+from hotbed.train.process_group import process_group
+
+WARMUP = 2
+"""Exchanges before the clock starts: TCP's windows grow, NCCL makes its channels."""
+_BYTES_PER_REPEAT = 4 << 20
+_MOST_CALLS = 50
+"""Small exchanges are repeated until they move so many bytes, at most so often, for one measurement."""
+TIMEOUT_S = 300
+
+
+def exchange_seconds(
+    ranks: int, sizes: Sequence[int], repeats: int, device: torch.device
+) -> dict[str, dict[int, list[float]]]:
+    """Start ranks; return seconds of the slowest in each repeat, by kind of exchange (`KINDS`) and bytes.
+
+    Bytes are what each rank sends to each other one in an all-to-all, and the whole tensor of an all-reduce.
+    """
+    job = {"sizes": list(sizes), "repeats": repeats, "device": device.type}
+    found = run_ranks(__name__, job, ranks)
+    return {kind: {int(size): seconds for size, seconds in by.items()} for kind, by in found.items()}
+
+
+def run_ranks(module: str, job: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """Run a module as ranks of this machine, and return what the first one gives to `write_found`."""
+    with TemporaryDirectory(prefix="hotbed-") as folder:
+        run_local([sys.executable, "-m", module, json.dumps({**job, "folder": folder})], ranks, Path(folder))
+        return json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
+
+
+def write_found(job: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Write what a rank has found, for `run_ranks`."""
+    (Path(job["folder"]) / "found.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def rates(kind: str, ranks: int, by_size: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
+    """Bytes/s of each repeat, by bytes; what is counted is said in `hotbed.plan.hardware.Hardware`."""
+    copies = ranks - 1 if kind == "all_to_all" else 1
+    return {size: [copies * size / s for s in seconds] for size, seconds in by_size.items()}
+
+
+def seconds_per_message(ranks: int, by_size: Mapping[int, Sequence[float]]) -> list[float]:
+    """Fixed cost of a message, in each repeat: seconds of the smallest all-to-all ÷ the messages that a rank sends."""
+    return [seconds / (ranks - 1) for seconds in by_size[min(by_size)]]
+
+
+# -- one rank -------------------------------------------------------------------------------------------------------
+
+
+def _measure(job: Mapping[str, Any]) -> None:
+    """Measure as one of the ranks; the first writes what was found."""
+    with process_group(ParallelRecipe(timeout_s=TIMEOUT_S), job["device"]):
+        device = torch.device(job["device"])
+        link = Link()
+        found = {
+            kind: {size: _repeats(make(link, size, device), link, size, job) for size in job["sizes"]}
+            for kind, make in KINDS.items()
+        }
+        if link.rank == 0:
+            write_found(job, found)
+
+
+def _all_to_all(link: Link, size: int, device: torch.device) -> Callable[[], None]:
+    outgoing = torch.full((link.size, size), link.rank, dtype=torch.uint8, device=device)
+    incoming = torch.full_like(outgoing, 255)
+
+    def call() -> None:
+        link.exchange("bytes", list(outgoing), list(incoming)).wait()
+
+    call()
+    if incoming[:, 0].tolist() != list(range(link.size)):
+        raise RuntimeError(f"rank {link.rank} received something else than was sent")
+    return call
+
+
+def _all_reduce(link: Link, size: int, device: torch.device) -> Callable[[], None]:
+    values = torch.ones(max(size // 4, 1), device=device)
+
+    def call() -> None:
+        mean_over_ranks_(values, link)
+
+    return call
+
+
+KINDS = {"all_to_all": _all_to_all, "all_reduce": _all_reduce}
+
+
+def _repeats(call: Callable[[], None], link: Link, size: int, job: Mapping[str, Any]) -> list[float]:
+    """Seconds of a call, of the slowest rank, in each repeat."""
+    calls = min(max(_BYTES_PER_REPEAT // (size * link.size), 1), _MOST_CALLS)
+    for _ in range(WARMUP):
+        call()
+    taken: list[float] = []
+    for _ in range(job["repeats"]):
+        dist.barrier()
+        _synchronize(job["device"])
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        _synchronize(job["device"])
+        taken.append((time.perf_counter() - start) / calls)
+    slowest = torch.tensor(taken, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)  # over Gloo, which there is beside NCCL
+    return slowest.tolist()
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    _measure(json.loads(sys.argv[1]))
