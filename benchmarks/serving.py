@@ -129,7 +129,7 @@ class PlainModel:
 def serve_plain(folder: Path) -> None:
     """Serve `PlainModel` until a signal; what the process for *plain* runs."""
     options = ServeOptions(port=0, access_log=False)
-    server = Server([Served("serving", PlainModel(folder))], options, {"serving": 1.0}, listen(options))
+    server = Server([Served("serving", PlainModel(folder))], options, listen(options))
     with json_logs(sys.stderr):
         server.run()
 

@@ -79,13 +79,11 @@ def request_bytes(body: bytes, path: str = "/score", *headers: str) -> bytes:
 
 
 @contextmanager
-def serving(
-    *models: Served, shares: Mapping[str, float] | None = None, token: str | None = None, **options: Any
-) -> Generator[Client]:
+def serving(*models: Served, token: str | None = None, **options: Any) -> Generator[Client]:
     """A server of these models, by default a fake one; it drains at the end, and no thread is left."""
     served = models or (Served("clicks", FakeModel()),)
     chosen = ServeOptions(**{"port": 0, "access_log": False, "drain_s": 0.0, **options})
-    server = Server(served, chosen, shares or {served[0].name: 1.0}, listen(chosen), token)
+    server = Server(served, chosen, listen(chosen), token)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert server.started.wait(LONG_S)

@@ -287,7 +287,7 @@ def test_a_drain_answers_what_was_begun() -> None:
 def test_a_second_signal_ends_at_once() -> None:
     model = FakeModel()
     options = ServeOptions(port=0, access_log=False)
-    server = Server([fake(model)], options, {"clicks": 1.0}, listen(options))
+    server = Server([fake(model)], options, listen(options))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.run)
         assert server.started.wait(LONG_S)

@@ -18,7 +18,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -38,7 +37,6 @@ from hotbed.serve.connections import OVERLOADED
 from hotbed.serve.inputs import parse_rows, record_batch
 from hotbed.serve.metrics import ServerMetrics
 from hotbed.serve.options import ServeOptions
-from hotbed.serve.shares import KEY_HEADER, Shares
 from hotbed.serve.tensors import HEADER_LENGTH, input_metadata, output_names, read_tensors, write_scores
 
 LOG = logging.getLogger("hotbed.serve")
@@ -48,21 +46,13 @@ _MOST_WAITING = 64
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True)
-class Routes:
-    """The models that answer, by name, and their shares of ``/score``."""
-
-    batchers: Mapping[str, Batcher]
-    shares: Shares
-
-
 class Application:
     """The ASGI application of a server.
 
     Parameters
     ----------
-    routes
-        The models.
+    batchers
+        The models by name; the first one answers ``/score``.
     options
         Limits.
     token
@@ -71,8 +61,10 @@ class Application:
         Where they are counted.
     """
 
-    def __init__(self, routes: Routes, options: ServeOptions, token: str | None, metrics: ServerMetrics) -> None:
-        self._routes, self._options, self._metrics = routes, options, metrics
+    def __init__(
+        self, batchers: Mapping[str, Batcher], options: ServeOptions, token: str | None, metrics: ServerMetrics
+    ) -> None:
+        self._batchers, self._options, self._metrics = batchers, options, metrics
         self._bodies = Bodies(options)
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="hotbed-read")
         self._reading = 0
@@ -107,7 +99,7 @@ class Application:
         return _json({"live": True})
 
     async def _ready(self, request: Request) -> Response:
-        ready = not self.draining and not any(of.model.is_broken for of in self._routes.batchers.values())
+        ready = not self.draining and not any(of.model.is_broken for of in self._batchers.values())
         return _json({"ready": ready}, 200 if ready else 503)
 
     async def _model(self, request: Request) -> Response:
@@ -132,20 +124,19 @@ class Application:
         return Response(self._metrics.text(), media_type=self._metrics.content_type)
 
     async def _score(self, request: Request) -> Response:
+        name, batcher = next(iter(self._batchers.items()))
         async with self._bodies.read(request) as body:
-            key, content_type = request.headers.get(KEY_HEADER), request.headers.get("content-type", "")
+            content_type = request.headers.get("content-type", "")
 
-            def read() -> tuple[str, pa.RecordBatch | None, str | None]:
+            def read() -> tuple[pa.RecordBatch | None, str | None]:
                 parsed = parse_rows(body, content_type, self._options.max_request_rows)
-                name = self._routes.shares.choose(parsed.id if key is None else key)
-                encoder = self._routes.batchers[name].model.encoder
+                encoder = batcher.model.encoder
                 columns = encoder.columns()
                 values, rows = parsed.columns([c.name for c in columns], self._options.max_request_rows)
-                return name, record_batch(encoder.table(values), columns) if rows else None, parsed.id
+                return record_batch(encoder.table(values), columns) if rows else None, parsed.id
 
             deadline = self._deadline()
-            name, rows, id_ = await self._read(len(body), read, deadline)
-        batcher = self._routes.batchers[name]
+            rows, id_ = await self._read(len(body), read, deadline)
         request.state.model = name
         answer: dict[str, Any] = {} if id_ is None else {"id": id_}
         if rows is None:
@@ -186,9 +177,9 @@ class Application:
     def _chosen(self, request: Request) -> tuple[str, Batcher]:
         """The model that a path names; a version must be the one that it has."""
         name = str(request.path_params["model"])
-        batcher = self._routes.batchers.get(name)
+        batcher = self._batchers.get(name)
         if batcher is None:
-            known = list(self._routes.batchers)
+            known = list(self._batchers)
             raise RequestError(
                 f"there is no model {name[:100]!r}; there are {', '.join(known)}{did_you_mean(name, known)}",
                 404,

@@ -22,12 +22,11 @@ import uvicorn
 from typing_extensions import override
 
 from hotbed.errors import RecipeError, StoppedError
-from hotbed.serve.app import Application, Routes
+from hotbed.serve.app import Application
 from hotbed.serve.batching import Batcher, ScoringModel
 from hotbed.serve.connections import ConnectionLimits, limited_protocol
 from hotbed.serve.metrics import ModelState, ServerMetrics
 from hotbed.serve.options import ServeOptions
-from hotbed.serve.shares import Shares
 
 LOG = logging.getLogger("hotbed.serve")
 _WAIT_FOR_THREADS_S = 5.0
@@ -96,11 +95,9 @@ class Server:
     Parameters
     ----------
     models
-        What is served; whoever opened the models closes them.
+        What is served, the first one by ``/score``; whoever opened the models closes them.
     options
         See `ServeOptions`.
-    shares
-        By name of a model, its share of ``/score``.
     taken
         A bound socket, see `listen`.
     token
@@ -111,7 +108,6 @@ class Server:
         self,
         models: Sequence[Served],
         options: ServeOptions,
-        shares: Mapping[str, float],
         taken: socket.socket,
         token: str | None = None,
     ) -> None:
@@ -127,7 +123,7 @@ class Server:
                 max_queue_rows=options.max_queue_rows,
                 observe=self._metrics.scored(name),
             )
-        self._app = Application(Routes(self._batchers, Shares(shares)), options, token, self._metrics)
+        self._app = Application(self._batchers, options, token, self._metrics)
         limits = ConnectionLimits(options.max_connections, options.read_timeout_s, self._metrics.refused)
         config = uvicorn.Config(
             self._app.asgi,
