@@ -130,7 +130,7 @@ def serve_plain(folder: Path) -> None:
     """Serve `PlainModel` until a signal; what the process for *plain* runs."""
     options = ServeOptions(port=0, access_log=False)
     server = Server([Served("serving", PlainModel(folder))], options, listen(options))
-    with json_logs(sys.stderr):
+    with json_logs():
         server.run()
 
 

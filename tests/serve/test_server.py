@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import signal
@@ -12,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -236,14 +236,13 @@ def test_failures_of_ours_while_a_body_is_read_are_not_told(error: Exception, st
     assert (answer.status, "secret" in answer.json["error"]) == (status, False)
 
 
-def test_logs_are_lines_of_json() -> None:
-    stream = io.StringIO()
-    with json_logs(stream), serving(access_log=True) as client:
+def test_logs_are_lines_of_json(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as stream, json_logs(stream.fileno()), serving(access_log=True) as client:
         client.score(ROW)
         client.ask("POST", "/score", [{**ROW, "item": "crash"}])
         client.ask("GET", "/nowhere\\n%0a{")
         client.raw(b"nonsense\r\n\r\n")
-    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     events = [line["event"] for line in lines]
     assert events[:2] == ["model", "ready"]
     assert events[-2:] == ["draining", "stopped"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -104,7 +103,7 @@ def run(parsed: Namespace) -> None:
 
     if rows["redis"] is not None:
         check_address(rows["redis"])
-    with listen(options) as taken, json_logs(sys.stderr), ExitStack() as opened:
+    with listen(options) as taken, json_logs(), ExitStack() as opened:
         served = dict[str, Served]()
         for name, at in named.items():
             found = _opened(name, at, rows, poll_s, opened)
