@@ -33,7 +33,7 @@ from hotbed.errors import BatchError, DataError, RequestError, SpecError, did_yo
 from hotbed.machine import release
 from hotbed.serve.batching import Batcher, Scored, explained
 from hotbed.serve.bodies import Bodies
-from hotbed.serve.connections import OVERLOADED
+from hotbed.serve.connections import MAX_HEAD_BYTES
 from hotbed.serve.inputs import parse_rows, record_batch
 from hotbed.serve.metrics import ServerMetrics
 from hotbed.serve.options import ServeOptions
@@ -59,10 +59,17 @@ class Application:
         What requests must carry, None for nothing.
     metrics
         Where they are counted.
+    connections
+        Returns the number of open connections.
     """
 
     def __init__(
-        self, batchers: Mapping[str, Batcher], options: ServeOptions, token: str | None, metrics: ServerMetrics
+        self,
+        batchers: Mapping[str, Batcher],
+        options: ServeOptions,
+        token: str | None,
+        metrics: ServerMetrics,
+        connections: Callable[[], int],
     ) -> None:
         self._batchers, self._options, self._metrics = batchers, options, metrics
         self._bodies = Bodies(options)
@@ -83,7 +90,7 @@ class Application:
         ]
         self.asgi: ASGIApp = Starlette(
             routes=found,
-            middleware=[Middleware(_Gate, token=token, metrics=metrics, log=options.access_log)],
+            middleware=[Middleware(_Gate, token=token, metrics=metrics, options=options, connections=connections)],
             exception_handlers={HTTPException: _no_route, RequestError: _told, ClientDisconnect: _gone},
         )
         self.asgi.router.redirect_slashes = False
@@ -242,8 +249,15 @@ class Application:
 class _Gate:
     """Ask for the token, refuse what is too much, and log and count every answer."""
 
-    def __init__(self, app: ASGIApp, token: str | None, metrics: ServerMetrics, log: bool) -> None:
-        self._app, self._metrics, self._log = app, metrics, log
+    def __init__(
+        self,
+        app: ASGIApp,
+        token: str | None,
+        metrics: ServerMetrics,
+        options: ServeOptions,
+        connections: Callable[[], int],
+    ) -> None:
+        self._app, self._metrics, self._options, self._connections = app, metrics, options, connections
         self._digest = None if token is None else _digest(f"Bearer {token}".encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -273,9 +287,13 @@ class _Gate:
 
     def _refusal(self, scope: Scope) -> RequestError | None:
         path = str(scope["path"])
+        head = len(scope["raw_path"]) + len(scope["query_string"])
+        if head + sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > MAX_HEAD_BYTES:
+            message = f"the request's head is longer than {MAX_HEAD_BYTES:,} bytes"
+            return RequestError(message, 431, "head", {"Connection": "close"})
         if path.startswith("/v2/health/"):
             return None
-        if scope.get(OVERLOADED):
+        if self._connections() > self._options.max_connections:
             headers = {"Retry-After": "1", "Connection": "close"}
             return RequestError("the server has too many connections; try again later", 503, "connections", headers)
         if self._digest is None:
@@ -291,7 +309,7 @@ class _Gate:
         route = getattr(scope.get("route"), "name", None) or "unknown"
         model, rows, reason = state.get("model", ""), state.get("rows", 0), state.get("reason")
         self._metrics.answered(route, model, status, seconds, rows, reason)
-        if self._log and route != "health":
+        if self._options.access_log and route != "health":
             details = {
                 "method": str(scope["method"])[:20],
                 "path": str(scope["path"])[:200],

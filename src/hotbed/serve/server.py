@@ -16,7 +16,8 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, cast
 
 import uvicorn
 from typing_extensions import override
@@ -24,7 +25,7 @@ from typing_extensions import override
 from hotbed.errors import RecipeError, StoppedError
 from hotbed.serve.app import Application
 from hotbed.serve.batching import Batcher, ScoringModel
-from hotbed.serve.connections import ConnectionLimits, limited_protocol
+from hotbed.serve.connections import Connection
 from hotbed.serve.metrics import ModelState, ServerMetrics
 from hotbed.serve.options import ServeOptions
 
@@ -79,6 +80,8 @@ def listen(options: ServeOptions) -> socket.socket:
         ) from None
     try:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it: they end where an answer is not taken
+            taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * options.read_timeout_s))
         taken.bind(address)
     except OSError as error:
         taken.close()
@@ -114,7 +117,7 @@ class Server:
         self._models, self._options, self._socket = {served.name: served for served in models}, options, taken
         self.host, self.port = taken.getsockname()[:2]
         self._batchers = dict[str, Batcher]()
-        self._metrics = ServerMetrics(self._states, lambda: len(self._uvicorn.server_state.connections))
+        self._metrics = ServerMetrics(self._states, self._count_connections)
         for name, served in self._models.items():
             self._batchers[name] = Batcher(
                 served.model,
@@ -123,11 +126,10 @@ class Server:
                 max_queue_rows=options.max_queue_rows,
                 observe=self._metrics.scored(name),
             )
-        self._app = Application(self._batchers, options, token, self._metrics)
-        limits = ConnectionLimits(options.max_connections, options.read_timeout_s, self._metrics.refused)
+        self._app = Application(self._batchers, options, token, self._metrics, self._count_connections)
         config = uvicorn.Config(
             self._app.asgi,
-            http=limited_protocol(limits),
+            http=cast(Any, partial(Connection, options, self._metrics.refused)),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -181,6 +183,9 @@ class Server:
         self._app.draining = True
         LOG.info("draining", extra={"details": {"signal": signal.Signals(number).name}})
         return self._options.drain_s if number == signal.SIGTERM else 0.0
+
+    def _count_connections(self) -> int:
+        return len(self._uvicorn.server_state.connections)
 
     def _states(self) -> dict[str, ModelState]:
         found = dict[str, ModelState]()
