@@ -8,12 +8,13 @@ import socket
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from hotbed.serve.batching import ScoringModel
+from hotbed.serve.follower import Follower
+from hotbed.serve.model import ServedModel
 from hotbed.serve.options import ServeOptions
 from hotbed.serve.server import Served, Server, listen
-from tests.serve.fake_model import FakeModel
+from tests.serve.fake_model import FakeFollower, FakeModel
 
 LONG_S = 60.0
 ROW = {"user": 3, "item": "pen", "tags": [1, 2], "price": 0.5}
@@ -81,7 +82,7 @@ def request_bytes(body: bytes, path: str = "/score", *headers: str) -> bytes:
 @contextmanager
 def serving(*models: Served, token: str | None = None, **options: Any) -> Generator[Client]:
     """A server of these models, by default a fake one; it drains at the end, and no thread is left."""
-    served = models or (Served("clicks", FakeModel()),)
+    served = models or (fake(FakeModel()),)
     chosen = ServeOptions(**{"port": 0, "access_log": False, "drain_s": 0.0, **options})
     server = Server(served, chosen, listen(chosen), token)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -95,5 +96,5 @@ def serving(*models: Served, token: str | None = None, **options: Any) -> Genera
         assert not thread.is_alive()
 
 
-def fake(model: ScoringModel, name: str = "clicks") -> Served:
-    return Served(name, model)
+def fake(model: FakeModel, name: str = "clicks", follower: FakeFollower | None = None) -> Served:
+    return Served(name, cast(ServedModel, model), cast("Follower | None", follower))

@@ -20,7 +20,7 @@ from typing_extensions import override
 from hotbed.errors import CheckpointError, RecipeError, StoppedError, StoreError
 from hotbed.serve.logs import json_logs
 from hotbed.serve.options import ServeOptions
-from hotbed.serve.server import Served, Server, listen
+from hotbed.serve.server import Server, listen
 from tests.serve.clients import LONG_S, ROW, Answer, Client, fake, request_bytes, rest_of, serving
 from tests.serve.fake_model import FakeEncoder, FakeFollower, FakeModel, score_of
 
@@ -183,7 +183,7 @@ def test_a_port_that_is_taken_is_told() -> None:
 
 
 def test_metrics_tell_what_happened() -> None:
-    with serving(Served("clicks", FakeModel(), FakeFollower())) as client:
+    with serving(fake(FakeModel(), follower=FakeFollower())) as client:
         client.score(ROW, ROW)
         client.ask("POST", "/score", b"{")
         text = client.ask("GET", "/metrics").body.decode()

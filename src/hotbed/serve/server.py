@@ -14,19 +14,21 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import uvicorn
 from typing_extensions import override
 
 from hotbed.errors import RecipeError, StoppedError
 from hotbed.serve.app import Application
-from hotbed.serve.batching import Batcher, ScoringModel
+from hotbed.serve.batching import Batcher
 from hotbed.serve.connections import Connection
+from hotbed.serve.follower import Follower
 from hotbed.serve.metrics import ModelState, ServerMetrics
+from hotbed.serve.model import ServedModel
 from hotbed.serve.options import ServeOptions
 
 LOG = logging.getLogger("hotbed.serve")
@@ -36,31 +38,13 @@ _SWITCH_S = 1e-4
 take, and those that receive them and those that score them take turns several times for each."""
 
 
-class Following(Protocol):
-    """What the server needs of a thread that takes changes over."""
-
-    @property
-    def staleness_s(self) -> float | None:
-        """Seconds since the version that scores was published."""
-        ...
-
-    @property
-    def behind_s(self) -> float:
-        """Seconds since the version that scores was last seen to be the newest that is published."""
-        ...
-
-    def counters(self) -> Mapping[str, Mapping[str, float]]:
-        """Versions since the start: ``"applied"`` by kind, ``"refused"`` by reason."""
-        ...
-
-
 @dataclass(frozen=True)
 class Served:
     """A model under its name, and what follows its training, if anything does."""
 
     name: str
-    model: ScoringModel
-    follower: Following | None = None
+    model: ServedModel
+    follower: Follower | None = None
 
 
 def listen(options: ServeOptions) -> socket.socket:
