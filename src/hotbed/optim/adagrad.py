@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -127,7 +126,6 @@ class RowWiseAdagrad(AdagradBase):
         As for every `SparseOptimizer`.
     """
 
-    later_options = MappingProxyType({"moment_scale": None})
     rule = Rule(
         "rowwise_adagrad",
         _rowwise_adagrad,
@@ -159,12 +157,6 @@ class RowWiseAdagrad(AdagradBase):
         options = {"lr": lr, "eps": eps, "initial_accumulator": initial_accumulator, "weight_decay": weight_decay}
         limits = {"max_grad_norm": max_grad_norm, "max_norm": max_norm}
         super().__init__(model, {**options, **limits, "moment_scale": moment_scale}, groups)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for name, before in self.later_options.items():
-                group.setdefault(name, before)
 
     @override
     def check(self, group: Mapping[str, Any]) -> None:

@@ -19,7 +19,6 @@ import ctypes
 import math
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn, Self, overload
 
 import torch
@@ -77,8 +76,6 @@ class SparseOptimizer(torch.optim.Optimizer):
     rule: Rule
     weight_decay_mode: Literal["l2", "decoupled", "own"] = "l2"
     """Whether ``weight_decay`` is added to the gradient, taken off the row, or a hyperparameter of the rule."""
-    later_options: Mapping[str, Any] = MappingProxyType({})
-    """Options that older states lack, with what was done before there were any."""
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -351,9 +348,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         there = [group.get("tables") for group in state_dict["param_groups"]]
         if not are_same_groups(here, there):
             raise OptimizerError(f"the saved optimizer has groups of tables {there}, this one {here}; make them equal")
-        groups = [
-            {**self.later_options, **g, "tables": own} for g, own in zip(state_dict["param_groups"], here, strict=True)
-        ]
+        groups = [{**g, "tables": own} for g, own in zip(state_dict["param_groups"], here, strict=True)]
         state_dict = {**state_dict, "param_groups": groups}
         self._refresh_state()
         handles = [handle for group in self.param_groups for handle in group["params"]]
