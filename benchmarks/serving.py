@@ -27,7 +27,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import polars as pl
@@ -40,6 +40,7 @@ from benchmarks.command import run
 from hotbed.data.encode import Encoder
 from hotbed.serve.format import ExportedModel
 from hotbed.serve.logs import json_logs
+from hotbed.serve.model import ServedModel
 from hotbed.serve.options import ServeOptions
 from hotbed.serve.server import Served, Server, listen
 from hotbed.train.report import environment
@@ -110,7 +111,7 @@ def bodies(batch: int, rows: int) -> list[bytes]:
 class PlainModel:
     """The program of torch alone behind hotbed's server."""
 
-    step, state, labels = 1, "", ("label",)
+    step, state, labels, is_broken = 1, "", ("label",), False
 
     def __init__(self, folder: Path) -> None:
         self._program = torch.export.load(folder / "plain.pt2").module()
@@ -129,8 +130,8 @@ class PlainModel:
 def serve_plain(folder: Path) -> None:
     """Serve `PlainModel` until a signal; what the process for *plain* runs."""
     options = ServeOptions(port=0, access_log=False)
-    server = Server([Served("serving", PlainModel(folder))], options, {"serving": 1.0}, listen(options))
-    with json_logs(sys.stderr):
+    server = Server([Served("serving", cast(ServedModel, PlainModel(folder)))], options, listen(options))
+    with json_logs():
         server.run()
 
 

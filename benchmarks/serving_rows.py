@@ -255,8 +255,8 @@ def fill(place: Path, address: str) -> None:
     served = ServedModel.open(model, memory_bytes=least, redis=address, verify=False)
     for layer in served.tables.layers():
         if isinstance(layer, RedisRecords):
-            rows = layer.keys()
-            for some in rows.split(1 << 16):  # what Redis lacks is put there
+            rows = layer.slots()
+            for some in rows.part(0, len(rows)).chunks(1 << 16):  # what Redis lacks is put there
                 layer.read(some, torch.empty(len(some), layer.record_bytes, dtype=torch.uint8))
     served.close()
 

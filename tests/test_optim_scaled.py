@@ -47,14 +47,3 @@ def test_only_with_a_delayed_moment_the_average_of_replicas_is_a_step_with_their
         train(model, RowWiseAdagrad(model, **options), [ids])
     average = torch.stack([model.values() for model in apart]).mean(0)
     assert torch.allclose(average, together.values(), rtol=1e-5, atol=1e-6) == delayed
-
-
-def test_a_state_from_before_there_was_a_scale_is_taken():
-    model = Tower()
-    optimizer = RowWiseAdagrad(model, lr=0.3)
-    saved = optimizer.state_dict()
-    for group in saved["param_groups"]:
-        del group["moment_scale"]
-    optimizer.load_state_dict(saved)
-    train(model, optimizer, BATCHES)
-    assert torch.equal(model.values(), trained(lr=0.3)[0])

@@ -22,6 +22,7 @@ from hotbed.specs import Table
 from hotbed.store import DenseStore, LazyStore, Span, Storage
 from hotbed.store.cached import CachedRecords
 from hotbed.store.records import Records, Use
+from hotbed.store.rising import RisingSlots
 from tests.embed.replica_cases import TABLES, Model, batch
 from tests.ranks import Ranks
 
@@ -147,7 +148,7 @@ def averaged(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, list[int], int]:
     own = torch.tensor([0, 1, 4, (1 << 33) - 1])
     store.write(own, torch.full((4, 20), float(link.rank)) + torch.arange(4)[:, None])
     store.write(own, torch.arange(4.0) * link.rank, "m")
-    below = len(store.records.below.keys())
+    below = len(store.records.below.slots())
     calls = Calls(store.records)
     store.records = calls
     embed_replicas.average_rows(arena, own[1:3], arena.seeds, link)
@@ -164,8 +165,8 @@ class Calls(Records):
         super().__init__(below.record_bytes)
         self.below, self.made = below, list[str]()
 
-    def keys(self) -> Tensor:
-        return self.below.keys()
+    def slots(self) -> RisingSlots:
+        return self.below.slots()
 
     def clear(self) -> None:
         self.below.clear()

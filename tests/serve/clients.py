@@ -8,12 +8,13 @@ import socket
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from hotbed.serve.batching import ScoringModel
+from hotbed.serve.follower import Follower
+from hotbed.serve.model import ServedModel
 from hotbed.serve.options import ServeOptions
 from hotbed.serve.server import Served, Server, listen
-from tests.serve.fake_model import FakeModel
+from tests.serve.fake_model import FakeFollower, FakeModel
 
 LONG_S = 60.0
 ROW = {"user": 3, "item": "pen", "tags": [1, 2], "price": 0.5}
@@ -79,13 +80,11 @@ def request_bytes(body: bytes, path: str = "/score", *headers: str) -> bytes:
 
 
 @contextmanager
-def serving(
-    *models: Served, shares: Mapping[str, float] | None = None, token: str | None = None, **options: Any
-) -> Generator[Client]:
+def serving(*models: Served, token: str | None = None, **options: Any) -> Generator[Client]:
     """A server of these models, by default a fake one; it drains at the end, and no thread is left."""
-    served = models or (Served("clicks", FakeModel()),)
+    served = models or (fake(FakeModel()),)
     chosen = ServeOptions(**{"port": 0, "access_log": False, "drain_s": 0.0, **options})
-    server = Server(served, chosen, shares or {served[0].name: 1.0}, listen(chosen), token)
+    server = Server(served, chosen, listen(chosen), token)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert server.started.wait(LONG_S)
@@ -97,5 +96,5 @@ def serving(
         assert not thread.is_alive()
 
 
-def fake(model: ScoringModel, name: str = "clicks") -> Served:
-    return Served(name, model)
+def fake(model: FakeModel, name: str = "clicks", follower: FakeFollower | None = None) -> Served:
+    return Served(name, cast(ServedModel, model), cast("Follower | None", follower))

@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from hotbed.data.plain_rows import InputColumn
 from hotbed.errors import DataError, StoreError
 
-
-@dataclass(frozen=True)
-class Column:
-    name: str
-    kind: str
-    is_list: bool = False
-
-
 COLUMNS = (
-    Column("user", "integers"),
-    Column("item", "text"),
-    Column("tags", "integers", True),
-    Column("price", "numbers"),
+    InputColumn("user", "integers"),
+    InputColumn("item", "text"),
+    InputColumn("tags", "integers", None),
+    InputColumn("price", "numbers"),
 )
 KINDS = {"integers": (int, pa.int64()), "text": (str, pa.large_string()), "numbers": (int | float, pa.float64())}
 
 
 class FakeEncoder:
-    def __init__(self, columns: Sequence[Column] = COLUMNS) -> None:
+    def __init__(self, columns: Sequence[InputColumn] = COLUMNS) -> None:
         self._columns = columns
 
-    def columns(self) -> Sequence[Column]:
+    def columns(self) -> Sequence[InputColumn]:
         return self._columns
 
     def table(self, rows: Mapping[str, Sequence[object]], /) -> pa.Table:
@@ -66,7 +58,7 @@ class FakeModel:
     """Rows whose item is "fail" cannot be scored, "store" cannot be read, "crash" is a fault of ours, "nan" is NaN."""
 
     def __init__(
-        self, step: int = 100, labels: tuple[str, ...] = ("label",), columns: Sequence[Column] = COLUMNS
+        self, step: int = 100, labels: tuple[str, ...] = ("label",), columns: Sequence[InputColumn] = COLUMNS
     ) -> None:
         self.step, self.state, self.labels, self.encoder = step, "0" * 64, labels, FakeEncoder(columns)
         self.is_broken = False

@@ -12,6 +12,7 @@ from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
 from hotbed.nn import DLRM, MLP, DCNv2, DLRMEnsemble, WideDeep
 from hotbed.nn.dense_part import DensePart, traced
+from hotbed.serve.format import ExportedModel
 from hotbed.serve.writing import Model
 from hotbed.specs import Feature, Table
 
@@ -103,3 +104,11 @@ def described(model: nn.Module) -> tuple[Model, Any]:
     encoder = Encoder(Schema(sparse=tuple(columns), labels=("y",)), ids="raw")
     given = {"encoder": encoder, "hash": None, "collections": part.collections, "state": part.state_dict()}
     return Model("m", ("y",), **given, inputs=0, dtype=torch.float32), program
+
+
+def vectors_of(model: ExportedModel, table: str, rows: Tensor) -> Tensor:
+    """Rows of a table ``[n]`` int64 as float32 ``[n, D]``."""
+    entry = model.manifest.tables[table]
+    records = torch.empty(len(rows), entry.record_bytes, dtype=torch.uint8)
+    records.numpy()[:] = model.records(table)[rows.numpy()]
+    return entry.records().rows(records, entry.is_wide(rows))

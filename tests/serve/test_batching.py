@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pyarrow as pa
 import pytest
 
 from hotbed.errors import BatchError, DataError
 from hotbed.serve.batching import Batcher, Scored, explained
+from hotbed.serve.model import ServedModel
 from tests.serve.clients import LONG_S, ROW
 from tests.serve.fake_model import COLUMNS, KINDS, FakeModel, score_of
 
@@ -21,7 +23,8 @@ def columns_of(item: str) -> pa.RecordBatch:
 
 def answers(model: FakeModel, items: list[str], withdrawn: int | None = None) -> list[Scored | BaseException]:
     """What requests get that are one batch."""
-    batcher = Batcher(model, max_batch_rows=len(items), max_wait_ms=LONG_S * 1000, max_queue_rows=len(items))
+    served, rows = cast(ServedModel, model), len(items)
+    batcher = Batcher(served, max_batch_rows=rows, max_wait_ms=LONG_S * 1000, max_queue_rows=rows)
 
     async def ask() -> list[Scored | BaseException]:
         model.go.clear()

@@ -27,7 +27,7 @@ from hotbed.serve.scorer import Scorer
 from hotbed.serve.writing import Model, write_change, write_model
 from hotbed.specs import Dynamic, Table
 from tests.commands.cases import Output, refused, train
-from tests.serve.models import FORMS, TABLES, Wide, batch_of, described, model_of
+from tests.serve.models import FORMS, TABLES, Wide, batch_of, described, model_of, vectors_of
 from tests.train.numbers import POSITIVE
 from tests.train.numbers import recipe_of_numbers as recipe_of
 
@@ -37,7 +37,7 @@ def scorer_of(model: ExportedModel) -> Scorer:
     lookups: dict[str, Any] = {}
     for path, (tables, features) in model.collections().items():
         lookups[path] = EmbeddingCollection(tables, features).eval()
-        weights = {t.name: model.vectors(f"{path}.{t.name}", torch.arange(t.rows)) for t in tables}
+        weights = {t.name: vectors_of(model, f"{path}.{t.name}", torch.arange(t.rows)) for t in tables}
         lookups[path].load_state_dict({f"{name}.weight": weight for name, weight in weights.items()})
     features = {n: (f.collection, f.spec(f.table.rpartition(".")[2])) for n, f in model.manifest.features.items()}
     return Scorer(model.dense(), lookups, features)
@@ -81,12 +81,12 @@ def test_changes_make_the_later_model_of_the_earlier_one(run: Path, tmp_path: Pa
     change = ChangeSet.open(tmp_path / "change")
     change.verify()
     assert (change.manifest.base.state, change.manifest.sequence.state) == (old.manifest.state, new.manifest.state)
-    tables = {name: old.vectors(name, torch.arange(t.rows)) for name, t in old.manifest.tables.items()}
+    tables = {name: vectors_of(old, name, torch.arange(t.rows)) for name, t in old.manifest.tables.items()}
     for table, deleted, ids, vectors in change.rows():
         assert not len(deleted)
         tables[table][ids] = vectors
     for name, table in new.manifest.tables.items():
-        assert torch.equal(tables[name], new.vectors(name, torch.arange(table.rows))), name
+        assert torch.equal(tables[name], vectors_of(new, name, torch.arange(table.rows))), name
     dense = old.dense()
     dense.load_state_dict(change.dense())
     for name, value in new.dense().state_dict().items():
@@ -185,7 +185,7 @@ def test_rows_of_every_form_are_the_same_bits(
     found.verify()
     for table in FORMS:
         name = f"embeddings.{table.name}"
-        assert torch.equal(found.vectors(name, torch.arange(300)), expected[table.name]), name
+        assert torch.equal(vectors_of(found, name, torch.arange(300)), expected[table.name]), name
         assert len(found.records(name)) == 300
         assert found.ids(name) is None
     vectors = {name: expected[feature.feature][:32] for name, feature in found.manifest.features.items()}
@@ -233,7 +233,7 @@ def test_ids_of_dynamic_tables_are_those_that_lookups_find(tmp_path: Path) -> No
         for id_ in (7, 8, 9, 5):
             looked_up = about.collections["embeddings"](Jagged.from_dict({"t": torch.tensor([id_])}))["t"]
             at = torch.from_numpy(np.flatnonzero(ids == id_))
-            assert torch.equal(exported.vectors("embeddings.t", at).sum(0, keepdim=True), looked_up)
+            assert torch.equal(vectors_of(exported, "embeddings.t", at).sum(0, keepdim=True), looked_up)
     write_change(tmp_path / "change", later, earlier, about)
     changes = list(ChangeSet.open(tmp_path / "change").rows())
     assert sorted(i for c in changes for i in c.deleted.tolist()) == [5, 7, 10**12]

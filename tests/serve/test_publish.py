@@ -25,6 +25,7 @@ from hotbed.train.predict import predict
 from hotbed.train.publish import WENT_BACK, Publisher
 from tests.commands.cases import Output, train
 from tests.commands.test_daily import write_day, write_recipe
+from tests.serve.models import vectors_of
 from tests.train.numbers import POSITIVE
 from tests.train.numbers import recipe_of_numbers as recipe_of
 
@@ -36,7 +37,7 @@ def published(place: Path) -> list[str]:
 
 
 def values_of(model: ExportedModel) -> dict[str, torch.Tensor]:
-    rows = {name: model.vectors(name, torch.arange(t.rows)) for name, t in model.manifest.tables.items()}
+    rows = {name: vectors_of(model, name, torch.arange(t.rows)) for name, t in model.manifest.tables.items()}
     return {**rows, **model.dense().state_dict()}
 
 

@@ -70,9 +70,7 @@ def test_sigterm_ends_with_0_and_a_killed_server_starts_again_on_its_port(export
         assert client.score(row) == exported.scores[:1]
         client.process.kill()
         client.process.wait(LONG_S)
-    with running(
-        "--model", f"a={exported.model}", "--model", f"b={exported.model}", "--share", "a=0,b=1", "--port", port
-    ) as client:
+    with running("--model", f"b={exported.model}", "--model", f"a={exported.model}", "--port", port) as client:
         answer = client.ask("POST", "/score", [row]).json
         assert (answer["scores"], answer["model"]) == (exported.scores[:1], "b")
         client.process.send_signal(signal.SIGTERM)
@@ -87,7 +85,6 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, capsys: Output, exported:
         ([str(tmp_path)], "holds no exported model; make one with hotbed export"),
         (["--model", "x"], "--model is 'x', must be NAME=DIR"),
         (["--model", f"a={model}", "--model", f"a={model}"], "--model names 'a' twice; give each model its own name"),
-        ([model, "--share", "nobody=1"], "--share names 'nobody', but there are"),
         ([model, "--memory_gib", "0"], "--memory_gib is 0.0, must be above 0"),
         (
             [model, "--redis", "redis://x"],

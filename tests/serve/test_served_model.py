@@ -110,11 +110,12 @@ def test_every_id_has_its_vector_and_evicted_ones_none(publisher: Publisher) -> 
     state = publisher.model.state_dict()
     ids, weight = state["embeddings.users.dynamic_ids"], state["embeddings.users.weight"]
     known = ids >= 0
-    assert torch.equal(served.tables.vectors("embeddings.users", ids[known]), weight[known])
-    evicted = torch.tensor(sorted(before - set(ids.tolist())))
-    assert len(evicted)
     place = served.tables._places["embeddings.users"]
     assert place.ids is not None
+    slots = place.ids.rows_of(ids[known], None, train=False)[0] + place.first_slot
+    assert torch.equal(place.rows.arena.store.read(slots, use="once"), weight[known])
+    evicted = torch.tensor(sorted(before - set(ids.tolist())))
+    assert len(evicted)
     assert place.ids.rows_of(evicted, None, train=False)[0].tolist() == [-1] * len(evicted)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import signal
@@ -12,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from typing_extensions import override
 from hotbed.errors import CheckpointError, RecipeError, StoppedError, StoreError
 from hotbed.serve.logs import json_logs
 from hotbed.serve.options import ServeOptions
-from hotbed.serve.server import Served, Server, listen
+from hotbed.serve.server import Server, listen
 from tests.serve.clients import LONG_S, ROW, Answer, Client, fake, request_bytes, rest_of, serving
 from tests.serve.fake_model import FakeEncoder, FakeFollower, FakeModel, score_of
 
@@ -183,7 +183,7 @@ def test_a_port_that_is_taken_is_told() -> None:
 
 
 def test_metrics_tell_what_happened() -> None:
-    with serving(Served("clicks", FakeModel(), FakeFollower())) as client:
+    with serving(fake(FakeModel(), follower=FakeFollower())) as client:
         client.score(ROW, ROW)
         client.ask("POST", "/score", b"{")
         text = client.ask("GET", "/metrics").body.decode()
@@ -236,14 +236,13 @@ def test_failures_of_ours_while_a_body_is_read_are_not_told(error: Exception, st
     assert (answer.status, "secret" in answer.json["error"]) == (status, False)
 
 
-def test_logs_are_lines_of_json() -> None:
-    stream = io.StringIO()
-    with json_logs(stream), serving(access_log=True) as client:
+def test_logs_are_lines_of_json(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as stream, json_logs(stream.fileno()), serving(access_log=True) as client:
         client.score(ROW)
         client.ask("POST", "/score", [{**ROW, "item": "crash"}])
         client.ask("GET", "/nowhere\\n%0a{")
         client.raw(b"nonsense\r\n\r\n")
-    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     events = [line["event"] for line in lines]
     assert events[:2] == ["model", "ready"]
     assert events[-2:] == ["draining", "stopped"]
@@ -287,7 +286,7 @@ def test_a_drain_answers_what_was_begun() -> None:
 def test_a_second_signal_ends_at_once() -> None:
     model = FakeModel()
     options = ServeOptions(port=0, access_log=False)
-    server = Server([fake(model)], options, {"clicks": 1.0}, listen(options))
+    server = Server([fake(model)], options, listen(options))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.run)
         assert server.started.wait(LONG_S)

@@ -16,6 +16,7 @@ from hotbed.optim import Adam, RowWiseAdagrad
 from hotbed.optim.sgd import PLAIN
 from hotbed.store import Storage
 from hotbed.store.records import InPlace, Records
+from hotbed.store.rising import RisingSlots
 from tests.store.test_lazy import everything, made, step_of
 
 IN_MEMORY = {
@@ -129,7 +130,7 @@ def test_records_are_lent_by_who_says_so() -> None:
         def write(self, slots: Tensor, records: Tensor) -> None:
             raise NotImplementedError
 
-        def keys(self) -> Tensor:
+        def slots(self) -> RisingSlots:
             raise NotImplementedError
 
         def clear(self) -> None:

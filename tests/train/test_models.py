@@ -15,7 +15,7 @@ import pytest
 from hotbed import nn
 from hotbed.config import Component
 from hotbed.data import Schema, SparseColumn
-from hotbed.testing.model import OF_OPTIMIZERS, OPTIMIZERS, RANKS, ModelContract, recipe_of, run_of, trained_by
+from hotbed.testing.model import RANKS, ModelContract, recipe_of, run_of, trained, under
 from hotbed.testing.processes import World
 from hotbed.train.stored import evaluate_checkpoint
 from tests.ranks import Ranks
@@ -148,10 +148,31 @@ def test_what_retrieval_has_learned_goes_on_in_a_resumed_run(tmp_path: Path) -> 
     of.test_a_resumed_run_is_the_run_that_was_not_stopped(recipe_of(of, tmp_path), tmp_path)
 
 
+OPTIMIZERS: dict[str, Any] = {
+    name: {"class_path": f"hotbed.optim.{name}", "init_args": {"lr": lr}}
+    for name, lr in {
+        **dict.fromkeys(("SGD", "Adagrad", "RowWiseAdagrad", "FTRL"), 0.1),
+        **dict.fromkeys(("Adam", "AdamW", "PartialRowWiseAdam", "LAMB"), 0.01),
+    }.items()
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("of", OF_MODELS)
+def test_every_optimizer_trains_the_same_model_under_any_plan(of: type[Contract], ranks: Ranks, tmp_path: Path) -> None:
+    """Whether it has moments of rows or of their elements, or norms of both."""
+    recipe, plans = recipe_of(of, tmp_path), ("whole tables", "grid of rows and columns", "on disk, cached")
+    found = [
+        ranks.run(RANKS, trained, under(recipe | {"sparse_optimizer": optimizer}, plans))[0]
+        for optimizer in OPTIMIZERS.values()
+    ]
+    assert found == [dict.fromkeys(plans, by["whole tables"]) for by in found]
+    assert len({by["whole tables"] for by in found}) == len(OPTIMIZERS)
+
+
 @pytest.mark.parametrize(("of", "optimizer"), list(zip(OF_MODELS, itertools.cycle(OPTIMIZERS), strict=False)))
 def test_each_model_with_one_optimizer(of: type[Contract], optimizer: str, ranks: Ranks, tmp_path: Path) -> None:
-    """All optimizers with each model are the contract's, which `make test-all` runs."""
-    plans = {name: OF_OPTIMIZERS[name] for name in ("whole tables", "on disk, cached")}
-    by = {optimizer: OPTIMIZERS[optimizer]}
-    (found,) = ranks.run(RANKS, trained_by, recipe_of(of, tmp_path), by, plans)[0].values()
+    """`make test-all` trains each model by all optimizers."""
+    recipe, plans = recipe_of(of, tmp_path), ("whole tables", "on disk, cached")
+    found = ranks.run(RANKS, trained, under(recipe | {"sparse_optimizer": OPTIMIZERS[optimizer]}, plans))[0]
     assert found == dict.fromkeys(plans, found["whole tables"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,10 +35,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         "followed; a path or URI.",
     )
     parser.add_argument(
-        "--model", type=str, action="append", default=[], help="NAME=DIR|URI: a model under a name; again for several."
-    )
-    parser.add_argument(
-        "--share", type=str | None, help="Shares of POST /score: NAME=0.9,NEW=0.1; default: all to the first."
+        "--model",
+        type=str,
+        action="append",
+        default=[],
+        help="NAME=DIR|URI: a model under a name; again for several, of which the first answers POST /score.",
     )
     parser.add_argument(
         "--memory_gib", type=float | None, help="Memory for rows of each model; default: all rows are in memory."
@@ -78,7 +78,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(parsed: Namespace) -> None:
     """Open the models, and answer until a signal says that it is enough."""
     values: dict[str, Any] = parsed.as_dict()
-    place, models, share, poll_s = (values.pop(name) for name in ("place", "model", "share", "poll_s"))
+    place, models, poll_s = (values.pop(name) for name in ("place", "model", "poll_s"))
     rows = _row_options(
         {name: values.pop(name) for name in ("memory_gib", "redis", "directory", "verify", "threads", "device")}
     )
@@ -96,7 +96,6 @@ def run(parsed: Namespace) -> None:
         from hotbed.serve.logs import json_logs
         from hotbed.serve.redis_records import check_address
         from hotbed.serve.server import Served, Server, listen
-        from hotbed.serve.shares import Shares, parse_shares
     except ImportError as error:
         raise RecipeError(
             f"hotbed serve needs more libraries ({error}); pip install 'hotbed[serve]' installs them"
@@ -104,17 +103,15 @@ def run(parsed: Namespace) -> None:
 
     if rows["redis"] is not None:
         check_address(rows["redis"])
-    with listen(options) as taken, json_logs(sys.stderr), ExitStack() as opened:
+    with listen(options) as taken, json_logs(), ExitStack() as opened:
         served = dict[str, Served]()
         for name, at in named.items():
             found = _opened(name, at, rows, poll_s, opened)
             if found.name in served:
                 raise RecipeError(f"two models are called {found.name!r}; give both names with --model NAME=DIR")
             served[found.name] = found
-        shares = parse_shares(share, list(served))
-        Shares(shares)
         try:
-            Server(list(served.values()), options, shares, taken, token).run()
+            Server(list(served.values()), options, taken, token).run()
         except StoppedError:
             opened.pop_all()  # at once: nothing is waited for
             raise

@@ -1,5 +1,5 @@
 """Answer requests with trained models: what training exports, and what servers read, follow and compute.
 
-`schema` and `format` say what an exported model and a set of changes are, `writing` makes them of checkpoints,
-`changed_rows` reads the rows of changes. `scorer` computes scores, for ``hotbed predict`` too.
+`schema` and `format` say what an exported model and a set of changes are, `writing` makes them of checkpoints. `scorer`
+computes scores, for ``hotbed predict`` too.
 """

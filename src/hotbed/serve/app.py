@@ -18,7 +18,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -34,11 +33,10 @@ from hotbed.errors import BatchError, DataError, RequestError, SpecError, did_yo
 from hotbed.machine import release
 from hotbed.serve.batching import Batcher, Scored, explained
 from hotbed.serve.bodies import Bodies
-from hotbed.serve.connections import OVERLOADED
+from hotbed.serve.connections import MAX_HEAD_BYTES
 from hotbed.serve.inputs import parse_rows, record_batch
 from hotbed.serve.metrics import ServerMetrics
 from hotbed.serve.options import ServeOptions
-from hotbed.serve.shares import KEY_HEADER, Shares
 from hotbed.serve.tensors import HEADER_LENGTH, input_metadata, output_names, read_tensors, write_scores
 
 LOG = logging.getLogger("hotbed.serve")
@@ -48,31 +46,32 @@ _MOST_WAITING = 64
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True)
-class Routes:
-    """The models that answer, by name, and their shares of ``/score``."""
-
-    batchers: Mapping[str, Batcher]
-    shares: Shares
-
-
 class Application:
     """The ASGI application of a server.
 
     Parameters
     ----------
-    routes
-        The models.
+    batchers
+        The models by name; the first one answers ``/score``.
     options
         Limits.
     token
         What requests must carry, None for nothing.
     metrics
         Where they are counted.
+    connections
+        Returns the number of open connections.
     """
 
-    def __init__(self, routes: Routes, options: ServeOptions, token: str | None, metrics: ServerMetrics) -> None:
-        self._routes, self._options, self._metrics = routes, options, metrics
+    def __init__(
+        self,
+        batchers: Mapping[str, Batcher],
+        options: ServeOptions,
+        token: str | None,
+        metrics: ServerMetrics,
+        connections: Callable[[], int],
+    ) -> None:
+        self._batchers, self._options, self._metrics = batchers, options, metrics
         self._bodies = Bodies(options)
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="hotbed-read")
         self._reading = 0
@@ -91,7 +90,7 @@ class Application:
         ]
         self.asgi: ASGIApp = Starlette(
             routes=found,
-            middleware=[Middleware(_Gate, token=token, metrics=metrics, log=options.access_log)],
+            middleware=[Middleware(_Gate, token=token, metrics=metrics, options=options, connections=connections)],
             exception_handlers={HTTPException: _no_route, RequestError: _told, ClientDisconnect: _gone},
         )
         self.asgi.router.redirect_slashes = False
@@ -107,7 +106,7 @@ class Application:
         return _json({"live": True})
 
     async def _ready(self, request: Request) -> Response:
-        ready = not self.draining and not any(of.model.is_broken for of in self._routes.batchers.values())
+        ready = not self.draining and not any(of.model.is_broken for of in self._batchers.values())
         return _json({"ready": ready}, 200 if ready else 503)
 
     async def _model(self, request: Request) -> Response:
@@ -132,20 +131,19 @@ class Application:
         return Response(self._metrics.text(), media_type=self._metrics.content_type)
 
     async def _score(self, request: Request) -> Response:
+        name, batcher = next(iter(self._batchers.items()))
         async with self._bodies.read(request) as body:
-            key, content_type = request.headers.get(KEY_HEADER), request.headers.get("content-type", "")
+            content_type = request.headers.get("content-type", "")
 
-            def read() -> tuple[str, pa.RecordBatch | None, str | None]:
+            def read() -> tuple[pa.RecordBatch | None, str | None]:
                 parsed = parse_rows(body, content_type, self._options.max_request_rows)
-                name = self._routes.shares.choose(parsed.id if key is None else key)
-                encoder = self._routes.batchers[name].model.encoder
+                encoder = batcher.model.encoder
                 columns = encoder.columns()
                 values, rows = parsed.columns([c.name for c in columns], self._options.max_request_rows)
-                return name, record_batch(encoder.table(values), columns) if rows else None, parsed.id
+                return record_batch(encoder.table(values), columns) if rows else None, parsed.id
 
             deadline = self._deadline()
-            name, rows, id_ = await self._read(len(body), read, deadline)
-        batcher = self._routes.batchers[name]
+            rows, id_ = await self._read(len(body), read, deadline)
         request.state.model = name
         answer: dict[str, Any] = {} if id_ is None else {"id": id_}
         if rows is None:
@@ -186,9 +184,9 @@ class Application:
     def _chosen(self, request: Request) -> tuple[str, Batcher]:
         """The model that a path names; a version must be the one that it has."""
         name = str(request.path_params["model"])
-        batcher = self._routes.batchers.get(name)
+        batcher = self._batchers.get(name)
         if batcher is None:
-            known = list(self._routes.batchers)
+            known = list(self._batchers)
             raise RequestError(
                 f"there is no model {name[:100]!r}; there are {', '.join(known)}{did_you_mean(name, known)}",
                 404,
@@ -251,8 +249,15 @@ class Application:
 class _Gate:
     """Ask for the token, refuse what is too much, and log and count every answer."""
 
-    def __init__(self, app: ASGIApp, token: str | None, metrics: ServerMetrics, log: bool) -> None:
-        self._app, self._metrics, self._log = app, metrics, log
+    def __init__(
+        self,
+        app: ASGIApp,
+        token: str | None,
+        metrics: ServerMetrics,
+        options: ServeOptions,
+        connections: Callable[[], int],
+    ) -> None:
+        self._app, self._metrics, self._options, self._connections = app, metrics, options, connections
         self._digest = None if token is None else _digest(f"Bearer {token}".encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -282,9 +287,13 @@ class _Gate:
 
     def _refusal(self, scope: Scope) -> RequestError | None:
         path = str(scope["path"])
+        head = len(scope["raw_path"]) + len(scope["query_string"])
+        if head + sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > MAX_HEAD_BYTES:
+            message = f"the request's head is longer than {MAX_HEAD_BYTES:,} bytes"
+            return RequestError(message, 431, "head", {"Connection": "close"})
         if path.startswith("/v2/health/"):
             return None
-        if scope.get(OVERLOADED):
+        if self._connections() > self._options.max_connections:
             headers = {"Retry-After": "1", "Connection": "close"}
             return RequestError("the server has too many connections; try again later", 503, "connections", headers)
         if self._digest is None:
@@ -300,7 +309,7 @@ class _Gate:
         route = getattr(scope.get("route"), "name", None) or "unknown"
         model, rows, reason = state.get("model", ""), state.get("rows", 0), state.get("reason")
         self._metrics.answered(route, model, status, seconds, rows, reason)
-        if self._log and route != "health":
+        if self._options.access_log and route != "health":
             details = {
                 "method": str(scope["method"])[:20],
                 "path": str(scope["path"])[:200],

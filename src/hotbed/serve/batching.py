@@ -17,55 +17,18 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotbed.errors import BatchError, DataError, NonFiniteError, RequestError, SpecError, StoreError
-from hotbed.serve.inputs import RawEncoder
+from hotbed.serve.model import ServedModel
 
 LOG = logging.getLogger("hotbed.serve")
-
-
-class ScoringModel(Protocol):
-    """What the server needs of a model that is served."""
-
-    @property
-    def step(self) -> int:
-        """Training step of the version that scores now."""
-        ...
-
-    @property
-    def state(self) -> str:
-        """SHA-256 of the checkpoint that it came from."""
-        ...
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether no version is whole, so that no request can be scored until one is taken over."""
-        ...
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Labels, in the order of the columns of scores."""
-        ...
-
-    @property
-    def encoder(self) -> RawEncoder:
-        """What turns raw rows into a batch."""
-        ...
-
-    def score(self, columns: pa.RecordBatch, /) -> tuple[NDArray[np.float64], int]:
-        """Probabilities ``[B, T]``, and the step of the one version that computed them; called by one thread."""
-        ...
-
-    def counters(self) -> Mapping[str, Mapping[str, float]]:
-        """Totals since the start, by name, then by feature or table; called by any thread."""
-        ...
 
 
 class Scored(NamedTuple):
@@ -105,7 +68,7 @@ class Batcher:
 
     def __init__(
         self,
-        model: ScoringModel,
+        model: ServedModel,
         *,
         max_batch_rows: int,
         max_wait_ms: float,

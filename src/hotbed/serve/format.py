@@ -25,6 +25,7 @@ import io
 import os
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -53,6 +54,8 @@ MOST_BYTES = 64 << 20
 """Of a manifest."""
 CHUNK_BYTES = 4 << 20
 """Bytes that are hashed, or fetched, at once."""
+ROWS_AT_ONCE = 1 << 16
+"""Changed rows that are read at once."""
 
 
 class Published:
@@ -109,7 +112,7 @@ class Published:
             place, reader = stack.enter_context(self._reader(name))
             if isinstance(place, LocalDirectory):
                 file = stack.enter_context((place.root / name.rpartition("/")[2]).open("rb"))
-                if _digest(file) != entry.sha256:
+                if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
                     raise _damaged(f"{self}/{name}")
             else:
                 file = stack.enter_context(tempfile.TemporaryFile(prefix="hotbed-"))
@@ -178,7 +181,7 @@ class Published:
         target = self._cache / entry.sha256
         if target.is_file() and target.stat().st_size == entry.bytes:
             with target.open("rb") as file:
-                if _digest(file) == entry.sha256:
+                if hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256:
                     return target
         self._cache.mkdir(parents=True, exist_ok=True)
         unfinished = self._cache / f".{entry.sha256}.unfinished-{uuid.uuid4().hex[:8]}"
@@ -291,13 +294,6 @@ class ExportedModel(Published):
         entry = self.manifest.tables[table]
         return None if entry.ids is None else self._mapped(entry.ids, np.dtype("<i8"), (entry.rows,))
 
-    def vectors(self, table: str, rows: Tensor) -> Tensor:
-        """Rows of a table ``[n]`` int64 as float32 ``[n, D]``."""
-        entry = self.manifest.tables[table]
-        records = torch.empty(len(rows), entry.record_bytes, dtype=torch.uint8)
-        records.numpy()[:] = self.records(table)[rows.numpy()]
-        return entry.records().rows(records, entry.is_wide(rows))
-
     def dense(self) -> nn.Module:
         """The dense program, as a module; each call makes one with parameters of its own.
 
@@ -355,10 +351,30 @@ class ChangeSet(Published):
         DamagedError
             If the file is not what was written, or its rows are not what the manifest counts.
         """
-        from hotbed.serve.changed_rows import read_rows
+        import pyarrow as pa
+        from pyarrow import parquet
 
-        with self.opened(ROWS) as file:  # whose hash was compared, before any row is used
-            yield from read_rows(file, self.manifest, f"{self}/{ROWS}")
+        where, found = f"{self}/{ROWS}", Counter[tuple[str, str]]()
+        try:
+            with self.opened(ROWS) as file, parquet.ParquetFile(file) as parquet_file:
+                metadata: dict[bytes, bytes] = parquet_file.schema_arrow.metadata or {}
+                for key, state in (("base", self.manifest.base.state), ("sequence", self.manifest.sequence.state)):
+                    has = metadata.get(f"hotbed.{key}".encode(), b"").decode()
+                    if has != state:
+                        raise DamagedError(
+                            f"{where} has '{key}' {has[:12]}…, its manifest {state[:12]}…; copy it again"
+                        )
+                for batch in parquet_file.iter_batches(ROWS_AT_ONCE, columns=["table", "id", "op", "vector"]):
+                    yield from _by_table(batch, found, where)
+        except (pa.ArrowException, KeyError, ValueError) as error:
+            raise DamagedError(f"{where} is not what hotbed writes: {error}") from None
+        for table, count in self.manifest.tables.items():
+            counted = found[table, "upsert"], found[table, "delete"]
+            if counted != (count.upserts, count.deletes):
+                raise DamagedError(
+                    f"{where} has {counted[0]:,} rows and {counted[1]:,} deleted ids of table '{table}', its manifest "
+                    f"says {count.upserts:,} and {count.deletes:,}; copy it again"
+                )
 
     def dense(self) -> dict[str, Tensor]:
         """All parameters and buffers of the dense program, by the names of its ``state_dict()``."""
@@ -368,6 +384,28 @@ class ChangeSet(Published):
             raise
         except Exception as error:
             raise DamagedError(f"{self}/{DENSE} is no safetensors file: {error}") from None
+
+
+def _by_table(batch: Any, found: Counter[tuple[str, str]], where: str) -> Iterator[TableChange]:
+    """Split a record batch at the changes of table or operation, which rows are sorted by."""
+    tables, ops = (batch.column(name).cast("string").to_numpy(zero_copy_only=False) for name in ("table", "op"))
+    ids = torch.from_numpy(batch.column("id").to_numpy(zero_copy_only=False).astype(np.int64))
+    vectors = batch.column("vector")
+    starts = np.flatnonzero((tables[1:] != tables[:-1]) | (ops[1:] != ops[:-1])) + 1
+    for first, last in zip([0, *starts.tolist()], [*starts.tolist(), len(ids)], strict=True):
+        if first == last:
+            continue
+        table, op, some = str(tables[first]), str(ops[first]), ids[first:last]
+        found[table, op] += last - first
+        if op == "delete":
+            yield TableChange(table, some, some[:0], torch.empty(0, 0))
+            continue
+        lists = vectors.slice(first, last - first)
+        flat = lists.flatten().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+        lengths = np.diff(lists.offsets.to_numpy())
+        if lists.null_count or op != "upsert" or (lengths != lengths[0]).any():
+            raise DamagedError(f"{where}: rows of table '{table}' have no vectors of one length, or an op '{op}'")
+        yield TableChange(table, some[:0], some, torch.from_numpy(flat.copy()).view(last - first, -1))
 
 
 def _manifest(kind: type[Manifest], place: Directory) -> Manifest:
@@ -380,13 +418,6 @@ def _manifest(kind: type[Manifest], place: Directory) -> Manifest:
 
 def _damaged(file: str) -> DamagedError:
     return DamagedError(f"{file} is damaged (its SHA-256 is not the manifest's); copy the directory again")
-
-
-def _digest(file: BinaryIO) -> str:
-    found = hashlib.sha256()
-    while chunk := file.read(CHUNK_BYTES):
-        found.update(chunk)
-    return found.hexdigest()
 
 
 def _user_cache() -> Path:

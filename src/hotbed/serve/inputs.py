@@ -8,47 +8,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import pyarrow as pa
 
 from hotbed.errors import RequestError, did_you_mean
 from hotbed.parsing import TextError, parse_json
 
+if TYPE_CHECKING:
+    from hotbed.data.plain_rows import InputColumn
+
 JSON_TYPES = ("application/json", "application/x-www-form-urlencoded", "text/json", "")
 """Content types of JSON bodies; curl sends the second where nothing is said."""
 LINES_TYPES = ("application/x-ndjson", "application/jsonl", "application/x-jsonlines")
-
-
-class RawColumn(Protocol):
-    """A column of raw rows that a model needs."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        ...
-
-    @property
-    def kind(self) -> str:
-        """``"text"``, ``"integers"`` or ``"numbers"``; "" for text or integers, where training had neither."""
-        ...
-
-    @property
-    def is_list(self) -> bool:
-        """Whether each row has a list of values."""
-        ...
-
-
-class RawEncoder(Protocol):
-    """What the server needs of an encoder."""
-
-    def columns(self) -> Sequence[RawColumn]:
-        """Columns that raw rows must have."""
-        ...
-
-    def table(self, rows: Mapping[str, Sequence[object]], /) -> pa.Table:
-        """Make typed columns of JSON's values; a `DataError` says which is absent, or of another kind or length."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -160,7 +132,7 @@ def parse_rows(body: bytes, content_type: str, max_rows: int) -> JsonRows:
     return JsonRows(id_, cast("dict[str, Sequence[object]]", columns))
 
 
-def record_batch(table: pa.Table, columns: Sequence[RawColumn]) -> pa.RecordBatch:
+def record_batch(table: pa.Table, columns: Sequence[InputColumn]) -> pa.RecordBatch:
     """A table's rows in one piece, as a model takes them.
 
     Numbers are float64, also where all of a request's are whole, so that requests of the same columns fit together;

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TextIO
+from logging.handlers import QueueHandler, QueueListener
 
 from typing_extensions import override
 
@@ -37,68 +37,48 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-class _Lines(logging.Handler):
-    """Writes records by a thread; where they wait because nobody reads the stream, they are dropped and counted.
+class _Lines(QueueHandler):
+    """Queues lines; drops and counts them while too many wait."""
 
-    A file is written without a lock of Python's, for which the end of the process would wait.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self._stream = stream
-        self._records = queue.Queue[logging.LogRecord | None](_WAITING_LINES)
+    def __init__(self) -> None:
+        super().__init__(queue.SimpleQueue[logging.LogRecord]())
+        self.setFormatter(JsonFormatter())
         self.dropped = 0
-        self._thread = threading.Thread(target=self._run, name="hotbed-log", daemon=True)
-        self._thread.start()
 
     @override
-    def emit(self, record: logging.LogRecord) -> None:
-        if not self._put(record):
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self.queue.qsize() < _WAITING_LINES:
+            super().enqueue(record)
+        else:
             self.dropped += 1
 
-    def stop(self, wait_s: float) -> bool:
-        """Write what waits, for at most so long; whether all is written."""
-        while not self._put(None):
-            with contextlib.suppress(queue.Empty):
-                self._records.get_nowait()
-                self.dropped += 1
-        self._thread.join(wait_s)
-        return not self._thread.is_alive()
 
-    def write(self, line: str) -> None:
-        """Write a line."""
+class _Writer(QueueListener):
+    """Writes lines to a file descriptor, without a lock of Python's that the end of the process would wait for."""
+
+    def __init__(self, lines: _Lines, file: int) -> None:
+        super().__init__(lines.queue)
+        self._lines, self._file = lines, file
+
+    @override
+    def handle(self, record: logging.LogRecord) -> None:
+        rest = f"{record.getMessage()}\n".encode()
         try:
-            file = self._stream.fileno()
-        except OSError:  # of text in memory
-            self._stream.write(line + "\n")
-            return
-        rest = f"{line}\n".encode()
-        while rest:
-            rest = rest[os.write(file, rest) :]
-
-    def _put(self, record: logging.LogRecord | None) -> bool:
-        try:
-            self._records.put_nowait(record)
-        except queue.Full:
-            return False
-        return True
-
-    def _run(self) -> None:
-        formatter = JsonFormatter()
-        while (record := self._records.get()) is not None:
-            try:
-                self.write(formatter.format(record))
-            except Exception:  # the reader is gone; whoever logs must not fail for it
-                self.dropped += 1
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError:  # the reader is gone
+            self._lines.dropped += 1
 
 
 @contextmanager
-def json_logs(stream: TextIO) -> Generator[None]:
-    """Write what the server logs to a stream, line by line; its loggers are as before afterwards.
+def json_logs(file: int = 2) -> Generator[None]:
+    """Write what the server logs to a file descriptor, line by line; its loggers are as before afterwards.
 
     The end waits for a reader, but not for long.
     """
-    lines = _Lines(stream)
+    lines = _Lines()
+    writer = _Writer(lines, file)
+    writer.start()
     before = {name: (logging.getLogger(name).level, logging.getLogger(name).propagate) for name in _LOGGERS}
     for name in _LOGGERS:
         logger = logging.getLogger(name)
@@ -113,6 +93,10 @@ def json_logs(stream: TextIO) -> Generator[None]:
             logger.removeHandler(lines)
             logger.setLevel(level)
             logger.propagate = propagate
-        if lines.stop(_WAIT_S) and lines.dropped:
-            with contextlib.suppress(OSError, ValueError):
-                lines.write(json.dumps({"level": "warning", "event": "lines_dropped", "lines": lines.dropped}))
+        stopping = threading.Thread(target=writer.stop, daemon=True)  # `stop` waits as long as it takes
+        stopping.start()
+        stopping.join(_WAIT_S)
+        if not stopping.is_alive() and lines.dropped:
+            last = {"level": "warning", "event": "lines_dropped", "lines": lines.dropped}
+            with contextlib.suppress(OSError):
+                os.write(file, f"{json.dumps(last)}\n".encode())

@@ -62,7 +62,8 @@ class ServeOptions:
     timeout_s
         Seconds from a request's last byte until it is answered 504; reading its body counts.
     read_timeout_s
-        Seconds in which a client must have sent the head of a request, then its body; and taken its answer.
+        Seconds in which a client must have sent the head of a request, then its body; on Linux, also the longest time
+        in which a client takes nothing of its answer.
     idle_timeout_s
         Seconds that an idle connection is kept open.
     drain_s

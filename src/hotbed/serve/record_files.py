@@ -34,6 +34,7 @@ from hotbed.errors import StoreError
 from hotbed.files import unnamed_file
 from hotbed.ops import cpu_cache
 from hotbed.store.records import Records, RecordsAbove, Use
+from hotbed.store.rising import ListedSlots, RisingSlots
 
 READERS = 16
 """Threads that read files, of all models together: a disk is fast when it has much to do at once."""
@@ -148,8 +149,8 @@ class RecordFiles(Records):
         raise StoreError("the rows of an exported model are read only; changes of it are applied as a whole")
 
     @override
-    def keys(self) -> Tensor:
-        return torch.arange(self._bytes // self.record_bytes)
+    def slots(self) -> RisingSlots:
+        return ListedSlots(torch.arange(self._bytes // self.record_bytes))
 
     @override
     def clear(self) -> None:

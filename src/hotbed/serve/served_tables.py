@@ -282,13 +282,6 @@ class ServedTables:
             if place.ids is not None:
                 place.ids.discard()
 
-    def vectors(self, table: str, ids: Tensor) -> Tensor:
-        """Rows of ids ``[n]`` as float32 ``[n, D]``, as they are served."""
-        place = self._places[table]
-        rows = ids if place.ids is None else place.ids.rows_of(ids, None, train=False)[0]
-        store = place.rows.arena.store
-        return store.read((rows + place.first_slot).to(store.device), use="once")
-
 
 def placement(tables: dict[str, TableEntry], memory_bytes: int | None) -> tuple[set[str], dict[str, int]]:
     """Choose which tables are in memory, and by how many bytes the others are cached.

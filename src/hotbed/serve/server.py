@@ -14,20 +14,22 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 from typing_extensions import override
 
 from hotbed.errors import RecipeError, StoppedError
-from hotbed.serve.app import Application, Routes
-from hotbed.serve.batching import Batcher, ScoringModel
-from hotbed.serve.connections import ConnectionLimits, limited_protocol
+from hotbed.serve.app import Application
+from hotbed.serve.batching import Batcher
+from hotbed.serve.connections import Connection
+from hotbed.serve.follower import Follower
 from hotbed.serve.metrics import ModelState, ServerMetrics
+from hotbed.serve.model import ServedModel
 from hotbed.serve.options import ServeOptions
-from hotbed.serve.shares import Shares
 
 LOG = logging.getLogger("hotbed.serve")
 _WAIT_FOR_THREADS_S = 5.0
@@ -36,31 +38,13 @@ _SWITCH_S = 1e-4
 take, and those that receive them and those that score them take turns several times for each."""
 
 
-class Following(Protocol):
-    """What the server needs of a thread that takes changes over."""
-
-    @property
-    def staleness_s(self) -> float | None:
-        """Seconds since the version that scores was published."""
-        ...
-
-    @property
-    def behind_s(self) -> float:
-        """Seconds since the version that scores was last seen to be the newest that is published."""
-        ...
-
-    def counters(self) -> Mapping[str, Mapping[str, float]]:
-        """Versions since the start: ``"applied"`` by kind, ``"refused"`` by reason."""
-        ...
-
-
 @dataclass(frozen=True)
 class Served:
     """A model under its name, and what follows its training, if anything does."""
 
     name: str
-    model: ScoringModel
-    follower: Following | None = None
+    model: ServedModel
+    follower: Follower | None = None
 
 
 def listen(options: ServeOptions) -> socket.socket:
@@ -80,6 +64,8 @@ def listen(options: ServeOptions) -> socket.socket:
         ) from None
     try:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it: they end where an answer is not taken
+            taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * options.read_timeout_s))
         taken.bind(address)
     except OSError as error:
         taken.close()
@@ -96,11 +82,9 @@ class Server:
     Parameters
     ----------
     models
-        What is served; whoever opened the models closes them.
+        What is served, the first one by ``/score``; whoever opened the models closes them.
     options
         See `ServeOptions`.
-    shares
-        By name of a model, its share of ``/score``.
     taken
         A bound socket, see `listen`.
     token
@@ -111,14 +95,13 @@ class Server:
         self,
         models: Sequence[Served],
         options: ServeOptions,
-        shares: Mapping[str, float],
         taken: socket.socket,
         token: str | None = None,
     ) -> None:
         self._models, self._options, self._socket = {served.name: served for served in models}, options, taken
         self.host, self.port = taken.getsockname()[:2]
         self._batchers = dict[str, Batcher]()
-        self._metrics = ServerMetrics(self._states, lambda: len(self._uvicorn.server_state.connections))
+        self._metrics = ServerMetrics(self._states, self._count_connections)
         for name, served in self._models.items():
             self._batchers[name] = Batcher(
                 served.model,
@@ -127,11 +110,10 @@ class Server:
                 max_queue_rows=options.max_queue_rows,
                 observe=self._metrics.scored(name),
             )
-        self._app = Application(Routes(self._batchers, Shares(shares)), options, token, self._metrics)
-        limits = ConnectionLimits(options.max_connections, options.read_timeout_s, self._metrics.refused)
+        self._app = Application(self._batchers, options, token, self._metrics, self._count_connections)
         config = uvicorn.Config(
             self._app.asgi,
-            http=limited_protocol(limits),
+            http=cast(Any, partial(Connection, options, self._metrics.refused)),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -185,6 +167,9 @@ class Server:
         self._app.draining = True
         LOG.info("draining", extra={"details": {"signal": signal.Signals(number).name}})
         return self._options.drain_s if number == signal.SIGTERM else 0.0
+
+    def _count_connections(self) -> int:
+        return len(self._uvicorn.server_state.connections)
 
     def _states(self) -> dict[str, ModelState]:
         found = dict[str, ModelState]()

@@ -16,7 +16,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -26,18 +26,46 @@ from pydantic import BaseModel, Field, NonNegativeInt, StrictBool, StrictStr, Va
 
 from hotbed.errors import RequestError, did_you_mean
 from hotbed.parsing import TextError, parse_json
-from hotbed.serve.inputs import RawColumn, refuse_many, shown
+from hotbed.serve.inputs import refuse_many, shown
+
+if TYPE_CHECKING:
+    from hotbed.data.plain_rows import InputColumn
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 Datatype = Literal[
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "BYTES"
 ]
-_NUMPY = {
-    **{f"{sign}INT{bits}": f"<{kind}{bits // 8}" for sign, kind in (("", "i"), ("U", "u")) for bits in (8, 16, 32, 64)},
-    **{f"FP{bits}": f"<f{bits // 8}" for bits in (16, 32, 64)},
-    "BOOL": "u1",
+
+
+class _Kind(NamedTuple):
+    """How values of a datatype are written: as JSON (Python's types, and their name), in binary data, in Arrow."""
+
+    of_json: tuple[type, ...]
+    name: str
+    numpy: str
+    arrow: pa.DataType
+
+
+def _number(of_json: tuple[type, ...], name: str, numpy: str) -> _Kind:
+    return _Kind(of_json, name, numpy, pa.from_numpy_dtype(np.dtype(numpy)))
+
+
+_INTEGERS = {
+    f"{sign}INT{8 * size}": _number((int,), "an integer", f"<{kind}{size}")
+    for sign, kind in (("", "i"), ("U", "u"))
+    for size in (1, 2, 4, 8)
 }
-_WANTED = {"text": "BYTES", "integers": "INT64", "numbers": "FP64", "": "BYTES or INT64"}
+_FLOATS = {f"FP{8 * size}": _number((int, float), "a number", f"<f{size}") for size in (2, 4, 8)}
+_BOOL = {"BOOL": _Kind((bool,), "true or false", "u1", pa.bool_())}
+_BYTES = {"BYTES": _Kind((str,), "text", "", pa.large_string())}
+_KINDS = _INTEGERS | _FLOATS | _BOOL | _BYTES
+_TAKEN = {
+    "text": ("BYTES", _BYTES),
+    "integers": ("INT64", _INTEGERS | _BOOL),
+    "numbers": ("FP64", _INTEGERS | _FLOATS | _BOOL),
+    "": ("BYTES or INT64", _INTEGERS | _BOOL | _BYTES),
+}
+"""By kind of a column: the datatype that is asked for, and all that are taken."""
 _MOST_DIMENSIONS, _MOST_TENSORS = 3, 20_000
 
 
@@ -101,7 +129,7 @@ def output_names(labels: Sequence[str]) -> list[str]:
     return ["score"] if len(labels) == 1 else [f"score_{label}" for label in labels]
 
 
-def input_metadata(columns: Sequence[RawColumn]) -> list[dict[str, Any]]:
+def input_metadata(columns: Sequence[InputColumn]) -> list[dict[str, Any]]:
     """What ``GET /v2/models/NAME`` says of inputs."""
     found = list[dict[str, Any]]()
     for column in columns:
@@ -115,7 +143,7 @@ def input_metadata(columns: Sequence[RawColumn]) -> list[dict[str, Any]]:
 def read_tensors(
     body: bytes,
     header_length: str | None,
-    columns: Sequence[RawColumn],
+    columns: Sequence[InputColumn],
     outputs: Sequence[str],
     max_rows: int,
     max_json_bytes: int,
@@ -249,26 +277,19 @@ def _of_json(given: _Input, count: int) -> pa.Array:
         flat = [value for part in flat for value in cast("list[Any]", part)]
     if len(flat) != count:
         raise RequestError(f"input {shown(name)} has {len(flat):,} values; its shape {given.shape} needs {count:,}")
-    kinds, what = {
-        "BYTES": ((str,), "text"),
-        "BOOL": ((bool,), "true or false"),
-    }.get(given.datatype, ((int, float), "a number") if given.datatype.startswith("FP") else ((int,), "an integer"))
+    kind = _KINDS[given.datatype]
     for i, value in enumerate(flat):
-        if value is not None and type(value) not in kinds:
+        if value is not None and type(value) not in kind.of_json:
             raise RequestError(
-                f"input {shown(name)}, value {i:,} is {shown(value)}, must be {what}, as it is {given.datatype}"
+                f"input {shown(name)}, value {i:,} is {shown(value)}, must be {kind.name}, as it is {given.datatype}"
             )
     try:
-        if given.datatype == "BYTES":
-            return pa.array(flat, pa.large_string())
-        if given.datatype == "BOOL":
-            return pa.array(flat, pa.bool_())
-        if not given.datatype.startswith("FP"):
-            return pa.array(flat, pa.from_numpy_dtype(np.dtype(_NUMPY[given.datatype])))
+        if given.datatype not in _FLOATS:
+            return pa.array(flat, kind.arrow)
         with np.errstate(over="ignore"):
             wide = np.array([0 if value is None else value for value in flat], np.float64)
             missing = np.array([value is None for value in flat], np.bool_)
-            return pa.array(wide.astype(_NUMPY[given.datatype]).astype(np.float64), mask=missing)
+            return pa.array(wide.astype(kind.numpy).astype(np.float64), mask=missing)
     except (pa.ArrowInvalid, OverflowError, UnicodeError) as error:
         reason = (
             "text is not valid Unicode" if isinstance(error, UnicodeError) else f"a value is beyond {given.datatype}"
@@ -281,7 +302,7 @@ def _of_bytes(given: _Input, data: memoryview, count: int) -> pa.Array:
     name, datatype = given.name, given.datatype
     if datatype == "BYTES":
         return _texts(name, data, count)
-    kind = np.dtype(_NUMPY[datatype])
+    kind = np.dtype(_KINDS[datatype].numpy)
     if len(data) != count * kind.itemsize:
         raise RequestError(
             f"input {shown(name)} has binary_data_size {len(data):,}; {datatype} of the shape {given.shape} takes "
@@ -292,7 +313,7 @@ def _of_bytes(given: _Input, data: memoryview, count: int) -> pa.Array:
         if values.max(initial=0) > 1:
             raise RequestError(f"input {shown(name)}: bytes of BOOL must be 0 or 1, one is {values.max()}")
         return pa.array(values.astype(np.bool_))
-    return pa.array(values.astype(np.float64) if datatype.startswith("FP") else values)
+    return pa.array(values.astype(np.float64) if datatype in _FLOATS else values)
 
 
 def _texts(name: str, data: memoryview, count: int) -> pa.Array:
@@ -312,14 +333,14 @@ def _texts(name: str, data: memoryview, count: int) -> pa.Array:
         raise RequestError(f"input {shown(name)} has text that is not UTF-8; encode it so") from None
 
 
-def _columns(tensors: dict[str, _Tensor], columns: Sequence[RawColumn], max_rows: int) -> pa.Table:
+def _columns(tensors: dict[str, _Tensor], columns: Sequence[InputColumn], max_rows: int) -> pa.Table:
     """Columns of raw rows of tensors; all tensors must be used."""
     left, made = dict(tensors), dict[str, pa.Array]()
     for column in columns:
         tensor = left.pop(column.name, None)
         if tensor is None:
             raise RequestError(
-                f"there is no input '{column.name}', which the model needs ({_WANTED[column.kind]})"
+                f"there is no input '{column.name}', which the model needs ({_TAKEN[column.kind][0]})"
                 f"{did_you_mean(column.name, tensors)}"
             )
         _check_datatype(tensor, column)
@@ -345,13 +366,12 @@ def _columns(tensors: dict[str, _Tensor], columns: Sequence[RawColumn], max_rows
     return pa.table(made)
 
 
-def _check_datatype(tensor: _Tensor, column: RawColumn) -> None:
-    is_text = tensor.datatype == "BYTES"
-    good = {"text": is_text, "numbers": not is_text, "": not tensor.datatype.startswith("FP")}
-    if not good.get(column.kind, not is_text and not tensor.datatype.startswith("FP")):
+def _check_datatype(tensor: _Tensor, column: InputColumn) -> None:
+    wanted, taken = _TAKEN[column.kind]
+    if tensor.datatype not in taken:
         raise RequestError(
             f"input '{column.name}' is {tensor.datatype}, but the model was trained on {column.kind or 'ids'} there; "
-            f"send {_WANTED[column.kind]}"
+            f"send {wanted}"
         )
 
 
@@ -380,8 +400,7 @@ def _lists(tensor: _Tensor, lengths: _Tensor | None, max_rows: int) -> pa.Array:
         refuse_many(rows, max_rows)  # before memory is taken: rows without values need no bytes
         counts = np.full(rows, k, np.int64)
     else:
-        whole = not lengths.datatype.startswith("FP") and lengths.datatype not in ("BYTES", "BOOL")
-        if not whole or len(lengths.shape) != 1 or lengths.values.null_count:
+        if lengths.datatype not in _INTEGERS or len(lengths.shape) != 1 or lengths.values.null_count:
             raise RequestError(f"input '{lengths.name}' must be INT64, how many values each row has: [B]")
         counts = lengths.values.to_numpy(zero_copy_only=False)
         if len(tensor.shape) != 1 or bool((counts < 0).any()) or sum(counts.tolist()) != len(values):

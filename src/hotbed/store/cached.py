@@ -198,14 +198,6 @@ class CachedRecords(Records):
             yield InPlace(self._slab, places)
 
     @override
-    def keys(self) -> Tensor:
-        with self._lock:
-            self._insert_written()
-            self._write_back()
-            own = self._tags.keys[self._tags.keys != FREE].cpu()
-        return torch.cat([self.below.keys(), own]).unique()
-
-    @override
     def settle(self) -> None:
         with self._lock:
             self._insert_written()

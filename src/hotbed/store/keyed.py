@@ -55,10 +55,6 @@ class KeyedRecords(Records):
         return self._keys.nbytes + self._places.nbytes + self._numbers.nbytes
 
     @override
-    def keys(self) -> Tensor:
-        return self._keys[: self._count].sort().values
-
-    @override
     def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
         numbers = self.numbers_of(slots)
         there = numbers >= 0

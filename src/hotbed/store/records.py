@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed.store.listing import Listed
-from hotbed.store.rising import ListedSlots, RisingSlots
+from hotbed.store.rising import RisingSlots
 from hotbed.store.touched import Touched, TouchedSlots
 
 Use = Literal["lookup", "update", "once", "ahead"]
@@ -164,17 +164,16 @@ class Records(ABC):
         """
         yield None
 
-    @abstractmethod
-    def keys(self) -> Tensor:
-        """List all slots that have a record here or below, rising ``[n]``, on the CPU."""
-
     def settle(self) -> None:
         """Make the slowest layer know every slot that has a record; a cache writes its new records there."""
         return
 
+    @abstractmethod
     def slots(self) -> RisingSlots:
-        """List all slots that have a record now, with little memory however long the list is; settles first."""
-        return ListedSlots(self.keys())
+        """List all slots that have a record here or below now; settles first.
+
+        `hotbed.store.rising.ListedSlots` lists those of a tensor, `hotbed.store.keyed.NumberedSlots` takes less memory.
+        """
 
     def touched(self) -> Touched:
         """Return a collector of the slots whose records change from now on; settles first."""
@@ -182,7 +181,7 @@ class Records(ABC):
 
     def has(self, slots: Tensor) -> Tensor:
         """Return which of these slots ``[n]`` have a record here or below, as ``[n]`` bool."""
-        return torch.isin(slots, self.keys())
+        return torch.isin(slots, self.slots()[:])
 
     @abstractmethod
     def clear(self) -> None:
@@ -215,10 +214,6 @@ class RecordsAbove(Records):
     @override
     def write(self, slots: Tensor, records: Tensor) -> None:
         self.below.write(slots, records)
-
-    @override
-    def keys(self) -> Tensor:
-        return self.below.keys()
 
     @override
     def settle(self) -> None:

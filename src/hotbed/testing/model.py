@@ -21,7 +21,7 @@ import io
 import json
 import tempfile
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -73,19 +73,6 @@ PLANS: dict[str, Any] = {
 }
 """What the same model is trained under: values of ``parallel.plan``."""
 
-_ON_DISK = {"tier": "disk", "cache_rows": 8}
-
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    name: {"class_path": f"hotbed.optim.{name}", "init_args": {"lr": lr}}
-    for name, lr in {
-        **dict.fromkeys(("SGD", "Adagrad", "RowWiseAdagrad", "FTRL"), 0.1),
-        **dict.fromkeys(("Adam", "AdamW", "PartialRowWiseAdam", "LAMB"), 0.01),
-    }.items()
-}
-"""What tables are trained by: values of ``sparse_optimizer``."""
-OF_OPTIMIZERS = {name: PLANS[name] for name in ("whole tables", "grid of rows and columns", "on disk, cached")}
-"""What the same model is trained under by each of them."""
-
 
 class ModelContract(ABC):
     """What every model must do; the tests of a subclass run for the model that its attributes name.
@@ -119,31 +106,26 @@ class ModelContract(ABC):
 
     def test_every_plan_trains_the_same_model(self, recipe: dict[str, Any], world: World) -> None:
         """To the bit, wherever rows are."""
-        found = world(RANKS, trained_under, recipe, PLANS)[0]
+        found = world(RANKS, trained, under(recipe, PLANS))[0]
         assert found == dict.fromkeys(PLANS, found["whole tables"])
-
-    def test_every_optimizer_trains_the_same_model_under_any_plan(self, recipe: dict[str, Any], world: World) -> None:
-        """Whether it has moments of rows or of their elements, or norms of both."""
-        found = world(RANKS, trained_by, recipe, OPTIMIZERS, OF_OPTIMIZERS)[0]
-        assert found == {name: dict.fromkeys(OF_OPTIMIZERS, by["whole tables"]) for name, by in found.items()}
-        assert len({by["whole tables"] for by in found.values()}) == len(OPTIMIZERS)
 
     def test_replicas_train_the_same_model_under_every_plan(self, recipe: dict[str, Any], world: World) -> None:
         """Two groups of two processes, whose copies are averaged."""
-        plans = {name: PLANS[name] for name in ("whole tables", "cut into rows", "cut into columns")}
-        found = world(4, trained_under, recipe | {"parallel": {"replicas": 2}}, plans)[0]
+        plans = ("whole tables", "cut into rows", "cut into columns")
+        found = world(4, trained, under(recipe | {"parallel": {"replicas": 2}}, plans))[0]
         assert found == dict.fromkeys(plans, found["whole tables"])
 
     def test_a_run_goes_on_under_another_plan(self, recipe: dict[str, Any], world: World, tmp_path: Path) -> None:
         """From a checkpoint, to the bit of the run that was not stopped."""
-        plans = {name: PLANS[name] for name in ("on disk, cached", "cut into columns")}
-        straight = world(RANKS, trained_under, recipe, {"": "row"})[0][""]
-        assert world(RANKS, trained_in_two, recipe, plans, str(tmp_path / "checkpoint"))[0] == straight
+        recipes = under(recipe, ("cut into rows", "on disk, cached", "cut into columns"))
+        straight = world(RANKS, trained, {"": recipes.pop("cut into rows")})[0][""]
+        assert world(RANKS, trained_in_two, *recipes.values(), str(tmp_path / "checkpoint"))[0] == straight
 
     def test_one_process_with_rows_on_disk_trains_the_same_model(self, recipe: dict[str, Any]) -> None:
         """As with rows in the host's memory; with all in the device's, a model with dropout draws other numbers."""
-        in_memory, on_disk = (recipe | {"memory": memory} for memory in ({"tier": "host"}, _ON_DISK))
-        assert trained(None, in_memory) == trained(None, on_disk)
+        memories = {"host": {"tier": "host"}, "disk": {"tier": "disk", "cache_rows": 8}}
+        found = trained(None, {name: recipe | {"memory": memory} for name, memory in memories.items()})
+        assert found["host"] == found["disk"]
 
     def test_it_learns(self, recipe: dict[str, Any]) -> None:
         """Samples that it sees again and again; losses are finite."""
@@ -253,7 +235,7 @@ def recipe_of(contract: ModelContract | type[ModelContract], folder: Path) -> di
         "model": asdict(contract.model),
         "retrieval": contract.retrieval,
         "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-        "sparse_optimizer": OPTIMIZERS["RowWiseAdagrad"],
+        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
         "train": {"batch_size": BATCH, "steps": STEPS, "device": "cpu", "precision": "fp32"},
     }
 
@@ -291,50 +273,36 @@ def _lists(values: NDArray[Any], lengths: NDArray[np.int64]) -> Any:
 # -- runs, also as one rank of several -----------------------------------------------------------------------------
 
 
-def trained_under(group: Group, recipe: Mapping[str, Any], plans: Mapping[str, Any]) -> dict[str, str]:
-    """Train by a recipe under one plan after the other; by plan, what `trained` returns."""
-    return {name: trained(group, _with_plan(recipe, plan)) for name, plan in plans.items()}
+def under(recipe: Mapping[str, Any], plans: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the recipe with each of these plans, by the plan's name in `PLANS`."""
+    return {n: {**recipe, "parallel": {**recipe.get("parallel", {}), "plan": PLANS[n]}} for n in plans}
 
 
-def trained_by(
-    group: Group, recipe: Mapping[str, Any], optimizers: Mapping[str, Any], plans: Mapping[str, Any]
-) -> dict[str, dict[str, str]]:
-    """Train by one optimizer of tables after the other; by optimizer, what `trained_under` returns."""
-    return {name: trained_under(group, {**recipe, "sparse_optimizer": of}, plans) for name, of in optimizers.items()}
+def trained(_: Group, recipes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Train by each recipe; return the SHA-256 of its losses and of everything that was learned, by the same name."""
+    found: dict[str, str] = {}
+    for name, recipe in recipes.items():
+        losses = _Losses()
+        found[name] = _digest(losses, _fit(Recipe.from_dict(dict(recipe)), losses))
+    return found
 
 
-def trained(_: Group, recipe: Mapping[str, Any]) -> str:
-    """Train by a recipe, and return the SHA-256 of the losses, and of everything that was learned."""
+def trained_in_two(_: Group, first: Mapping[str, Any], second: Mapping[str, Any], checkpoint: str) -> str:
+    """Train half of the steps by each of two recipes, by the second from a checkpoint of the first."""
     losses = _Losses()
-    return _digest(losses, _fit(Recipe.from_dict(recipe), losses))
-
-
-def trained_in_two(_: Group, recipe: Mapping[str, Any], plans: Mapping[str, Any], checkpoint: str) -> str:
-    """Train half of the steps under each of two plans, the second from a checkpoint of the first."""
-    first, second = (Recipe.from_dict(_with_plan(recipe, plan)) for plan in plans.values())
-    losses = _Losses(stop_at=STEPS // 2)
-    trainer = _fit(first, losses)
+    half = {**first, "train": {**first["train"], "steps": STEPS // 2}}
+    trainer = _fit(Recipe.from_dict(half), losses)
     save_checkpoint(checkpoint, trainer.parts(), step=trainer.step).wait()
     trainer.ranks.add(0)  # nobody reads before it is there
-    losses.stop_at = None
-    return _digest(losses, _fit(second, losses, checkpoint))
-
-
-def _with_plan(recipe: Mapping[str, Any], plan: Any) -> dict[str, Any]:
-    return {**recipe, "parallel": {**recipe.get("parallel", {}), "plan": plan}}
+    return _digest(losses, _fit(Recipe.from_dict(dict(second)), losses, checkpoint))
 
 
 class _Losses(Callback):
-    """Keeps the losses, and ends a run at a step."""
-
-    def __init__(self, stop_at: int | None = None) -> None:
+    def __init__(self) -> None:
         self.found: list[float] = []
-        self.stop_at = stop_at
 
     def on_step(self, trainer: Trainer, loss: float) -> None:
         self.found.append(loss)
-        if trainer.step == self.stop_at:
-            trainer.stop = True
 
 
 def _fit(recipe: Recipe, losses: _Losses, checkpoint: str | None = None) -> Trainer:
