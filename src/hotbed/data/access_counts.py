@@ -1,14 +1,13 @@
 """Count lookups per row in one pass over a split or a sample of it: `count_accesses`, by which hot rows are chosen.
 
-Memory is 8 bytes per counted row, and a few chunks of the source. Rows are numbered by falling popularity, so of a table
-with very many rows only the first ones are counted: `COUNTED_ROWS`. Rows beyond count as never looked up.
+Memory is 8 bytes per counted row, and a few chunks of the source. Rows are numbered by falling popularity, so only the
+first `COUNTED_ROWS` rows of a table are counted. Rows beyond count as never looked up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch

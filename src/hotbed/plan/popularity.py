@@ -92,8 +92,8 @@ class Counted:
     Parameters
     ----------
     counts
-        Accesses of each of the first rows ``[≤ R]``; rows beyond were not looked up. Where they rise a row counts as often as a later one, so
-        that rows that are not in order of popularity are not taken for what they are not.
+        Accesses of each of the first rows ``[≤ R]``; rows beyond were not looked up. Where counts rise, a row counts as
+        often as a later one, so that the order of rows is an order of popularity.
     """
 
     def __init__(self, counts: Tensor, samples: int) -> None:
