@@ -7,6 +7,7 @@ with the rows as constants.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -43,10 +44,9 @@ class _DropIn(nn.Module):
         self.table = table.name
         self.num_embeddings, self.embedding_dim = table.rows, table.dim
         self.padding_idx, self.max_norm = padding_idx, max_norm
-        self.register_state_dict_post_hook(_rename_saved)
-        self.register_load_state_dict_pre_hook(_rename_loaded)
-        self.register_load_state_dict_post_hook(_finish_load)
         self.loaded_from = ""
+        self.register_load_state_dict_post_hook(_limit_loaded)
+        rename_states(self, f"rows.{self.table}.", "")
 
     @property
     def weight(self) -> Tensor:
@@ -148,29 +148,33 @@ def weight_of(rows: EmbeddingCollection, table: str) -> Tensor:
     return TableRows.of(rows, table)
 
 
-def _rename_saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Save the table under the name of the weight that it was."""
-    assert isinstance(module, _DropIn)
-    inner = f"{prefix}rows.{module.table}."
-    for key in [key for key in state if key.startswith(inner)]:
-        state[prefix + key.removeprefix(inner)] = state.pop(key)
+def rename_states(module: nn.Module, inner: str, outer: str) -> None:
+    """Save, load and report what a module's state has under ``inner`` as if it were under ``outer``."""
+    module.register_state_dict_post_hook(partial(_rename_saved, inner, outer))
+    module.register_load_state_dict_pre_hook(partial(_rename_loaded, inner, outer))
+    module.register_load_state_dict_post_hook(partial(_rename_reported, inner, outer))
 
 
-def _rename_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take ``weight``, of torch's module or of this one, to the table."""
-    assert isinstance(module, _DropIn)
+def _rename_saved(inner: str, outer: str, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for key in [key for key in state if key.startswith(prefix + inner)]:
+        state[prefix + outer + key.removeprefix(prefix + inner)] = state.pop(key)
+
+
+def _rename_loaded(inner: str, outer: str, module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     module.loaded_from = prefix
-    for key in [key for key in state if key.startswith(prefix) and not key.startswith(f"{prefix}rows.")]:
-        state[f"{prefix}rows.{module.table}.{key.removeprefix(prefix)}"] = state.pop(key)
+    for key in [key for key in state if key.startswith(prefix + outer) and not key.startswith(f"{prefix}rows.")]:
+        state[prefix + inner + key.removeprefix(prefix + outer)] = state.pop(key)
 
 
-def _finish_load(module: nn.Module, keys: Any) -> None:
-    """Limit norms, and report missing and unexpected keys by the names that torch's module has."""
+def _rename_reported(inner: str, outer: str, module: Any, found: Any) -> None:
+    start: str = module.loaded_from
+    for keys in (found.missing_keys, found.unexpected_keys):
+        keys[:] = [start + outer + k.removeprefix(start + inner) if k.startswith(start + inner) else k for k in keys]
+
+
+def _limit_loaded(module: nn.Module, _: Any) -> None:
     assert isinstance(module, _DropIn)
     module.limit_norms()
-    inner = f"{module.loaded_from}rows.{module.table}."
-    for names in (keys.missing_keys, keys.unexpected_keys):
-        names[:] = [module.loaded_from + n.removeprefix(inner) if n.startswith(inner) else n for n in names]
 
 
 class Embedding(_DropIn):

@@ -12,6 +12,7 @@ from typing_extensions import override
 from hotbed import embed
 from hotbed.bags import Bags
 from hotbed.batch import Embeddings
+from hotbed.compat.drop_in import rename_states
 from hotbed.compat.torchrec.configs import (
     Config,
     EmbeddingBagConfig,
@@ -37,8 +38,8 @@ class _Collection(nn.Module, Generic[Config]):
     """Hold what both collections share: tables, features, and names in ``state_dict``."""
 
     views_name: str
-    loaded_as = ""
-    """What names of tables begin with in the state that was loaded last."""
+    loaded_from = ""
+    """What names began with in the state that was loaded last."""
 
     def __init__(self, tables: Sequence[Config], device: torch.device | str | None, weighted: bool = False) -> None:
         super().__init__()
@@ -58,9 +59,7 @@ class _Collection(nn.Module, Generic[Config]):
         self._features = tuple(feature for feature, _ in self._names.values())
         for config in self._configs:
             self._initialize(config, place)
-        self.register_state_dict_post_hook(_rename_saved)
-        self.register_load_state_dict_pre_hook(_rename_loaded)
-        self.register_load_state_dict_post_hook(_rename_reported)
+        rename_states(self, "rows.", f"{self.views_name}.")
 
     @torch.no_grad()
     def _initialize(self, config: EmbeddingConfig, place: torch.device) -> None:
@@ -295,26 +294,3 @@ def _shares(weights: Tensor, lengths: Tensor) -> Tensor:
     """Divide weights ``[N]`` by their sum in each bag, which is a constant for gradients, as in TorchRec."""
     sums = torch.segment_reduce(weights.detach().float(), "sum", lengths=lengths)
     return weights / (sums + _LEAST).repeat_interleave(lengths)
-
-
-def _rename_saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Save tables by TorchRec's names, ``embedding_bags.NAME.weight``."""
-    assert isinstance(module, _Collection)
-    for key in [key for key in state if key.startswith(f"{prefix}rows.")]:
-        state[f"{prefix}{module.views_name}.{key.removeprefix(f'{prefix}rows.')}"] = state.pop(key)
-
-
-def _rename_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take tables by TorchRec's names."""
-    assert isinstance(module, _Collection)
-    module.loaded_as = start = f"{prefix}{module.views_name}."
-    for key in [key for key in state if key.startswith(start)]:
-        state[f"{prefix}rows.{key.removeprefix(start)}"] = state.pop(key)
-
-
-def _rename_reported(module: nn.Module, found: Any) -> None:
-    """Report missing and unexpected keys by TorchRec's names."""
-    assert isinstance(module, _Collection)
-    inner = module.loaded_as.removesuffix(f"{module.views_name}.") + "rows."
-    for keys in (found.missing_keys, found.unexpected_keys):
-        keys[:] = [module.loaded_as + k.removeprefix(inner) if k.startswith(inner) else k for k in keys]
