@@ -21,7 +21,7 @@ from hotbed.embed import tables_on_meta
 from hotbed.errors import CheckpointError
 from hotbed.nn.dense_part import DensePart, dense_dtype, traced
 from hotbed.nn.normalization import normalization_of
-from hotbed.serve.schema import ChangeManifest, ModelManifest, encoder_digest
+from hotbed.serve.format import ChangeManifest, ModelManifest, encoder_digest
 from hotbed.serve.writing import Model, Progress, write_change, write_model
 from hotbed.train.build import new_model
 from hotbed.train.retrieval_build import model_source
