@@ -44,11 +44,10 @@ from hotbed.data.columns import SparseColumn
 from hotbed.data.encode import Encoder
 from hotbed.files import write_json
 from hotbed.nn.dense_part import DensePart, traced
-from hotbed.serve.format import MANIFEST, ExportedModel
-from hotbed.serve.model import ServedModel
-from hotbed.serve.redis_records import RedisRecords
-from hotbed.serve.schema import (
+from hotbed.serve.format import (
+    MANIFEST,
     DenseEntry,
+    ExportedModel,
     FeatureEntry,
     FileEntry,
     InitEntry,
@@ -57,6 +56,8 @@ from hotbed.serve.schema import (
     record_format,
     values_of,
 )
+from hotbed.serve.model import ServedModel
+from hotbed.serve.redis_records import RedisRecords
 from hotbed.train.report import environment
 
 GIB = 1 << 30

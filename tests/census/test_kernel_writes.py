@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotbed.ops import triton_rules, triton_runs, triton_segment, triton_step, triton_update
+from hotbed.ops import triton_dense, triton_rules, triton_runs, triton_segment, triton_update
 from hotbed.ops.triton_rows import RowPointers
 from hotbed.ops.triton_rules import Target
 from hotbed.ops.triton_runs import RunList
@@ -67,4 +67,4 @@ def test_what_helpers_store_is_seen(rule: str, kinds: tuple[int, int], moments: 
 
 def test_counts_in_place_are_read_and_written() -> None:
     given = tensors("counts", "trained", "gate")
-    assert names(given, triton_step._count_steps_kernel, [*given.values(), 4], BLOCK=64) == {"counts"}
+    assert names(given, triton_dense._count_steps_kernel, [*given.values(), 4], BLOCK=64) == {"counts"}

@@ -17,11 +17,8 @@ from hotbed.embed import dense
 from hotbed.ops import (
     reference,
     triton,
-    triton_loss,
-    triton_mean,
-    triton_relu,
+    triton_dense,
     triton_runtime,
-    triton_step,
     triton_update,
 )
 from hotbed.ops.rows import step_seeds
@@ -68,22 +65,22 @@ def replace_kernels() -> None:
 
             return call
 
-    noted_seeds = triton_step.step_seeds
+    noted_seeds = triton_dense.step_seeds
 
     def seeds(table_seeds: Tensor, steps: Tensor) -> Tensor:
         result = noted_seeds(table_seeds, steps)
         graphs.run(lambda t: t[0].copy_(step_seeds(t[1], t[2])), to_host((result, table_seeds, steps)))
         return result
 
-    triton_step.step_seeds = seeds
-    noted_count = triton_step.count_steps_
+    triton_dense.step_seeds = seeds
+    noted_count = triton_dense.count_steps_
 
     def count_steps_(counts: Tensor, trained: Tensor, gate: Tensor) -> None:
         noted_count(counts, trained, gate)
         graphs.run(lambda t: t[0].add_(t[1] * (t[2] != 0)), to_host((counts, trained, gate)))
 
-    triton_step.count_steps_ = count_steps_
-    noted_loss = triton_loss.cross_entropy
+    triton_dense.count_steps_ = count_steps_
+    noted_loss = triton_dense.cross_entropy
 
     def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         results = noted_loss(logits, labels, weights)
@@ -97,8 +94,8 @@ def replace_kernels() -> None:
             total = F.binary_cross_entropy_with_logits(x, labels, weights, reduction="sum")
             _fill(results, (total.detach(), torch.autograd.grad(total, x)[0]))
 
-    triton_loss.cross_entropy = cross_entropy
-    noted_relu = triton_relu.relu_backward
+    triton_dense.cross_entropy = cross_entropy
+    noted_relu = triton_dense.relu_backward
 
     def relu_backward(of_out: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         results = noted_relu(of_out, out)
@@ -111,8 +108,8 @@ def replace_kernels() -> None:
             passed = torch.where(out <= 0, 0, of_out)
             _fill(results, (passed, passed.float().sum(0).to(passed.dtype)))
 
-    triton_relu.relu_backward = relu_backward
-    noted_mean = triton_mean.mean_of_rows
+    triton_dense.relu_backward = relu_backward
+    noted_mean = triton_dense.mean_of_rows
 
     def mean_of_rows(values: Tensor) -> Tensor:
         result = noted_mean(values)
@@ -124,7 +121,7 @@ def replace_kernels() -> None:
         with RECORD.computing():
             result.copy_(dense.mean_of_rows(values))
 
-    triton_mean.mean_of_rows = mean_of_rows
+    triton_dense.mean_of_rows = mean_of_rows
     pretended = Pretended()
     load = backend._load
     backend._load = lambda name: pretended if name == "triton" else load(name)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from hotbed.ops import BagLayout, CacheTags, triton_loss, triton_mean, triton_relu, triton_step
+from hotbed.ops import BagLayout, CacheTags, triton_dense
 from hotbed.ops import triton as kernels
 from hotbed.ops.layout import FREE
 from tests.ops.arenas import OPTIONS, Arena
@@ -183,18 +183,18 @@ def _interaction(dim: int, dtype: str) -> Launch:
 
 def _relu(dtype: str) -> Launch:
     def run() -> None:
-        triton_relu.relu_backward(*(torch.zeros(9000, 512, dtype=FLOATS[dtype]) for _ in range(2)))
+        triton_dense.relu_backward(*(torch.zeros(9000, 512, dtype=FLOATS[dtype]) for _ in range(2)))
 
     return Launch(f"512 {dtype}", 0, 0, 0, run)
 
 
 def _others() -> None:
     """Initial values, loss, counts of steps, means over ranks, caches."""
-    triton_loss.cross_entropy(torch.zeros(9, 2), torch.zeros(9, 2), torch.ones(9, 1))
-    triton_step.step_seeds(torch.arange(9), torch.arange(9))
+    triton_dense.cross_entropy(torch.zeros(9, 2), torch.zeros(9, 2), torch.ones(9, 1))
+    triton_dense.step_seeds(torch.arange(9), torch.arange(9))
     for dtype in FLOATS.values():
-        triton_mean.mean_of_rows(torch.zeros(9, 300, dtype=dtype))
-    triton_step.count_steps_(torch.arange(9), torch.ones(9, dtype=torch.int64), torch.tensor(1.0))
+        triton_dense.mean_of_rows(torch.zeros(9, 300, dtype=dtype))
+    triton_dense.count_steps_(torch.arange(9), torch.ones(9, dtype=torch.int64), torch.tensor(1.0))
     kernels.initial_values_(torch.zeros(9, 128), seed=2**32 - 1, rows=range(9), cols=range(128), bound=0.1)
     for ways, by_count, words in ((32, False, 132), (5, True, 129)):
         wanted, slab = torch.arange(5), torch.zeros(2 * ways, 4 * words, dtype=torch.uint8)

@@ -26,11 +26,9 @@ from hotbed.ops import (
     reference,
     triton,
     triton_cache,
+    triton_dense,
     triton_interaction,
     triton_lookup,
-    triton_loss,
-    triton_mean,
-    triton_relu,
     triton_runs,
     triton_segment,
     triton_update,
@@ -139,7 +137,7 @@ def _loss(ops: Any) -> Same:
     logits, labels, weights = torch.randn(700, 3), torch.rand(700, 3).round(), torch.rand(700, 1)
 
     def same() -> bool:
-        total, gradient = getattr(ops, "cross_entropy", triton_loss.cross_entropy)(logits, labels, weights)
+        total, gradient = getattr(ops, "cross_entropy", triton_dense.cross_entropy)(logits, labels, weights)
         x = logits.clone().requires_grad_()
         of_torch = torch.nn.functional.binary_cross_entropy_with_logits(x, labels, weights, reduction="sum")
         of_torch.backward()
@@ -153,7 +151,7 @@ def _relu(ops: Any) -> Same:
     of_out, out = torch.randn(600, 150), torch.randn(600, 150).relu()
 
     def same() -> bool:
-        found, total = getattr(ops, "relu_backward", triton_relu.relu_backward)(of_out, out)
+        found, total = getattr(ops, "relu_backward", triton_dense.relu_backward)(of_out, out)
         expected = torch.ops.aten.threshold_backward(of_out, out, 0)
         return torch.equal(found, expected) and torch.allclose(total, expected.sum(0), rtol=1e-4, atol=1e-4)
 
@@ -164,7 +162,7 @@ def _mean(ops: Any) -> Same:
     """Whether a mean over more columns than a program takes is that of rows added in order."""
     values = torch.randn(7, 300)
     expected = mean_of_rows(values)
-    return lambda: torch.equal(getattr(ops, "mean_of_rows", triton_mean.mean_of_rows)(values), expected)
+    return lambda: torch.equal(getattr(ops, "mean_of_rows", triton_dense.mean_of_rows)(values), expected)
 
 
 OPERATIONS: dict[str, Callable[[Any], Same]] = {
@@ -258,13 +256,13 @@ MUTATIONS = {
         "",
     ),
     "all programs of a loss leave their sums in one place": Mutation(
-        triton_loss, "tl.store(sums + tl.program_id(0), tl.sum", "tl.store(sums, tl.sum", "loss", "by several programs"
+        triton_dense, "tl.store(sums + tl.program_id(0), tl.sum", "tl.store(sums, tl.sum", "loss", "by several programs"
     ),
     "all parts of a gradient leave their sums in one place": Mutation(
-        triton_relu, "sums + tl.program_id(0).to(tl.int64) * COLUMNS", "sums", "relu", "by several programs"
+        triton_dense, "sums + tl.program_id(0).to(tl.int64) * COLUMNS", "sums", "relu", "by several programs"
     ),
     "logits beyond the last have a gradient": Mutation(
-        triton_loss, "tl.store(gradient + i, grad, mask=live)", "tl.store(gradient + i, grad)", "loss", "out of bounds"
+        triton_dense, "tl.store(gradient + i, grad, mask=live)", "tl.store(gradient + i, grad)", "loss", "out of bounds"
     ),
     "a program counts the groups of its neighbour too": Mutation(
         triton_segment,

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-triton_loss = pytest.importorskip("hotbed.ops.triton_loss")
+triton_dense = pytest.importorskip("hotbed.ops.triton_dense")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def found_and_expected(logits, labels, weights=None):
     """Sum and gradient, of the kernels and in float64."""
     given = (None if t is None else t.to(DEVICE) for t in (logits, labels, weights))
-    total, gradient = triton_loss.cross_entropy(*given)
+    total, gradient = triton_dense.cross_entropy(*given)
     leaf = logits.double().requires_grad_()
     by_logit = None if weights is None else weights.double()
     expected = F.binary_cross_entropy_with_logits(leaf, labels.double(), by_logit, reduction="sum")

@@ -65,22 +65,22 @@ def test_rows_may_have_seeds_of_their_own():
 
 
 def test_triton_computes_the_seeds_of_a_step_in_one_kernel():
-    triton_step = pytest.importorskip("hotbed.ops.triton_step")
+    triton_dense = pytest.importorskip("hotbed.ops.triton_dense")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tables, steps = torch.tensor(SEEDS), torch.tensor(STEPS)
-    assert triton_step.step_seeds(tables.to(device), steps.to(device)).tolist() == GOLDEN_SEEDS
+    assert triton_dense.step_seeds(tables.to(device), steps.to(device)).tolist() == GOLDEN_SEEDS
     many = torch.arange(300)
-    found = triton_step.step_seeds(many.to(device), (many * 2**29).to(device))
+    found = triton_dense.step_seeds(many.to(device), (many * 2**29).to(device))
     assert found.cpu().equal(step_seeds(many, many * 2**29))
 
 
 @pytest.mark.parametrize("gate", [torch.tensor(True), torch.tensor(1.0), torch.tensor(0.0), torch.tensor(math.nan)])
 def test_triton_counts_a_step_of_trained_tables_unless_the_gate_is_closed(gate):
-    triton_step = pytest.importorskip("hotbed.ops.triton_step")
+    triton_dense = pytest.importorskip("hotbed.ops.triton_dense")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     counts, trained = torch.arange(300), torch.arange(300) % 2
     found = counts.clone().to(device)
-    triton_step.count_steps_(found, trained.to(device), gate.to(device))
+    triton_dense.count_steps_(found, trained.to(device), gate.to(device))
     assert found.cpu().equal(counts + trained if gate != 0 else counts)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from hotbed.ops import cpu_relu, launches
+from hotbed.ops import cpu_dense, launches
 
 Found = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture(params=["cpu", "triton"])
 def found(request: pytest.FixtureRequest) -> Iterator[Found]:
-    kernels = pytest.importorskip(f"hotbed.ops.{request.param}_relu")
+    kernels = pytest.importorskip(f"hotbed.ops.{request.param}_dense")
     device = torch.device("cuda" if request.param == "triton" and torch.cuda.is_available() else "cpu")
 
     def relu_backward(of_out: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,7 +75,7 @@ def test_bits_of_the_cpu_do_not_depend_on_threads():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(cpu_relu.relu_backward(of_out, out)[1])
+            results.append(cpu_dense.relu_backward(of_out, out)[1])
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

@@ -65,7 +65,7 @@ def _relu() -> None:
     """Pass a gradient through ReLU, as of layers of bfloat16 that are too large to train here."""
     import torch
 
-    from hotbed.ops.cpu_relu import relu_backward
+    from hotbed.ops.cpu_dense import relu_backward
 
     values = torch.ones(SAMPLES, 8, dtype=torch.bfloat16)
     relu_backward(values, values)

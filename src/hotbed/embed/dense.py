@@ -157,9 +157,9 @@ def mean_over_ranks_(buffer: Tensor, link: Link) -> None:
 def mean_of_rows(values: Tensor) -> Tensor:
     """Average rows ``[T, n]``: added from the first to the last, on a GPU by one kernel (not float64), then divided."""
     if values.is_cuda and values.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        from hotbed.ops import triton_mean
+        from hotbed.ops import triton_dense
 
-        return triton_mean.mean_of_rows(values)
+        return triton_dense.mean_of_rows(values)
     total = values[0]
     for row in values[1:]:
         total = total + row

@@ -168,7 +168,7 @@ def _triton(device: torch.device, backend: BackendName) -> Any:
     """Return the kernels of Triton for what is here, where that backend serves a device."""
     if ops.select(device, backend).NAME != "triton":
         return None
-    return importlib.import_module("hotbed.ops.triton_step")
+    return importlib.import_module("hotbed.ops.triton_dense")
 
 
 def _write(into: Tensor, values: Tensor) -> None:

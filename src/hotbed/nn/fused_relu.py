@@ -1,9 +1,9 @@
 """Compute a fully connected layer and its ReLU with fewer passes: on GPUs, and of bfloat16 on CPUs.
 
-Backward, one pass over the gradient applies ReLU's and sums it for the bias (`hotbed.ops.triton_relu`,
-`hotbed.ops.cpu_relu`), where torch takes two, of which the sum is several times slower than a GPU's memory. On CPUs the
-product adds the bias, too, where torch copies it to every row first. The gradient of ReLU's input is torch's own;
-gradients of biases are rounded from a float32 sum in another order.
+Backward, one pass over the gradient applies ReLU's and sums it for the bias (`hotbed.ops.triton_dense`, `cpu_dense`),
+where torch takes two, of which the sum is several times slower than a GPU's memory. On CPUs the product adds the bias,
+too, where torch copies it to every row first. The gradient of ReLU's input is torch's own; gradients of biases are
+rounded from a float32 sum in another order.
 
 Forward, ReLU is an operation of its own: that in the products' (cuBLASLt, oneDNN) makes zeros of NaN, so a batch with
 NaN would have a finite loss, and be trained on.
@@ -120,6 +120,6 @@ class _LinearRelu(torch.autograd.Function):
             grad = torch.where(out <= 0, 0, grad_outputs[0])
             of_bias = grad.sum(0)
         else:
-            kernels = importlib.import_module(f"hotbed.ops.{'cpu' if out.is_cpu else 'triton'}_relu")
+            kernels = importlib.import_module(f"hotbed.ops.{'cpu' if out.is_cpu else 'triton'}_dense")
             grad, of_bias = kernels.relu_backward(grad_outputs[0], out)
         return grad @ weight if of_x else None, grad.mT @ x if of_weight else None, of_bias

@@ -45,7 +45,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        total, gradient = importlib.import_module("hotbed.ops.triton_loss").cross_entropy(logits, labels, weights)
+        total, gradient = importlib.import_module("hotbed.ops.triton_dense").cross_entropy(logits, labels, weights)
         ctx.save_for_backward(gradient)
         return total
 

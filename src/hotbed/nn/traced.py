@@ -62,7 +62,7 @@ _interaction.register_autograd(_of_vectors, setup_context=_keep_vectors)
 
 @torch.library.custom_op("hotbed::cross_entropy", mutates_args=())
 def _cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    return importlib.import_module("hotbed.ops.triton_loss").cross_entropy(logits, labels, weights)
+    return importlib.import_module("hotbed.ops.triton_dense").cross_entropy(logits, labels, weights)
 
 
 @_cross_entropy.register_fake

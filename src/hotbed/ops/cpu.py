@@ -1,7 +1,7 @@
 """Gather the Numba backend: `hotbed.ops.reference`'s operations on CPU tensors."""
 
 from hotbed.ops.cpu_cache import cache_find, cache_read, cache_take, cache_use, cache_write
-from hotbed.ops.cpu_interaction import interaction, interaction_backward
+from hotbed.ops.cpu_dense import interaction, interaction_backward
 from hotbed.ops.cpu_lookup import gather, lookup, weight_gradient
 from hotbed.ops.cpu_rows import initial_values_
 from hotbed.ops.cpu_segment import group, occurrences, spread

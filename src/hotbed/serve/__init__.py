@@ -1,5 +1,5 @@
 """Answer requests with trained models: what training exports, and what servers read, follow and compute.
 
-`schema` and `format` say what an exported model and a set of changes are, `writing` makes them of checkpoints. `scorer`
-computes scores, for ``hotbed predict`` too.
+`format` says what an exported model and a set of changes are, `writing` makes them of checkpoints. `scorer` computes
+scores, for ``hotbed predict`` too.
 """

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -25,9 +25,8 @@ from hotbed.batch import Batch
 from hotbed.checkpoint.storage import Directory
 from hotbed.errors import CheckpointError, DamagedError, HotbedError, StoreError
 from hotbed.ops import BackendName
-from hotbed.serve.format import ChangeSet, ExportedModel
+from hotbed.serve.format import ChangeSet, ExportedModel, StateEntry, encoder_digest
 from hotbed.serve.redis_records import RedisRecords
-from hotbed.serve.schema import StateEntry, encoder_digest
 from hotbed.serve.scorer import Scorer
 from hotbed.serve.served_tables import ServedTables, same_tables
 
@@ -237,7 +236,7 @@ class ServedModel:
             If the changes are not to this version, or cannot be taken over; nothing has changed then.
         """
         base, sequence = change.manifest.base, change.manifest.sequence
-        with self._changing, _Refusing(self, str(change)):
+        with self._changing, _refusing(self, str(change)):
             if sequence.state == self.state:
                 raise RefusedError(f"{change} leads to step {self.step:,}, which is served already", "duplicate")
             if base.state != self.state:
@@ -274,7 +273,7 @@ class ServedModel:
             changed then.
         """
         manifest = model.manifest
-        with self._changing, _Refusing(self, str(model)):
+        with self._changing, _refusing(self, str(model)):
             if not same_tables(self._model.manifest, manifest):
                 raise RefusedError(f"{model} has other tables, inputs or labels than {self._model}", "other_model")
             if manifest.step < self.step and manifest.written <= self.written and not self.is_broken:
@@ -357,32 +356,25 @@ class ServedModel:
         return encoder.encoded
 
 
-class _Refusing:
+@contextmanager
+def _refusing(served: ServedModel, place: str) -> Generator[None]:
     """Make every failure to stage a version a `RefusedError`, and forget what was staged."""
-
-    def __init__(self, served: ServedModel, place: str) -> None:
-        self._served, self._place = served, place
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is None:
-            return
-        self._served.tables.discard()
-        if self._served.is_broken or isinstance(error, RefusedError):
-            return
+    try:
+        yield
+    except BaseException as error:
+        served.tables.discard()
+        if served.is_broken or isinstance(error, RefusedError):
+            raise
         if isinstance(error, OSError):
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             what = "the disk of changed rows is full" if is_full else "files cannot be read or written"
             raise RefusedError(
-                f"{self._place} is not taken over: {what} ({error})", "disk_full" if is_full else "unreadable"
+                f"{place} is not taken over: {what} ({error})", "disk_full" if is_full else "unreadable"
             ) from error
         if isinstance(error, HotbedError):
-            raise RefusedError(
-                f"{self._place} is not taken over: {error}",
-                "damaged" if isinstance(error, CheckpointError) else "unreadable",
-            ) from error
+            reason: Reason = "damaged" if isinstance(error, CheckpointError) else "unreadable"
+            raise RefusedError(f"{place} is not taken over: {error}", reason) from error
+        raise
 
 
 def _load(dense: torch.nn.Module, change: ChangeSet) -> None:

@@ -26,10 +26,9 @@ from hotbed.embed.arena import Arena
 from hotbed.errors import DamagedError
 from hotbed.files import unnamed_file
 from hotbed.ops import BackendName, cpu_cache, host_backend
-from hotbed.serve.format import ExportedModel
+from hotbed.serve.format import ExportedModel, TableEntry
 from hotbed.serve.record_files import CHANGED_ROWS, ChangedRecords, RecordFile, RecordFiles, write_all
 from hotbed.serve.redis_records import RedisRecords
-from hotbed.serve.schema import TableEntry
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore, RowStore, Span, Storage
 from hotbed.store.cached import CachedRecords

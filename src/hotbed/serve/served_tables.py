@@ -21,8 +21,7 @@ from hotbed.embed.dynamic import DynamicTables
 from hotbed.embed.local_tables import LocalTables
 from hotbed.errors import DamagedError, StoreError
 from hotbed.ops import BackendName
-from hotbed.serve.format import ChangeSet, ExportedModel
-from hotbed.serve.schema import ModelManifest, TableEntry
+from hotbed.serve.format import ChangeSet, ExportedModel, ModelManifest, TableEntry
 from hotbed.serve.served_ids import ServedIds
 from hotbed.serve.served_rows import FileRows, ResidentRows, ServedRows, encoded, file_storage
 from hotbed.specs import ANY_ID, Feature, Table

@@ -36,9 +36,10 @@ from hotbed.data.lookup_table import LookupTable
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError
 from hotbed.nn.dense_part import vectors_name
-from hotbed.serve.format import CHUNK_BYTES, MANIFEST
-from hotbed.serve.schema import (
+from hotbed.serve.format import (
+    CHUNK_BYTES,
     DENSE,
+    MANIFEST,
     ROWS,
     ChangeManifest,
     CountEntry,

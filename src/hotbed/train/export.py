@@ -29,7 +29,7 @@ from hotbed.files import new_file
 from hotbed.nn import plain
 from hotbed.nn.dense_part import DensePart, dense_dtype, traced
 from hotbed.nn.normalization import normalization_of, take_raw
-from hotbed.serve.schema import ChangeManifest, ModelManifest, encoder_digest
+from hotbed.serve.format import ChangeManifest, ModelManifest, encoder_digest
 from hotbed.serve.writing import Model, Progress, write_change, write_model
 from hotbed.train.build import build_model, new_model
 from hotbed.train.retrieval import model_source

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple, cast
 from hotbed.checkpoint import MANIFEST, Directory, read_manifest
 from hotbed.checkpoint.manifest import step_of
 from hotbed.errors import CheckpointError, HotbedError
-from hotbed.serve.format import MOST_BYTES
-from hotbed.serve.schema import ChangeManifest, ModelManifest, encoder_digest
+from hotbed.serve.format import MOST_BYTES, ChangeManifest, ModelManifest, encoder_digest
 from hotbed.train.checkpointing import remove_checkpoint
 from hotbed.train.export import Exporter
 

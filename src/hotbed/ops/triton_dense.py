@@ -1,0 +1,333 @@
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+"""Compute what a step needs around tables and products in Triton: ReLU's gradient, the loss, means, counts of steps.
+
+torch takes several launches or passes for each of these. The order of every sum follows from shapes alone, so bits
+repeat.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotbed.ops.backend import launches
+from hotbed.ops.triton_rows import as_float32, round_nearest
+from hotbed.ops.triton_runtime import STRICT, TILE, _mix32, ceil_div, power_of_two, rows_per_program
+
+# -- ReLU ----------------------------------------------------------------------------------------------------------
+#
+# torch reads and writes the gradient in one kernel and reads it again to sum it for the bias. Here one pass does both:
+# each program takes a part of the rows of some columns, and a second kernel adds the parts up.
+
+_COLUMNS = 128
+"""Columns of a program, at most: 256 bytes of a row of two-byte values."""
+_PROGRAMS = 1024
+"""Programs that share a gradient, about: several for each multiprocessor."""
+_PARTS = 256
+"""Parts that the rows of a column are cut into, at most: a program of the second kernel adds them in few loads."""
+_SUMMED_COLUMNS = 32
+"""Columns of a program that adds up parts: 128 bytes of float32."""
+
+
+@triton.jit(do_not_specialize=["rows", "per_part"])
+def _relu_backward_kernel(
+    gradient,  # [B, COLUMNS], written
+    sums,  # [parts, COLUMNS]
+    of_out,  # [B, COLUMNS], a row every STEP elements
+    out,  # [B, COLUMNS]
+    rows,  # B
+    per_part,  # rows of a part, a multiple of BLOCK_R
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """``gradient = of_out`` where ``out`` is above 0, else 0; ``sums[part] = Σ gradient`` over the part's rows."""
+    col = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    first = tl.program_id(0) * per_part
+    found = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for start in range(first, tl.minimum(first + per_part, rows), BLOCK_R):
+        row = (start + tl.arange(0, BLOCK_R))[:, None]
+        live = (row < rows) & (col < COLUMNS)
+        at = row.to(tl.int64) * COLUMNS + col
+        is_zero = as_float32(tl.load(out + at, mask=live, other=0.0)) <= 0.0
+        given = tl.load(of_out + row.to(tl.int64) * STEP + col, mask=live, other=0.0)
+        value = tl.where(is_zero, 0.0, as_float32(given))
+        tl.store(gradient + at, value.to(gradient.dtype.element_ty), mask=live)  # exact: it was of this dtype
+        found += tl.where(live, value, 0.0)
+    to = sums + tl.program_id(0).to(tl.int64) * COLUMNS + tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    tl.store(to, tl.sum(found, axis=0), mask=tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C) < COLUMNS)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _add_parts_kernel(out, sums, parts, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """``out = Σ sums`` by column."""
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    found = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for start in range(0, parts, BLOCK_R):
+        part = (start + tl.arange(0, BLOCK_R))[:, None]
+        live = (part < parts) & (column[None, :] < COLUMNS)
+        found += tl.load(sums + part * COLUMNS + column[None, :], mask=live, other=0.0)
+    tl.store(out + column, round_nearest(tl.sum(found, axis=0), out.dtype.element_ty), mask=column < COLUMNS)
+
+
+def relu_backward(of_out: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Give the gradient of a ReLU's input, and the sum of it over all rows.
+
+    Parameters
+    ----------
+    of_out, out
+        ``[B, N]``: the gradient of what a ReLU gave, and what it gave; both float32, bfloat16 or float16.
+
+    Returns
+    -------
+    tuple[Tensor, Tensor]
+        ``[B, N]``, and ``[N]``: float32 sums, rounded to the same dtype.
+    """
+    launches["triton.relu_backward"] += 1
+    out = out.contiguous()
+    if of_out.stride(-1) != 1:  # a gradient may be columns of a wider one
+        of_out = of_out.contiguous()
+    rows, columns = out.shape
+    gradient, total = torch.empty_like(out), torch.empty(columns, dtype=out.dtype, device=out.device)
+    if not out.numel():
+        return gradient, total.zero_()
+    block_c = min(power_of_two(columns), _COLUMNS)
+    block_r = rows_per_program(block_c, TILE)
+    across = ceil_div(columns, block_c)
+    most = min(max(_PROGRAMS // across, 1), _PARTS)
+    per_part = ceil_div(ceil_div(rows, most), block_r) * block_r
+    parts = ceil_div(rows, per_part)
+    sums = torch.empty(parts, columns, dtype=torch.float32, device=out.device)
+    with torch.cuda.device_of(out):
+        _relu_backward_kernel[(parts, across)](
+            gradient,
+            sums,
+            of_out,
+            out,
+            rows,
+            per_part,
+            COLUMNS=columns,
+            STEP=of_out.stride(0),
+            BLOCK_R=block_r,
+            BLOCK_C=block_c,
+            **STRICT,
+        )
+        _add_parts_kernel[(ceil_div(columns, _SUMMED_COLUMNS),)](
+            total,
+            sums,
+            parts,
+            COLUMNS=columns,
+            BLOCK_R=rows_per_program(_SUMMED_COLUMNS, TILE),
+            BLOCK_C=_SUMMED_COLUMNS,
+            **STRICT,
+        )
+    return gradient, total
+
+
+# -- loss ----------------------------------------------------------------------------------------------------------
+#
+# torch takes five launches for the sum and three for its gradient. Here each program adds up a block of logits, and one
+# more adds up these sums.
+
+_LOSS_BLOCK = 1024
+
+
+@triton.jit
+def _log_of_one_plus(e):
+    """``log(1 + e)`` for e in [0, 1]: what is lost when 1 is added is made up for by a factor (Kahan's ``log1p``)."""
+    one = 1.0 + e
+    is_lost = one == 1.0
+    return tl.where(is_lost, e, tl.log(one) * tl.div_rn(e, tl.where(is_lost, 1.0, one - 1.0)))
+
+
+@triton.jit(do_not_specialize=["total", "logits_per_weight"])
+def _cross_entropy_kernel(
+    sums,  # [programs]
+    gradient,  # [B, T]
+    logits,  # [B, T]
+    labels,  # [B, T]
+    weights,  # [B, 1] or [B, T]; read where WEIGHTED
+    total,  # B · T
+    logits_per_weight,  # T, or 1
+    BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """``Σ w · ((1 − y) · x − log σ(x))`` of a block, and ``w · (σ(x) − y)`` by logit."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = i < total
+    x = tl.load(logits + i, mask=live, other=0.0)
+    y = tl.load(labels + i, mask=live, other=0.0)
+    e = tl.exp(-tl.abs(x))
+    loss = (1.0 - y) * x - (tl.minimum(x, 0.0) - _log_of_one_plus(e))
+    grad = tl.div_rn(tl.where(x >= 0, 1.0, e), 1.0 + e) - y
+    if WEIGHTED:
+        w = tl.load(weights + i // logits_per_weight, mask=live, other=0.0)
+        loss = loss * w
+        grad = grad * w
+    tl.store(gradient + i, grad, mask=live)
+    tl.store(sums + tl.program_id(0), tl.sum(tl.where(live, loss, 0.0), axis=0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _total_kernel(out, sums, count, BLOCK: tl.constexpr):
+    """``out[0] = Σ sums``."""
+    found = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        found += tl.load(sums + i, mask=i < count, other=0.0)
+    tl.store(out, tl.sum(found, axis=0))
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sum the weighted binary cross-entropy of logits, as torch's ``binary_cross_entropy_with_logits`` defines it.
+
+    Parameters
+    ----------
+    logits, labels
+        ``[B, T]`` float32, on the device.
+    weights
+        Of samples ``[B, 1]``, or by label ``[B, T]``, float32; None: all 1.
+
+    Returns
+    -------
+    tuple[Tensor, Tensor]
+        The sum, 0-d float32, and its gradient by logit ``[B, T]``.
+    """
+    launches["triton.cross_entropy"] += 1
+    logits, labels = logits.contiguous(), labels.contiguous()
+    gradient, total = torch.empty_like(logits), torch.empty((), dtype=torch.float32, device=logits.device)
+    count = logits.numel()
+    if not count:
+        return total.zero_(), gradient
+    programs = ceil_div(count, _LOSS_BLOCK)
+    sums = torch.empty(programs, dtype=torch.float32, device=logits.device)
+    with torch.cuda.device_of(logits):
+        _cross_entropy_kernel[(programs,)](
+            sums,
+            gradient,
+            logits,
+            labels,
+            labels if weights is None else weights.contiguous(),
+            count,
+            1 if weights is None else count // weights.numel(),
+            BLOCK=_LOSS_BLOCK,
+            WEIGHTED=weights is not None,
+            **STRICT,
+        )
+        _total_kernel[(1,)](total, sums, programs, BLOCK=_LOSS_BLOCK, **STRICT)
+    return total, gradient
+
+
+# -- means over ranks ----------------------------------------------------------------------------------------------
+#
+# A sum of torch adds in an order of its own, and an addition for each rank is a launch, of which thousands of ranks
+# have thousands. Here a program adds the rows of some columns from the first to the last, so bits are those of one
+# addition after the other.
+
+_MEAN_COLUMNS = 128
+"""Columns of a program: few, because a share is short where ranks are many, and all its rows wait for each other."""
+_TOGETHER = 16
+"""Rows that are asked for at once."""
+
+
+@triton.jit(do_not_specialize=["rows", "columns"])
+def _mean_of_rows_kernel(
+    mean,  # [n], written
+    values,  # [T, n]
+    rows,  # T, at least 1
+    columns,  # n
+    COLUMNS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """``mean = ((values[0] + values[1]) + …) ÷ rows``, each addition rounded to the dtype of values."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    live = column < columns
+    total = as_float32(tl.load(values + column, mask=live, other=0.0))
+    at = values + column
+    for _ in tl.range(1, rows, loop_unroll_factor=TOGETHER):
+        at += columns
+        more = as_float32(tl.load(at, mask=live, other=0.0))
+        total = as_float32(round_nearest(total + more, values.dtype.element_ty))
+    ranks = tl.zeros([COLUMNS], tl.float32) + rows.to(tl.float32)
+    tl.store(mean + column, round_nearest(tl.div_rn(total, ranks), values.dtype.element_ty), mask=live)
+
+
+def mean_of_rows(values: Tensor) -> Tensor:
+    """Average rows ``[T, n]``, float32, bfloat16 or float16, into ``[n]`` of the same dtype."""
+    launches["triton.mean_of_rows"] += 1
+    rows, columns = values.shape
+    mean = torch.empty(columns, dtype=values.dtype, device=values.device)
+    if columns:
+        with torch.cuda.device_of(values):
+            _mean_of_rows_kernel[(ceil_div(columns, _MEAN_COLUMNS),)](
+                mean, values.contiguous(), rows, columns, COLUMNS=_MEAN_COLUMNS, TOGETHER=_TOGETHER, **STRICT
+            )
+    return mean
+
+
+# -- steps ---------------------------------------------------------------------------------------------------------
+
+_STEP_BLOCK = 256
+
+
+@triton.jit(do_not_specialize=["total"])
+def _count_steps_kernel(counts, trained, gate, total, BLOCK: tl.constexpr):
+    """``counts += trained``, unless the gate is closed."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    behind = total
+    if tl.load(gate) == 0:
+        behind = total * 0
+    live = i < behind
+    tl.store(counts + i, tl.load(counts + i, mask=live) + tl.load(trained + i, mask=live), mask=live)
+
+
+def count_steps_(counts: Tensor, trained: Tensor, gate: Tensor) -> None:
+    """Count a step of the tables that are trained.
+
+    Parameters
+    ----------
+    counts
+        ``[tables]`` int64, changed in place.
+    trained
+        ``[tables]`` int64: 1 for those that are trained, else 0.
+    gate
+        0-d; where it is 0 nothing is counted.
+    """
+    launches["triton.count_steps_"] += 1
+    total = len(counts)
+    if total:
+        with torch.cuda.device_of(counts):
+            programs = (ceil_div(total, _STEP_BLOCK),)
+            _count_steps_kernel[programs](counts, trained, gate, total, BLOCK=_STEP_BLOCK, **STRICT)
+
+
+@triton.jit(do_not_specialize=["total"])
+def _step_seeds_kernel(
+    out,  # [T]
+    table_seeds,  # [T]
+    steps,  # [T]
+    total,  # T
+    BLOCK: tl.constexpr,
+):
+    """``out = mix(mix(low(step) ^ seed) ^ high(step) ^ golden)``, 32 bits each."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < total
+    step = tl.load(steps + i, mask=live, other=0)
+    key = _mix32((step & 0xFFFFFFFF).to(tl.uint32) ^ tl.load(table_seeds + i, mask=live, other=0).to(tl.uint32))
+    tl.store(out + i, _mix32(key ^ (step >> 32).to(tl.uint32) ^ 0x9E3779B9).to(tl.int64), mask=live)
+
+
+def step_seeds(table_seeds: Tensor, steps: Tensor) -> Tensor:
+    """Compute the seeds of a step's stochastic rounding, see `hotbed.ops.rows.step_seeds`."""
+    launches["triton.step_seeds"] += 1
+    out = torch.empty_like(table_seeds)
+    total = len(out)
+    if total:
+        with torch.cuda.device_of(out):
+            _step_seeds_kernel[(ceil_div(total, _STEP_BLOCK),)](
+                out, table_seeds, steps.contiguous(), total, BLOCK=_STEP_BLOCK, **STRICT
+            )
+    return out
