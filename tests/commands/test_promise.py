@@ -9,27 +9,20 @@ import pytest
 
 from hotbed.commands import promise
 from hotbed.commands.main import main
-from hotbed.commands.promise import KILLED, PLANS, RESUMED, run_promise
+from hotbed.commands.promise import run_promise
 from hotbed.errors import CommError, RecipeError
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_plans_and_a_kill_leave_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int) -> None:
+def test_one_process_leaves_the_same_bits_under_every_plan(tmp_path: Path) -> None:
+    """Two processes: ``tests/journeys/test_promise_hash.py``."""
     file = tmp_path / "promise.json"
-    options = ["--ranks", str(ranks), "--steps", "4", "--out", str(tmp_path / "runs"), "--json", str(file)]
+    options = ["--ranks", "1", "--steps", "4", "--out", str(tmp_path / "runs"), "--json", str(file)]
     assert main(["demo", "--promise", *options]) == 0
     result = json.loads(file.read_text())
-    assert [plan["name"] for plan in result["plans"]] == list(PLANS)
     hashes = {plan["sha256"] for plan in result["plans"]} | {result["resumed"]["sha256"]}
     assert len(hashes) == 1
     assert result["equal"] is True
-    assert len(hashes.pop()) == 64
-    assert all(plan["samples_per_s"] > 0 and len(plan["bytes"]) == ranks for plan in result["plans"])
-    resumed = result["resumed"]
-    assert (resumed["killed"], resumed["resumed"], resumed["at_step"]) == (KILLED, RESUMED, 2)
-    assert 0 <= result["one_process"]["losses"] < 1e-4
-    assert "all equal" in capsys.readouterr().out
     assert Path(result["run"]).parent == tmp_path / "runs" / "promise"
 
 
