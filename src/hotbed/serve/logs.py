@@ -41,13 +41,14 @@ class _Lines(QueueHandler):
     """Queues lines; drops and counts them while too many wait."""
 
     def __init__(self) -> None:
-        super().__init__(queue.SimpleQueue[logging.LogRecord]())
+        self._waiting = queue.SimpleQueue[logging.LogRecord]()
+        super().__init__(self._waiting)
         self.setFormatter(JsonFormatter())
         self.dropped = 0
 
     @override
     def enqueue(self, record: logging.LogRecord) -> None:
-        if self.queue.qsize() < _WAITING_LINES:
+        if self._waiting.qsize() < _WAITING_LINES:
             super().enqueue(record)
         else:
             self.dropped += 1
