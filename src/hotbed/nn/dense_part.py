@@ -10,9 +10,7 @@ same bits.
 
 from __future__ import annotations
 
-import logging
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +25,12 @@ from typing_extensions import override
 from hotbed.bags import Bags
 from hotbed.batch import Batch, Embeddings
 from hotbed.embed import Distributed, EmbeddingCollection
-from hotbed.errors import CheckpointError, SpecError
+from hotbed.errors import SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn.layers import DotInteraction
 from hotbed.nn.linear import Linear
 from hotbed.nn.normalization import normalization_of
-from hotbed.nn.plain import PaddedEmbeddings, PlainInteraction
+from hotbed.nn.plain import PaddedEmbeddings, PlainInteraction, export_program
 from hotbed.specs import Feature
 
 Vectors = Tensor | tuple[Tensor, Tensor]
@@ -260,24 +258,9 @@ def traced(part: DensePart, inputs: int) -> torch.export.ExportedProgram:
         vectors[name] = torch.zeros(size, feature.max_len, dim), torch.ones(size, dtype=torch.int64)
         shapes[name] = ({0: samples}, {0: samples})
     dense = torch.zeros(size, inputs, dtype=dense_dtype(part)) if inputs else None
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of its internals
-            return torch.export.export(
-                part.eval(),
-                (dense, vectors),
-                dynamic_shapes=(None if dense is None else {0: samples}, shapes),
-                strict=False,
-            )
-    except SpecError:
-        raise
-    except Exception as error:  # whatever tracing meets in a model
-        logging.getLogger("hotbed").debug("torch.export", exc_info=True)
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(
-            f"{part.kind} cannot be traced: {reason}; its forward must not branch on values, nor use len() of tensors "
-            "or batches, nor e['feature'] of features that are not pooled (use e.padded('feature'))"
-        ) from error
+    advice = ", nor e['feature'] of features that are not pooled (use e.padded('feature'))"
+    all_shapes = (None if dense is None else {0: samples}, shapes)
+    return export_program(part, part.kind, (dense, vectors), all_shapes, advice)
 
 
 def dense_dtype(model: nn.Module) -> torch.dtype:

@@ -72,21 +72,27 @@ def traced(model: PlainModel, schema: Schema) -> torch.export.ExportedProgram:
         normalization.check_measured()
     dtype = torch.float32 if normalization is None else torch.float64
     dense = torch.zeros(size, len(schema.dense), dtype=dtype) if schema.dense else None
+    inputs = (dense, ids, weights) if weights else (dense, ids)
+    all_shapes = (None if dense is None else {0: samples}, shapes, *([of_weights] if weights else []))
+    return export_program(model, type(model.model).__name__, inputs, all_shapes)
+
+
+def export_program(
+    module: nn.Module, name: str, inputs: tuple[Any, ...], shapes: tuple[Any, ...], advice: str = ""
+) -> torch.export.ExportedProgram:
+    """Trace a module; raise `CheckpointError`, with more advice if there is some, where torch cannot."""
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of its internals
-            return torch.export.export(
-                model.eval(),
-                (dense, ids, weights) if weights else (dense, ids),
-                dynamic_shapes=(None if dense is None else {0: samples}, shapes, *([of_weights] if weights else [])),
-                strict=False,
-            )
+            return torch.export.export(module.eval(), inputs, dynamic_shapes=shapes, strict=False)
+    except SpecError:
+        raise
     except Exception as error:  # whatever tracing meets in a model
         logging.getLogger("hotbed").debug("torch.export", exc_info=True)
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
-            f"{type(model.model).__name__} cannot be traced: {reason}; its forward must not branch on values, nor use "
-            "len() of tensors or batches"
+            f"{name} cannot be traced: {reason}; its forward must not branch on values, nor use len() of tensors or "
+            f"batches{advice}"
         ) from error
 
 
