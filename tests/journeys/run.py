@@ -33,11 +33,14 @@ HERE = Path(__file__).parent
 JOURNEYS: dict[str, list[dict[str, Any]]] = yaml.safe_load((HERE / "journeys.yaml").read_text(encoding="utf-8"))
 
 VOLATILE = re.compile(
-    r"(^|_)(s|ms|seconds|at|time|date)$|^("
+    r"(^|_)(s|ms|seconds|at|time|date)$|\.pt2$|^("
     r"run|path|stall_share|free_bytes|process|read_bytes|ahead|ids_exchange_hidden_share|state|host|cpu|cores|device|threads|torch|hotbed|python|"
     r"platform|commit|linear_library|precision_because|sha256|hashes)$"
 )
-"""Keys of results that depend on time, on the machine, on installed versions or on the order of prefetched reads."""
+"""Keys that depend on time, on the machine, on installed versions or on the order of prefetched reads.
+
+So does the size of a program of torch (``dense.pt2``), which holds paths of source files.
+"""
 RUN_TIME = re.compile(r"\d{8}-\d{6}")
 
 

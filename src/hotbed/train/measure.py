@@ -63,6 +63,11 @@ class FeaturesState:
     def __init__(self, source: Source) -> None:
         self._source = source
 
+    @property
+    def has_derived(self) -> bool:
+        """Whether there are derived columns, which need the measured values."""
+        return bool(self._source.schema.derived)
+
     def state_dict(self) -> dict[str, Any]:
         """See `Encoder.state`."""
         return {} if self._source.encoder is None else self._source.encoder.state()

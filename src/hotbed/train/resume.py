@@ -37,7 +37,9 @@ from hotbed.config.validation import monitored, patience
 from hotbed.errors import DamagedError, HotbedError, RecipeError
 from hotbed.files import read_yaml
 from hotbed.train.checkpointing import set_aside
+from hotbed.train.measure import FeaturesState
 from hotbed.train.report import RECIPE, SUMMARY, RunDirectory
+from hotbed.train.stored import FEATURES
 from hotbed.train.trainer import Trainer
 
 AUTO, NEVER = "auto", "none"
@@ -171,7 +173,7 @@ def resume_from(path: str | Path, trainer: Trainer, recipe: Recipe) -> Directory
         manifest = refuse_another_recipe(checkpoint, recipe)
         if over := why_over(manifest, recipe):
             raise RecipeError(f"{checkpoint} is of a run that is finished: {over}; hotbed eval tests it as it is")
-        load_checkpoint(checkpoint, trainer.parts())
+        load_checkpoint(checkpoint, _parts(manifest, trainer))
     return checkpoint
 
 
@@ -236,12 +238,21 @@ def _load_whole(checkpoint: Directory, trainer: Trainer, recipe: Recipe) -> str 
     reasons: list[str] = []
     with trainer.ranks.together(f"go on from {checkpoint}"):
         try:
-            refuse_another_recipe(checkpoint, recipe)
-            load_checkpoint(checkpoint, trainer.parts())
+            manifest = refuse_another_recipe(checkpoint, recipe)
+            load_checkpoint(checkpoint, _parts(manifest, trainer))
         except DamagedError as error:
             reasons = [str(error).replace("\n", " ")]
     reasons = trainer.ranks.names(reasons)
     return reasons[0] if reasons else None
+
+
+def _parts(manifest: Manifest, trainer: Trainer) -> dict[str, Any]:
+    """Return the parts to load. A run on data without vocabularies has not saved any; the data may have them now."""
+    parts = dict(trainer.parts())
+    state = parts.get(FEATURES)
+    if FEATURES not in manifest.parts and isinstance(state, FeaturesState) and not state.has_derived:
+        del parts[FEATURES]
+    return parts
 
 
 def why_over(manifest: Manifest, recipe: Recipe) -> str | None:
