@@ -96,13 +96,7 @@ def plain_type(t: pa.DataType) -> pa.DataType:
 
 
 def plain(table: pa.Table, where: str = "the rows") -> pa.Table:
-    """Return a table with columns of `plain_type`; whole decimals of many digits are int64 where some are negative.
-
-    Raises
-    ------
-    WideDecimalError
-        If a whole decimal has more than 64 bits.
-    """
+    """Return a table with columns of `plain_type`; whole decimals of many digits are int64 where some are negative."""
     types = [plain_type(field.type) for field in table.schema]
     if types == table.schema.types:
         return table
@@ -181,28 +175,16 @@ def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
 
 
 class WideDecimalError(DataError):
-    """An error about whole decimals of more than 64 bits.
+    """An error about whole decimals of more than 64 bits."""
 
-    Attributes
-    ----------
-    column, reason
-        The column's name, and the problem without the name of the file.
-    """
-
-    column: str = ""
-    reason: str = ""
+    column: str = ""  # name of the column
+    reason: str = ""  # the problem, without the name of the file
 
 
 class NoColumnError(DataError):
-    """An error about input data that lack columns.
+    """An error about input data that lack columns."""
 
-    Attributes
-    ----------
-    columns
-        The names of all columns that are absent.
-    """
-
-    columns: Sequence[str] = ()
+    columns: Sequence[str] = ()  # names of all columns that are absent
 
 
 def check_there(names: Sequence[str], fields: pa.Schema, what: str) -> None:
@@ -308,13 +290,7 @@ def hashable(values: pa.Array, where: str) -> pa.Array:
 
 
 def rows(values: pa.Array, column: SparseColumn, ids: Ids, where: str) -> Array:
-    """Rows of the table for ids ``[n]``; a null is row 0 where ids are hashed.
-
-    Raises
-    ------
-    DataError
-        If an id is null and ids are used as they are.
-    """
+    """Rows of the table for ids ``[n]``; a null is row 0 where ids are hashed."""
     values = hashable(values, f"{where}, column '{column.name}'")
     if ids == "raw":
         if values.null_count:
@@ -358,11 +334,6 @@ def bags(
 
     In a column of one id per sample a null list is a missing id. ``where`` and ``row_of`` say where the
     samples are, and the sample of a position.
-
-    Raises
-    ------
-    DataError
-        If a sample has another number of ids than the schema says.
     """
     if pa.types.is_null(array.type) and column.ids != 1:
         array = array.cast(pa.list_(pa.int64()))

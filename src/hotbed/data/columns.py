@@ -246,19 +246,10 @@ class Label:
 
 @dataclass(frozen=True)
 class LabelWeight:
-    """The sample weights of one label, where it has its own.
-
-    Parameters
-    ----------
-    label
-        One of the schema's ``labels``.
-    column
-        The column of its weights, as stored: numbers of at least 0. It may be another label, so that one task learns
-        from the samples alone in which another is positive (a purchase, of what was clicked).
-    """
+    """The sample weights of one label, where it has its own."""
 
     label: str
-    column: str
+    column: str  # stored numbers of at least 0; may be another label, e.g. to learn purchases from clicked samples only
 
 
 def _values(text: str) -> tuple[str, ...]:

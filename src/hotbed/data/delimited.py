@@ -109,21 +109,9 @@ def cache_folder() -> Path:
 
 
 def parquet_of(store: fs.FileSystem, path: str, text: Collection[str] = ()) -> Path:
-    """Return the Parquet file that holds what a file of CSV or TSV does; it is made where there is none.
+    """Return the Parquet copy of a file of CSV or TSV, which is made if it does not exist.
 
-    Of several processes that ask at once one converts, and the others wait for it.
-
-    Parameters
-    ----------
-    store, path
-        Where the file is.
-    text
-        Columns that are text, whatever is in them.
-
-    Raises
-    ------
-    DataError
-        If the file cannot be read as text with a header; says where and what to do.
+    If several processes ask at once, one converts, and the others wait for it. The columns ``text`` are always text.
     """
     info = store.get_file_info(path)
     place = hashlib.sha256(f"{store.type_name} {path}".encode()).hexdigest()[:16]

@@ -42,30 +42,14 @@ def not_measured(feature: str) -> str:
 
 @dataclass
 class Columns:
-    """The columns of some rows; derived ones are computed when they are asked for, once.
-
-    Parameters
-    ----------
-    stored
-        The rows as they are stored.
-    derived
-        How other columns are made, by name.
-    tables
-        What `Lookup` features look values up in, by feature.
-    boundaries
-        Those of the buckets that are measured, by feature.
-    lists
-        Stored columns that have lists, also where all of these rows are null.
-    place, row_of
-        Where the rows are, and the row of a position, for errors.
-    """
+    """The columns of some rows; derived ones are computed when they are asked for, once."""
 
     stored: pa.Table
-    derived: Mapping[str, Derived]
-    tables: Mapping[str, LookupTable]
-    boundaries: Mapping[str, Sequence[float]]
-    lists: Collection[str]
-    place: str
+    derived: Mapping[str, Derived]  # by name
+    tables: Mapping[str, LookupTable]  # by `Lookup` feature
+    boundaries: Mapping[str, Sequence[float]]  # measured ones, by bucket
+    lists: Collection[str]  # stored columns that have lists, even if all of these rows are null
+    place: str  # names the rows in errors
     row_of: Callable[[int], str]
 
     def __post_init__(self) -> None:
@@ -157,15 +141,7 @@ class Columns:
 def check_derived_types(
     schema: Schema, fields: pa.Schema, tables: Mapping[str, LookupTable], what: str, lists: Collection[str] = ()
 ) -> None:
-    """Raise unless derived columns can be made of stored ones of these types.
-
-    Raises
-    ------
-    DataError
-        If keys are of another kind than those of their table, or a stored column has the name of a feature.
-    SpecError
-        If a type does not fit what is made of it.
-    """
+    """Raise unless derived columns can be made of stored ones of these types."""
     types = {name: pa.list_(t) if pa.types.is_null(t) and name in lists else t for name, t in _types(fields)}
     columns = {c.name: c for c in schema.sparse}
     for d in schema.derived:

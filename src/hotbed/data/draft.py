@@ -55,35 +55,16 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What a recipe says of a dataset, and why.
-
-    Parameters
-    ----------
-    schema
-        Columns by their roles.
-    reasons
-        By column, what was found of it.
-    left_out
-        Columns that are no inputs.
-    labels
-        What is said of labels.
-    splits
-        What is said of splits.
-    samples
-        Rows to train on and to cut other splits off.
-    repeats
-        How often an id is met in them, in the mean.
-    source
-        What the recipe says under ``data.source``, where that is no `ParquetSource` with this schema.
-    """
+    """What a recipe says of a dataset, and why."""
 
     schema: Schema
-    reasons: Mapping[str, str]
+    reasons: Mapping[str, str]  # by column
     left_out: tuple[LeftOut, ...]
     labels: tuple[FoundLabel, ...]
     splits: DraftedSplits
-    samples: int
-    repeats: float
+    samples: int  # rows to train on and to cut other splits from
+    repeats: float  # how often an id occurs in these rows, on average
+    # entry `data.source` of the recipe, unless it is a `ParquetSource` with this schema
     source: Mapping[str, object] | None = None
 
 
@@ -120,44 +101,18 @@ def draft(
     path: str | Path,
     *,
     label: str | Sequence[str] = (),
-    positive: str | None = None,
-    drop: Sequence[str] = (),
-    time: str | None = None,
-    test: str | Path | None = None,
-    valid: bool = False,
+    positive: str | None = None,  # condition of a positive label, see `hotbed.data.Label`
+    drop: Sequence[str] = (),  # columns to leave out
+    time: str | None = None,  # column of times to split by
+    test: str | Path | None = None,  # path of a separate test split
+    valid: bool = False,  # whether to draft a validation split even for one epoch, which needs none
+    # columns of lists, each with the column whose table it shares, in addition to names that match
     histories: Mapping[str, str] | None = None,
-    needs_label: bool = True,
-    weights: Mapping[str, str] | None = None,
+    needs_label: bool = True,  # without a label, all samples are positives
+    weights: Mapping[str, str] | None = None,  # columns of ids, each with the column of their weights
     filesystem: fs.FileSystem | None = None,
 ) -> Draft:
-    """Propose schema and splits of a dataset.
-
-    Parameters
-    ----------
-    path, label, filesystem
-        See `draft_schema`.
-    positive
-        Which values of the label are positive, see `hotbed.data.Label`.
-    drop
-        Columns that are to be left out.
-    time
-        Column of times to split by.
-    test
-        Path of a test split that is elsewhere.
-    valid
-        Whether a validation split is wanted also where one epoch is to be trained, which needs none.
-    histories
-        Columns of lists, each with the column of single values whose table it shares, besides those that names tell.
-    needs_label
-        Whether there must be a label; without one, all samples are positives.
-    weights
-        Columns of ids, each with the column of their weights.
-
-    Raises
-    ------
-    DataError, SpecError
-        See `draft_schema`; or an option names a column that there is not.
-    """
+    """Propose schema and splits of a dataset."""
     files = DraftFiles.find(path, test, filesystem)
     groups = files.train
     if not groups:

@@ -43,26 +43,7 @@ def shared_tables(
 def roles_of_histories(
     path: str, names: Sequence[str], profiles: Sequence[ColumnProfile], histories: Mapping[str, str]
 ) -> dict[str, ColumnRole]:
-    """Check histories that are named, and return the roles that they and their candidates have.
-
-    Parameters
-    ----------
-    path
-        The data, for errors.
-    names
-        Columns that it has.
-    profiles
-        Of those that can be inputs.
-    histories
-        Columns of lists, each with the column of single values that it holds earlier values of.
-
-    Raises
-    ------
-    DataError
-        If there is no such column, or its values are no ids.
-    SpecError
-        If a column is left out, or is the label.
-    """
+    """Check histories, each with its candidate column, and return the roles that both have."""
     found: dict[str, ColumnRole] = {}
     by_name = {column.name: column for column in profiles}
     for pair in histories.items():

@@ -49,27 +49,9 @@ class FoundLabel:
 def find_labels(
     path: str, sample: pa.Table, asked: Sequence[str], positive: str | None, *, needed: bool = True
 ) -> list[FoundLabel]:
-    """Labels by name and values, or those that are asked for.
+    """Find labels by names and values, or check those that are ``asked`` for.
 
-    Parameters
-    ----------
-    path
-        The data, for errors.
-    sample
-        Rows of it.
-    asked
-        Label columns, where their names are not usual ones.
-    positive
-        Which values of the only one are positive, see `Label`; found by default.
-    needed
-        Whether there must be one, unless it is asked for; else there may be none.
-
-    Raises
-    ------
-    DataError
-        If there is no label, or it is not clear which of its values are positive.
-    SpecError
-        If the condition does not fit the column.
+    ``positive`` is the condition of the only label (default: found). Unless ``needed``, there may be no label.
     """
     names: list[str] = sample.column_names
     for label in asked:

@@ -16,26 +16,7 @@ from hotbed.errors import DataError, SpecError, did_you_mean
 
 
 def weighted(path: str, schema: Schema, weights: Mapping[str, str], sample: pa.Table) -> Schema:
-    """Return a schema whose columns of ids have the weights that are named.
-
-    Parameters
-    ----------
-    path
-        The data, for errors.
-    schema
-        What was drafted without weights.
-    weights
-        Columns of ids, each with the column of their weights.
-    sample
-        Some rows with all columns that can be inputs.
-
-    Raises
-    ------
-    DataError
-        If there is no such column.
-    SpecError
-        If a column is no input of ids, or its weights are no numbers, or are not in lists where ids are.
-    """
+    """Return a schema whose columns of ids have these weights; the sample has all columns that can be inputs."""
     names: list[str] = sample.column_names
     inputs = [column.name for column in schema.sparse]
     for ids, name in weights.items():

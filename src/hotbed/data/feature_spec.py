@@ -61,13 +61,7 @@ class FeatureSpec:
 
 
 def id_dtype(name: str, rows: int) -> np.dtype[Any]:
-    """Dtype in which ids below ``rows`` are stored: NVIDIA's rule, the smallest of int8/16/32 whose maximum is above.
-
-    Raises
-    ------
-    SpecError
-        If the cardinality does not fit int32.
-    """
+    """Dtype of stored ids below ``rows``: by NVIDIA's rule the smallest of int8/16/32 whose maximum is above."""
     for dtype in ("int8", "int16", "int32"):
         if rows < np.iinfo(dtype).max:
             return np.dtype(dtype).newbyteorder("<")

@@ -35,21 +35,11 @@ class Entry(BaseModel):
 
 
 class HashEntry(Entry):
-    """How the values of a table without a vocabulary are hashed to its rows.
+    """How the values of a table without a vocabulary are hashed to its rows."""
 
-    Attributes
-    ----------
-    kind
-        What they are in raw rows.
-    rows
-        Rows of the table; 0 is for missing values.
-    seed
-        Which of many hashes; 0 is that of `hotbed.data.hashing`, of others h is ``mix(h ^ seed)``.
-    """
-
-    kind: Kind
-    rows: int = Field(ge=2, le=MOST_ROWS)
-    seed: int = Field(ge=0, lt=SEEDS)
+    kind: Kind  # of the raw values
+    rows: int = Field(ge=2, le=MOST_ROWS)  # of the table; row 0 is for missing values
+    seed: int = Field(ge=0, lt=SEEDS)  # 0 is the hash h of `hotbed.data.hashing`, any other seed is ``mix(h ^ seed)``
 
     def ids(self, values: pa.Array) -> NDArray[np.int64]:
         """Rows ``[n]`` of values ``[n]``: integers, of hexadecimal ones as well, or text."""

@@ -62,30 +62,9 @@ def read_labels(
     place: str,
     row_of: Callable[[int], str],
     *,
-    check: bool = False,
+    check: bool = False,  # whether to refuse values outside 0 to 1 if there is no condition
 ) -> arrow.Array:
-    """Labels ``[n]`` float32: mapped where there is a condition, else as they are.
-
-    Parameters
-    ----------
-    column
-        Stored values.
-    name
-        Their column.
-    label
-        Its condition, or None.
-    place
-        Where they are, for errors.
-    row_of
-        Says where the row of a position is, for errors.
-    check
-        Whether to refuse values that are not from 0 to 1, where there is no condition.
-
-    Raises
-    ------
-    DataError
-        If a value is null, or NaN where there is a condition; or as ``check`` says.
-    """
+    """Labels ``[n]`` float32: mapped by the condition, or as they are; ``row_of`` names a position in errors."""
     refuse_null(column, name, place, row_of)
     if label is not None:
         return _mapped(column, name, label, place, row_of)

@@ -39,15 +39,7 @@ class LookupTable:
 
     @staticmethod
     def read(lookup: Lookup) -> LookupTable:
-        """Read the file of a feature.
-
-        Raises
-        ------
-        DataError
-            If there is no such file, it lacks a column, or a key is there twice.
-        SpecError
-            If keys or values have a type that they cannot have.
-        """
+        """Read the file of a feature."""
         found = find_parquet(lookup.file)
         if len(found) > 1:
             raise DataError(f"feature '{lookup.name}': {lookup.file} has the splits {', '.join(found)}; name one file")
@@ -101,13 +93,7 @@ class LookupTable:
 
     @staticmethod
     def mapped(path: Path) -> LookupTable:
-        """Map a file that `write_mapped` wrote into memory; nothing is read before it is asked for.
-
-        Raises
-        ------
-        DataError
-            If it is none.
-        """
+        """Map a file that `write_mapped` wrote into memory; nothing is read before it is asked for."""
         try:
             with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
                 if reader.num_record_batches != 1:

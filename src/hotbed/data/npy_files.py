@@ -38,29 +38,15 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array ``[N]`` or ``[N, K]`` in a file.
-
-    Attributes
-    ----------
-    path, member
-        The file, and the name of the array in it where there are several.
-    offset
-        Byte at which its values begin.
-    rows, columns
-        N and K; of an array of one dimension K is 1.
-    dtype
-        What is stored.
-    by_column
-        Whether values of a column, and not of a row, lie side by side (Fortran order).
-    """
+    """An array ``[rows]`` or ``[rows, columns]`` in a file."""
 
     path: Path
-    member: str
-    offset: int
+    member: str  # name of the array in a file of several
+    offset: int  # first byte of the values
     rows: int
-    columns: int
+    columns: int  # 1 for an array ``[N]``
     dtype: np.dtype[Any]
-    by_column: bool
+    by_column: bool  # Fortran order
 
     @property
     def end(self) -> int:
@@ -98,24 +84,12 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class Day:
-    """The arrays of one day, with as many rows each.
+    """The arrays of one day, with as many rows each."""
 
-    Attributes
-    ----------
-    name
-        What its files' names begin with.
-    dense, labels
-        Numericals ``[N, I]`` and labels ``[N, T]``; None where there are none.
-    sparse
-        Ids: one array ``[N, F]``, or one ``[N, ids]`` per feature.
-    is_multi_hot
-        Which of the two.
-    """
-
-    name: str
-    dense: StoredArray | None
-    labels: StoredArray | None
-    sparse: tuple[StoredArray, ...]
+    name: str  # prefix of its files
+    dense: StoredArray | None  # numericals ``[N, I]``
+    labels: StoredArray | None  # ``[N, T]``
+    sparse: tuple[StoredArray, ...]  # ids: one array ``[N, F]``, or one ``[N, ids]`` per feature if `is_multi_hot`
     is_multi_hot: bool
 
     @property
@@ -148,14 +122,7 @@ def has_days(path: Path) -> bool:
 
 
 def find_days(path: Path) -> list[Day]:
-    """Find the days of a folder, in the order of the numbers in their names.
-
-    Raises
-    ------
-    DataError
-        If there is no day, a file of one is missing, is no such array, is cut short, or has other rows or columns than
-        the rest.
-    """
+    """Find the days of a folder, in the order of the numbers in their names."""
     if not path.is_dir():
         raise DataError(f"{path} is no folder; give the one that has day_0_dense.npy, day_0_sparse.npy and so on")
     parts: dict[str, dict[str, Path]] = {}

@@ -18,25 +18,11 @@ from hotbed.errors import DataError
 
 
 def read_numericals(table: Columns, schema: Schema, place: str, row_of: Callable[[int], str]) -> arrow.Array:
-    """Dense columns ``[n, I]``: float32, or float64 where the model is to normalize some of them.
+    """Dense columns ``[n, I]``: float32, or float64 if the model is to normalize some of them.
 
     Float64, because float32 cannot tell one second since 1970 from the next, and because layers of float32 refuse it:
-    raw numbers that nobody normalizes do not pass for inputs.
-
-    Parameters
-    ----------
-    table
-        Stored values.
-    schema
-        Its dense columns: those that are scaled here come out scaled, those of `Schema.numericals` as they are stored
-        with NaN for null, and others as they are with 0 for null.
-    place, row_of
-        Where the rows are, and the row of a position, for errors.
-
-    Raises
-    ------
-    DataError
-        If a value is missing or infinite in a column that says ``missing: error``.
+    raw numbers that nobody normalizes do not pass for inputs. Columns of `Schema.scaling` come out scaled, those of
+    `Schema.numericals` as they are stored with NaN for null, and others as they are with 0 for null.
     """
     scaling = {scaling.name: scaling for scaling in schema.scaling}
     numericals = {numerical.name: numerical for numerical in schema.numericals}

@@ -31,21 +31,11 @@ _WANTED = {
 
 @dataclass(frozen=True)
 class InputColumn:
-    """A column that inputs are made of.
-
-    Attributes
-    ----------
-    name
-        Its name.
-    kind
-        What its values are: ``"text"``, ``"integers"``, ``"numbers"``; "" for text or integers, where all values to
-        train on were missing.
-    ids
-        Values of each row: 1 is one value, another number lists of so many, None lists of any length.
-    """
+    """A column that inputs are made of."""
 
     name: str
-    kind: str
+    kind: str  # text, integers or numbers; empty (text or integers) if all training values were missing
+    # values per row: 1 is a single value, other numbers are lists of that length, None is lists of any length
     ids: int | None = 1
 
     @property

@@ -51,27 +51,15 @@ class VocabularyEntry(Entry):
 
 
 class PreparationEntry(Entry):
-    """How raw values became what a prepared dataset stores.
+    """How raw values became what a prepared dataset stores."""
 
-    Attributes
-    ----------
-    vocabularies
-        By table. The value at position i has id i + 1; missing values and those that are not there are id 0.
-    tables
-        By sparse column, the table whose ids it has.
-    hashed
-        By table that has no vocabulary, how its values become ids.
-    numericals
-        ``"log"``: integers x become ln(x + 3), where -3 is taken as -2; ``"log_zero"``: the same after negative ones
-        became 0; ``"as_is"``: numbers stay as they are.
-    dtype
-        What they are then rounded to, missing ones as 0; None leaves both to the schema that they are read by.
-    """
-
+    # by table; the value at position i has id i + 1, and missing or unknown values have id 0
     vocabularies: dict[str, VocabularyEntry]
-    tables: dict[str, str]
-    hashed: dict[str, HashEntry] = Field(default_factory=dict)
+    tables: dict[str, str]  # by sparse column
+    hashed: dict[str, HashEntry] = Field(default_factory=dict)  # by table without a vocabulary
+    # log: integers x become ln(x + 3), where -3 counts as -2; log_zero: the same after negative ones became 0
     numericals: Literal["log", "log_zero", "as_is"]
+    # numericals are rounded to it, missing ones to 0; None leaves both to the schema of the reader
     dtype: Literal["float16"] | None
 
     @staticmethod
@@ -88,21 +76,9 @@ class PreparationEntry(Entry):
 
 
 class Preparation:
-    """Raw rows to rows as a prepared dataset stores them.
+    """Converts raw rows to rows as a prepared dataset stores them.
 
-    Parameters
-    ----------
-    entry
-        How.
-    columns
-        The sparse columns.
-    read
-        Gives the ids of a table's values; called when they are first needed.
-
-    Raises
-    ------
-    DataError
-        If a column has no vocabulary.
+    ``read`` returns the ids of a table's values; it is called when they are first needed.
     """
 
     def __init__(
@@ -116,13 +92,7 @@ class Preparation:
 
     @staticmethod
     def of_dataset(path: Path, schema: Schema, values: object) -> Preparation:
-        """That of a dataset whose description has these values.
-
-        Raises
-        ------
-        DataError
-            If they cannot be right; when raw rows are encoded, if a vocabulary is absent or another.
-        """
+        """That of a dataset whose description has these values."""
         entry = PreparationEntry.parse(values, f"{path}: metadata.preparation")
         return Preparation(entry, schema.stored[0], partial(_read, path / VOCABULARY, entry))
 
@@ -150,12 +120,8 @@ class Preparation:
     def refuse_other(self, state: Mapping[str, Any], *, may_grow: bool = False) -> None:
         """Raise `DataError` if a model was trained with other vocabularies: ids would stand for other values.
 
-        Parameters
-        ----------
-        state
-            What `state` gave then, by table; tables that are not in it are not compared.
-        may_grow
-            Whether values may have been added since: those of then must have the ids that they had.
+        ``state`` is what `state` returned then; tables that it lacks are not compared. With ``may_grow``, values may
+        have been added since, but the earlier values must have kept their ids.
         """
         for name, now in self.state().items():
             was = state.get(name, now)
@@ -213,13 +179,7 @@ class Preparation:
                 )
 
     def stored(self, table: pa.Table, dense: Sequence[str], place: str, row_of: Callable[[int], str]) -> pa.Table:
-        """Replace raw values of the columns that are there: ids by their numbers, numericals ``dense`` by theirs.
-
-        Raises
-        ------
-        DataError
-            If a value is none that can be prepared; names it and its row.
-        """
+        """Replace raw values of the columns that are there: ids by their numbers, numericals ``dense`` by theirs."""
         for at, name in enumerate(table.column_names):
             if name in self._columns:
                 found = self._bags(table[name], name, place, row_of)

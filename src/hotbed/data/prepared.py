@@ -36,17 +36,9 @@ class Described(NamedTuple):
 
 
 def open_described(path: str | Path) -> Described | None:
-    """Open a prepared dataset; None where a path is none.
+    """Open a prepared dataset by its folder or the marker file in it; return None for any other path.
 
-    Parameters
-    ----------
-    path
-        Its folder, or the file in it that says what it is. At a URI (a string) there is Parquet only.
-
-    Raises
-    ------
-    DataError
-        If it is damaged, or its description cannot be read.
+    At a URI (a string) only Parquet is found.
     """
     if isinstance(path, Path):
         path = path.parent if path.name in MARKERS.values() else path

@@ -92,15 +92,7 @@ def find_input(
     on_bad_line: OnBadLine,
     negatives: Negatives = "keep",
 ) -> RawInput:
-    """Find logs; or tables, where there is a schema, or names or the first line say so; or what a source reads.
-
-    Raises
-    ------
-    DataError
-        If there is no such file, or files do not fit together.
-    SpecError
-        If the schema does not fit the files, or cannot be prepared.
-    """
+    """Find logs; or tables, where there is a schema, or names or the first line say so; or what a source reads."""
     if any(map(is_source, raw)):
         if len(raw) > 1:
             raise SpecError(f"{len(raw)} inputs were given, one of which is a whole dataset; prepare it by itself")

@@ -33,23 +33,13 @@ _ANY = 1 << 30
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A split of a source as a `TableFile`, each of its chunks being a part; ids are int64, numbers as they are read.
-
-    Attributes
-    ----------
-    source, split
-        What is read.
-    name, shown
-        The name of the file that the split is taken for, and what messages call it.
-    files
-        The files that it is read from.
-    """
+    """A split of a source as a `TableFile`; its parts are chunks, ids are int64, and numbers are as they are read."""
 
     source: Source
     split: str
-    name: str
-    shown: str
-    files: tuple[Path, ...]
+    name: str  # name of the file that the split stands for
+    shown: str  # name in messages
+    files: tuple[Path, ...]  # files that the source reads
 
     @property
     def unit(self) -> str:
@@ -126,15 +116,7 @@ class SourceFile:
 def source_files(
     raw: Path | Source, schema: Schema | Mapping[str, object] | None
 ) -> tuple[Schema, dict[str, list[SourceFile]]]:
-    """Files of a source, or of a folder of NumPy arrays or of the split-binary format, by split, with their schema.
-
-    Raises
-    ------
-    DataError
-        If the folder is damaged, has a split that is none of train, valid and test, or a label that is not from 0 to 1.
-    SpecError
-        If the schema does not fit.
-    """
+    """Files of a source, or of a folder of NumPy arrays or of the split-binary format, by split, with their schema."""
     if isinstance(raw, Path) and has_days(raw):
         return _days(raw, schema)
     if schema is not None:

@@ -39,13 +39,7 @@ class OpenFiles:
         weakref.finalize(self, _close, self._descriptors)
 
     def read(self, file: StoredFile, start: int, out: NDArray[Any]) -> None:
-        """Fill ``out`` (``[n]`` or ``[n, I]``) with the samples from ``start`` on, converted to its dtype.
-
-        Raises
-        ------
-        DataError
-            If the file cannot be read, or is shorter than it was.
-        """
+        """Fill ``out`` (``[n]`` or ``[n, I]``) with the samples from ``start`` on, converted to its dtype."""
         descriptor = self._descriptor(file.path)
         try:
             same = file.dtype == out.dtype

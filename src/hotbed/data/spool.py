@@ -75,13 +75,7 @@ def parts_of(
 
 
 def parse_part(part: LogPart) -> None:
-    """Parse a part, unless that was done.
-
-    Raises
-    ------
-    DataError
-        At a bad line, with its number, if these are not to be skipped.
-    """
+    """Parse a part, unless that was done."""
     if part.spool.is_file():
         return
     try:
@@ -106,13 +100,7 @@ def _parse(part: LogPart, line: int) -> None:
 
 
 def parsed_pieces(parts: Sequence[LogPart]) -> tuple[list[Piece], Counter[str], Counter[str]]:
-    """Return the parsed parts in order, the skipped lines by reason, and the replaced values by column.
-
-    Raises
-    ------
-    DataError
-        If there is no good line.
-    """
+    """Return the parsed parts in order, the skipped lines by reason, and the replaced values by column."""
     pieces: list[Piece] = []
     skipped, replaced = Counter[str](), Counter[str]()
     for part in parts:

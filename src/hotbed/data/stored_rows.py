@@ -37,21 +37,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RowsSlice:
-    """Consecutive rows.
-
-    Attributes
-    ----------
-    table
-        Their columns.
-    split
-        The split that they are in; "" where there is none.
-    place, row_of
-        Where they are, and the row of a position, for messages.
-    """
+    """Consecutive rows."""
 
     table: pa.Table
-    split: str
-    place: str
+    split: str  # empty if there is none
+    place: str  # names the rows in messages
     row_of: Callable[[int], str]
 
 
@@ -189,20 +179,8 @@ class SourceRows(StoredRows):
 def open_rows(path: str | Path, schema: Schema | None = None) -> StoredRows:
     """Find the rows at a path: a prepared dataset's, those of Parquet, CSV or TSV files and logs, or of NumPy arrays.
 
-    Parameters
-    ----------
-    path
-        Where they are.
-    schema
-        What columns of arrays are called, which do not say it; by default as in TorchRec's scripts. Their splits are
-        days.
-
-    Raises
-    ------
-    DataError
-        If there are none, or a file is damaged.
-    SpecError
-        If the schema does not fit the arrays.
+    The schema names the columns of arrays, which do not do so themselves; default: as in TorchRec's scripts. Their
+    splits are days.
     """
     if isinstance(path, Path) and has_days(path):
         days = {day.name: [day.name] for day in find_days(path)}

@@ -130,15 +130,7 @@ _KINDS = {
 
 
 class TypesOfText:
-    """Types of columns, narrowed down batch by batch; what no other type fits is text.
-
-    Parameters
-    ----------
-    names
-        The columns.
-    text
-        Columns that are text whatever is in them.
-    """
+    """Types of columns, narrowed down batch by batch; what no type fits is text, and so are the columns ``text``."""
 
     def __init__(self, names: Sequence[str], text: Collection[str] = ()) -> None:
         self._names = tuple(names)
