@@ -86,17 +86,13 @@ class DraftFiles:
 class DraftedSplits:
     """What a recipe says of splits: arguments of the source, why, and which splits there are."""
 
-    init_args: dict[str, object] = field(default_factory=dict)
+    init_args: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
     has_valid: bool = False
     has_test: bool = False
     in_time_order: bool = False
     """Whether the rows are known to be stored in the order of time."""
     notes: list[str] = field(default_factory=list)
-
-    def source_args(self) -> dict[str, Any]:
-        """Arguments of `ParquetSource` beside path and schema."""
-        return dict(self.init_args)
 
 
 def draft_splits(

@@ -36,7 +36,7 @@ from hotbed.data.executors import STARTED_HERE, open_tasks
 from hotbed.data.hashed_tables import HashEntry, Kind, check_hashed
 from hotbed.data.pieces import HeldOut, divided, groups_of, in_order, splits_of_files, with_splits
 from hotbed.data.preparation import PreparationEntry, VocabularyEntry
-from hotbed.data.raw_inputs import Logs, Progress, RawInput, find_input
+from hotbed.data.raw_inputs import Logs, Progress, Tables, find_input
 from hotbed.data.row_split import row_split
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
@@ -82,11 +82,6 @@ class PrepareReport:
     replaced: Mapping[str, int]
     left_out: Mapping[str, str]
     seconds: float
-
-    @property
-    def skipped_lines(self) -> int:
-        """Number of lines left out."""
-        return sum(self.skipped.values())
 
 
 def prepare(
@@ -332,7 +327,7 @@ def _columns_by_table(schema: Schema) -> dict[str, tuple[str, ...]]:
     return {table: tuple(c.name for c in schema.sparse if c.table_name == table) for table in schema.rows}
 
 
-def _kind(found: RawInput, values: pa.DataType) -> Kind:
+def _kind(found: Logs | Tables, values: pa.DataType) -> Kind:
     if isinstance(found, Logs):
         return "hexadecimal"
     return "text" if arrow.is_text(values) else "integers"

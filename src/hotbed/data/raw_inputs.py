@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import pyarrow as pa
 from pyarrow import fs
@@ -37,61 +36,12 @@ Progress = Callable[[str, int, int], None]
 _LOG_SCHEMA = Schema(labels=(LABEL,), dense=DENSE, sparse=tuple(SparseColumn(name=name, rows=2) for name in SPARSE))
 
 
-class RawInput(Protocol):
-    """Samples that are to be prepared."""
-
-    @property
-    def schema(self) -> Schema:
-        """Their columns; the rows of tables mean nothing yet."""
-        ...
-
-    @property
-    def state(self) -> object:
-        """What changes when a file does."""
-        ...
-
-    def names(self) -> list[tuple[str, str]]:
-        """Of each file in order, its path, and its name below what was given."""
-        ...
-
-    @property
-    def skipped(self) -> Mapping[str, int]:
-        """Lines that were left out, by what was wrong with them; known when pieces are."""
-        ...
-
-    @property
-    def replaced(self) -> Mapping[str, int]:
-        """By column, the numericals that the rule for negative ones has replaced; known when pieces are."""
-        ...
-
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """Columns that a drafted schema has left out, with their types and the reasons."""
-        ...
-
-    def pieces(self, spool: Path, tasks: Tasks, report: Progress) -> list[Piece]:
-        """Read what has to be read first, and list all samples in order."""
-        ...
-
-    def kinds(self) -> dict[str, pa.DataType]:
-        """By table, the type in which its values are counted."""
-        ...
-
-    def types(self) -> dict[str, pa.DataType]:
-        """By column that is no input of ids, a type for the values of all files."""
-        ...
-
-    def lists(self) -> frozenset[str]:
-        """Inputs of ids that are written as lists."""
-        ...
-
-
 def find_input(
     raw: Sequence[str | Path | Source],
     schema: Schema | Mapping[str, object] | None,
     on_bad_line: OnBadLine,
     negatives: Negatives = "keep",
-) -> RawInput:
+) -> Logs | Tables:
     """Find logs; or tables, where there is a schema, or names or the first line say so; or what a source reads."""
     if any(map(is_source, raw)):
         if len(raw) > 1:
@@ -153,17 +103,18 @@ class Logs:
     on_bad_line: OnBadLine
     negatives: Negatives = "keep"
     schema: Schema = _LOG_SCHEMA
+    # By fault, the skipped lines, and by column, the numericals that the rule replaced; known when pieces are.
     skipped: Mapping[str, int] = field(default_factory=dict[str, int])
     replaced: Mapping[str, int] = field(default_factory=dict[str, int])
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def state(self) -> object:
-        """Paths, sizes and times of change."""
+        """Paths, sizes and times of change, which change when a file does."""
         return [(str(f), size_of(f), f.stat().st_mtime_ns if isinstance(f, Path) else f.mtime_ns) for f in self.files]
 
     def names(self) -> list[tuple[str, str]]:
-        """Paths as pieces have them."""
+        """Paths as pieces have them, with the name of each file."""
         return [(str(f.absolute() if isinstance(f, Path) else f), f.name) for f in self.files]
 
     def pieces(self, spool: Path, tasks: Tasks, report: Progress) -> list[Piece]:
@@ -179,15 +130,15 @@ class Logs:
         return pieces
 
     def kinds(self) -> dict[str, pa.DataType]:
-        """Integers: hexadecimal digits are numbers."""
+        """By table, the type in which its values are counted: integers, because hexadecimal digits are numbers."""
         return dict.fromkeys(SPARSE, pa.int64())
 
     def types(self) -> dict[str, pa.DataType]:
-        """As they are spooled."""
+        """By column without ids, the type as it is spooled."""
         return {LABEL: pa.uint8(), **dict.fromkeys(DENSE, pa.float32())}
 
     def lists(self) -> frozenset[str]:
-        """None: each has one value."""
+        """Inputs of ids that are lists: none."""
         return frozenset()
 
 
@@ -199,15 +150,16 @@ class Tables:
     schema: Schema
     skipped: Mapping[str, int] = field(default_factory=dict[str, int])
     replaced: Mapping[str, int] = field(default_factory=dict[str, int])
+    # By column that a drafted schema left out, its type and the reason.
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def state(self) -> object:
-        """Paths, sizes and times of change."""
+        """Paths, sizes and times of change, which change when a file does."""
         return [(split, *file.state) for split, of_split in self.files.items() for file in of_split]
 
     def names(self) -> list[tuple[str, str]]:
-        """Paths as messages have them."""
+        """Paths as messages have them, with names below the input."""
         return [(file.shown, file.name) for of_split in self.files.values() for file in of_split]
 
     @property
@@ -226,7 +178,7 @@ class Tables:
         ]
 
     def kinds(self) -> dict[str, pa.DataType]:
-        """One type for all files and columns of a table."""
+        """By table, the type in which the values of all its files and columns are counted."""
         found: dict[str, tuple[pa.DataType, str]] = {}
         for file in self.checked:
             for column in self.schema.sparse:
@@ -245,13 +197,13 @@ class Tables:
         return {table: found[table][0] if table in found else pa.int64() for table in self.schema.rows}
 
     def types(self) -> dict[str, pa.DataType]:
-        """Types as they are stored, where all files have the same."""
+        """By column without ids, a type that holds the values of all files."""
         s = self.schema
         names = [*s.labels, *s.dense, *s.weight_columns, *s.id_weights, *([s.group] if s.group is not None else [])]
         return {name: arrow.common_type([file.schema.field(name).type for file in self.checked]) for name in names}
 
     def lists(self) -> frozenset[str]:
-        """Lists in any of the files, or, where all values of all files are missing, by the schema."""
+        """Inputs of ids that are lists in any file, or by the schema if all values of all files are missing."""
         files, sparse = self.checked, self.schema.sparse
         of_column = {c: {arrow.kind_of_values(f.schema.field(c.name).type) for f in files} for c in sparse}
         return frozenset(

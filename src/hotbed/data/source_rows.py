@@ -87,7 +87,8 @@ class SourceFile:
                     f"{self}, column '{column.name}' has a weight for each id, and its schema names no column of them; "
                     "say `weights`, or leave them out"
                 )
-        return pa.table({name: _column(batch, name, schema).cast(self.schema.field(name).type) for name in columns})
+        found = columns_of(batch, schema)
+        return pa.table({name: found[name].cast(self.schema.field(name).type) for name in columns})
 
     def batches(self, row_group: int, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
         """Give some columns of a chunk, which is read whole, at most so many rows at once."""
@@ -160,28 +161,28 @@ def _shown(raw: Path | Source) -> str:
     return str(raw) if isinstance(raw, Path) else type(raw).__name__
 
 
-def _column(batch: Batch, name: str, schema: Schema) -> pa.Array:
-    if name in batch.sparse.names:
-        return _ids(batch.sparse[name])
-    if (weighted := next((c.name for c in schema.sparse if c.weights == name), None)) is not None:
-        bags = batch.sparse[weighted]
-        return _ids(bags._replace(values=weights_of(bags)))
-    if name in schema.dense and batch.dense is not None:
-        return _numbers(batch.dense[:, schema.dense.index(name)])
-    if name in schema.labels and batch.labels is not None:
-        return _numbers(batch.labels[:, schema.labels.index(name)])
-    if name in schema.weight_columns and batch.weights is not None:
-        return _numbers(schema.weights_of(batch.weights, name))
-    return _numbers(batch.extra[name])
+def columns_of(batch: Batch, schema: Schema) -> pa.Table:
+    """A batch's samples as columns by name; labels, numericals and weights are floats, ids integers or lists."""
+    columns: dict[str, pa.Array] = {}
+    for values, names in ((batch.labels, schema.labels), (batch.dense, schema.dense)):
+        if values is not None:
+            columns |= {name: pa.array(values[:, i].numpy()) for i, name in enumerate(names)}
+    for column in schema.sparse:
+        bags = batch.sparse[column.name]
+        columns[column.name] = _lists(bags, bags.values)
+        if column.weights is not None:
+            columns.setdefault(column.weights, _lists(bags, weights_of(bags)))
+    if batch.weights is not None:
+        for name in schema.weight_columns:
+            columns.setdefault(name, pa.array(schema.weights_of(batch.weights, name).numpy()))
+    for name, values in batch.extra.items():
+        columns.setdefault(name, pa.array(values.numpy()))
+    return pa.table(columns)
 
 
-def _ids(bags: Bags) -> pa.Array:
-    values = pa.array(bags.values.numpy())
-    if bags.fixed == 1:
-        return values
-    ends = np.concatenate([[0], np.cumsum(bags.lengths().numpy())])
-    return pa.LargeListArray.from_arrays(pa.array(ends), values)
-
-
-def _numbers(column: Tensor) -> pa.Array:
-    return pa.array(np.ascontiguousarray(column.numpy()))
+def _lists(bags: Bags, values: Tensor) -> pa.Array:
+    """A value for each id of bags, in lists where a sample has not one id."""
+    column = pa.array(values.numpy())
+    if bags.offsets is not None:
+        return pa.LargeListArray.from_arrays(pa.array(bags.offsets.numpy().astype("int64")), column)
+    return column if bags.fixed == 1 else pa.FixedSizeListArray.from_arrays(column, bags.fixed)

@@ -17,10 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pyarrow as pa
-from torch import Tensor
 
-from hotbed.bags import Bags, weights_of
-from hotbed.batch import Batch
 from hotbed.data.npy import NpySource
 from hotbed.data.npy_files import find_days, has_days
 from hotbed.data.parquet import ParquetSource
@@ -28,6 +25,7 @@ from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet, with_
 from hotbed.data.prepared import open_described
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
+from hotbed.data.source_rows import columns_of
 
 _ANY_ROWS = 1 << 62
 _CELLS = 2_000_000
@@ -189,33 +187,6 @@ def open_rows(path: str | Path, schema: Schema | None = None) -> StoredRows:
     if (described := open_described(path)) is not None:
         return SourceRows(path, described.source, "prepared dataset")
     return FileRows(path, find_parquet(path))
-
-
-def columns_of(batch: Batch, schema: Schema) -> pa.Table:
-    """A batch's samples as columns by name; labels, numericals and weights are floats, ids integers or lists."""
-    columns: dict[str, pa.Array] = {}
-    for values, names in ((batch.labels, schema.labels), (batch.dense, schema.dense)):
-        if values is not None:
-            columns |= {name: pa.array(values[:, i].numpy()) for i, name in enumerate(names)}
-    for column in schema.sparse:
-        bags = batch.sparse[column.name]
-        columns[column.name] = _lists(bags, bags.values)
-        if column.weights is not None:
-            columns.setdefault(column.weights, _lists(bags, weights_of(bags)))
-    if batch.weights is not None:
-        for name in schema.weight_columns:
-            columns.setdefault(name, pa.array(schema.weights_of(batch.weights, name).numpy()))
-    for name, values in batch.extra.items():
-        columns.setdefault(name, pa.array(values.numpy()))
-    return pa.table(columns)
-
-
-def _lists(bags: Bags, values: Tensor) -> pa.Array:
-    """A value for each id of bags, in lists where a sample has not one id."""
-    column = pa.array(values.numpy())
-    if bags.offsets is not None:
-        return pa.LargeListArray.from_arrays(pa.array(bags.offsets.numpy().astype("int64")), column)
-    return column if bags.fixed == 1 else pa.FixedSizeListArray.from_arrays(column, bags.fixed)
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
