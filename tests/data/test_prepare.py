@@ -95,8 +95,8 @@ def test_tomorrow_keeps_yesterdays_ids(tmp_path: Path) -> None:
 
 def set_block_bytes(patch: pytest.MonkeyPatch, block_bytes: int) -> None:
     """Make blocks, parts of files and groups of samples so small that lines, counts and splits cross them."""
-    patch.setattr("hotbed.data.spool.read_blocks", partial(read_blocks, block_bytes=block_bytes))
-    patch.setattr("hotbed.data.spool.PART_BYTES", 3 * block_bytes)
+    patch.setattr("hotbed.data.raw_inputs.read_blocks", partial(read_blocks, block_bytes=block_bytes))
+    patch.setattr("hotbed.data.raw_inputs.PART_BYTES", 3 * block_bytes)
     patch.setattr("hotbed.data.pieces._GROUP_ROWS", 10)
 
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from hotbed.data import NpySource, Source
 from hotbed.data.draft import Draft, hashed_rows
 from hotbed.data.draft_splits import DraftedSplits
-from hotbed.data.npy_files import has_days
+from hotbed.data.npy import has_days
 from hotbed.data.prepared import open_described
 from hotbed.data.profile import count_distinct
 from hotbed.data.source_rows import source_files

@@ -4,6 +4,10 @@
 A prepared dataset says of itself how its ids and numbers were made (``metadata.preparation`` of its description, or
 the metadata of its Parquet files), and has the values of each table's ids in ``vocabulary/``. Exported models have
 both, the vocabularies as files that are mapped into memory.
+
+A vocabulary gives frequent values rows of their own, and must know all values. Where values never end (users, queries,
+pages), new ones would all be row 0 until the data are prepared again. Tables of such values have a `HashEntry` instead:
+each value has a row, which it may share.
 """
 
 # pyarrow ships no types.
@@ -20,16 +24,55 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import Field, NonNegativeInt, ValidationError
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
 from hotbed.data.criteo import complaint, hexadecimal, logarithm
-from hotbed.data.hashed_tables import Entry, HashEntry, Kind
+from hotbed.data.hashing import mix, rows_of
 from hotbed.data.lookup_table import LookupTable, content_sha256
 from hotbed.data.schema import Schema
 from hotbed.data.vocabulary import VOCABULARY, read_vocabulary, vocabulary_file
-from hotbed.errors import DataError, SpecError
+from hotbed.errors import DataError, SpecError, did_you_mean
+from hotbed.specs import is_int
+
+Kind = Literal["hexadecimal", "integers", "text"]
+MOST_ROWS = 1 << 40
+SEEDS = 1 << 64
+
+
+class Entry(BaseModel):
+    """What a dataset says of how it was made; checked, as it may come from anywhere."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class HashEntry(Entry):
+    """How the values of a table without a vocabulary are hashed to its rows."""
+
+    kind: Kind  # of the raw values
+    rows: int = Field(ge=2, le=MOST_ROWS)  # of the table; row 0 is for missing values
+    seed: int = Field(ge=0, lt=SEEDS)  # 0 is the hash h of `hotbed.data.hashing`, any other seed is ``mix(h ^ seed)``
+
+    def ids(self, values: pa.Array) -> NDArray[np.int64]:
+        """Rows ``[n]`` of values ``[n]``: integers, of hexadecimal ones as well, or text."""
+        h = arrow.hashes(values)
+        found = rows_of(mix(h ^ np.uint64(self.seed)) if self.seed else h, self.rows)
+        found[values.is_null().to_numpy(zero_copy_only=False)] = 0
+        return found
+
+
+def check_hashed(hash_rows: Mapping[str, object], seed: object, schema: Schema) -> None:
+    """Raise `SpecError` unless these tables are there and can have so many rows."""
+    if not is_int(seed) or not 0 <= seed < SEEDS:
+        raise SpecError(f"hash_seed is {seed!r}, must be an integer of at least 0, below 2^64")
+    for table, rows in hash_rows.items():
+        if table not in schema.rows:
+            raise SpecError(f"hash_rows names table '{table}', which there is not{did_you_mean(table, schema.rows)}")
+        if not is_int(rows) or not 2 <= rows <= MOST_ROWS:
+            raise SpecError(f"hash_rows: table '{table}' has {rows!r} rows, must be an integer from 2 to 2^40")
+
 
 PREPARATION = b"hotbed.preparation"
 """What prepared Parquet files say it under, as JSON."""

@@ -4,7 +4,7 @@
 Four passes, each of tasks that write what they make under names of their own, so that any workers can run them and a
 preparation that was killed goes on where it was:
 
-1. *read* (`hotbed.data.spool`; logs only): every field is checked; parsed parts are spooled to disk as Parquet.
+1. *read* (`hotbed.data.raw_inputs`; logs only): every field is checked; parsed parts are spooled to disk as Parquet.
 2. *count* (`hotbed.data.counting`): how often each value of a table occurs, as sorted runs.
 3. *merge* (`hotbed.data.counting`): runs are merged, and frequent values are numbered: vocabularies.
 4. *write* (`hotbed.data.encoding`): values become ids.
@@ -33,9 +33,8 @@ from hotbed.data.counting import CountJob, MergeJob, count, merge
 from hotbed.data.criteo import Negatives, OnBadLine
 from hotbed.data.encoding import MARKERS, EncodeJob, Format, assemble, check_format, dataset_schema, encode
 from hotbed.data.executors import STARTED_HERE, open_tasks
-from hotbed.data.hashed_tables import HashEntry, Kind, check_hashed
 from hotbed.data.pieces import HeldOut, divided, groups_of, in_order, splits_of_files, with_splits
-from hotbed.data.preparation import PreparationEntry, VocabularyEntry
+from hotbed.data.preparation import HashEntry, Kind, PreparationEntry, VocabularyEntry, check_hashed
 from hotbed.data.raw_inputs import Logs, Progress, Tables, find_input
 from hotbed.data.row_split import row_split
 from hotbed.data.schema import Schema

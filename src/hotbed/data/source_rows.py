@@ -18,8 +18,7 @@ from torch import Tensor
 from hotbed.bags import Bags, weights_of
 from hotbed.batch import Batch
 from hotbed.data.feature_spec import DESCRIPTION
-from hotbed.data.npy import NpySource
-from hotbed.data.npy_files import find_days, has_days
+from hotbed.data.npy import NpySource, find_days, has_days
 from hotbed.data.row_groups import RowGroup
 from hotbed.data.row_split import SPLITS
 from hotbed.data.schema import Schema

@@ -18,8 +18,7 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from hotbed.data.npy import NpySource
-from hotbed.data.npy_files import find_days, has_days
+from hotbed.data.npy import NpySource, find_days, has_days
 from hotbed.data.parquet import ParquetSource
 from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet, with_rows
 from hotbed.data.prepared import open_described
