@@ -111,7 +111,7 @@ def _plain_column(column: pa.ChunkedArray, kind: pa.DataType, where: str, name: 
     if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
         # Arrow's own cast loses values of a view (seen in 26.0).
         column = pa.chunked_array(
-            [_list_of_view(chunk) for chunk in column.chunks], pa.large_list(column.type.value_type)
+            [regroup(chunk.flatten(), chunk) for chunk in column.chunks], pa.large_list(column.type.value_type)
         )
     value = column.type.value_type if is_list(column.type) else column.type
     if pa.types.is_decimal(value):
@@ -136,9 +136,15 @@ def _integers_of_decimals(column: pa.ChunkedArray, kind: pa.DataType, where: str
     raise error
 
 
-def _list_of_view(array: pa.Array) -> pa.Array:
-    ends = pa.array(np.concatenate([[0], np.cumsum(lengths(array))]))
-    return pa.LargeListArray.from_arrays(ends, array.flatten(), mask=array.is_null())
+def regroup(values: pa.Array, lists: pa.Array) -> pa.Array:
+    """Put values ``[N]`` into lists as long as these, and as often null."""
+    ends = pa.array(np.concatenate([[0], np.cumsum(lengths(lists))]))
+    return pa.LargeListArray.from_arrays(ends, values, mask=lists.is_null())
+
+
+def decode(values: pa.Array) -> pa.Array:
+    """Replace a dictionary encoding by plain values."""
+    return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
 
 
 def has_no_values(column: pa.ChunkedArray) -> bool:
@@ -298,9 +304,7 @@ def rows(values: pa.Array, column: SparseColumn, ids: Ids, where: str) -> Array:
                 f"{where}, column '{column.name}': {values.null_count:,} ids are null; fill them with an id, or use "
                 f"ids='hash', where null is row 0"
             )
-        if pa.types.is_dictionary(values.type):
-            values = values.dictionary_decode()
-        return _plain_numpy(values).astype(np.int64)
+        return _plain_numpy(decode(values)).astype(np.int64)
     out = rows_of(hashes(values), column.rows)
     if values.null_count:
         out[values.is_null().to_numpy(zero_copy_only=False)] = 0

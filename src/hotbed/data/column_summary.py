@@ -67,9 +67,7 @@ class ColumnSummary:
         """Add the values of consecutive rows ``[n]``."""
         if str(column.type) not in self.types:
             self.types.append(str(column.type))
-        array = column.combine_chunks()
-        if pa.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
+        array = arrow.decode(column.combine_chunks())
         kind = array.type
         inner = kind.value_type if arrow.is_list(kind) else kind
         if arrow.is_list(kind):
@@ -200,8 +198,7 @@ def _is_counted(kind: pa.DataType) -> bool:
 
 def _without_missing(values: pa.Array) -> pa.Array:
     """Values that are neither null nor NaN, plain."""
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
+    values = arrow.decode(values)
     if pa.types.is_float16(values.type):
         values = values.cast(pa.float32())
     values = values.drop_null()

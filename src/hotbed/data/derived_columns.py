@@ -98,11 +98,9 @@ class Columns:
 
     def _lookup(self, lookup: Lookup) -> pa.Array:
         table, keys = self.tables[lookup.name], self[lookup.column].combine_chunks()
-        if not arrow.is_list(keys.type):
-            return table.find(arrow.hashable(keys, f"{self.place}, column '{lookup.column}'"))
-        found = table.find(arrow.hashable(keys.flatten(), f"{self.place}, column '{lookup.column}'"))
-        ends = pa.array(np.concatenate([[0], np.cumsum(arrow.lengths(keys))]))
-        return pa.LargeListArray.from_arrays(ends, found, mask=keys.is_null())
+        is_list, place = arrow.is_list(keys.type), f"{self.place}, column '{lookup.column}'"
+        found = table.find(arrow.hashable(keys.flatten() if is_list else keys, place))
+        return arrow.regroup(found, keys) if is_list else found
 
     def _cross(self, cross: Cross) -> Hashed:
         first = np.full(len(self.stored), len(cross.columns), np.uint64)
@@ -142,7 +140,8 @@ def check_derived_types(
     schema: Schema, fields: pa.Schema, tables: Mapping[str, LookupTable], what: str, lists: Collection[str] = ()
 ) -> None:
     """Raise unless derived columns can be made of stored ones of these types."""
-    types = {name: pa.list_(t) if pa.types.is_null(t) and name in lists else t for name, t in _types(fields)}
+    plain = {field.name: arrow.plain_type(field.type) for field in fields}
+    types = {name: pa.list_(t) if pa.types.is_null(t) and name in lists else t for name, t in plain.items()}
     columns = {c.name: c for c in schema.sparse}
     for d in schema.derived:
         if d.name in fields.names:
@@ -183,10 +182,6 @@ def check_derived_types(
             )
         if column is not None and not is_list and column.ids != 1:
             raise SpecError(f"feature '{d.name}': {arrow.one_value(column.ids)}. Leave ids out")
-
-
-def _types(fields: pa.Schema) -> list[tuple[str, pa.DataType]]:
-    return [(field.name, arrow.plain_type(field.type)) for field in fields]
 
 
 def _is_id(t: pa.DataType) -> bool:

@@ -99,7 +99,12 @@ def _listed(names: Sequence[str]) -> str:
 def _named(sample: pa.Table) -> list[str]:
     """Find columns named like labels: all of 0 and 1, or the first of others."""
     by_name = {name.strip().lower(): name for name in reversed(sample.column_names)}
-    named = [by_name[n] for n in LABEL_NAMES if n in by_name and _may_be(sample[by_name[n]].type)]
+    types = {lower: sample[name].type for lower, name in by_name.items()}
+    named = [
+        by_name[n]
+        for n in LABEL_NAMES
+        if (kind := types.get(n)) is not None and (arrow.is_number(kind) or arrow.is_text(kind))
+    ]
     binary = [name for name in sample.column_names if name in named and _is_binary(sample[name])]
     ratings = [by_name[n] for n in RATING_NAMES if n in by_name and arrow.is_number(sample[by_name[n]].type)]
     return binary or named[:1] or _like_labels(sample) or ratings[:1]
@@ -110,10 +115,6 @@ def _like_labels(sample: pa.Table) -> list[str]:
     words = {name: [w for w in words_of(name) if w not in _BEFORE_LABELS] for name in sample.column_names}
     like = [n for n, of in words.items() if len(of) == 1 and of[0] in _LABEL_WORDS and _is_binary(sample[n])]
     return [name for name in like if words[name] != ["class"]] or like
-
-
-def _may_be(kind: pa.DataType) -> bool:
-    return arrow.is_number(kind) or arrow.is_text(kind)
 
 
 def _is_binary(column: pa.ChunkedArray) -> bool:

@@ -111,9 +111,7 @@ def refuse_null(column: pa.ChunkedArray, name: str, place: str, row_of: Callable
 
 def _mapped(column: pa.ChunkedArray, name: str, label: Label, place: str, row_of: Callable[[int], str]) -> arrow.Array:
     """1 where the condition is true, else 0."""
-    condition, values = label.parsed(), column.combine_chunks()
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
+    condition, values = label.parsed(), arrow.decode(column.combine_chunks())
     if arrow.is_text(values.type):
         wanted = pa.array(condition.values, pa.large_string())
         found = pc.is_in(pc.cast(values, pa.large_string()), value_set=wanted).to_numpy(zero_copy_only=False)
@@ -147,9 +145,7 @@ def _numbers(name: str, kind: pa.DataType, condition: Positive) -> list[int | fl
 def read_group(column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> arrow.Array:
     """Group keys ``[n]`` int64: integers as they are, strings hashed."""
     refuse_null(column, name, place, row_of)
-    values = column.combine_chunks()
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
+    values = arrow.decode(column.combine_chunks())
     if arrow.is_text(values.type):
         return arrow.hashes(values).view(np.int64)
     return values.to_numpy(zero_copy_only=False).astype(np.int64)

@@ -172,17 +172,12 @@ def content_sha256(*arrays: pa.Array) -> str:
 
 def _normal(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
     """Integers as int64 (uint64 where they need it), numbers as float64, text as bytes, and lists of these."""
+    array = arrow.decode(array)
     kind = array.type
-    if pa.types.is_dictionary(kind):
-        array = array.dictionary_decode()
-        kind = array.type
     if may_be_list and arrow.is_list(kind):
         values = array.flatten()
         if arrow.is_whole(values.type) or arrow.is_text(values.type) or pa.types.is_null(values.type):
-            lengths = arrow.lengths(array)
-            ends = pa.array(np.concatenate([[0], np.cumsum(lengths)]))
-            flat = _normal(values, where, may_be_list=False)
-            return pa.LargeListArray.from_arrays(ends, flat, mask=array.is_null())
+            return arrow.regroup(_normal(values, where, may_be_list=False), array)
     if arrow.is_text(kind):
         return _bytes(array)
     if pa.types.is_null(kind):
@@ -200,8 +195,7 @@ def _normal(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
 
 
 def _bytes(array: pa.Array) -> pa.Array:
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    array = arrow.decode(array)
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         array = array.cast(pa.large_string())
     return array.cast(pa.large_binary())

@@ -247,6 +247,6 @@ def _values(column: pa.ChunkedArray, kind: pa.DataType, place: str, *, is_list: 
         return pa.nulls(0 if is_list else len(array), kind)
     values = arrow.hashable(array.flatten() if arrow.is_list(array.type) else array, place)
     try:
-        return (values.dictionary_decode() if pa.types.is_dictionary(values.type) else values).cast(kind)
+        return arrow.decode(values).cast(kind)
     except pa.ArrowInvalid as error:
         raise DataError(f"{place}: {error}; its values must be {kind}, as in the other files") from None

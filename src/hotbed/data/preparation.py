@@ -243,15 +243,13 @@ class Preparation:
         if not arrow.is_list(array.type):
             missing = pa.types.is_null(array.type) and self._columns[name].ids != 1  # bags
             return array if missing else self._ids(array, name, place, row_of)
-        ends = pa.array(np.concatenate([[0], np.cumsum(arrow.lengths(array))]))
-        ids = self._ids(array.flatten(), name, place, row_of)
-        return pa.LargeListArray.from_arrays(ends, ids, mask=array.is_null())
+        return arrow.regroup(self._ids(array.flatten(), name, place, row_of), array)
 
     def _ids(self, array: pa.Array, name: str, place: str, row_of: Callable[[int], str]) -> pa.Array:
         where = f"{place}, column '{name}'"
         if pa.types.is_null(array.type):
             return pa.array(np.zeros(len(array), np.int32))
-        array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+        array = arrow.decode(array)
         entry = self._entry(name)
         values = _parsed(array, where, row_of) if entry.kind == "hexadecimal" else arrow.hashable(array, where)
         if isinstance(entry, HashEntry):

@@ -220,7 +220,8 @@ def prepare(
     hashed = dict(hash_rows or {})
     check_hashed(hashed, hash_seed, found.schema)
     check_format(found.schema, form, hashed)
-    columns = {table: of for table, of in _columns_by_table(found.schema).items() if table not in hashed}
+    sparse, names = found.schema.sparse, [table for table in found.schema.rows if table not in hashed]
+    columns = {table: tuple(c.name for c in sparse if c.table_name == table) for table in names}
     earlier = (
         {} if vocabulary is None else {table: vocabulary_file(Path(vocabulary).absolute(), table) for table in columns}
     )
@@ -320,10 +321,6 @@ def prepare(
         left_out=dict(found.left_out),
         seconds=time.perf_counter() - started,
     )
-
-
-def _columns_by_table(schema: Schema) -> dict[str, tuple[str, ...]]:
-    return {table: tuple(c.name for c in schema.sparse if c.table_name == table) for table in schema.rows}
 
 
 def _kind(found: Logs | Tables, values: pa.DataType) -> Kind:

@@ -160,8 +160,7 @@ class SchemaChecks:
             self._say(found, column.name, "no whole numbers", broken, numbers, "id {}", limit, row_of)
             array = pa.array(np.where(there & ~broken, numbers, 0).astype(np.int64), mask=~there)
         if self.ids == "raw":
-            if pa.types.is_dictionary(array.type):
-                array = array.dictionary_decode()
+            array = arrow.decode(array)
             null = array.is_null().to_numpy(zero_copy_only=False)
             limit = (
                 "ids that are rows must be there: fill them with an id, or hash values (ids: hash), where null is row 0"
