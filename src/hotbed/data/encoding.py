@@ -22,14 +22,13 @@ from numpy.typing import NDArray
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
 from hotbed.data.executors import task_directory
-from hotbed.data.feature_spec import id_dtype
 from hotbed.data.id_weights import per_row, read_id_weights
 from hotbed.data.labels import read_labels, read_weights, refuse_null
 from hotbed.data.pieces import Part, Piece, Splits, read_parts
 from hotbed.data.preparation import PREPARATION, PreparationEntry
 from hotbed.data.row_split import SPLITS
 from hotbed.data.schema import Schema
-from hotbed.data.split_binary import SplitBinaryWriter, check_split_binary
+from hotbed.data.split_binary import SplitBinaryWriter, check_split_binary, id_dtype
 from hotbed.data.vocabulary import lookup_in_file, vocabulary_file
 from hotbed.errors import SpecError
 from hotbed.files import write_text, yaml_text

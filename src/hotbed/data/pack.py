@@ -25,9 +25,8 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from hotbed.data.feature_spec import StoredFile, read_feature_spec
 from hotbed.data.schema import Schema
-from hotbed.data.split_binary import SplitBinarySource
+from hotbed.data.split_binary import SplitBinarySource, StoredFile, read_feature_spec
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.files import new_directory, write_json
 from hotbed.jagged import Jagged

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from hotbed.bags import Bags, weights_of
 from hotbed.batch import Batch
-from hotbed.data.feature_spec import DESCRIPTION
 from hotbed.data.npy import NpySource, find_days, has_days
 from hotbed.data.row_groups import RowGroup
 from hotbed.data.row_split import SPLITS
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
-from hotbed.data.split_binary import SplitBinarySource
+from hotbed.data.split_binary import DESCRIPTION, SplitBinarySource
 from hotbed.errors import DataError, SpecError
 from hotbed.locations import location
 
