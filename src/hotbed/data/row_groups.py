@@ -148,17 +148,32 @@ _WAITING = 8
 
 
 @dataclass(frozen=True)
-class RowSlice:
-    """Consecutive rows of a row group; what is read of them is what `RowGroup` reads."""
+class RowsOfGroup:
+    """Some rows of a row group; what is read of them is what `RowGroup` reads."""
 
-    reader: _Reader
-    index: int
-    samples: int
+    group: RowGroup
 
     @property
     def file(self) -> Any:
         """The file of the row group."""
-        return self.reader.group.file
+        return self.group.file
+
+    def integer_range(self, column: str) -> tuple[int, int] | None:
+        """Bounds of a column of integers without nulls, if the row group's footer has them; they may be too wide."""
+        found = self.group.integer_range(column)
+        return found if found is not None and found[0] == found[1] else None
+
+    def __str__(self) -> str:
+        return str(self.group)
+
+
+@dataclass(frozen=True)
+class RowSlice(RowsOfGroup):
+    """Consecutive rows of a row group."""
+
+    reader: _Reader
+    index: int
+    samples: int
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         """Read some columns of these rows; safe from several threads."""
@@ -166,15 +181,7 @@ class RowSlice:
 
     def place(self, at: int) -> str:
         """Where the row is that `read` gives at this position."""
-        return self.reader.group.place(self.index * self.reader.rows + at)
-
-    def integer_range(self, column: str) -> tuple[int, int] | None:
-        """Bounds of a column of integers without nulls, if the row group's footer has them; they may be too wide."""
-        found = self.reader.group.integer_range(column)
-        return found if found is not None and found[0] == found[1] else None
-
-    def __str__(self) -> str:
-        return str(self.reader.group)
+        return self.group.place(self.index * self.reader.rows + at)
 
 
 def in_slices(group: RowGroup, rows: int) -> list[RowGroup | RowSlice]:
@@ -182,7 +189,8 @@ def in_slices(group: RowGroup, rows: int) -> list[RowGroup | RowSlice]:
     if group.samples <= rows:
         return [group]
     reader = _Reader(group, rows)
-    return [RowSlice(reader, i, min(rows, group.samples - at)) for i, at in enumerate(range(0, group.samples, rows))]
+    starts = range(0, group.samples, rows)
+    return [RowSlice(group, reader, i, min(rows, group.samples - at)) for i, at in enumerate(starts)]
 
 
 class _Reader:

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from hotbed.data import arrow
 from hotbed.data.hashing import hash_integers, hash_strings, mix
-from hotbed.data.row_groups import RowGroup
+from hotbed.data.row_groups import RowGroup, RowsOfGroup
 from hotbed.data.text_dates import UNSORTED, other_zones, parse_dates
 from hotbed.errors import DataError, SpecError, did_you_mean
 
@@ -65,19 +65,13 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of a row group that are in one split; what is read of them is what `RowGroup` reads."""
+class Rows(RowsOfGroup):
+    """The rows of a row group that are in one split."""
 
-    group: RowGroup
     at: Position
     split: RowSplit
     code: int
     samples: int
-
-    @property
-    def file(self) -> Any:
-        """The file of the row group."""
-        return self.group.file
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         """Read some columns of these rows; safe from several threads."""
@@ -93,14 +87,6 @@ class Rows:
         table = None if key is None else self.group.read([key])
         mine = self.split.codes(self.group, self.at, table) == self.code
         return self.group.place(int(np.flatnonzero(mine)[at]))
-
-    def integer_range(self, column: str) -> tuple[int, int] | None:
-        """Bounds of a column of integers without nulls, if the row group's footer has them; they may be too wide."""
-        found = self.group.integer_range(column)
-        return found if found is not None and found[0] == found[1] else None
-
-    def __str__(self) -> str:
-        return str(self.group)
 
 
 def divide(split: RowSplit, groups: Sequence[RowGroup]) -> dict[str, list[RowGroup | Rows]]:
