@@ -44,35 +44,20 @@ def waits() -> bool:
 
 
 class Handle(Generic[T]):
-    """The result of an exchange that is under way.
-
-    Parameters
-    ----------
-    result
-        Returns the result, once everything has arrived.
-    work
-        What to wait for, each with the rank at its other end.
-    explained
-        Makes the error to raise from that of an exchange with a rank that failed.
-    """
+    """The result of an exchange that is under way."""
 
     def __init__(
         self,
-        result: Callable[[], T],
-        work: Sequence[tuple[int | None, Work]] = (),
+        result: Callable[[], T],  # returns the result once everything has arrived
+        work: Sequence[tuple[int | None, Work]] = (),  # each with the rank at its other end
+        # makes the error to raise from that of an exchange with a rank
         explained: Callable[[Exception, int | None], Exception] = lambda error, _: error,
     ) -> None:
         self._result, self._work, self._explained = result, list(work), explained
         self._error: Exception | None = None
 
     def wait(self) -> T:
-        """Wait for the result; after a failure every call raises the same error.
-
-        Raises
-        ------
-        CommError
-            If another rank failed or did not answer in time.
-        """
+        """Wait for the result; after a failure every call raises the same error."""
         _WAITS.add(thread := threading.get_ident())
         while self._work and self._error is None:
             peer, work = self._work[-1]
@@ -89,33 +74,18 @@ class Handle(Generic[T]):
 
 
 class Link:
-    """The ranks that share a plan, as one process group connects them.
-
-    Parameters
-    ----------
-    group
-        A process group; default: all ranks.
-    gpu_group
-        The process group of the same ranks for tensors on GPUs; default: the same.
-    timeout
-        After which an exchange of a `clone` fails; default: that of torch.distributed.
-    of
-        A link of which this one is a clone or has some ranks; they share the number of the step.
-    names
-        Numbers of these ranks in that link, for error messages; default: all.
-    beside
-        Ranks of torch.distributed in this group and in those that are made together with it, because all processes must
-        make all of them; default: there are no others.
-    """
+    """The ranks that share a plan, as one process group connects them."""
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
-        timeout: timedelta | None = None,
+        group: dist.ProcessGroup | None = None,  # default: all ranks
+        timeout: timedelta | None = None,  # of exchanges of a `clone`; default: that of torch.distributed
         *,
+        # process group of the same ranks for tensors on GPUs; default: ``group``
         gpu_group: dist.ProcessGroup | None = None,
-        of: Link | None = None,
-        names: Sequence[int] | None = None,
+        of: Link | None = None,  # link that this one is a clone or a part of; they share the number of the step
+        names: Sequence[int] | None = None,  # numbers of these ranks in that link, for messages; default: all
+        # ranks of torch.distributed of all groups that are made together, because every process must make all of them
         beside: Sequence[Sequence[int]] | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -204,29 +174,12 @@ class Link:
     def all_to_all(
         self,
         what: str,
-        send: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        out: Tensor | None = None,
+        send: Tensor,  # ``[Σ send_counts, …]``
+        send_counts: Sequence[int],  # rows to each rank
+        recv_counts: Sequence[int],  # rows from each rank
+        out: Tensor | None = None,  # contiguous ``[Σ recv_counts, …]`` to receive into; default: a new one
     ) -> Handle[Tensor]:
-        """Send consecutive rows to the ranks, in rank order, and receive theirs.
-
-        Parameters
-        ----------
-        what
-            Name of the exchange, for error messages.
-        send
-            ``[Σ send_counts, …]``.
-        send_counts, recv_counts
-            Rows to and from each rank.
-        out
-            Contiguous tensor to receive into; a new one by default.
-
-        Returns
-        -------
-        Handle[Tensor]
-            ``[Σ recv_counts, …]``.
-        """
+        """Send consecutive rows to the ranks, in rank order, and receive theirs."""
         if len(send_counts) != self.size or len(recv_counts) != self.size or sum(send_counts) != len(send):
             raise CommError(
                 f"exchange of {what}: {len(send)} rows, counts {list(send_counts)} to and {list(recv_counts)} from "
@@ -238,16 +191,9 @@ class Link:
         return Handle(lambda: (handle.wait(), received)[1])
 
     def exchange(self, what: str, outgoing: Tensors, incoming: Tensors, nbytes: Sizes = None) -> Handle[None]:
-        """Send each rank a tensor and receive one from it, into contiguous memory.
+        """Send each rank a tensor and receive one from it, into contiguous memory of the size that it sends.
 
-        Parameters
-        ----------
-        what
-            Name of the exchange, for error messages and `sent_bytes`.
-        outgoing, incoming
-            By rank; as large as the other side's. What a rank has for itself is copied.
-        nbytes
-            From each rank to each; without it a `hotbed.hops.NodeLink` exchanges sizes first.
+        ``nbytes`` has the bytes from each rank to each; without it a `hotbed.hops.NodeLink` exchanges sizes first.
         """
         others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self.sent_bytes[what] += sum(outgoing[r].nbytes for r in others)

@@ -171,36 +171,17 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def new_directory(
     path: Path,
     *,
-    marker: str,
-    overwrite: bool = False,
-    key: str | None = None,
+    marker: str,  # file that such directories hold; only a directory with it is ever replaced
+    overwrite: bool = False,  # whether to replace an existing ``path``
+    key: str | None = None,  # 8 hexadecimal digits of everything that decides the content
+    # errors after which the hidden directory stays, for a successor with the same key
     kept_on: tuple[type[BaseException], ...] = (),
 ) -> Generator[Path]:
     """Give a hidden directory beside ``path`` to write into, and rename it to ``path`` when the body succeeds.
 
-    On any failure the hidden directory is removed and ``path`` is as it was. What a killed process has left is removed
-    by the next one that makes the same directory, or put back where that process was replacing it.
-
-    Parameters
-    ----------
-    path
-        The directory to make; its parents are made too.
-    marker
-        Name of a file that such directories hold. Only a directory with it is ever replaced.
-    overwrite
-        Replace an existing ``path``.
-    key
-        8 hexadecimal digits of all that decides what is made. What a killed process has left of the same is given
-        again instead of being removed, so that its successor goes on.
-    kept_on
-        Errors after which the hidden directory stays, for a successor with the same key.
-
-    Raises
-    ------
-    DataError
-        If ``path`` exists and may not be replaced, or another process makes the same.
-    OSError
-        If writing fails (a full disk); the message says that nothing was left behind.
+    On any failure the hidden directory is removed and ``path`` is as it was; the message of a full disk says so. What a
+    killed process has left is removed by the next one that makes the same directory, or put back where that process was
+    replacing it. With an equal ``key`` the left directory is given again instead, so that the successor resumes.
     """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)

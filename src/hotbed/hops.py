@@ -21,21 +21,9 @@ from hotbed.errors import CommError
 
 
 class NodeLink(Link):
-    """A link whose exchanges take two hops.
+    """A link whose exchanges take two hops; the process group of ``whole`` is used for broadcasts only.
 
-    Parameters
-    ----------
-    whole
-        The ranks; its process group is used for broadcasts only.
-    ranks_per_node
-        Ranks that follow each other and share a node.
-    like
-        The link that this one is a clone of.
-
-    Raises
-    ------
-    CommError
-        If it does not divide the number of ranks.
+    Each ``ranks_per_node`` consecutive ranks share a node. ``like`` is the link that this one is a clone of.
     """
 
     def __init__(self, whole: Link, ranks_per_node: int, like: NodeLink | None = None) -> None:

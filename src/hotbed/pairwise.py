@@ -28,15 +28,7 @@ class Work(Protocol):
 
 
 class Pairs:
-    """Exchanges of one process group, which all its ranks start in the same order, from one thread.
-
-    Parameters
-    ----------
-    group
-        A process group of Gloo; None: all ranks.
-    rank, size
-        Of this process in it, and number of ranks.
-    """
+    """Exchanges of one process group, which all its ranks start in the same order, from one thread."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
         self._group, self._rank, self._size = group, rank, size

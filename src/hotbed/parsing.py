@@ -32,13 +32,7 @@ class TextError(ValueError):
 
 
 def read_limited(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Read a file, also a pipe, that has no more bytes than this; what has no end, as /dev/zero, is refused.
-
-    Raises
-    ------
-    TextError
-        If it is longer.
-    """
+    """Read a file, also a pipe, that has no more bytes than this; what has no end, as /dev/zero, is refused."""
     with path.open("rb") as stream:
         content = stream.read(most + 1)
     if len(content) > most:
@@ -47,13 +41,7 @@ def read_limited(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def map_npy(path: Path) -> NDArray[Any]:
-    """Map an array of a ``.npy`` file into memory; nothing is allocated for it.
-
-    Raises
-    ------
-    TextError
-        If it is none, is shorter than its header says, or holds objects, which are pickles.
-    """
+    """Map an array of a ``.npy`` file into memory without allocating it; objects, which are pickles, are refused."""
     from numpy.lib.format import open_memmap
 
     try:
@@ -65,26 +53,14 @@ def map_npy(path: Path) -> NDArray[Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse a document of YAML into plain values.
-
-    Raises
-    ------
-    TextError
-        If it is not YAML, has a key twice, a tag that is no plain value's, or is beyond a limit.
-    """
+    """Parse a document of YAML into plain values."""
     from hotbed.yaml_values import load  # with PyYAML, which only YAML needs
 
     return load(text)
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON.
-
-    Raises
-    ------
-    TextError
-        If it is not JSON, has a key twice in an object, or is nested deeply.
-    """
+    """Parse JSON."""
     try:
         values = json.loads(text, object_pairs_hook=_distinct)
         depth = _depth(values) if isinstance(values, dict | list) else 0

@@ -54,34 +54,15 @@ _LOOK_S = 0.1
 
 
 class _Block:
-    """Bytes of one exchange.
-
-    Attributes
-    ----------
-    first, size
-        Where it begins, and how many bytes it has.
-    messages
-        By rank, the number of the message that its bytes were sent by.
-    """
+    """Bytes of one exchange."""
 
     def __init__(self, first: int, size: int) -> None:
         self.first, self.size = first, size
-        self.messages: dict[int, int] = {}
+        self.messages: dict[int, int] = {}  # by rank, the number of the message that sent these bytes
 
 
 class OwnMemory:
-    """Memory of this process that others of the machine may open; Linux only.
-
-    Parameters
-    ----------
-    ranks
-        To whom messages may be sent.
-
-    Raises
-    ------
-    OSError
-        Where the system gives none.
-    """
+    """Memory of this process that others of the machine may open; Linux only. OSError if the system gives none."""
 
     def __init__(self, ranks: int) -> None:
         if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
@@ -107,17 +88,7 @@ class OwnMemory:
     def send(self, tensors: Mapping[int, Tensor], peers: Mapping[int, PeerMemory]) -> None:
         """Send each rank a contiguous tensor; one that is sent to several is copied once.
 
-        Parameters
-        ----------
-        tensors
-            By rank.
-        peers
-            These ranks.
-
-        Raises
-        ------
-        RuntimeError
-            If a rank has ended, or not taken earlier messages in time, while there is no room for more.
+        RuntimeError if there is no room for a message, and the rank has ended or has not taken earlier ones in time.
         """
         distinct = {(t.data_ptr(), t.nbytes): t for t in tensors.values()}
         starts = list(accumulate((-(-t.nbytes // _LINE) * _LINE for t in distinct.values()), initial=0))
@@ -167,21 +138,9 @@ class OwnMemory:
 
 
 class PeerMemory:
-    """Messages to this process in the `OwnMemory` of another.
+    """Messages to this process in the `OwnMemory` of another, by its address; zeros if it has none.
 
-    Parameters
-    ----------
-    address
-        What it told of it; zeros where it has none.
-    rank
-        Of this process.
-    timeout
-        After which a message that has not come fails.
-
-    Raises
-    ------
-    OSError
-        If it is not of this machine, or this process may not open it.
+    OSError if the memory is of another machine, or this process may not open it.
     """
 
     def __init__(self, address: Tensor, rank: int, timeout: timedelta) -> None:
@@ -210,10 +169,7 @@ class PeerMemory:
     def receive(self, number: int, out: Tensor) -> None:
         """Wait for a message, and copy it into a contiguous tensor as large as what was sent.
 
-        Raises
-        ------
-        RuntimeError
-            If the sender has ended, or has not sent it in time.
+        RuntimeError if the sender has ended, or has not sent it in time.
         """
         at = _place(self._rank, number)
         self.wait_until(lambda: self._messages[at + 1] == number)

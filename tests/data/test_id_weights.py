@@ -19,10 +19,10 @@ from hotbed.data.columns import SparseColumn as Column
 from hotbed.data.derived import Cross
 from hotbed.data.join import join
 from hotbed.data.prepare import prepare
-from hotbed.data.prepared import open_described
 from hotbed.data.schema_checks import SchemaChecks
+from hotbed.data.source_rows import columns_of
 from hotbed.data.split_binary import check_split_binary
-from hotbed.data.stored_rows import columns_of, open_rows
+from hotbed.data.stored_rows import open_described, open_rows
 from hotbed.errors import DataError, SpecError
 from hotbed.serve.inputs import record_batch
 from hotbed.testing.source import SourceContract, assert_same

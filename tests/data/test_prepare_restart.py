@@ -24,8 +24,8 @@ from hotbed.data.prepare import prepare
 from hotbed.errors import DataError, WorkerError
 
 PLACES = [
-    ("hotbed.data.spool", "_parse", 2),
-    ("hotbed.data.spool", "_parse", 0),
+    ("hotbed.data.raw_inputs", "_parse", 2),
+    ("hotbed.data.raw_inputs", "_parse", 0),
     ("hotbed.data.counting", "_summed", 40),
     ("hotbed.data.counting", "write_vocabulary", 5),
     ("hotbed.data.encoding", "_write_binary", 1),
@@ -63,7 +63,7 @@ for module, name, calls in {places!r}:
 def prepared(log: Path, out: Path, **options: Any) -> None:
     """Prepare in parts of 32 KiB, and groups of 300 rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hotbed.data.spool.PART_BYTES", 1 << 15)
+        patch.setattr("hotbed.data.raw_inputs.PART_BYTES", 1 << 15)
         patch.setattr("hotbed.data.pieces._GROUP_ROWS", 300)
         prepare(log, out, threshold=2, workers=1, **options)
 
@@ -104,7 +104,7 @@ def test_what_is_done_is_kept_when_workers_are_lost_or_the_user_interrupts(
         patch.setattr(Tasks, "map", partialmethod(lose_workers, error=error))
         prepared(log, tmp_path / "out")
     assert [path.name.split("-")[0] for path in tmp_path.iterdir()] == [".out.unfinished"]
-    for name in ("spool._parse", "counting._Counts", "counting.write_vocabulary"):
+    for name in ("raw_inputs._parse", "counting._Counts", "counting.write_vocabulary"):
         monkeypatch.setattr(f"hotbed.data.{name}", None)  # all that is done
     prepared(log, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

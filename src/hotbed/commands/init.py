@@ -160,7 +160,7 @@ def draft_recipe(
             needs_label=model != "TwoTower",
             weights=of_ids,
         )
-        source = ParquetSource(path, found.schema, **found.splits.source_args())
+        source = ParquetSource(path, found.schema, **found.splits.init_args)
     if model is not None:
         found = draft_for(found, model, str(path), histories=histories, item=item)
     labels = {split: source.check_labels(split) for split in source.splits}

@@ -27,56 +27,23 @@ _PIECE = 65_536  # samples read at once, about
 
 @dataclass(frozen=True, kw_only=True)
 class AccessCounts:
-    """Accesses of rows, by table.
-
-    Attributes
-    ----------
-    samples
-        How many samples were counted.
-    counted
-        Accesses of each of the first rows ``[≤ R]`` int64.
-    accesses
-        Accesses of all rows.
-    """
+    """Accesses of rows, by table."""
 
     samples: int
-    counted: dict[str, NDArray[np.int64]]
-    accesses: dict[str, int]
+    counted: dict[str, NDArray[np.int64]]  # of each of the first rows ``[≤ R]`` int64
+    accesses: dict[str, int]  # of all rows
 
 
 def read_pieces(
     source: Source,
     split: str,
     *,
-    batch_size: int = 1,
-    sample: float = 1.0,
+    batch_size: int = 1,  # every piece but the last has a multiple of it
+    sample: float = 1.0,  # share of the samples to draw at random from the whole split
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,  # called with the samples read and their total
 ) -> Iterator[Batch]:
-    """Read a split once, in order, in pieces of whole batches, and check every id.
-
-    Parameters
-    ----------
-    source
-        Where the samples are.
-    split
-        Which split of it.
-    batch_size
-        A piece is a multiple of it, but for the last.
-    sample
-        Share of the samples to give, drawn at random from all of the split; 1 gives them all.
-    seed
-        Which samples are drawn.
-    progress
-        Called after each piece with the samples read and those there are.
-
-    Raises
-    ------
-    SpecError
-        If there is no such split, or it has no sample.
-    DataError
-        If an id is not a row of its table.
-    """
+    """Read a split once, in order, in pieces of whole batches, and check every id."""
     loader = Loader(source, split, batch_size * max(1, _PIECE // batch_size), prefetch=2, pin_memory=False)
     random = np.random.default_rng(seed)
     done = 0

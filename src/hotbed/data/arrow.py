@@ -96,13 +96,7 @@ def plain_type(t: pa.DataType) -> pa.DataType:
 
 
 def plain(table: pa.Table, where: str = "the rows") -> pa.Table:
-    """Return a table with columns of `plain_type`; whole decimals of many digits are int64 where some are negative.
-
-    Raises
-    ------
-    WideDecimalError
-        If a whole decimal has more than 64 bits.
-    """
+    """Return a table with columns of `plain_type`; whole decimals of many digits are int64 where some are negative."""
     types = [plain_type(field.type) for field in table.schema]
     if types == table.schema.types:
         return table
@@ -117,7 +111,7 @@ def _plain_column(column: pa.ChunkedArray, kind: pa.DataType, where: str, name: 
     if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
         # Arrow's own cast loses values of a view (seen in 26.0).
         column = pa.chunked_array(
-            [_list_of_view(chunk) for chunk in column.chunks], pa.large_list(column.type.value_type)
+            [regroup(chunk.flatten(), chunk) for chunk in column.chunks], pa.large_list(column.type.value_type)
         )
     value = column.type.value_type if is_list(column.type) else column.type
     if pa.types.is_decimal(value):
@@ -142,9 +136,15 @@ def _integers_of_decimals(column: pa.ChunkedArray, kind: pa.DataType, where: str
     raise error
 
 
-def _list_of_view(array: pa.Array) -> pa.Array:
-    ends = pa.array(np.concatenate([[0], np.cumsum(lengths(array))]))
-    return pa.LargeListArray.from_arrays(ends, array.flatten(), mask=array.is_null())
+def regroup(values: pa.Array, lists: pa.Array) -> pa.Array:
+    """Put values ``[N]`` into lists as long as these, and as often null."""
+    ends = pa.array(np.concatenate([[0], np.cumsum(lengths(lists))]))
+    return pa.LargeListArray.from_arrays(ends, values, mask=lists.is_null())
+
+
+def decode(values: pa.Array) -> pa.Array:
+    """Replace a dictionary encoding by plain values."""
+    return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
 
 
 def has_no_values(column: pa.ChunkedArray) -> bool:
@@ -181,28 +181,16 @@ def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
 
 
 class WideDecimalError(DataError):
-    """An error about whole decimals of more than 64 bits.
+    """An error about whole decimals of more than 64 bits."""
 
-    Attributes
-    ----------
-    column, reason
-        The column's name, and the problem without the name of the file.
-    """
-
-    column: str = ""
-    reason: str = ""
+    column: str = ""  # name of the column
+    reason: str = ""  # the problem, without the name of the file
 
 
 class NoColumnError(DataError):
-    """An error about input data that lack columns.
+    """An error about input data that lack columns."""
 
-    Attributes
-    ----------
-    columns
-        The names of all columns that are absent.
-    """
-
-    columns: Sequence[str] = ()
+    columns: Sequence[str] = ()  # names of all columns that are absent
 
 
 def check_there(names: Sequence[str], fields: pa.Schema, what: str) -> None:
@@ -308,13 +296,7 @@ def hashable(values: pa.Array, where: str) -> pa.Array:
 
 
 def rows(values: pa.Array, column: SparseColumn, ids: Ids, where: str) -> Array:
-    """Rows of the table for ids ``[n]``; a null is row 0 where ids are hashed.
-
-    Raises
-    ------
-    DataError
-        If an id is null and ids are used as they are.
-    """
+    """Rows of the table for ids ``[n]``; a null is row 0 where ids are hashed."""
     values = hashable(values, f"{where}, column '{column.name}'")
     if ids == "raw":
         if values.null_count:
@@ -322,9 +304,7 @@ def rows(values: pa.Array, column: SparseColumn, ids: Ids, where: str) -> Array:
                 f"{where}, column '{column.name}': {values.null_count:,} ids are null; fill them with an id, or use "
                 f"ids='hash', where null is row 0"
             )
-        if pa.types.is_dictionary(values.type):
-            values = values.dictionary_decode()
-        return _plain_numpy(values).astype(np.int64)
+        return _plain_numpy(decode(values)).astype(np.int64)
     out = rows_of(hashes(values), column.rows)
     if values.null_count:
         out[values.is_null().to_numpy(zero_copy_only=False)] = 0
@@ -358,11 +338,6 @@ def bags(
 
     In a column of one id per sample a null list is a missing id. ``where`` and ``row_of`` say where the
     samples are, and the sample of a position.
-
-    Raises
-    ------
-    DataError
-        If a sample has another number of ids than the schema says.
     """
     if pa.types.is_null(array.type) and column.ids != 1:
         array = array.cast(pa.list_(pa.int64()))

@@ -39,44 +39,17 @@ LOCAL = "local"
 
 
 class Cluster(NamedTuple):
-    """A cluster that this process is connected to.
-
-    Attributes
-    ----------
-    executor
-        Runs calls on it.
-    lost
-        Errors by which it says that workers, or all of it, were lost.
-    slots
-        Asks how many tasks its workers run at a time, as workers come and go.
-    can_cancel
-        Whether a call that is cancelled does not run, and writes nothing.
-    """
+    """A cluster that this process is connected to."""
 
     executor: Executor
-    lost: tuple[type[BaseException], ...]
-    slots: Callable[[], int]
-    can_cancel: bool
+    lost: tuple[type[BaseException], ...]  # errors that mean that workers, or the whole cluster, were lost
+    slots: Callable[[], int]  # returns the tasks that workers run at a time, because workers come and go
+    can_cancel: bool  # whether a cancelled call does not run, and writes nothing
 
 
 @contextmanager
 def dask_cluster(address: str, workers: int | None = None) -> Generator[Cluster]:
-    """Connect to the scheduler of a Dask cluster (``tcp://HOST:8786``), or start a cluster here (``local``).
-
-    Parameters
-    ----------
-    address
-        The scheduler's address, or `LOCAL`.
-    workers
-        Processes of a local cluster (default: one per core).
-
-    Raises
-    ------
-    SpecError
-        If Dask is not installed.
-    WorkerError
-        If the scheduler does not answer.
-    """
+    """Connect to the scheduler of a Dask cluster (``tcp://HOST:8786``), or start a cluster here (``local``)."""
     try:
         from distributed import Client, KilledWorker, LocalCluster
         from distributed.comm.core import CommClosedError
@@ -137,24 +110,11 @@ def _dask_slots(client: Any) -> int:
 
 @contextmanager
 def ray_cluster(address: str, workers: int | None = None) -> Generator[Cluster]:
-    """Connect to a Ray cluster, or start one here (``local``).
+    """Connect to a Ray cluster, or start one here (``local``), with ``workers`` tasks at once (default: one per core).
 
-    If this process is connected already, that connection is used, and left as it was.
-
-    Parameters
-    ----------
-    address
-        ``auto``, the cluster that this machine or ``RAY_ADDRESS`` belongs to; ``HOST:6379`` on a machine of the
-        cluster; or ``ray://HOST:10001`` from any other, by Ray's client server (``pip install 'ray[client]'``).
-    workers
-        Tasks that a local cluster runs at a time (default: one per core).
-
-    Raises
-    ------
-    SpecError
-        If Ray is not installed, the address is none, or this process is connected to another cluster.
-    WorkerError
-        If the cluster does not answer, does not let this process in, or has other versions of Ray or Python.
+    An address is ``auto`` (the cluster of this machine or of ``RAY_ADDRESS``), ``HOST:6379`` on a machine of the
+    cluster, or ``ray://HOST:10001`` from any other machine, through Ray's client server (``pip install
+    'ray[client]'``). If this process is already connected, that connection is used, and left as it was.
     """
     try:
         ray: Any = import_module("ray")
@@ -211,11 +171,6 @@ class RayExecutor(ThreadPoolExecutor):
     A thread waits for each task that Ray has, and calls that wait for a thread can be cancelled. Calls must be
     repeatable: Ray gives one whose worker has died to another, 3 times by default. Results come through Ray's object
     store, and arrays in them are read-only views of it.
-
-    Parameters
-    ----------
-    tasks
-        Tasks that Ray has at once.
     """
 
     def __init__(self, tasks: int = 1024) -> None:
@@ -280,22 +235,7 @@ def versions() -> Mapping[str, str]:
 
 
 def on_worker(asked: Mapping[str, str], task: Callable[[A], T], argument: A) -> T:
-    """Run a task on a worker of a cluster, and name the worker in the errors that are about it.
-
-    Parameters
-    ----------
-    asked
-        `versions` of the process that asks.
-    task, argument
-        What to run.
-
-    Raises
-    ------
-    WorkerError
-        If the worker has other versions, so that it might write other bytes.
-    DataError
-        If the worker does not find a file that the process that asks has.
-    """
+    """Run a task on a worker of a cluster, and name the worker in the errors that are about it."""
     unlike = {name: (here, asked[name]) for name, here in versions().items() if here != asked[name]}
     if unlike:
         found = ", ".join(f"{name} {here} and not {there}" for name, (here, there) in unlike.items())

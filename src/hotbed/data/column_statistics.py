@@ -34,24 +34,12 @@ def _none(dtype: str) -> Array:
 
 @dataclass
 class ColumnStatistics:
-    """Statistics of the finite values of one column.
+    """Statistics of the finite values of one column."""
 
-    Attributes
-    ----------
-    count
-        Finite values.
-    missing
-        Values that are NaN or infinite.
-    mean, squares
-        Their mean, and the sum of squared differences from it.
-    low, high
-        The extremes.
-    """
-
-    count: int = 0
-    missing: int = 0
+    count: int = 0  # finite values
+    missing: int = 0  # NaN or infinite values
     mean: float = 0.0
-    squares: float = 0.0
+    squares: float = 0.0  # sum of squared differences from the mean
     low: float = math.inf
     high: float = -math.inf
     _hashes: Array = field(default_factory=lambda: _none("uint64"), repr=False)

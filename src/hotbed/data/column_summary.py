@@ -34,48 +34,24 @@ _EPOCH = datetime.datetime(1970, 1, 1)
 
 
 class ColumnSummary:
-    """What one column holds.
-
-    Parameters
-    ----------
-    name
-        Its name.
-    most_distinct
-        See `ValueCounts`.
-    as_numbers
-        Whether integers are no ids, but measure something.
-    earlier
-        The same column of other data, for `drift`.
-
-    Attributes
-    ----------
-    rows, missing
-        All rows, and those whose value is null or NaN, or whose file has no such column.
-    types
-        Types as files have them, without repeats.
-    values
-        Counts of the values, those of lists one by one; None of types whose values cannot be told apart.
-    numbers, bins
-        Statistics of numbers and times (in microseconds since 1970), and how many are in each bin of
-        `hotbed.data.stability`; None of other columns.
-    lengths
-        Of lists, how many have 0, 1, … elements (the last: so many or more); empty for other columns.
-    """
+    """Summary of one column; `rows` and `missing` include the rows of files that lack the column."""
 
     def __init__(
         self,
         name: str,
         most_distinct: int = MOST_DISTINCT,
         *,
-        as_numbers: bool = False,
-        earlier: ColumnSummary | None = None,
+        as_numbers: bool = False,  # whether integers measure something instead of being ids
+        earlier: ColumnSummary | None = None,  # the same column of earlier data, for `drift`
     ) -> None:
         self.name = name
         self.rows = self.missing = 0
-        self.types: list[str] = []
+        self.types: list[str] = []  # distinct types of the files
+        # elements of lists count one by one; None for types whose values cannot be compared
         self.values: ValueCounts | None = None
-        self.numbers: ColumnStatistics | None = None
-        self.bins: NDArray[np.int64] = np.zeros(BINS, np.int64)
+        self.numbers: ColumnStatistics | None = None  # of numbers and times (microseconds since 1970)
+        self.bins: NDArray[np.int64] = np.zeros(BINS, np.int64)  # counts by bin of `hotbed.data.stability`
+        # lists with 0, 1, … elements; the last entry counts all longer ones
         self.lengths: NDArray[np.int64] = np.empty(0, np.int64)
         self._most_distinct, self._as_numbers, self._of_times = most_distinct, as_numbers, False
         self._has_fractions = False
@@ -91,9 +67,7 @@ class ColumnSummary:
         """Add the values of consecutive rows ``[n]``."""
         if str(column.type) not in self.types:
             self.types.append(str(column.type))
-        array = column.combine_chunks()
-        if pa.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
+        array = arrow.decode(column.combine_chunks())
         kind = array.type
         inner = kind.value_type if arrow.is_list(kind) else kind
         if arrow.is_list(kind):
@@ -187,16 +161,11 @@ class ColumnSummary:
 
 
 def drift(before: ColumnSummary, after: ColumnSummary) -> dict[str, Any]:
-    """Say how the values of a column differ between two data sets, where the later was told of the earlier one.
+    """Compare the values of a column in two data sets; ``after`` must have had ``before`` as `earlier`.
 
-    Returns
-    -------
-    dict
-        ``missing``: both shares. ``unseen_share``: share of the later values that do not occur in the earlier data,
-        with its standard error; ``unseen_values``: how many different ones these are; both not of what measures
-        something. ``stability_index`` and ``jensen_shannon``: see `hotbed.data.stability`; of what measures something
-        by bins of sizes, of other values over the most frequent ones of both, all others together, and missing ones;
-        not of times.
+    ``unseen_share`` and ``unseen_values`` concern values that the earlier data lack; measures have neither. The
+    stability index and the Jensen-Shannon divergence compare the bins of measures. For other columns they compare the
+    most frequent values of both data sets, all others together, and missing ones. Times are not compared.
     """
     found: dict[str, Any] = {
         "column": after.name,
@@ -229,8 +198,7 @@ def _is_counted(kind: pa.DataType) -> bool:
 
 def _without_missing(values: pa.Array) -> pa.Array:
     """Values that are neither null nor NaN, plain."""
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
+    values = arrow.decode(values)
     if pa.types.is_float16(values.type):
         values = values.cast(pa.float32())
     values = values.drop_null()

@@ -69,14 +69,10 @@ class SparseColumn:
             raise SpecError(f"sparse column '{self.name}': rows is {self.rows!r}, must be an integer of at least 1")
         if self.ids is not None and (not is_int(self.ids) or self.ids < 1):
             raise SpecError(f"sparse column '{self.name}': ids is {self.ids!r}, must be at least 1, or None for ragged")
-        if self.pooling not in get_args(Pooling):
-            choices = ", ".join(get_args(Pooling))
-            raise SpecError(f"sparse column '{self.name}': pooling is {self.pooling!r}, must be one of {choices}")
-        if self.on_too_long not in get_args(OnTooLong):
-            choices = ", ".join(get_args(OnTooLong))
-            raise SpecError(
-                f"sparse column '{self.name}': on_too_long is {self.on_too_long!r}, must be one of {choices}"
-            )
+        for key, choices in (("pooling", get_args(Pooling)), ("on_too_long", get_args(OnTooLong))):
+            value: object = getattr(self, key)
+            if value not in choices:
+                raise SpecError(f"sparse column '{self.name}': {key} is {value!r}, must be one of {', '.join(choices)}")
         if self.max_len is not None and (not is_int(self.max_len) or self.max_len < 1):
             raise SpecError(
                 f"sparse column '{self.name}': max_len is {self.max_len!r}, must be an integer of at least 1, or null"
@@ -246,19 +242,10 @@ class Label:
 
 @dataclass(frozen=True)
 class LabelWeight:
-    """The sample weights of one label, where it has its own.
-
-    Parameters
-    ----------
-    label
-        One of the schema's ``labels``.
-    column
-        The column of its weights, as stored: numbers of at least 0. It may be another label, so that one task learns
-        from the samples alone in which another is positive (a purchase, of what was clicked).
-    """
+    """The sample weights of one label, where it has its own."""
 
     label: str
-    column: str
+    column: str  # stored numbers of at least 0; may be another label, e.g. to learn purchases from clicked samples only
 
 
 def _values(text: str) -> tuple[str, ...]:

@@ -40,31 +40,15 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CountJob:
-    """Count the values of some samples.
-
-    Attributes
-    ----------
-    group
-        The samples.
-    columns
-        By table, the columns whose values are its rows.
-    kinds
-        By table, the type of its values.
-    splits, train_only
-        In which split a row is, and whether only those of train are counted.
-    out
-        The directory of runs to make.
-    memory_bytes
-        Counts that are kept in memory.
-    """
+    """Count the values of some samples."""
 
     group: tuple[Piece, ...]
-    columns: Mapping[str, tuple[str, ...]]
-    kinds: Mapping[str, pa.DataType]
+    columns: Mapping[str, tuple[str, ...]]  # by table, the columns whose values are its rows
+    kinds: Mapping[str, pa.DataType]  # by table, the type of its values
     splits: Splits
-    train_only: bool
-    out: Path
-    memory_bytes: int
+    train_only: bool  # whether only rows of the train split are counted
+    out: Path  # directory of runs to make
+    memory_bytes: int  # limit of the counts that are kept in memory
 
 
 @dataclass(frozen=True)
@@ -129,13 +113,7 @@ class _Counts:
 
 
 def merge(job: MergeJob) -> tuple[int, str]:
-    """Write the vocabulary of a table, unless it is there; return how many values it has, and their SHA-256.
-
-    Raises
-    ------
-    DataError
-        If the values that get ids do not fit into memory, or the earlier vocabulary has values of another kind.
-    """
+    """Write the vocabulary of a table, unless it is there; return how many values it has, and their SHA-256."""
     out = vocabulary_file(job.out, job.table)
     if out.is_file():
         return _described(read_vocabulary(out))

@@ -47,33 +47,16 @@ class Block(NamedTuple):
 
 @dataclass
 class LineChecker:
-    """Turns blocks into frames of typed columns; raises at a bad line, or skips and counts bad lines.
-
-    Attributes
-    ----------
-    on_bad_line
-        ``"error"`` or ``"skip"``.
-    skipped
-        Lines skipped, by what was wrong: ``"fields"``, ``"label"``, ``"numerical"`` or ``"categorical"``.
-    negatives
-        The rule for negative numericals.
-    replaced
-        By column, the values of good lines that this rule has replaced.
-    """
+    """Turns blocks into frames of typed columns; raises `DataError` at a bad line, or skips and counts bad lines."""
 
     on_bad_line: OnBadLine
-    skipped: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)  # lines by fault: fields, label, numerical or categorical
     negatives: Negatives = "keep"
+    # by column, the values of good lines that the rule for negative numericals replaced
     replaced: Counter[str] = field(default_factory=Counter)
 
     def parse(self, block: Block) -> pl.DataFrame:
-        """Columns of a block: label UInt8, I* Float32 (ln(x + 3), null where missing), C* UInt32 (null where missing).
-
-        Raises
-        ------
-        DataError
-            At a bad line, if ``on_bad_line`` is ``"error"``.
-        """
+        """Columns of a block: label UInt8, I* Float32 (ln(x + 3)), C* UInt32; missing values are null."""
         import polars as pl
 
         line_numbers, text = self._check_fields(block)
@@ -172,11 +155,6 @@ def find_files(raw: str | Path | Sequence[str | Path]) -> list[Path | RemoteFile
     """List the log's files in time order: as given, or ``day_*``, ``*.tsv[.gz|.zst]`` of a directory by number.
 
     Paths may be URIs.
-
-    Raises
-    ------
-    DataError
-        If a file does not exist or is empty, or a directory has no such file.
     """
     files: list[Path | RemoteFile] = []
     for path in [raw] if isinstance(raw, str | Path) else raw:
@@ -224,24 +202,11 @@ def _in_time_order(path: str, there: Sequence[F]) -> list[F]:
 def read_blocks(
     file: Path | RemoteFile, block_bytes: int = BLOCK_BYTES, *, start: int = 0, stop: int | None = None, line: int = 1
 ) -> Iterator[Block]:
-    """Read a file, plain or of gzip or zstd, as blocks of whole lines.
+    """Read a file (plain, gzip or zstd) as blocks of whole lines.
 
-    Parameters
-    ----------
-    file
-        The file.
-    block_bytes
-        Bytes that are read at once.
-    start, stop
-        Lines that begin between these bytes of a plain file; by default all.
-    line
-        Number of the first of them.
-
-    Raises
-    ------
-    DataError
-        If the file holds no line, an unfinished line grows beyond `MAX_LINE_BYTES` (so the file is no log, and would
-        be read into memory whole), or its compressed stream is damaged or ends too early.
+    ``start`` and ``stop`` select the lines of a plain file that begin between these bytes; ``line`` is the number of
+    the first one. A longer line than `MAX_LINE_BYTES` is an error: the file is no log, and would be read into memory
+    whole.
     """
     rest, first = b"", line
     with file.open("rb") as stored:

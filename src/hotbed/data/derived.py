@@ -21,22 +21,10 @@ class Cross:
 
     Its row is the hash of all values, in this order; it is missing (row 0) if one of them is. Of lists, each value
     meets each of the others': a list of 3 crossed with one of 2 has 6 ids.
-
-    Parameters
-    ----------
-    name
-        Name of the input.
-    columns
-        Two or more columns: stored ones, buckets, or values of tables.
-
-    Raises
-    ------
-    SpecError
-        If there are fewer than two, or one is there twice.
     """
 
     name: str
-    columns: tuple[str, ...]
+    columns: tuple[str, ...]  # two or more: stored columns, buckets, or values of tables
 
     def __post_init__(self) -> None:
         given: object = self.columns
@@ -63,28 +51,12 @@ class Bucket:
 
     Row 0 is for null and NaN, row 1 for numbers below the first boundary, and so on; a number that equals a boundary is
     above it.
-
-    Parameters
-    ----------
-    name
-        Name of the input.
-    column
-        A stored numerical, or a number of a table.
-    boundaries
-        Rising numbers.
-    quantiles
-        In their place: so many intervals with as many numbers each. Their boundaries are measured once, over the train
-        split, and kept with the model in checkpoints.
-
-    Raises
-    ------
-    SpecError
-        If there are both or neither, or the boundaries do not rise.
     """
 
     name: str
-    column: str
-    boundaries: tuple[float, ...] | None = None
+    column: str  # a stored numerical, or a number of a table
+    boundaries: tuple[float, ...] | None = None  # rising numbers
+    # number of intervals with equally many values; measured once, over the train split, and kept in checkpoints
     quantiles: int | None = None
 
     def __post_init__(self) -> None:
@@ -122,23 +94,12 @@ class Lookup:
 
     With ``rows`` it is an id, without a number. Keys that the table does not have are missing values. The table is
     part of the model: checkpoints know the SHA-256 of its keys and values, and refuse others.
-
-    Parameters
-    ----------
-    name
-        Name of the input.
-    column
-        The column whose values are keys: a stored one, or a value of another table. Of a list, each value is looked up.
-    file
-        Parquet, CSV or TSV: a path or a URI.
-    key, value
-        Columns of the file. Each key is there once.
     """
 
     name: str
-    column: str
-    file: str
-    key: str
+    column: str  # holds the keys: a stored column, or a value of another table; each element of a list is looked up
+    file: str  # path or URI of Parquet, CSV or TSV
+    key: str  # column of the file, with distinct values
     value: str
 
     def __post_init__(self) -> None:
@@ -180,13 +141,7 @@ def rising(name: str, boundaries: object) -> tuple[float, ...]:
 
 
 def parse_feature(where: str, entry: object) -> tuple[Derived, SparseColumn | dict[str, Any]]:
-    """What an entry of ``features`` makes: the way, and the sparse column or the entry of ``dense`` that it becomes.
-
-    Raises
-    ------
-    SpecError
-        If it is none of the three ways, or a key is unknown or missing.
-    """
+    """What an entry of ``features`` makes: the way, and the sparse column or the entry of ``dense`` that it becomes."""
     values = dict(cast("Mapping[str, Any]", entry)) if isinstance(entry, Mapping) else {}
     ways = [way for way in _KEYS if way in values]
     if len(ways) != 1:

@@ -42,30 +42,14 @@ def not_measured(feature: str) -> str:
 
 @dataclass
 class Columns:
-    """The columns of some rows; derived ones are computed when they are asked for, once.
-
-    Parameters
-    ----------
-    stored
-        The rows as they are stored.
-    derived
-        How other columns are made, by name.
-    tables
-        What `Lookup` features look values up in, by feature.
-    boundaries
-        Those of the buckets that are measured, by feature.
-    lists
-        Stored columns that have lists, also where all of these rows are null.
-    place, row_of
-        Where the rows are, and the row of a position, for errors.
-    """
+    """The columns of some rows; derived ones are computed when they are asked for, once."""
 
     stored: pa.Table
-    derived: Mapping[str, Derived]
-    tables: Mapping[str, LookupTable]
-    boundaries: Mapping[str, Sequence[float]]
-    lists: Collection[str]
-    place: str
+    derived: Mapping[str, Derived]  # by name
+    tables: Mapping[str, LookupTable]  # by `Lookup` feature
+    boundaries: Mapping[str, Sequence[float]]  # measured ones, by bucket
+    lists: Collection[str]  # stored columns that have lists, even if all of these rows are null
+    place: str  # names the rows in errors
     row_of: Callable[[int], str]
 
     def __post_init__(self) -> None:
@@ -114,11 +98,9 @@ class Columns:
 
     def _lookup(self, lookup: Lookup) -> pa.Array:
         table, keys = self.tables[lookup.name], self[lookup.column].combine_chunks()
-        if not arrow.is_list(keys.type):
-            return table.find(arrow.hashable(keys, f"{self.place}, column '{lookup.column}'"))
-        found = table.find(arrow.hashable(keys.flatten(), f"{self.place}, column '{lookup.column}'"))
-        ends = pa.array(np.concatenate([[0], np.cumsum(arrow.lengths(keys))]))
-        return pa.LargeListArray.from_arrays(ends, found, mask=keys.is_null())
+        is_list, place = arrow.is_list(keys.type), f"{self.place}, column '{lookup.column}'"
+        found = table.find(arrow.hashable(keys.flatten() if is_list else keys, place))
+        return arrow.regroup(found, keys) if is_list else found
 
     def _cross(self, cross: Cross) -> Hashed:
         first = np.full(len(self.stored), len(cross.columns), np.uint64)
@@ -157,16 +139,9 @@ class Columns:
 def check_derived_types(
     schema: Schema, fields: pa.Schema, tables: Mapping[str, LookupTable], what: str, lists: Collection[str] = ()
 ) -> None:
-    """Raise unless derived columns can be made of stored ones of these types.
-
-    Raises
-    ------
-    DataError
-        If keys are of another kind than those of their table, or a stored column has the name of a feature.
-    SpecError
-        If a type does not fit what is made of it.
-    """
-    types = {name: pa.list_(t) if pa.types.is_null(t) and name in lists else t for name, t in _types(fields)}
+    """Raise unless derived columns can be made of stored ones of these types."""
+    plain = {field.name: arrow.plain_type(field.type) for field in fields}
+    types = {name: pa.list_(t) if pa.types.is_null(t) and name in lists else t for name, t in plain.items()}
     columns = {c.name: c for c in schema.sparse}
     for d in schema.derived:
         if d.name in fields.names:
@@ -207,10 +182,6 @@ def check_derived_types(
             )
         if column is not None and not is_list and column.ids != 1:
             raise SpecError(f"feature '{d.name}': {arrow.one_value(column.ids)}. Leave ids out")
-
-
-def _types(fields: pa.Schema) -> list[tuple[str, pa.DataType]]:
-    return [(field.name, arrow.plain_type(field.type)) for field in fields]
 
 
 def _is_id(t: pa.DataType) -> bool:

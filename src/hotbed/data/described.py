@@ -19,13 +19,7 @@ MOST_KEYS = 1_000_000
 
 
 def described_features(encoder: Encoder) -> list[dict[str, Any]]:
-    """How columns are made, in this order: crosses, buckets with their boundaries, lookups with their tables.
-
-    Raises
-    ------
-    SpecError
-        If a table is too large for JSON, or has bytes that are no text.
-    """
+    """How columns are made, in this order: crosses, buckets with their boundaries, lookups with their tables."""
     found: list[dict[str, Any]] = []
     for d in encoder.schema.derived:
         if isinstance(d, Cross):

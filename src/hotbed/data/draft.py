@@ -13,18 +13,18 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import fs
 
 from hotbed.data import arrow
 from hotbed.data.columns import Numerical, SparseColumn
-from hotbed.data.draft_histories import roles_of_histories, shared_tables
 from hotbed.data.draft_labels import LABEL_NAMES, FoundLabel, find_labels, sample_labels
 from hotbed.data.draft_splits import DraftedSplits, DraftFiles, draft_splits
-from hotbed.data.draft_weights import weighted
 from hotbed.data.hashing import rows_of
+from hotbed.data.id_weights import check_id_weights
 from hotbed.data.parquet_files import ParquetFile, with_rows
 from hotbed.data.profile import ColumnProfile, count_distinct, profile, take_sample
-from hotbed.data.roles import ColumnRole, is_named_like_time, leak_reason, role_of, rule_of, time_reason
+from hotbed.data.roles import ColumnRole, is_named_like_time, leak_reason, role_of, rule_of, time_reason, words_of
 from hotbed.data.row_groups import RowGroup
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
@@ -55,35 +55,16 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What a recipe says of a dataset, and why.
-
-    Parameters
-    ----------
-    schema
-        Columns by their roles.
-    reasons
-        By column, what was found of it.
-    left_out
-        Columns that are no inputs.
-    labels
-        What is said of labels.
-    splits
-        What is said of splits.
-    samples
-        Rows to train on and to cut other splits off.
-    repeats
-        How often an id is met in them, in the mean.
-    source
-        What the recipe says under ``data.source``, where that is no `ParquetSource` with this schema.
-    """
+    """What a recipe says of a dataset, and why."""
 
     schema: Schema
-    reasons: Mapping[str, str]
+    reasons: Mapping[str, str]  # by column
     left_out: tuple[LeftOut, ...]
     labels: tuple[FoundLabel, ...]
     splits: DraftedSplits
-    samples: int
-    repeats: float
+    samples: int  # rows to train on and to cut other splits from
+    repeats: float  # how often an id occurs in these rows, on average
+    # entry `data.source` of the recipe, unless it is a `ParquetSource` with this schema
     source: Mapping[str, object] | None = None
 
 
@@ -120,44 +101,18 @@ def draft(
     path: str | Path,
     *,
     label: str | Sequence[str] = (),
-    positive: str | None = None,
-    drop: Sequence[str] = (),
-    time: str | None = None,
-    test: str | Path | None = None,
-    valid: bool = False,
+    positive: str | None = None,  # condition of a positive label, see `hotbed.data.Label`
+    drop: Sequence[str] = (),  # columns to leave out
+    time: str | None = None,  # column of times to split by
+    test: str | Path | None = None,  # path of a separate test split
+    valid: bool = False,  # whether to draft a validation split even for one epoch, which needs none
+    # columns of lists, each with the column whose table it shares, in addition to names that match
     histories: Mapping[str, str] | None = None,
-    needs_label: bool = True,
-    weights: Mapping[str, str] | None = None,
+    needs_label: bool = True,  # without a label, all samples are positives
+    weights: Mapping[str, str] | None = None,  # columns of ids, each with the column of their weights
     filesystem: fs.FileSystem | None = None,
 ) -> Draft:
-    """Propose schema and splits of a dataset.
-
-    Parameters
-    ----------
-    path, label, filesystem
-        See `draft_schema`.
-    positive
-        Which values of the label are positive, see `hotbed.data.Label`.
-    drop
-        Columns that are to be left out.
-    time
-        Column of times to split by.
-    test
-        Path of a test split that is elsewhere.
-    valid
-        Whether a validation split is wanted also where one epoch is to be trained, which needs none.
-    histories
-        Columns of lists, each with the column of single values whose table it shares, besides those that names tell.
-    needs_label
-        Whether there must be a label; without one, all samples are positives.
-    weights
-        Columns of ids, each with the column of their weights.
-
-    Raises
-    ------
-    DataError, SpecError
-        See `draft_schema`; or an option names a column that there is not.
-    """
+    """Propose schema and splits of a dataset."""
     files = DraftFiles.find(path, test, filesystem)
     groups = files.train
     if not groups:
@@ -422,3 +377,81 @@ def _same_rows(columns: list[SparseColumn]) -> list[SparseColumn]:
     for column in columns:
         most[column.table_name] = max(most.get(column.table_name, 0), column.rows)
     return [replace(column, rows=most[column.table_name]) for column in columns]
+
+
+def weighted(path: str, schema: Schema, weights: Mapping[str, str], sample: pa.Table) -> Schema:
+    """Return a schema whose columns of ids have these weights; the sample has all columns that can be inputs."""
+    names: list[str] = sample.column_names
+    inputs = [column.name for column in schema.sparse]
+    for ids, name in weights.items():
+        for column in (ids, name):
+            if column not in names:
+                hint = did_you_mean(column, names)
+                raise DataError(f"--weights names column '{column}', which {path} does not have in all files{hint}")
+        if ids not in inputs:
+            raise SpecError(
+                f"--weights gives weights to '{ids}', which is no input of ids; there are {', '.join(inputs)}"
+                f"{did_you_mean(ids, inputs)}"
+            )
+    columns = tuple(replace(column, weights=weights.get(column.name)) for column in schema.sparse)
+    for column in columns:
+        check_id_weights(column, sample.schema, path)
+    return replace(schema, sparse=columns)
+
+
+def shared_tables(
+    profiles: Sequence[ColumnProfile], roles: Mapping[str, ColumnRole], sample: pa.Table
+) -> dict[str, str]:
+    """Find lists whose elements are values of another column (``history`` of ``item_id``), with the table of that."""
+    found: dict[str, str] = {}
+    scalars = [p for p in profiles if roles[p.name].role in ("id", "category") and not pa.types.is_boolean(p.type)]
+    for column in (p for p in profiles if roles[p.name].role == "list"):
+        elements = pc.unique(pc.list_flatten(sample[column.name])).drop_null()
+        of_text = arrow.is_text(elements.type)
+        for other in scalars:
+            if arrow.is_text(other.type) != of_text or not len(elements):
+                continue
+            values = pc.unique(sample[other.name]).drop_null()
+            kind = pa.large_string() if of_text else pa.int64()
+            inside = pc.mean(pc.is_in(pc.cast(elements, kind, safe=False), value_set=pc.cast(values, kind, safe=False)))
+            related = {w.rstrip("s") for w in words_of(column.name)} & {w.rstrip("s") for w in words_of(other.name)}
+            # Numbers from 1 on are in all columns of numbers from 1 on, and few texts (yes, no) in many columns: these
+            # need a word in common.
+            by_values = of_text and roles[other.name].role == "id"
+            if (inside.as_py() or 0) > 0.5 and (by_values or related - {"id"}):
+                found[column.name] = other.name
+    return found
+
+
+def roles_of_histories(
+    path: str, names: Sequence[str], profiles: Sequence[ColumnProfile], histories: Mapping[str, str]
+) -> dict[str, ColumnRole]:
+    """Check histories, each with its candidate column, and return the roles that both have."""
+    found: dict[str, ColumnRole] = {}
+    by_name = {column.name: column for column in profiles}
+    for pair in histories.items():
+        for name in pair:
+            if name not in names:
+                raise DataError(
+                    f"--history names column '{name}', which {path} does not have{did_you_mean(name, names)}"
+                )
+            if name not in by_name:
+                raise SpecError(f"--history names '{name}', which is a label, a weight, or left out; name an input")
+        history, candidate = (by_name[name].type for name in pair)
+        if not arrow.is_list(history) or not _is_of_ids(history.value_type):
+            raise DataError(
+                f"{path}, column '{pair[0]}': a history is a list of integers or strings, this is {history}; write it "
+                "as --history HISTORY=CANDIDATE"
+            )
+        if not _is_of_ids(candidate) or arrow.is_text(candidate) != arrow.is_text(history.value_type):
+            raise DataError(
+                f"{path}, column '{pair[1]}': the candidate of '{pair[0]}' has one value in each row, of the kind of "
+                f"the list's, which is {history.value_type}; this is {candidate}"
+            )
+        found[pair[0]] = ColumnRole("list", f"earlier values of {pair[1]}, as --history says")
+        found.setdefault(pair[1], ColumnRole("id", f"the candidate of {pair[0]}, as --history says"))
+    return found
+
+
+def _is_of_ids(kind: pa.DataType) -> bool:
+    return (arrow.is_whole(kind) and not pa.types.is_boolean(kind)) or arrow.is_text(kind)

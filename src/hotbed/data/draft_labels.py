@@ -49,27 +49,9 @@ class FoundLabel:
 def find_labels(
     path: str, sample: pa.Table, asked: Sequence[str], positive: str | None, *, needed: bool = True
 ) -> list[FoundLabel]:
-    """Labels by name and values, or those that are asked for.
+    """Find labels by names and values, or check those that are ``asked`` for.
 
-    Parameters
-    ----------
-    path
-        The data, for errors.
-    sample
-        Rows of it.
-    asked
-        Label columns, where their names are not usual ones.
-    positive
-        Which values of the only one are positive, see `Label`; found by default.
-    needed
-        Whether there must be one, unless it is asked for; else there may be none.
-
-    Raises
-    ------
-    DataError
-        If there is no label, or it is not clear which of its values are positive.
-    SpecError
-        If the condition does not fit the column.
+    ``positive`` is the condition of the only label (default: found). Unless ``needed``, there may be no label.
     """
     names: list[str] = sample.column_names
     for label in asked:
@@ -117,7 +99,12 @@ def _listed(names: Sequence[str]) -> str:
 def _named(sample: pa.Table) -> list[str]:
     """Find columns named like labels: all of 0 and 1, or the first of others."""
     by_name = {name.strip().lower(): name for name in reversed(sample.column_names)}
-    named = [by_name[n] for n in LABEL_NAMES if n in by_name and _may_be(sample[by_name[n]].type)]
+    types = {lower: sample[name].type for lower, name in by_name.items()}
+    named = [
+        by_name[n]
+        for n in LABEL_NAMES
+        if (kind := types.get(n)) is not None and (arrow.is_number(kind) or arrow.is_text(kind))
+    ]
     binary = [name for name in sample.column_names if name in named and _is_binary(sample[name])]
     ratings = [by_name[n] for n in RATING_NAMES if n in by_name and arrow.is_number(sample[by_name[n]].type)]
     return binary or named[:1] or _like_labels(sample) or ratings[:1]
@@ -128,10 +115,6 @@ def _like_labels(sample: pa.Table) -> list[str]:
     words = {name: [w for w in words_of(name) if w not in _BEFORE_LABELS] for name in sample.column_names}
     like = [n for n, of in words.items() if len(of) == 1 and of[0] in _LABEL_WORDS and _is_binary(sample[n])]
     return [name for name in like if words[name] != ["class"]] or like
-
-
-def _may_be(kind: pa.DataType) -> bool:
-    return arrow.is_number(kind) or arrow.is_text(kind)
 
 
 def _is_binary(column: pa.ChunkedArray) -> bool:

@@ -37,34 +37,16 @@ _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """Files of a dataset by split, and those of a test split that is elsewhere.
-
-    Parameters
-    ----------
-    path
-        The dataset.
-    by_split
-        What `find_parquet` finds there.
-    test_path
-        A test split that is elsewhere, or None.
-    test_files
-        Its files.
-    """
+    """Files of a dataset by split, and those of a test split that is elsewhere."""
 
     path: str
-    by_split: dict[str, list[ParquetFile]]
-    test_path: str | None = None
+    by_split: dict[str, list[ParquetFile]]  # result of `find_parquet`
+    test_path: str | None = None  # a separate test split
     test_files: tuple[ParquetFile, ...] = ()
 
     @staticmethod
     def find(path: str | Path, test: str | Path | None, filesystem: fs.FileSystem | None) -> DraftFiles:
-        """Find the files.
-
-        Raises
-        ------
-        DataError
-            If there is nothing to train on.
-        """
+        """Find the files; `DataError` if there is nothing to train on."""
         files = find_parquet(path, filesystem)
         if "" not in files and "train" not in files:
             raise DataError(
@@ -104,7 +86,7 @@ class DraftFiles:
 class DraftedSplits:
     """What a recipe says of splits: arguments of the source, why, and which splits there are."""
 
-    init_args: dict[str, object] = field(default_factory=dict)
+    init_args: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
     has_valid: bool = False
     has_test: bool = False
@@ -112,40 +94,18 @@ class DraftedSplits:
     """Whether the rows are known to be stored in the order of time."""
     notes: list[str] = field(default_factory=list)
 
-    def source_args(self) -> dict[str, Any]:
-        """Arguments of `ParquetSource` beside path and schema."""
-        return dict(self.init_args)
-
 
 def draft_splits(
     files: DraftFiles,
-    labels: Sequence[str],
-    sample: pa.Table,
-    times: Sequence[ColumnProfile],
+    labels: Sequence[str],  # a split without one of these columns is not used
+    sample: pa.Table,  # of the train data
+    times: Sequence[ColumnProfile],  # columns of times in the sample
     *,
-    total: int,
-    time: str | None = None,
-    valid: bool = False,
+    total: int,  # rows of the train data
+    time: str | None = None,  # column of times to cut by, if it is known
+    valid: bool = False,  # whether a validation split is wanted
 ) -> DraftedSplits:
-    """Keep the splits that there are, and cut the others off the train data: the last in time, else by a hash.
-
-    Parameters
-    ----------
-    files
-        The files.
-    labels
-        Label columns; a split without them is not used.
-    sample
-        Of the train data.
-    times
-        Its columns of times.
-    total
-        Its rows.
-    time
-        The column of times to cut by, where it is known.
-    valid
-        Whether a validation split is wanted.
-    """
+    """Keep the splits that there are, and cut the others off the train data: the last in time, else by a hash."""
     found = DraftedSplits()
     paths: dict[str, str | None] = {}
     there: set[str] = set()

@@ -22,14 +22,13 @@ from numpy.typing import NDArray
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
 from hotbed.data.executors import task_directory
-from hotbed.data.feature_spec import id_dtype
 from hotbed.data.id_weights import per_row, read_id_weights
 from hotbed.data.labels import read_labels, read_weights, refuse_null
 from hotbed.data.pieces import Part, Piece, Splits, read_parts
 from hotbed.data.preparation import PREPARATION, PreparationEntry
 from hotbed.data.row_split import SPLITS
 from hotbed.data.schema import Schema
-from hotbed.data.split_binary import SplitBinaryWriter, check_split_binary
+from hotbed.data.split_binary import SplitBinaryWriter, check_split_binary, id_dtype
 from hotbed.data.vocabulary import lookup_in_file, vocabulary_file
 from hotbed.errors import SpecError
 from hotbed.files import write_text, yaml_text
@@ -44,43 +43,15 @@ _ROW_GROUP = 65_536
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """Encode some samples.
-
-    Attributes
-    ----------
-    group
-        The samples.
-    index
-        The group's number.
-    schema
-        What is written, with the rows of each table.
-    group_column
-        The name under which the column of groups is stored in the samples.
-    kinds
-        By table, the type of its values.
-    types
-        Type of each column that stays as it is, which holds the values of all files.
-    lists
-        Sparse columns that are written as lists.
-    splits
-        In which split a row is.
-    vocabularies
-        The directory of vocabularies.
-    out
-        The directory to make.
-    form
-        The format of the dataset.
-    preparation
-        What the dataset says of how it was made.
-    """
+    """Encode some samples."""
 
     group: tuple[Piece, ...]
-    index: int
-    schema: Schema
-    group_column: str | None
-    kinds: Mapping[str, pa.DataType]
-    types: Mapping[str, pa.DataType]
-    lists: frozenset[str]
+    index: int  # number of the group
+    schema: Schema  # the schema that is written, with the rows of each table
+    group_column: str | None  # stored name of the column of groups
+    kinds: Mapping[str, pa.DataType]  # by table, the type of its values
+    types: Mapping[str, pa.DataType]  # by unchanged column, a type that holds the values of all files
+    lists: frozenset[str]  # sparse columns that are written as lists
     splits: Splits
     vocabularies: Path
     out: Path
@@ -107,13 +78,7 @@ def stored_columns(schema: Schema) -> list[str]:
 
 
 def dataset_schema(schema: Schema, rows: Mapping[str, int]) -> Schema:
-    """The schema of a dataset, given that of what it is made from, and the rows of its tables.
-
-    Raises
-    ------
-    SpecError
-        If the values of a group that is an input, too, would take the name of another column.
-    """
+    """The schema of a dataset, given that of what it is made from, and the rows of its tables."""
     sparse = tuple(replace(column, rows=rows[column.table_name]) for column in schema.sparse)
     if schema.group is None or schema.group not in {column.name for column in sparse}:
         return replace(schema, sparse=sparse)

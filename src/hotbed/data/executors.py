@@ -58,36 +58,18 @@ class Pending(Generic[A, R]):
 
 
 class Tasks:
-    """Run tasks on an executor, again where their workers were lost.
-
-    Parameters
-    ----------
-    make
-        Makes the executor, anew where its processes have died.
-    in_flight
-        Tasks that are submitted at once; asked for again when as many have ended.
-    lost
-        Errors by which the executor says that workers were lost.
-    retries
-        How often a task is submitted again whose worker was lost.
-    make_anew
-        Whether the executor is made anew for that, as all processes of a pool end with one.
-    can_cancel
-        Whether a task that is cancelled does not run, as it may on a cluster.
-    elsewhere
-        Whether tasks may run on other machines, whose versions and files are checked.
-    """
+    """Run tasks on an executor, again where their workers were lost."""
 
     def __init__(
         self,
-        make: Callable[[], Executor],
-        in_flight: Callable[[], int],
+        make: Callable[[], Executor],  # called again when the processes of the executor have died
+        in_flight: Callable[[], int],  # number of tasks to submit at once; called again when as many have ended
         *,
-        lost: tuple[type[BaseException], ...] = (BrokenExecutor,),
-        retries: int = 0,
-        make_anew: bool = False,
-        can_cancel: bool = False,
-        elsewhere: bool = False,
+        lost: tuple[type[BaseException], ...] = (BrokenExecutor,),  # errors that mean that workers were lost
+        retries: int = 0,  # how often the task of a lost worker is submitted again
+        make_anew: bool = False,  # whether a retry needs a new executor, because all processes of a pool end with one
+        can_cancel: bool = False,  # whether a cancelled task does not run
+        elsewhere: bool = False,  # whether other machines run tasks, so that versions and files are checked
     ) -> None:
         self._make, self._in_flight, self._lost = make, in_flight, lost
         self._retries, self._make_anew, self._can_cancel, self._elsewhere = retries, make_anew, can_cancel, elsewhere
@@ -101,13 +83,7 @@ class Tasks:
         return Tasks(lambda: executor, lambda: _IN_FLIGHT, retries=_RETRIES, elsewhere=True)
 
     def map(self, task: Callable[[A], R], arguments: Iterable[A]) -> Iterator[R]:
-        """Results in the order of the arguments; the first error in that order is raised when the others have ended.
-
-        Raises
-        ------
-        WorkerError
-            If workers die again and again at the same tasks.
-        """
+        """Results in the order of the arguments; the first error in that order is raised when the others have ended."""
         left, running = iter(arguments), deque[Pending[A, R]]()
         most, ended = self._in_flight(), 0
         try:
@@ -153,13 +129,7 @@ class Tasks:
         return pending
 
     def result(self, pending: Pending[A, R], *, advice: str = _FROM_CHECKPOINT) -> R:
-        """Wait for a task, which is run again where workers were lost; where they always are, say what to do.
-
-        Raises
-        ------
-        WorkerError
-            If workers die again and again at this task, or cannot import it.
-        """
+        """Wait for a task, which is run again where workers were lost; where they always are, say what to do."""
         while True:
             future = pending.future
             try:
@@ -232,21 +202,6 @@ def open_tasks(executor: str | Executor, workers: int | None = None) -> Generato
     """Make an executor by its name, or take one that a user has made, which stays open; what `hotbed.prepare` runs on.
 
     What reads for a `Loader` is opened by `hotbed.data.open_readers`.
-
-    Parameters
-    ----------
-    executor
-        ``"threads"``, ``"processes"``, ``"dask:ADDRESS"``, ``"ray:ADDRESS"`` or a `concurrent.futures.Executor`.
-        ``"dask:local"`` and ``"ray:local"`` start a cluster on this machine, and end it afterwards.
-    workers
-        Threads or processes (default: one per core). It is refused for clusters that are running already.
-
-    Raises
-    ------
-    SpecError
-        If there is no such executor, its package is not installed, or ``workers`` is said of a cluster.
-    WorkerError
-        If a cluster cannot be reached.
     """
     if isinstance(executor, Executor):
         yield Tasks.of(executor)

@@ -66,30 +66,12 @@ def weights_of_ids(
 
 def read_id_weights(
     column: SparseColumn,
-    array: pa.Array,
-    lengths: arrow.Array,
+    array: pa.Array,  # stored weights ``[n]``, of a `hotbed.data.arrow.plain` type
+    lengths: arrow.Array,  # ids per row ``[n]``
     place: str,
     row_of: Callable[[int], str],
 ) -> arrow.Array:
-    """Weights ``[N]`` float32 of the ids of a column.
-
-    Parameters
-    ----------
-    column
-        The column of the ids.
-    array
-        Stored values of its ``weights`` ``[n]``, of a `hotbed.data.arrow.plain` type.
-    lengths
-        Ids per row ``[n]``.
-    place, row_of
-        Where the rows are, and the row of a position, for errors.
-
-    Raises
-    ------
-    DataError
-        If a row has another number of weights than of ids, or a weight is null, NaN or infinite as float32; names the
-        value, column and row.
-    """
+    """Weights ``[N]`` float32 of the ids of a column."""
     where, there = f"{place}, column '{column.weights}'", per_row(array)
     if arrow.is_list(array.type):
         array = array.flatten()

@@ -71,27 +71,13 @@ class LabelCounts:
 
 @dataclass
 class DataSummary:
-    """What a dataset holds.
-
-    Attributes
-    ----------
-    data
-        Its rows.
-    columns
-        By name, in the order of the files.
-    labels
-        By label column.
-    no_label
-        Why no label is known; "" where there is one.
-    faults
-        What a schema says that the data are not.
-    """
+    """What a dataset holds."""
 
     data: StoredRows
-    columns: dict[str, ColumnSummary]
-    labels: dict[str, LabelCounts]
-    no_label: str = ""
-    faults: list[Fault] = field(default_factory=list[Fault])
+    columns: dict[str, ColumnSummary]  # by name, in the order of the files
+    labels: dict[str, LabelCounts]  # by label column
+    no_label: str = ""  # why no label is known
+    faults: list[Fault] = field(default_factory=list[Fault])  # where the data contradict the schema
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON can hold."""

@@ -30,21 +30,11 @@ _FEWEST = 1 << 20
 
 @dataclass(frozen=True)
 class ItemSet:
-    """Distinct items, in the order of their ids.
+    """Distinct items, in the order of their ids."""
 
-    Attributes
-    ----------
-    ids
-        ``[N]`` int64, ascending.
-    features
-        What the items are like: a sample each.
-    counts
-        ``[N]`` int64, how often each was met in the split that was counted.
-    """
-
-    ids: Tensor
-    features: Jagged
-    counts: Tensor
+    ids: Tensor  # ``[N]`` int64, ascending
+    features: Jagged  # one sample per item
+    counts: Tensor  # ``[N]`` int64, occurrences in the counted split
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -94,25 +84,9 @@ def items_in(ids: Jagged, features: Sequence[str]) -> ItemSet:
 
 
 def items_of(source: Source, features: Sequence[str], splits: Sequence[str], counted: str | None = None) -> ItemSet:
-    """Collect the items of some splits, reading them once.
+    """Collect the items of some splits (the newest last), reading them once.
 
-    Parameters
-    ----------
-    source
-        Where the samples are.
-    features
-        Columns of items; the first one says which item it is.
-    splits
-        Which splits, the newest last.
-    counted
-        The one of them whose samples are counted.
-
-    Raises
-    ------
-    BatchError
-        If a sample has no item, or several.
-    DataError
-        If there is no item.
+    The first of the features identifies the item. Only occurrences in the split ``counted`` are counted.
     """
     only = copy.copy(source)
     only.schema = replace(source.schema.inputs, dense=(), scaling=(), numericals=()).only(features)
@@ -143,17 +117,10 @@ def merged(parts: Sequence[ItemSet]) -> ItemSet:
 
 
 class ItemDraws:
-    """Draw items of a set for each step: the same whoever asks, and whenever.
+    """Draws items of a set for each step; a draw depends only on the seed of the run and the step.
 
-    Parameters
-    ----------
-    items
-        What is drawn from.
-    seed
-        Of the run.
-    by_popularity
-        Whether an item is drawn in proportion to its count; else each that was counted is drawn alike, or all if none
-        was.
+    ``by_popularity`` draws an item in proportion to its count. Otherwise all counted items are equally likely, or all
+    items if none was counted.
     """
 
     def __init__(self, items: ItemSet, seed: int, *, by_popularity: bool) -> None:

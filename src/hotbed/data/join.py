@@ -25,19 +25,10 @@ BatchSlice: TypeAlias = tuple[Batch, int, int]
 
 
 def join(parts: Sequence[BatchSlice], order: Order | None = None) -> Batch:
-    """Make a new batch of the samples of all parts, which have the same columns.
+    """Make a new batch of the samples of all parts, which have the same columns and are in CPU memory.
 
-    Parameters
-    ----------
-    parts
-        Parts of batches in CPU memory.
-    order
-        Positions ``[b]`` of the joined samples to take, in this order; default: all, as they are.
-
-    Returns
-    -------
-    Batch
-        In memory of its own; all samples of a single part, in their order, are that part itself.
+    ``order`` lists positions ``[b]`` of the joined samples; default: all of them in order. The batch has memory of its
+    own, except that all samples of a single part, in their order, are that part itself.
     """
     first = parts[0][0]
     if order is None and len(parts) == 1 and parts[0][1:] == (0, len(first)):

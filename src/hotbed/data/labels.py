@@ -62,30 +62,9 @@ def read_labels(
     place: str,
     row_of: Callable[[int], str],
     *,
-    check: bool = False,
+    check: bool = False,  # whether to refuse values outside 0 to 1 if there is no condition
 ) -> arrow.Array:
-    """Labels ``[n]`` float32: mapped where there is a condition, else as they are.
-
-    Parameters
-    ----------
-    column
-        Stored values.
-    name
-        Their column.
-    label
-        Its condition, or None.
-    place
-        Where they are, for errors.
-    row_of
-        Says where the row of a position is, for errors.
-    check
-        Whether to refuse values that are not from 0 to 1, where there is no condition.
-
-    Raises
-    ------
-    DataError
-        If a value is null, or NaN where there is a condition; or as ``check`` says.
-    """
+    """Labels ``[n]`` float32: mapped by the condition, or as they are; ``row_of`` names a position in errors."""
     refuse_null(column, name, place, row_of)
     if label is not None:
         return _mapped(column, name, label, place, row_of)
@@ -132,9 +111,7 @@ def refuse_null(column: pa.ChunkedArray, name: str, place: str, row_of: Callable
 
 def _mapped(column: pa.ChunkedArray, name: str, label: Label, place: str, row_of: Callable[[int], str]) -> arrow.Array:
     """1 where the condition is true, else 0."""
-    condition, values = label.parsed(), column.combine_chunks()
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
+    condition, values = label.parsed(), arrow.decode(column.combine_chunks())
     if arrow.is_text(values.type):
         wanted = pa.array(condition.values, pa.large_string())
         found = pc.is_in(pc.cast(values, pa.large_string()), value_set=wanted).to_numpy(zero_copy_only=False)
@@ -168,9 +145,7 @@ def _numbers(name: str, kind: pa.DataType, condition: Positive) -> list[int | fl
 def read_group(column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> arrow.Array:
     """Group keys ``[n]`` int64: integers as they are, strings hashed."""
     refuse_null(column, name, place, row_of)
-    values = column.combine_chunks()
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
+    values = arrow.decode(column.combine_chunks())
     if arrow.is_text(values.type):
         return arrow.hashes(values).view(np.int64)
     return values.to_numpy(zero_copy_only=False).astype(np.int64)

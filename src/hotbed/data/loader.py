@@ -244,17 +244,7 @@ _Part: TypeAlias = tuple["Future[Batch] | RemoteWindow", int, int]
 
 
 class _Epoch:
-    """The order of one epoch, and the tasks that make its batches. Used by the consumer's thread only.
-
-    Parameters
-    ----------
-    loader
-        Whose batches.
-    number
-        Which epoch.
-    start, end
-        The samples of it that are wanted.
-    """
+    """The order of one epoch, and the tasks that make its batches. Used by the consumer's thread only."""
 
     def __init__(self, loader: Loader, number: int, start: int, end: int) -> None:
         self.number = number

@@ -39,15 +39,7 @@ class LookupTable:
 
     @staticmethod
     def read(lookup: Lookup) -> LookupTable:
-        """Read the file of a feature.
-
-        Raises
-        ------
-        DataError
-            If there is no such file, it lacks a column, or a key is there twice.
-        SpecError
-            If keys or values have a type that they cannot have.
-        """
+        """Read the file of a feature."""
         found = find_parquet(lookup.file)
         if len(found) > 1:
             raise DataError(f"feature '{lookup.name}': {lookup.file} has the splits {', '.join(found)}; name one file")
@@ -101,13 +93,7 @@ class LookupTable:
 
     @staticmethod
     def mapped(path: Path) -> LookupTable:
-        """Map a file that `write_mapped` wrote into memory; nothing is read before it is asked for.
-
-        Raises
-        ------
-        DataError
-            If it is none.
-        """
+        """Map a file that `write_mapped` wrote into memory; nothing is read before it is asked for."""
         try:
             with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
                 if reader.num_record_batches != 1:
@@ -186,17 +172,12 @@ def content_sha256(*arrays: pa.Array) -> str:
 
 def _normal(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
     """Integers as int64 (uint64 where they need it), numbers as float64, text as bytes, and lists of these."""
+    array = arrow.decode(array)
     kind = array.type
-    if pa.types.is_dictionary(kind):
-        array = array.dictionary_decode()
-        kind = array.type
     if may_be_list and arrow.is_list(kind):
         values = array.flatten()
         if arrow.is_whole(values.type) or arrow.is_text(values.type) or pa.types.is_null(values.type):
-            lengths = arrow.lengths(array)
-            ends = pa.array(np.concatenate([[0], np.cumsum(lengths)]))
-            flat = _normal(values, where, may_be_list=False)
-            return pa.LargeListArray.from_arrays(ends, flat, mask=array.is_null())
+            return arrow.regroup(_normal(values, where, may_be_list=False), array)
     if arrow.is_text(kind):
         return _bytes(array)
     if pa.types.is_null(kind):
@@ -214,8 +195,7 @@ def _normal(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
 
 
 def _bytes(array: pa.Array) -> pa.Array:
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    array = arrow.decode(array)
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         array = array.cast(pa.large_string())
     return array.cast(pa.large_binary())

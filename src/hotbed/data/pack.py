@@ -25,9 +25,8 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from hotbed.data.feature_spec import StoredFile, read_feature_spec
 from hotbed.data.schema import Schema
-from hotbed.data.split_binary import SplitBinarySource
+from hotbed.data.split_binary import SplitBinarySource, StoredFile, read_feature_spec
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.files import new_directory, write_json
 from hotbed.jagged import Jagged
@@ -117,13 +116,7 @@ def hot_inputs(sparse: Jagged, hot_rows: Mapping[str, int]) -> NDArray[np.bool_]
 
 
 def by_feature(schema: Schema, hot_rows: Mapping[str, int]) -> dict[str, int]:
-    """Hot rows by feature, from those by table.
-
-    Raises
-    ------
-    SpecError
-        If the schema has a table that is not named, or the other way round.
-    """
+    """Hot rows by feature, from those by table."""
     for name in hot_rows:
         if name not in schema.rows:
             raise SpecError(f"hot_rows names table '{name}', which does not exist{did_you_mean(name, schema.rows)}")
@@ -136,43 +129,17 @@ def by_feature(schema: Schema, hot_rows: Mapping[str, int]) -> dict[str, int]:
 def pack(
     data: str | Path,
     out: str | Path,
-    hot_rows: Mapping[str, int],
+    hot_rows: Mapping[str, int],  # by table, the number of first rows that are hot
     *,
-    split: str = "train",
-    about: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    split: str = "train",  # its new splits are ``SPLIT_hot`` and ``SPLIT_cold``
+    about: Mapping[str, Any] | None = None,  # further entries of `HOT_ROWS`
+    overwrite: bool = False,  # whether to replace ``out`` if it is a dataset
+    progress: Callable[[int, int], None] | None = None,  # called with the samples done and their total
 ) -> Packed:
     """Write a split once more, as a split of its hot and one of its cold samples, each in the order they had.
 
     One pass, in memory of one chunk. The new dataset has all splits of the old one, too, whose files are linked
     (copied, where the file system cannot), and `HOT_ROWS`.
-
-    Parameters
-    ----------
-    data
-        A dataset in split-binary format.
-    out
-        The dataset directory to make.
-    hot_rows
-        By table, how many of the first rows are hot.
-    split
-        Which split; ``SPLIT_hot`` and ``SPLIT_cold`` are made.
-    about
-        Further entries of `HOT_ROWS`.
-    overwrite
-        Replace ``out`` if it is a dataset already.
-    progress
-        Called with the samples done and those there are.
-
-    Raises
-    ------
-    DataError
-        If the dataset is not what its description says, or ``out`` exists.
-    SpecError
-        If there is no such split, or ``hot_rows`` has other tables than the data.
-    OSError
-        If the disk is full. Nothing is left behind after any failure.
     """
     import yaml
 

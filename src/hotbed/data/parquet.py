@@ -26,8 +26,7 @@ from hotbed.data.encode import Encoder
 from hotbed.data.labels import read_labels
 from hotbed.data.parquet_files import ParquetFile, find_parquet, refuse_same_files, text_columns, with_rows
 from hotbed.data.preparation import PREPARATION, Preparation, PreparationEntry
-from hotbed.data.row_groups import RowGroup
-from hotbed.data.row_slices import RowSlice, in_slices
+from hotbed.data.row_groups import RowGroup, RowSlice, in_slices
 from hotbed.data.row_split import SPLITS, Rows, RowSplit, divide, row_split
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source

@@ -212,26 +212,14 @@ def find_parquet(
 ) -> dict[str, list[ParquetFile]]:
     """List files by split; where a folder has no splits, all files are under ``""``.
 
+    The path is a file, a folder (searched with its subfolders), or a URI such as ``s3://bucket/folder``. Subfolders
+    ``train``, ``valid`` (or ``validation``, ``val``, ``dev``, ``eval``) and ``test`` (or ``holdout``) are splits, and
+    so are files with such a word in their names (``train-00000-of-00002.parquet``, ``ratings_test.csv``), where there
+    are files of more than one split. Folders like ``day=2024-01-01`` are columns, as in Hive.
+
     Files of text with a header (``.csv``, ``.tsv``, also ``.gz`` and ``.zst``) are converted to Parquet, once, see
-    `hotbed.data.delimited`; a column that is integers in one of them and text in another file is text in all. Folders
-    like ``day=2024-01-01`` are columns, as in Hive.
-
-    Parameters
-    ----------
-    path
-        A file, a folder (searched with its subfolders), or a URI such as ``s3://bucket/folder``. Subfolders ``train``,
-        ``valid`` (or ``validation``, ``val``, ``dev``, ``eval``) and ``test`` (or ``holdout``) are splits, and so are
-        files with such a word in their names (``train-00000-of-00002.parquet``, ``ratings_test.csv``), where there are
-        files of more than one split.
-    filesystem
-        Where the path is; default: local, or what the URI says.
-    text
-        Columns of CSV and TSV files that are text, whatever is in them.
-
-    Raises
-    ------
-    DataError
-        If there is no such path, or no file of samples in it.
+    `hotbed.data.delimited`. A column that is integers in one of them and text in another file is text in all, and so
+    are the columns ``text``.
     """
     store, root = _located(path, filesystem)
     info = store.get_file_info(root)

@@ -56,21 +56,11 @@ class HeldOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Splits:
-    """In which split a row is.
-
-    Attributes
-    ----------
-    names
-        The splits that there are, in order.
-    ends
-        Position among all samples where train ends, and where valid does, for pieces without a split.
-    by
-        A rule that is used instead of positions.
-    """
+    """In which split a row is."""
 
     names: tuple[str, ...]
-    ends: tuple[int, int] = (0, 0)
-    by: RowSplit | None = None
+    ends: tuple[int, int] = (0, 0)  # positions among all samples where train and valid end, for pieces without a split
+    by: RowSplit | None = None  # rule that replaces positions
 
     def codes(self, piece: Piece) -> NDArray[np.int64]:
         """Number in `SPLITS` of the split of each row of a piece ``[n]``."""
@@ -84,19 +74,9 @@ class Splits:
 
 
 def splits_of_files(files: Sequence[tuple[str, str]], valid: Sequence[str], test: Sequence[str]) -> dict[str, str]:
-    """Split of each file that was chosen for one, by its path.
+    """Return the split of each file that was chosen for one, by path.
 
-    Parameters
-    ----------
-    files
-        Path of each file, and its name below what was given.
-    valid, test
-        Their names, the ends of their paths, or their paths.
-
-    Raises
-    ------
-    SpecError
-        If a name is that of no file or of several, or of a file in the other split.
+    ``files`` has each path with the name below the input; ``valid`` and ``test`` have names, ends of paths, or paths.
     """
     paths = dict(files)
     wanted: dict[str, str] = {}
@@ -117,13 +97,7 @@ def splits_of_files(files: Sequence[tuple[str, str]], valid: Sequence[str], test
 
 
 def with_splits(pieces: Sequence[Piece], of_files: Mapping[str, str]) -> list[Piece]:
-    """The same pieces, those of some files with their split, all others with that of train.
-
-    Raises
-    ------
-    DataError
-        If one of these files has no rows.
-    """
+    """The same pieces, those of some files with their split, all others with that of train."""
     if not of_files:
         return list(pieces)
     paths = [piece.rows.file.shown for piece in pieces]
@@ -141,15 +115,7 @@ def in_order(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def divided(pieces: Sequence[Piece], rest: HeldOut) -> Splits:
-    """Splits of pieces in order.
-
-    Raises
-    ------
-    DataError
-        If there are too few rows for a split.
-    SpecError
-        If files have splits and others were asked for.
-    """
+    """Splits of pieces in order."""
     free = [piece for piece in pieces if piece.split is None]
     named = {piece.split for piece in pieces if piece.split is not None}
     asked = rest.valid_fraction or rest.test_fraction or rest.valid_rows or rest.test_rows or rest.by is not None
@@ -205,24 +171,12 @@ def groups_of(pieces: Sequence[Piece]) -> list[tuple[Piece, ...]]:
 
 @dataclass(frozen=True)
 class Part:
-    """Some consecutive rows.
+    """Some consecutive rows."""
 
-    Attributes
-    ----------
-    tables
-        Their columns, by piece.
-    places
-        Where the rows of each of these are, for messages.
-    starts
-        Position of their first rows there.
-    codes
-        Number in `SPLITS` of the split of each row ``[n]``.
-    """
-
-    tables: Sequence[pa.Table]
-    places: Sequence[str]
-    starts: Sequence[int]
-    codes: NDArray[np.int64]
+    tables: Sequence[pa.Table]  # by piece
+    places: Sequence[str]  # by piece, for messages
+    starts: Sequence[int]  # by piece, position of its first row
+    codes: NDArray[np.int64]  # number in `SPLITS` of the split of each row ``[n]``
 
     def column(self, name: str, kind: pa.DataType) -> pa.ChunkedArray:
         """A column as a type that holds the values of all pieces; a `DataError` says where one does not fit."""
@@ -250,11 +204,6 @@ class Part:
         """All values of a column, those of lists one after the other, as the type in which they are counted.
 
         A file that has only missing values does not say whether they are lists: ``is_list`` does.
-
-        Raises
-        ------
-        DataError
-            If a value is no whole number, or does not fit the type.
         """
         places = [f"{place}, column '{column}'" for place in self.places]
         found = [_values(t[column], kind, p, is_list=is_list) for t, p in zip(self.tables, places, strict=True)]
@@ -298,6 +247,6 @@ def _values(column: pa.ChunkedArray, kind: pa.DataType, place: str, *, is_list: 
         return pa.nulls(0 if is_list else len(array), kind)
     values = arrow.hashable(array.flatten() if arrow.is_list(array.type) else array, place)
     try:
-        return (values.dictionary_decode() if pa.types.is_dictionary(values.type) else values).cast(kind)
+        return arrow.decode(values).cast(kind)
     except pa.ArrowInvalid as error:
         raise DataError(f"{place}: {error}; its values must be {kind}, as in the other files") from None

@@ -9,6 +9,7 @@ A value must be of the kind that its column had in training: ``5`` and ``"5"`` a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -31,21 +32,11 @@ _WANTED = {
 
 @dataclass(frozen=True)
 class InputColumn:
-    """A column that inputs are made of.
-
-    Attributes
-    ----------
-    name
-        Its name.
-    kind
-        What its values are: ``"text"``, ``"integers"``, ``"numbers"``; "" for text or integers, where all values to
-        train on were missing.
-    ids
-        Values of each row: 1 is one value, another number lists of so many, None lists of any length.
-    """
+    """A column that inputs are made of."""
 
     name: str
-    kind: str
+    kind: str  # text, integers or numbers; empty (text or integers) if all training values were missing
+    # values per row: 1 is a single value, other numbers are lists of that length, None is lists of any length
     ids: int | None = 1
 
     @property
@@ -162,10 +153,6 @@ def _type(column: InputColumn, flat: Sequence[object]) -> pa.DataType:
 
 def _shown(value: object) -> str:
     """A value as JSON has it, cut where it is long."""
-    text = {None: "null", True: "true", False: "false"}.get(cast(Any, value)) if _is_constant(value) else repr(value)
-    text = str(text)
+    is_constant = value is None or isinstance(value, bool)
+    text = json.dumps(value) if is_constant else repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} …"
-
-
-def _is_constant(value: object) -> bool:
-    return value is None or isinstance(value, bool)

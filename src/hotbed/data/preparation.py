@@ -4,6 +4,10 @@
 A prepared dataset says of itself how its ids and numbers were made (``metadata.preparation`` of its description, or
 the metadata of its Parquet files), and has the values of each table's ids in ``vocabulary/``. Exported models have
 both, the vocabularies as files that are mapped into memory.
+
+A vocabulary gives frequent values rows of their own, and must know all values. Where values never end (users, queries,
+pages), new ones would all be row 0 until the data are prepared again. Tables of such values have a `HashEntry` instead:
+each value has a row, which it may share.
 """
 
 # pyarrow ships no types.
@@ -20,16 +24,55 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import Field, NonNegativeInt, ValidationError
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
 from hotbed.data.criteo import complaint, hexadecimal, logarithm
-from hotbed.data.hashed_tables import Entry, HashEntry, Kind
+from hotbed.data.hashing import mix, rows_of
 from hotbed.data.lookup_table import LookupTable, content_sha256
 from hotbed.data.schema import Schema
 from hotbed.data.vocabulary import VOCABULARY, read_vocabulary, vocabulary_file
-from hotbed.errors import DataError, SpecError
+from hotbed.errors import DataError, SpecError, did_you_mean
+from hotbed.specs import is_int
+
+Kind = Literal["hexadecimal", "integers", "text"]
+MOST_ROWS = 1 << 40
+SEEDS = 1 << 64
+
+
+class Entry(BaseModel):
+    """What a dataset says of how it was made; checked, as it may come from anywhere."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class HashEntry(Entry):
+    """How the values of a table without a vocabulary are hashed to its rows."""
+
+    kind: Kind  # of the raw values
+    rows: int = Field(ge=2, le=MOST_ROWS)  # of the table; row 0 is for missing values
+    seed: int = Field(ge=0, lt=SEEDS)  # 0 is the hash h of `hotbed.data.hashing`, any other seed is ``mix(h ^ seed)``
+
+    def ids(self, values: pa.Array) -> NDArray[np.int64]:
+        """Rows ``[n]`` of values ``[n]``: integers, of hexadecimal ones as well, or text."""
+        h = arrow.hashes(values)
+        found = rows_of(mix(h ^ np.uint64(self.seed)) if self.seed else h, self.rows)
+        found[values.is_null().to_numpy(zero_copy_only=False)] = 0
+        return found
+
+
+def check_hashed(hash_rows: Mapping[str, object], seed: object, schema: Schema) -> None:
+    """Raise `SpecError` unless these tables are there and can have so many rows."""
+    if not is_int(seed) or not 0 <= seed < SEEDS:
+        raise SpecError(f"hash_seed is {seed!r}, must be an integer of at least 0, below 2^64")
+    for table, rows in hash_rows.items():
+        if table not in schema.rows:
+            raise SpecError(f"hash_rows names table '{table}', which there is not{did_you_mean(table, schema.rows)}")
+        if not is_int(rows) or not 2 <= rows <= MOST_ROWS:
+            raise SpecError(f"hash_rows: table '{table}' has {rows!r} rows, must be an integer from 2 to 2^40")
+
 
 PREPARATION = b"hotbed.preparation"
 """What prepared Parquet files say it under, as JSON."""
@@ -51,27 +94,15 @@ class VocabularyEntry(Entry):
 
 
 class PreparationEntry(Entry):
-    """How raw values became what a prepared dataset stores.
+    """How raw values became what a prepared dataset stores."""
 
-    Attributes
-    ----------
-    vocabularies
-        By table. The value at position i has id i + 1; missing values and those that are not there are id 0.
-    tables
-        By sparse column, the table whose ids it has.
-    hashed
-        By table that has no vocabulary, how its values become ids.
-    numericals
-        ``"log"``: integers x become ln(x + 3), where -3 is taken as -2; ``"log_zero"``: the same after negative ones
-        became 0; ``"as_is"``: numbers stay as they are.
-    dtype
-        What they are then rounded to, missing ones as 0; None leaves both to the schema that they are read by.
-    """
-
+    # by table; the value at position i has id i + 1, and missing or unknown values have id 0
     vocabularies: dict[str, VocabularyEntry]
-    tables: dict[str, str]
-    hashed: dict[str, HashEntry] = Field(default_factory=dict)
+    tables: dict[str, str]  # by sparse column
+    hashed: dict[str, HashEntry] = Field(default_factory=dict)  # by table without a vocabulary
+    # log: integers x become ln(x + 3), where -3 counts as -2; log_zero: the same after negative ones became 0
     numericals: Literal["log", "log_zero", "as_is"]
+    # numericals are rounded to it, missing ones to 0; None leaves both to the schema of the reader
     dtype: Literal["float16"] | None
 
     @staticmethod
@@ -88,21 +119,9 @@ class PreparationEntry(Entry):
 
 
 class Preparation:
-    """Raw rows to rows as a prepared dataset stores them.
+    """Converts raw rows to rows as a prepared dataset stores them.
 
-    Parameters
-    ----------
-    entry
-        How.
-    columns
-        The sparse columns.
-    read
-        Gives the ids of a table's values; called when they are first needed.
-
-    Raises
-    ------
-    DataError
-        If a column has no vocabulary.
+    ``read`` returns the ids of a table's values; it is called when they are first needed.
     """
 
     def __init__(
@@ -116,13 +135,7 @@ class Preparation:
 
     @staticmethod
     def of_dataset(path: Path, schema: Schema, values: object) -> Preparation:
-        """That of a dataset whose description has these values.
-
-        Raises
-        ------
-        DataError
-            If they cannot be right; when raw rows are encoded, if a vocabulary is absent or another.
-        """
+        """That of a dataset whose description has these values."""
         entry = PreparationEntry.parse(values, f"{path}: metadata.preparation")
         return Preparation(entry, schema.stored[0], partial(_read, path / VOCABULARY, entry))
 
@@ -150,12 +163,8 @@ class Preparation:
     def refuse_other(self, state: Mapping[str, Any], *, may_grow: bool = False) -> None:
         """Raise `DataError` if a model was trained with other vocabularies: ids would stand for other values.
 
-        Parameters
-        ----------
-        state
-            What `state` gave then, by table; tables that are not in it are not compared.
-        may_grow
-            Whether values may have been added since: those of then must have the ids that they had.
+        ``state`` is what `state` returned then; tables that it lacks are not compared. With ``may_grow``, values may
+        have been added since, but the earlier values must have kept their ids.
         """
         for name, now in self.state().items():
             was = state.get(name, now)
@@ -213,13 +222,7 @@ class Preparation:
                 )
 
     def stored(self, table: pa.Table, dense: Sequence[str], place: str, row_of: Callable[[int], str]) -> pa.Table:
-        """Replace raw values of the columns that are there: ids by their numbers, numericals ``dense`` by theirs.
-
-        Raises
-        ------
-        DataError
-            If a value is none that can be prepared; names it and its row.
-        """
+        """Replace raw values of the columns that are there: ids by their numbers, numericals ``dense`` by theirs."""
         for at, name in enumerate(table.column_names):
             if name in self._columns:
                 found = self._bags(table[name], name, place, row_of)
@@ -240,15 +243,13 @@ class Preparation:
         if not arrow.is_list(array.type):
             missing = pa.types.is_null(array.type) and self._columns[name].ids != 1  # bags
             return array if missing else self._ids(array, name, place, row_of)
-        ends = pa.array(np.concatenate([[0], np.cumsum(arrow.lengths(array))]))
-        ids = self._ids(array.flatten(), name, place, row_of)
-        return pa.LargeListArray.from_arrays(ends, ids, mask=array.is_null())
+        return arrow.regroup(self._ids(array.flatten(), name, place, row_of), array)
 
     def _ids(self, array: pa.Array, name: str, place: str, row_of: Callable[[int], str]) -> pa.Array:
         where = f"{place}, column '{name}'"
         if pa.types.is_null(array.type):
             return pa.array(np.zeros(len(array), np.int32))
-        array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+        array = arrow.decode(array)
         entry = self._entry(name)
         values = _parsed(array, where, row_of) if entry.kind == "hexadecimal" else arrow.hashable(array, where)
         if isinstance(entry, HashEntry):

@@ -4,7 +4,7 @@
 Four passes, each of tasks that write what they make under names of their own, so that any workers can run them and a
 preparation that was killed goes on where it was:
 
-1. *read* (`hotbed.data.spool`; logs only): every field is checked; parsed parts are spooled to disk as Parquet.
+1. *read* (`hotbed.data.raw_inputs`; logs only): every field is checked; parsed parts are spooled to disk as Parquet.
 2. *count* (`hotbed.data.counting`): how often each value of a table occurs, as sorted runs.
 3. *merge* (`hotbed.data.counting`): runs are merged, and frequent values are numbered: vocabularies.
 4. *write* (`hotbed.data.encoding`): values become ids.
@@ -33,10 +33,9 @@ from hotbed.data.counting import CountJob, MergeJob, count, merge
 from hotbed.data.criteo import Negatives, OnBadLine
 from hotbed.data.encoding import MARKERS, EncodeJob, Format, assemble, check_format, dataset_schema, encode
 from hotbed.data.executors import STARTED_HERE, open_tasks
-from hotbed.data.hashed_tables import HashEntry, Kind, check_hashed
 from hotbed.data.pieces import HeldOut, divided, groups_of, in_order, splits_of_files, with_splits
-from hotbed.data.preparation import PreparationEntry, VocabularyEntry
-from hotbed.data.raw_inputs import Logs, Progress, RawInput, find_input
+from hotbed.data.preparation import HashEntry, Kind, PreparationEntry, VocabularyEntry, check_hashed
+from hotbed.data.raw_inputs import Logs, Progress, Tables, find_input
 from hotbed.data.row_split import row_split
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
@@ -82,11 +81,6 @@ class PrepareReport:
     replaced: Mapping[str, int]
     left_out: Mapping[str, str]
     seconds: float
-
-    @property
-    def skipped_lines(self) -> int:
-        """Number of lines left out."""
-        return sum(self.skipped.values())
 
 
 def prepare(
@@ -226,7 +220,8 @@ def prepare(
     hashed = dict(hash_rows or {})
     check_hashed(hashed, hash_seed, found.schema)
     check_format(found.schema, form, hashed)
-    columns = {table: of for table, of in _columns_by_table(found.schema).items() if table not in hashed}
+    sparse, names = found.schema.sparse, [table for table in found.schema.rows if table not in hashed]
+    columns = {table: tuple(c.name for c in sparse if c.table_name == table) for table in names}
     earlier = (
         {} if vocabulary is None else {table: vocabulary_file(Path(vocabulary).absolute(), table) for table in columns}
     )
@@ -328,11 +323,7 @@ def prepare(
     )
 
 
-def _columns_by_table(schema: Schema) -> dict[str, tuple[str, ...]]:
-    return {table: tuple(c.name for c in schema.sparse if c.table_name == table) for table in schema.rows}
-
-
-def _kind(found: RawInput, values: pa.DataType) -> Kind:
+def _kind(found: Logs | Tables, values: pa.DataType) -> Kind:
     if isinstance(found, Logs):
         return "hexadecimal"
     return "text" if arrow.is_text(values) else "integers"

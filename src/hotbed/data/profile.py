@@ -61,66 +61,30 @@ class OneSided(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnProfile:
-    """What is known of a column.
-
-    Parameters
-    ----------
-    name, type
-        Its name and Arrow type.
-    total
-        Rows of all data.
-    missing
-        Share of the sample that is null or NaN.
-    distinct
-        Number of distinct values (of lists: of their elements) in all rows, estimated.
-    distinct_share
-        Of the values in the sample that are there, how many are distinct.
-    length
-        Of lists the mean number of elements, of text the mean number of characters.
-    low, high, quantiles
-        Of numbers and times in the sample: smallest and largest finite value, quantiles 1, 25, 50, 75 and 99 %.
-    quantiles_from_0
-        The same of values of at least 0, if -1 is the only negative value, which many logs write for none.
-    is_whole
-        Whether all numbers in the sample are integers of at most 64 bits, whatever their type.
-    is_sorted
-        Whether values never fall in the sample, which is in the order of the rows.
-    dates
-        How text has dates: ``"sortable"`` as 2024-12-31, ``"format"`` as 31/12/2024, if `date_format` is known,
-        ``"other"`` if day and month cannot be told apart, or formats differ; empty for other text.
-    date_format
-        Format of dates as text that is not sortable.
-    layout
-        Layout of dates as digits, such as ``YYMMDDHH``, of integers or text of one length; else empty.
-    few
-        The values, where there are at most 1,000 of them in the sample; None for times.
-    auc
-        How well the value alone predicts the label, on rows that it was not fitted to: 0.5 is not at all, 1 perfectly.
-    missing_auc
-        The same of whether it is missing.
-    one_sided
-        Rows that are nearly all of one class, and no frequent one: with a value, without, or unlike most rows; or None.
-    """
+    """What is known of a column."""
 
     name: str
     type: pa.DataType
-    total: int
-    missing: float
-    distinct: int
-    distinct_share: float
-    length: float = 0.0
-    low: float = math.nan
-    high: float = math.nan
-    quantiles: tuple[float, ...] = ()
+    total: int  # rows of all data
+    missing: float  # share of the sample that is null or NaN
+    distinct: int  # estimated number of distinct values (for lists: elements) in all rows
+    distinct_share: float  # share of distinct values among the present ones of the sample
+    length: float = 0.0  # mean number of elements of lists, or of characters of text
+    low: float = math.nan  # smallest finite number or time of the sample
+    high: float = math.nan  # largest one
+    quantiles: tuple[float, ...] = ()  # 1, 25, 50, 75 and 99 % of these
+    # of values of at least 0, if the only negative value is -1, which many logs write for none
     quantiles_from_0: tuple[float, ...] = ()
-    is_whole: bool = False
-    is_sorted: bool = False
+    is_whole: bool = False  # whether all numbers are integers of at most 64 bits, whatever their type
+    is_sorted: bool = False  # whether the sample, in the order of the rows, never falls
+    # sortable: 2024-12-31; format: 31/12/2024, see `date_format`; other: ambiguous, or of several formats
     dates: Literal["", "sortable", "format", "other"] = ""
     date_format: str | None = None
-    layout: str = ""
-    few: tuple[object, ...] | None = None
-    auc: float = 0.5
-    missing_auc: float = 0.5
+    layout: str = ""  # layout of dates as digits, e.g. ``YYMMDDHH``, of integers or text of one length
+    few: tuple[object, ...] | None = None  # all values of the sample, if there are at most 1,000 and they are no times
+    auc: float = 0.5  # AUC of the value alone, on rows that its score was not fitted to: 0.5 is chance, 1 perfect
+    missing_auc: float = 0.5  # AUC of whether the value is missing
+    # rows that are nearly all of one infrequent class: those with a value, without one, or unlike most rows
     one_sided: OneSided | None = None
 
     @property
@@ -194,13 +158,7 @@ def count_distinct(groups: Sequence[RowGroup], kinds: Mapping[str, pa.DataType])
 
     Where there are more cells than can be counted quickly, row groups that are spread over the data are, and the number
     is extrapolated by how it grew from the first half of these to all: d · (all ÷ counted)^log₂(d ÷ d of the half).
-
-    Parameters
-    ----------
-    groups
-        All row groups.
-    kinds
-        By column the type that values are counted as; that of files may be another, see `arrow.common_type`.
+    ``kinds`` are the types that values are counted as; those of files may differ, see `arrow.common_type`.
     """
     names = list(kinds)
     total = sum(group.samples for group in groups)
@@ -246,18 +204,10 @@ def _elements(column: pa.ChunkedArray) -> pa.ChunkedArray:
 def profile(
     sample: pa.Table, total: int, distinct: Mapping[str, int], labels: arrow.Array | None
 ) -> list[ColumnProfile]:
-    """Describe the columns of a sample.
+    """Describe the columns of a sample, whose rows are in order.
 
-    Parameters
-    ----------
-    sample
-        Rows in their order.
-    total
-        Rows of all data.
-    distinct
-        Distinct values by column where they were counted over all rows; others are those of the sample.
-    labels
-        Of the sample's rows, from 0 to 1, to find columns that give the label away; or None.
+    ``distinct`` has counts over all rows; columns without one are counted in the sample. ``labels`` of these rows, from
+    0 to 1, reveal columns that give the label away.
     """
     return [_profile(name, sample[name], total, distinct.get(name), labels) for name in sample.column_names]
 

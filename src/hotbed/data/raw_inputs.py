@@ -1,21 +1,40 @@
 # pyright: reportUnknownParameterType=false
-"""Find what is to be prepared: Criteo logs, which are parsed first, or what can be read as tables where it is."""
+"""Find what is to be prepared: Criteo logs, which are parsed first, or what can be read as tables where it is.
+
+Logs are parsed part by part into Parquet files, which the later passes of a preparation read column by column. A part
+is a compressed file, or a range of bytes of a plain one, so that several workers can read one file.
+"""
 
 # pyarrow ships no types.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from pyarrow import fs
 
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
-from hotbed.data.criteo import DENSE, LABEL, SPARSE, Negatives, OnBadLine, find_files, size_of
+from hotbed.data.criteo import (
+    DENSE,
+    LABEL,
+    SPARSE,
+    LineChecker,
+    Negatives,
+    OnBadLine,
+    codec_of,
+    count_lines,
+    find_files,
+    read_blocks,
+    size_of,
+)
 from hotbed.data.delimited import has_header, is_delimited
 from hotbed.data.draft import draft
 from hotbed.data.encode import Encoder
@@ -26,10 +45,87 @@ from hotbed.data.row_groups import TableFile
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.data.source_rows import is_source, source_files
-from hotbed.data.spool import parse_part, parsed_pieces, parts_of
 from hotbed.data.vocabulary import value_type
 from hotbed.errors import DataError, SpecError
+from hotbed.files import new_file
 from hotbed.locations import RemoteFile, location, opened
+
+PART_BYTES = 64 << 20
+_SKIPPED, _REPLACED = b"hotbed.skipped", b"hotbed.replaced"
+_SCHEMA = pa.schema(
+    [(LABEL, pa.uint8()), *((name, pa.float32()) for name in DENSE), *((name, pa.uint32()) for name in SPARSE)]
+)
+
+
+class LogPart(NamedTuple):
+    """What one task parses, and where what it finds goes."""
+
+    file: Path | RemoteFile
+    start: int
+    stop: int | None
+    on_bad_line: OnBadLine
+    negatives: Negatives
+    spool: Path
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the file that it reads."""
+        return (size_of(self.file) if self.stop is None else self.stop) - self.start
+
+
+def parts_of(
+    files: Sequence[Path | RemoteFile], on_bad_line: OnBadLine, negatives: Negatives, spool: Path
+) -> list[LogPart]:
+    """Cut files into parts, in order."""
+    parts: list[LogPart] = []
+    for file in files:
+        with file.open("rb") as stored:
+            is_plain = codec_of(stored) is None
+        size = size_of(file)
+        for start in range(0, size, PART_BYTES) if is_plain else (0,):
+            stop = min(start + PART_BYTES, size) if is_plain else None
+            parts.append(LogPart(file, start, stop, on_bad_line, negatives, spool / f"{len(parts):06d}.parquet"))
+    return parts
+
+
+def parse_part(part: LogPart) -> None:
+    """Parse a part, unless that was done."""
+    if part.spool.is_file():
+        return
+    try:
+        _parse(part, line=1)
+    except DataError:
+        if not part.start:
+            raise
+        _parse(part, line=2 + count_lines(part.file, part.start - 1))  # the same error, with the line's number
+        raise
+
+
+def _parse(part: LogPart, line: int) -> None:
+    checker = LineChecker(part.on_bad_line, negatives=part.negatives)
+    # The writer is Arrow's, because it reports a full disk as an OSError with its errno.
+    with new_file(part.spool) as unfinished, pq.ParquetWriter(unfinished, _SCHEMA, compression="lz4") as writer:
+        for block in read_blocks(part.file, start=part.start, stop=part.stop, line=line):
+            frame = checker.parse(block)
+            if len(frame):
+                writer.write_table(frame.to_arrow().cast(_SCHEMA))
+        for key, counts in ((_SKIPPED, checker.skipped), (_REPLACED, checker.replaced)):
+            writer.add_key_value_metadata({key: json.dumps(counts).encode()})
+
+
+def parsed_pieces(parts: Sequence[LogPart]) -> tuple[list[Piece], Counter[str], Counter[str]]:
+    """Return the parsed parts in order, the skipped lines by reason, and the replaced values by column."""
+    pieces: list[Piece] = []
+    skipped, replaced = Counter[str](), Counter[str]()
+    for part in parts:
+        file = ParquetFile(fs.LocalFileSystem(), str(part.spool), part.file.name, str(part.file))
+        for counts, key in ((skipped, _SKIPPED), (replaced, _REPLACED)):
+            counts.update(json.loads((file.metadata.metadata or {}).get(key, b"{}")))
+        pieces += [Piece(rows) for rows in file.row_groups()]
+    if not pieces:
+        raise DataError(f"{parts[0].file} has no good line ({sum(skipped.values()):,} were skipped)")
+    return pieces, skipped, replaced
+
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, what is done of it, and what there is to do."""
@@ -37,70 +133,13 @@ Progress = Callable[[str, int, int], None]
 _LOG_SCHEMA = Schema(labels=(LABEL,), dense=DENSE, sparse=tuple(SparseColumn(name=name, rows=2) for name in SPARSE))
 
 
-class RawInput(Protocol):
-    """Samples that are to be prepared."""
-
-    @property
-    def schema(self) -> Schema:
-        """Their columns; the rows of tables mean nothing yet."""
-        ...
-
-    @property
-    def state(self) -> object:
-        """What changes when a file does."""
-        ...
-
-    def names(self) -> list[tuple[str, str]]:
-        """Of each file in order, its path, and its name below what was given."""
-        ...
-
-    @property
-    def skipped(self) -> Mapping[str, int]:
-        """Lines that were left out, by what was wrong with them; known when pieces are."""
-        ...
-
-    @property
-    def replaced(self) -> Mapping[str, int]:
-        """By column, the numericals that the rule for negative ones has replaced; known when pieces are."""
-        ...
-
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """Columns that a drafted schema has left out, with their types and the reasons."""
-        ...
-
-    def pieces(self, spool: Path, tasks: Tasks, report: Progress) -> list[Piece]:
-        """Read what has to be read first, and list all samples in order."""
-        ...
-
-    def kinds(self) -> dict[str, pa.DataType]:
-        """By table, the type in which its values are counted."""
-        ...
-
-    def types(self) -> dict[str, pa.DataType]:
-        """By column that is no input of ids, a type for the values of all files."""
-        ...
-
-    def lists(self) -> frozenset[str]:
-        """Inputs of ids that are written as lists."""
-        ...
-
-
 def find_input(
     raw: Sequence[str | Path | Source],
     schema: Schema | Mapping[str, object] | None,
     on_bad_line: OnBadLine,
     negatives: Negatives = "keep",
-) -> RawInput:
-    """Find logs; or tables, where there is a schema, or names or the first line say so; or what a source reads.
-
-    Raises
-    ------
-    DataError
-        If there is no such file, or files do not fit together.
-    SpecError
-        If the schema does not fit the files, or cannot be prepared.
-    """
+) -> Logs | Tables:
+    """Find logs; or tables, where there is a schema, or names or the first line say so; or what a source reads."""
     if any(map(is_source, raw)):
         if len(raw) > 1:
             raise SpecError(f"{len(raw)} inputs were given, one of which is a whole dataset; prepare it by itself")
@@ -161,17 +200,18 @@ class Logs:
     on_bad_line: OnBadLine
     negatives: Negatives = "keep"
     schema: Schema = _LOG_SCHEMA
+    # By fault, the skipped lines, and by column, the numericals that the rule replaced; known when pieces are.
     skipped: Mapping[str, int] = field(default_factory=dict[str, int])
     replaced: Mapping[str, int] = field(default_factory=dict[str, int])
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def state(self) -> object:
-        """Paths, sizes and times of change."""
+        """Paths, sizes and times of change, which change when a file does."""
         return [(str(f), size_of(f), f.stat().st_mtime_ns if isinstance(f, Path) else f.mtime_ns) for f in self.files]
 
     def names(self) -> list[tuple[str, str]]:
-        """Paths as pieces have them."""
+        """Paths as pieces have them, with the name of each file."""
         return [(str(f.absolute() if isinstance(f, Path) else f), f.name) for f in self.files]
 
     def pieces(self, spool: Path, tasks: Tasks, report: Progress) -> list[Piece]:
@@ -187,15 +227,15 @@ class Logs:
         return pieces
 
     def kinds(self) -> dict[str, pa.DataType]:
-        """Integers: hexadecimal digits are numbers."""
+        """By table, the type in which its values are counted: integers, because hexadecimal digits are numbers."""
         return dict.fromkeys(SPARSE, pa.int64())
 
     def types(self) -> dict[str, pa.DataType]:
-        """As they are spooled."""
+        """By column without ids, the type as it is spooled."""
         return {LABEL: pa.uint8(), **dict.fromkeys(DENSE, pa.float32())}
 
     def lists(self) -> frozenset[str]:
-        """None: each has one value."""
+        """Inputs of ids that are lists: none."""
         return frozenset()
 
 
@@ -207,15 +247,16 @@ class Tables:
     schema: Schema
     skipped: Mapping[str, int] = field(default_factory=dict[str, int])
     replaced: Mapping[str, int] = field(default_factory=dict[str, int])
+    # By column that a drafted schema left out, its type and the reason.
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def state(self) -> object:
-        """Paths, sizes and times of change."""
+        """Paths, sizes and times of change, which change when a file does."""
         return [(split, *file.state) for split, of_split in self.files.items() for file in of_split]
 
     def names(self) -> list[tuple[str, str]]:
-        """Paths as messages have them."""
+        """Paths as messages have them, with names below the input."""
         return [(file.shown, file.name) for of_split in self.files.values() for file in of_split]
 
     @property
@@ -234,7 +275,7 @@ class Tables:
         ]
 
     def kinds(self) -> dict[str, pa.DataType]:
-        """One type for all files and columns of a table."""
+        """By table, the type in which the values of all its files and columns are counted."""
         found: dict[str, tuple[pa.DataType, str]] = {}
         for file in self.checked:
             for column in self.schema.sparse:
@@ -253,13 +294,13 @@ class Tables:
         return {table: found[table][0] if table in found else pa.int64() for table in self.schema.rows}
 
     def types(self) -> dict[str, pa.DataType]:
-        """Types as they are stored, where all files have the same."""
+        """By column without ids, a type that holds the values of all files."""
         s = self.schema
         names = [*s.labels, *s.dense, *s.weight_columns, *s.id_weights, *([s.group] if s.group is not None else [])]
         return {name: arrow.common_type([file.schema.field(name).type for file in self.checked]) for name in names}
 
     def lists(self) -> frozenset[str]:
-        """Lists in any of the files, or, where all values of all files are missing, by the schema."""
+        """Inputs of ids that are lists in any file, or by the schema if all values of all files are missing."""
         files, sparse = self.checked, self.schema.sparse
         of_column = {c: {arrow.kind_of_values(f.schema.field(c.name).type) for f in files} for c in sparse}
         return frozenset(

@@ -69,38 +69,18 @@ def open_readers(executor: str | Executor, workers: int = 2) -> Generator[Tasks 
 
 @dataclass(frozen=True, eq=False)
 class WindowTask:
-    """What a reader has to know of a window.
+    """What a reader has to know of a window."""
 
-    Attributes
-    ----------
-    source
-        `packed_source`.
-    split, chunks, sizes
-        The chunks of the window, in the order in which they are merged, and how many samples the trainer found in each.
-    order
-        Seed of the order of its samples; None where they are as they are stored.
-    ranges
-        Which of its samples to return, by their places in that order.
-    """
-
-    source: bytes
+    source: bytes  # see `packed_source`
     split: str
-    chunks: tuple[int, ...]
-    sizes: tuple[int, ...]
-    order: tuple[int, ...] | None
-    ranges: Ranges
+    chunks: tuple[int, ...]  # in the order in which they are merged
+    sizes: tuple[int, ...]  # samples that the trainer found in each chunk
+    order: tuple[int, ...] | None  # seed of the order of the samples; None keeps the stored order
+    ranges: Ranges  # samples to return, by position in that order
 
 
 class RemoteWindow:
-    """A window that was asked of an executor.
-
-    Parameters
-    ----------
-    tasks
-        What runs it.
-    task
-        Which one.
-    """
+    """A window that an executor reads."""
 
     def __init__(self, tasks: Tasks, task: WindowTask) -> None:
         self._tasks, self._ranges = tasks, task.ranges
@@ -113,15 +93,7 @@ class RemoteWindow:
         return int(self._before[i] + np.clip(sample - self._ranges[i, 0], 0, self._ranges[i, 1] - self._ranges[i, 0]))
 
     def result(self) -> Batch:
-        """Wait for its samples, views of the message that has come; safe from several threads.
-
-        Raises
-        ------
-        WorkerError
-            If readers die again and again, or cannot run hotbed.
-        DataError
-            If a reader cannot read the data, or finds others than the trainer.
-        """
+        """Wait for its samples, views of the message that has come; safe from several threads."""
         from hotbed.data.batch_ipc import batch_from_buffer
 
         batch, _ = batch_from_buffer(self._tasks.result(self._pending))
@@ -134,13 +106,7 @@ class RemoteWindow:
 
 
 def packed_source(source: Source) -> bytes:
-    """A source as readers get it.
-
-    Raises
-    ------
-    SpecError
-        If it cannot be sent.
-    """
+    """A source as readers get it."""
     try:
         return zlib.compress(pickle.dumps(source), _LEVEL)
     except Exception as error:  # whatever a class of the user's raises
@@ -151,15 +117,7 @@ def packed_source(source: Source) -> bytes:
 
 
 def read_window(task: WindowTask) -> Any:
-    """Read a window, and return the samples that were asked for as an Arrow buffer, see `hotbed.data.batch_ipc`.
-
-    Raises
-    ------
-    DataError
-        If the data cannot be read here, or are others than the trainer has found.
-    WorkerError
-        If the source's class cannot be imported here.
-    """
+    """Read a window, and return the samples that were asked for as an Arrow buffer, see `hotbed.data.batch_ipc`."""
     from hotbed.data.batch_ipc import batch_to_buffer
 
     _ignore_interrupts()
@@ -194,16 +152,9 @@ def _on_reader(here: str, error: OSError | HotbedError) -> Exception:
 
 
 def merged(chunks: Sequence[Batch], order: tuple[int, ...] | None, ranges: Ranges | None = None) -> Batch:
-    """Samples of a window: those of the chunks in a random order with this seed, or as they are.
+    """Return samples of a window: of its chunks in a random order (by its seed), or of its only chunk as stored.
 
-    Parameters
-    ----------
-    chunks
-        All of the window; one, if they are taken as they are.
-    order
-        Seed of their order.
-    ranges
-        Which samples to return, by their places in that order; default: all.
+    ``ranges`` selects samples by their places in that order; default: all.
     """
     if order is None:
         (chunk,) = chunks

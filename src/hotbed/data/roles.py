@@ -64,7 +64,6 @@ _UNIQUE_ROWS = 100  # of fewer rows nothing is said: any column may be unique in
 _LONG_TEXT = 60
 _HUGE = 1e100
 
-_SECOND = 1_000_000
 _YEAR_1990, _YEAR_2100 = 631_152_000, 4_102_444_800
 _YEAR_2000, _YEAR_2035 = 946_684_800, 2_051_222_400
 _UNITS = {1: "seconds", 1_000: "milliseconds", 1_000_000: "microseconds", 1_000_000_000: "nanoseconds"}

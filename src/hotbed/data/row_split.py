@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from hotbed.data import arrow
 from hotbed.data.hashing import hash_integers, hash_strings, mix
-from hotbed.data.row_groups import RowGroup
+from hotbed.data.row_groups import RowGroup, RowsOfGroup
 from hotbed.data.text_dates import UNSORTED, other_zones, parse_dates
 from hotbed.errors import DataError, SpecError, did_you_mean
 
@@ -65,19 +65,13 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of a row group that are in one split; what is read of them is what `RowGroup` reads."""
+class Rows(RowsOfGroup):
+    """The rows of a row group that are in one split."""
 
-    group: RowGroup
     at: Position
     split: RowSplit
     code: int
     samples: int
-
-    @property
-    def file(self) -> Any:
-        """The file of the row group."""
-        return self.group.file
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         """Read some columns of these rows; safe from several threads."""
@@ -94,23 +88,9 @@ class Rows:
         mine = self.split.codes(self.group, self.at, table) == self.code
         return self.group.place(int(np.flatnonzero(mine)[at]))
 
-    def integer_range(self, column: str) -> tuple[int, int] | None:
-        """Bounds of a column of integers without nulls, if the row group's footer has them; they may be too wide."""
-        found = self.group.integer_range(column)
-        return found if found is not None and found[0] == found[1] else None
-
-    def __str__(self) -> str:
-        return str(self.group)
-
 
 def divide(split: RowSplit, groups: Sequence[RowGroup]) -> dict[str, list[RowGroup | Rows]]:
-    """Row groups, or parts of them, by split; a split may have none.
-
-    Raises
-    ------
-    DataError
-        If a file cannot be read.
-    """
+    """Row groups, or parts of them, by split; a split may have none."""
     ends = np.cumsum([0, *(group.samples for group in groups)]).tolist()
     places = [Position(before, ends[-1]) for before in ends[:-1]]
 
@@ -133,13 +113,7 @@ def divide(split: RowSplit, groups: Sequence[RowGroup]) -> dict[str, list[RowGro
 
 
 def row_split(values: Mapping[str, object]) -> RowSplit:
-    """Make a split of a recipe's plain values: ``{by: time, column: …, valid_from: …, test_from: …}``, or of others.
-
-    Raises
-    ------
-    SpecError
-        If a key is unknown or missing, or a value is out of range.
-    """
+    """Make a split of a recipe's plain values: ``{by: time, column: …, valid_from: …, test_from: …}``, or of others."""
     kinds: dict[str, type[RowSplit]] = {"time": TimeSplit, "hash": HashSplit, "order": OrderSplit}
     by = values.get("by") if isinstance(values, Mapping) else None
     if by not in kinds:
@@ -162,28 +136,13 @@ def row_split(values: Mapping[str, object]) -> RowSplit:
 
 @dataclass(frozen=True)
 class TimeSplit(RowSplit):
-    """Rows before a time are for training, those from it on for validation, those from a later one on for the test.
+    """Rows before a time are for training, those from it on for validation, those from a later one on for the test."""
 
-    Parameters
-    ----------
-    column
-        Column of numbers, dates, times or text: text that sorts by time, such as ``2024-01-31``, or has a ``format``.
-        Rows without a time (null, NaN) are for training.
-    valid_from, test_from
-        First time of these splits, or None where there is to be none: a number, or text such as
-        ``2024-01-31 12:00:00``; of times with a zone in UTC, unless the text names one.
-    format
-        How text has its times, as ``strptime`` takes it: ``"%d/%m/%Y %H:%M"``. None: text is compared as text.
-
-    Raises
-    ------
-    SpecError
-        If both are None, or they are in the wrong order.
-    """
-
-    column: str | None
+    column: str | None  # numbers, dates, times or text; rows without a time (null, NaN) are for training
+    # first time of the split: a number, or text such as ``2024-01-31 12:00:00``, in UTC unless it names a zone
     valid_from: Any = None
     test_from: Any = None
+    # for ``strptime``, e.g. ``"%d/%m/%Y %H:%M"``; without it, text must sort by time, e.g. ``2024-01-31``
     format: str | None = None
 
     def __post_init__(self) -> None:
@@ -293,13 +252,7 @@ def _comparable(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _threshold(start: object, kind: pa.DataType, column: str) -> Any:
-    """A time as `_comparable` gives those of the column.
-
-    Raises
-    ------
-    SpecError
-        If it is of another kind than the column.
-    """
+    """A time as `_comparable` gives those of the column."""
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     needed = "text" if arrow.is_text(value) else "a number"
     if arrow.is_time(value):
@@ -373,16 +326,7 @@ class HashSplit(_ShareSplit):
 
     A row stays in its split when files are added or the dataset is moved as a whole. The hash is
     ``mix(hash_strings(name) ^ hash_integers(row))``, see `hotbed.data.hashing`; the largest values are the test split.
-
-    Parameters
-    ----------
-    valid, test
-        Shares of the rows, about.
-
-    Raises
-    ------
-    SpecError
-        If a share is out of range.
+    Shares are approximate.
     """
 
     by: ClassVar[str] = "hash"
@@ -401,15 +345,7 @@ class HashSplit(_ShareSplit):
 class OrderSplit(_ShareSplit):
     """The last rows are for the test, those before them for validation: of data that is in the order of time.
 
-    Parameters
-    ----------
-    valid, test
-        Shares of the rows, to the row.
-
-    Raises
-    ------
-    SpecError
-        If a share is out of range.
+    Shares are exact to the row.
     """
 
     by: ClassVar[str] = "order"

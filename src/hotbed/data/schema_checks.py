@@ -33,43 +33,16 @@ from hotbed.errors import DataError, SpecError, did_you_mean
 
 @dataclass
 class Fault:
-    """Something that is wrong with a column.
-
-    Attributes
-    ----------
-    column
-        Its name.
-    problem
-        A word or two: the same for all values that are wrong alike.
-    message
-        The first value, where it is, the limit that it breaks and how to mend it.
-    values
-        How many values are wrong like this; 0 where the whole column is.
-    """
+    """Something that is wrong with a column."""
 
     column: str
-    problem: str
-    message: str
-    values: int = 0
+    problem: str  # a word or two, equal for all values with the same fault
+    message: str  # the first value, its place, the limit and the fix
+    values: int = 0  # number of such values; 0 if the whole column is wrong
 
 
 class SchemaChecks:
-    """Checks of a dataset by a schema.
-
-    Parameters
-    ----------
-    data
-        The rows; columns and types of all files are checked at once.
-    schema
-        What they must be.
-    ids
-        Whether integers are rows of tables (``"raw"``), or values are hashed.
-
-    Attributes
-    ----------
-    faults
-        What was found so far.
-    """
+    """Checks a dataset by a schema: the columns and types of all files at once, then values, slice by slice."""
 
     def __init__(self, data: StoredRows, schema: Schema, ids: Ids) -> None:
         self.schema = schema
@@ -187,8 +160,7 @@ class SchemaChecks:
             self._say(found, column.name, "no whole numbers", broken, numbers, "id {}", limit, row_of)
             array = pa.array(np.where(there & ~broken, numbers, 0).astype(np.int64), mask=~there)
         if self.ids == "raw":
-            if pa.types.is_dictionary(array.type):
-                array = array.dictionary_decode()
+            array = arrow.decode(array)
             null = array.is_null().to_numpy(zero_copy_only=False)
             limit = (
                 "ids that are rows must be there: fill them with an id, or hash values (ids: hash), where null is row 0"

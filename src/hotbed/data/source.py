@@ -25,12 +25,7 @@ if TYPE_CHECKING:  # it needs pyarrow
 def label_error(place: str, column: str, value: object, row: str, *, can_map: bool = False) -> DataError:
     """Say that a label is not from 0 to 1, and what to do: with -1, with what is missing, with ratings.
 
-    Parameters
-    ----------
-    place, column, value, row
-        What is wrong, and where.
-    can_map
-        Whether the source maps labels as its schema says.
+    ``can_map`` is whether the source maps labels as its schema says.
     """
     if value != value:  # NaN
         fix = "it is missing, so drop these samples"

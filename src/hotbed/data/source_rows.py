@@ -17,14 +17,12 @@ from torch import Tensor
 
 from hotbed.bags import Bags, weights_of
 from hotbed.batch import Batch
-from hotbed.data.feature_spec import DESCRIPTION
-from hotbed.data.npy import NpySource
-from hotbed.data.npy_files import find_days, has_days
+from hotbed.data.npy import NpySource, find_days, has_days
 from hotbed.data.row_groups import RowGroup
 from hotbed.data.row_split import SPLITS
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
-from hotbed.data.split_binary import SplitBinarySource
+from hotbed.data.split_binary import DESCRIPTION, SplitBinarySource
 from hotbed.errors import DataError, SpecError
 from hotbed.locations import location
 
@@ -33,23 +31,13 @@ _ANY = 1 << 30
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A split of a source as a `TableFile`, each of its chunks being a part; ids are int64, numbers as they are read.
-
-    Attributes
-    ----------
-    source, split
-        What is read.
-    name, shown
-        The name of the file that the split is taken for, and what messages call it.
-    files
-        The files that it is read from.
-    """
+    """A split of a source as a `TableFile`; its parts are chunks, ids are int64, and numbers are as they are read."""
 
     source: Source
     split: str
-    name: str
-    shown: str
-    files: tuple[Path, ...]
+    name: str  # name of the file that the split stands for
+    shown: str  # name in messages
+    files: tuple[Path, ...]  # files that the source reads
 
     @property
     def unit(self) -> str:
@@ -97,7 +85,8 @@ class SourceFile:
                     f"{self}, column '{column.name}' has a weight for each id, and its schema names no column of them; "
                     "say `weights`, or leave them out"
                 )
-        return pa.table({name: _column(batch, name, schema).cast(self.schema.field(name).type) for name in columns})
+        found = columns_of(batch, schema)
+        return pa.table({name: found[name].cast(self.schema.field(name).type) for name in columns})
 
     def batches(self, row_group: int, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
         """Give some columns of a chunk, which is read whole, at most so many rows at once."""
@@ -126,15 +115,7 @@ class SourceFile:
 def source_files(
     raw: Path | Source, schema: Schema | Mapping[str, object] | None
 ) -> tuple[Schema, dict[str, list[SourceFile]]]:
-    """Files of a source, or of a folder of NumPy arrays or of the split-binary format, by split, with their schema.
-
-    Raises
-    ------
-    DataError
-        If the folder is damaged, has a split that is none of train, valid and test, or a label that is not from 0 to 1.
-    SpecError
-        If the schema does not fit.
-    """
+    """Files of a source, or of a folder of NumPy arrays or of the split-binary format, by split, with their schema."""
     if isinstance(raw, Path) and has_days(raw):
         return _days(raw, schema)
     if schema is not None:
@@ -178,28 +159,28 @@ def _shown(raw: Path | Source) -> str:
     return str(raw) if isinstance(raw, Path) else type(raw).__name__
 
 
-def _column(batch: Batch, name: str, schema: Schema) -> pa.Array:
-    if name in batch.sparse.names:
-        return _ids(batch.sparse[name])
-    if (weighted := next((c.name for c in schema.sparse if c.weights == name), None)) is not None:
-        bags = batch.sparse[weighted]
-        return _ids(bags._replace(values=weights_of(bags)))
-    if name in schema.dense and batch.dense is not None:
-        return _numbers(batch.dense[:, schema.dense.index(name)])
-    if name in schema.labels and batch.labels is not None:
-        return _numbers(batch.labels[:, schema.labels.index(name)])
-    if name in schema.weight_columns and batch.weights is not None:
-        return _numbers(schema.weights_of(batch.weights, name))
-    return _numbers(batch.extra[name])
+def columns_of(batch: Batch, schema: Schema) -> pa.Table:
+    """A batch's samples as columns by name; labels, numericals and weights are floats, ids integers or lists."""
+    columns: dict[str, pa.Array] = {}
+    for values, names in ((batch.labels, schema.labels), (batch.dense, schema.dense)):
+        if values is not None:
+            columns |= {name: pa.array(values[:, i].numpy()) for i, name in enumerate(names)}
+    for column in schema.sparse:
+        bags = batch.sparse[column.name]
+        columns[column.name] = _lists(bags, bags.values)
+        if column.weights is not None:
+            columns.setdefault(column.weights, _lists(bags, weights_of(bags)))
+    if batch.weights is not None:
+        for name in schema.weight_columns:
+            columns.setdefault(name, pa.array(schema.weights_of(batch.weights, name).numpy()))
+    for name, values in batch.extra.items():
+        columns.setdefault(name, pa.array(values.numpy()))
+    return pa.table(columns)
 
 
-def _ids(bags: Bags) -> pa.Array:
-    values = pa.array(bags.values.numpy())
-    if bags.fixed == 1:
-        return values
-    ends = np.concatenate([[0], np.cumsum(bags.lengths().numpy())])
-    return pa.LargeListArray.from_arrays(pa.array(ends), values)
-
-
-def _numbers(column: Tensor) -> pa.Array:
-    return pa.array(np.ascontiguousarray(column.numpy()))
+def _lists(bags: Bags, values: Tensor) -> pa.Array:
+    """A value for each id of bags, in lists where a sample has not one id."""
+    column = pa.array(values.numpy())
+    if bags.offsets is not None:
+        return pa.LargeListArray.from_arrays(pa.array(bags.offsets.numpy().astype("int64")), column)
+    return column if bags.fixed == 1 else pa.FixedSizeListArray.from_arrays(column, bags.fixed)

@@ -131,32 +131,10 @@ Integers = NDArray[np.int64]
 
 
 class StackDistances:
-    """Stack distances of the rows of one table, as far as they are sampled.
+    """Stack distances of the rows of one table, of which a share ``rate`` (rounded to whole rows) is sampled.
 
-    Memory is 28 bytes per number that a sampled row can have: at most ``2 · rate · rows``.
-
-    Parameters
-    ----------
-    rows
-        Rows of the table.
-    rate
-        Share of the rows to sample; 1 is exact.
-    seed
-        Which rows are sampled.
-
-    Attributes
-    ----------
-    rate
-        Share of the rows that are sampled: ``rate``, rounded to whole rows.
-    lookups
-        Lookups seen so far, sampled or not.
-    histogram
-        ``[d]`` int64: sampled lookups by stack distance among sampled rows; at 0 those of rows seen for the first time.
-
-    Raises
-    ------
-    SpecError
-        If a parameter is out of range.
+    Memory is 28 bytes per number that a sampled row can have: at most ``2 · rate · rows``. A rate of 1 is exact.
+    `lookups` counts all lookups, sampled or not.
     """
 
     def __init__(self, rows: int, *, rate: float = 1.0, seed: int = 0) -> None:
@@ -172,6 +150,7 @@ class StackDistances:
         dtype = np.int32 if places < 1 << 31 else np.int64
         self.rate = slots / (1 << bits)
         self.lookups = 0
+        # by stack distance among sampled rows; at 0 the first lookups of rows
         self.histogram: Integers = np.zeros(slots + 1, dtype=np.int64)
         offset = int(mix(np.array([seed], dtype=np.uint64))[0])
         self._hash = np.array([offset, (1 << bits) - 1, (bits + 1) // 2], dtype=np.uint64)
@@ -181,15 +160,7 @@ class StackDistances:
         self._clock = np.zeros(2, dtype=np.int64)  # the last position, and how many are taken
 
     def follow(self, rows: Integers, ends: Integers) -> None:
-        """Look up batch after batch.
-
-        Parameters
-        ----------
-        rows
-            ``[n]`` int64: the rows of the batches, one after the other; none twice in one batch.
-        ends
-            ``[batches]`` int64: where in ``rows`` each batch ends.
-        """
+        """Look up ``rows [n]`` batch after batch, which end at ``ends``; no batch has a row twice."""
         self.lookups += len(rows)
         follow(rows, ends, self._hash, self._last, self._taken_by, self._tree, self.histogram, self._clock)
 

@@ -3,6 +3,9 @@
 
 Parquet, CSV, TSV and logs are read as they are stored, with all columns that their files have and no schema. Of other
 formats the samples of a `Source` are turned into columns.
+
+`open_described` opens a folder that describes its own columns, as `hotbed.prepare` writes it. NVIDIA's split-binary
+format has ``feature_spec.yaml``, Parquet ``source.yaml``, with the entry ``data.source`` of a recipe.
 """
 
 # pyarrow ships no types.
@@ -13,21 +16,75 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import pyarrow as pa
-from torch import Tensor
+from pyarrow import fs
 
-from hotbed.bags import Bags, weights_of
-from hotbed.batch import Batch
-from hotbed.data.npy import NpySource
-from hotbed.data.npy_files import find_days, has_days
+from hotbed.data.encoding import MARKERS
+from hotbed.data.npy import NpySource, find_days, has_days
 from hotbed.data.parquet import ParquetSource
 from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet, with_rows
-from hotbed.data.prepared import open_described
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
+from hotbed.data.source_rows import columns_of
+from hotbed.data.split_binary import SplitBinarySource
+from hotbed.errors import DataError
+from hotbed.locations import opened
+from hotbed.parsing import TextError, parse_yaml
+
+_PARQUET = "hotbed.data.ParquetSource"
+_SPLIT_BINARY = "hotbed.data.SplitBinarySource"
+_MOST_BYTES = 64 << 20
+
+
+class Described(NamedTuple):
+    """A source, and what a recipe says of it."""
+
+    source: Source
+    said: Mapping[str, object]
+
+
+def open_described(path: str | Path) -> Described | None:
+    """Open a prepared dataset by its folder or the marker file in it; return None for any other path.
+
+    At a URI (a string) only Parquet is found.
+    """
+    if isinstance(path, Path):
+        path = path.parent if path.name in MARKERS.values() else path
+        if (path / MARKERS["split_binary"]).is_file():
+            return Described(SplitBinarySource(path), {"class_path": _SPLIT_BINARY})
+        if not path.is_dir():
+            return None
+    return _parquet(path)
+
+
+def _parquet(path: str | Path) -> Described | None:
+    try:
+        store, root = (fs.LocalFileSystem(), str(path)) if isinstance(path, Path) else opened(path)
+    except ValueError:  # said when files are looked for
+        return None
+    file = f"{root.rstrip('/')}/{MARKERS['parquet']}"
+    if not store.get_file_info(file).is_file:
+        return None
+    with store.open_input_stream(file) as stream:
+        text: bytes = stream.read(_MOST_BYTES)
+    try:
+        said: Any = parse_yaml(text.decode("utf-8"))
+    except (UnicodeDecodeError, TextError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{file} cannot be read as YAML: {reason}; prepare the data again") from None
+    arguments = cast("Mapping[str, Any]", said).get("init_args") if isinstance(said, Mapping) else None
+    if not isinstance(arguments, Mapping) or cast("Mapping[str, Any]", said).get("class_path") != _PARQUET:
+        raise DataError(f"{file} must say class_path: {_PARQUET} and its init_args; prepare the data again")
+    try:
+        signature(ParquetSource).bind(path, **cast("Mapping[str, Any]", arguments))
+    except TypeError as error:
+        raise DataError(f"{file}: init_args: {error}; prepare the data again") from None
+    return Described(ParquetSource(path, **cast("Mapping[str, Any]", arguments)), cast("Mapping[str, object]", said))
+
 
 _ANY_ROWS = 1 << 62
 _CELLS = 2_000_000
@@ -37,21 +94,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RowsSlice:
-    """Consecutive rows.
-
-    Attributes
-    ----------
-    table
-        Their columns.
-    split
-        The split that they are in; "" where there is none.
-    place, row_of
-        Where they are, and the row of a position, for messages.
-    """
+    """Consecutive rows."""
 
     table: pa.Table
-    split: str
-    place: str
+    split: str  # empty if there is none
+    place: str  # names the rows in messages
     row_of: Callable[[int], str]
 
 
@@ -189,20 +236,8 @@ class SourceRows(StoredRows):
 def open_rows(path: str | Path, schema: Schema | None = None) -> StoredRows:
     """Find the rows at a path: a prepared dataset's, those of Parquet, CSV or TSV files and logs, or of NumPy arrays.
 
-    Parameters
-    ----------
-    path
-        Where they are.
-    schema
-        What columns of arrays are called, which do not say it; by default as in TorchRec's scripts. Their splits are
-        days.
-
-    Raises
-    ------
-    DataError
-        If there are none, or a file is damaged.
-    SpecError
-        If the schema does not fit the arrays.
+    The schema names the columns of arrays, which do not do so themselves; default: as in TorchRec's scripts. Their
+    splits are days.
     """
     if isinstance(path, Path) and has_days(path):
         days = {day.name: [day.name] for day in find_days(path)}
@@ -211,33 +246,6 @@ def open_rows(path: str | Path, schema: Schema | None = None) -> StoredRows:
     if (described := open_described(path)) is not None:
         return SourceRows(path, described.source, "prepared dataset")
     return FileRows(path, find_parquet(path))
-
-
-def columns_of(batch: Batch, schema: Schema) -> pa.Table:
-    """A batch's samples as columns by name; labels, numericals and weights are floats, ids integers or lists."""
-    columns: dict[str, pa.Array] = {}
-    for values, names in ((batch.labels, schema.labels), (batch.dense, schema.dense)):
-        if values is not None:
-            columns |= {name: pa.array(values[:, i].numpy()) for i, name in enumerate(names)}
-    for column in schema.sparse:
-        bags = batch.sparse[column.name]
-        columns[column.name] = _lists(bags, bags.values)
-        if column.weights is not None:
-            columns.setdefault(column.weights, _lists(bags, weights_of(bags)))
-    if batch.weights is not None:
-        for name in schema.weight_columns:
-            columns.setdefault(name, pa.array(schema.weights_of(batch.weights, name).numpy()))
-    for name, values in batch.extra.items():
-        columns.setdefault(name, pa.array(values.numpy()))
-    return pa.table(columns)
-
-
-def _lists(bags: Bags, values: Tensor) -> pa.Array:
-    """A value for each id of bags, in lists where a sample has not one id."""
-    column = pa.array(values.numpy())
-    if bags.offsets is not None:
-        return pa.LargeListArray.from_arrays(pa.array(bags.offsets.numpy().astype("int64")), column)
-    return column if bags.fixed == 1 else pa.FixedSizeListArray.from_arrays(column, bags.fixed)
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:

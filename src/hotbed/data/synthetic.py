@@ -57,24 +57,12 @@ _PIECE = 50_000  # lines made at once
 
 @dataclass(frozen=True, kw_only=True)
 class Attainable:
-    """The scores of the true click probabilities on some lines: what no model can beat but by luck.
+    """The scores of the true click probabilities on some lines: what no model can beat but by luck."""
 
-    Attributes
-    ----------
-    samples
-        Number of lines.
-    positive_rate
-        Share of clicks among them.
-    auc
-        Area under the ROC curve.
-    logloss
-        Mean binary cross-entropy, in nats.
-    """
-
-    samples: int
-    positive_rate: float
+    samples: int  # number of lines
+    positive_rate: float  # share of clicks
     auc: float
-    logloss: float
+    logloss: float  # mean binary cross-entropy, in nats
 
 
 @dataclass(frozen=True, kw_only=True)

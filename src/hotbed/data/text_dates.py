@@ -81,13 +81,7 @@ def other_zones(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray
 
 
 def parse_dates(texts: pa.ChunkedArray, format: str) -> pa.ChunkedArray:
-    """Parse text ``[n]`` to microseconds since 1970, int64; null where it has another format.
-
-    Raises
-    ------
-    SpecError
-        If the format has no whole time, such as hours without minutes.
-    """
+    """Parse text ``[n]`` to microseconds since 1970, int64; null where it has another format."""
     import polars as pl
 
     try:

@@ -77,19 +77,9 @@ def most_distinct(columns: int) -> int:
 
 
 class ValueCounts:
-    """Counts of the values of one column.
+    """Counts of the values of one column: exact for up to ``most_distinct`` different ones; beyond, as many are kept.
 
-    Parameters
-    ----------
-    most_distinct
-        Distinct values up to which counts are exact, and values that are kept beyond.
-    earlier
-        Counts of the values of earlier data, in which values here may be absent.
-
-    Attributes
-    ----------
-    total
-        Values that were added.
+    ``earlier`` has the counts of earlier data, in which values may be absent.
     """
 
     def __init__(self, most_distinct: int = MOST_DISTINCT, earlier: ValueCounts | None = None) -> None:

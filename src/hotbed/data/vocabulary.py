@@ -32,13 +32,7 @@ BATCH_ROWS = 1 << 20
 
 
 class Vocabulary:
-    """Values of one table in id order.
-
-    Parameters
-    ----------
-    values
-        Distinct values ``[V]`` of one of the types of `value_type`; the one at position i has id i + 1.
-    """
+    """Distinct values ``[V]`` of one table, of a `value_type`; the one at position i has id i + 1."""
 
     def __init__(self, values: pa.Array) -> None:
         self.values = values
@@ -90,14 +84,7 @@ def write_vocabulary(path: Path, vocabulary: Vocabulary) -> None:
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """Read a vocabulary, and check it.
-
-    Raises
-    ------
-    DataError
-        If the file does not exist or is no vocabulary: its columns are others, ids are not 1, 2, …, or a value is
-        missing or occurs twice.
-    """
+    """Read a vocabulary, and check it."""
     _check_exists(path)
     try:
         stored = pq.read_table(path)

@@ -60,24 +60,12 @@ def uniform(key: np.uint64, counters: Hashes) -> Floats:
 
 
 class Zipf:
-    """Zipf's law over ranks 0 … R − 1: rank r has a probability in proportion to (r + 1)^−s.
+    """Zipf's law over ranks 0 … R − 1: rank r has a probability in proportion to (r + 1)^−s; s = 0 is uniform.
 
     Sampled by rejection-inversion (Hörmann and Derflinger, "Rejection-inversion to generate variates from monotone
     discrete distributions", ACM TOMACS 6(3), 1996): a point under the continuous x^−s by inversion, rounded to the
     nearest rank, and drawn again where it is in the sliver above the discrete law. No table, any R, more than 85 % are
     accepted at once. With ``expm1`` and ``log1p`` the integral is accurate at exponents near 1, too.
-
-    Parameters
-    ----------
-    rows
-        Number of ranks R.
-    exponent
-        s; 0 is the uniform distribution.
-
-    Raises
-    ------
-    SpecError
-        If a parameter is out of range.
     """
 
     def __init__(self, rows: int, exponent: float) -> None:
@@ -138,19 +126,10 @@ RANKED = 10
 def fitted_exponent(counts: NDArray[Any]) -> float | None:
     """Exponent s of Zipf's law, by which the value of rank r has a share of the occurrences in proportion to r^−s.
 
-    The maximum of the likelihood over the ranks 1 … K of these values, as rarer ones than they have no rank to rely on.
-    There the mean of ln r over the occurrences is its mean by the law, Σ r^−s ln r / Σ r^−s (Clauset, Shalizi and
-    Newman, "Power-law distributions in empirical data", SIAM Review 51(4), 2009, section 3.1).
-
-    Parameters
-    ----------
-    counts
-        Occurrences ``[K]`` of each value, falling; those with at least `RANKED`.
-
-    Returns
-    -------
-    float or None
-        None where K is below 2.
+    The maximum of the likelihood over the ranks 1 … K of values with at least `RANKED` occurrences, by falling
+    ``counts``, as rarer ones have no rank to rely on. There the mean of ln r over the occurrences is its mean by the
+    law, Σ r^−s ln r / Σ r^−s (Clauset, Shalizi and Newman, "Power-law distributions in empirical data", SIAM Review
+    51(4), 2009, section 3.1). None where K is below 2.
     """
     if len(counts) < 2:
         return None

@@ -16,10 +16,10 @@ from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.single_files import suffix
 from hotbed.config import Component, ParallelRecipe, Recipe, TaskRecipe, check_trust
 from hotbed.data import Encoder, Loader, NpySource, ParquetSource, Schema, Source, SplitBinarySource
-from hotbed.data.feature_spec import DESCRIPTION
 from hotbed.data.items import ItemSet, items_of, merged
 from hotbed.data.parquet import is_prepared
 from hotbed.data.source import refuse_other_kind
+from hotbed.data.split_binary import DESCRIPTION
 from hotbed.errors import CheckpointError, DataError, RecipeError
 from hotbed.locations import is_storage, location
 from hotbed.train.build import build, build_model, check_split, new_source
