@@ -21,7 +21,6 @@ from hotbed.embed import LocalTile
 from hotbed.embed.arena import Arena, Shard
 from hotbed.optim import Moment
 from hotbed.specs import Table
-from hotbed.store import MOMENT
 
 Rectangles = Sequence[tuple[range, range]]
 MOMENTS = (Moment("sum", "row"), Moment("m", "element"))
@@ -125,8 +124,3 @@ def load(path: Path, tiles: Tiles) -> None:
         check_tables(manifest.tables.values(), files)
         for held in tiles.tiles:
             load_tile(held, manifest.tables["t"], [m.name for m in MOMENTS], files)
-
-
-def names_of(manifest: Manifest) -> list[str]:
-    """Names of a moment's arrays, without the prefix."""
-    return [name.removeprefix(MOMENT) for name in manifest.tables["t"].moments]

@@ -40,9 +40,11 @@ def test_a_sample_is_of_all_parts_and_repeatable() -> None:
     assert not np.array_equal(other.counted["a"], found.counted["a"])
 
 
-def test_only_the_first_rows_of_large_tables_are_counted() -> None:
+def test_only_the_first_rows_of_large_tables_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     source = ListSource(numbered_batch(9000), [9000])
-    whole, found = count_accesses(source, "train"), count_accesses(source, "train", counted_rows=50)
+    whole = count_accesses(source, "train")
+    monkeypatch.setattr(hotbed.data.access_counts, "COUNTED_ROWS", 50)
+    found = count_accesses(source, "train")
     assert found.accesses == whole.accesses
     for table, counts in found.counted.items():
         assert counts.tolist() == whole.counted[table][:50].tolist()
@@ -54,7 +56,6 @@ def test_only_the_first_rows_of_large_tables_are_counted() -> None:
         ({"sample": 0.0}, "sample is 0.0, must be above 0 and at most 1, a share of the samples; 0.05 is 5 %"),
         ({"sample": 5.0}, "sample is 5.0, must be above 0 and at most 1"),
         ({"sample": 1e-9}, "of the 100 samples of split 'train' none was drawn with sample 1e-09; raise it"),
-        ({"counted_rows": 0}, "counted_rows is 0, must be at least 1"),
         ({"seed": -1}, "seed is -1, must be at least 0"),
     ],
 )

@@ -56,6 +56,7 @@ def check_all(folder: Path, root: Path = Path("/")) -> list[Check]:
         "OpenMP": _waiting,
         "huge pages": lambda: _huge_pages(root),
         "disk": lambda: _disk(folder),
+        "open files": _open_files,
     }
     return [*(_safely(what, check) for what, check in checks.items()), *_extras()]
 
@@ -270,6 +271,17 @@ def _collectives() -> Check:
 
 FOR_DEVELOPERS = ("dev", "docs", "testing", "interpret")
 """Extras that no user needs."""
+
+
+def _open_files() -> Check:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return Check("open files", "ok", "no limit is known here")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < 1024:
+        return Check("open files", "problem", f"at most {soft:,}", f"ulimit -n {min(max(hard, soft), 65536)}")
+    return Check("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft:,}")
 
 
 def _extras() -> Iterator[Check]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in args
     if debug:
         args.remove("--debug")
+    formatted, warnings.formatwarning = warnings.formatwarning, _format_warning
     share_heap(os.environ)
     keep_heap(os.environ)
     try:
@@ -72,6 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         print(f"hotbed: error: {rank}{reason}", file=sys.stderr)
         return 2
+    finally:
+        warnings.formatwarning = formatted
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return f"hotbed: warning: {filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 def make_parser() -> Parser:

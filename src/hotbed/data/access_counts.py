@@ -89,7 +89,6 @@ def count_accesses(
     split: str,
     *,
     sample: float = 1.0,
-    counted_rows: int = COUNTED_ROWS,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> AccessCounts:
@@ -103,8 +102,6 @@ def count_accesses(
         Which split of it.
     sample
         Share of the samples to count, drawn at random from all of the split; 1 counts them all.
-    counted_rows
-        Rows of a table that are counted, the first ones.
     seed
         Which samples are drawn.
     progress
@@ -119,11 +116,10 @@ def count_accesses(
     """
     if not 0 < sample <= 1:
         raise SpecError(f"sample is {sample}, must be above 0 and at most 1, a share of the samples; 0.05 is 5 %")
-    for name, value, least in (("counted_rows", counted_rows, 1), ("seed", seed, 0)):
-        if value < least:
-            raise SpecError(f"{name} is {value:,}, must be at least {least}")
+    if seed < 0:
+        raise SpecError(f"seed is {seed:,}, must be at least 0")
     rows = source.schema.rows
-    counted = {name: np.zeros(min(count, counted_rows), dtype=np.int64) for name, count in rows.items()}
+    counted = {name: np.zeros(min(count, COUNTED_ROWS), dtype=np.int64) for name, count in rows.items()}
     accesses = dict.fromkeys(rows, 0)
     samples = 0
     for piece in read_pieces(source, split, sample=sample, seed=seed, progress=progress):

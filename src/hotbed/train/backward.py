@@ -323,9 +323,11 @@ class LateLosses:
         """
         gated: Any = optimizer
         gated.grad_scale, gated.found_inf = None, self._found_inf
-        with _float32_rates(optimizer):
-            gated.step()
-        del gated.grad_scale, gated.found_inf
+        try:
+            with _float32_rates(optimizer):
+                gated.step()
+        finally:
+            del gated.grad_scale, gated.found_inf
 
     def forget_first_step(self) -> None:
         """Drop the state of optimizers that began with the last step: moments were allocated, and not written."""

@@ -84,7 +84,7 @@ class FileLock:
         try:
             self._acquire(descriptor)
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps({"name": self._name, **me()}).encode(), 0)
+            os.pwrite(descriptor, json.dumps({"name": self._name, **_me()}).encode(), 0)
         except BaseException:  # also Ctrl-C while it waits
             os.close(descriptor)
             raise
@@ -104,9 +104,9 @@ class FileLock:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     _log.warning("%s keeps no locks (%s): a run that begins there ends this one", self.where, error)
                     return
-                owner = parsed(os.pread(descriptor, 10_000, 0))
-                whose = belongs(self.where, owner)
-                if end is None and is_of_another_system(owner):
+                owner = _parsed(os.pread(descriptor, 10_000, 0))
+                whose = _belongs(self.where, owner)
+                if end is None and _is_of_another_system(owner):
                     end = time.monotonic() + self.PATIENCE_S
                     _log.warning("%s; waiting %.0f s for its lock to end", whose, self.PATIENCE_S)
                 if end is None or time.monotonic() > end:
@@ -123,11 +123,11 @@ class FileLock:
     def check(self) -> None:
         """Raise `NotOursError` if the directory was taken over by another run, or was given back."""
         if self._descriptor is None:
-            raise NotOursError(given_back(self.where))
+            raise NotOursError(_given_back(self.where))
         try:
             os.pread(self._descriptor, 1, 0)  # fails over NFS once its server has given the lock to another host
             with self._file.open("rb") as there:
-                owner, now = parsed(there.read(10_000)), os.fstat(there.fileno())
+                owner, now = _parsed(there.read(10_000)), os.fstat(there.fileno())
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.EIO, errno.ESTALE):
                 raise
@@ -138,7 +138,7 @@ class FileLock:
         own = os.fstat(self._descriptor)
         if (own.st_dev, own.st_ino) != (now.st_dev, now.st_ino) or owner.get("name") != self._name:
             raise NotOursError(
-                f"{belongs(self.where, owner)}, which took it over: its file system gave it the lock that this "
+                f"{_belongs(self.where, owner)}, which took it over: its file system gave it the lock that this "
                 "process had; this run ends, and publishes nothing more"
             )
 
@@ -147,10 +147,7 @@ class FileLock:
 
 
 class Lease:
-    """A file that is created and replaced on condition, and renewed; see the theory of operation above.
-
-    Where a place has no such writes, a warning says so, and nothing is protected.
-    """
+    """A file that is created and replaced on condition, and renewed; see the theory of operation above."""
 
     def __init__(self, where: Directory, time_to_live_s: float = TIME_TO_LIVE_S) -> None:
         self.where = where
@@ -184,7 +181,7 @@ class Lease:
     def check(self) -> None:
         """Raise `NotOursError` if the directory was taken over by another run, or was given back."""
         if self._over.is_set() and self._lost is None:
-            raise NotOursError(given_back(self.where))
+            raise NotOursError(_given_back(self.where))
         if self._thread is not None and self._lost is None:
             with self._writes:
                 self._compare(self.where.read_tagged(OWNER))
@@ -209,28 +206,28 @@ class Lease:
         there = self.where.read_tagged(OWNER)
         if there is None:
             return False
-        owner = parsed(there.content)
+        owner = _parsed(there.content)
         if owner.get("name") == self._name:  # the answer was lost on its way, and the request sent again
             self._tag = there.tag
             return True
-        if not owner.get("released") and not has_ended(owner):
+        if not owner.get("released") and not _has_ended(owner):
             self._wait_for_the_end_of(there, owner)
         return self._replace(there.tag)
 
     def _wait_for_the_end_of(self, lease: Tagged, owner: Mapping[str, Any]) -> None:
         """Return when a lease was not renewed for its time to live; `CheckpointError` if it was."""
-        whose = belongs(self.where, owner)
+        whose = _belongs(self.where, owner)
         refused = f"{whose}, which is running; choose another train.checkpoint_dir, or end that run"
         if owner.get("system") == system():
             raise CheckpointError(refused)
-        live = time_to_live(owner, self._seconds)
-        seconds = live * RENEWAL if seems_of_an_earlier_attempt(owner) else live
+        live = _time_to_live(owner, self._seconds)
+        seconds = live * RENEWAL if _seems_of_an_earlier_attempt(owner) else live
         start = time.monotonic()
         _log.warning("%s; waiting up to %.0f s to see whether that run lives", whose, seconds)
         while time.monotonic() - start < seconds:
             time.sleep(live / _LOOKS)
             found = self.where.read_tagged(OWNER)
-            if found is None or parsed(found.content).get("released"):
+            if found is None or _parsed(found.content).get("released"):
                 return
             if found.tag != lease.tag:
                 raise CheckpointError(refused)
@@ -252,9 +249,9 @@ class Lease:
 
     def _compare(self, there: Tagged | None) -> None:
         """Note whose the lease is, if it is not this one's any more."""
-        owner: Mapping[str, Any] = {} if there is None else parsed(there.content)
+        owner: Mapping[str, Any] = {} if there is None else _parsed(there.content)
         if there is None or owner.get("name") != self._name:
-            self._lost = belongs(self.where, owner)
+            self._lost = _belongs(self.where, owner)
         else:
             self._tag = there.tag
 
@@ -268,7 +265,7 @@ class Lease:
 
     def _content(self, *, released: bool = False) -> bytes:
         own = {"name": self._name, "number": self._number, "time_to_live_s": self._seconds, "released": released}
-        return json.dumps({**own, **me()}).encode()
+        return json.dumps({**own, **_me()}).encode()
 
 
 DirectoryLock: TypeAlias = FileLock | Lease
@@ -276,7 +273,7 @@ DirectoryLock: TypeAlias = FileLock | Lease
 # -- owners: what a process writes about itself into ``.owner.json`` ---------------------------------------------------
 
 
-def me() -> dict[str, Any]:
+def _me() -> dict[str, Any]:
     """Say who this process is."""
     return {
         "host": socket.gethostname(),
@@ -295,7 +292,7 @@ def _restarts() -> int | None:
     return int(count) if count.isdecimal() else None
 
 
-def parsed(content: bytes) -> Mapping[str, Any]:
+def _parsed(content: bytes) -> Mapping[str, Any]:
     """What a file says of its owner; nothing if it is damaged."""
     try:
         values = json.loads(content or b"{}")
@@ -304,29 +301,29 @@ def parsed(content: bytes) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", values) if isinstance(values, dict) else {}
 
 
-def time_to_live(owner: Mapping[str, Any], default: float) -> float:
+def _time_to_live(owner: Mapping[str, Any], default: float) -> float:
     """Seconds that an owner's lease holds, within what could be meant."""
     seconds = owner.get("time_to_live_s")
     return min(float(seconds), _LONGEST_S) if isinstance(seconds, int | float) and seconds > 0 else default
 
 
-def belongs(where: Directory, owner: Mapping[str, Any]) -> str:
+def _belongs(where: Directory, owner: Mapping[str, Any]) -> str:
     """Say in an error whose a directory is."""
     named = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
     return f"{where} belongs to {named} since {owner.get('since', '?')}"
 
 
-def given_back(where: Directory) -> str:
+def _given_back(where: Directory) -> str:
     """Say in an error that a directory was unlocked."""
     return f"{where} is this run's no more: it is over, and has given it back; nothing more is published there"
 
 
-def is_of_another_system(owner: Mapping[str, Any]) -> bool:
+def _is_of_another_system(owner: Mapping[str, Any]) -> bool:
     """Whether nothing can be known here of an owner's process."""
     return owner.get("system") not in (None, system())
 
 
-def has_ended(owner: Mapping[str, Any]) -> bool:
+def _has_ended(owner: Mapping[str, Any]) -> bool:
     """Whether an owner is known to have ended, as a process of this system."""
     if owner.get("name") in HELD:
         return False
@@ -344,7 +341,7 @@ def has_ended(owner: Mapping[str, Any]) -> bool:
     return pid == os.getpid() or (None not in there and there[0] != there[1])
 
 
-def seems_of_an_earlier_attempt(owner: Mapping[str, Any]) -> bool:
+def _seems_of_an_earlier_attempt(owner: Mapping[str, Any]) -> bool:
     """Whether an owner may be of this job of torchrun before it started processes again, which ended all of them.
 
     Agents count for themselves, so an earlier attempt may have a count that is not lower. And another cluster may have

@@ -227,7 +227,7 @@ class Numerics:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what a run was trained with, unless the recipe says otherwise; say what will change bits."""
         for name in ("precision", "linear_library"):
-            if getattr(self._recipe, name) not in ("auto", state[name]):
+            if state[name] is not None and getattr(self._recipe, name) not in ("auto", state[name]):
                 _log.warning(
                     "train.%s was %s and is now %s: from here on the bits differ from those of a run that was not "
                     "stopped; auto keeps what it was",

@@ -125,7 +125,7 @@ def predict(
     SpecError
         If a column's type cannot be its input.
     """
-    target = new_target(out)
+    target = _new_target(out)
     place = find_checkpoint(checkpoint, best=True)
     manifest = read_manifest(place)
     recipe = recipe_of(manifest, str(place), trusted=trust_recipe)
@@ -143,7 +143,7 @@ def predict(
     types: Callable[[], Mapping[str, str]] | None = getattr(source, "column_types", None)
     if keep and types is None:
         raise SpecError(f"{type(source).__name__} has no columns but those of its schema; leave --keep out")
-    refuse_keep(types() if keep and types is not None else {}, keep, names, target, str(data))
+    _refuse_keep(types() if keep and types is not None else {}, keep, names, target, str(data))
     size = recipe.train.eval_batch_size if batch_size is None else batch_size
     place_of_model = resolve_device(device, "--device")
     model = build_model(recipe, source, place_of_model)
@@ -169,11 +169,11 @@ def predict(
     return Predicted(str(place), target, rows, [*keep, *names], time.perf_counter() - start, bad_ids(tables))
 
 
-def new_target(out: str | Path, endings: Sequence[str] = (".parquet", ".csv")) -> str | Path:
+def _new_target(out: str | Path) -> str | Path:
     """The place of a file to make; a `RecipeError` if it is there, has another ending, or its folder is missing."""
     place = location(str(out))
-    if suffix(place) not in endings:
-        raise RecipeError(f"--out is {out}, must end in {' or '.join(endings)}")
+    if suffix(place) not in (".parquet", ".csv"):
+        raise RecipeError(f"--out is {out}, must end in .parquet or .csv")
     if exists(place):
         raise RecipeError(f"{out} exists already and is not overwritten; choose another --out")
     if isinstance(place, Path) and not place.absolute().parent.is_dir():
@@ -192,7 +192,7 @@ def _split(source: Source, split: str | None, data: str) -> str:
     return next(name for name in source.splits if split in (None, name))
 
 
-def refuse_keep(
+def _refuse_keep(
     there: Mapping[str, str], keep: Sequence[str], names: Sequence[str], target: str | Path, data: str
 ) -> None:
     """Raise unless the columns to keep are among those that are there, once, and the file can hold them."""
