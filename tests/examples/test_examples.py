@@ -140,6 +140,13 @@ def test_faiss_index(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert np.mean(films % 2 == np.arange(30)[:, None] % 2) > 0.8  # those of the genre that a user watches
     assert all(np.diff(scores).max() <= 0 for scores in found["score"].to_pylist())
     assert (towers / "items.faiss").is_file()
+    monkeypatch.setattr(faiss_index, "USERS", 7)
+    searches, search = list[int](), faiss_index.search
+    monkeypatch.setattr(faiss_index, "search", lambda index, of, k: (searches.append(len(of)), search(index, of, k))[1])
+    faiss_index.main(arguments)
+    assert searches == [7, 7, 7, 7, 2]  # users are searched in parts
+    assert pq.read_table(out)["film"].to_pylist() == found["film"].to_pylist()
+    monkeypatch.setattr(faiss_index, "USERS", 30)
     monkeypatch.setattr(faiss_index, "GRAPH_FROM", 1)
     faiss_index.main(arguments)
     graph = np.array(pq.read_table(out)["film"].to_pylist())
