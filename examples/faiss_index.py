@@ -9,17 +9,20 @@ for each user: the items with the largest scores, and these scores. The index is
 """
 
 import argparse
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import faiss
 import numpy as np
 import pyarrow as pa
-from pyarrow import parquet
+from pyarrow import dataset, parquet
 
 from hotbed.train.towers import VECTOR, VECTORS, UserTower
 
 GRAPH_FROM = 1_000_000
 """Number of items from which on a graph (HNSW) replaces exact search; it compares only a part of the items."""
+USERS = 65_536
+"""Number of users that are searched at once; it bounds the memory."""
 
 
 def build_index(vectors: np.ndarray) -> faiss.Index:
@@ -38,18 +41,18 @@ def search(index: faiss.Index, users: np.ndarray, k: int) -> tuple[np.ndarray, n
     return index.search(users, k)
 
 
-def find(towers: Path, users: pa.Table, k: int) -> pa.Table:
+def find(
+    tower: UserTower, items: pa.ChunkedArray, index: faiss.Index, users: Iterable[pa.RecordBatch], k: int
+) -> Iterator[pa.RecordBatch]:
     """Return the best items of each user, and their scores, as two columns of lists."""
-    tower, items = UserTower(towers), parquet.read_table(towers / VECTORS)
-    vectors = items[VECTOR].combine_chunks()
-    index = build_index(vectors.flatten().to_numpy().reshape(len(vectors), -1))
-    faiss.write_index(index, str(towers / "items.faiss"))
-    scores, at = search(index, tower.vectors(users.select(tower.columns)), min(k, len(items)))
-    found = at >= 0
-    offsets = pa.array(np.concatenate([[0], found.sum(1).cumsum()]), pa.int32())
-    columns = {tower.item: items[tower.item].take(pa.array(at[found])), "score": pa.array(scores[found])}
-    columns = {name: pa.concat_arrays(pa.chunked_array(of).chunks) for name, of in columns.items()}
-    return pa.table({name: pa.ListArray.from_arrays(offsets, of) for name, of in columns.items()})
+    for batch in users:
+        vectors = tower.vectors(pa.Table.from_batches([batch]))
+        scores, at = search(index, vectors, min(k, len(items)))
+        found = at >= 0
+        offsets = pa.array(np.concatenate([[0], found.sum(1).cumsum()]), pa.int32())
+        best = pa.concat_arrays(items.take(pa.array(at[found])).chunks)
+        lists = [pa.ListArray.from_arrays(offsets, values) for values in (best, pa.array(scores[found]))]
+        yield pa.RecordBatch.from_arrays(lists, names=[tower.item, "score"])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -59,9 +62,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="Parquet file to write")
     parser.add_argument("--k", type=int, default=10, help="number of items for each user")
     args = parser.parse_args(argv)
-    found = find(args.towers, parquet.read_table(args.users), args.k)
-    parquet.write_table(found, args.out)
-    print(f"{args.out}: {args.k} items for each of {len(found):,} users")
+    tower, items = UserTower(args.towers), parquet.read_table(args.towers / VECTORS)
+    vectors = items[VECTOR].combine_chunks()
+    index = build_index(vectors.flatten().to_numpy().reshape(len(vectors), -1))
+    faiss.write_index(index, str(args.towers / "items.faiss"))
+    users = dataset.dataset(args.users)
+    batches = users.to_batches(columns=tower.columns, batch_size=USERS)
+    schema = pa.schema({tower.item: pa.list_(items[tower.item].type), "score": pa.list_(pa.float32())})
+    with parquet.ParquetWriter(args.out, schema) as writer:
+        for found in find(tower, items[tower.item], index, batches, args.k):
+            writer.write_batch(found)
+    print(f"{args.out}: {args.k} items for each of {users.count_rows():,} users")
 
 
 if __name__ == "__main__":

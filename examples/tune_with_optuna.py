@@ -1,6 +1,4 @@
-"""Tune a recipe with Optuna: learning rates, dropout and the dim of the tables.
-
-    python examples/tune_with_optuna.py recipe.yaml --trials 20 --out search
+"""Tune a recipe with Optuna: `python examples/tune_with_optuna.py recipe.yaml --trials 20 --out search`.
 
 Trials are compared on the recipe's valid split; the test split is never read. The first trial is the recipe as it is.
 `search/journal.log` stores all trials, so the same command resumes an interrupted search. The best recipe is written to
@@ -17,13 +15,12 @@ import optuna
 import yaml
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.storages.journal import JournalFileBackend, JournalStorage
-from optuna.trial import TrialState
 from rich.console import Console
 
 import hotbed as hb
 from hotbed.errors import NonFiniteError
 from hotbed.train.build import build_trainer, open_source
-from hotbed.train.measure import measure_numericals
+from hotbed.train.measure import measure_buckets, measure_numericals
 
 
 def search_space(values: dict) -> dict:
@@ -56,6 +53,7 @@ def train(trial: optuna.Trial, values: dict) -> float:
     recipe = hb.Recipe.from_dict(with_settings(values, {"data.test_split": None}))
     data, source = recipe.data, open_source(recipe.data)
     trainer, losses = build_trainer(recipe, source), []
+    measure_buckets(trainer, source, [data.train_split], Console(stderr=True))
     measure_numericals(trainer, source, [data.train_split], Console(stderr=True))
 
     class Report(hb.Callback):
@@ -82,17 +80,19 @@ def main(argv: list[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     storage = JournalStorage(JournalFileBackend(str(args.out / "journal.log")))
     study = optuna.create_study(storage=storage, study_name=values["name"], load_if_exists=True)
-    if not study.trials:
-        study.enqueue_trial({key: value for key, (value, _) in space.items()})
-    while len(study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))) < args.trials:
+    own = {key: value for key, (value, _) in space.items()}
+    if not any(trial.params == own for trial in study.trials if trial.state.is_finished()):
+        study.enqueue_trial(own)
+    while sum(trial.state.is_finished() for trial in study.trials) < args.trials:
         study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
         trial = study.ask({key: distribution for key, (_, distribution) in space.items()})
         try:
             study.tell(trial, train(trial, with_settings(values, trial.params)))
         except (NonFiniteError, optuna.TrialPruned):  # NonFiniteError: the learning rates are too high
-            study.tell(trial, state=TrialState.PRUNED)
-    best = with_settings(values, study.best_params)
-    (args.out / "best.yaml").write_text(yaml.safe_dump(best, sort_keys=False), encoding="utf-8")
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+    if not study.get_trials(states=[optuna.trial.TrialState.COMPLETE]):
+        raise SystemExit("no trial finished; lower the learning rates")
+    (args.out / "best.yaml").write_text(yaml.safe_dump(with_settings(values, study.best_params), sort_keys=False))
     print(f"trial {study.best_trial.number}: logloss {study.best_value:.5f} with {study.best_params}")
 
 

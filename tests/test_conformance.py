@@ -52,6 +52,18 @@ def test_what_is_not_there_is_an_error(row: dict[str, Any], message: str) -> Non
         resolved({**CLAIM, **row})
 
 
+def test_commands_are_of_the_tree_or_of_a_named_commit() -> None:
+    """A command of a removed module names the last commit that has it, and files that this commit wrote are read."""
+    for row in yaml.safe_load(CLAIMS.read_text(encoding="utf-8"))["rows"]:
+        module = row.get("command", "").partition("python -m ")[2].partition(" ")[0].replace(".", "/")
+        if module:
+            exists = (ROOT / f"{module}.py").is_file() or (ROOT / module / "__main__.py").is_file()
+            assert exists != ("commit" in row), row["claim"]
+    with pytest.raises(ClaimError, match=r"no file .*none.json"):
+        resolved({**CLAIM, "kind": "measured", "commit": "1234567", "value": [{"file": "none.json", "path": []}]})
+    assert resolved({**CLAIM, "kind": "measured", "commit": "1234567", "ours": "2 ×"})["ours"] == "2 ×"
+
+
 def test_a_difference_is_smaller_by_the_rows_that_no_sample_touches() -> None:
     def smaller(samples: float) -> float:
         row = {**CLAIM, "kind": "simulated", "value": [{"tables": "criteo_1tb_t3", "samples": samples}], "ours": "{0}"}

@@ -102,7 +102,7 @@ def resolved(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     if row["kind"] not in KINDS:
         raise ClaimError(f"claim '{row['claim']}' is {row['kind']}, must be one of {', '.join(KINDS)}")
-    if row["kind"] in ("measured", "simulated") and "commit" not in row:
+    if row["kind"] in ("measured", "simulated") and ("value" in row or "commit" not in row):
         if "value" not in row:
             raise ClaimError(
                 f"claim '{row['claim']}' is {row['kind']} and has no value; say which figure of which file"

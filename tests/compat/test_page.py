@@ -31,10 +31,33 @@ def test_tables_of_tensorflow_become_npy_files(tmp_path: Path, monkeypatch: pyte
     variables = {"emb/user": np.ones((5, 4), np.float32)}
     train = SimpleNamespace(load_checkpoint=lambda _: SimpleNamespace(get_tensor=variables.__getitem__))
     monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(train=train))
-    names: dict[str, Any] = {}
-    exec(next(code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "tensorflow" in code), names)
+    names = _names_of_the_page("tensorflow")
     names["export_tables"]("model", tmp_path, {"user": "emb/user"})
     assert np.array_equal(np.load(tmp_path / "user.npy"), variables["emb/user"])
+
+
+def test_keys_and_vectors_of_hugectr_are_read(tmp_path: Path) -> None:
+    """Protects against vectors in the rows of other keys; the files are as HugeCTR's documentation describes them."""
+    keys, vectors = np.array([1 << 40, 2, 9]), np.arange(12, dtype=np.float32).reshape(3, 4)
+    keys.tofile(tmp_path / "key")
+    vectors.tofile(tmp_path / "emb_vector")
+    found = _names_of_the_page("read_hugectr")["read_hugectr"](tmp_path)
+    assert np.array_equal(found[0], keys) and np.array_equal(found[1], vectors)
+
+
+@pytest.mark.parametrize("missing", [-1, 3, 8])  # below all keys, between two, above all
+def test_ids_without_a_key_are_refused(missing: int) -> None:
+    rows_of = _names_of_the_page("rows_of")["rows_of"]
+    assert rows_of(np.array([7, 0, 2, 7]), np.array([7, 0, 2])).tolist() == [2, 0, 1, 2]
+    with pytest.raises(ValueError, match="some ids have no key"):
+        rows_of(np.array([7, missing]), np.array([7, 0, 2]))
+
+
+def _names_of_the_page(word: str) -> dict[str, Any]:
+    """Run the example that contains the word; return its names."""
+    names: dict[str, Any] = {}
+    exec(next(code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if word in code), names)
+    return names
 
 
 def test_all_examples_are_run() -> None:

@@ -93,13 +93,33 @@ def test_tune_with_optuna(log: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["train", str(out / "best.yaml"), "--out", str(tmp_path / "runs")]) == 0
 
 
+def test_an_interrupted_first_trial_is_repeated(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe's own values are tried again if their trial never ended. Buckets by quantiles are measured."""
+    tune = example("tune_with_optuna", "optuna")
+    derived = [{"name": "of_price", "bucket": "price", "quantiles": 4}]
+    schema = {"labels": ["click"], "dense": [{"name": "price", "rule": "log"}], "sparse": SPARSE, "features": derived}
+    model = {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16, 8], "top": [16, 1]}}
+    recipe, trained, train = recipe_of(log, schema, model=model), list[dict[str, Any]](), tune.train
+    arguments = [str(recipe), "--trials", "1", "--out", str(tmp_path / "search")]
+
+    def interrupt(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "train", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tune.main(arguments)
+    monkeypatch.setattr(tune, "train", lambda trial, values: (trained.append(values), train(trial, values))[1])
+    tune.main(arguments)
+    assert trained == [tune.hb.Recipe.from_dict(yaml.safe_load(recipe.read_text(encoding="utf-8"))).to_dict()]
+
+
 def test_trials_that_diverge_are_pruned(log: Path, tmp_path: Path) -> None:
     tune = example("tune_with_optuna", "optuna")
     schema = {"labels": ["click"], "sparse": SPARSE}
     model = {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16, 8], "top": [16, 1]}}
     sparse = {"class_path": "hotbed.optim.SGD", "init_args": {"lr": 1e38}}
     recipe = recipe_of(log, schema, model=model, sparse_optimizer=sparse)
-    with pytest.raises(ValueError, match="No trials are completed yet"):
+    with pytest.raises(SystemExit, match="no trial finished; lower the learning rates"):
         tune.main([str(recipe), "--trials", "1", "--out", str(tmp_path / "search")])
 
 
@@ -120,6 +140,13 @@ def test_faiss_index(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert np.mean(films % 2 == np.arange(30)[:, None] % 2) > 0.8  # those of the genre that a user watches
     assert all(np.diff(scores).max() <= 0 for scores in found["score"].to_pylist())
     assert (towers / "items.faiss").is_file()
+    monkeypatch.setattr(faiss_index, "USERS", 7)
+    searches, search = list[int](), faiss_index.search
+    monkeypatch.setattr(faiss_index, "search", lambda index, of, k: (searches.append(len(of)), search(index, of, k))[1])
+    faiss_index.main(arguments)
+    assert searches == [7, 7, 7, 7, 2]  # users are searched in parts
+    assert pq.read_table(out)["film"].to_pylist() == found["film"].to_pylist()
+    monkeypatch.setattr(faiss_index, "USERS", 30)
     monkeypatch.setattr(faiss_index, "GRAPH_FROM", 1)
     faiss_index.main(arguments)
     graph = np.array(pq.read_table(out)["film"].to_pylist())
