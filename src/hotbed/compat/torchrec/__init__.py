@@ -16,7 +16,7 @@ from hotbed.compat.torchrec.keyed import (
     KeyedOptimizerWrapper,
     OptimizerWrapper,
 )
-from hotbed.compat.torchrec.keyed_tensor import KTRegroupAsDict
+from hotbed.compat.torchrec.keyed_tensor import KeyedTensor, KTRegroupAsDict
 from hotbed.compat.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from hotbed.compat.torchrec.optimizers import (
     RowWiseAdagrad,
@@ -49,7 +49,6 @@ from hotbed.compat.torchrec.tensors import (
     ComputeKJTToJTDict,
     JaggedTensor,
     KeyedJaggedTensor,
-    KeyedTensor,
     jt_is_equal,
     kjt_is_equal,
 )

@@ -23,9 +23,10 @@ from hotbed.compat.torchrec.configs import (
     is_symmetric,
     table_of,
 )
+from hotbed.compat.torchrec.keyed_tensor import KeyedTensor
 from hotbed.compat.torchrec.optimizers import optimizers_in_backward
 from hotbed.compat.torchrec.tables import TableView, untrained
-from hotbed.compat.torchrec.tensors import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from hotbed.compat.torchrec.tensors import JaggedTensor, KeyedJaggedTensor
 from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.optim import SparseOptimizer
