@@ -1,10 +1,12 @@
-"""Combine and wrap optimizers by the names of their parameters, as TorchRec does."""
+"""Combine, wrap and schedule optimizers by the names of their parameters, as TorchRec does."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, cast
 
@@ -74,7 +76,6 @@ class KeyedOptimizer(torch.optim.Optimizer):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
         for param in self.params.values():
             param.grad = None
 
@@ -85,7 +86,6 @@ class KeyedOptimizer(torch.optim.Optimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by the names of parameters."""
         names = {id(param): name for name, param in self.params.items()}
         state = {names[id(param)]: dict(of) for param, of in self.state.items()}
         if not self._saves_groups:
@@ -183,12 +183,10 @@ class _AroundOptimizer(KeyedOptimizer):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
         self.optimizer.zero_grad(set_to_none)
 
     @override
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters."""
         return self.optimizer.step(closure)
 
 
@@ -210,7 +208,6 @@ class KeyedOptimizerWrapper(_AroundOptimizer):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state; also a state by numbers, as ``torch.optim`` saves it."""
         if all(isinstance(key, int) for key in state_dict["state"]) and "param_groups" in state_dict:
             self.optimizer.load_state_dict(dict(state_dict))
         else:
@@ -236,12 +233,10 @@ class OptimizerWrapper(_AroundOptimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the other optimizer."""
         return self.optimizer.state_dict()
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of the other optimizer."""
         self.optimizer.load_state_dict(state_dict)
         self.post_load_state_dict()
 
@@ -249,6 +244,7 @@ class OptimizerWrapper(_AroundOptimizer):
 class TablesOptimizer(KeyedOptimizer):
     """Show optimizers of tables as one of named parameters; all ranks must call ``state_dict`` and ``load_state_dict``.
 
+    `step` and `zero_grad` do nothing for an optimizer that has stepped in backward.
     ``names`` are those of the tables in the state, in the order of the optimizers' groups; default: their names there.
     """
 
@@ -260,14 +256,12 @@ class TablesOptimizer(KeyedOptimizer):
     @property
     @override
     def params(self) -> Mapping[str, Any]:
-        """Handles of the tables by name."""
         handles = [[param for group in of.param_groups for param in group["params"]] for of in self._optims]
         return {name: h for of, own in zip(self._names, handles, strict=True) for name, h in zip(of, own, strict=True)}
 
     @property
     @override
     def state(self) -> Any:
-        """Moments by handle."""
         params = self.params
         return {params[name]: state for of, names in self._each() for name, state in _states(of, names)}
 
@@ -281,15 +275,15 @@ class TablesOptimizer(KeyedOptimizer):
 
     @override
     def step(self, closure: Any = None) -> Any:
-        """Update the tables."""
         for of in self._optims:
-            of.step(closure)
+            if not of.steps_in_backward:
+                of.step(closure)
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
         for of in self._optims:
-            of.zero_grad(set_to_none)
+            if not of.steps_in_backward:
+                of.zero_grad(set_to_none)
 
     @override
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
@@ -297,7 +291,6 @@ class TablesOptimizer(KeyedOptimizer):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load moments, and ``param_groups`` if they were saved."""
         saved = state_dict["state"]
         groups = iter(state_dict.get("param_groups", ()))
         for of, names in self._each():
@@ -319,18 +312,6 @@ def _tables(of: optim.SparseOptimizer) -> list[str]:
 def _states(of: optim.SparseOptimizer, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     state = of.state_dict()["state"]
     return ((name, state[i]) for i, name in enumerate(names) if i in state)
-
-
-class FusedOptimizer(TablesOptimizer):
-    """Stand for the optimizers that train tables in backward; their options can be changed, e.g. by a schedule."""
-
-    @override
-    def step(self, closure: Any = None) -> Any:
-        """Do nothing: backward has updated the tables."""
-
-    @override
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: backward has dropped the gradients."""
 
 
 class CombinedOptimizer(KeyedOptimizer):
@@ -355,19 +336,16 @@ class CombinedOptimizer(KeyedOptimizer):
     @property
     @override
     def params(self) -> Mapping[str, Any]:
-        """Parameters by name, with the names of the optimizers before them."""
         return {_joined(prefix, name): param for prefix, of in self.optimizers for name, param in of.params.items()}
 
     @property
     @override
     def state(self) -> Any:
-        """State of all optimizers."""
         return {param: state for _, of in self.optimizers for param, state in of.state.items()}
 
     @property
     @override
     def param_groups(self) -> Any:
-        """Groups of all optimizers."""
         return [group for _, of in self.optimizers for group in of.param_groups]
 
     @override
@@ -378,19 +356,16 @@ class CombinedOptimizer(KeyedOptimizer):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
         for _, of in self.optimizers:
             of.zero_grad(set_to_none)
 
     @override
     def step(self, closure: Any = None) -> Any:
-        """Update everything that backward has not updated."""
         for _, of in self.optimizers:
             of.step(closure)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all optimizers by the names of parameters."""
         state: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         for prefix, of in self.optimizers:
@@ -403,7 +378,6 @@ class CombinedOptimizer(KeyedOptimizer):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned."""
         groups = list(state_dict.get("param_groups", ()))
         for prefix, of in self.optimizers:
             names = {_joined(prefix, name): name for name in of.params}
@@ -417,7 +391,6 @@ class CombinedOptimizer(KeyedOptimizer):
 
     @override
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Make the state of all optimizers."""
         for _, of in self.optimizers:
             of.init_state(sparse_grad_parameter_names)
 
@@ -487,10 +460,164 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     @override
     def step(self, closure: Any = None) -> Any:
-        """Clip gradients, then update the parameters."""
         params = [p for g in self.param_groups for p in g["params"] if isinstance(p, Tensor) and p.grad is not None]
         if self._clipping is GradientClipping.NORM and params:
             nn.utils.clip_grad_norm_(params, self._limit, self._norm_type)
         elif self._clipping is GradientClipping.VALUE and params:
             nn.utils.clip_grad_value_(params, self._limit)
         return super().step(closure)
+
+
+class WarmupPolicy(Enum):
+    """Functions of the step that a `WarmupStage` multiplies the learning rate with."""
+
+    NONE = "none"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+    POLY = "poly"
+    STEP = "step"
+    INVSQRT = "inv_sqrt"
+    COSINE_ANNEALING_WARM_RESTARTS = "cosine_annealing_warm_restarts"
+    INTERPOLATE = "interpolate"
+
+
+@dataclass
+class WarmupStage:
+    """A part of a schedule.
+
+    Parameters
+    ----------
+    policy
+        Function of the step.
+    max_iters
+        Last step of the stage, counted from the first step of training.
+    value
+        Argument of the function: the factor at step 0 (linear), the factor (constant, step), the exponent (poly), the
+        least factor (cosine) or the factor at the start (interpolate).
+    lr_scale
+        Further factor.
+    decay_iters
+        Length of the decay of poly (default: ``max_iters``), or steps between two drops of step (default: 1).
+    sgdr_period
+        Steps of a period of the cosine.
+    start_interpolating_iters, end_value
+        First step, and the factor at ``max_iters``, of interpolate.
+    """
+
+    policy: WarmupPolicy = WarmupPolicy.LINEAR
+    max_iters: int = 1
+    value: float = 1.0
+    lr_scale: float = 1.0
+    decay_iters: int = -1
+    sgdr_period: int = 1
+    start_interpolating_iters: int | None = None
+    end_value: float | None = None
+
+    def factor(self, step: int) -> float:
+        """Return the factor of the learning rate at a step."""
+        return self.lr_scale * _FACTORS.get(self.policy.value, lambda *_: 1.0)(self, step)
+
+    def check(self, start: int) -> None:
+        """Raise `SpecError` unless the stage follows one that ends at step ``start``."""
+        if self.max_iters <= start:
+            raise SpecError(
+                f"a WarmupStage has max_iters {self.max_iters}, expected more than {start}, where the stage before it "
+                "ends. Count max_iters from the first step of training."
+            )
+        first = self.start_interpolating_iters
+        if self.policy.value == "interpolate" and (first is None or self.end_value is None or first >= self.max_iters):
+            raise SpecError(
+                f"a WarmupStage has start_interpolating_iters {first} and end_value {self.end_value}, expected a step "
+                f"before max_iters {self.max_iters} and a number. Set both."
+            )
+
+
+def _cosine(stage: WarmupStage, step: int) -> float:
+    turn = math.pi * (step % stage.sgdr_period) / stage.sgdr_period
+    return stage.value + (1 - stage.value) * (1 + math.cos(turn)) / 2
+
+
+def _interpolate(stage: WarmupStage, step: int) -> float:
+    assert stage.start_interpolating_iters is not None and stage.end_value is not None
+    done = (step - stage.start_interpolating_iters) / (stage.max_iters - stage.start_interpolating_iters)
+    return stage.value + (stage.end_value - stage.value) * done
+
+
+_FACTORS: dict[str, Callable[[WarmupStage, int], float]] = {
+    "linear": lambda s, step: s.value + (1 - s.value) * step / s.max_iters,
+    "constant": lambda s, step: s.value,
+    "poly": lambda s, step: (1 - step / (s.decay_iters if s.decay_iters > 0 else s.max_iters)) ** s.value,
+    "step": lambda s, step: s.value ** (step // max(s.decay_iters, 1)),
+    "inv_sqrt": lambda s, step: 1 / math.sqrt(max(step, 1)),
+    "cosine_annealing_warm_restarts": _cosine,
+    "interpolate": _interpolate,
+}
+"""Functions by the values of policies, so that TorchRec's own policies will do."""
+
+
+class WarmupOptimizer(OptimizerWrapper):
+    """Set the learning rate of all groups of an optimizer by stages, after each step.
+
+    Parameters
+    ----------
+    optimizer
+        The optimizer. One that trains tables in backward may be combined into it.
+    stages
+        Stages in their order; after the last one, the learning rate is ``lr``.
+    lr
+        The learning rate that stages multiply.
+    lr_param
+        Name of the learning rate among the options of groups.
+    param_name
+        Name of the schedule's progress in ``state_dict``.
+    """
+
+    def __init__(
+        self,
+        optimizer: KeyedOptimizer,
+        stages: Sequence[WarmupStage],
+        lr: float = 0.1,
+        lr_param: str = "lr",
+        param_name: str = "__warmup",
+    ) -> None:
+        super().__init__(optimizer)
+        own = [WarmupStage(**vars(stage)) for stage in stages]
+        for stage, before in zip(own, [0, *(stage.max_iters for stage in own)], strict=False):
+            stage.check(before)
+        self._stages = [*own, WarmupStage(WarmupPolicy.NONE, max_iters=1 << 62)]
+        self._lr, self._lr_param, self._param_name = lr, lr_param, param_name
+        self._steps = self._stage = 0
+        self._set_lr()
+
+    def _set_lr(self) -> None:
+        lr = self._lr * self._stages[self._stage].factor(self._steps)
+        for group in self.param_groups:
+            group[self._lr_param] = lr
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self._steps += 1
+        if self._steps > self._stages[self._stage].max_iters and self._stage + 1 < len(self._stages):
+            self._stage += 1
+        self._set_lr()
+        return loss
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        progress = {"warmup": torch.tensor([self._steps, self._stage], device="cpu")}
+        return {**found, "state": {**found["state"], self._param_name: progress}}
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        state = dict(state_dict["state"])
+        progress = state.pop(self._param_name, None)
+        if progress is not None:
+            self._steps, self._stage = (int(n) for n in progress["warmup"].tolist())
+        super().load_state_dict({**state_dict, "state": state})
+
+    @override
+    def post_load_state_dict(self) -> None:
+        super().post_load_state_dict()
+        self._set_lr()

@@ -12,7 +12,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any, Self, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 from typing_extensions import override
@@ -624,24 +624,6 @@ class KeyedJaggedTensor(JaggedBase):
                 text = f'{{\n        "values": {text},\n        "weights": {weights}\n    }}'
             lines.append(f'    "{key}": {text}')
         return "KeyedJaggedTensor({\n" + ",\n".join(lines) + "\n})\n"
-
-
-class ComputeKJTToJTDict(nn.Module):
-    """Convert a `KeyedJaggedTensor` to a dict of `JaggedTensor`."""
-
-    @override
-    def forward(self, keyed_jagged_tensor: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return the ids by key."""
-        return keyed_jagged_tensor.to_dict()
-
-
-class ComputeJTDictToKJT(nn.Module):
-    """Convert a dict of `JaggedTensor` to a `KeyedJaggedTensor`."""
-
-    @override
-    def forward(self, jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """Return the batch."""
-        return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
 
 def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
