@@ -15,7 +15,7 @@ from typing_extensions import override
 from hotbed import embed
 from hotbed.bags import Bags
 from hotbed.batch import Embeddings
-from hotbed.compat.drop_in import rename_states
+from hotbed.compat.torch_nn import rename_states
 from hotbed.compat.torchrec.keyed_tensor import KeyedTensor, check_names
 from hotbed.compat.torchrec.tables import TableView, optimizers_in_backward, untrained
 from hotbed.compat.torchrec.tensors import JaggedTensor, KeyedJaggedTensor

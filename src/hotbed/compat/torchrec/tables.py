@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed import embed, optim
-from hotbed.compat.drop_in import weight_of
+from hotbed.compat.torch_nn import TableRows
 from hotbed.errors import OptimizerError, SpecError, did_you_mean
 
 
@@ -65,7 +65,7 @@ class TableView(nn.Module):
         is_sparse = self.ref.applied is not None or self.ref.table not in self.ref.rows.idle_tables()
         if self.has_rows and not (is_sparse and self.parameter.requires_grad):
             return self.parameter
-        return weight_of(self.ref.rows, self.ref.table)
+        return TableRows.of(self.ref.rows, self.ref.table)
 
     @property
     def has_rows(self) -> bool:
