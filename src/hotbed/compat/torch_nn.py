@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from functools import partial
@@ -58,7 +58,11 @@ class TableRows(Tensor):
         values, is_copy = _values(rows, table)
         handle = rows.handles[table]
         if handle.requires_grad and torch.is_grad_enabled():
-            values = _Rows.apply(handle, values, table)
+            why = (
+                f"the rows of table '{table}' are used where they need a gradient, as the weight of an output layer "
+                f"does, and a table has none but from lookups; leave the module as it is with skip=['{table}']"
+            )
+            values = Refused.apply(handle, values, SpecError, why)
         if torch.compiler.is_compiling():
             return values
         found = values.as_subclass(cls)
@@ -121,20 +125,19 @@ class TableRows(Tensor):
         return self.detach().as_subclass(Tensor).__reduce_ex__(proto)
 
 
-class _Rows(torch.autograd.Function):
-    """Return the rows of a table, and refuse a gradient of them."""
+class Refused(torch.autograd.Function):
+    """Return rows or vectors of a table, and raise an error if a backward pass reaches them."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, rows: Tensor, table: str) -> Tensor:
-        ctx.table = table
-        return rows.view_as(rows)
+    def forward(ctx: Any, anchor: Tensor, vectors: Tensor, kind: type[Exception], why: str) -> Tensor:
+        """Return a view; ``anchor`` makes it need a gradient."""
+        ctx.kind, ctx.why = kind, why
+        return vectors.view_as(vectors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise SpecError(
-            f"the rows of table '{ctx.table}' are used where they need a gradient, as the weight of an output layer "
-            f"does, and a table has none but from lookups; leave the module as it is with skip=['{ctx.table}']"
-        )
+        """Raise the error."""
+        raise ctx.kind(ctx.why)
 
 
 def _values(rows: EmbeddingCollection, table: str) -> tuple[Tensor, bool]:
@@ -325,7 +328,6 @@ class EmbeddingBag(_DropIn):
         feature: str,
         padding_idx: int | None,
         max_norm: float | None,
-        *,
         mode: Mode,
         include_last_offset: bool,
     ) -> None:
@@ -471,7 +473,10 @@ def swap_embeddings(
     draws = seed is None and any(module.weight.is_meta for module in chosen.values())
     if seed is None:
         seed = int(torch.randint(1 << 62, (), device="cpu")) if draws else 0
-    tables = [(_table(named, seed, backend), named) for named in _by_weight(chosen)]
+    groups: dict[int, dict[str, _Torch]] = {}  # modules that share a weight share a table
+    for name, module in chosen.items():
+        groups.setdefault(id(module.weight), {})[name] = module
+    tables = [(_table(named, seed, backend), named) for named in groups.values()]
     for rows, _ in tables:
         rows.is_swapped = True
     share_arenas({rows: next(iter(named.values())).weight.device for rows, named in tables})
@@ -567,14 +572,6 @@ def _refuse_shared(model: nn.Module, chosen: dict[str, _Torch]) -> None:
                 )
 
 
-def _by_weight(chosen: dict[str, _Torch]) -> Iterable[dict[str, _Torch]]:
-    """Group modules that have the same weight."""
-    groups: dict[int, dict[str, _Torch]] = {}
-    for name, module in chosen.items():
-        groups.setdefault(id(module.weight), {})[name] = module
-    return groups.values()
-
-
 def _table(named: dict[str, _Torch], seed: int, backend: BackendName) -> EmbeddingCollection:
     """Make the table of the modules of one weight, on ``meta``."""
     first, module = next(iter(named.items()))
@@ -609,7 +606,11 @@ def _replacements(rows: EmbeddingCollection, named: dict[str, _Torch]) -> dict[i
         rows.set_weight(table, weight.detach())
     made: dict[int, nn.Module] = {}
     for feature, old in zip(rows.features, named.values(), strict=True):
-        new = _drop_in(rows, feature.name, old)
+        if isinstance(old, nn.Embedding):
+            new = Embedding(rows, feature.name, old.padding_idx, old.max_norm)
+        else:
+            mode = cast(Mode, old.mode)
+            new = EmbeddingBag(rows, feature.name, old.padding_idx, old.max_norm, mode, old.include_last_offset)
         new.train(old.training)
         if not weight.is_meta:
             new.limit_norms()
@@ -628,16 +629,3 @@ def _pooling(module: _Torch) -> Pooling:
     if isinstance(module, nn.Embedding):
         return "sum"
     return "none" if module.mode == "max" else cast(Pooling, module.mode)
-
-
-def _drop_in(rows: EmbeddingCollection, feature: str, old: _Torch) -> Embedding | EmbeddingBag:
-    if isinstance(old, nn.Embedding):
-        return Embedding(rows, feature, old.padding_idx, old.max_norm)
-    return EmbeddingBag(
-        rows,
-        feature,
-        old.padding_idx,
-        old.max_norm,
-        mode=cast(Mode, old.mode),
-        include_last_offset=old.include_last_offset,
-    )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed.comm import Link
-from hotbed.compat.torchrec.keyed import TablesOptimizer
+from hotbed.compat.torchrec.keyed import CombinedOptimizer, TablesOptimizer
 from hotbed.compat.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from hotbed.compat.torchrec.tables import adopt_optimizers
 from hotbed.config.places import Codec, MemoryOptions, ParallelOptions
@@ -23,7 +23,6 @@ from hotbed.embed import Distributed, collections_of, distribute
 from hotbed.embed.agreed_plan import plan_of_first
 from hotbed.embed.plan_names import names_in_plans, plan_for
 from hotbed.errors import SpecError
-from hotbed.optim import SparseOptimizer
 from hotbed.plan import Cut, Plan
 
 
@@ -335,12 +334,13 @@ class DistributedModelParallel(nn.Module):
         self.module = distribute(module, given, parallel or parallel_options(sharders or ()), memory, device=device)
         own_device = next((c.device for c in collections_of(self.module).values()), torch.device("cpu"))
         self.device = own_device if device is None else torch.device(device)
-        fused: dict[SparseOptimizer, list[str]] = {}
-        for path, collection in _collections(self.module):
-            start = f"{path}.{collection.views_name}".lstrip(".")
-            for of in collection.fused_optimizers():
-                fused[of] = [f"{start}.{table}.weight" for g in of.param_groups for table in g["tables"]]
-        self.fused_optimizer = TablesOptimizer(list(fused), list(fused.values()))
+        self.fused_optimizer = CombinedOptimizer(
+            [
+                TablesOptimizer(optimizer, f"{path}.{collection.views_name}".lstrip("."))
+                for path, collection in _collections(self.module)
+                for optimizer in collection.fused_optimizers()
+            ]
+        )
 
     @property
     def plan(self) -> Plan:

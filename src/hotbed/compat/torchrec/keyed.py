@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
@@ -241,49 +241,38 @@ class OptimizerWrapper(_AroundOptimizer):
         self.post_load_state_dict()
 
 
-class TablesOptimizer(KeyedOptimizer):
-    """Show optimizers of tables as one of named parameters; all ranks must call ``state_dict`` and ``load_state_dict``.
+class TablesOptimizer(_AroundOptimizer):
+    """Show an optimizer of tables as one of named parameters. All ranks must save and load its state together.
 
-    `step` and `zero_grad` do nothing for an optimizer that has stepped in backward.
-    ``names`` are those of the tables in the state, in the order of the optimizers' groups; default: their names there.
+    `step` and `zero_grad` do nothing if the optimizer steps in backward. ``path`` is that of the tables'
+    modules in the model; without it, the state has the names of the tables.
     """
 
-    def __init__(self, optims: Sequence[optim.SparseOptimizer], names: Sequence[Sequence[str]] | None = None) -> None:
-        self._optims = list(optims)
-        self._names = [list(of) for of in names or (_tables(of) for of in optims)]
+    def __init__(self, optimizer: optim.SparseOptimizer, path: str = "") -> None:
+        self.optimizer = optimizer
+        tables = [table for group in optimizer.param_groups for table in group["tables"]]
+        self._names = [f"{path}.{table}.weight" if path else table for table in tables]
         self._set_up()
 
     @property
     @override
     def params(self) -> Mapping[str, Any]:
-        handles = [[param for group in of.param_groups for param in group["params"]] for of in self._optims]
-        return {name: h for of, own in zip(self._names, handles, strict=True) for name, h in zip(of, own, strict=True)}
+        return dict(zip(self._names, (p for group in self.param_groups for p in group["params"]), strict=True))
 
     @property
     @override
     def state(self) -> Any:
-        params = self.params
-        return {params[name]: state for of, names in self._each() for name, state in _states(of, names)}
-
-    @property
-    @override
-    def param_groups(self) -> Any:
-        return [group for of in self._optims for group in of.param_groups]
-
-    def _each(self) -> Iterator[tuple[optim.SparseOptimizer, list[str]]]:
-        return zip(self._optims, self._names, strict=True)
+        params, state = self.params, self.optimizer.state_dict()["state"]
+        return {params[name]: state[i] for i, name in enumerate(self._names) if i in state}
 
     @override
     def step(self, closure: Any = None) -> Any:
-        for of in self._optims:
-            if not of.steps_in_backward:
-                of.step(closure)
+        return None if self.optimizer.steps_in_backward else super().step(closure)
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for of in self._optims:
-            if not of.steps_in_backward:
-                of.zero_grad(set_to_none)
+        if not self.optimizer.steps_in_backward:
+            super().zero_grad(set_to_none)
 
     @override
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
@@ -291,27 +280,17 @@ class TablesOptimizer(KeyedOptimizer):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        saved = state_dict["state"]
+        saved, state = state_dict["state"], self.optimizer.state_dict()
         groups = iter(state_dict.get("param_groups", ()))
-        for of, names in self._each():
-            state = of.state_dict()
-            if missing := [name for i, name in enumerate(names) if i in state["state"] and name not in saved]:
-                raise OptimizerError(
-                    f"the saved state is of {_shown(saved)}, expected {_shown(missing)}, too. Load the state of a "
-                    "model with the same tables."
-                )
-            state["state"] = {i: saved[name] for i, name in enumerate(names) if i in state["state"]}
-            state["param_groups"] = [g | _options(next(groups, {})) for g in state["param_groups"]]
-            of.load_state_dict(state)
-
-
-def _tables(of: optim.SparseOptimizer) -> list[str]:
-    return [table for group in of.param_groups for table in group["tables"]]
-
-
-def _states(of: optim.SparseOptimizer, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    state = of.state_dict()["state"]
-    return ((name, state[i]) for i, name in enumerate(names) if i in state)
+        own = {i: name for i, name in enumerate(self._names) if i in state["state"]}
+        if missing := [name for name in own.values() if name not in saved]:
+            raise OptimizerError(
+                f"the saved state is of {_shown(saved)}, expected {_shown(missing)}, too. Load the state of a "
+                "model with the same tables."
+            )
+        state["state"] = {i: saved[name] for i, name in own.items()}
+        state["param_groups"] = [g | _options(next(groups, {})) for g in state["param_groups"]]
+        self.optimizer.load_state_dict(state)
 
 
 class CombinedOptimizer(KeyedOptimizer):
@@ -322,9 +301,7 @@ class CombinedOptimizer(KeyedOptimizer):
 
     def __init__(self, optims: Sequence[KeyedOptimizer | tuple[str, KeyedOptimizer] | torch.optim.Optimizer]) -> None:
         named = [of if isinstance(of, tuple) else ("", of) for of in optims]
-        self.optimizers: list[tuple[str, KeyedOptimizer]] = [
-            (name, _keyed(of, i)) for i, (name, of) in enumerate(named)
-        ]
+        self.optimizers = [(name, _keyed(of, i)) for i, (name, of) in enumerate(named)]
         self._set_up()
         names = [_joined(prefix, name) for prefix, of in self.optimizers for name in of.params]
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -409,7 +386,7 @@ def _keyed(of: Any, number: int) -> KeyedOptimizer:
     if isinstance(of, KeyedOptimizer):
         return of
     if isinstance(of, optim.SparseOptimizer):
-        return TablesOptimizer([of])
+        return TablesOptimizer(of)
     if not isinstance(of, torch.optim.Optimizer):
         raise SpecError(
             f"CombinedOptimizer got a {type(of).__name__}, expected an optimizer. Wrap it: "
@@ -434,14 +411,10 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     Parameters
     ----------
-    optimizer
-        The optimizer.
     clipping
         The norm of all gradients together, each value, or nothing.
-    max_gradient
-        Largest norm or value.
-    norm_type
-        Type of the norm, e.g. 2 or ``"inf"``.
+    max_gradient, norm_type
+        Largest norm or value, and the type of the norm, e.g. 2 or ``"inf"``.
     enable_global_grad_clip, param_to_pgs
         Accepted for TorchRec's sake: parameters are not sharded, so all ranks have equal gradients.
     """
@@ -487,15 +460,13 @@ class WarmupStage:
 
     Parameters
     ----------
-    policy
-        Function of the step.
+    policy, lr_scale
+        Function of the step, and a further factor.
     max_iters
         Last step of the stage, counted from the first step of training.
     value
         Argument of the function: the factor at step 0 (linear), the factor (constant, step), the exponent (poly), the
         least factor (cosine) or the factor at the start (interpolate).
-    lr_scale
-        Further factor.
     decay_iters
         Length of the decay of poly (default: ``max_iters``), or steps between two drops of step (default: 1).
     sgdr_period
@@ -560,14 +531,10 @@ class WarmupOptimizer(OptimizerWrapper):
 
     Parameters
     ----------
-    optimizer
-        The optimizer. One that trains tables in backward may be combined into it.
     stages
         Stages in their order; after the last one, the learning rate is ``lr``.
-    lr
-        The learning rate that stages multiply.
-    lr_param
-        Name of the learning rate among the options of groups.
+    lr, lr_param
+        The learning rate that stages multiply, and its name among the options of groups.
     param_name
         Name of the schedule's progress in ``state_dict``.
     """

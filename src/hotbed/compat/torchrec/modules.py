@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from typing_extensions import override
 
 from hotbed import embed
@@ -25,6 +26,7 @@ from hotbed.optim import SparseOptimizer
 from hotbed.pooling import Pooling
 from hotbed.specs import Feature, RowDtype, Table
 
+_POOLINGS: dict[str, Pooling] = {"SUM": "sum", "MEAN": "mean"}
 _CASTS = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 _LEAST = 1e-6
 """TorchRec adds it to the sum of the weights of a bag, so that no sum is 0."""
@@ -58,10 +60,8 @@ class EmbeddingConfig:
 
     Parameters
     ----------
-    num_embeddings, embedding_dim, name
-        Rows, columns, and a name of its own.
-    data_type
-        What rows are stored as.
+    num_embeddings, embedding_dim, name, data_type
+        Rows, columns, a name of its own, and the dtype of rows.
     feature_names
         Features that are looked up in it; default: one of the table's name.
     weight_init_max, weight_init_min
@@ -141,24 +141,14 @@ def _embedding_names(configs: Sequence[Config]) -> dict[str, tuple[str, Config]]
     }
 
 
-def _is_mean(config: EmbeddingConfig) -> bool:
-    """Return whether bags are averaged."""
-    pooling = getattr(config, "pooling", None)
-    return pooling is not None and pooling.value == "MEAN"
-
-
-def _feature_of(name: str, config: EmbeddingConfig, weighted: bool = False) -> Feature:
-    """Make the feature that a table's config describes; bags are summed where weights already make it a mean."""
-    pooling = getattr(config, "pooling", None)
-    kinds: dict[str, Pooling] = {"SUM": "sum", "MEAN": "mean"}
-    if pooling is not None and pooling.value not in kinds:
+def _pooling_of(config: EmbeddingConfig) -> Pooling:
+    kind = getattr(config, "pooling", None)
+    if kind is not None and kind.value not in _POOLINGS:
         raise SpecError(
-            f"table '{config.name}': pooling is {pooling.value}, must be SUM or MEAN; vectors that are not pooled are "
+            f"table '{config.name}': pooling is {kind.value}, must be SUM or MEAN; vectors that are not pooled are "
             "looked up by EmbeddingCollection"
         )
-    if weighted and _is_mean(config):
-        return Feature(name, config.name, pooling="sum")
-    return Feature(name, config.name, pooling="none" if pooling is None else kinds[pooling.value])
+    return "none" if kind is None else _POOLINGS[kind.value]
 
 
 class _Collection(nn.Module, Generic[Config]):
@@ -173,8 +163,10 @@ class _Collection(nn.Module, Generic[Config]):
         self._configs = list(tables)
         self._names = _embedding_names(self._configs)
         place = torch.get_default_device() if device is None else torch.device(device)
-        self._has_weighted_means = weighted and any(map(_is_mean, self._configs))
-        features = [_feature_of(name, config, weighted) for name, (_, config) in self._names.items()]
+        poolings = {config.name: _pooling_of(config) for config in self._configs}
+        self._weighted_means = {table for table, pooling in poolings.items() if weighted and pooling == "mean"}
+        poolings |= dict.fromkeys(self._weighted_means, "sum")  # weights already make it a mean
+        features = [Feature(name, c.name, pooling=poolings[c.name]) for name, (_, c) in self._names.items()]
         self._place = place
         if self._configs:
             seed = int(torch.randint(2**32, (), device="cpu"))  # so torch.manual_seed decides initial values
@@ -268,16 +260,16 @@ class _Collection(nn.Module, Generic[Config]):
         if weighted and weights is None:
             raise BatchError("the collection is_weighted, the batch has no weights; give it some, or is_weighted=False")
         ids = Jagged.from_keyed(features.keys(), features.values(), features.lengths(), weights)
-        if self._features == tuple(self._names) and not (weighted and self._has_weighted_means):
+        if self._features == tuple(self._names) and not self._weighted_means:
             return ids
         given = ids.to_dict()  # a feature of several tables comes once for each
-        of_names = {name: feature for name, (feature, _) in self._names.items()}
         own: dict[str, Tensor] = {}
         for name, (feature, config) in self._names.items():
             bags = ids[feature]
             if bags.weights is not None:
-                own[name] = _shares(bags.weights, bags.lengths()) if _is_mean(config) else bags.weights
-        return Jagged.from_dict({name: given[ids.names[ids.index(f)]] for name, f in of_names.items()}, own)
+                is_mean = config.name in self._weighted_means
+                own[name] = _shares(bags.weights, bags.lengths()) if is_mean else bags.weights
+        return Jagged.from_dict({name: given[ids.names[ids.index(f)]] for name, (f, _) in self._names.items()}, own)
 
 
 class EmbeddingBagCollection(_Collection[EmbeddingBagConfig]):
@@ -328,15 +320,10 @@ class EmbeddingBagCollection(_Collection[EmbeddingBagConfig]):
 
     def _pooled(self, bags: Bags, view: TableView) -> Tensor:
         """Pool rows of a table with a dense gradient."""
-        offsets = torch.nn.functional.pad(bags.lengths().cumsum(0), (1, 0))
-        pooling = next(f.pooling for f in self.rows.features if f.table == view.ref.table)
-        return torch.nn.functional.embedding_bag(
-            bags.values.long(),
-            view.parameter,
-            offsets,
-            mode=pooling,
-            per_sample_weights=bags.weights,
-            include_last_offset=True,
+        ids, offsets = bags.values.long(), functional.pad(bags.lengths().cumsum(0), (1, 0))
+        mode = next(f.pooling for f in self.rows.features if f.table == view.ref.table)
+        return functional.embedding_bag(
+            ids, view.parameter, offsets, mode=mode, per_sample_weights=bags.weights, include_last_offset=True
         )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -391,8 +378,8 @@ class EmbeddingCollection(_Collection[EmbeddingConfig]):
                 values = values if view is None else untrained(values, view)
             else:
                 bags = checked[name]
-                offsets = torch.nn.functional.pad(bags.lengths().cumsum(0), (1, 0))
-                values = torch.nn.functional.embedding(bags.values.long(), view.parameter).to(self.rows.dtype)
+                offsets = functional.pad(bags.lengths().cumsum(0), (1, 0))
+                values = functional.embedding(bags.values.long(), view.parameter).to(self.rows.dtype)
             indices = ids[name].values if self._need_indices else None
             made[name] = JaggedTensor(values, indices, offsets=offsets)
         return made

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed import embed, optim
-from hotbed.compat.torch_nn import TableRows
+from hotbed.compat.torch_nn import Refused, TableRows
 from hotbed.errors import OptimizerError, SpecError, did_you_mean
 
 
@@ -124,19 +124,6 @@ class TableView(nn.Module):
         self._show()
 
 
-class _Untrained(torch.autograd.Function):
-    """Return vectors of a table that no optimizer trains, and refuse a gradient of them."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, vectors: Tensor, why: str) -> Tensor:
-        ctx.why = why
-        return vectors.view_as(vectors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise OptimizerError(ctx.why)
-
-
 def untrained(vectors: Tensor, view: TableView) -> Tensor:
     """Let a backward pass that reaches vectors of a table without an optimizer raise `OptimizerError`."""
     rows, table = view.ref.rows, view.ref.table
@@ -153,7 +140,7 @@ def untrained(vectors: Tensor, view: TableView) -> Tensor:
             "    optimizer = hotbed.optim.RowWiseAdagrad(model, lr=0.01)\n"
             "    optimizer.in_backward()  # or call its step() and zero_grad()"
         )
-    return _Untrained.apply(rows.handles[table], vectors, why)
+    return Refused.apply(rows.handles[table], vectors, OptimizerError, why)
 
 
 _BY_NAME: dict[str, type[optim.SparseOptimizer]] = {
