@@ -55,7 +55,12 @@ class TableRows(Tensor):
     @classmethod
     def of(cls, rows: EmbeddingCollection, table: str) -> Tensor:
         """Return the memory of a table that is all on this rank in a floating-point dtype, else a copy."""
-        values, is_copy = _values(rows, table)
+        store, values = rows.local_tiles(table)[0].arena.store, None
+        if not rows.is_distributed and isinstance(store, DenseStore):
+            raw = rows._group_of(table).raw(table)
+            values = raw["weight"] if len(raw) == 1 and "weight" in raw and raw["weight"].dtype in _DTYPES else None
+        is_copy = values is None
+        values = rows.weight(table) if values is None else values
         handle = rows.handles[table]
         if handle.requires_grad and torch.is_grad_enabled():
             why = (
@@ -138,17 +143,6 @@ class Refused(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Raise the error."""
         raise ctx.kind(ctx.why)
-
-
-def _values(rows: EmbeddingCollection, table: str) -> tuple[Tensor, bool]:
-    """Return the rows of a table, and whether they are a copy."""
-    tiles = rows.local_tiles(table)
-    if not rows.is_distributed and isinstance(tiles[0].arena.store, DenseStore):
-        raw = rows._group_of(table).raw(table)
-        memory = raw.get("weight")
-        if len(raw) == 1 and memory is not None and memory.dtype in _DTYPES:
-            return memory, False
-    return rows.weight(table), True
 
 
 class _DropIn(nn.Module):

@@ -211,10 +211,8 @@ class EmbeddingShardingPlanner:
 
     Parameters
     ----------
-    topology
-        The machine (default: this one, with the ranks of the default process group).
-    batch_size
-        Samples of a step per rank.
+    topology, batch_size
+        The machine (default: this one, with the ranks of the default process group), and samples per rank.
     constraints
         Constraints by table. A table without them is planned ``"auto"``: hotbed searches for the fastest plan.
     debug
@@ -289,11 +287,9 @@ class DistributedModelParallel(nn.Module):
         Where the model is to be; default: where it is, the CPU where that is ``meta``.
     plan
         A plan of hotbed, e.g. of `EmbeddingShardingPlanner`, a scheme (``"table"``, ``"row"``, ``"column"``,
-        ``"auto"`` …), or schemes by table; default ``"table"``. Plans of TorchRec are refused: the same model comes
-        out of every plan, so none needs to be kept.
+        ``"auto"`` …), or schemes by table; default ``"table"``. Plans of TorchRec are refused.
     sharders
-        Optimizers of tables to which none was applied, and number formats of exchanges; default: SGD with lr 0.01, and
-        float32.
+        Optimizers of tables to which none was applied (default: SGD with lr 0.01), and number formats of exchanges.
     init_data_parallel, init_parameters
         Accepted for TorchRec's sake: parameters always get values.
     parallel, memory

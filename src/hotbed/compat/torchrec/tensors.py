@@ -20,7 +20,7 @@ from typing_extensions import override
 from hotbed.bags import check_integers, describe, offsets_of, padding_mask
 from hotbed.errors import BatchError
 
-TENSORS = ("_values", "_weights", "_lengths", "_offsets")
+_TENSORS = ("_values", "_weights", "_lengths", "_offsets")
 
 
 class JaggedBase:
@@ -28,7 +28,7 @@ class JaggedBase:
 
     _no_keys: tuple[Any, ...] = ()
     """First arguments of the constructor for an object without keys."""
-    _moved = TENSORS
+    _moved = _TENSORS
     """Attributes that are tensors on the device of the values, or None."""
 
     def __init__(
@@ -89,7 +89,7 @@ class JaggedBase:
     def offsets(self) -> Tensor:
         """Return the position where each bag starts, and the end. The dtype is that of int32 or int64 lengths."""
         if self._offsets is None:
-            self._offsets = offsets_like(self.lengths().reshape(-1))
+            self._offsets = _offsets_like(self.lengths().reshape(-1))
         return self._offsets
 
     def offsets_or_none(self) -> Tensor | None:
@@ -118,7 +118,7 @@ class JaggedBase:
         return self
 
     def _tensors(self) -> list[Tensor]:
-        return [t for name in TENSORS if (t := getattr(self, name)) is not None]
+        return [t for name in _TENSORS if (t := getattr(self, name)) is not None]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         changed = copy(self)
@@ -202,18 +202,18 @@ class JaggedTensor(JaggedBase):
     @override
     def __str__(self) -> str:
         offsets = self.offsets().tolist()
-        values = format_bags(self._values, offsets)
+        values = _format_bags(self._values, offsets)
         if self._weights is None:
             return f"JaggedTensor({{\n    {values}\n}})\n"
-        return f'JaggedTensor({{\n    "values": {values},\n    "weights": {format_bags(self._weights, offsets)}\n}})\n'
+        return f'JaggedTensor({{\n    "values": {values},\n    "weights": {_format_bags(self._weights, offsets)}\n}})\n'
 
 
 def jt_is_equal(jt_1: object, jt_2: object) -> bool:
     """Return whether both are `JaggedTensor` with close values and weights, and equal lengths."""
-    return isinstance(jt_1, JaggedTensor) and isinstance(jt_2, JaggedTensor) and are_close(jt_1, jt_2)
+    return isinstance(jt_1, JaggedTensor) and isinstance(jt_2, JaggedTensor) and _are_close(jt_1, jt_2)
 
 
-def are_close(first: JaggedBase, second: JaggedBase) -> bool:
+def _are_close(first: JaggedBase, second: JaggedBase) -> bool:
     """Return whether values and weights are close, and lengths and offsets equal."""
     pairs = (
         (first.values(), second.values()),
@@ -227,38 +227,17 @@ def are_close(first: JaggedBase, second: JaggedBase) -> bool:
     )
 
 
-def offsets_like(lengths: Tensor) -> Tensor:
+def _offsets_like(lengths: Tensor) -> Tensor:
     """Sum lengths up along the last dim, with a leading 0. Offsets of int32 lengths are int32, as in TorchRec."""
     offsets = offsets_of(lengths)
     return offsets.to(torch.int32) if lengths.dtype == torch.int32 else offsets
 
 
-def format_bags(values: Tensor, offsets: Sequence[int]) -> str:
+def _format_bags(values: Tensor, offsets: Sequence[int]) -> str:
     """Format the values of each bag as a list."""
     if values.dim() > 2:
         raise BatchError(f"values have too many dims to print: got {describe(values)}, expected 2. Print values().")
     return str([values[start:end].tolist() for start, end in pairwise(offsets)])
-
-
-def register_tree(
-    kind: type[Any], flatten: Callable[[Any], Any], unflatten: Callable[..., Any], names: tuple[str, ...]
-) -> None:
-    """Register a class whose instances are trees of tensors."""
-
-    def with_keys(tree: Any) -> tuple[list[tuple[Any, Tensor | None]], Any]:
-        tensors, context = flatten(tree)
-        return [(GetAttrKey(name), t) for name, t in zip(names, tensors, strict=True)], context
-
-    name = f"hotbed.compat.torchrec.{kind.__name__}"
-    register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys, serialized_type_name=name)
-    register_pytree_flatten_spec(kind, lambda tree, _: flatten(tree)[0])
-
-
-def _flatten_jt(jt: JaggedTensor) -> tuple[list[Tensor | None], None]:
-    return [getattr(jt, name) for name in TENSORS], None
-
-
-register_tree(JaggedTensor, _flatten_jt, lambda tensors, _: JaggedTensor(*tensors), TENSORS)
 
 
 class KeyedJaggedTensor(JaggedBase):
@@ -284,7 +263,7 @@ class KeyedJaggedTensor(JaggedBase):
     """
 
     _no_keys = ((),)
-    _moved = (*TENSORS, "_inverse_indices")
+    _moved = (*_TENSORS, "_inverse_indices")
 
     def __init__(
         self,
@@ -505,9 +484,9 @@ class KeyedJaggedTensor(JaggedBase):
         offsets: Sequence[Tensor | None] = [None] * len(lengths)
         if compute_offsets and not self.variable_stride_per_key():
             by_key = self.lengths().reshape(len(lengths), -1)
-            offsets = (offsets_like(by_key) if by_key.numel() else by_key).unbind()
+            offsets = (_offsets_like(by_key) if by_key.numel() else by_key).unbind()
         elif compute_offsets:
-            offsets = [offsets_like(bags) for bags in lengths]
+            offsets = [_offsets_like(bags) for bags in lengths]
         parts = zip(values, weights, lengths, offsets, strict=True)
         return {key: JaggedTensor(*tensors) for key, tensors in zip(self._keys, parts, strict=True)}
 
@@ -618,9 +597,9 @@ class KeyedJaggedTensor(JaggedBase):
         offsets, lines = self.offsets().tolist(), list[str]()
         for key, (start, end) in zip(self._keys, pairwise(self.lengths_offset_per_key()), strict=True):
             own = offsets[start : end + 1]
-            text = format_bags(self._values, own)
+            text = _format_bags(self._values, own)
             if self._weights is not None:
-                weights = format_bags(self._weights, own)
+                weights = _format_bags(self._weights, own)
                 text = f'{{\n        "values": {text},\n        "weights": {weights}\n    }}'
             lines.append(f'    "{key}": {text}')
         return "KeyedJaggedTensor({\n" + ",\n".join(lines) + "\n})\n"
@@ -631,7 +610,7 @@ def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
     if not isinstance(kjt_1, KeyedJaggedTensor) or not isinstance(kjt_2, KeyedJaggedTensor):
         return False
     same_shape = kjt_1.keys() == kjt_2.keys() and kjt_1.stride() == kjt_2.stride()
-    return same_shape and kjt_1.length_per_key() == kjt_2.length_per_key() and are_close(kjt_1, kjt_2)
+    return same_shape and kjt_1.length_per_key() == kjt_2.length_per_key() and _are_close(kjt_1, kjt_2)
 
 
 def _sums(parts: Sequence[Tensor]) -> list[int]:
@@ -669,20 +648,26 @@ def _join(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     )
 
 
-_KJT_FIELDS = (*TENSORS, "_stride_per_key_per_rank", "_inverse_indices")
-
-
-def _flatten_kjt(kjt: KeyedJaggedTensor) -> tuple[list[Tensor | None], list[str]]:
-    return [getattr(kjt, name) for name in _KJT_FIELDS], kjt.keys()
-
-
-def _unflatten_kjt(tensors: Iterable[Any], keys: list[str]) -> KeyedJaggedTensor:
-    given = list(tensors)
-    if len(given) > len(_KJT_FIELDS):
-        raise BatchError(f"a KeyedJaggedTensor has {len(_KJT_FIELDS)} tensors: got {len(given)}. Pass no others.")
-    *own, strides, inverse = given + [None] * (len(_KJT_FIELDS) - len(given))
+def _build_kjt(tensors: Iterable[Any], keys: list[str]) -> KeyedJaggedTensor:
+    *own, strides, inverse = tensors
     of_samples = None if inverse is None else (keys, inverse)
     return KeyedJaggedTensor(keys, *own, stride_per_key_per_rank=strides, inverse_indices=of_samples)
 
 
-register_tree(KeyedJaggedTensor, _flatten_kjt, _unflatten_kjt, _KJT_FIELDS)
+def _register_tree(kind: type[Any], unflatten: Callable[..., Any], names: tuple[str, ...]) -> None:
+    """Register a class whose instances are trees of tensors."""
+
+    def flatten(tree: Any) -> tuple[list[Tensor | None], Any]:
+        return [getattr(tree, name) for name in names], getattr(tree, "_keys", None)
+
+    def with_keys(tree: Any) -> tuple[list[tuple[Any, Tensor | None]], Any]:
+        tensors, context = flatten(tree)
+        return [(GetAttrKey(name), t) for name, t in zip(names, tensors, strict=True)], context
+
+    name = f"hotbed.compat.torchrec.{kind.__name__}"
+    register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys, serialized_type_name=name)
+    register_pytree_flatten_spec(kind, lambda tree, _: flatten(tree)[0])
+
+
+_register_tree(JaggedTensor, lambda tensors, _: JaggedTensor(*tensors), _TENSORS)
+_register_tree(KeyedJaggedTensor, _build_kjt, (*_TENSORS, "_stride_per_key_per_rank", "_inverse_indices"))
