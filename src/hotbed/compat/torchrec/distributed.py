@@ -370,8 +370,9 @@ class DistributedModelParallel(nn.Module):
 
 
 def _collections(model: nn.Module) -> list[tuple[str, EmbeddingBagCollection | EmbeddingCollection]]:
-    kinds = EmbeddingBagCollection | EmbeddingCollection
-    return [(path, module) for path, module in model.named_modules() if isinstance(module, kinds)]
+    kinds = (EmbeddingBagCollection, EmbeddingCollection)
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    return [(path, module) for path, module in modules.items() if isinstance(module, kinds)]
 
 
 def _check(env: ShardingEnv | None, sharders: Sequence[Sharder]) -> None:

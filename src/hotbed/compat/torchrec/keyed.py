@@ -486,7 +486,7 @@ class WarmupStage:
 
     def factor(self, step: int) -> float:
         """Return the factor of the learning rate at a step."""
-        return self.lr_scale * _FACTORS.get(self.policy.value, lambda *_: 1.0)(self, step)
+        return self.lr_scale * _FACTORS.get(self.policy.value, _FACTORS["none"])(self, step)
 
     def check(self, start: int) -> None:
         """Raise `SpecError` unless the stage follows one that ends at step ``start``."""
@@ -515,6 +515,7 @@ def _interpolate(stage: WarmupStage, step: int) -> float:
 
 
 _FACTORS: dict[str, Callable[[WarmupStage, int], float]] = {
+    "none": lambda s, step: 1.0,
     "linear": lambda s, step: s.value + (1 - s.value) * step / s.max_iters,
     "constant": lambda s, step: s.value,
     "poly": lambda s, step: (1 - step / (s.decay_iters if s.decay_iters > 0 else s.max_iters)) ** s.value,

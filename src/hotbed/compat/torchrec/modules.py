@@ -163,9 +163,10 @@ class _Collection(nn.Module, Generic[Config]):
         self._configs = list(tables)
         self._names = _embedding_names(self._configs)
         place = torch.get_default_device() if device is None else torch.device(device)
-        poolings = {config.name: _pooling_of(config) for config in self._configs}
+        poolings: dict[str, Pooling] = {config.name: _pooling_of(config) for config in self._configs}
         self._weighted_means = {table for table, pooling in poolings.items() if weighted and pooling == "mean"}
-        poolings |= dict.fromkeys(self._weighted_means, "sum")  # weights already make it a mean
+        for table in self._weighted_means:
+            poolings[table] = "sum"  # weights already make it a mean
         features = [Feature(name, c.name, pooling=poolings[c.name]) for name, (_, c) in self._names.items()]
         self._place = place
         if self._configs:

@@ -215,15 +215,10 @@ def jt_is_equal(jt_1: object, jt_2: object) -> bool:
 
 def _are_close(first: JaggedBase, second: JaggedBase) -> bool:
     """Return whether values and weights are close, and lengths and offsets equal."""
-    pairs = (
-        (first.values(), second.values()),
-        (first.weights_or_none(), second.weights_or_none()),
-        (first.lengths(), second.lengths()),
-        (first.offsets(), second.offsets()),
-    )
+    parts = (JaggedBase.values, JaggedBase.weights_or_none, JaggedBase.lengths, JaggedBase.offsets)
     return all(
         a is b if a is None or b is None else a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b)
-        for a, b in pairs
+        for a, b in ((part(first), part(second)) for part in parts)
     )
 
 
@@ -648,6 +643,10 @@ def _join(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     )
 
 
+def _build_jt(tensors: Iterable[Any], _: None) -> JaggedTensor:
+    return JaggedTensor(*tensors)
+
+
 def _build_kjt(tensors: Iterable[Any], keys: list[str]) -> KeyedJaggedTensor:
     *own, strides, inverse = tensors
     of_samples = None if inverse is None else (keys, inverse)
@@ -669,5 +668,5 @@ def _register_tree(kind: type[Any], unflatten: Callable[..., Any], names: tuple[
     register_pytree_flatten_spec(kind, lambda tree, _: flatten(tree)[0])
 
 
-_register_tree(JaggedTensor, lambda tensors, _: JaggedTensor(*tensors), _TENSORS)
+_register_tree(JaggedTensor, _build_jt, _TENSORS)
 _register_tree(KeyedJaggedTensor, _build_kjt, (*_TENSORS, "_stride_per_key_per_rank", "_inverse_indices"))
