@@ -127,8 +127,8 @@ def parallel_options(sharders: Sequence[Sharder]) -> ParallelOptions:
     """Return the number formats that sharders ask for."""
     chosen: set[tuple[Codec, Codec]] = {
         (config.forward_precision.value, config.backward_precision.value)
-        for config in (sharder.qcomm_codecs_registry for sharder in sharders)
-        if config is not None
+        for sharder in sharders
+        if (config := sharder.qcomm_codecs_registry) is not None
     }
     if len(chosen) > 1:
         raise SpecError(
@@ -239,20 +239,18 @@ class EmbeddingShardingPlanner:
             )
         machine = self._topology or Topology(_world_size())
         default = ParameterConstraints()
-        found = {name: self._constraints.get(table, default) for (_, table), name in tables.items()}
-        schemes = {name: of.scheme(name) for name, of in found.items()}
+        schemes = {name: self._constraints.get(table, default).scheme(name) for (_, table), name in tables.items()}
         options: dict[str, Any] = {}
         if (capacity := machine.ddr_cap if machine.compute_device == "cpu" else machine.hbm_cap) is not None:
             options["capacity_bytes"] = capacity
         if self._batch_size is not None and "auto" in schemes.values():
             options["batch_size"] = self._batch_size * machine.world_size
         if self._constraints:
-            options["ids"] = self._ids(module)
+            options["ids"] = self._ids(module, tables)
         return plan_for(module, machine.world_size, schemes, **options)
 
-    def _ids(self, module: nn.Module) -> dict[str, float]:
+    def _ids(self, module: nn.Module, names: Mapping[tuple[str, str], str]) -> dict[str, float]:
         """Return the mean number of ids per sample of each table."""
-        names = names_in_plans(module)
         found: dict[str, float] = {}
         for path, collection in collections_of(module).items():
             for table in collection.tables:

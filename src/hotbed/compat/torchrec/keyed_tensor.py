@@ -20,10 +20,8 @@ class KeyedTensor:
 
     Parameters
     ----------
-    keys
-        Names.
-    length_per_key
-        Size of each key along ``key_dim``.
+    keys, length_per_key
+        Names, and the size of each key along ``key_dim``.
     values
         ``[B, Σ lengths]``, or a function that computes it when it is first read.
     key_dim

@@ -162,13 +162,12 @@ class _Collection(nn.Module, Generic[Config]):
         super().__init__()
         self._configs = list(tables)
         self._names = _embedding_names(self._configs)
-        place = torch.get_default_device() if device is None else torch.device(device)
+        self._place = place = torch.get_default_device() if device is None else torch.device(device)
         poolings: dict[str, Pooling] = {config.name: _pooling_of(config) for config in self._configs}
         self._weighted_means = {table for table, pooling in poolings.items() if weighted and pooling == "mean"}
         for table in self._weighted_means:
             poolings[table] = "sum"  # weights already make it a mean
         features = [Feature(name, c.name, pooling=poolings[c.name]) for name, (_, c) in self._names.items()]
-        self._place = place
         if self._configs:
             seed = int(torch.randint(2**32, (), device="cpu"))  # so torch.manual_seed decides initial values
             tables_of_rows = [_table_of(config) for config in self._configs]
@@ -416,7 +415,6 @@ class ComputeKJTToJTDict(nn.Module):
 
     @override
     def forward(self, keyed_jagged_tensor: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return the ids by key."""
         return keyed_jagged_tensor.to_dict()
 
 
@@ -425,7 +423,6 @@ class ComputeJTDictToKJT(nn.Module):
 
     @override
     def forward(self, jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """Return the batch."""
         return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
 
@@ -456,7 +453,6 @@ class KTRegroupAsDict(nn.Module):
 
     @override
     def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
-        """Return the vectors of each group by its name."""
         if not keyed_tensors:
             raise BatchError("nothing to regroup: got an empty list. Pass at least one KeyedTensor.")
         if len(dims := {keyed.key_dim() for keyed in keyed_tensors}) > 1:
