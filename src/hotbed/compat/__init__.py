@@ -4,7 +4,6 @@
 TorchRec's classes by their names.
 """
 
-from hotbed.compat.drop_in import Embedding, EmbeddingBag
-from hotbed.compat.swap import swap_embeddings
+from hotbed.compat.torch_nn import Embedding, EmbeddingBag, swap_embeddings
 
 __all__ = ["Embedding", "EmbeddingBag", "swap_embeddings"]

@@ -2,12 +2,28 @@
 
     from hotbed.compat.torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-`configs` describes tables, `tensors` holds ids and vectors, `modules` looks up, `parallel` shards and trains. What is
-there does what TorchRec's documentation says of it. Batches may also be TorchRec's own ``KeyedJaggedTensor``, and
-configs its own.
+Classes do what TorchRec's documentation describes. Batches and configs may also be TorchRec's own.
 """
 
-from hotbed.compat.torchrec.configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from hotbed.compat.torchrec.distributed import (
+    CommType,
+    DistributedModelParallel,
+    EmbeddingBagCollectionSharder,
+    EmbeddingCollectionSharder,
+    EmbeddingShardingPlanner,
+    Multistreamable,
+    ParameterConstraints,
+    Pipelineable,
+    QCommsConfig,
+    ShardingEnv,
+    ShardingType,
+    Topology,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+    get_qcomm_codecs_registry,
+    state_dict_gather,
+    state_dict_to_device,
+)
 from hotbed.compat.torchrec.keyed import (
     CombinedOptimizer,
     GradientClipping,
@@ -15,45 +31,24 @@ from hotbed.compat.torchrec.keyed import (
     KeyedOptimizer,
     KeyedOptimizerWrapper,
     OptimizerWrapper,
+    WarmupOptimizer,
+    WarmupPolicy,
+    WarmupStage,
 )
-from hotbed.compat.torchrec.keyed_tensor import KTRegroupAsDict
-from hotbed.compat.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
-from hotbed.compat.torchrec.optimizers import (
-    RowWiseAdagrad,
-    apply_optimizer_in_backward,
-    in_backward_optimizer_filter,
-)
-from hotbed.compat.torchrec.parallel import DistributedModelParallel
-from hotbed.compat.torchrec.pipeline import (
-    Multistreamable,
-    Pipelineable,
-    TrainPipelineBase,
-    TrainPipelineSparseDist,
-    state_dict_gather,
-    state_dict_to_device,
-)
-from hotbed.compat.torchrec.planning import (
-    CommType,
-    EmbeddingBagCollectionSharder,
-    EmbeddingCollectionSharder,
-    EmbeddingShardingPlanner,
-    ParameterConstraints,
-    QCommsConfig,
-    ShardingEnv,
-    ShardingType,
-    Topology,
-    get_qcomm_codecs_registry,
-)
-from hotbed.compat.torchrec.tensors import (
+from hotbed.compat.torchrec.keyed_tensor import KeyedTensor
+from hotbed.compat.torchrec.modules import (
     ComputeJTDictToKJT,
     ComputeKJTToJTDict,
-    JaggedTensor,
-    KeyedJaggedTensor,
-    KeyedTensor,
-    jt_is_equal,
-    kjt_is_equal,
+    DataType,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KTRegroupAsDict,
+    PoolingType,
 )
-from hotbed.compat.torchrec.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+from hotbed.compat.torchrec.tables import RowWiseAdagrad, apply_optimizer_in_backward, in_backward_optimizer_filter
+from hotbed.compat.torchrec.tensors import JaggedTensor, KeyedJaggedTensor, jt_is_equal, kjt_is_equal
 
 __all__ = [
     "CombinedOptimizer",

@@ -1,10 +1,12 @@
-"""Combine and wrap optimizers by the names of their parameters, as TorchRec does."""
+"""Combine, wrap and schedule optimizers by the names of their parameters, as TorchRec does."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, cast
 
@@ -74,7 +76,6 @@ class KeyedOptimizer(torch.optim.Optimizer):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
         for param in self.params.values():
             param.grad = None
 
@@ -85,7 +86,6 @@ class KeyedOptimizer(torch.optim.Optimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by the names of parameters."""
         names = {id(param): name for name, param in self.params.items()}
         state = {names[id(param)]: dict(of) for param, of in self.state.items()}
         if not self._saves_groups:
@@ -183,12 +183,10 @@ class _AroundOptimizer(KeyedOptimizer):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
         self.optimizer.zero_grad(set_to_none)
 
     @override
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters."""
         return self.optimizer.step(closure)
 
 
@@ -210,7 +208,6 @@ class KeyedOptimizerWrapper(_AroundOptimizer):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state; also a state by numbers, as ``torch.optim`` saves it."""
         if all(isinstance(key, int) for key in state_dict["state"]) and "param_groups" in state_dict:
             self.optimizer.load_state_dict(dict(state_dict))
         else:
@@ -236,60 +233,46 @@ class OptimizerWrapper(_AroundOptimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the other optimizer."""
         return self.optimizer.state_dict()
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of the other optimizer."""
         self.optimizer.load_state_dict(state_dict)
         self.post_load_state_dict()
 
 
-class TablesOptimizer(KeyedOptimizer):
-    """Show optimizers of tables as one of named parameters; all ranks must call ``state_dict`` and ``load_state_dict``.
+class TablesOptimizer(_AroundOptimizer):
+    """Show an optimizer of tables as one of named parameters. All ranks must save and load its state together.
 
-    ``names`` are those of the tables in the state, in the order of the optimizers' groups; default: their names there.
+    `step` and `zero_grad` do nothing if the optimizer steps in backward. ``path`` is that of the tables'
+    modules in the model; without it, the state has the names of the tables.
     """
 
-    def __init__(self, optims: Sequence[optim.SparseOptimizer], names: Sequence[Sequence[str]] | None = None) -> None:
-        self._optims = list(optims)
-        self._names = [list(of) for of in names or (_tables(of) for of in optims)]
+    def __init__(self, optimizer: optim.SparseOptimizer, path: str = "") -> None:
+        self.optimizer = optimizer
+        tables = [table for group in optimizer.param_groups for table in group["tables"]]
+        self._names = [f"{path}.{table}.weight" if path else table for table in tables]
         self._set_up()
 
     @property
     @override
     def params(self) -> Mapping[str, Any]:
-        """Handles of the tables by name."""
-        handles = [[param for group in of.param_groups for param in group["params"]] for of in self._optims]
-        return {name: h for of, own in zip(self._names, handles, strict=True) for name, h in zip(of, own, strict=True)}
+        return dict(zip(self._names, (p for group in self.param_groups for p in group["params"]), strict=True))
 
     @property
     @override
     def state(self) -> Any:
-        """Moments by handle."""
-        params = self.params
-        return {params[name]: state for of, names in self._each() for name, state in _states(of, names)}
-
-    @property
-    @override
-    def param_groups(self) -> Any:
-        return [group for of in self._optims for group in of.param_groups]
-
-    def _each(self) -> Iterator[tuple[optim.SparseOptimizer, list[str]]]:
-        return zip(self._optims, self._names, strict=True)
+        params, state = self.params, self.optimizer.state_dict()["state"]
+        return {params[name]: state[i] for i, name in enumerate(self._names) if i in state}
 
     @override
     def step(self, closure: Any = None) -> Any:
-        """Update the tables."""
-        for of in self._optims:
-            of.step(closure)
+        return None if self.optimizer.steps_in_backward else super().step(closure)
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
-        for of in self._optims:
-            of.zero_grad(set_to_none)
+        if not self.optimizer.steps_in_backward:
+            super().zero_grad(set_to_none)
 
     @override
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
@@ -297,40 +280,17 @@ class TablesOptimizer(KeyedOptimizer):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load moments, and ``param_groups`` if they were saved."""
-        saved = state_dict["state"]
+        saved, state = state_dict["state"], self.optimizer.state_dict()
         groups = iter(state_dict.get("param_groups", ()))
-        for of, names in self._each():
-            state = of.state_dict()
-            if missing := [name for i, name in enumerate(names) if i in state["state"] and name not in saved]:
-                raise OptimizerError(
-                    f"the saved state is of {_shown(saved)}, expected {_shown(missing)}, too. Load the state of a "
-                    "model with the same tables."
-                )
-            state["state"] = {i: saved[name] for i, name in enumerate(names) if i in state["state"]}
-            state["param_groups"] = [g | _options(next(groups, {})) for g in state["param_groups"]]
-            of.load_state_dict(state)
-
-
-def _tables(of: optim.SparseOptimizer) -> list[str]:
-    return [table for group in of.param_groups for table in group["tables"]]
-
-
-def _states(of: optim.SparseOptimizer, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    state = of.state_dict()["state"]
-    return ((name, state[i]) for i, name in enumerate(names) if i in state)
-
-
-class FusedOptimizer(TablesOptimizer):
-    """Stand for the optimizers that train tables in backward; their options can be changed, e.g. by a schedule."""
-
-    @override
-    def step(self, closure: Any = None) -> Any:
-        """Do nothing: backward has updated the tables."""
-
-    @override
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: backward has dropped the gradients."""
+        own = {i: name for i, name in enumerate(self._names) if i in state["state"]}
+        if missing := [name for name in own.values() if name not in saved]:
+            raise OptimizerError(
+                f"the saved state is of {_shown(saved)}, expected {_shown(missing)}, too. Load the state of a "
+                "model with the same tables."
+            )
+        state["state"] = {i: saved[name] for i, name in own.items()}
+        state["param_groups"] = [g | _options(next(groups, {})) for g in state["param_groups"]]
+        self.optimizer.load_state_dict(state)
 
 
 class CombinedOptimizer(KeyedOptimizer):
@@ -341,9 +301,7 @@ class CombinedOptimizer(KeyedOptimizer):
 
     def __init__(self, optims: Sequence[KeyedOptimizer | tuple[str, KeyedOptimizer] | torch.optim.Optimizer]) -> None:
         named = [of if isinstance(of, tuple) else ("", of) for of in optims]
-        self.optimizers: list[tuple[str, KeyedOptimizer]] = [
-            (name, _keyed(of, i)) for i, (name, of) in enumerate(named)
-        ]
+        self.optimizers = [(name, _keyed(of, i)) for i, (name, of) in enumerate(named)]
         self._set_up()
         names = [_joined(prefix, name) for prefix, of in self.optimizers for name in of.params]
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -355,19 +313,16 @@ class CombinedOptimizer(KeyedOptimizer):
     @property
     @override
     def params(self) -> Mapping[str, Any]:
-        """Parameters by name, with the names of the optimizers before them."""
         return {_joined(prefix, name): param for prefix, of in self.optimizers for name, param in of.params.items()}
 
     @property
     @override
     def state(self) -> Any:
-        """State of all optimizers."""
         return {param: state for _, of in self.optimizers for param, state in of.state.items()}
 
     @property
     @override
     def param_groups(self) -> Any:
-        """Groups of all optimizers."""
         return [group for _, of in self.optimizers for group in of.param_groups]
 
     @override
@@ -378,19 +333,16 @@ class CombinedOptimizer(KeyedOptimizer):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
         for _, of in self.optimizers:
             of.zero_grad(set_to_none)
 
     @override
     def step(self, closure: Any = None) -> Any:
-        """Update everything that backward has not updated."""
         for _, of in self.optimizers:
             of.step(closure)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all optimizers by the names of parameters."""
         state: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         for prefix, of in self.optimizers:
@@ -403,7 +355,6 @@ class CombinedOptimizer(KeyedOptimizer):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned."""
         groups = list(state_dict.get("param_groups", ()))
         for prefix, of in self.optimizers:
             names = {_joined(prefix, name): name for name in of.params}
@@ -417,7 +368,6 @@ class CombinedOptimizer(KeyedOptimizer):
 
     @override
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Make the state of all optimizers."""
         for _, of in self.optimizers:
             of.init_state(sparse_grad_parameter_names)
 
@@ -436,7 +386,7 @@ def _keyed(of: Any, number: int) -> KeyedOptimizer:
     if isinstance(of, KeyedOptimizer):
         return of
     if isinstance(of, optim.SparseOptimizer):
-        return TablesOptimizer([of])
+        return TablesOptimizer(of)
     if not isinstance(of, torch.optim.Optimizer):
         raise SpecError(
             f"CombinedOptimizer got a {type(of).__name__}, expected an optimizer. Wrap it: "
@@ -461,14 +411,10 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     Parameters
     ----------
-    optimizer
-        The optimizer.
     clipping
         The norm of all gradients together, each value, or nothing.
-    max_gradient
-        Largest norm or value.
-    norm_type
-        Type of the norm, e.g. 2 or ``"inf"``.
+    max_gradient, norm_type
+        Largest norm or value, and the type of the norm, e.g. 2 or ``"inf"``.
     enable_global_grad_clip, param_to_pgs
         Accepted for TorchRec's sake: parameters are not sharded, so all ranks have equal gradients.
     """
@@ -487,10 +433,159 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     @override
     def step(self, closure: Any = None) -> Any:
-        """Clip gradients, then update the parameters."""
         params = [p for g in self.param_groups for p in g["params"] if isinstance(p, Tensor) and p.grad is not None]
         if self._clipping is GradientClipping.NORM and params:
             nn.utils.clip_grad_norm_(params, self._limit, self._norm_type)
         elif self._clipping is GradientClipping.VALUE and params:
             nn.utils.clip_grad_value_(params, self._limit)
         return super().step(closure)
+
+
+class WarmupPolicy(Enum):
+    """Functions of the step that a `WarmupStage` multiplies the learning rate with."""
+
+    NONE = "none"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+    POLY = "poly"
+    STEP = "step"
+    INVSQRT = "inv_sqrt"
+    COSINE_ANNEALING_WARM_RESTARTS = "cosine_annealing_warm_restarts"
+    INTERPOLATE = "interpolate"
+
+
+@dataclass
+class WarmupStage:
+    """A part of a schedule.
+
+    Parameters
+    ----------
+    policy, lr_scale
+        Function of the step, and a further factor.
+    max_iters
+        Last step of the stage, counted from the first step of training.
+    value
+        Argument of the function: the factor at step 0 (linear), the factor (constant, step), the exponent (poly), the
+        least factor (cosine) or the factor at the start (interpolate).
+    decay_iters
+        Length of the decay of poly (default: ``max_iters``), or steps between two drops of step (default: 1).
+    sgdr_period
+        Steps of a period of the cosine.
+    start_interpolating_iters, end_value
+        First step, and the factor at ``max_iters``, of interpolate.
+    """
+
+    policy: WarmupPolicy = WarmupPolicy.LINEAR
+    max_iters: int = 1
+    value: float = 1.0
+    lr_scale: float = 1.0
+    decay_iters: int = -1
+    sgdr_period: int = 1
+    start_interpolating_iters: int | None = None
+    end_value: float | None = None
+
+    def factor(self, step: int) -> float:
+        """Return the factor of the learning rate at a step."""
+        return self.lr_scale * _FACTORS.get(self.policy.value, _FACTORS["none"])(self, step)
+
+    def check(self, start: int) -> None:
+        """Raise `SpecError` unless the stage follows one that ends at step ``start``."""
+        if self.max_iters <= start:
+            raise SpecError(
+                f"a WarmupStage has max_iters {self.max_iters}, expected more than {start}, where the stage before it "
+                "ends. Count max_iters from the first step of training."
+            )
+        first = self.start_interpolating_iters
+        if self.policy.value == "interpolate" and (first is None or self.end_value is None or first >= self.max_iters):
+            raise SpecError(
+                f"a WarmupStage has start_interpolating_iters {first} and end_value {self.end_value}, expected a step "
+                f"before max_iters {self.max_iters} and a number. Set both."
+            )
+
+
+def _cosine(stage: WarmupStage, step: int) -> float:
+    turn = math.pi * (step % stage.sgdr_period) / stage.sgdr_period
+    return stage.value + (1 - stage.value) * (1 + math.cos(turn)) / 2
+
+
+def _interpolate(stage: WarmupStage, step: int) -> float:
+    assert stage.start_interpolating_iters is not None and stage.end_value is not None
+    done = (step - stage.start_interpolating_iters) / (stage.max_iters - stage.start_interpolating_iters)
+    return stage.value + (stage.end_value - stage.value) * done
+
+
+_FACTORS: dict[str, Callable[[WarmupStage, int], float]] = {
+    "none": lambda s, step: 1.0,
+    "linear": lambda s, step: s.value + (1 - s.value) * step / s.max_iters,
+    "constant": lambda s, step: s.value,
+    "poly": lambda s, step: (1 - step / (s.decay_iters if s.decay_iters > 0 else s.max_iters)) ** s.value,
+    "step": lambda s, step: s.value ** (step // max(s.decay_iters, 1)),
+    "inv_sqrt": lambda s, step: 1 / math.sqrt(max(step, 1)),
+    "cosine_annealing_warm_restarts": _cosine,
+    "interpolate": _interpolate,
+}
+"""Functions by the values of policies, so that TorchRec's own policies will do."""
+
+
+class WarmupOptimizer(OptimizerWrapper):
+    """Set the learning rate of all groups of an optimizer by stages, after each step.
+
+    Parameters
+    ----------
+    stages
+        Stages in their order; after the last one, the learning rate is ``lr``.
+    lr, lr_param
+        The learning rate that stages multiply, and its name among the options of groups.
+    param_name
+        Name of the schedule's progress in ``state_dict``.
+    """
+
+    def __init__(
+        self,
+        optimizer: KeyedOptimizer,
+        stages: Sequence[WarmupStage],
+        lr: float = 0.1,
+        lr_param: str = "lr",
+        param_name: str = "__warmup",
+    ) -> None:
+        super().__init__(optimizer)
+        own = [WarmupStage(**vars(stage)) for stage in stages]
+        for stage, before in zip(own, [0, *(stage.max_iters for stage in own)], strict=False):
+            stage.check(before)
+        self._stages = [*own, WarmupStage(WarmupPolicy.NONE, max_iters=1 << 62)]
+        self._lr, self._lr_param, self._param_name = lr, lr_param, param_name
+        self._steps = self._stage = 0
+        self._set_lr()
+
+    def _set_lr(self) -> None:
+        lr = self._lr * self._stages[self._stage].factor(self._steps)
+        for group in self.param_groups:
+            group[self._lr_param] = lr
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self._steps += 1
+        if self._steps > self._stages[self._stage].max_iters and self._stage + 1 < len(self._stages):
+            self._stage += 1
+        self._set_lr()
+        return loss
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        progress = {"warmup": torch.tensor([self._steps, self._stage], device="cpu")}
+        return {**found, "state": {**found["state"], self._param_name: progress}}
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        state = dict(state_dict["state"])
+        progress = state.pop(self._param_name, None)
+        if progress is not None:
+            self._steps, self._stage = (int(n) for n in progress["warmup"].tolist())
+        super().load_state_dict({**state_dict, "state": state})
+
+    @override
+    def post_load_state_dict(self) -> None:
+        super().post_load_state_dict()
+        self._set_lr()

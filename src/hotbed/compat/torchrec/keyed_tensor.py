@@ -1,4 +1,4 @@
-"""Hold and regroup vectors as TorchRec does: ``KeyedTensor`` and ``KTRegroupAsDict``."""
+"""Hold and regroup vectors as TorchRec's ``KeyedTensor`` does."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from itertools import accumulate, chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils._pytree import TreeSpec, register_pytree_node
 from typing_extensions import override
 
-from hotbed.compat.torchrec.configs import DataType
 from hotbed.errors import BatchError, SpecError
-
-_CASTS = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
 
 class KeyedTensor:
@@ -23,10 +20,8 @@ class KeyedTensor:
 
     Parameters
     ----------
-    keys
-        Names.
-    length_per_key
-        Size of each key along ``key_dim``.
+    keys, length_per_key
+        Names, and the size of each key along ``key_dim``.
     values
         ``[B, Σ lengths]``, or a function that computes it when it is first read.
     key_dim
@@ -78,7 +73,7 @@ class KeyedTensor:
         keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]], keys: Sequence[str]
     ) -> dict[str, Tensor]:
         """Like `regroup`, with a name for each group."""
-        _check_names(groups, keys)
+        check_names(groups, keys)
         return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
 
     def keys(self) -> list[str]:
@@ -140,43 +135,8 @@ class KeyedTensor:
         return "KeyedTensor({\n" + ",\n".join(lines) + "\n})\n"
 
 
-class KTRegroupAsDict(nn.Module):
-    """Regroup vectors as `KeyedTensor.regroup_as_dict` does, as a module.
-
-    ``emb_dtype`` of the result is FP32, FP16 or BF16; default: that of the vectors. ``multi_device`` is accepted, and
-    without effect: the module has no tensors, so it runs on the device of the vectors.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[Sequence[str]],
-        keys: Sequence[str],
-        emb_dtype: DataType | None = None,
-        multi_device: bool = False,
-    ) -> None:
-        super().__init__()
-        del multi_device
-        _check_names(groups, keys)
-        if emb_dtype is not None and emb_dtype.value not in _CASTS:
-            raise SpecError(
-                f"emb_dtype is not a dtype of vectors: got {emb_dtype.value}, expected {', '.join(_CASTS)}. Use one of "
-                "them."
-            )
-        self._groups, self._names = [list(group) for group in groups], list(keys)
-        self._dtype = None if emb_dtype is None else _CASTS[emb_dtype.value]
-
-    @override
-    def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
-        """Return the vectors of each group by its name."""
-        if not keyed_tensors:
-            raise BatchError("nothing to regroup: got an empty list. Pass at least one KeyedTensor.")
-        if len(dims := {keyed.key_dim() for keyed in keyed_tensors}) > 1:
-            raise BatchError(f"key dims of the KeyedTensors differ: got {sorted(dims)}. Regroup each dim by itself.")
-        grouped = KeyedTensor.regroup_as_dict(keyed_tensors, self._groups, self._names)
-        return {name: vectors.to(self._dtype or vectors.dtype) for name, vectors in grouped.items()}
-
-
-def _check_names(groups: Sequence[Sequence[str]], keys: Sequence[str]) -> None:
+def check_names(groups: Sequence[Sequence[str]], keys: Sequence[str]) -> None:
+    """Raise `SpecError` unless there is a name for each group."""
     if len(groups) != len(keys):
         raise SpecError(
             f"every group needs a name: got {len(groups)} groups and {len(keys)} keys. Pass a key per group."

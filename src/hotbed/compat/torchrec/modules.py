@@ -1,37 +1,154 @@
-"""Look up as TorchRec does: ``EmbeddingBagCollection`` pools, ``EmbeddingCollection`` does not."""
+"""Describe tables and look up as TorchRec does. ``EmbeddingBagCollection`` pools, ``EmbeddingCollection`` does not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Generic
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from math import sqrt
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from typing_extensions import override
 
 from hotbed import embed
 from hotbed.bags import Bags
 from hotbed.batch import Embeddings
-from hotbed.compat.drop_in import rename_states
-from hotbed.compat.torchrec.configs import (
-    Config,
-    EmbeddingBagConfig,
-    EmbeddingConfig,
-    embedding_names,
-    feature_of,
-    is_mean,
-    is_symmetric,
-    table_of,
-)
-from hotbed.compat.torchrec.optimizers import optimizers_in_backward
-from hotbed.compat.torchrec.tables import TableView, untrained
-from hotbed.compat.torchrec.tensors import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from hotbed.compat.torch_nn import rename_states
+from hotbed.compat.torchrec.keyed_tensor import KeyedTensor, check_names
+from hotbed.compat.torchrec.tables import TableView, optimizers_in_backward, untrained
+from hotbed.compat.torchrec.tensors import JaggedTensor, KeyedJaggedTensor
 from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.optim import SparseOptimizer
+from hotbed.pooling import Pooling
+from hotbed.specs import Feature, RowDtype, Table
 
+_POOLINGS: dict[str, Pooling] = {"SUM": "sum", "MEAN": "mean"}
+_CASTS = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 _LEAST = 1e-6
 """TorchRec adds it to the sum of the weights of a bag, so that no sum is 0."""
+
+
+class PoolingType(Enum):
+    """How the vectors of a bag become one."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    NONE = "NONE"
+
+
+class DataType(Enum):
+    """What rows are stored as; those that hotbed has."""
+
+    FP32 = "FP32"
+    FP16 = "FP16"
+    BF16 = "BF16"
+    INT8 = "INT8"
+    NFP8 = "NFP8"
+
+
+_DTYPES: dict[str, RowDtype] = {"FP32": "fp32", "FP16": "fp16", "BF16": "bf16", "INT8": "int8", "NFP8": "fp8"}
+InitFn = Callable[[Tensor], object]
+
+
+@dataclass
+class EmbeddingConfig:
+    """A table whose vectors are not pooled.
+
+    Parameters
+    ----------
+    num_embeddings, embedding_dim, name, data_type
+        Rows, columns, a name of its own, and the dtype of rows.
+    feature_names
+        Features that are looked up in it; default: one of the table's name.
+    weight_init_max, weight_init_min
+        Initial values are uniform between them; default ``±√(1 / embedding_dim)``, as in TorchRec.
+    init_fn
+        Fills the table in the place of that.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    name: str = ""
+    data_type: DataType = DataType.FP32
+    feature_names: list[str] = field(default_factory=list)
+    weight_init_max: float | None = None
+    weight_init_min: float | None = None
+    init_fn: InitFn | None = None
+
+    def get_weight_init_max(self) -> float:
+        """Largest initial value."""
+        return sqrt(1 / self.embedding_dim) if self.weight_init_max is None else self.weight_init_max
+
+    def get_weight_init_min(self) -> float:
+        """Smallest initial value."""
+        return -sqrt(1 / self.embedding_dim) if self.weight_init_min is None else self.weight_init_min
+
+    def num_features(self) -> int:
+        """Number of features."""
+        return len(self.feature_names)
+
+
+@dataclass
+class EmbeddingBagConfig(EmbeddingConfig):
+    """A table whose vectors are pooled, by sum or mean; other fields are those of `EmbeddingConfig`."""
+
+    pooling: PoolingType = PoolingType.SUM
+
+
+def _table_of(config: EmbeddingConfig) -> Table:
+    """Make the table that a config describes; TorchRec's own configs will do."""
+    kind: str = config.data_type.value
+    if kind not in _DTYPES:
+        raise SpecError(f"table '{config.name}': data_type is {kind}, must be one of {', '.join(_DTYPES)}")
+    if getattr(config, "use_virtual_table", False):
+        raise SpecError(f"table '{config.name}': use_virtual_table is not supported; use a table of hotbed.Dynamic")
+    bound = config.get_weight_init_max() if _is_symmetric(config) else None
+    return Table(
+        config.name, rows=config.num_embeddings, dim=config.embedding_dim, dtype=_DTYPES[kind], init_bound=bound
+    )
+
+
+def _is_symmetric(config: EmbeddingConfig) -> bool:
+    """Whether initial values are uniform on ``±x``, which tables make by themselves, on any rank."""
+    filled = config.init_fn
+    own = getattr(filled, "keywords", None)  # TorchRec's default is a partial of uniform_ with these bounds
+    bounds = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
+    is_uniform = filled is None or (
+        getattr(getattr(filled, "func", None), "__name__", "") == "uniform_" and own == bounds
+    )
+    return is_uniform and bounds["a"] == -bounds["b"]
+
+
+Config = TypeVar("Config", bound=EmbeddingConfig)
+
+
+def _embedding_names(configs: Sequence[Config]) -> dict[str, tuple[str, Config]]:
+    """Map what is looked up, ``feature`` or (of several tables) ``feature@table``, to feature and table."""
+    names = [config.name for config in configs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"Duplicate table name {twice[0]}")
+    for config in configs:
+        config.feature_names = config.feature_names or [config.name]
+    features = [feature for config in configs for feature in config.feature_names]
+    return {
+        feature if features.count(feature) == 1 else f"{feature}@{config.name}": (feature, config)
+        for config in configs
+        for feature in config.feature_names
+    }
+
+
+def _pooling_of(config: EmbeddingConfig) -> Pooling:
+    kind = getattr(config, "pooling", None)
+    if kind is not None and kind.value not in _POOLINGS:
+        raise SpecError(
+            f"table '{config.name}': pooling is {kind.value}, must be SUM or MEAN; vectors that are not pooled are "
+            "looked up by EmbeddingCollection"
+        )
+    return "none" if kind is None else _POOLINGS[kind.value]
 
 
 class _Collection(nn.Module, Generic[Config]):
@@ -44,14 +161,16 @@ class _Collection(nn.Module, Generic[Config]):
     def __init__(self, tables: Sequence[Config], device: torch.device | str | None, weighted: bool = False) -> None:
         super().__init__()
         self._configs = list(tables)
-        self._names = embedding_names(self._configs)
-        place = torch.get_default_device() if device is None else torch.device(device)
-        self._has_weighted_means = weighted and any(map(is_mean, self._configs))
-        features = [feature_of(name, config, weighted) for name, (_, config) in self._names.items()]
-        self._place = place
+        self._names = _embedding_names(self._configs)
+        self._place = place = torch.get_default_device() if device is None else torch.device(device)
+        poolings: dict[str, Pooling] = {config.name: _pooling_of(config) for config in self._configs}
+        self._weighted_means = {table for table, pooling in poolings.items() if weighted and pooling == "mean"}
+        for table in self._weighted_means:
+            poolings[table] = "sum"  # weights already make it a mean
+        features = [Feature(name, c.name, pooling=poolings[c.name]) for name, (_, c) in self._names.items()]
         if self._configs:
             seed = int(torch.randint(2**32, (), device="cpu"))  # so torch.manual_seed decides initial values
-            tables_of_rows = [table_of(config) for config in self._configs]
+            tables_of_rows = [_table_of(config) for config in self._configs]
             self.rows = embed.EmbeddingCollection(tables_of_rows, features, seed=seed, device=place)
             self.rows.are_parameters = True
         setattr(self, self.views_name, nn.ModuleDict({c.name: TableView(self.rows, c.name) for c in self._configs}))
@@ -64,7 +183,7 @@ class _Collection(nn.Module, Generic[Config]):
     @torch.no_grad()
     def _initialize(self, config: EmbeddingConfig, place: torch.device) -> None:
         """Fill a table as its config says, where that is not what tables do by themselves."""
-        if is_symmetric(config):
+        if _is_symmetric(config):
             return
         if place.type == "meta":
             raise SpecError(
@@ -141,16 +260,16 @@ class _Collection(nn.Module, Generic[Config]):
         if weighted and weights is None:
             raise BatchError("the collection is_weighted, the batch has no weights; give it some, or is_weighted=False")
         ids = Jagged.from_keyed(features.keys(), features.values(), features.lengths(), weights)
-        if self._features == tuple(self._names) and not (weighted and self._has_weighted_means):
+        if self._features == tuple(self._names) and not self._weighted_means:
             return ids
         given = ids.to_dict()  # a feature of several tables comes once for each
-        of_names = {name: feature for name, (feature, _) in self._names.items()}
         own: dict[str, Tensor] = {}
         for name, (feature, config) in self._names.items():
             bags = ids[feature]
             if bags.weights is not None:
-                own[name] = _shares(bags.weights, bags.lengths()) if is_mean(config) else bags.weights
-        return Jagged.from_dict({name: given[ids.names[ids.index(f)]] for name, f in of_names.items()}, own)
+                is_mean = config.name in self._weighted_means
+                own[name] = _shares(bags.weights, bags.lengths()) if is_mean else bags.weights
+        return Jagged.from_dict({name: given[ids.names[ids.index(f)]] for name, (f, _) in self._names.items()}, own)
 
 
 class EmbeddingBagCollection(_Collection[EmbeddingBagConfig]):
@@ -201,15 +320,10 @@ class EmbeddingBagCollection(_Collection[EmbeddingBagConfig]):
 
     def _pooled(self, bags: Bags, view: TableView) -> Tensor:
         """Pool rows of a table with a dense gradient."""
-        offsets = torch.nn.functional.pad(bags.lengths().cumsum(0), (1, 0))
-        pooling = next(f.pooling for f in self.rows.features if f.table == view.ref.table)
-        return torch.nn.functional.embedding_bag(
-            bags.values.long(),
-            view.parameter,
-            offsets,
-            mode=pooling,
-            per_sample_weights=bags.weights,
-            include_last_offset=True,
+        ids, offsets = bags.values.long(), functional.pad(bags.lengths().cumsum(0), (1, 0))
+        mode = next(f.pooling for f in self.rows.features if f.table == view.ref.table)
+        return functional.embedding_bag(
+            ids, view.parameter, offsets, mode=mode, per_sample_weights=bags.weights, include_last_offset=True
         )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -264,8 +378,8 @@ class EmbeddingCollection(_Collection[EmbeddingConfig]):
                 values = values if view is None else untrained(values, view)
             else:
                 bags = checked[name]
-                offsets = torch.nn.functional.pad(bags.lengths().cumsum(0), (1, 0))
-                values = torch.nn.functional.embedding(bags.values.long(), view.parameter).to(self.rows.dtype)
+                offsets = functional.pad(bags.lengths().cumsum(0), (1, 0))
+                values = functional.embedding(bags.values.long(), view.parameter).to(self.rows.dtype)
             indices = ids[name].values if self._need_indices else None
             made[name] = JaggedTensor(values, indices, offsets=offsets)
         return made
@@ -294,3 +408,54 @@ def _shares(weights: Tensor, lengths: Tensor) -> Tensor:
     """Divide weights ``[N]`` by their sum in each bag, which is a constant for gradients, as in TorchRec."""
     sums = torch.segment_reduce(weights.detach().float(), "sum", lengths=lengths)
     return weights / (sums + _LEAST).repeat_interleave(lengths)
+
+
+class ComputeKJTToJTDict(nn.Module):
+    """Convert a `KeyedJaggedTensor` to a dict of `JaggedTensor`."""
+
+    @override
+    def forward(self, keyed_jagged_tensor: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        return keyed_jagged_tensor.to_dict()
+
+
+class ComputeJTDictToKJT(nn.Module):
+    """Convert a dict of `JaggedTensor` to a `KeyedJaggedTensor`."""
+
+    @override
+    def forward(self, jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor.from_jt_dict(jt_dict)
+
+
+class KTRegroupAsDict(nn.Module):
+    """Regroup vectors as `KeyedTensor.regroup_as_dict` does, as a module.
+
+    ``emb_dtype`` of the result is FP32, FP16 or BF16; default: that of the vectors. ``multi_device`` is accepted, and
+    without effect: the module has no tensors, so it runs on the device of the vectors.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[str]],
+        keys: Sequence[str],
+        emb_dtype: DataType | None = None,
+        multi_device: bool = False,
+    ) -> None:
+        super().__init__()
+        del multi_device
+        check_names(groups, keys)
+        if emb_dtype is not None and emb_dtype.value not in _CASTS:
+            raise SpecError(
+                f"emb_dtype is not a dtype of vectors: got {emb_dtype.value}, expected {', '.join(_CASTS)}. Use one of "
+                "them."
+            )
+        self._groups, self._names = [list(group) for group in groups], list(keys)
+        self._dtype = None if emb_dtype is None else _CASTS[emb_dtype.value]
+
+    @override
+    def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
+        if not keyed_tensors:
+            raise BatchError("nothing to regroup: got an empty list. Pass at least one KeyedTensor.")
+        if len(dims := {keyed.key_dim() for keyed in keyed_tensors}) > 1:
+            raise BatchError(f"key dims of the KeyedTensors differ: got {sorted(dims)}. Regroup each dim by itself.")
+        grouped = KeyedTensor.regroup_as_dict(keyed_tensors, self._groups, self._names)
+        return {name: vectors.to(self._dtype or vectors.dtype) for name, vectors in grouped.items()}

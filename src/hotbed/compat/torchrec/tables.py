@@ -1,4 +1,4 @@
-"""Show each table of a collection as a parameter, as TorchRec does.
+"""Show each table of a collection as a parameter, and train tables in backward, as TorchRec does.
 
 A table that is float32 and whole on this rank is a parameter ``[R, D]`` that shares its memory. While no optimizer of
 hotbed trains it, it is looked up with a dense gradient, so any optimizer of torch trains it as it trains TorchRec's.
@@ -7,7 +7,7 @@ Any other table is a parameter without elements, which only stands for it, for e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed import embed, optim
-from hotbed.compat.drop_in import weight_of
-from hotbed.errors import OptimizerError, SpecError
+from hotbed.compat.torch_nn import Refused, TableRows
+from hotbed.errors import OptimizerError, SpecError, did_you_mean
 
 
 @dataclass
@@ -65,7 +65,7 @@ class TableView(nn.Module):
         is_sparse = self.ref.applied is not None or self.ref.table not in self.ref.rows.idle_tables()
         if self.has_rows and not (is_sparse and self.parameter.requires_grad):
             return self.parameter
-        return weight_of(self.ref.rows, self.ref.table)
+        return TableRows.of(self.ref.rows, self.ref.table)
 
     @property
     def has_rows(self) -> bool:
@@ -124,21 +124,6 @@ class TableView(nn.Module):
         self._show()
 
 
-class Untrained(torch.autograd.Function):
-    """Return vectors of a table that no optimizer trains, and refuse a gradient of them."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, vectors: Tensor, why: str) -> Tensor:
-        """Return the vectors."""
-        ctx.why = why
-        return vectors.view_as(vectors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Raise `OptimizerError`."""
-        raise OptimizerError(ctx.why)
-
-
 def untrained(vectors: Tensor, view: TableView) -> Tensor:
     """Let a backward pass that reaches vectors of a table without an optimizer raise `OptimizerError`."""
     rows, table = view.ref.rows, view.ref.table
@@ -155,4 +140,199 @@ def untrained(vectors: Tensor, view: TableView) -> Tensor:
             "    optimizer = hotbed.optim.RowWiseAdagrad(model, lr=0.01)\n"
             "    optimizer.in_backward()  # or call its step() and zero_grad()"
         )
-    return Untrained.apply(rows.handles[table], vectors, why)
+    return Refused.apply(rows.handles[table], vectors, OptimizerError, why)
+
+
+_BY_NAME: dict[str, type[optim.SparseOptimizer]] = {
+    name: getattr(optim, name)
+    for name in ("SGD", "Adagrad", "RowWiseAdagrad", "Adam", "AdamW", "PartialRowWiseAdam", "LAMB")
+}
+
+
+def apply_optimizer_in_backward(
+    optimizer_class: type, params: Iterable[nn.Parameter], optimizer_kwargs: Mapping[str, Any]
+) -> None:
+    """Have tables trained at the end of each backward; call it before the model is distributed.
+
+    Parameters
+    ----------
+    optimizer_class, optimizer_kwargs
+        Class of hotbed, torch or TorchRec, which selects hotbed's of that name, and its options. The defaults are
+        FBGEMM's: lr 0.01, eps 1e-8.
+    params
+        ``collection.parameters()``: parameters of tables only.
+    """
+    name = optimizer_class.__name__
+    if name not in _BY_NAME:
+        raise SpecError(
+            f"no optimizer of tables is called '{name}'{did_you_mean(name, _BY_NAME)}; there are {', '.join(_BY_NAME)}"
+        )
+    defaults = {"lr": 0.01} if name == "SGD" else {"lr": 0.01, "eps": 1e-8}
+    for param in params:
+        ref = table_of(param)
+        if ref is None:
+            raise SpecError(
+                f"a parameter {list(param.shape)} is no table's; give apply_optimizer_in_backward the parameters of "
+                "embedding collections, and torch.optim the rest"
+            )
+        if ref.is_used:
+            raise OptimizerError(
+                f"table '{ref.table}' is trained already; apply an optimizer before the first training step, and "
+                "before the model is distributed"
+            )
+        ref.applied = _BY_NAME[name], defaults | dict(optimizer_kwargs)
+
+
+_FUSED = {
+    "sgd": optim.SGD,
+    "exact_sgd": optim.SGD,
+    "exact_adagrad": optim.Adagrad,
+    "exact_row_wise_adagrad": optim.RowWiseAdagrad,
+    "adam": optim.Adam,
+    "partial_row_wise_adam": optim.PartialRowWiseAdam,
+    "lamb": optim.LAMB,
+}
+"""Optimizers by the values of FBGEMM's ``EmbOptimType``."""
+
+
+def _of_fused_params(params: Mapping[str, Any]) -> tuple[type[optim.SparseOptimizer], dict[str, Any]]:
+    """Return the optimizer and options that a sharder's ``fused_params`` name; SGD by default, as in FBGEMM."""
+    given = dict(params)
+    chosen = given.pop("optimizer", "exact_sgd")
+    name = str(getattr(chosen, "value", chosen)).lower().replace("rowwise", "row_wise")
+    if name not in _FUSED:
+        raise SpecError(
+            f"fused_params has optimizer '{name}'{did_you_mean(name, _FUSED)}, expected one of {', '.join(_FUSED)}. Or "
+            "leave it out, and call apply_optimizer_in_backward."
+        )
+    options: dict[str, Any] = {"lr": given.pop("learning_rate", 0.01)}
+    if "beta1" in given or "beta2" in given:
+        options["betas"] = given.pop("beta1", 0.9), given.pop("beta2", 0.999)
+    options |= {key: given.pop(key) for key in ("eps", "weight_decay") if key in given}
+    if _FUSED[name] is optim.SGD:
+        options.pop("eps", None)  # FBGEMM ignores it
+    if given:
+        raise SpecError(
+            f"fused_params has '{next(iter(given))}', expected optimizer, learning_rate, eps, weight_decay, beta1, "
+            "beta2. Caches and tiers are options of hotbed.distribute: DistributedModelParallel(…, plan=…, memory=…)."
+        )
+    return _FUSED[name], options
+
+
+def adopt_optimizers(views: Iterable[TableView], fused_params: Mapping[str, Any]) -> None:
+    """Apply the optimizers that `torch.distributed.optim._apply_optimizer_in_backward` chose for tables.
+
+    Tables for which none was chosen get the optimizer of ``fused_params``; default SGD with lr 0.01, as in TorchRec.
+    """
+    for view in views:
+        chosen: list[type] = getattr(view.parameter, "_optimizer_classes", [])
+        if len(chosen) > 1:
+            raise SpecError(
+                f"table '{view.ref.table}' has {len(chosen)} optimizers in backward "
+                f"({', '.join(kind.__name__ for kind in chosen)}), expected one. Apply one optimizer to it."
+            )
+        if view.ref.applied is None:
+            kind, options = _of_fused_params(fused_params)
+            if chosen:
+                kind, options = chosen[0], getattr(view.parameter, "_optimizer_kwargs")[0]  # noqa: B009
+            apply_optimizer_in_backward(kind, [view.parameter], options)
+
+
+def optimizers_in_backward(refs: Iterable[TableRef]) -> list[optim.SparseOptimizer]:
+    """Make the optimizers that were applied to the tables of a collection, one for those of equal options."""
+    made: list[optim.SparseOptimizer] = []
+    of_options: dict[str, list[TableRef]] = {}
+    for ref in refs:
+        if ref.applied is not None:
+            kind, options = ref.applied
+            of_options.setdefault(f"{kind.__name__} {sorted(options.items())}", []).append(ref)
+    for same in of_options.values():
+        assert same[0].applied is not None
+        kind, options = same[0].applied
+        selected = optim.TableSelection(same[0].rows, [ref.table for ref in same])
+        made.append(kind(selected, **options).in_backward())
+        for ref in same:
+            ref.is_used = True
+    return made
+
+
+def in_backward_optimizer_filter(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], include: bool = False
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that backward does not train, or with ``include`` those that it trains, as TorchRec does.
+
+    Tables of a distributed model are always trained by backward. Tables of another model are if an optimizer was
+    applied to them, by `apply_optimizer_in_backward` or by torch's function of that name.
+    """
+    for name, param in named_parameters:
+        ref = table_of(param)
+        by_hotbed = ref is not None and (ref.applied is not None or ref.rows.is_distributed)
+        if (by_hotbed or hasattr(param, "_in_backward_optimizers")) == include:
+            yield name, param
+
+
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """Train matrices with one learning rate per row, which falls with the row's squared gradients.
+
+    `apply_optimizer_in_backward` and `DistributedModelParallel` train tables by `hotbed.optim.RowWiseAdagrad` if they
+    are given this class. As an optimizer of its own it needs dense gradients, as TorchRec's class does.
+
+    Parameters
+    ----------
+    params
+        Parameters ``[R, D]``, or groups of them. A module gives `hotbed.optim.RowWiseAdagrad` of its tables.
+    lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize
+        As for ``torch.optim.Adagrad``.
+    """
+
+    def __new__(cls, params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Return the optimizer of hotbed for a module."""
+        if isinstance(params, nn.Module):
+            return optim.RowWiseAdagrad(params, *args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(  # pyright: ignore[reportInconsistentConstructor]
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        options = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps, "maximize": maximize}
+        super().__init__(params, {**options, "initial_accumulator_value": initial_accumulator_value})
+        for param, group in self._each():
+            if table_of(param) is not None and not param.numel():
+                continue  # backward trains this table, or refuses to
+            if param.dim() != 2:
+                raise OptimizerError(
+                    f"RowWiseAdagrad got a parameter of shape {list(param.shape)}, expected [rows, columns]. Give the "
+                    "parameters of embedding collections to it, and the rest to torch.optim.Adagrad."
+                )
+            start = float(group["initial_accumulator_value"])
+            self.state[param] = {"step": 0, "sum": param.new_full((len(param), 1), start, requires_grad=False)}
+
+    def _each(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        return ((param, group) for group in self.param_groups for param in group["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update the parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for param, group in self._each():
+            if param.grad is None:
+                continue
+            state, grad = self.state[param], -param.grad if group["maximize"] else param.grad
+            if group["weight_decay"]:
+                grad = grad.add(param, alpha=group["weight_decay"])
+            state["sum"] += grad.square().mean(dim=1, keepdim=True)
+            lr = group["lr"] / (1 + state["step"] * group["lr_decay"])
+            param.addcdiv_(grad, (state["sum"].sqrt() + group["eps"]).expand_as(grad), value=-lr)
+            state["step"] += 1
+        return loss

@@ -1,4 +1,4 @@
-"""Hold ids and their lengths as TorchRec's ``KeyedJaggedTensor`` does.
+"""Hold ids and their lengths as TorchRec's ``JaggedTensor`` and ``KeyedJaggedTensor`` do.
 
 Values beyond the sum of the lengths are not read. A `KeyedJaggedTensor` may have a different number of samples for each
 key, but collections of this package refuse such a batch.
@@ -7,35 +7,232 @@ key, but collections of this package refuse such a batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from itertools import accumulate, chain, pairwise
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.fx._pytree import register_pytree_flatten_spec
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 from typing_extensions import override
 
-from hotbed.compat.torchrec.jagged_tensor import (
-    TENSORS,
-    JaggedBase,
-    JaggedTensor,
-    are_close,
-    format_bags,
-    jt_is_equal,
-    offsets_like,
-    register_tree,
-)
-from hotbed.compat.torchrec.keyed_tensor import KeyedTensor
+from hotbed.bags import check_integers, describe, offsets_of, padding_mask
 from hotbed.errors import BatchError
 
-__all__ = [
-    "ComputeJTDictToKJT",
-    "ComputeKJTToJTDict",
-    "JaggedTensor",
-    "KeyedJaggedTensor",
-    "KeyedTensor",
-    "jt_is_equal",
-    "kjt_is_equal",
-]
+_TENSORS = ("_values", "_weights", "_lengths", "_offsets")
+
+
+class JaggedBase:
+    """Hold values, their weights, and lengths or offsets of bags. The other one is computed when it is first read."""
+
+    _no_keys: tuple[Any, ...] = ()
+    """First arguments of the constructor for an object without keys."""
+    _moved = _TENSORS
+    """Attributes that are tensors on the device of the values, or None."""
+
+    def __init__(
+        self,
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        if lengths is None and offsets is None:
+            raise BatchError("neither lengths nor offsets are given. Pass one of them.")
+        for name, given in (("lengths", lengths), ("offsets", offsets)):
+            if given is not None:
+                check_integers(name, given)
+        self._values, self._weights, self._lengths, self._offsets = values, weights, lengths, offsets
+
+    @classmethod
+    def empty(
+        cls,
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        values_dtype: torch.dtype | None = None,
+        weights_dtype: torch.dtype | None = None,
+        lengths_dtype: torch.dtype = torch.int32,
+    ) -> Self:
+        """Build one without samples, and without keys."""
+        values = torch.empty(0, dtype=values_dtype, device=device)
+        weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
+        lengths = torch.empty(0, dtype=lengths_dtype, device=device)
+        offsets = None if cls._no_keys else torch.empty_like(lengths)  # as in TorchRec
+        return cast("Any", cls)(*cls._no_keys, values, weights, lengths, offsets)
+
+    def values(self) -> Tensor:
+        """Return all values ``[N, …]``."""
+        return self._values
+
+    def weights(self) -> Tensor:
+        """Return one weight per value. A `BatchError` is raised if there are none."""
+        if self._weights is None:
+            raise BatchError("this (Keyed)JaggedTensor has no weights. Pass weights to its constructor.")
+        return self._weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """Return one weight per value, or None."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """Return the number of values of each bag: ``[B]``, or ``[F · B]`` for several keys."""
+        if self._lengths is None:
+            assert self._offsets is not None
+            self._lengths = self._offsets.diff()
+        return self._lengths
+
+    def lengths_or_none(self) -> Tensor | None:
+        """Return the lengths if they were given or computed, else None."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Return the position where each bag starts, and the end. The dtype is that of int32 or int64 lengths."""
+        if self._offsets is None:
+            self._offsets = _offsets_like(self.lengths().reshape(-1))
+        return self._offsets
+
+    def offsets_or_none(self) -> Tensor | None:
+        """Return the offsets if they were given or computed, else None."""
+        return self._offsets
+
+    def device(self) -> torch.device:
+        """Return the device of the values."""
+        return self._values.device
+
+    def size_in_bytes(self) -> int:
+        """Return the number of bytes of all tensors."""
+        return sum(t.element_size() * t.numel() for t in self._tensors())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory until the stream has finished the work that uses it."""
+        for t in self._tensors():
+            t.record_stream(stream)  # pyright: ignore[reportArgumentType]
+
+    def copy_(self, jt: Self, non_blocking: bool = False) -> Self:
+        """Copy the content of another one of the same shapes into these tensors."""
+        for name in self._moved:
+            mine, given = getattr(self, name), getattr(jt, name)
+            if mine is not None and given is not None:
+                mine.copy_(given, non_blocking=non_blocking)
+        return self
+
+    def _tensors(self) -> list[Tensor]:
+        return [t for name in _TENSORS if (t := getattr(self, name)) is not None]
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        changed = copy(self)
+        for name in self._moved:
+            if (given := getattr(self, name)) is not None:
+                setattr(changed, name, change(given))
+        return changed
+
+    def _without_samples(self) -> Self:
+        """Return one without samples and keys, of the same dtypes."""
+        none = None if self._weights is None else self._weights.new_empty(0)
+        return cast("Any", type(self))(*self._no_keys, self._values.new_empty(0), none, self.lengths().new_empty(0))
+
+
+class JaggedTensor(JaggedBase):
+    """Hold the values of samples, any number per sample.
+
+    Parameters
+    ----------
+    values, weights
+        Values ``[N, …]``, sample by sample, and one weight per value or None.
+    lengths, offsets
+        Number of values of each sample ``[B]``, or the position where each sample starts, and the end ``[B + 1]``.
+        One of them is needed.
+    """
+
+    @staticmethod
+    def empty_like(jt: JaggedTensor, device: torch.device | str | None = None) -> JaggedTensor:
+        """Build one without samples of the same dtypes, or, on a device, one of the same shapes without content."""
+        return jt._without_samples() if device is None else jt._map(lambda t: torch.empty_like(t, device=device))
+
+    @classmethod
+    def from_dense(cls, values: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Self:
+        """Build from one tensor of values per sample. Lengths are int32."""
+        joined = torch.cat(list(values))
+        lengths = torch.tensor([len(v) for v in values], dtype=torch.int32, device=joined.device)
+        return cls(joined, None if weights is None else torch.cat(list(weights)), lengths)
+
+    @classmethod
+    def from_dense_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Self:
+        """Build from padded values ``[B, L]``: the first ``lengths [B]`` of each row are the values of a sample."""
+        check_integers("lengths", lengths)
+        if len(lengths) and int(lengths.max()) > values.shape[1]:
+            raise BatchError(
+                f"a length is larger than the padded length: got {int(lengths.max())}, expected at most "
+                f"{values.shape[1]}. Correct the lengths."
+            )
+        mask = padding_mask(lengths, values.shape[1], None)
+        return cls(values[mask], None if weights is None else weights[mask], lengths)
+
+    def to_dense(self) -> list[Tensor]:
+        """Return the values of each sample."""
+        return [self._values[start:end] for start, end in pairwise(self.offsets().tolist())]
+
+    def to_dense_weights(self) -> list[Tensor] | None:
+        """Return the weights of each sample, or None if there are none."""
+        weights = self._weights
+        return None if weights is None else [weights[a:b] for a, b in pairwise(self.offsets().tolist())]
+
+    def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
+        """Return values ``[B, L, …]``, cut or padded to ``desired_length`` (default: that of the longest sample)."""
+        return self._padded(self._values, desired_length, padding_value)
+
+    def to_padded_dense_weights(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor | None:
+        """Return weights ``[B, L, …]`` like `to_padded_dense`, or None if there are none."""
+        return None if self._weights is None else self._padded(self._weights, desired_length, padding_value)
+
+    def _padded(self, data: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
+        lengths = self.lengths()
+        longest = desired_length if desired_length is not None else int(lengths.max()) if len(lengths) else 0
+        padded = data.new_full((len(lengths), longest, *data.shape[1:]), padding_value)
+        mask = padding_mask(lengths, longest, None)
+        places = self.offsets()[: len(lengths), None] + torch.arange(longest, device=lengths.device)
+        padded[mask] = data[places[mask]]
+        return padded
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedTensor:
+        """Copy to a device."""
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    @override
+    def __str__(self) -> str:
+        offsets = self.offsets().tolist()
+        values = _format_bags(self._values, offsets)
+        if self._weights is None:
+            return f"JaggedTensor({{\n    {values}\n}})\n"
+        return f'JaggedTensor({{\n    "values": {values},\n    "weights": {_format_bags(self._weights, offsets)}\n}})\n'
+
+
+def jt_is_equal(jt_1: object, jt_2: object) -> bool:
+    """Return whether both are `JaggedTensor` with close values and weights, and equal lengths."""
+    return isinstance(jt_1, JaggedTensor) and isinstance(jt_2, JaggedTensor) and _are_close(jt_1, jt_2)
+
+
+def _are_close(first: JaggedBase, second: JaggedBase) -> bool:
+    """Return whether values and weights are close, and lengths and offsets equal."""
+    parts = (JaggedBase.values, JaggedBase.weights_or_none, JaggedBase.lengths, JaggedBase.offsets)
+    return all(
+        a is b if a is None or b is None else a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b)
+        for a, b in ((part(first), part(second)) for part in parts)
+    )
+
+
+def _offsets_like(lengths: Tensor) -> Tensor:
+    """Sum lengths up along the last dim, with a leading 0. Offsets of int32 lengths are int32, as in TorchRec."""
+    offsets = offsets_of(lengths)
+    return offsets.to(torch.int32) if lengths.dtype == torch.int32 else offsets
+
+
+def _format_bags(values: Tensor, offsets: Sequence[int]) -> str:
+    """Format the values of each bag as a list."""
+    if values.dim() > 2:
+        raise BatchError(f"values have too many dims to print: got {describe(values)}, expected 2. Print values().")
+    return str([values[start:end].tolist() for start, end in pairwise(offsets)])
 
 
 class KeyedJaggedTensor(JaggedBase):
@@ -43,10 +240,8 @@ class KeyedJaggedTensor(JaggedBase):
 
     Parameters
     ----------
-    keys, values
-        Names, and all ids ``[N]``.
-    weights
-        One per id, or None.
+    keys, values, weights
+        Names, all ids ``[N]``, and one weight per id or None.
     lengths, offsets
         Number of ids of each bag ``[F · B]``, or the position where each bag starts, and the end ``[F · B + 1]``. One
         of them is needed, unless there are no keys.
@@ -63,6 +258,7 @@ class KeyedJaggedTensor(JaggedBase):
     """
 
     _no_keys = ((),)
+    _moved = (*_TENSORS, "_inverse_indices")
 
     def __init__(
         self,
@@ -89,7 +285,7 @@ class KeyedJaggedTensor(JaggedBase):
         if stride_per_key_per_rank is not None and not isinstance(stride_per_key_per_rank, Tensor):
             stride_per_key_per_rank = torch.tensor(stride_per_key_per_rank, dtype=torch.int32, device="cpu")
         self._stride_per_key_per_rank = stride_per_key_per_rank
-        self._inverse_indices = inverse_indices
+        self._inverse_keys, self._inverse_indices = inverse_indices or (None, None)
         self._length_per_key = None if length_per_key is None else list(length_per_key)
         self._stride = stride
         bags = self._count_bags()
@@ -111,10 +307,9 @@ class KeyedJaggedTensor(JaggedBase):
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> Self:
         """Build from offsets ``[F · B + 1]``."""
-        made = cls(
+        return cls(
             keys, values, weights, None, offsets, stride, stride_per_key_per_rank, inverse_indices=inverse_indices
-        )
-        return made.sync()
+        ).sync()
 
     @classmethod
     def from_lengths_sync(
@@ -128,42 +323,41 @@ class KeyedJaggedTensor(JaggedBase):
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> Self:
         """Build from lengths ``[F · B]``."""
-        made = cls(
+        return cls(
             keys, values, weights, lengths, None, stride, stride_per_key_per_rank, inverse_indices=inverse_indices
-        )
-        return made.sync()
+        ).sync()
 
-    @classmethod
-    def from_jt_dict(cls, jt_dict: Mapping[str, JaggedTensor]) -> Self:
+    @staticmethod
+    def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
         """Build from a jagged tensor per key. If only some have weights, ids of the others have the weight 1."""
         if not jt_dict:
-            return cls.empty()
+            return KeyedJaggedTensor.empty()
         bags = [jt.lengths() for jt in jt_dict.values()]
-        strides = [len(lengths) for lengths in bags]
-        varies = len(set(strides)) > 1
+        varies = len({len(lengths) for lengths in bags}) > 1
         counts = _sums(bags) if not bags[0].is_meta else [len(jt.values()) for jt in jt_dict.values()]
-        parts = [JaggedTensor(*_first(jt, n), jt.lengths()) for jt, n in zip(jt_dict.values(), counts, strict=True)]
-        weighted = any(part.weights_or_none() is not None for part in parts)
-        return cls(
-            list(jt_dict),
-            torch.cat([part.values() for part in parts]),
-            torch.cat([_weights_or_ones(part) for part in parts]) if weighted else None,
-            torch.cat(bags),
-            stride_per_key_per_rank=[[stride] for stride in strides] if varies else None,
-            length_per_key=counts,
-        )
+        of_keys = [jt.weights_or_none() for jt in jt_dict.values()]
+        weighted = any(weights is not None for weights in of_keys)
+        parts = [
+            KeyedJaggedTensor(
+                [key],
+                jt.values(),
+                torch.ones(len(jt.values()), device=jt.device()) if weighted and weights is None else weights,
+                lengths,
+                stride_per_key_per_rank=[[len(lengths)]] if varies else None,
+                length_per_key=[count],
+            )
+            for (key, jt), weights, lengths, count in zip(jt_dict.items(), of_keys, bags, counts, strict=True)
+        ]
+        return _join(parts)
 
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
         """Build one without keys for as many samples, or, on a device, one of the same shapes without content."""
         if device is not None:
             return kjt._map(lambda t: torch.empty_like(t, device=device))
-        weights, strides = kjt.weights_or_none(), kjt._stride_per_key_per_rank
-        none = None if weights is None else weights.new_empty(0)
-        lengths, stride = kjt.lengths().new_empty(0), kjt.stride() if strides is None else None
-        return KeyedJaggedTensor(
-            [], kjt.values().new_empty(0), none, lengths, stride=stride, stride_per_key_per_rank=strides
-        )
+        made, strides = kjt._without_samples(), kjt._stride_per_key_per_rank
+        made._stride, made._stride_per_key_per_rank = kjt.stride() if strides is None else 0, strides
+        return made
 
     @staticmethod
     def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
@@ -197,8 +391,8 @@ class KeyedJaggedTensor(JaggedBase):
                 self._stride = 0
             elif strides is None:
                 self._stride = self._count_bags() // len(self._keys)
-            elif inverse is not None and inverse[1].numel():
-                self._stride = inverse[1].shape[-1]
+            elif inverse is not None and inverse.numel():
+                self._stride = inverse.shape[-1]
             else:
                 self._stride = int(strides.sum(1).max())
         return self._stride
@@ -218,13 +412,14 @@ class KeyedJaggedTensor(JaggedBase):
 
     def inverse_indices(self) -> tuple[list[str], Tensor]:
         """Return the inverse indices. A `BatchError` is raised if there are none."""
-        if self._inverse_indices is None:
+        if (inverse := self.inverse_indices_or_none()) is None:
             raise BatchError("this KeyedJaggedTensor has no inverse indices. Pass them to its constructor.")
-        return self._inverse_indices
+        return inverse
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
         """Return the inverse indices, or None."""
-        return self._inverse_indices
+        keys, indices = self._inverse_keys, self._inverse_indices
+        return None if keys is None or indices is None else (keys, indices)
 
     def length_per_key(self) -> list[int]:
         """Return the number of ids of each key. It is computed once; on ``meta``, ids are divided evenly."""
@@ -284,9 +479,9 @@ class KeyedJaggedTensor(JaggedBase):
         offsets: Sequence[Tensor | None] = [None] * len(lengths)
         if compute_offsets and not self.variable_stride_per_key():
             by_key = self.lengths().reshape(len(lengths), -1)
-            offsets = (offsets_like(by_key) if by_key.numel() else by_key).unbind()
+            offsets = (_offsets_like(by_key) if by_key.numel() else by_key).unbind()
         elif compute_offsets:
-            offsets = [offsets_like(bags) for bags in lengths]
+            offsets = [_offsets_like(bags) for bags in lengths]
         parts = zip(values, weights, lengths, offsets, strict=True)
         return {key: JaggedTensor(*tensors) for key, tensors in zip(self._keys, parts, strict=True)}
 
@@ -319,15 +514,9 @@ class KeyedJaggedTensor(JaggedBase):
 
     def flatten_lengths(self) -> KeyedJaggedTensor:
         """Return a copy with lengths ``[F · B]``, if they were ``[F, B]``."""
-        return KeyedJaggedTensor(
-            self._keys,
-            self._values,
-            self._weights,
-            self.lengths().reshape(-1),
-            stride=self._stride,
-            stride_per_key_per_rank=self._stride_per_key_per_rank,
-            length_per_key=self.length_per_key(),
-        )
+        flat = copy(self)
+        flat._lengths = self.lengths().reshape(-1)
+        return flat.sync()
 
     def to(
         self,
@@ -345,26 +534,21 @@ class KeyedJaggedTensor(JaggedBase):
         """Copy to page-locked memory."""
         return self._map(lambda t: t.pin_memory())
 
-    def copy_(self, kjt: KeyedJaggedTensor, non_blocking: bool = False) -> Self:
-        """Copy the content of another one of the same shapes into these tensors."""
-        self._copy_tensors(kjt, non_blocking)
-        mine, given = self._inverse_indices, kjt._inverse_indices
-        if mine is not None and given is not None:
-            self._inverse_indices = given[0], mine[1].copy_(given[1], non_blocking=non_blocking)
+    @override
+    def copy_(self, kjt: Self, non_blocking: bool = False) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().copy_(kjt, non_blocking)
+        self._inverse_keys = kjt._inverse_keys or self._inverse_keys
         self._length_per_key, self._stride_per_key_per_rank = kjt._length_per_key, kjt._stride_per_key_per_rank
         return self
 
     @override
     def size_in_bytes(self) -> int:
-        """Return the number of bytes of all tensors, numbers of samples included."""
         strides = self._stride_per_key_per_rank
         return super().size_in_bytes() + (0 if strides is None else strides.element_size() * strides.numel())
 
     def _count_bags(self) -> int:
         """Return the number of bags without computing lengths."""
-        if self._lengths is not None:
-            return self._lengths.numel()
-        return max(0, self.offsets().numel() - 1)
+        return self._lengths.numel() if self._lengths is not None else max(0, self.offsets().numel() - 1)
 
     def _lengths_by_key(self) -> Sequence[Tensor]:
         """Divide the lengths by key."""
@@ -397,17 +581,6 @@ class KeyedJaggedTensor(JaggedBase):
             length_per_key=self.length_per_key()[start:end],
         )
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> KeyedJaggedTensor:
-        inverse = self._inverse_indices
-        return KeyedJaggedTensor(
-            self._keys,
-            *self._changed(change),
-            stride=self._stride,
-            stride_per_key_per_rank=self._stride_per_key_per_rank,
-            length_per_key=self._length_per_key,
-            inverse_indices=None if inverse is None else (inverse[0], change(inverse[1])),
-        )
-
     @override
     def __repr__(self) -> str:
         return f"KeyedJaggedTensor(keys={self._keys}, samples={self.stride()}, ids={len(self._values)})"
@@ -419,30 +592,12 @@ class KeyedJaggedTensor(JaggedBase):
         offsets, lines = self.offsets().tolist(), list[str]()
         for key, (start, end) in zip(self._keys, pairwise(self.lengths_offset_per_key()), strict=True):
             own = offsets[start : end + 1]
-            text = format_bags(self._values, own)
+            text = _format_bags(self._values, own)
             if self._weights is not None:
-                weights = format_bags(self._weights, own)
+                weights = _format_bags(self._weights, own)
                 text = f'{{\n        "values": {text},\n        "weights": {weights}\n    }}'
             lines.append(f'    "{key}": {text}')
         return "KeyedJaggedTensor({\n" + ",\n".join(lines) + "\n})\n"
-
-
-class ComputeKJTToJTDict(nn.Module):
-    """Convert a `KeyedJaggedTensor` to a dict of `JaggedTensor`."""
-
-    @override
-    def forward(self, keyed_jagged_tensor: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return the ids by key."""
-        return keyed_jagged_tensor.to_dict()
-
-
-class ComputeJTDictToKJT(nn.Module):
-    """Convert a dict of `JaggedTensor` to a `KeyedJaggedTensor`."""
-
-    @override
-    def forward(self, jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """Return the batch."""
-        return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
 
 def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
@@ -450,7 +605,7 @@ def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
     if not isinstance(kjt_1, KeyedJaggedTensor) or not isinstance(kjt_2, KeyedJaggedTensor):
         return False
     same_shape = kjt_1.keys() == kjt_2.keys() and kjt_1.stride() == kjt_2.stride()
-    return same_shape and kjt_1.length_per_key() == kjt_2.length_per_key() and are_close(kjt_1, kjt_2)
+    return same_shape and kjt_1.length_per_key() == kjt_2.length_per_key() and _are_close(kjt_1, kjt_2)
 
 
 def _sums(parts: Sequence[Tensor]) -> list[int]:
@@ -469,17 +624,12 @@ def _first(bags: JaggedBase, count: int) -> tuple[Tensor, Tensor | None]:
     return values[:count], None if weights is None else weights[:count]
 
 
-def _weights_or_ones(part: JaggedTensor) -> Tensor:
-    weights = part.weights_or_none()
-    return torch.ones(len(part.values()), device=part.device()) if weights is None else weights
-
-
 def _join(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     """Put keys together. The parts have the same samples, and are alike in weights and inverse indices."""
     used = [_first(part, sum(part.length_per_key())) for part in parts]
     strides = [s for part in parts if (s := part._stride_per_key_per_rank) is not None]
     inverse = [i for part in parts if (i := part.inverse_indices_or_none()) is not None]
-    names = list(chain.from_iterable(i[0] for i in inverse))
+    inverse_keys = list(chain.from_iterable(keys for keys, _ in inverse))
     weights = [w for _, w in used if w is not None]
     return KeyedJaggedTensor(
         list(chain.from_iterable(part.keys() for part in parts)),
@@ -489,33 +639,34 @@ def _join(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         stride=None if strides else parts[0].stride(),
         stride_per_key_per_rank=torch.cat(strides) if strides else None,
         length_per_key=list(chain.from_iterable(part.length_per_key() for part in parts)),
-        inverse_indices=(names, torch.cat([i[1] for i in inverse])) if inverse else None,
+        inverse_indices=(inverse_keys, torch.cat([i for _, i in inverse])) if inverse else None,
     )
 
 
-_KJT_FIELDS = (*TENSORS, "_stride_per_key_per_rank", "_inverse_indices")
+def _build_jt(tensors: Iterable[Any], _: None) -> JaggedTensor:
+    return JaggedTensor(*tensors)
 
 
-def _flatten_kjt(kjt: KeyedJaggedTensor) -> tuple[list[Tensor | None], list[str]]:
-    inverse = kjt.inverse_indices_or_none()
-    tensors = [getattr(kjt, name) for name in _KJT_FIELDS[:-1]]
-    return [*tensors, None if inverse is None else inverse[1]], kjt.keys()
+def _build_kjt(tensors: Iterable[Any], keys: list[str]) -> KeyedJaggedTensor:
+    *own, strides, inverse = tensors
+    of_samples = None if inverse is None else (keys, inverse)
+    return KeyedJaggedTensor(keys, *own, stride_per_key_per_rank=strides, inverse_indices=of_samples)
 
 
-def _unflatten_kjt(tensors: Iterable[Any], keys: list[str]) -> KeyedJaggedTensor:
-    given = list(tensors)
-    if len(given) > len(_KJT_FIELDS):
-        raise BatchError(f"a KeyedJaggedTensor has {len(_KJT_FIELDS)} tensors: got {len(given)}. Pass no others.")
-    values, weights, lengths, offsets, strides, inverse = given + [None] * (len(_KJT_FIELDS) - len(given))
-    return KeyedJaggedTensor(
-        keys,
-        values,
-        weights,
-        lengths,
-        offsets,
-        stride_per_key_per_rank=strides,
-        inverse_indices=None if inverse is None else (keys, inverse),
-    )
+def _register_tree(kind: type[Any], unflatten: Callable[..., Any], names: tuple[str, ...]) -> None:
+    """Register a class whose instances are trees of tensors."""
+
+    def flatten(tree: Any) -> tuple[list[Tensor | None], Any]:
+        return [getattr(tree, name) for name in names], getattr(tree, "_keys", None)
+
+    def with_keys(tree: Any) -> tuple[list[tuple[Any, Tensor | None]], Any]:
+        tensors, context = flatten(tree)
+        return [(GetAttrKey(name), t) for name, t in zip(names, tensors, strict=True)], context
+
+    name = f"hotbed.compat.torchrec.{kind.__name__}"
+    register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys, serialized_type_name=name)
+    register_pytree_flatten_spec(kind, lambda tree, _: flatten(tree)[0])
 
 
-register_tree(KeyedJaggedTensor, _flatten_kjt, _unflatten_kjt, _KJT_FIELDS)
+_register_tree(JaggedTensor, _build_jt, _TENSORS)
+_register_tree(KeyedJaggedTensor, _build_kjt, (*_TENSORS, "_stride_per_key_per_rank", "_inverse_indices"))

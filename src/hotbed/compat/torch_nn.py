@@ -1,0 +1,625 @@
+"""Replace the embeddings of any model by hotbed's tables.
+
+`swap_embeddings` makes modules that are called like ``nn.Embedding`` and ``nn.EmbeddingBag``. For ids that are in range
+they return what torch's modules return. The gradient of a row goes to the optimizer of hotbed that was made for the
+model. ``torch.export`` records plain operators of torch, with the rows as constants.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from hotbed.bags import INDEX_DTYPES, Bags, describe
+from hotbed.embed import EmbeddingCollection, collections_of
+from hotbed.embed.shared_arenas import share_arenas
+from hotbed.embed.single_lookup import look_up, without
+from hotbed.errors import BatchError, SpecError, did_you_mean
+from hotbed.ops import BackendName
+from hotbed.pooling import Pooling
+from hotbed.specs import MAX_DIM, Feature, RowDtype, Table
+from hotbed.store import DenseStore
+from hotbed.torch_hooks import is_exporting
+
+Mode = Literal["sum", "mean", "max"]
+_NARROW = (torch.int8, torch.uint8, torch.int16)
+"""Dtypes of ids and offsets that are converted to int64."""
+_DTYPES: dict[torch.dtype, RowDtype] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_Torch = nn.Embedding | nn.EmbeddingBag
+_SET_TRAINED = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # pyright: ignore[reportAttributeAccessIssue]
+_SET_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class TableRows(Tensor):
+    """Rows ``[R, D]`` of a table.
+
+    To set ``requires_grad`` freezes or trains the table, and to set ``data`` replaces its rows. Results of operations
+    are plain tensors, except views of a copy, because writes to them must be refused, too.
+    """
+
+    _rows: EmbeddingCollection
+    _table: str
+    _is_copy: bool
+    _is_part: bool
+
+    @classmethod
+    def of(cls, rows: EmbeddingCollection, table: str) -> Tensor:
+        """Return the memory of a table that is all on this rank in a floating-point dtype, else a copy."""
+        store, values = rows.local_tiles(table)[0].arena.store, None
+        if not rows.is_distributed and isinstance(store, DenseStore):
+            raw = rows._group_of(table).raw(table)
+            values = raw["weight"] if len(raw) == 1 and "weight" in raw and raw["weight"].dtype in _DTYPES else None
+        is_copy = values is None
+        values = rows.weight(table) if values is None else values
+        handle = rows.handles[table]
+        if handle.requires_grad and torch.is_grad_enabled():
+            why = (
+                f"the rows of table '{table}' are used where they need a gradient, as the weight of an output layer "
+                f"does, and a table has none but from lookups; leave the module as it is with skip=['{table}']"
+            )
+            values = Refused.apply(handle, values, SpecError, why)
+        if torch.compiler.is_compiling():
+            return values
+        found = values.as_subclass(cls)
+        found._rows, found._table, found._is_copy, found._is_part = rows, table, is_copy, False
+        return found
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Redirect writes; compute everything else as for plain tensors."""
+        own = args[0] if args else None
+        if isinstance(own, TableRows) and hasattr(own, "_rows"):
+            if func in _SET_TRAINED and not own._is_part:
+                own._rows._set_trained((own._table,), args[1] if len(args) > 1 else True)
+                return own
+            if func == _SET_DATA and not own._is_part:
+                return own._rows.set_weight(own._table, args[1])
+            if own._is_copy and func not in _SET_TRAINED:
+                return own._of_copy(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def _of_copy(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Refuse writes to a copy, and mark views of it, so that writes to them are refused, too."""
+        name = getattr(func, "__name__", "")
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            raise SpecError(
+                f"the rows of table '{self._table}' are a copy, to which a write would be lost: got {name}, "
+                "expected a table that is all on this rank. Set `module.weight.data = values` on all ranks, or write "
+                "to a `.clone()`"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if func is Tensor.as_subclass:
+                return result
+            if isinstance(result, tuple | list):
+                return type(result)(map(self._marked, result)) if type(result) in (tuple, list) else result
+            return self._marked(result)
+
+    def _marked(self, result: Any) -> Any:
+        """Return a view of this copy as `TableRows`, and anything else as it is."""
+        if not isinstance(result, Tensor) or result.untyped_storage().data_ptr() != self.untyped_storage().data_ptr():
+            return result
+        view = result.as_subclass(TableRows)
+        view._rows, view._table, view._is_copy, view._is_part = self._rows, self._table, True, True
+        return view
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return deepcopy(self.as_subclass(Tensor), memo)
+
+    @override
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self.detach().as_subclass(Tensor).__reduce_ex__(proto)
+
+
+class Refused(torch.autograd.Function):
+    """Return rows or vectors of a table, and raise an error if a backward pass reaches them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, vectors: Tensor, kind: type[Exception], why: str) -> Tensor:
+        """Return a view; ``anchor`` makes it need a gradient."""
+        ctx.kind, ctx.why = kind, why
+        return vectors.view_as(vectors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Raise the error."""
+        raise ctx.kind(ctx.why)
+
+
+class _DropIn(nn.Module):
+    """Look up one feature of a collection of one table; modules that shared a weight share the collection.
+
+    ``padding_idx`` and ``max_norm`` are torch's. Updates of the optimizers keep ``max_norm``, so rows must be within it
+    from the start.
+    """
+
+    def __init__(
+        self, rows: EmbeddingCollection, feature: str, padding_idx: int | None, max_norm: float | None
+    ) -> None:
+        super().__init__()
+        self.rows = rows
+        self.feature = feature
+        (table,) = rows.tables.values()
+        self.table = table.name
+        self.num_embeddings, self.embedding_dim = table.rows, table.dim
+        self.padding_idx, self.max_norm = padding_idx, max_norm
+        self.loaded_from = ""
+        self.register_load_state_dict_post_hook(_limit_loaded)
+        rename_states(self, f"rows.{self.table}.", "")
+
+    @property
+    def weight(self) -> Tensor:
+        """Rows ``[R, D]`` in the memory of the table; if ranks share the table, a copy that refuses writes.
+
+        Its ``requires_grad`` freezes and trains the table. Backward through these rows, e.g. as the weight of an output
+        layer, raises `SpecError`.
+        """
+        return TableRows.of(self.rows, self.table)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise SpecError(
+                f"the weight of '{self.feature}' is a table: got {type(value).__name__} in its place, expected values. "
+                "Write them, `with torch.no_grad(): module.weight.copy_(values)`; leave tables out of functional_call"
+            )
+        super().__setattr__(name, value)
+
+    @override
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train the table, or freeze it."""
+        self.rows.requires_grad_(requires_grad)
+        return self
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradient of the table that waits for an optimizer's step."""
+        self.rows.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all rows from N(0, 1) with torch's generator, and set the row of ``padding_idx`` to 0, as torch does."""
+        if self.rows.is_distributed:
+            raise SpecError(
+                f"table '{self.table}' is distributed: got reset_parameters(), expected it before hotbed.distribute. "
+                "Reset the model before it is distributed"
+            )
+        if self.rows.device.type == "meta":
+            return
+        values = torch.empty_like(self.weight.detach()).normal_()
+        if self.padding_idx is not None:
+            values[self.padding_idx] = 0
+        self.rows.set_weight(self.table, values)
+        self.limit_norms()
+
+    @torch.no_grad()
+    def limit_norms(self) -> None:
+        """Scale rows down to ``max_norm``, as torch does with rows when they are looked up."""
+        if self.max_norm is not None:
+            rows = self.rows.weight(self.table)
+            norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+            scaled = torch.where(norms > self.max_norm, rows * (self.max_norm / (norms + 1e-7)), rows)
+            self.rows.set_weight(self.table, scaled)
+
+    def _integers(self, what: str, given: Tensor) -> Tensor:
+        """Return ids or offsets as int32 or int64; raise for what is no tensor of integers."""
+        if isinstance(given, Tensor) and given.dtype in INDEX_DTYPES and not given.is_meta:
+            return given
+        if type(given).__module__.startswith("torch.fx"):
+            raise SpecError(
+                f"torch.fx.symbolic_trace cannot record lookups of '{self.feature}': got a Proxy, expected a tensor. "
+                "Use torch.export, or a Tracer whose is_leaf_module() is true for this module"
+            )
+        if given.dtype in _NARROW:
+            return given.long()
+        if given.dtype not in INDEX_DTYPES:
+            raise BatchError(
+                f"{what} of '{self.feature}' are no integers that index rows: got {describe(given)}, expected int32 or "
+                "int64. Convert them with .long()"
+            )
+        raise BatchError(
+            f"{what} of '{self.feature}' have no values: got {describe(given)} on meta, expected ids on a device. Call "
+            "the model when its tables are on a device"
+        )
+
+    def _constant(self) -> Tensor:
+        """Return the rows as ``torch.export`` records them."""
+        if self.rows.is_distributed:
+            raise SpecError(
+                f"table '{self.table}' is distributed: got torch.export, expected a table on one rank. Load the "
+                "state into a model that is not distributed, and export that"
+            )
+        with torch.no_grad():
+            return self.weight.detach()
+
+    @override
+    def extra_repr(self) -> str:
+        """Return what torch's module would."""
+        said = f"{self.num_embeddings}, {self.embedding_dim}"
+        for name in ("padding_idx", "max_norm"):
+            if (value := getattr(self, name)) is not None:
+                said += f", {name}={value}"
+        return said
+
+
+def rename_states(module: nn.Module, inner: str, outer: str) -> None:
+    """Save, load and report what a module's state has under ``inner`` as if it were under ``outer``."""
+    module.register_state_dict_post_hook(partial(_rename_saved, inner, outer))
+    module.register_load_state_dict_pre_hook(partial(_rename_loaded, inner, outer))
+    module.register_load_state_dict_post_hook(partial(_rename_reported, inner, outer))
+
+
+def _rename_saved(inner: str, outer: str, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for key in [key for key in state if key.startswith(prefix + inner)]:
+        state[prefix + outer + key.removeprefix(prefix + inner)] = state.pop(key)
+
+
+def _rename_loaded(inner: str, outer: str, module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    module.loaded_from = prefix
+    for key in [key for key in state if key.startswith(prefix + outer) and not key.startswith(f"{prefix}rows.")]:
+        state[prefix + inner + key.removeprefix(prefix + outer)] = state.pop(key)
+
+
+def _rename_reported(inner: str, outer: str, module: Any, found: Any) -> None:
+    start: str = module.loaded_from
+    for keys in (found.missing_keys, found.unexpected_keys):
+        keys[:] = [start + outer + k.removeprefix(start + inner) if k.startswith(start + inner) else k for k in keys]
+
+
+def _limit_loaded(module: nn.Module, _: Any) -> None:
+    assert isinstance(module, _DropIn)
+    module.limit_norms()
+
+
+class Embedding(_DropIn):
+    """Look ids of any shape up, as ``nn.Embedding`` does.
+
+    The row of ``padding_idx`` is looked up, but gets no gradient.
+    """
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up ids ``[…]`` of any integer dtype of at most 64 bits with a sign, or uint8: ``[…, D]``."""
+        input = self._integers("ids", input)
+        if is_exporting():
+            return functional.embedding(input, self._constant(), self.padding_idx).to(self.rows.dtype)
+        found = look_up(self.rows, self.feature, Bags(input.reshape(-1), input.numel(), 1, None, None))
+        found = found.view(*input.shape, self.embedding_dim)
+        if self.padding_idx is None or not found.requires_grad:
+            return found
+        return torch.where((input == self.padding_idx)[..., None], found.detach(), found)
+
+
+class EmbeddingBag(_DropIn):
+    """Look bags up and pool them, as ``nn.EmbeddingBag`` does.
+
+    Ids that are ``padding_idx`` are left out of their bags. With ``include_last_offset``, offsets are ``[B + 1]``, with
+    the number of ids as the last one.
+    """
+
+    def __init__(
+        self,
+        rows: EmbeddingCollection,
+        feature: str,
+        padding_idx: int | None,
+        max_norm: float | None,
+        mode: Mode,
+        include_last_offset: bool,
+    ) -> None:
+        super().__init__(rows, feature, padding_idx, max_norm)
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    @override
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Look up and pool ``[B, k]``, or ``[N]`` with offsets: ``[B, D]``.
+
+        Ids may have any integer dtype of at most 64 bits with a sign, or uint8. Offsets tell where each bag of ids
+        ``[N]`` starts, ``[B]``, or ``[B + 1]`` with ``include_last_offset``. ``per_sample_weights`` have the shape of
+        the ids, and are for mode ``"sum"`` only.
+        """
+        input = self._integers("ids", input)
+        weights = self._checked_weights(input, per_sample_weights)
+        if is_exporting():
+            return self._exported(input, offsets, per_sample_weights)
+        bags = self._bags(input, offsets, weights)
+        if self.mode != "max":
+            return look_up(self.rows, self.feature, bags, self.padding_idx)
+        if self.padding_idx is not None and not torch.compiler.is_compiling():  # a graph cannot hold what this leaves
+            bags, _ = without(bags, self.padding_idx)
+        return _largest(look_up(self.rows, self.feature, bags), bags, self.padding_idx)
+
+    def _exported(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
+        return functional.embedding_bag(
+            ids,
+            self._constant(),
+            None if offsets is None else self._integers("offsets", offsets),
+            mode=self.mode,
+            per_sample_weights=weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=self.padding_idx,
+        ).to(self.rows.dtype)
+
+    def _checked_weights(self, ids: Tensor, weights: Tensor | None) -> Tensor | None:
+        if weights is None:
+            return None
+        if self.mode != "sum":
+            raise BatchError(f"per_sample_weights are for mode 'sum' only, mode is {self.mode!r}; leave them out")
+        if weights.shape != ids.shape:
+            raise BatchError(
+                f"per_sample_weights are {list(weights.shape)}, must be of the ids' shape {list(ids.shape)}"
+            )
+        return weights.reshape(-1)
+
+    def _bags(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Bags:
+        if ids.dim() == 2:
+            if offsets is not None:
+                raise BatchError(f"ids are {list(ids.shape)}, which is bags of {ids.shape[1]}; leave offsets out")
+            return Bags(ids.reshape(-1), len(ids), ids.shape[1], None, weights)
+        if ids.dim() != 1 or offsets is None:
+            given = "no offsets" if offsets is None else f"offsets {describe(offsets)}"
+            raise BatchError(f"ids are {describe(ids)}, with {given}; give [B, k], or [N] with offsets of the bags")
+        offsets = self._integers("offsets", offsets).long()
+        if self.include_last_offset and not len(offsets):
+            raise BatchError(
+                "offsets are empty: got 0, expected at least 1 with include_last_offset=True. Give the number of ids "
+                "as the last offset; for no bags, torch.tensor([0])"
+            )
+        if not self.include_last_offset:
+            offsets = torch.cat([offsets, offsets.new_tensor([len(ids)])])
+        return Bags(ids, len(offsets) - 1, None, offsets, weights)
+
+
+def _largest(vectors: Tensor, bags: Bags, padding_idx: int | None) -> Tensor:
+    """Take the maximum of each column over the vectors of a bag: ``[N, D]`` to ``[B, D]``; of an empty bag, zeros.
+
+    As in torch, the first of several equal maxima has all of the gradient. `torch.scatter_reduce` would divide it, also
+    among the zeros that it begins with, and the gradient of `torch.segment_reduce` is wrong for equal rows (2.13).
+    """
+    count, columns = vectors.shape
+    bag = torch.arange(bags.batch_size, device=vectors.device).repeat_interleave(bags.lengths(), output_size=count)
+    own = bag[:, None].expand_as(vectors)
+    is_left_out = (bags.values == (-1 if padding_idx is None else padding_idx))[:, None]
+    values = vectors.detach().masked_fill(is_left_out, -torch.inf)
+    largest = values.new_zeros(bags.batch_size, columns).scatter_reduce(0, own, values, "amax", include_self=False)
+    is_largest = ((values == largest.gather(0, own)) | values.isnan()) & ~is_left_out
+    place = torch.arange(count, device=vectors.device)[:, None].expand_as(vectors).where(is_largest, count)
+    first = place.new_full((bags.batch_size, columns), count).scatter_reduce(0, own, place, "amin")
+    return functional.pad(vectors, (0, 0, 0, 1)).gather(0, first)
+
+
+def swap_embeddings(
+    model: nn.Module, *, skip: Sequence[str] = (), seed: int | None = None, backend: BackendName = "auto"
+) -> nn.Module:
+    """Replace every ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model by a table of hotbed, in place.
+
+    Calls stay as they are, and so do values, names in ``state_dict`` and what is frozen. Call it before optimizers are
+    made: tables are no parameters any more, ``hb.optim.RowWiseAdagrad(model, lr=0.1)`` trains them, and
+    ``torch.optim`` the rest. `hotbed.distribute` then shards the tables, by the names of their modules.
+
+    Tables of one dim and dtype lie in one arena, which an optimizer updates by one launch. A module that is moved to
+    another device, or copied, takes its rows along and is updated by itself: swap a model where it is to be trained.
+
+    Parameters
+    ----------
+    model
+        Any module. Embeddings that share a weight share a table. Tables keep the values that torch has drawn. Those on
+        ``meta`` get values of the standard deviation that torch's would have, 1, when the model is distributed.
+    skip
+        Names of modules to leave as they are, as in ``model.named_modules()``; ``*`` stands for any characters.
+    seed
+        Seed of the initial values of tables on ``meta``, as for `EmbeddingCollection`. By default it is drawn from
+        torch's generator, so that ``torch.manual_seed`` decides; several ranks take the seed of the first.
+    backend
+        As for `EmbeddingCollection`.
+
+    Returns
+    -------
+    nn.Module
+        The model; if it is an embedding itself, what replaces it.
+
+    Raises
+    ------
+    SpecError
+        If there is nothing to replace, or an embedding cannot be: its weight is also that of another layer, its
+        gradients are scaled by frequency, its norm is not the Euclidean one, its dtype or width is none of tables, or
+        its class, hooks or parametrizations do more than look up.
+
+    Examples
+    --------
+    >>> model = nn.ModuleDict({"item": nn.EmbeddingBag(1000, 16, mode="sum"), "top": nn.Linear(16, 1)})
+    >>> model = swap_embeddings(model)
+    >>> model["item"](torch.tensor([3, 5, 8]), torch.tensor([0, 2])).shape
+    torch.Size([2, 16])
+    """
+    found = {name: module for name, module in model.named_modules() if isinstance(module, _Torch)}
+    names = dict(model.named_modules(remove_duplicate=False))
+    for pattern in skip:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise SpecError(f"skip has '{pattern}', which no module is called{did_you_mean(pattern, found)}")
+    chosen = {n: m for n, m in found.items() if not any(fnmatchcase(n, pattern) for pattern in skip)}
+    if not chosen:
+        raise SpecError(
+            f"{type(model).__name__} has no nn.Embedding or nn.EmbeddingBag to replace"
+            + (f" except the modules to skip: {', '.join(found)}" if found else "")
+        )
+    for name, module in chosen.items():
+        _check(name, module)
+    _refuse_shared(model, chosen)
+    draws = seed is None and any(module.weight.is_meta for module in chosen.values())
+    if seed is None:
+        seed = int(torch.randint(1 << 62, (), device="cpu")) if draws else 0
+    groups: dict[int, dict[str, _Torch]] = {}  # modules that share a weight share a table
+    for name, module in chosen.items():
+        groups.setdefault(id(module.weight), {})[name] = module
+    tables = [(_table(named, seed, backend), named) for named in groups.values()]
+    for rows, _ in tables:
+        rows.is_swapped = True
+    share_arenas({rows: next(iter(named.values())).weight.device for rows, named in tables})
+    made: dict[int, nn.Module] = {}
+    for rows, named in tables:
+        made |= _replacements(rows, named)
+    for name, module in names.items():  # a module may be at several places
+        if id(module) in made and name:
+            parent, _, own = name.rpartition(".")
+            setattr(names[parent], own, made[id(module)])
+    swapped = made.get(id(model), model)
+    for module in swapped.modules():
+        if not isinstance(module, Embedding | EmbeddingBag | EmbeddingCollection) and collections_of(module):
+            for name in ("requires_grad_", "zero_grad"):
+                setattr(module, name, _WithTables(module, name))
+    return swapped
+
+
+class _WithTables:
+    """A method of a module that contains tables, called for them, too, because they are no parameters of it."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = weakref.ref(module), name  # the module has this, and a cycle would keep it alive
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._live()
+        result = getattr(type(module), self._name)(module, *args, **kwargs)
+        for tables in collections_of(module).values():
+            getattr(tables, self._name)(*args, **kwargs)
+        return result
+
+    def _live(self) -> nn.Module:
+        if (module := self._module()) is None:
+            raise SpecError(
+                f"{self._name} belongs to a module that is gone: got a shallow copy of it, expected the module or a "
+                "deep copy. Copy modules with copy.deepcopy"
+            )
+        return module
+
+    @override
+    def __reduce__(self) -> Any:
+        return _WithTables, (self._live(), self._name)
+
+
+def _check(name: str, module: _Torch) -> None:
+    """Raise `SpecError` for an embedding that tables cannot replace."""
+    kind = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
+    label = f"{type(module).__name__} '{name}'"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        wrong = "has a parametrization or no weight, which tables do not have"
+    elif own := _own(type(module), kind) + [*module._parameters, *module._buffers, *module._modules][1:]:
+        wrong = f"has a {own[0]} of its own, which a table would not have"
+    elif _has_hooks(module, weight):
+        wrong = "has hooks, which would be lost"
+    elif module.scale_grad_by_freq:
+        wrong = "has scale_grad_by_freq, which optimizers of tables do not know"
+    elif module.max_norm is not None and module.norm_type != 2:
+        wrong = f"has max_norm by norm_type {module.norm_type}, must be 2"
+    elif weight.dtype not in _DTYPES:
+        wrong = f"is {str(weight.dtype).removeprefix('torch.')}; tables are float32, bfloat16 or float16"
+    elif weight.shape[1] > MAX_DIM:
+        wrong = f"has {weight.shape[1]:,} columns, tables have at most {MAX_DIM:,}"
+    else:
+        return
+    raise SpecError(f"{label} {wrong}; leave it as it is with skip=['{name}']")
+
+
+def _own(derived: type, kind: type) -> list[str]:
+    """List the methods that a class adds to torch's, except its constructor and ``reset_parameters``."""
+    made = {"__init__", "reset_parameters"}
+    classes = derived.__mro__[: derived.__mro__.index(kind)]
+    return [name for of in classes for name, value in vars(of).items() if callable(value) and name not in made]
+
+
+def _has_hooks(module: nn.Module, weight: Tensor) -> bool:
+    """Say whether something is called when a module, or the gradient of its weight, is computed."""
+    of_module = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    of_weight = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(module, hook) for hook in of_module) or any(getattr(weight, hook, None) for hook in of_weight)
+
+
+def _refuse_shared(model: nn.Module, chosen: dict[str, _Torch]) -> None:
+    """Raise `SpecError` where another layer has the weight of an embedding, which would be a parameter no more."""
+    of_weight = {id(module.weight): name for name, module in chosen.items()}
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if id(parameter) in of_weight and name not in chosen:
+                theirs, here = of_weight[id(parameter)], f"{name}.{own}".lstrip(".")
+                raise SpecError(
+                    f"the weight of '{theirs}' is also '{here}', which a table could not be; leave it "
+                    f"as it is with skip=['{theirs}']"
+                )
+
+
+def _table(named: dict[str, _Torch], seed: int, backend: BackendName) -> EmbeddingCollection:
+    """Make the table of the modules of one weight, on ``meta``."""
+    first, module = next(iter(named.items()))
+    weight: Tensor = module.weight
+    limits = {m.max_norm for m in named.values()}
+    if len(limits) > 1:
+        raise SpecError(
+            f"{', '.join(map(repr, named))} share a weight and have different max_norm: {sorted(map(str, limits))}; "
+            "give them the same"
+        )
+    table = Table(
+        first or "weight",
+        rows=weight.shape[0],
+        dim=weight.shape[1],
+        dtype=_DTYPES[weight.dtype],
+        init_bound=_bound(module) if weight.is_meta else None,
+        frozen=not weight.requires_grad,
+    )
+    features = [Feature(name or "weight", table.name, pooling=_pooling(m)) for name, m in named.items()]
+    rows = EmbeddingCollection([table], features, seed=seed, device="meta", backend=backend)
+    rows.to(weight.dtype)
+    if limits != {None}:
+        rows.max_norms[table.name] = cast(float, module.max_norm)
+    return rows
+
+
+def _replacements(rows: EmbeddingCollection, named: dict[str, _Torch]) -> dict[int, nn.Module]:
+    """Fill the table of the modules of one weight, and make what replaces them, by their ids."""
+    weight: Tensor = next(iter(named.values())).weight
+    if not weight.is_meta:
+        (table,) = rows.tables
+        rows.set_weight(table, weight.detach())
+    made: dict[int, nn.Module] = {}
+    for feature, old in zip(rows.features, named.values(), strict=True):
+        if isinstance(old, nn.Embedding):
+            new = Embedding(rows, feature.name, old.padding_idx, old.max_norm)
+        else:
+            mode = cast(Mode, old.mode)
+            new = EmbeddingBag(rows, feature.name, old.padding_idx, old.max_norm, mode, old.include_last_offset)
+        new.train(old.training)
+        if not weight.is_meta:
+            new.limit_norms()
+        made[id(old)] = new
+    return made
+
+
+def _bound(module: _Torch) -> float:
+    """Bound of uniform initial values of the deviation of torch's, 1; no row is longer than ``max_norm``."""
+    longest = math.inf if module.max_norm is None else float(module.max_norm)
+    return min(math.sqrt(3.0), longest / math.sqrt(module.embedding_dim))
+
+
+def _pooling(module: _Torch) -> Pooling:
+    """The pooling of a module's feature; of a mode that tables do not have, none."""
+    if isinstance(module, nn.Embedding):
+        return "sum"
+    return "none" if module.mode == "max" else cast(Pooling, module.mode)
