@@ -79,7 +79,7 @@ def test_lines_that_cannot_be_formatted_or_written_are_counted(tmp_path: Path) -
         with logs.json_logs(file.fileno()):
             (handler,) = (of for of in logging.getLogger("hotbed").handlers if isinstance(of, QueueHandler))
             LOG.info("line %d", "x")
-            handler.queue.put(unformatted)
+            handler.queue.put_nowait(unformatted)
             LOG.info("line %d", 3)
         file.seek(0)
         line, last = map(json.loads, file)
