@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import struct
-import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
@@ -158,17 +160,31 @@ def test_silent_and_idle_clients_are_closed(hasty: Client) -> None:
         assert rest_of(silent) == b""
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no TCP_USER_TIMEOUT")
-def test_an_answer_that_is_not_taken_holds_nobody() -> None:
-    """A client asks for more than its buffers hold, and reads nothing."""
+@pytest.mark.parametrize("read_bytes", [0, 4096], ids=["nothing", "too little"])
+def test_an_answer_that_is_not_taken_holds_nobody(read_bytes: int) -> None:
+    """A client asks for more than its buffers hold, and reads nothing, or 4 KiB every 20 ms of answers of 2 MB."""
     wide = FakeModel(labels=tuple(f"{'x' * 1000}{i}" for i in range(40)))
-    with serving(fake(wide), read_timeout_s=0.5) as client, client.connect() as to:
+    with serving(fake(wide), read_timeout_s=0.5) as client, client.connect() as to, ThreadPoolExecutor(1) as pool:
         to.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         content = request_bytes(json.dumps([ROW] * 50).encode()) * 10
-        with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            while True:
-                to.sendall(content)
+        ended = threading.Event()
+
+        def read_slowly() -> None:
+            with suppress(ConnectionResetError):
+                while not ended.wait(0.02) and to.recv(read_bytes):
+                    pass
+
+        if read_bytes:
+            pool.submit(read_slowly)
+        try:
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                while True:
+                    to.sendall(content)
+        finally:
+            ended.set()
         assert len(client.score(ROW)) == 1
+        counted = b'hotbed_request_errors_total{reason="answer_not_taken"} 1.0'
+        assert counted in client.ask("GET", "/metrics").body
 
 
 def test_a_client_that_resets_its_connection_holds_nobody(client: Client) -> None:

@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from logging.handlers import QueueHandler
+from pathlib import Path
 
 import pytest
 
@@ -49,16 +51,40 @@ def test_lines_that_find_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) ->
             filled += os.write(writer, bytes(4096))
     os.set_blocking(writer, True)
     monkeypatch.setattr(logs, "_WAITING_LINES", 5)
+    formatted = list[int]()
+
+    class Detail(int):
+        """Records that it was formatted."""
+
+        def __repr__(self) -> str:
+            formatted.append(int(self))
+            return super().__repr__()
+
     with os.fdopen(reader, "rb") as stream, ThreadPoolExecutor(1) as pool:
         with logs.json_logs(writer):
             for i in range(20):
-                LOG.info("line %d", i)
+                LOG.info("line %r", Detail(i))
             content = pool.submit(stream.read)
         os.close(writer)
         *lines, last = map(json.loads, content.result(LONG_S)[filled:].splitlines())
     assert last["event"] == "lines_dropped"
     assert 14 <= last["lines"] <= 15
     assert len(lines) + last["lines"] == 20
+    assert len(formatted) == len(lines)
+
+
+def test_lines_that_cannot_be_formatted_or_written_are_counted(tmp_path: Path) -> None:
+    unformatted = logging.LogRecord("hotbed", logging.INFO, __file__, 1, "line %d", ("x",), None)
+    with (tmp_path / "log").open("w+b") as file:
+        with logs.json_logs(file.fileno()):
+            (handler,) = (of for of in logging.getLogger("hotbed").handlers if isinstance(of, QueueHandler))
+            LOG.info("line %d", "x")
+            handler.queue.put_nowait(unformatted)
+            LOG.info("line %d", 3)
+        file.seek(0)
+        line, last = map(json.loads, file)
+    assert line["event"] == "line 3"
+    assert (last["event"], last["lines"]) == ("lines_dropped", 2)
 
 
 def test_a_reader_that_is_gone_disturbs_nobody() -> None:

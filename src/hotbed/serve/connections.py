@@ -21,7 +21,7 @@ MAX_HEAD_BYTES = 64 << 10
 
 
 class Connection(HttpToolsProtocol):
-    """A connection with one timer: until a head begins, until it is complete, and until its body is.
+    """A connection with a timer for each phase of a request, and one for answers that the client does not read.
 
     Its phase is "idle", "head" or "body"; "answer" after a body; "broken" once nothing is read any more.
     """
@@ -30,6 +30,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(**given)
         self._options, self._refused, self._seconds = options, refused, options.read_timeout_s
         self._timer: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
         self._phase, self._framing, self._of_body = "idle", 0, 0
 
     @override
@@ -37,12 +38,12 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._enter("idle", self._seconds)
         if len(self.connections) > 2 * self._options.max_connections:
-            self._refused("connections")
-            transport.abort()
+            self._abort("connections")
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._enter("broken", None)
+        self.resume_writing()
         super().connection_lost(exc)
 
     @override
@@ -82,6 +83,17 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     @override
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self._seconds, self._abort, "answer_not_taken")
+
+    @override
+    def resume_writing(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+        super().resume_writing()
+
+    @override
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "http", "this is no HTTP/1.1 request")
 
@@ -97,8 +109,11 @@ class Connection(HttpToolsProtocol):
             message = f"the request's head took longer than {self._seconds:g} s; send it at once"
             self._refuse(408, "slow", message)
         else:
-            self._refused("idle" if self._phase == "idle" else "slow")
-            self.transport.abort()
+            self._abort("idle" if self._phase == "idle" else "slow")
+
+    def _abort(self, reason: str) -> None:
+        self._refused(reason)
+        self.transport.abort()
 
     def _refuse(self, status: int, reason: str, message: str) -> None:
         """Answer what is no request, and close; requests before it are answered first."""

@@ -47,11 +47,15 @@ class _Lines(QueueHandler):
         self.dropped = 0
 
     @override
-    def enqueue(self, record: logging.LogRecord) -> None:
-        if self._waiting.qsize() < _WAITING_LINES:
-            super().enqueue(record)
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._waiting.qsize() < _WAITING_LINES:  # before the line is formatted, which takes most of the time
+            super().emit(record)
         else:
             self.dropped += 1
+
+    @override
+    def handleError(self, record: logging.LogRecord) -> None:
+        self.dropped += 1
 
 
 class _Writer(QueueListener):
@@ -63,11 +67,11 @@ class _Writer(QueueListener):
 
     @override
     def handle(self, record: logging.LogRecord) -> None:
-        rest = f"{record.getMessage()}\n".encode()
         try:
+            rest = f"{record.getMessage()}\n".encode()
             while rest:
                 rest = rest[os.write(self._file, rest) :]
-        except OSError:  # the reader is gone
+        except Exception:  # e.g. the reader is gone; the thread must go on with the next line
             self._lines.dropped += 1
 
 

@@ -62,8 +62,8 @@ class ServeOptions:
     timeout_s
         Seconds from a request's last byte until it is answered 504; reading its body counts.
     read_timeout_s
-        Seconds in which a client must have sent the head of a request, then its body; on Linux, also the longest time
-        in which a client takes nothing of its answer.
+        Seconds in which a client must have sent the head of a request, then its body. Once more than 64 KiB of answers
+        wait to be sent, the client must also read them within this time.
     idle_timeout_s
         Seconds that an idle connection is kept open.
     drain_s

@@ -64,8 +64,6 @@ def listen(options: ServeOptions) -> socket.socket:
         ) from None
     try:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it: they end where an answer is not taken
-            taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * options.read_timeout_s))
         taken.bind(address)
     except OSError as error:
         taken.close()
