@@ -20,49 +20,18 @@ class GroupedAUC(NamedTuple):
 
 
 def auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """Exact area under the ROC curve, ties counting half (mid-ranks).
+    """Return the exact area under the ROC curve, with ties counting half (mid-ranks); NaN without both classes.
 
-    Parameters
-    ----------
-    scores
-        ``[N]``; only their order matters, so logits do as well as probabilities.
-    labels
-        ``[N]`` in [0, 1]; a fractional label counts as that much of a positive.
-    weights
-        ``[N]`` sample weights, or None.
-
-    Returns
-    -------
-    float
-        NaN if there is no positive or no negative.
-
-    Raises
-    ------
-    BatchError
-        If a label is not in [0, 1].
+    All arguments are ``[N]``. Only the order of scores matters, so logits do as well as probabilities. A fractional
+    label counts as that much of a positive. Raise `BatchError` if a label is not in [0, 1].
     """
     return grouped_auc(scores, labels, torch.zeros_like(scores, dtype=torch.uint8), weights).value
 
 
 def grouped_auc(scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor | None = None) -> GroupedAUC:
-    """AUC within each group, averaged with the groups' total weights (GAUC; Zhu et al., arXiv 1706.06978 §5.2).
+    """Average the AUC of each group by the groups' total weights (GAUC; Zhu et al., arXiv 1706.06978 §5.2).
 
-    Parameters
-    ----------
-    scores, labels, weights
-        As in `auc`.
-    groups
-        ``[N]`` group of each sample, any integer dtype.
-
-    Returns
-    -------
-    GroupedAUC
-        The value is NaN if no group has both classes.
-
-    Raises
-    ------
-    BatchError
-        If a label is not in [0, 1].
+    ``groups [N]`` has any integer dtype; the rest is as in `auc`. The value is NaN if no group has both classes.
     """
     check_labels(labels[:, None])
     if not len(scores):

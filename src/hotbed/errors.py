@@ -88,16 +88,7 @@ class WorkerError(HotbedError, RuntimeError):
 class RequestError(HotbedError, ValueError):
     """A request that a server does not answer with scores.
 
-    Parameters
-    ----------
-    message
-        What is told to the client.
-    status
-        Status of the HTTP answer.
-    reason
-        A word for metrics and logs, of a few.
-    headers
-        Further headers of the answer.
+    ``status`` is of the HTTP answer, and ``reason`` a short name for metrics and logs.
     """
 
     def __init__(

@@ -23,19 +23,10 @@ HEAPS = 2
 
 
 def share_heap(environment: Mapping[str, str]) -> bool:
-    """Let all threads of this process allocate from few arenas of glibc, unless the user has set how many.
+    """Let all threads of this process allocate from few arenas of glibc; return whether this was set.
 
-    Arenas that threads already have stay, so it is called before threads are started.
-
-    Parameters
-    ----------
-    environment
-        Of the process; ``MALLOC_ARENA_MAX`` or ``GLIBC_TUNABLES`` say that the user has decided.
-
-    Returns
-    -------
-    bool
-        Whether it was set; False where the C library is not glibc too.
+    Arenas of running threads stay, so call it before threads are started. ``MALLOC_ARENA_MAX`` or ``GLIBC_TUNABLES`` in
+    the environment have precedence. Return False if the C library is not glibc.
     """
     return _set_heap(environment, {"MALLOC_ARENA_MAX": "arena_max"}, {_M_ARENA_MAX: HEAPS})
 
@@ -50,21 +41,11 @@ _kept = threading.Event()
 
 
 def keep_heap(environment: Mapping[str, str]) -> bool:
-    """Let glibc keep freed blocks for the next step, unless the user has set what it keeps.
+    """Let glibc keep freed blocks for the next step; return whether this was set.
 
-    A DLRM's step maps 130 MB of activations and gradients anew without it, at 33,000 page faults: 6 to 22 % of its time
-    (docs/log.md).
-
-    Parameters
-    ----------
-    environment
-        Of the process; ``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_`` or ``GLIBC_TUNABLES`` say that the user
-        has decided.
-
-    Returns
-    -------
-    bool
-        Whether it was set; False where the C library is not glibc too.
+    Without it, a DLRM's step maps 130 MB of activations and gradients anew, with 33,000 page faults: 6 to 22 % of its
+    time (docs/log.md). ``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_`` or ``GLIBC_TUNABLES`` in the environment
+    have precedence. Return False if the C library is not glibc.
     """
     names = {"MALLOC_MMAP_THRESHOLD_": "mmap_threshold", "MALLOC_TRIM_THRESHOLD_": "trim_threshold"}
     options = {_M_MMAP_THRESHOLD: KEPT_BLOCK_BYTES, _M_TRIM_THRESHOLD: KEPT_BYTES}

@@ -116,13 +116,10 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def fit_threads(processes: int = 1) -> None:
-    """Give torch's operations, and kernels, as many threads as a process has cores, unless ``OMP_NUM_THREADS`` is set.
+    """Set the threads of torch and kernels to this process's share of the cores, unless ``OMP_NUM_THREADS`` is set.
 
-    Parameters
-    ----------
-    processes
-        How many share the usable cores. torchrun sets ``OMP_NUM_THREADS=1`` for several, whatever there is; this 1
-        counts as not set.
+    ``processes`` share the usable cores. torchrun sets ``OMP_NUM_THREADS=1`` for several processes on any machine, so
+    this 1 counts as not set.
     """
     import torch  # after what the runtimes that it loads read
 
@@ -186,22 +183,11 @@ def _threads_are_set(environment: MutableMapping[str, str]) -> bool:
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
-    """List directories of the control groups that this process is in, from the innermost to the root of all.
+    """List the directories of this process's control groups, from the innermost to the root, with their cgroup version.
 
-    Inside a container the group's own directory may be what is mounted, while its path is that of the host: not every
-    directory exists.
-
-    Parameters
-    ----------
-    controller
-        What they limit: ``"cpu"`` or ``"memory"``.
-    root
-        Where ``/proc`` and ``/sys`` are.
-
-    Returns
-    -------
-    Iterator[tuple[Path, int]]
-        Directories, and the version of control groups that they are of, which decides the names of files there.
+    The version determines the names of files there. ``controller`` is ``"cpu"`` or ``"memory"``; ``root`` has ``/proc``
+    and ``/sys``. In a container the group's own directory may be the mount point, while its path is that of the host,
+    so not every directory exists.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():  # none where there is no Linux
         _, controllers, group = line.split(":", 2)

@@ -21,14 +21,9 @@ POOLED: tuple[Pooling, ...] = tuple(mode for mode in get_args(Pooling) if mode !
 
 
 def divisors(pooling: Tensor | int, lengths: Tensor) -> Tensor:
-    """Compute what the sums of bags of these lengths are divided by, float32; 1 for empty ones.
+    """Compute the float32 divisors of the sums of bags of these lengths ``[n]``; 1 for empty bags.
 
-    Parameters
-    ----------
-    pooling
-        `POOLING_CODE` of all bags, or of each ``[n]``.
-    lengths
-        Numbers of ids ``[n]``.
+    ``pooling`` is the `POOLING_CODE` of all bags, or of each ``[n]``.
     """
     codes = lengths.new_full(lengths.shape, pooling) if isinstance(pooling, int) else pooling
     return lengths.clamp(min=1).where(codes == MEAN, 1).float()

@@ -66,14 +66,9 @@ class _Memory(np.ndarray[Any, np.dtype[np.int64]]):
 
 
 def number_tensor(thing: object, *, keep: bool = False) -> Tensor:
-    """Number an object by a tensor ``[1]`` int64 on the CPU, for whose value no graph is compiled.
+    """Number an object by a tensor ``[1]`` int64 on the CPU; no graph is compiled for its value.
 
-    Parameters
-    ----------
-    thing
-        Any object that can have weak references.
-    keep
-        Whether the memory of the tensor, whatever tensors share it, keeps the object alive.
+    ``keep`` lets the memory of the tensor keep the object alive, also through tensors that share this memory.
     """
     memory = np.array([number(thing)], dtype=np.int64)
     if keep:

@@ -36,32 +36,16 @@ from hotbed.store import memory
 
 
 class Neighbour(NamedTuple):
-    """A tile of this rank, and another that has other columns of some of its rows.
+    """A tile of this rank, and another tile that has other columns of some of its rows."""
 
-    Attributes
-    ----------
-    kind, shard
-        Arena of the own tile, and which shard of it the tile is.
-    rows
-        The common rows, as slots of the shard; None where these are all.
-    owner
-        Rank that owns the other tile.
-    tile, other
-        The two, as the plan numbers them.
-    other_kind
-        Arena of the other tile.
-    first_block
-        Which block of a row is the other tile's first.
-    """
-
-    kind: int
-    shard: int
-    rows: range | None
-    owner: int
-    tile: int
-    other: int
-    other_kind: int
-    first_block: int
+    kind: int  # arena of the own tile
+    shard: int  # shard of the arena
+    rows: range | None  # common rows, as slots of the shard; None: all
+    owner: int  # rank that owns the other tile
+    tile: int  # own tile, as the plan numbers it
+    other: int  # other tile, as the plan numbers it
+    other_kind: int  # arena of the other tile
+    first_block: int  # first block of the other tile in a row
 
 
 class TouchedRows:

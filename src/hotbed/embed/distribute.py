@@ -180,30 +180,19 @@ def _checked_plan(
 
 
 class Distributed(nn.Module):
-    """A distributed model: calls, attributes, names of parts and state are those of the model.
-
-    Attributes
-    ----------
-    module
-        The model.
-    plan
-        Where its tables are.
-    mesh
-        All ranks by ``("replica", "shard")``; None where there is one group.
-    link, dense_link
-        All ranks, for small exchanges between steps, and for gradients of dense parameters, in two hops where rows are
-        exchanged so.
-    """
+    """A distributed model: calls, attributes, names of parts and state are those of the model."""
 
     def __init__(self, model: nn.Module, wire: Wire, base: Link, plan: Plan) -> None:
         super().__init__()
         self.module = model
         self.plan = plan
         self.wire = wire
+        # all ranks by ("replica", "shard"); None: one group
         self.mesh = None if wire.replicas is None else wire.replicas.mesh
-        self.link = base.clone()
+        self.link = base.clone()  # all ranks, for small exchanges between steps
         kind = wire.options.dense
         hops = wire.options.ranks_per_node if kind == "ddp" else None
+        # for gradients of dense parameters; in two hops if rows are exchanged so
         self.dense_link = wire.link.clone() if hops and wire.replicas is None else in_hops(base.clone(), hops)
         self._register_load_state_dict_pre_hook(self._take_state)
         self._is_called = False

@@ -71,51 +71,12 @@ class RowTiles(NamedTuple):
 
 
 class Locator:
-    """Where the tables of one dim are.
+    """Locate the rows of the tables of one dim.
 
-    Of table "t" of 9 rows, cut by row over 3 ranks, tile r has rows r, r + 3, r + 6 of owner r. Its column of `entries`
-    is: table 0, owner r, first row r, stop r + 7, step 3, kind 0, lane 0, slot 0, no copy (−1). Row 4 is in tile 1, at
-    slot (4 − 1) / 3 = 1. A second table in the plan has keys from 9 on (``first_keys = [0, 9, …]``), and its tile on
-    rank r slots from 3 on.
-
-    Parameters
-    ----------
-    tables
-        Tables of equal dim.
-    plan
-        Tiles of these tables and perhaps others.
-    rank
-        This process' rank.
-    device
-        Where the tensors below are.
-
-    Attributes
-    ----------
-    tiles
-        Tiles of these tables.
-    kinds
-        Arena kinds, the same on all ranks.
-    lanes
-        Distinct ranges of columns, by first column.
-    has_readers
-        Whether any rank holds a copy of any rows.
-    entries
-        ``[9, tiles]`` int64: table; owner; first row, the row to stop before, row step; kind; lane; first slot in the
-        owner's arena; first slot in this rank's arena of copies, or −1 where it holds none.
-    copies
-        ``[W, tiles]`` int64: the same of every rank.
-    copies_of_owned
-        By kind, ``[W, owned tiles]``: the same of the tiles that this rank owns, in the order of their slots.
-    lines
-        ``[tiles]`` int64: units of one bag and one line get positions of their own (`hotbed.embed.pooled_exchange`).
-        The line of a tile is its lane, or 0 in a table some of whose lanes overlap, because its rows are not all cut at
-        the same columns.
-    streams, messages
-        Number of streams (`hotbed.embed.route`), and which message a tile's units are in: ``stream · W + owner``.
-    keys
-        Number of keys, which number the rows of all tables.
-    first_keys
-        ``[T + 1]`` int64: key of row 0 of each table.
+    Example: table "t" of 9 rows is cut by row over 3 ranks; tile r has rows r, r + 3, r + 6 of owner r. Its column of
+    `entries` is: table 0, owner r, first row r, stop r + 7, step 3, kind 0, lane 0, slot 0, no copy (−1). Row 4 is in
+    tile 1, at slot (4 − 1) / 3 = 1. A second table in the plan has keys from 9 on (``first_keys = [0, 9, …]``), and its
+    tile on rank r has slots from 3 on.
     """
 
     def __init__(self, tables: Sequence[Table], plan: Plan, rank: int, device: torch.device) -> None:
@@ -125,11 +86,12 @@ class Locator:
         self.tiles = [tile for tile in plan.tiles if tile.table in number]
         dtypes: dict[str, RowDtype] = {t.name: t.dtype for t in tables}
         kinds = [Kind(len(t.cols), dtypes[t.table], t.tier, t.cache_rows > 0) for t in self.tiles]
-        self.kinds = list(dict.fromkeys(kinds))
+        self.kinds = list(dict.fromkeys(kinds))  # the same on all ranks
         self._owned: dict[Kind, list[int]] = defaultdict(list)
         self._copied: dict[Kind, list[int]] = defaultdict(list)
+        # distinct ranges of columns, by first column
         self.lanes = sorted({(t.cols.start, t.cols.stop) for t in self.tiles})
-        self.has_readers = any(tile.readers for tile in self.tiles)
+        self.has_readers = any(tile.readers for tile in self.tiles)  # whether any rank holds a copy of any rows
         self.dim = tables[0].dim
         owned: dict[tuple[int, Kind], int] = defaultdict(int)
         copied: dict[tuple[int, Kind], int] = defaultdict(int)
@@ -152,20 +114,28 @@ class Locator:
         self._cell = [
             math.gcd(self.dim, kind.cols, *(a for a, b in self.lanes if b - a == kind.cols)) for kind in self.kinds
         ]
-        self.copies = copies.to(device)
+        self.copies = copies.to(device)  # [W, tiles] int64: first slot of the copies on every rank
+        # by kind, [W, owned tiles], in the order of their slots
         self.copies_of_owned = [copies[:, self._owned[kind]].to(device) for kind in self.kinds]
         lines = [
             0 if _overlap(plan.by_table[tile.table]) else row[LANE] for tile, row in zip(self.tiles, rows, strict=True)
         ]
+        # [tiles]: units of one bag and one line get positions of their own (`hotbed.embed.pooled_exchange`). The line
+        # of a tile is its lane, or 0 if lanes of its table overlap, because its rows are not all cut at the same
+        # columns.
         self.lines = torch.tensor(lines, dtype=torch.int64, device=device)
-        self.keys = sum(t.rows for t in tables)
+        self.keys = sum(t.rows for t in tables)  # number of keys, which number the rows of all tables
+        # [T + 1] int64: key of row 0 of each table
         self.first_keys = torch.tensor([0, *accumulate(t.rows for t in tables)], device=device)
+        # [9, tiles] int64: table; owner; first row, stop row, row step; kind; lane; first slot in the owner's arena;
+        # first slot in this rank's arena of copies, or −1 without a copy
         self.entries = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 9).T.contiguous()
         stream = self.entries[KIND]
         if self.has_readers:
             stream = 2 * stream + (self.entries[COPY] >= 0)
-        self.streams = len(self.kinds) * (2 if self.has_readers else 1)
+        self.streams = len(self.kinds) * (2 if self.has_readers else 1)  # number of streams (`hotbed.embed.route`)
         few = self.streams * plan.world_size < 256  # with one more, for what is in none; radix sorts like few bits
+        # message of a tile's units: stream · W + owner
         self.messages = (stream * plan.world_size + self.entries[OWNER]).to(torch.uint8 if few else torch.int32)
         self._row_keys = self.first_keys[self.entries[TABLE]] + self.entries[FIRST]
         self._strided = bool((self.entries[STEP] > 1).any())

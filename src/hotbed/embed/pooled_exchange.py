@@ -43,28 +43,14 @@ from hotbed.store import RowStore
 
 
 class UnitRequest(NamedTuple):
-    """Units of one arena kind: what a rank requests, by owner, or what is requested of an owner, by rank.
+    """Units of one arena kind that a rank requests, by owner, or that are requested of an owner, by rank."""
 
-    Attributes
-    ----------
-    slots
-        Of all ids ``[n]``, in the owners' arenas.
-    lengths
-        Ids of each unit ``[m]``.
-    weights
-        Per-id weights ``[n]`` float32, or None.
-    divisors
-        By what the sum of each unit's whole bag is divided ``[m]`` float32; None where no feature divides.
-    ids, units
-        How many of them by owner, or by rank.
-    """
-
-    slots: Tensor
-    lengths: Tensor
-    weights: Tensor | None
-    divisors: Tensor | None
-    ids: list[int]
-    units: list[int]
+    slots: Tensor  # [n], of all ids, in the owners' arenas
+    lengths: Tensor  # [m], ids of each unit
+    weights: Tensor | None  # [n] float32, per id
+    divisors: Tensor | None  # [m] float32, divisor of the whole bag of each unit; None: no feature divides
+    ids: list[int]  # number by owner, or by rank
+    units: list[int]  # number by owner, or by rank
 
 
 def exchange_requests(requests: Sequence[UnitRequest], link: Link) -> list[UnitRequest]:
@@ -170,50 +156,24 @@ def _layout(request: UnitRequest, ids: Tensor) -> BagLayout:
 
 
 class PooledStream(NamedTuple):
-    """Units of one arena kind.
+    """Units of one arena kind."""
 
-    Attributes
-    ----------
-    kind
-        Number of the kind.
-    rows, lanes
-        Where vectors go when they arrive ``[m]``: position, and lane.
-    bags
-        Bag of each unit ``[m]``, by owner: ``feature · B + sample``.
-    send_counts
-        Units by owner.
-    requested
-        What the ranks request of this one.
-    """
-
-    kind: int
-    rows: Tensor
-    lanes: Tensor
-    bags: Tensor
-    send_counts: list[int]
-    requested: UnitRequest
+    kind: int  # number of the arena kind
+    rows: Tensor  # [m], position of each arriving vector
+    lanes: Tensor  # [m], lane of each arriving vector
+    bags: Tensor  # [m], bag of each unit, by owner: feature · B + sample
+    send_counts: list[int]  # units by owner
+    requested: UnitRequest  # requests of the ranks to this one
 
 
 @dataclass(frozen=True)
 class PooledRoute:
-    """The bags of one output after the exchange of their ids.
+    """The bags of one output after the exchange of their ids."""
 
-    Attributes
-    ----------
-    bags
-        The bags, with positions of units in the place of ids.
-    rows
-        Number of positions.
-    streams
-        What is exchanged, by arena kind.
-    trained
-        Whether gradients will be exchanged, too.
-    """
-
-    bags: BagLayout
-    rows: int
-    streams: list[PooledStream]
-    trained: bool
+    bags: BagLayout  # with positions of units in place of ids
+    rows: int  # number of positions
+    streams: list[PooledStream]  # exchanges, by arena kind
+    trained: bool  # whether gradients will be exchanged, too
 
 
 def make_pooled_route(bags: BagLayout, locator: Locator, ops: Backend, link: Link, *, trained: bool) -> PooledRoute:

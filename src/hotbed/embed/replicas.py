@@ -53,44 +53,26 @@ from hotbed.store.touched import TouchedSlots
 
 
 class Replicas:
-    """The groups that hold copies of the tables, as one rank sees them; all processes must make it together.
+    """The groups of ranks that hold copies of the tables, as one rank sees them. All processes must create it together.
 
-    Parameters
-    ----------
-    base
-        All T ranks.
-    options
-        The number of replicas M, a divisor of T; steps between averages; which ranks are neighbours; whether copies are
-        updated by the gradients of all samples instead of averaged (``exact``).
-
-    Attributes
-    ----------
-    mesh
-        The ranks by ``("replica", "shard")``.
-    link, shards
-        The ranks that hold the same tiles as this one, by replica; the ranks of the own group.
-    thread
-        The thread that averages in the background.
-    of_thread
-        `link` and `shards` over process groups of its own.
-    syncs, rows
-        How often copies were averaged, the tables of each dim of a collection by themselves; and how many rows of this
-        rank.
-    sync_s, waited_s
-        Seconds that it took, and seconds of these that steps waited for.
+    ``base`` links all T ranks; the number of replicas M divides T.
     """
 
     def __init__(self, base: Link, options: ParallelOptions) -> None:
         ranks = torch.arange(base.size)
         count = options.replicas
         mesh = ranks.view(count, -1) if options.layout == "groups" else ranks.view(-1, count).T
+        # the ranks by ("replica", "shard")
         self.mesh = DeviceMesh(base.device.type, mesh, mesh_dim_names=("replica", "shard"))
         self.exact, self.sync_every = options.exact, options.sync_every
-        self.link = self._along("replica", base)
-        self.shards = self._along("shard", base)
+        self.link = self._along("replica", base)  # ranks that hold the same tiles as this one, by replica
+        self.shards = self._along("shard", base)  # ranks of the own group
+        # The thread averages in the background. It has `link` and `shards` over process groups of its own.
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="hotbed-sync")
         self.of_thread = self.link.clone(), self.shards.clone()
+        # averages so far, counted for the tables of each dim of a collection, and this rank's rows in them
         self.syncs = self.rows = 0
+        # seconds of averaging, and the seconds of these for which steps waited
         self.sync_s = self.waited_s = 0.0
 
     def _along(self, dim: Literal["replica", "shard"], base: Link) -> Link:

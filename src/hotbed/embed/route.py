@@ -51,39 +51,18 @@ from hotbed.ops.layout import renamed
 
 @dataclass
 class Stream:
-    """Units of one arena kind, as this rank requests them of their owners, and as the ranks request them of this one.
+    """Units of one arena kind: those that this rank requests of their owners, and those requested of this rank."""
 
-    Attributes
-    ----------
-    kind
-        Number of the arena kind.
-    copied
-        Whether this rank holds copies of these rows.
-    slots
-        Slot of each requested unit in the arena of its owner ``[n]``, by owner.
-    copies
-        Slot of each unit among this rank's copies ``[n]``, where it holds them.
-    send_counts
-        Requested units by owner.
-    first
-        Position of the first unit, the others follow it; −1 where units are some columns of rows only.
-    cells
-        Where units are some columns of rows: which columns of which positions.
-    received
-        Slots that the ranks request of this one ``[m]``, by rank.
-    recv_counts
-        How many each rank requests.
-    """
-
-    kind: int
-    copied: bool
-    slots: Tensor
-    copies: Tensor | None
-    send_counts: list[int]
-    first: int
-    cells: Cells | None
+    kind: int  # number of the arena kind
+    copied: bool  # whether this rank holds copies of these rows
+    slots: Tensor  # [n], slot of each requested unit in the arena of its owner, by owner
+    copies: Tensor | None  # [n], slot of each unit among this rank's copies, if it holds them
+    send_counts: list[int]  # requested units by owner
+    first: int  # position of the first unit, which the others follow; −1 if units are only some columns of rows
+    cells: Cells | None  # columns and positions, if units are only some columns of rows
+    # [m], slots that the ranks request of this one, by rank
     received: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    recv_counts: list[int] = field(default_factory=list)
+    recv_counts: list[int] = field(default_factory=list)  # number of requests by rank
 
     def own(self, rank: int) -> tuple[int, int]:
         """Return first and past the last of the units that this rank requests of itself."""
@@ -96,30 +75,14 @@ class Stream:
 
 @dataclass
 class Route:
-    """The bags of one output after the exchange of their ids.
+    """The bags of one output after the exchange of their ids."""
 
-    Attributes
-    ----------
-    bags
-        The bags, with positions in the place of ids.
-    groups
-        Occurrences of each distinct row.
-    places
-        Position of each distinct row ``[U]``, rows rising.
-    rows
-        Number of positions.
-    streams
-        What is exchanged, by arena kind.
-    trained
-        Whether gradients will be exchanged, too.
-    """
-
-    bags: BagLayout
-    groups: Groups
-    places: Tensor
-    rows: int
-    streams: list[Stream]
-    trained: bool
+    bags: BagLayout  # with positions in place of ids
+    groups: Groups  # occurrences of each distinct row
+    places: Tensor  # [U], position of each distinct row, rows ascending
+    rows: int  # number of positions
+    streams: list[Stream]  # exchanges, by arena kind
+    trained: bool  # whether gradients will be exchanged, too
 
 
 def make_route(

@@ -28,27 +28,14 @@ _OFF = {"max_grad_norm": float("inf"), "max_norm": float("inf"), "l2": 0.0, "dec
 
 @dataclass
 class _Lines:
-    """What kernels read of an arena's tables.
+    """Tensors that kernels read for an arena's tables."""
 
-    Attributes
-    ----------
-    written
-        What ``hyper`` was written from: the different lines, and which of them each table has.
-    hyper
-        As in `RuleStep`.
-    counted
-        Where the counts of the tables are ``[T]``; None where they are all of them, in order.
-    betas
-        Hyperparameters that are corrected ``[T, C]`` float64.
-    seeds
-        Of stochastic rounding ``[T]``; of no meaning where no row is rounded.
-    """
-
+    # source of `hyper`: the distinct lines, and the line of each table
     written: tuple[tuple[tuple[float, ...], ...], tuple[int, ...]] | None
-    hyper: Tensor
-    counted: Tensor | None
-    betas: Tensor
-    seeds: Tensor
+    hyper: Tensor  # as in `RuleStep`
+    counted: Tensor | None  # [T], positions of the tables' counts; None: all, in order
+    betas: Tensor  # [T, C] float64, hyperparameters with bias correction
+    seeds: Tensor  # [T], of stochastic rounding; unused if no row is rounded
 
 
 class StepState:

@@ -104,39 +104,19 @@ class Request(NamedTuple):
 
 
 class TableGroup(ABC):
-    """The tables of one dim, and the features that are looked up in them.
+    """The tables of one dim, and the features that are looked up in them."""
 
-    Attributes
-    ----------
-    dim
-        Columns of the tables.
-    tables
-        By name.
-    pooled
-        Names of the pooled features, whose vectors share one output.
-    sequences
-        The other features; one output each.
-    arenas
-        What this rank updates.
-    replicas
-        How many copies of the tables are trained separately and averaged.
-    is_first_replica
-        Whether this rank has tiles of the first copy.
-    is_shared
-        Whether its arenas have tables of other groups, too.
-    """
-
-    replicas = 1
-    is_first_replica = True
-    is_shared = False
+    replicas = 1  # copies of the tables that are trained separately and averaged
+    is_first_replica = True  # whether this rank has tiles of the first copy
+    is_shared = False  # whether its arenas also have tables of other groups
 
     def __init__(self, dim: int, tables: Sequence[Table], features: Sequence[Feature]) -> None:
         self.dim = dim
         self.tables = {t.name: t for t in tables}
         own = [f for f in features if f.table in self.tables]
-        self.pooled = [f.name for f in own if f.is_pooled]
-        self.sequences = [f for f in own if not f.is_pooled]
-        self.arenas: list[Arena] = []
+        self.pooled = [f.name for f in own if f.is_pooled]  # their vectors share one output
+        self.sequences = [f for f in own if not f.is_pooled]  # one output each
+        self.arenas: list[Arena] = []  # arenas that this rank updates
         self.initial_moments: dict[str, dict[str, float]] = {}
         """Initial values of moments, by table and moment."""
 

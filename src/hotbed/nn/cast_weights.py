@@ -19,14 +19,9 @@ from hotbed.nn.linear import Linear
 
 
 class CastWeights:
-    """Narrow weights of the layers of a model, for one forward pass after the other.
+    """Narrow weights of the `Linear` layers of a model to autocast's ``dtype``, for one forward pass after the other.
 
-    Parameters
-    ----------
-    model
-        Whose `Linear` layers; those that share parameters, or whose are not float32, are left to autocast.
-    dtype
-        That of autocast.
+    Layers that share parameters, or have other dtypes than float32, are left to autocast.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:

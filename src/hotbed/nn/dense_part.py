@@ -38,23 +38,15 @@ Vectors = Tensor | tuple[Tensor, Tensor]
 
 
 class DensePart(nn.Module):
-    """A model without its tables; the model itself is changed.
+    """A model without its tables.
 
-    Parameters
-    ----------
-    model
-        Takes a `Batch`. Its embedding collections, dot interactions and products are replaced.
-
-    Attributes
-    ----------
-    collections
-        The embedding collections that it had, by path.
+    The model itself is changed: its embedding collections, dot interactions and products are replaced.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         model = model.module if isinstance(model, Distributed) else model
-        self.collections: dict[str, EmbeddingCollection] = {}
+        self.collections: dict[str, EmbeddingCollection] = {}  # the replaced embedding collections, by path
         self.model = self._without_tables(model, "", {})
         self.kind = type(model).__name__
 
@@ -95,15 +87,10 @@ class DensePart(nn.Module):
 
 
 class RowWiseLinear(nn.Module):
-    """A fully connected layer that gives a row the same bits wherever it lies in a block.
+    """A fully connected layer that returns the same bits for a row at any place in a block.
 
-    MKL takes other ways through the last columns of an output than through 16 whole ones, and there the order of a
-    row's sum depends on the rows beside it (seen on a CPU with AVX2 only). So outputs are padded to multiples of 16.
-
-    Parameters
-    ----------
-    layer
-        Whose weight and bias it has.
+    MKL computes the last columns of an output differently from 16 whole ones, and there the order of a row's sum
+    depends on the other rows (seen on a CPU with AVX2 only). So outputs are padded to multiples of 16.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -123,15 +110,7 @@ class RowWiseLinear(nn.Module):
 
 
 class GivenEmbeddings(nn.Module):
-    """Hands out vectors where an `EmbeddingCollection` looked them up.
-
-    Parameters
-    ----------
-    collection
-        In whose place it is.
-    path
-        Where in the model that is.
-    """
+    """Return given vectors in place of the lookups of an `EmbeddingCollection` at ``path`` in the model."""
 
     def __init__(self, collection: EmbeddingCollection, path: str) -> None:
         super().__init__()
@@ -223,23 +202,11 @@ class _Inputs:
 
 
 def traced(part: DensePart, inputs: int) -> torch.export.ExportedProgram:
-    """A dense part as a program for any number of samples.
+    """Trace a dense part, on the CPU, to a program for any number of samples and ``inputs`` dense inputs.
 
-    ``torch.export.load(…).module()(dense, vectors)`` takes what `DensePart.forward` takes.
-
-    Parameters
-    ----------
-    part
-        The part, on the CPU.
-    inputs
-        Number of dense inputs ``I``, as they come to the model.
-
-    Raises
-    ------
-    SpecError
-        If a feature that is not pooled has no ``max_len``, or the model needs more than vectors and numbers.
-    CheckpointError
-        If torch cannot trace it.
+    ``torch.export.load(…).module()(dense, vectors)`` has the arguments of `DensePart.forward`. Raise `SpecError` if a
+    sequence feature has no ``max_len``, or the model needs more than vectors and numbers. Raise `CheckpointError` if
+    torch cannot trace it.
     """
     size = 4
     samples = torch.export.Dim("samples", min=1)

@@ -24,23 +24,10 @@ from hotbed.specs import Feature, Table
 def history_features(
     model: nn.Module, features: Sequence[Feature], histories: Mapping[str, str], max_len: int
 ) -> list[Feature]:
-    """Let features be histories, of a vector per id: at most ``max_len``, the newest, where a feature has no limit.
+    """Change history features to a vector per id, of the newest ``max_len`` ids unless the feature has a limit.
 
-    Parameters
-    ----------
-    model
-        Whose features they are.
-    features
-        All features; how histories are pooled is replaced.
-    histories
-        Features of histories, each with that of the candidate to which it is compared.
-    max_len
-        Ids that are looked at.
-
-    Raises
-    ------
-    SpecError
-        If there is no history, no such feature, the two have different tables, or the candidate is a history itself.
+    ``histories`` maps features of histories to the candidate features that they are compared with. Raise `SpecError` if
+    there is no history or no such feature, the two have different tables, or the candidate is a history itself.
     """
     name, by_name = type(model).__name__, {feature.name: feature for feature in features}
     if not histories:

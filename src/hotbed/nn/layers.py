@@ -106,13 +106,7 @@ class MLP(nn.Sequential):
 
 
 def recompute_activations(model: nn.Module) -> None:
-    """Let all MLPs of a model compute their activations again in backward, see `MLP`.
-
-    Raises
-    ------
-    SpecError
-        If it has none.
-    """
+    """Let all MLPs of a model recompute their activations in backward, see `MLP`; `SpecError` without an MLP."""
     found = [m for m in model.modules() if isinstance(m, MLP)]
     if not found:
         raise SpecError(

@@ -50,33 +50,15 @@ def faster_library() -> Literal["torch", "onednn"]:
 
 
 class Linear(nn.Linear):
-    """A fully connected layer that starts with the values of NVIDIA's DLRM.
+    """A fully connected layer that is initialized as in NVIDIA's DLRM.
 
-    Weights start as N(0, √(2 / (in + out))), biases as N(0, √(1 / out)) (standard deviations).
-
-    Parameters
-    ----------
-    in_features, out_features
-        Columns of the input and of the output.
-    library
-        What computes float32 products on CPUs: ``"torch"`` what torch uses (MKL on x86), ``"onednn"``, or ``"auto"``
-        the faster one by kind of CPU (`faster_library`). They round differently in the last bits.
-
-    Attributes
-    ----------
-    library
-        As given; ``"auto"`` can be resolved later with `use`, by all ranks alike.
-    uses
-        The library in use.
-    narrow
-        Weight and bias in the dtype of autocast, where somebody has cast them already (`hotbed.nn.cast_weights`).
-
-    Raises
-    ------
-    SpecError
-        If there is no such library here.
+    Weights are N(0, √(2 / (in + out))), biases N(0, √(1 / out)) (standard deviations). ``library`` computes float32
+    products on CPUs: ``"torch"`` (MKL on x86), ``"onednn"``, or ``"auto"``, the faster one by kind of CPU
+    (`faster_library`), which all ranks can resolve later with `use`. The libraries round differently in the last bits.
+    Raise `SpecError` if the library is not available.
     """
 
+    # weight and bias in the dtype of autocast, if already cast (`hotbed.nn.cast_weights`)
     narrow: tuple[Tensor, Tensor] | None = None
 
     def __init__(
@@ -95,12 +77,9 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, device=device, dtype=dtype)
 
     def use(self, library: Literal["torch", "onednn"]) -> None:
-        """Let a library compute this layer's products from now on.
+        """Compute this layer's products with a library from now on.
 
-        Raises
-        ------
-        SpecError
-            If this build of torch does not have it.
+        Raise `SpecError` if this build of torch does not have it.
         """
         if library == "onednn" and not has_onednn_linear():
             raise SpecError(

@@ -21,12 +21,9 @@ __getattr__ = lazy(__name__, {"DLRM": "hotbed.nn.dlrm", "WideDeep": "hotbed.nn.w
 
 
 def linear_tables(model: nn.Module, tables: Sequence[Table], top: Sequence[int]) -> list[Table]:
-    """Make tables of first-order weights beside others: a column per label, float32, zeros at first.
+    """Create tables of first-order weights for other tables: a column per label, float32, initially zero.
 
-    Raises
-    ------
-    SpecError
-        If the last width of the model's ``top`` is no number of labels.
+    Raise `SpecError` if the last width of the model's ``top`` is no number of labels.
     """
     name = type(model).__name__
     if not top:

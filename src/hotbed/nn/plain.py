@@ -38,12 +38,9 @@ Weights = Mapping[str, Tensor]
 
 
 def traced(model: PlainModel, schema: Schema) -> torch.export.ExportedProgram:
-    """A plain model as a program for any number of samples of this schema.
+    """Trace a plain model to a program for any number of samples of this schema.
 
-    Raises
-    ------
-    CheckpointError
-        If torch cannot trace it, or has no way to call a column by its name.
+    Raise `CheckpointError` if torch cannot trace it, or a column name cannot be an argument name.
     """
     for column in schema.sparse:
         if "'" in column.name or '"' in column.name:  # torch writes names into the program's code as they are
@@ -97,13 +94,7 @@ def export_program(
 
 
 class PlainModel(nn.Module):
-    """A model that takes its inputs apart and needs no code of hotbed once it is traced.
-
-    Parameters
-    ----------
-    model
-        Takes what a hotbed model takes, and is plain otherwise.
-    """
+    """A model with separate inputs that needs no code of hotbed once it is traced."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -141,12 +132,9 @@ class _Inputs:
 
 
 def plain_model(model: nn.Module) -> PlainModel:
-    """A model with its collections and interactions replaced by plain ones; the model itself is changed.
+    """Replace a model's collections and interactions, in place, by plain modules.
 
-    Raises
-    ------
-    SpecError
-        If a feature has no plain counterpart.
+    Raise `SpecError` if a feature has no plain counterpart.
     """
     return PlainModel(_plain(model))
 
@@ -162,13 +150,7 @@ def _plain(module: nn.Module) -> nn.Module:
 
 
 class PaddedEmbeddings(Embeddings):
-    """Embeddings whose features that are not pooled are padded already.
-
-    Parameters
-    ----------
-    names
-        All features.
-    """
+    """Embeddings whose sequence features are padded already."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(names)
@@ -208,15 +190,7 @@ class PaddedEmbeddings(Embeddings):
 
 
 class PlainEmbeddings(nn.Module):
-    """What an `EmbeddingCollection` computes, of ``nn.EmbeddingBag``s.
-
-    Parameters
-    ----------
-    collection
-        Whose tables are copied, as float32.
-    features
-        Some of its features; default: all.
-    """
+    """An `EmbeddingCollection` as ``nn.EmbeddingBag``s, with its tables copied as float32."""
 
     def __init__(self, collection: EmbeddingCollection, features: Sequence[Feature] | None = None) -> None:
         super().__init__()
@@ -329,15 +303,7 @@ class _Taken(NamedTuple):
 
 
 class PlainInteraction(nn.Module):
-    """What a `DotInteraction` computes.
-
-    Parameters
-    ----------
-    vectors
-        Vectors ``n`` per sample.
-    width
-        Columns of the result.
-    """
+    """A `DotInteraction` of plain torch."""
 
     pairs: Tensor
 

@@ -113,20 +113,9 @@ class Backend(Protocol):
 
 @cache
 def select(device: torch.device | str, name: BackendName = "auto") -> Backend:
-    """Return the kernels for a device.
+    """Return the kernels for a device: Numba for CPU tensors and Triton for CUDA tensors with ``"auto"``.
 
-    Parameters
-    ----------
-    device
-        Where the tensors are.
-    name
-        ``"auto"``: Numba for CPU tensors, Triton for CUDA tensors. Or one by name: ``"reference"`` runs anywhere,
-        ``"cpu"`` needs CPU tensors, ``"triton"`` needs CUDA tensors (or ``TRITON_INTERPRET=1``).
-
-    Raises
-    ------
-    BackendError
-        If the backend does not exist or cannot run on this device.
+    ``"reference"`` runs on any device. ``"triton"`` runs on CPU tensors only with ``TRITON_INTERPRET=1``.
     """
     kind = torch.device(device).type
     if name not in get_args(BackendName):

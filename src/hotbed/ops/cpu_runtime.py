@@ -73,13 +73,7 @@ _CACHE_DIR = _cache_dir()
 
 
 def kept_forms() -> set[Path]:
-    """List the files of compiled kernels that are kept for later processes.
-
-    Raises
-    ------
-    BackendError
-        If they are not, because `cache_home` cannot be written.
-    """
+    """List the cached files of compiled kernels. Raise `BackendError` if `cache_home` is not writable."""
     if _CACHE_DIR.parent != cache_home():
         raise BackendError(
             f"{cache_home()} cannot be written, so every process compiles kernels anew; set XDG_CACHE_HOME or "
@@ -229,12 +223,9 @@ if sys.platform == "linux" and numba.config.THREADING_LAYER == "omp":  # GNU's, 
 
 
 def launch(compiled: Callable[..., Any], *args: Any) -> Any:
-    """Run a parallel kernel on torch's number of threads, as far as Numba has as many (``NUMBA_NUM_THREADS``).
+    """Run a parallel kernel on torch's number of threads, limited by ``NUMBA_NUM_THREADS``.
 
-    Raises
-    ------
-    BackendError
-        In a process that was forked after kernels had run, which Numba would end with a signal.
+    Raise `BackendError` in a process that was forked after kernels had run, because Numba would kill it with a signal.
     """
     if _OpenMP.is_lost:
         raise BackendError(

@@ -40,28 +40,19 @@ FREE = -1
 class Rows:
     """Hold the rows of an arena.
 
-    A table is here whole or in part: some columns of every ``step``-th row. Slots of a table are numbered in row order.
-    Its first rows may be float32 ("wide") while the others have the arena's dtype; a table of a float32 arena has wide
-    rows only, and there a slot is a position in ``wide``.
-
-    Attributes
-    ----------
-    wide
-        ``[W, D]`` float32.
-    narrow
-        ``[S − W, D]`` bfloat16, float16, int8 or float8_e4m3fn; ``[0, D]`` float32 in a float32 arena.
-    exponents
-        ``[S − W, ⌈D / 128⌉]`` int8 where ``narrow`` is int8, else ``[0, 0]``: a block of 128 columns has the values
-        ``narrow · 2^exponent``; −128 in ``narrow`` is NaN.
-    tables
-        ``[T, 7]`` int64, one row per table, slots ascending: first slot; number of wide rows; its first row in
-        ``wide``; in ``narrow``; which row of the table the first slot holds; how many rows further the next one; which
-        column of the table column 0 is. Row and column of the table decide the bits of stochastic rounding.
+    An arena holds a whole table or a part: some columns of every ``step``-th row. Slots of a table are numbered in row
+    order. The first rows of a table may be float32 ("wide") while the others have the arena's dtype. A float32 arena
+    has only wide rows, and its slots are positions in ``wide``.
     """
 
-    wide: Tensor
-    narrow: Tensor
+    wide: Tensor  # [W, D] float32
+    narrow: Tensor  # [S − W, D] bfloat16, float16, int8 or float8_e4m3fn; [0, D] float32 in a float32 arena
+    # [S − W, ⌈D / 128⌉] int8 for int8 rows, else [0, 0]. A block of 128 columns has the values narrow · 2^exponent;
+    # −128 in `narrow` is NaN.
     exponents: Tensor
+    # [T, 7] int64, one row per table, slots ascending: first slot; number of wide rows; first row in `wide`; first row
+    # in `narrow`; table row of the first slot; row step; table column of column 0. Row and column of the table
+    # determine the bits of stochastic rounding.
     tables: Tensor
 
     @property
@@ -72,54 +63,25 @@ class Rows:
 
 @dataclass(frozen=True)
 class BagLayout:
-    """Say where the bags of one arena's features lie in the ids of a batch.
+    """Describe where the bags of one arena's features lie in the ids of a batch."""
 
-    Attributes
-    ----------
-    ids
-        All ids of the batch, int32 or int64; features of other arenas may lie between.
-    features
-        ``[F, 7]`` int64, one row per feature: position of its first id; ids per sample, or −1 where it is ragged; its
-        row of ``offsets``; slot of its table's row 0; its `POOLING_CODE`; position of its vector among those of a
-        sample; its table, as in `Rows.tables`.
-    offsets
-        ``[ragged features, B + 1]`` int64, relative to the feature's first id.
-    weights
-        Per-id weights float32, parallel to ``ids``, or None.
-    batch_size
-        Samples ``B``.
-    total
-        Ids ``N`` of these features, with those that there is room for behind a ragged feature's (`hotbed.Jagged`).
-    has_divisors
-        Whether the pooling of any feature divides the sum of a bag's rows.
-    width
-        Vectors per sample of the tensor that the bags are pooled into (or whose gradient is read), ``[B, width, D]``.
-    room
-        How many of them come before the one of position 0.
-    ids_per_bag
-        How many ids every bag of every feature has, where that is one number that the host knows; else None. Kernels
-        may be compiled for it.
-    limit
-        All slots are below it; None where it is not known. Needed where there is room for more ids.
-    spans
-        First id and number of ids of each feature, where the host knows them; None: they are read from the device.
-    groups
-        Their occurrences by slot, where somebody has grouped them.
-    """
-
-    ids: Tensor
+    ids: Tensor  # all ids of the batch, int32 or int64; ids of features of other arenas may lie between
+    # [F, 7] int64, one row per feature: position of its first id; ids per sample, −1 if ragged; row in `offsets`; slot
+    # of row 0 of its table; `POOLING_CODE`; position of its vector in a sample; table number in `Rows.tables`
     features: Tensor
-    offsets: Tensor
-    weights: Tensor | None
-    batch_size: int
+    offsets: Tensor  # [ragged features, B + 1] int64, relative to the feature's first id
+    weights: Tensor | None  # per-id weights, float32, parallel to `ids`
+    batch_size: int  # samples B
+    # number N of ids of these features, including the padding behind a ragged feature's ids (`hotbed.Jagged`)
     total: int
-    has_divisors: bool
-    width: int
-    room: int = 0
-    ids_per_bag: int | None = None
-    limit: int | None = None
+    has_divisors: bool  # whether the pooling of any feature divides the sum of a bag's rows
+    width: int  # vectors per sample of the pooled output (or of its gradient) [B, width, D]
+    room: int = 0  # number of output vectors before position 0
+    ids_per_bag: int | None = None  # common length of all bags, if the host knows one; kernels may be compiled for it
+    limit: int | None = None  # upper bound of all slots, if known; required if there is padding
+    # first id and number of ids of each feature; None: read from the device
     spans: tuple[tuple[int, int], ...] | None = None
-    groups: Groups | None = None
+    groups: Groups | None = None  # occurrences by slot, if they are already grouped
 
     def versions(self) -> tuple[int, int, int]:
         """Counts of in-place changes of ids, offsets and weights."""
@@ -128,34 +90,20 @@ class BagLayout:
 
 @dataclass(frozen=True)
 class Occurrences:
-    """List every id of an arena's batch: which slot it reads and which bag it belongs to.
+    """List every id of an arena's batch: the slot that it reads and the bag that it belongs to.
 
-    Attributes
-    ----------
-    slots
-        ``[N]`` int64, or int32 where ``limit`` allows it; in feature, then sample, then bag order.
-    bags
-        ``[N]`` int64, ``sample · width + room + position``: the row of the gradient ``[…, D]``.
-    scale
-        ``[N]`` float32 factor of the gradient (weight, mean divisor), or None where it is 1 everywhere.
-    segments
-        Positions ``0 … N`` (int64, on the host) that cut the occurrences so that all slots of a part are smaller than
-        those of the next; None where it is not known. It only helps to sort.
-    limit
-        All slots are below it, but for those of padding; None where it is not known.
-    groups
-        These occurrences by slot, where somebody has grouped them.
-
-    Where `BagLayout.total` has room for more ids than there are, as many occurrences may follow as are missing: slot
-    ``limit``, bag 0, factor 0. They form a group, to which no rule is applied.
+    If `BagLayout.total` counts padding, each padding id is an occurrence with slot ``limit``, bag 0 and factor 0. These
+    occurrences form a group to which no rule is applied.
     """
 
-    slots: Tensor
-    bags: Tensor
-    scale: Tensor | None
+    slots: Tensor  # [N] int64, or int32 if `limit` allows it; in feature, then sample, then bag order
+    bags: Tensor  # [N] int64, sample · width + room + position: row of the gradient […, D]
+    scale: Tensor | None  # [N] float32 factor of the gradient (weight, mean divisor); None: 1
+    # positions 0 … N (int64, on the host) that cut the occurrences into parts with ascending slot ranges, if known;
+    # only speeds up sorting
     segments: Tensor | None = None
-    limit: int | None = None
-    groups: Groups | None = None
+    limit: int | None = None  # upper bound of all slots except padding, if known
+    groups: Groups | None = None  # these occurrences by slot, if they are already grouped
 
     @staticmethod
     def concatenate(parts: Sequence[Occurrences], bags: Sequence[int]) -> Occurrences:
@@ -178,109 +126,63 @@ class Occurrences:
 
 @dataclass(frozen=True, kw_only=True)
 class RuleStep:
-    """Describe one step of an optimizer over an arena; all but the rule are tensors, so nothing recompiles or waits.
+    """Describe one step of an optimizer over an arena.
 
-    Attributes
-    ----------
-    rule
-        Which optimizer.
-    hyper
-        ``[T, 6 + H + C]`` float32, one row per table: 1 where the table is to be updated (else 0); `COMMON`
-        hyperparameters; those of ``rule.hyper``; ``1 − β^step`` for those of ``rule.corrected``.
-    seeds
-        ``[T]`` int64, 32 bits each: seeds of this step's stochastic rounding.
-    uses
-        Which of `COMMON` (besides ``lr``) any table has switched on; kernels may leave out the others.
-    inv_scale
-        0-d float32 factor of all gradients (1 / loss scale).
-    gate
-        0-d; where it is 0 nothing is touched.
-    mean_squares
-        By group of the occurrences ``[≥ groups]`` float32: the mean square of the gradient over all columns of the row,
-        where the arena has only some of them. For row-wise AdaGrad, without limits of norms and L2.
+    Everything but the rule is a tensor, so that no kernel is recompiled and the host does not wait.
     """
 
     rule: Rule
+    # [T, 6 + H + C] float32, one row per table: 1 if the table is updated, else 0; `COMMON` hyperparameters; those of
+    # `rule.hyper`; 1 − β^step for each of `rule.corrected`
     hyper: Tensor
-    seeds: Tensor
-    uses: frozenset[str]
-    inv_scale: Tensor
-    gate: Tensor
+    seeds: Tensor  # [T] int64, 32 bits each: seeds of this step's stochastic rounding
+    uses: frozenset[str]  # entries of `COMMON` (besides lr) that any table uses; kernels may omit the others
+    inv_scale: Tensor  # 0-d float32 factor of all gradients (1 / loss scale)
+    gate: Tensor  # 0-d; if it is 0, nothing is updated
+    # [≥ groups] float32: mean square of the gradient over all columns of the row of each group, if the arena has only
+    # some columns. For row-wise AdaGrad, without limits of norms and L2.
     mean_squares: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class RunOrder:
-    """Give the runs of `Groups` in the order in which a GPU takes them: those of equal length side by side.
+    """Order the runs of `Groups` for a GPU: runs of equal length are adjacent."""
 
-    Attributes
-    ----------
-    starts
-        ``[N]`` int64: position in ``order`` where each run starts; only the first ``counts[1]`` are valid.
-    kinds
-        ``[N]`` int8, rising: 0 for the only occurrence of a slot, `LONG` for the first run of a slot that has several,
-        else the occurrences of the run, 1 to `RUN`.
-    numbers
-        ``[N]`` int32: which group each position in ``order`` is of, counted from 1.
-    """
-
-    starts: Tensor
+    starts: Tensor  # [N] int64: position in `order` where each run starts; only the first `counts[1]` are valid
+    # [N] int8, ascending: 0 for the only occurrence of a slot, `LONG` for the first of several runs of a slot, else the
+    # number of occurrences of the run (1 to `RUN`)
     kinds: Tensor
-    numbers: Tensor
+    numbers: Tensor  # [N] int32: group of each position in `order`, counted from 1
 
 
 @dataclass(frozen=True)
 class Groups:
     """Group occurrences by slot, and cut each group into runs of at most `RUN`.
 
-    The buffers have room for ``N`` groups and runs; only the first ``counts`` of them are valid, so that a GPU need
-    not tell the host how many there are.
-
-    Attributes
-    ----------
-    order
-        ``[N]`` int64: the occurrences sorted by slot, in their own order where slots are equal.
-    rows
-        ``[N]`` int64: the slot of each group, ascending.
-    run_starts
-        ``[N + 1]`` int64: position in ``order`` where each run starts; the entry after the last run is ``N``.
-    group_runs
-        ``[N + 1]`` int64: first run of each group; the entry after the last group is the number of runs.
-    counts
-        ``[2]`` int64: number of groups, number of runs.
-    runs
-        Their order on a GPU; None where a backend has no use for it.
+    The buffers have room for ``N`` groups and runs, of which the first ``counts`` are valid. So the host need not wait
+    for a GPU to know the number of groups.
     """
 
-    order: Tensor
-    rows: Tensor
-    run_starts: Tensor
-    group_runs: Tensor
-    counts: Tensor
-    runs: RunOrder | None = None
+    order: Tensor  # [N] int64: occurrences sorted by slot (stable)
+    rows: Tensor  # [N] int64: slot of each group, ascending
+    run_starts: Tensor  # [N + 1] int64: position in `order` where each run starts; the entry after the last run is N
+    group_runs: Tensor  # [N + 1] int64: first run of each group; the entry after the last group is the number of runs
+    counts: Tensor  # [2] int64: number of groups, number of runs
+    runs: RunOrder | None = None  # order of the runs on a GPU; None if the backend does not use it
 
 
 @dataclass(frozen=True)
 class CacheTags:
-    """Hold the keys of a set-associative cache by place: a key may be in any way of one set, which its hash decides.
+    """Hold the keys of a set-associative cache by place.
 
-    Attributes
-    ----------
-    keys
-        ``[sets · ways]`` int64, not negative; `FREE` where a place has none.
-    times, counts
-        ``[sets · ways]`` int64: when each key was last used, and how often.
-    ways
-        Places of a set.
-    by_count
-        Whether the least often used key of a set is evicted (LFU; of equals the least recently used), or the least
-        recently used one (LRU).
+    The hash of a key determines its set; any way of the set may hold it.
     """
 
-    keys: Tensor
-    times: Tensor
-    counts: Tensor
-    ways: int
+    keys: Tensor  # [sets · ways] int64, not negative; `FREE` for an empty place
+    times: Tensor  # [sets · ways] int64: time of the last use of each key
+    counts: Tensor  # [sets · ways] int64: number of uses of each key
+    ways: int  # places of a set
+    # evict the least often used key of a set (LFU; ties: least recently used), else the least recently used (LRU)
     by_count: bool
 
     @property

@@ -93,21 +93,11 @@ def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range
 
 
 def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
-    """Pool the rows of each bag.
+    """Pool the rows of each bag into ``out [B, width, D]`` at ``room + position``; other places are unchanged.
 
-    A bag's vector is the sum of its rows as float32 (times their weights) in bag order, starting from the first, which
-    some poolings then divide (`divisors`). An empty bag gives zeros. The vector is rounded to the nearest of
-    ``out``'s dtype.
-
-    Parameters
-    ----------
-    rows
-        The arena.
-    bags
-        Bags of ``F`` features × ``B`` samples.
-    out
-        ``[B, width, D]`` float32, bfloat16 or float16; the vector of a feature goes to ``room + position``, other
-        places stay as they are.
+    A bag's vector is the float32 sum of its rows (times their weights) in bag order, starting from the first row. Some
+    poolings divide the sum (`divisors`). An empty bag yields zeros. The vector is rounded to the nearest value of the
+    dtype of ``out`` (float32, bfloat16 or float16).
     """
     launches["reference.lookup"] += 1
     for feature in bags.features.tolist():
@@ -126,36 +116,16 @@ def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
 
 
 def gather(rows: Rows, slots: Tensor, out: Tensor) -> None:
-    """Copy rows as float32.
-
-    Parameters
-    ----------
-    rows
-        The arena.
-    slots
-        ``[n]`` int64, of any tables, in any order.
-    out
-        ``[n, D]`` float32.
-    """
+    """Copy the rows at slots ``[n]`` of any tables, in any order, to ``out [n, D]`` float32."""
     launches["reference.gather"] += 1
     out.copy_(read_rows(rows, slots))
 
 
 def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
-    """Gradient of the per-id weights: for each id, its row times the gradient of its bag's vector.
+    """Compute the gradient of the per-id weights: each id's row times the gradient of its bag's vector.
 
-    Columns are added as `block_sum` does; the sum is divided as those of the lookup are.
-
-    Parameters
-    ----------
-    rows
-        The arena.
-    bags
-        As in the lookup, but ``width`` and ``room`` describe ``grad``.
-    grad
-        Gradient ``[…, D]`` of the pooled vectors, row ``sample · width + room + position``.
-    out
-        Float32, parallel to ``bags.ids``; ids of other arenas stay as they are.
+    Columns are added as in `block_sum`; the sum is divided as in the lookup. ``width`` and ``room`` of ``bags``
+    describe ``grad […, D]``. ``out`` is parallel to ``bags.ids``; entries of ids of other arenas are unchanged.
     """
     launches["reference.weight_gradient"] += 1
     for feature in bags.features.tolist():
@@ -228,19 +198,9 @@ def group(occurrences: Occurrences) -> Groups:
 
 
 def spread(groups: Groups, values: Tensor) -> Tensor:
-    """Give every occurrence the value of its group: the inverse of grouping.
+    """Return ``values[g] [N]`` for every occurrence of group g, in the original order: the inverse of grouping.
 
-    Parameters
-    ----------
-    groups
-        From `group`.
-    values
-        ``[≥ number of groups]`` int64; the first are those of the groups.
-
-    Returns
-    -------
-    Tensor
-        ``[N]`` int64, ``values[g]`` for every occurrence of group g, in the order in which the occurrences came.
+    The first ``values [≥ number of groups]`` int64 belong to the groups.
     """
     launches["reference.spread"] += 1
     count = int(groups.counts[0])
@@ -254,21 +214,11 @@ def spread(groups: Groups, values: Tensor) -> Tensor:
 
 
 def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: Tensor | None, out: Tensor) -> None:
-    """Sum the gradient of each distinct slot: what `update` gives to the rule, before ``step.inv_scale``.
+    """Sum the gradient ``[…, D]`` of each distinct slot: the gradient of `update`, before ``step.inv_scale``.
 
-    The sum of a slot is the canonical sum: its occurrences as float32 (times their factors) left to right in runs of
-    `RUN`, then the runs left to right.
-
-    Parameters
-    ----------
-    occurrences, groups
-        From `occurrences` and `group` of the same ids.
-    grad
-        Gradient of the pooled vectors ``[…, D]``, float32, bfloat16 or float16.
-    places
-        ``[≥ number of groups]`` int64, distinct: which row of ``out`` each group goes to. None: group g to row g.
-    out
-        ``[n, D]`` float32; rows that no group goes to stay as they are.
+    The sum of a slot is the canonical sum: its occurrences as float32 (times their factors) are added left to right in
+    runs of `RUN`, then the runs left to right. Group g goes to row ``places[g]`` (distinct) of ``out [n, D]`` float32,
+    or to row g without ``places``. Other rows are unchanged.
     """
     launches["reference.segment_sum"] += 1
     count = int(groups.counts[0])
@@ -278,16 +228,10 @@ def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: 
 
 
 def square_blocks(occurrences: Occurrences, groups: Groups, grad: Tensor, inv_scale: Tensor, out: Tensor) -> None:
-    """Sum the squares of each distinct slot's gradient in blocks of 16 columns, for rows of which others have the rest.
+    """Sum the squares of each distinct slot's gradient in blocks of 16 columns, for rows that are cut by column.
 
-    Parameters
-    ----------
-    occurrences, groups, grad
-        As in `segment_sum`.
-    inv_scale
-        0-d float32: the sum of a slot is multiplied by it before it is squared.
-    out
-        ``[≥ groups, ⌈D / 16⌉]`` float32: halving trees inside blocks.
+    ``inv_scale`` multiplies the sum of a slot before it is squared. ``out [≥ groups, ⌈D / 16⌉]`` float32 gets halving
+    trees inside blocks.
     """
     launches["reference.square_blocks"] += 1
     count = int(groups.counts[0])
@@ -303,20 +247,7 @@ def update(
 
     The gradient of a row is the canonical sum of `segment_sum` times ``step.inv_scale``. The rule is `apply_rule`. A
     narrow row is then rounded stochastically (`round_stochastic`) with the bits of `random_bits` keyed by
-    (``step.seeds``, row, column).
-
-    Parameters
-    ----------
-    step
-        The rule, hyperparameters, gradient factor and gate.
-    rows
-        The arena, updated in place.
-    state
-        The rule's moments by name, ``[S]`` or ``[S, D]``, updated in place.
-    occurrences, groups
-        From `occurrences` and `group` of the same ids.
-    grad
-        Gradient of the pooled vectors ``[…, D]``, float32, bfloat16 or float16.
+    (``step.seeds``, row, column). Rows and moments (``state``: ``[S]`` or ``[S, D]`` by name) are updated in place.
     """
     launches["reference.update"] += 1
     count = int(groups.counts[0])

@@ -46,25 +46,11 @@ def cache_use(tags: CacheTags, places: Tensor, now: int) -> None:
 
 
 def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tensor]:
-    """Find a place for each of these distinct keys, one after the other, and note that it is used now, once so far.
+    """Assign a place to each of these distinct keys ``[n]``, one after the other, and count one use at time ``now``.
 
-    It is the first free place of the key's set; else that of the key that is evicted by ``tags.by_count``, of equals
-    the first. No key is evicted that is used now.
-
-    Parameters
-    ----------
-    tags
-        Overwritten at these places.
-    wanted
-        ``[n]`` int64, none of them in the cache; `FREE` is none.
-    now
-        Present time; none of ``tags.times`` is later.
-
-    Returns
-    -------
-    tuple[Tensor, Tensor]
-        Place of each key ``[n]``, −1 of none and where all of its set are in use now; and the key that was there, or
-        `FREE`.
+    The place is the first free place of the key's set, else the place of the key to evict by ``tags.by_count`` (ties:
+    the first). A key that is used now is never evicted. `FREE` in ``wanted`` is no key. Return the place of each key
+    ``[n]``, −1 if there is none, and the key that it replaces, or `FREE`.
     """
     launches["reference.cache_take"] += 1
     places, evicted = torch.full_like(wanted, -1), torch.full_like(wanted, FREE)

@@ -9,22 +9,10 @@ from hotbed.ops.backend import launches
 
 
 def interaction(vectors: Tensor, width: int) -> Tensor:
-    """Dot interaction of DLRM (Naumov et al. 2019).
+    """Compute the dot interaction of DLRM (Naumov et al. 2019): ``[B, n, D] → [B, width]``.
 
-    The n vectors of a sample (the dense one first) are multiplied pairwise; the strict lower triangle of the Gram
-    matrix, row by row, follows the first vector; zeros fill up to ``width``.
-
-    Parameters
-    ----------
-    vectors
-        ``[B, n, D]``.
-    width
-        Columns of the result, at least ``D + n (n − 1) / 2``.
-
-    Returns
-    -------
-    Tensor
-        ``[B, width]`` in the dtype of the vectors.
+    The n vectors of a sample (the dense one first) are multiplied pairwise. The strict lower triangle of the Gram
+    matrix, row by row, follows the first vector. Zeros pad to ``width ≥ D + n (n − 1) / 2``.
     """
     launches["reference.interaction"] += 1
     gram = vectors @ vectors.transpose(1, 2)

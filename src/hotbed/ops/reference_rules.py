@@ -18,36 +18,16 @@ from hotbed.optim.rule import Steps, sqrt
 
 def apply_rule(
     rule: Rule,
-    w: Tensor,
-    moments: dict[str, Tensor],
-    g: Tensor,
-    hyper: Tensor,
-    mean_squares: Tensor | None = None,
+    w: Tensor,  # rows [U, D] float32
+    moments: dict[str, Tensor],  # of these rows, by name, [U] or [U, D]
+    g: Tensor,  # summed gradients [U, D]
+    hyper: Tensor,  # [U, 6 + H + C]: each row's line of `RuleStep.hyper`
+    mean_squares: Tensor | None = None,  # [U], see `RuleStep`
 ) -> Tensor:
-    """One step of some rows.
+    """Return rows ``[U, D]`` float32 after one step; moments are updated in place.
 
     In this order: ``g ← g · min(1, max_grad_norm / ‖g‖)``; ``g ← g + l2 · w``; ``w ← w − decay · w``; the rule;
     ``w ← w · min(1, max_norm / ‖w‖)``. Each line is left out where its hyperparameter is off (∞, 0).
-
-    Parameters
-    ----------
-    rule
-        Which formula.
-    w
-        Rows ``[U, D]`` float32.
-    moments
-        Of these rows, by name, ``[U]`` or ``[U, D]``; updated in place.
-    g
-        Summed gradients ``[U, D]``.
-    hyper
-        ``[U, 6 + H + C]``: each row's line of `RuleStep.hyper`.
-    mean_squares
-        ``[U]``, see `RuleStep`.
-
-    Returns
-    -------
-    Tensor
-        The new rows ``[U, D]`` float32.
     """
     # The rule divides its sum by the number of columns, which those of a mean have been divided by.
     steps = rule_steps(rule, w, moments, g, hyper, w.shape[1] if mean_squares is None else 1)
@@ -66,20 +46,10 @@ def rule_steps(
     moments: dict[str, Tensor],
     g: Tensor,
     hyper: Tensor,
-    dim: int,
-    uses: Collection[str] = COMMON,
+    dim: int,  # columns of whole rows
+    uses: Collection[str] = COMMON,  # as in `RuleStep`; norms without a limit are not requested
 ) -> Steps:
-    """`apply_rule` in steps, for rows of which only some columns are here: sums over columns are left to the caller.
-
-    Parameters
-    ----------
-    rule, w, moments, g, hyper
-        As in `apply_rule`, of the columns that are here.
-    dim
-        Columns of whole rows.
-    uses
-        As in `RuleStep`; norms that are not limited are not asked for.
-    """
+    """Run `apply_rule` in steps, for rows that are cut by column: the caller adds up sums over columns."""
     if "max_grad_norm" in uses:
         g = yield from _limited(g, hyper[:, MAX_GRAD_NORM])
     l2, decay = hyper[:, L2, None], hyper[:, DECAY, None]

@@ -58,19 +58,10 @@ from hotbed.ops.layout import (
 
 
 def random_bits(seeds: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
-    """32 random bits per cell, ``[n, D]`` int64.
+    """Return 32 random bits per cell, ``[n, D]`` int64, for rows ``[n]`` and columns ``[D]`` or ``[n, D]``.
 
-    Two rounds of MurmurHash3's 32-bit finalizer over the halves of the row, a third over the column added as a
-    multiple of the golden ratio.
-
-    Parameters
-    ----------
-    seeds
-        32-bit seeds, 0-d or one per row, int64.
-    rows
-        ``[n]`` int64.
-    cols
-        ``[D]`` int64, or ``[n, D]`` where they differ from row to row.
+    The bits are two rounds of MurmurHash3's 32-bit finalizer over the halves of the row, then a third over the column,
+    which is added as a multiple of the golden ratio. ``seeds`` are 32-bit, 0-d or one per row.
     """
     key = _mix32(_mix32((rows & 0xFFFFFFFF) ^ seeds) ^ (rows >> 32) ^ 0x9E3779B9)
     return _mix32((key[:, None] + cols * 0x9E3779B9) & 0xFFFFFFFF)
@@ -136,18 +127,11 @@ def round_nearest(values: Tensor, dtype: torch.dtype, exponents: Tensor) -> Tens
 
 
 def round_stochastic(values: Tensor, dtype: torch.dtype, exponents: Tensor, random: Tensor) -> Tensor:
-    """Round to one of the two neighbours, up in magnitude with the probability that makes the mean right.
+    """Round ``[n, D]`` float32 to a neighbour in ``dtype``, with probabilities that make the mean exact.
 
-    Parameters
-    ----------
-    values
-        ``[n, D]`` float32. What can be represented stays as it is, infinities and NaN too (int8: NaN).
-    dtype
-        Of the result. Above its largest value lies infinity (fp8: NaN).
-    exponents
-        ``[n, blocks]`` int8, large enough for the values; read for int8.
-    random
-        ``[n, D]`` int64, 32 random bits each; the upper 24 are used, 16 for bf16.
+    Representable values are unchanged, including infinities and NaN (int8: NaN). Values above the largest one become
+    infinity (fp8: NaN). ``exponents [n, blocks]`` int8 are read for int8. ``random [n, D]`` has 32 bits each: the upper
+    24 are used, 16 for bf16.
     """
     bits = values.view(torch.int32).long() & 0xFFFFFFFF
     if dtype == torch.bfloat16:

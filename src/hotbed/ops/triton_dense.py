@@ -74,17 +74,9 @@ def _add_parts_kernel(out, sums, parts, COLUMNS: tl.constexpr, BLOCK_R: tl.const
 
 
 def relu_backward(of_out: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Give the gradient of a ReLU's input, and the sum of it over all rows.
+    """Return the gradient of a ReLU's input ``[B, N]`` and its sum over all rows ``[N]``, rounded from float32.
 
-    Parameters
-    ----------
-    of_out, out
-        ``[B, N]``: the gradient of what a ReLU gave, and what it gave; both float32, bfloat16 or float16.
-
-    Returns
-    -------
-    tuple[Tensor, Tensor]
-        ``[B, N]``, and ``[N]``: float32 sums, rounded to the same dtype.
+    ``of_out`` is the gradient of the ReLU's output ``out``.
     """
     launches["triton.relu_backward"] += 1
     out = out.contiguous()
@@ -184,17 +176,8 @@ def _total_kernel(out, sums, count, BLOCK: tl.constexpr):
 def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sum the weighted binary cross-entropy of logits, as torch's ``binary_cross_entropy_with_logits`` defines it.
 
-    Parameters
-    ----------
-    logits, labels
-        ``[B, T]`` float32, on the device.
-    weights
-        Of samples ``[B, 1]``, or by label ``[B, T]``, float32; None: all 1.
-
-    Returns
-    -------
-    tuple[Tensor, Tensor]
-        The sum, 0-d float32, and its gradient by logit ``[B, T]``.
+    Logits and labels are ``[B, T]`` float32, weights ``[B, 1]`` or ``[B, T]``. Return the sum, 0-d float32, and its
+    gradient ``[B, T]``.
     """
     launches["triton.cross_entropy"] += 1
     logits, labels = logits.contiguous(), labels.contiguous()
@@ -285,17 +268,7 @@ def _count_steps_kernel(counts, trained, gate, total, BLOCK: tl.constexpr):
 
 
 def count_steps_(counts: Tensor, trained: Tensor, gate: Tensor) -> None:
-    """Count a step of the tables that are trained.
-
-    Parameters
-    ----------
-    counts
-        ``[tables]`` int64, changed in place.
-    trained
-        ``[tables]`` int64: 1 for those that are trained, else 0.
-    gate
-        0-d; where it is 0 nothing is counted.
-    """
+    """Increment the step counts ``[tables]`` of trained tables (``trained`` is 1) unless ``gate`` (0-d) is 0."""
     launches["triton.count_steps_"] += 1
     total = len(counts)
     if total:

@@ -119,16 +119,10 @@ def _list_kernel(
 
 
 def list_runs(occurrences: Occurrences, groups: Groups, group_slots: Tensor, rows: Rows | None) -> RunList:
-    """Write the list of the runs of a batch of at least one occurrence.
+    """List the runs of a batch with at least one occurrence.
 
-    Parameters
-    ----------
-    occurrences, groups
-        From `occurrences` and `group` of the same ids.
-    group_slots
-        ``[≥ groups]`` int64: slot of each group. The first that no row has is of padding.
-    rows
-        What the slots are of; None where they are of no table, and none is of padding.
+    ``group_slots [≥ groups]`` has the slot of each group; the first slot without a row is padding. Without ``rows``,
+    the slots belong to no table and none is padding.
     """
     runs, total, device = runs_of(groups), len(groups.order), groups.order.device
     scaled = occurrences.scale is not None

@@ -47,29 +47,15 @@ _Result = TypeVar("_Result")
 
 
 class Application:
-    """The ASGI application of a server.
-
-    Parameters
-    ----------
-    batchers
-        The models by name; the first one answers ``/score``.
-    options
-        Limits.
-    token
-        What requests must carry, None for nothing.
-    metrics
-        Where they are counted.
-    connections
-        Returns the number of open connections.
-    """
+    """The ASGI application of a server."""
 
     def __init__(
         self,
-        batchers: Mapping[str, Batcher],
+        batchers: Mapping[str, Batcher],  # models by name; the first one answers /score
         options: ServeOptions,
-        token: str | None,
+        token: str | None,  # required from requests, unless None
         metrics: ServerMetrics,
-        connections: Callable[[], int],
+        connections: Callable[[], int],  # returns the number of open connections
     ) -> None:
         self._batchers, self._options, self._metrics = batchers, options, metrics
         self._bodies = Bodies(options)

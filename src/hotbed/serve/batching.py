@@ -54,17 +54,7 @@ Observe = Callable[[int, float], None]
 
 
 class Batcher:
-    """A queue of requests for one model, and the thread that scores them.
-
-    Parameters
-    ----------
-    model
-        The model.
-    max_batch_rows, max_wait_ms, max_queue_rows
-        As in `ServeOptions`.
-    observe
-        Called by the thread after every batch.
-    """
+    """A queue of requests for one model, and the thread that scores them. Limits are as in `ServeOptions`."""
 
     def __init__(
         self,
@@ -73,7 +63,7 @@ class Batcher:
         max_batch_rows: int,
         max_wait_ms: float,
         max_queue_rows: int,
-        observe: Observe = lambda rows, seconds: None,
+        observe: Observe = lambda rows, seconds: None,  # called by the thread after every batch
     ) -> None:
         self.model = model
         self._batch_rows, self._wait, self._queue_rows = max_batch_rows, max_wait_ms / 1000, max_queue_rows
@@ -92,10 +82,7 @@ class Batcher:
     def submit(self, columns: pa.RecordBatch) -> asyncio.Future[Scored]:
         """Queue a request's rows; the future of the running event loop gets the scores. Cancel it to withdraw them.
 
-        Raises
-        ------
-        RequestError
-            With status 503, if too many rows wait, or the server ends.
+        Raise `RequestError` with status 503 if too many rows are queued or the server is shutting down.
         """
         entry = _Waiting(columns, time.monotonic(), asyncio.get_running_loop().create_future())
         with self._changed:

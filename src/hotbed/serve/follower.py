@@ -63,43 +63,22 @@ class _Retry(NamedTuple):
 
 
 class Follower:
-    """Look for new versions of a model every so often, by a thread, and let the model take them over.
-
-    Parameters
-    ----------
-    model
-        The model; nobody else changes it.
-    place
-        The directory or URI that training publishes in.
-    interval_s
-        Time between two looks.
-    verify
-        Whether hashes of full models are compared before they are taken over; those of changes are always.
-    cache
-        Where remote files are put, see `hotbed.serve.format.Published`.
-
-    Attributes
-    ----------
-    refused
-        How many versions were refused, by reason (`hotbed.serve.model.Reason`).
-    applied
-        How many were taken over: ``"change"`` and ``"model"``.
-    """
+    """Poll for new versions of a model in a thread, and load them into the model. Nothing else may change the model."""
 
     def __init__(
         self,
         model: ServedModel,
-        place: str | Path | Directory,
+        place: str | Path | Directory,  # directory or URI that training publishes to
         *,
-        interval_s: float = 1.0,
-        verify: bool = True,
-        cache: str | Path | None = None,
+        interval_s: float = 1.0,  # time between two polls
+        verify: bool = True,  # check hashes of full models first; hashes of changes are always checked
+        cache: str | Path | None = None,  # directory for remote files, see `hotbed.serve.format.Published`
     ) -> None:
         self._model, self._place = model, directory(place)
         self._interval_s, self._verify = interval_s, verify
         self._cache = None if cache is None else Path(cache)
-        self.refused: Counter[Reason] = Counter()
-        self.applied: Counter[str] = Counter()
+        self.refused: Counter[Reason] = Counter()  # refused versions, by `hotbed.serve.model.Reason`
+        self.applied: Counter[str] = Counter()  # versions loaded: "change" and "model"
         self._retries: dict[str, _Retry] = {}
         self._known: dict[str, _Known] = {}
         self._newest_at = time.monotonic()
@@ -290,19 +269,9 @@ def _refusal(error: Exception) -> RefusedError:
 
 
 def open_newest(place: str | Path | Directory, **options: Any) -> ServedModel:
-    """Open an exported model, or the newest full one of a published directory that is not damaged.
+    """Open an exported model, or the newest undamaged full model of a published directory (a path or a URI).
 
-    Parameters
-    ----------
-    place
-        A path or a URI.
-    options
-        As in `ServedModel.open`.
-
-    Raises
-    ------
-    CheckpointError
-        If there is none.
+    ``options`` are those of `ServedModel.open`. Raise `CheckpointError` if there is no such model.
     """
     found = directory(place)
     if found.has(MANIFEST):

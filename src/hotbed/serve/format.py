@@ -159,51 +159,23 @@ class DenseEntry(Entry):
 
 
 class ModelManifest(Entry):
-    """All that ``manifest.json`` of an exported model says.
+    """Content of ``manifest.json`` of an exported model."""
 
-    Attributes
-    ----------
-    name
-        Of the recipe.
-    step, state
-        Which parameters these are, see `StateEntry`.
-    written
-        When it was written, in seconds since 1970.
-    labels
-        What the columns of the scores are.
-    encoder
-        How stored values become ids and numbers: the input columns as ``schema`` (`hotbed.data.Schema.to_dict`), and by
-        column what its ids are.
-    lookups
-        By derived input, the file with keys and values that it is looked up in.
-    vocabularies
-        By table of the schema, the file with the ids of raw values; empty where ids are not made of them.
-    hash
-        How ids are hashed to rows, in words; None where they are rows.
-    dense
-        The dense program.
-    features
-        By name, the vectors that the program takes: ``COLLECTION.FEATURE``, in order; see
-        `hotbed.nn.dense_part.vectors_name`.
-    tables
-        By name: ``COLLECTION.TABLE``.
-    files
-        Size and hash of each.
-    """
-
-    name: Text
-    step: Count
+    name: Text  # of the recipe
+    step: Count  # version of the parameters, with `state`; see `StateEntry`
     state: Digest
-    written: Seconds
-    labels: list[Text]
-    encoder: dict[str, Any]
-    lookups: dict[Text, FilePath]
+    written: Seconds  # time of writing, in seconds since 1970
+    labels: list[Text]  # columns of the scores
+    encoder: dict[str, Any]  # input columns as `schema` (`hotbed.data.Schema.to_dict`), and the scheme of ids by column
+    lookups: dict[Text, FilePath]  # file with keys and values, by derived input
+    # file with the ids of raw values, by table of the schema
     vocabularies: dict[Text, FilePath] = Field(default_factory=dict)
-    hash: str | None
-    dense: DenseEntry
+    hash: str | None  # description of how ids are hashed to rows; None: ids are rows
+    dense: DenseEntry  # the dense program
+    # vectors that the program takes, in order, by `COLLECTION.FEATURE`; see `hotbed.nn.dense_part.vectors_name`
     features: dict[Text, FeatureEntry]
-    tables: dict[Text, TableEntry]
-    files: dict[FilePath, FileEntry]
+    tables: dict[Text, TableEntry]  # by `COLLECTION.TABLE`
+    files: dict[FilePath, FileEntry]  # size and hash of each file
 
 
 class CountEntry(Entry):
@@ -249,13 +221,7 @@ def encoder_digest(values: Mapping[str, Any]) -> str:
 
 
 def manifest_of(kind: type[Manifest], data: bytes, where: str) -> Manifest:
-    """Parse a manifest and compare what it says with itself.
-
-    Raises
-    ------
-    CheckpointError
-        If it is of another kind or version, or is not what its schema says (`DamagedError` where it is no JSON).
-    """
+    """Parse a manifest and check its consistency. Raise `CheckpointError`, or `DamagedError` if it is no JSON."""
     values = parsed(data, where)
     found, version = values.pop("format", None), values.pop("version", None)
     if found != _KINDS[kind]:
@@ -332,15 +298,8 @@ def _check_files(manifest: ModelManifest | ChangeManifest, named: Mapping[str, s
 class Published:
     """A directory with a manifest: its files are local, or fetched.
 
-    Parameters
-    ----------
-    place
-        The directory.
-    files
-        What the manifest says of its files.
-    cache
-        Where remote files of models are put, under their SHA-256; default: ``hotbed/models`` in the user's cache
-        directory.
+    Remote files of models are cached under their SHA-256, by default in ``hotbed/models`` in the user's cache
+    directory.
     """
 
     def __init__(self, place: Directory, files: Mapping[str, FileEntry], cache: Path | None = None) -> None:
@@ -353,12 +312,9 @@ class Published:
         return str(self.place)
 
     def path(self, name: str) -> Path:
-        """A local file with the content of one of its files; the size is compared, and the hash of what is fetched.
+        """Return a local file with the content of ``name``. Its size is checked, and the hash of a fetched file.
 
-        Raises
-        ------
-        DamagedError
-            If it is not there, or is not what the manifest says.
+        Raise `DamagedError` if the file is missing or does not match the manifest.
         """
         if name in self._fetched and self._fetched[name].is_file():
             return self._fetched[name]
@@ -371,12 +327,9 @@ class Published:
 
     @contextmanager
     def opened(self, name: str) -> Generator[BinaryIO]:
-        """Open a file, at its start, whose hash is compared; what is fetched has no name and goes when it is closed.
+        """Open a file whose hash is checked. A fetched file has no name and is deleted when it is closed.
 
-        Raises
-        ------
-        DamagedError
-            If it is not there, or is not what the manifest says.
+        Raise `DamagedError` if the file is missing or does not match the manifest.
         """
         entry = self._entries[name]
         with ExitStack() as stack:
@@ -417,17 +370,9 @@ class Published:
             return file.read()
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Read all files and compare their hashes.
+        """Read all files and check their hashes. Raise `DamagedError` if one does not match.
 
-        Parameters
-        ----------
-        progress
-            Called with the bytes read and those there are.
-
-        Raises
-        ------
-        DamagedError
-            If a file is not what was written.
+        ``progress`` is called with the bytes read and the total.
         """
         done, total = 0, sum(entry.bytes for entry in self._entries.values())
         for name, entry in self._entries.items():
@@ -476,15 +421,7 @@ class Published:
 
 
 class ExportedModel(Published):
-    """An exported model whose manifest has been checked; nothing else of it is read before it is asked for.
-
-    Attributes
-    ----------
-    manifest
-        What there is.
-    schema
-        The input columns.
-    """
+    """An exported model whose manifest has been checked. Its other files are read on demand."""
 
     def __init__(self, place: Directory, manifest: ModelManifest, cache: Path | None = None) -> None:
         super().__init__(place, manifest.files, cache)
@@ -492,37 +429,24 @@ class ExportedModel(Published):
         if not isinstance(columns := manifest.encoder.get("schema"), Mapping):
             raise CheckpointError(f"{place}/{MANIFEST}: 'encoder.schema' is missing, or no mapping of columns")
         try:
-            self.schema = Schema.from_dict(columns)
+            self.schema = Schema.from_dict(columns)  # the input columns
         except (SpecError, DataError) as error:
             raise CheckpointError(f"{place}/{MANIFEST}: 'encoder.schema' cannot be used: {error}") from None
         self._program: bytes | None = None
 
     @classmethod
     def open(cls, place: str | Path | Directory, cache: Path | None = None) -> ExportedModel:
-        """Open a directory that ``hotbed export`` made.
+        """Open a directory (path or URI) that ``hotbed export`` wrote; ``cache`` is as in `Published`.
 
-        Parameters
-        ----------
-        place
-            A path or a URI.
-        cache
-            Where remote files are put, see `Published`.
-
-        Raises
-        ------
-        CheckpointError
-            If it is no exported model, or its manifest is not what its schema says.
+        Raise `CheckpointError` if it is no exported model, or its manifest does not match the schema.
         """
         found = directory(place)
         return cls(found, _manifest(ModelManifest, found), cache)
 
     def encoder(self) -> Encoder:
-        """What turns raw rows into inputs, as in training.
+        """Return the encoder that converts raw rows to inputs, as in training.
 
-        Raises
-        ------
-        CheckpointError
-            If what the manifest says of it cannot be right, or a looked-up table is damaged.
+        Raise `CheckpointError` if its entry in the manifest is invalid or a lookup table is damaged.
         """
         from pyarrow import parquet
 
@@ -596,13 +520,7 @@ class TableChange(NamedTuple):
 
 
 class ChangeSet(Published):
-    """Changes from one state of a model to a later one, whose manifest has been checked.
-
-    Attributes
-    ----------
-    manifest
-        From which state to which, and how much.
-    """
+    """Changes from one state of a model to a later one, whose manifest has been checked."""
 
     def __init__(self, place: Directory, manifest: ChangeManifest, cache: Path | None = None) -> None:
         super().__init__(place, manifest.files, cache)
@@ -615,12 +533,9 @@ class ChangeSet(Published):
         return cls(found, _manifest(ChangeManifest, found), cache)
 
     def rows(self) -> Iterator[TableChange]:
-        """Yield the rows that changed, some at a time; each id of a table occurs once.
+        """Yield the changed rows in blocks; each id of a table occurs once.
 
-        Raises
-        ------
-        DamagedError
-            If the file is not what was written, or its rows are not what the manifest counts.
+        Raise `DamagedError` if the file does not match its hash, or the rows do not match the counts of the manifest.
         """
         import pyarrow as pa
         from pyarrow import parquet

@@ -25,26 +25,15 @@ LINES_TYPES = ("application/x-ndjson", "application/jsonl", "application/x-jsonl
 
 @dataclass(frozen=True)
 class JsonRows:
-    """The rows of a request as JSON.
-
-    Attributes
-    ----------
-    id
-        The request's, if it has one.
-    values
-        Objects, one per row; or, by column, lists of values.
-    """
+    """The rows of a request as JSON."""
 
     id: str | None
-    values: Sequence[object] | Mapping[str, Sequence[object]]
+    values: Sequence[object] | Mapping[str, Sequence[object]]  # one object per row, or lists of values by column
 
     def columns(self, names: Sequence[str], max_rows: int) -> tuple[Mapping[str, Sequence[object]], int]:
-        """Return values by column, and the number of rows. The encoder ignores columns that are not in `names`.
+        """Return values by column, and the number of rows. The encoder ignores columns that are not in ``names``.
 
-        Raises
-        ------
-        RequestError
-            If there are too many rows, a column is missing, or columns have different lengths.
+        Raise `RequestError` if there are too many rows, a column is missing, or columns have different lengths.
         """
         if isinstance(self.values, Mapping):
             return self.values, self._count(self.values, names, max_rows)
@@ -85,15 +74,10 @@ class JsonRows:
 
 
 def parse_rows(body: bytes, content_type: str, max_rows: int) -> JsonRows:
-    """Parse a body of ``POST /score``.
+    """Parse a body of ``POST /score``; raise `RequestError` if it has another form or too many lines.
 
-    A list of objects, one per row; ``{"rows": [...]}`` with the same; ``{"columns": {NAME: [...]}}``; or an object per
+    The forms are a list of objects, one per row; ``{"rows": [...]}``; ``{"columns": {NAME: [...]}}``; or one object per
     line. The second and third may have an ``id``.
-
-    Raises
-    ------
-    RequestError
-        If it is none of these, or has more lines than rows are taken.
     """
     kind = content_type.partition(";")[0].strip().lower()
     if kind in LINES_TYPES:

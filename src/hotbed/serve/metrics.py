@@ -22,42 +22,18 @@ _OF = {"unknown_ids": "feature", "bad_ids": "feature", "versions_applied": "kind
 
 @dataclass(frozen=True)
 class ModelState:
-    """What is said of a model when somebody asks.
+    """State of a model for metrics and health requests."""
 
-    Attributes
-    ----------
-    step
-        Of the version that scores now.
-    queued_rows
-        Rows that wait.
-    counters
-        By name, then by feature, table or reason ("" where it is not divided).
-    is_broken
-        Whether no version is whole, so that no request is scored.
-    staleness_s
-        Seconds since the version that scores was published; None where nothing is followed.
-    behind_s
-        Seconds since the version that scores was last the newest; None where nothing is followed.
-    """
-
-    step: int
-    queued_rows: int
-    counters: Mapping[str, Mapping[str, float]]
-    is_broken: bool
-    staleness_s: float | None
-    behind_s: float | None
+    step: int  # of the version that scores now
+    queued_rows: int  # rows in the queue
+    counters: Mapping[str, Mapping[str, float]]  # by name, then by feature, table or reason ("" if not divided)
+    is_broken: bool  # whether no version is intact, so that no request is scored
+    staleness_s: float | None  # seconds since the scoring version was published; None: nothing is followed
+    behind_s: float | None  # seconds since the scoring version was last the newest; None: nothing is followed
 
 
 class ServerMetrics:
-    """The metrics of one server.
-
-    Parameters
-    ----------
-    models
-        Gives the state of every model by name.
-    connections
-        Gives the number of open connections.
-    """
+    """The metrics of one server. ``models`` returns the state of every model, ``connections`` the open connections."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -228,12 +228,9 @@ class ServedModel:
     # -- versions --------------------------------------------------------------------------------------------------
 
     def apply(self, change: ChangeSet, *, check: Callable[[], None] = lambda: None) -> None:
-        """Become the version that a set of changes makes of this one; ``check``: as in `take_over`.
+        """Apply a set of changes to this version; ``check`` is as in `take_over`.
 
-        Raises
-        ------
-        RefusedError
-            If the changes are not to this version, or cannot be taken over; nothing has changed then.
+        Raise `RefusedError` if the changes are for another version or cannot be applied. Then nothing has changed.
         """
         base, sequence = change.manifest.base, change.manifest.sequence
         with self._changing, _refusing(self, str(change)):
@@ -253,24 +250,12 @@ class ServedModel:
             self._swap(dense, self._encoder, sequence, change.manifest.written, same_program=True)
 
     def take_over(self, model: ExportedModel, *, verify: bool = True, check: Callable[[], None] = lambda: None) -> None:
-        """Become the version of another export of this model; files that changes have made are freed.
+        """Replace this version by another export of this model, and free files of changed rows.
 
-        Tables in memory are compared with it, and only rows that differ are swapped.
-
-        Parameters
-        ----------
-        model
-            Of a later step, or written later by a run that went back.
-        verify
-            As in `open`.
-        check
-            Called now and then until the swap; what it raises gives the model up.
-
-        Raises
-        ------
-        RefusedError
-            If it is of another model, or of an earlier step and no later written, or cannot be taken over; nothing has
-            changed then.
+        Tables in memory are compared with it, and only different rows are swapped. ``verify`` is as in `open`.
+        ``check`` is called regularly until the swap; its exceptions cancel the swap. Raise `RefusedError` for another
+        model, for an earlier step unless it was written later (by a run that went back), or if the export cannot be
+        loaded. Then nothing has changed.
         """
         manifest = model.manifest
         with self._changing, _refusing(self, str(model)):

@@ -117,11 +117,8 @@ class ServeOptions:
     def token(self, environment: Mapping[str, str] = os.environ) -> str | None:
         """Read the token that requests must carry, None if there is none.
 
-        Raises
-        ------
-        RecipeError
-            If it cannot be read, is too short, or has other characters than a header may have; if there is none, and
-            the address is not this machine's own.
+        Raise `RecipeError` if it cannot be read, is too short, or contains characters that a header may not have. Raise
+        it also if there is no token and the address is not local.
         """
         if self.token_file is not None:
             where = f"the token in --token_file {self.token_file}"

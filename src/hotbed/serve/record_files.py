@@ -104,14 +104,7 @@ def _close(descriptors: Sequence[int]) -> None:
 class RecordFiles(Records):
     """Read the records of exported tables; every slot has one, and none is written.
 
-    The files stay open, so they may be removed from their directory meanwhile.
-
-    Parameters
-    ----------
-    record_bytes
-        Size of a record.
-    files
-        By rising first slot.
+    The files stay open, so they may be removed from their directory meanwhile. They are sorted by first slot.
     """
 
     def __init__(self, record_bytes: int, files: Sequence[RecordFile]) -> None:
@@ -162,23 +155,10 @@ class RecordFiles(Records):
 
 
 class ChangedRecords(RecordsAbove):
-    """Put records that changed over those of an exported model; see above.
+    """Overlay changed records on those of an exported model (``below``); see above.
 
-    One thread may `stage` while others read; none may read during `swap`.
-
-    Parameters
-    ----------
-    below
-        What was exported.
-    slots
-        How many there are.
-    directory
-        Where the files are made; default: that of temporary files.
-
-    Raises
-    ------
-    StoreError
-        If no file can be made there.
+    One thread may `stage` while others read; none may read during `swap`. ``directory`` has the files (default: the
+    directory of temporary files). Raise `StoreError` if no file can be created there.
     """
 
     def __init__(self, below: Records, slots: int, directory: str | Path | None = None) -> None:
@@ -220,12 +200,9 @@ class ChangedRecords(RecordsAbove):
         return torch.ones(len(slots), dtype=torch.bool)
 
     def stage(self, slots: Tensor, records: Tensor) -> None:
-        """Write records ``[n, record_bytes]`` of distinct slots ``[n]`` where they are read after the next `swap`.
+        """Write records ``[n, record_bytes]`` of distinct slots ``[n]`` to be read after the next `swap`.
 
-        Raises
-        ------
-        OSError
-            If the disk is full, or fails.
+        Raise `OSError` if the disk is full or fails.
         """
         slots, order = slots.sort()
         records = records[order]

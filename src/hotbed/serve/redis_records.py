@@ -41,28 +41,10 @@ CLUSTER = "redis+cluster://"
 
 
 class RedisRecords(RecordsAbove):
-    """Read records from Redis, and from the records below what it does not have.
+    """Read records from Redis, and missing records from the records below.
 
-    Parameters
-    ----------
-    below
-        The files.
-    tables
-        Name and number of rows of each table, in the order of their slots.
-    state
-        Of the model that the records are of.
-    address
-        ``redis://``, ``rediss://`` (TLS), ``unix://``, or ``redis+cluster://`` for a cluster.
-
-    Attributes
-    ----------
-    hits, misses, failures
-        Blocks that Redis had, blocks that it had not, and how often it did not answer.
-
-    Raises
-    ------
-    StoreError
-        If the address is none of Redis, or its client is not installed.
+    ``tables`` has the name and number of rows of each table, in the order of their slots. ``address`` begins with
+    ``redis://``, ``rediss://`` (TLS), ``unix://``, or ``redis+cluster://``.
     """
 
     def __init__(self, below: Records, tables: Sequence[tuple[str, int]], state: str, address: str) -> None:
@@ -76,6 +58,7 @@ class RedisRecords(RecordsAbove):
         blocks = [-(-r // self._block_rows) for r in rows]
         self._first_blocks = torch.tensor([0, *accumulate(blocks)])
         self._retry_at = self._put_at = 0.0
+        # blocks that Redis had, blocks that it lacked, requests without an answer
         self.hits = self.misses = self.failures = 0
 
     @property
@@ -198,12 +181,9 @@ def check_address(address: str) -> None:
 
 
 def client(address: str) -> Any:
-    """Make a client, which connects when it is used first.
+    """Create a client, which connects on first use.
 
-    Raises
-    ------
-    StoreError
-        If the address is none of Redis, or the package ``redis`` is not installed.
+    Raise `StoreError` if the address is not of Redis, or the package ``redis`` is not installed.
     """
     check_address(address)
     try:

@@ -45,31 +45,20 @@ Lookup = Callable[[Jagged], Embeddings]
 
 
 class Scorer:
-    """Scores of batches: looked-up vectors, then the dense part; called by one thread at a time.
+    """Scores of batches: looked-up vectors, then the dense part. Only one thread at a time may call it.
 
-    Parameters
-    ----------
-    dense
-        Takes ``(dense [B, I], vectors)`` and gives logits ``[B, T]``: a `DensePart`, or the program that was made of
-        one. It is put into evaluation mode, and replaced by `replace_dense`.
-    lookups
-        By path of a collection.
-    features
-        By name of the vectors that ``dense`` takes, the collection's path and the feature, as `DensePart.features`.
-    device
-        Where ``dense`` is.
-    threads
-        On how many threads blocks are computed, on a CPU; default: those that torch has now.
+    ``dense`` is put into evaluation mode; `replace_dense` replaces it.
     """
 
     def __init__(
         self,
-        dense: nn.Module,
-        lookups: Mapping[str, Lookup],
+        dense: nn.Module,  # maps (dense [B, I], vectors) to logits [B, T]: a `DensePart`, or its program
+        lookups: Mapping[str, Lookup],  # by path of a collection
+        # collection path and feature by name of a vector, as `DensePart.features`
         features: Mapping[str, tuple[str, Feature]],
         *,
-        device: torch.device | str = "cpu",
-        threads: int | None = None,
+        device: torch.device | str = "cpu",  # of `dense`
+        threads: int | None = None,  # threads for blocks on a CPU; default: torch's current number
     ) -> None:
         self._lookups, self._features = lookups, features
         self._device = torch.device(device)
@@ -98,14 +87,10 @@ class Scorer:
         self._dense = dense
 
     def __call__(self, batch: Batch) -> NDArray[np.float64]:
-        """Probabilities ``[B, T]`` of at least one row; NaN where a logit is not finite.
+        """Return probabilities ``[B, T]`` of at least one row; NaN where a logit is not finite.
 
-        In float64: a float32 probability is 1 from a logit of 17 on, which makes ties that the model did not.
-
-        Raises
-        ------
-        BatchError
-            If the dense part gives something else than logits ``[B, T]``.
+        They are float64, because a float32 probability is 1 from a logit of 17 on, which would create ties. Raise
+        `BatchError` if the dense part does not return logits ``[B, T]``.
         """
         with torch.no_grad():
             size = len(batch)

@@ -40,16 +40,10 @@ class _Staged:
 
 
 class ServedIds:
-    """Rows of the ids of a dynamic table; none gets a row by being looked up.
+    """Rows of the ids of a dynamic table; a lookup never assigns a row.
 
-    Parameters
-    ----------
-    table
-        Its name, for errors.
-    ids
-        The id that each row has ``[R]``, −1 where none.
-    directory
-        Where the copy is made; default: that of temporary files.
+    ``ids [R]`` has the id of each row, −1 if none. ``directory`` has the copy (default: the directory of temporary
+    files).
     """
 
     def __init__(self, table: str, ids: NDArray[np.int64], directory: str | Path | None = None) -> None:
@@ -86,12 +80,9 @@ class ServedIds:
     # -- changes ---------------------------------------------------------------------------------------------------
 
     def stage(self, deleted: Tensor, ids: Tensor) -> None:
-        """Prepare for ids that are gone ``[n]`` and ids that have rows afterwards ``[m]``, all different.
+        """Prepare to remove the ids ``deleted [n]`` and to add ``ids [m]``, all different.
 
-        Raises
-        ------
-        DamagedError
-            If a set has no room for its ids.
+        Raise `DamagedError` if a set has no room for its ids.
         """
         found = self._find(deleted)
         freed = found[found >= 0]

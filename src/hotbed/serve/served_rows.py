@@ -43,16 +43,9 @@ Tables = Mapping[str, str]
 
 
 class ServedRows(ABC):
-    """The rows of an arena's tables.
+    """The rows of an arena's tables, with their names in the exported model.
 
-    One thread may stage while another looks up; nobody may look up during `swap`.
-
-    Parameters
-    ----------
-    arena
-        The arena.
-    tables
-        Name of each of its tables in the exported model.
+    One thread may stage while another looks up; no thread may look up during `swap`.
     """
 
     def __init__(self, arena: Arena, tables: Tables) -> None:
@@ -84,17 +77,7 @@ class ServedRows(ABC):
 
 
 class ResidentRows(ServedRows):
-    """Rows in the memory of the device, in a `DenseStore`.
-
-    Parameters
-    ----------
-    arena, tables
-        As in `ServedRows`.
-    model
-        Whose rows they are; all are read.
-    directory
-        Where files for changes are made.
-    """
+    """Rows in the memory of the device, in a `DenseStore`. All rows of the model are read."""
 
     def __init__(self, arena: Arena, tables: Tables, model: ExportedModel, directory: Path | None) -> None:
         super().__init__(arena, tables)
@@ -292,10 +275,7 @@ def base_records(model: ExportedModel, tables: Sequence[str], redis: str | None)
 def chunks(model: ExportedModel, table: str) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield rows ``[n]`` and records ``[n, record_bytes]`` of a table of an exported model, in order.
 
-    Raises
-    ------
-    DamagedError
-        If the file is shorter than its manifest says.
+    Raise `DamagedError` if the file is shorter than in its manifest.
     """
     entry = model.manifest.tables[table]
     size, path = entry.record_bytes, model.path(entry.file)

@@ -30,28 +30,16 @@ from hotbed.store.records import Records
 
 
 class ServedCollection(EmbeddingCollection):
-    """The tables of a collection of an exported model, read only.
-
-    Parameters
-    ----------
-    tables, features
-        As in the model.
-    storages
-        Where the rows of each table are.
-    ids
-        Of dynamic tables, what finds the rows of their ids.
-    device, backend
-        Where lookups deliver, and by which kernels.
-    """
+    """The tables of a collection of an exported model, read only."""
 
     def __init__(
         self,
         tables: Sequence[Table],
         features: Sequence[Feature],
-        storages: dict[str, Storage],
-        ids: dict[str, ServedIds],
+        storages: dict[str, Storage],  # storage of each table
+        ids: dict[str, ServedIds],  # row finders of dynamic tables
         *,
-        device: torch.device,
+        device: torch.device,  # of the looked-up vectors
         backend: BackendName,
     ) -> None:
         super().__init__(tables, features, device="meta", backend=backend)
@@ -83,34 +71,17 @@ class _Place(NamedTuple):
 class ServedTables:
     """All tables of an exported model.
 
-    One thread may `stage` while another looks up; nobody may look up during `swap`, which lets all that was staged be
-    found at once.
-
-    Parameters
-    ----------
-    model
-        The model.
-    memory_bytes
-        Most memory for rows, of the device that computes; None: as much as they take.
-    redis
-        Address of a Redis that has rows of tables that are in files; see `hotbed.serve.redis_records`.
-    directory
-        Where files for changed rows are made; default: that of temporary files.
-    device, backend
-        Where lookups deliver, and by which kernels.
-
-    Raises
-    ------
-    StoreError
-        If the memory is too little, or no file can be made.
+    One thread may `stage` while another looks up; no thread may look up during `swap`, which publishes all staged rows
+    at once. ``directory`` has the files for changed rows (default: the directory of temporary files). Raise
+    `StoreError` if the memory is too small, or no file can be created.
     """
 
     def __init__(
         self,
         model: ExportedModel,
         *,
-        memory_bytes: int | None = None,
-        redis: str | None = None,
+        memory_bytes: int | None = None,  # limit for rows, on the computing device; None: unlimited
+        redis: str | None = None,  # address of a Redis that has rows of tables in files; see `redis_records`
         directory: Path | None = None,
         device: torch.device | str = "cpu",
         backend: BackendName = "auto",
@@ -190,14 +161,10 @@ class ServedTables:
     # -- changes ---------------------------------------------------------------------------------------------------
 
     def stage(self, change: ChangeSet, check: Callable[[], None] = lambda: None) -> None:
-        """Prepare the rows that a set of changes has; ``check`` is called now and then, and may raise.
+        """Prepare the rows of a set of changes. ``check`` is called regularly and may raise.
 
-        Raises
-        ------
-        DamagedError
-            If the set is not what was written, or does not fit the model's tables.
-        OSError
-            If the disk is full, or fails.
+        Raise `DamagedError` if the set does not match its hash or the tables of the model, and `OSError` if the disk is
+        full or fails.
         """
         for name in change.manifest.tables:
             if name not in self._entries:
@@ -283,12 +250,9 @@ class ServedTables:
 
 
 def placement(tables: dict[str, TableEntry], memory_bytes: int | None) -> tuple[set[str], dict[str, int]]:
-    """Choose which tables are in memory, and by how many bytes the others are cached.
+    """Choose the tables that are in memory, and the cache bytes of the others.
 
-    Raises
-    ------
-    StoreError
-        If the memory is too little for what finds changed rows.
+    Raise `StoreError` if the memory is too small for the index of changed rows.
     """
     sizes = {name: entry.rows * entry.record_bytes for name, entry in tables.items()}
     if memory_bytes is None or sum(sizes.values()) <= memory_bytes:

@@ -97,21 +97,11 @@ class _Request(BaseModel, strict=True):
 
 @dataclass(frozen=True)
 class InferRequest:
-    """A request as tensors.
+    """A request as tensors."""
 
-    Attributes
-    ----------
-    id
-        What the answer repeats, if the client gave it.
-    columns
-        Columns of raw rows, in the order that the model needs.
-    outputs
-        By name of an output that is wanted, whether as binary data.
-    """
-
-    id: str | None
-    columns: pa.Table
-    outputs: Mapping[str, bool]
+    id: str | None  # repeated in the answer
+    columns: pa.Table  # raw rows, columns in the order of the model
+    outputs: Mapping[str, bool]  # requested outputs by name: whether as binary data
 
 
 @dataclass(frozen=True)
@@ -142,31 +132,15 @@ def input_metadata(columns: Sequence[InputColumn]) -> list[dict[str, Any]]:
 
 def read_tensors(
     body: bytes,
-    header_length: str | None,
+    header_length: str | None,  # Inference-Header-Content-Length: bytes of the JSON object; None: the whole body
     columns: Sequence[InputColumn],
     outputs: Sequence[str],
     max_rows: int,
     max_json_bytes: int,
 ) -> InferRequest:
-    """Read a body of ``POST …/infer``.
+    """Read a body of ``POST …/infer``: the JSON object, then the binary data of its inputs, in their order.
 
-    Parameters
-    ----------
-    body
-        The JSON object, then the binary data of its inputs, in their order.
-    header_length
-        The header Inference-Header-Content-Length: bytes of the JSON object; None where it is all.
-    columns, outputs
-        What the model takes and gives.
-    max_rows
-        Rows at most.
-    max_json_bytes
-        Bytes of the JSON object at most.
-
-    Raises
-    ------
-    RequestError
-        If it is not of the protocol, or the tensors are not what the model takes.
+    Raise `RequestError` if the body violates the protocol, or the tensors do not match the columns of the model.
     """
     length = _header_length(header_length, len(body))
     if length > max_json_bytes:
@@ -204,16 +178,10 @@ def read_tensors(
 def write_scores(
     scores: Mapping[str, NDArray[np.float64]], outputs: Mapping[str, bool], answer: Mapping[str, object]
 ) -> tuple[bytes, int | None]:
-    """Write an answer: its body, and the length of its JSON where binary data follow.
+    """Write an answer: its body, and the length of its JSON if binary data follow.
 
-    Parameters
-    ----------
-    scores
-        By output, probabilities ``[B]``.
-    outputs
-        By output that is wanted, whether as binary data.
-    answer
-        The keys of the answer besides ``outputs``.
+    ``scores`` are probabilities ``[B]`` by output, ``outputs`` the requested outputs (whether as binary data), and
+    ``answer`` the keys of the answer besides ``outputs``.
     """
     described, blobs = list[dict[str, Any]](), list[bytes]()
     for name, binary in outputs.items():

@@ -63,32 +63,16 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Model:
-    """What is exported, but for the rows of its tables.
+    """An exported model except the rows of its tables."""
 
-    Attributes
-    ----------
-    name
-        Of the recipe.
-    labels, hash
-        As `ModelManifest` has them.
-    encoder
-        What makes inputs of raw rows.
-    collections
-        By path; only what their tables and features are is looked at.
-    state
-        Parameters and buffers of the dense part.
-    inputs, dtype
-        Dense inputs of the program, and their dtype.
-    """
-
-    name: str
+    name: str  # of the recipe
     labels: tuple[str, ...]
-    encoder: Encoder
-    hash: str | None
-    collections: Mapping[str, EmbeddingCollection]
-    state: Mapping[str, Tensor]
-    inputs: int
-    dtype: torch.dtype
+    encoder: Encoder  # converts raw rows to inputs
+    hash: str | None  # as in `ModelManifest`
+    collections: Mapping[str, EmbeddingCollection]  # by path; only their tables and features are read
+    state: Mapping[str, Tensor]  # parameters and buffers of the dense part
+    inputs: int  # number of dense inputs of the program
+    dtype: torch.dtype  # of the dense inputs
 
     @property
     def ttl_steps(self) -> dict[str, int]:
@@ -103,30 +87,15 @@ class Model:
 
 def write_model(
     target: str | Path | Directory,
-    checkpoint: Directory,
+    checkpoint: Directory,  # source of the rows
     model: Model,
-    program: torch.export.ExportedProgram,
-    progress: Progress = lambda done, total: None,
+    program: torch.export.ExportedProgram,  # the traced dense part
+    progress: Progress = lambda done, total: None,  # called with the rows done and the total
 ) -> ModelManifest:
     """Write an exported model.
 
-    Parameters
-    ----------
-    target
-        Path or URI where there is nothing.
-    checkpoint
-        Whose rows are copied.
-    model
-        All else.
-    program
-        The dense part, traced.
-    progress
-        Called with the rows done and those there are.
-
-    Raises
-    ------
-    CheckpointError
-        If there is anything at ``target``, or the checkpoint is damaged or lacks a table. Then nothing is left there.
+    Raise `CheckpointError` if ``target`` exists, or the checkpoint is damaged or lacks a table. Then nothing is left at
+    ``target``.
     """
     manifest = read_manifest(checkpoint)
     names = _check_tables(model, checkpoint, manifest)

@@ -47,35 +47,21 @@ def needs_staging(device: torch.device) -> bool:
 
 
 class CachedRecords(Records):
-    """Keep the records that are used most in a set-associative cache, written back to the records below.
+    """Keep the most used records in a set-associative cache, written back to the records below.
 
-    What is read or written is kept, in the place of what was used least; records of the same read or write never make
-    room for each other, and what finds no place goes to the records below. On a GPU, threads must use one stream.
-
-    Parameters
-    ----------
-    below
-        Where all records are, on the host.
-    rows
-        How many of them to keep; rounded up to whole sets.
-    policy
-        ``"lru"`` evicts the least recently, ``"lfu"`` the least often used record of a set.
-    device
-        Where the cache is, so where records are given and taken; None: on the host, whatever device computes.
-    backend
-        Kernels to use; ``"auto"`` goes by device.
-    spans
-        Rows of each table, whose hits and misses a cache on the host counts in ``served`` ``[spans, 2]``.
+    Reads and writes insert records in place of the least used ones. Records of the same read or write never evict each
+    other; records without a place go to the records below. On a GPU, threads must use one stream.
     """
 
     def __init__(
         self,
-        below: Records,
-        rows: int,
-        policy: CachePolicy = "lru",
+        below: Records,  # all records, on the host
+        rows: int,  # capacity, rounded up to whole sets
+        policy: CachePolicy = "lru",  # "lru" evicts the least recently, "lfu" the least often used record of a set
         *,
+        # rows of each table; a cache on the host counts their hits and misses in `served` [spans, 2]
         spans: Sequence[int] = (),
-        device: torch.device | None = None,
+        device: torch.device | None = None,  # of the cache, and so of its arguments and results; None: the host
         backend: BackendName = "auto",
     ) -> None:
         super().__init__(below.record_bytes)

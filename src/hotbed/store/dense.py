@@ -39,33 +39,17 @@ INITIAL_CHUNK = 1 << 20
 
 
 class DenseStore(RowStore):
-    """Keep rows and moments as plain tensors on one device.
-
-    Parameters
-    ----------
-    spans
-        Tables, one after the other.
-    dim
-        Columns.
-    dtype
-        Of the rows that are not float32 by their span; with ``"fp32"`` all are.
-    device
-        Where lookups deliver: ``cpu`` (huge pages on Linux) or ``cuda``.
-    backend
-        Kernels to use; ``"auto"`` goes by device.
-    tier
-        Which memory rows and moments are in: the device's own, or the ``"host"``'s, which a CUDA device reads and
-        writes in place; see `hotbed.store.memory.host_zeros`.
-    """
+    """Keep rows and moments as plain tensors on one device."""
 
     def __init__(
         self,
-        spans: Sequence[Span],
+        spans: Sequence[Span],  # tables, one after the other
         dim: int,
         *,
-        dtype: RowDtype = "fp32",
-        device: torch.device | str = "cpu",
+        dtype: RowDtype = "fp32",  # of the rows that are not float32 by their span; "fp32": all rows
+        device: torch.device | str = "cpu",  # of looked-up vectors: cpu (huge pages on Linux) or cuda
         backend: BackendName = "auto",
+        # "host": memory that a CUDA device reads and writes in place, see `hotbed.store.memory.host_zeros`
         tier: Literal["device", "host"] = "device",
     ) -> None:
         self.spans = [s._replace(fp32_rows=s.rows) for s in spans] if dtype == "fp32" else list(spans)

@@ -40,24 +40,12 @@ class _Unwritten(NamedTuple):
 
 
 class FileRecords(KeyedRecords):
-    """Keep records in a file without a name, which nobody can mistake for complete data: it ends with the process.
+    """Keep records in a file without a name, which ends with the process.
 
-    Writing is done by a thread, from a limited amount of memory. One thread may call `write`, any may read; a record
-    that is overwritten meanwhile may come as it was or as it is.
-
-    Parameters
-    ----------
-    record_bytes
-        Size of a record.
-    directory
-        Where the file is made; it needs half as much room again as records are written (`Segments`).
-    limit_bytes
-        Most bytes that wait to be written.
-
-    Raises
-    ------
-    StoreError
-        If no file can be made there.
+    Without a name, the file cannot be mistaken for complete data. A thread writes; at most ``limit_bytes`` wait to be
+    written. One thread may call `write`, any may read. A record that is overwritten meanwhile is read in its old or its
+    new state. The file needs half as much room again as the written records (`Segments`). Raise `StoreError` if no file
+    can be created in ``directory``.
     """
 
     def __init__(self, record_bytes: int, directory: str | Path, limit_bytes: int = UNWRITTEN_BYTES) -> None:

@@ -22,18 +22,10 @@ Stored = dict[str, Tensor]
 
 
 class RecordFormat:
-    """Read and write rows and moments in records; rows are float32 (wide), narrow, or of both kinds, moments float32.
+    """Convert rows and moments to records and back.
 
-    Parameters
-    ----------
-    dim
-        Columns.
-    dtype
-        Of narrow rows.
-    has_wide, has_narrow
-        Which kinds there are; a record has room for either.
-    moments
-        What follows a row.
+    Rows are float32 (wide), narrow in ``dtype``, or of both kinds; a record has room for either. Moments are float32
+    and follow the row.
     """
 
     def __init__(

@@ -138,15 +138,7 @@ class KeyedRecords(Records):
 
 
 class MemoryRecords(KeyedRecords):
-    """Keep records in memory, of which only what is used is taken.
-
-    Parameters
-    ----------
-    record_bytes
-        Size of a record.
-    slots
-        Most records that there can be.
-    """
+    """Keep records in memory, allocated on first use, for at most ``slots`` slots."""
 
     def __init__(self, record_bytes: int, slots: int) -> None:
         super().__init__(record_bytes)
@@ -189,18 +181,10 @@ class MemoryRecords(KeyedRecords):
 
 
 class NumberedSlots(RisingSlots):
-    """The slots of the first records, or of the marked ones among them; what is added later changes nothing.
+    """The slots of the first ``count`` records, or of the marked ones among them. Later records change nothing.
 
-    Parameters
-    ----------
-    records
-        Whose slots.
-    count
-        How many of its first records.
-    bits
-        A bit for each record up to ``all_from``: whether it is marked.
-    all_from
-        Records from this number on are marked as well.
+    ``bits`` has a bit for each record up to ``all_from``: whether it is marked. All records from ``all_from`` on are
+    marked.
     """
 
     def __init__(self, records: KeyedRecords, count: int, bits: Tensor | None = None, all_from: int = 0) -> None:
@@ -256,13 +240,7 @@ class NumberedSlots(RisingSlots):
 
 
 class TouchedNumbers(Touched):
-    """Collect slots by a bit for each record that exists now; all later records count as touched.
-
-    Parameters
-    ----------
-    records
-        The records.
-    """
+    """Collect slots by a bit for each record that exists now; all later records count as updated."""
 
     def __init__(self, records: KeyedRecords) -> None:
         self._records, self._count = records, len(records)

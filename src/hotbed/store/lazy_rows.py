@@ -45,31 +45,17 @@ class Initial(NamedTuple):
 
 
 class LazyRows(RowStore):
-    """Serve batches from rows in records; `hotbed.store.lazy.LazyStore` adds what reads and writes whole tables.
-
-    Parameters
-    ----------
-    spans, dim, dtype
-        As in `DenseStore`.
-    make_records
-        Makes records of so many bytes, for at most so many slots, for a device.
-    tier
-        What keeps them.
-    device
-        Where lookups deliver.
-    backend
-        Kernels to use.
-    """
+    """Serve batches from rows in records; `hotbed.store.lazy.LazyStore` adds the access to whole tables."""
 
     def __init__(
         self,
         spans: Sequence[Span],
         dim: int,
-        make_records: Callable[[int, int, torch.device], Records],
+        make_records: Callable[[int, int, torch.device], Records],  # arguments: record bytes, most slots, device
         *,
-        tier: Tier,
+        tier: Tier,  # tier of the records
         dtype: RowDtype = "fp32",
-        device: torch.device | str = "cpu",
+        device: torch.device | str = "cpu",  # of the looked-up vectors
         backend: BackendName = "auto",
     ) -> None:
         self.spans = [s._replace(fp32_rows=s.rows) for s in spans] if dtype == "fp32" else list(spans)

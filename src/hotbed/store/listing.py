@@ -11,18 +11,10 @@ from hotbed.store.memory import Arriving, to_device, to_host
 
 
 class Listed(NamedTuple):
-    """Say which of some slots are meant, in a way that the host need not ask a device.
+    """A selection of slots that is known to the device and the host, so that they need not synchronize."""
 
-    Attributes
-    ----------
-    at
-        ``[n]`` int64, rising: their positions, on the device.
-    slots
-        ``[n]`` int64: themselves, on the host.
-    """
-
-    at: Tensor
-    slots: Tensor
+    at: Tensor  # [n] int64, ascending: positions, on the device
+    slots: Tensor  # [n] int64: the slots, on the host
 
     def picked(self, numbers: Tensor) -> Listed:
         """Keep those with these numbers ``[k]`` int64, on the host."""
@@ -30,14 +22,9 @@ class Listed(NamedTuple):
 
 
 class Listing:
-    """List what a mask picks of some slots; `wait` gives it as the host knows it.
+    """List the slots ``[n]`` that a mask ``[n]`` selects; `wait` returns them for the host.
 
-    Parameters
-    ----------
-    mask, slots
-        ``[n]`` bool, and int64.
-    is_apart
-        Whether they are in the memory of a device, which the host waits for.
+    ``is_apart`` means that they are in the memory of a device, which the host waits for.
     """
 
     def __init__(self, mask: Tensor, slots: Tensor, *, is_apart: bool) -> None:
@@ -75,13 +62,9 @@ def rising(slots: Tensor) -> Tensor:
 
 
 def padded_positions(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """List where a mask ``[n]`` is true, without the host having to know how often that is.
+    """List the positions ``[n]`` where a mask ``[n]`` is true, and their number ``[1]``, without synchronizing.
 
-    Returns
-    -------
-    tuple[Tensor, Tensor]
-        Positions ``[n]`` int64, rising, and how many of these are meant ``[1]``; what follows is the last position. Of
-        ``[0, 1, 0, 1]``: ``[1, 3, 3, 3]`` and ``[2]``.
+    The last position pads the list: ``[0, 1, 0, 1]`` becomes ``[1, 3, 3, 3]`` and ``[2]``.
     """
     so_far = mask.cumsum(0)
     numbers = torch.arange(1, len(mask) + 1, device=mask.device)

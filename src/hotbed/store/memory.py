@@ -185,15 +185,11 @@ def to_host(values: Tensor) -> Tensor:
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate a zero-filled tensor of a device in the host's memory; kernels read and write it there, in place.
+    """Allocate zeros in the host's memory, which kernels of the device read and write in place.
 
     For CUDA the memory is page-locked, so that it has one address for host and device (unified virtual addressing), in
-    huge pages. torch's own page-locked memory is not used: it comes in sizes of powers of two, and is never returned.
-
-    Raises
-    ------
-    StoreError
-        If it is more than this machine's memory, cannot be page-locked, or the system is not Linux.
+    huge pages. torch's own page-locked memory is not used, because it comes in sizes of powers of two and is never
+    returned. Raise `StoreError` if the memory is too small or cannot be page-locked, or the system is not Linux.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cuda" or not nbytes:

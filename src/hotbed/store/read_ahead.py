@@ -45,16 +45,10 @@ class _Batch(NamedTuple):
 
 
 class ReadAhead(RecordsAbove):
-    """Read records of a file before they are needed, and once for the lookups and updates that follow each other.
+    """Prefetch records of a file, and read them once for consecutive lookups and updates.
 
-    One thread may `prefetch` while another, the only one that writes, looks up and updates.
-
-    Parameters
-    ----------
-    below
-        Where they are.
-    keeps
-        Whether what lookups have read is kept, as where no cache does so.
+    One thread may `prefetch` while another, the only writer, looks up and updates. ``keeps`` retains the records of
+    lookups, for use without a cache.
     """
 
     reads_ahead = True

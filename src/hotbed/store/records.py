@@ -35,31 +35,18 @@ for a checkpoint, so no cache keeps it; ``ahead``: before a lookup needs it, so 
 
 @dataclass
 class Traffic:
-    """Counts what caches, staging and files did so far.
+    """Counts of caches, staging and files so far."""
 
-    Attributes
-    ----------
-    hits, misses
-        Records that lookups asked of a cache and were there, or were not; those that are not materialized yet are
-        misses. What several ranks, or several features' lookups, ask for in one step counts for each.
-    read_bytes, written_bytes
-        What came from files, and went to them.
-    ahead
-        Records that were read before they were needed, from files or for a device.
-    to_device_bytes, from_device_bytes
-        Records that came to a cache on a device from the host's memory or a file, and those that gave way to others.
-    waited_s
-        Seconds that reading and writing of files held up the caller.
-    """
-
+    # Records that lookups requested of a cache, found or not; records that are not materialized yet are misses.
+    # Requests of several ranks, or of several features, for one record in one step count separately.
     hits: int = 0
     misses: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    ahead: int = 0
-    to_device_bytes: int = 0
-    from_device_bytes: int = 0
-    waited_s: float = 0.0
+    read_bytes: int = 0  # from files
+    written_bytes: int = 0  # to files
+    ahead: int = 0  # records that were prefetched, from files or for a device
+    to_device_bytes: int = 0  # records copied to a cache on a device from the host's memory or a file
+    from_device_bytes: int = 0  # records evicted from a cache on a device
+    waited_s: float = 0.0  # seconds for which file access blocked the caller
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -74,18 +61,10 @@ class Traffic:
 
 
 class InPlace(NamedTuple):
-    """Say where records lie in memory of the host.
+    """The location of records in memory of the host."""
 
-    Attributes
-    ----------
-    slab
-        ``[m, record_bytes]`` uint8.
-    places
-        ``[n]`` int64: row of the slab that has the record of each slot, −1 where none has.
-    """
-
-    slab: Tensor
-    places: Tensor
+    slab: Tensor  # [m, record_bytes] uint8
+    places: Tensor  # [n] int64: row of the slab for each slot, −1 if it has no record
 
 
 class Records(ABC):

@@ -129,13 +129,7 @@ class SlotRange:
 
 
 class ListedSlots(RisingSlots):
-    """Slots that are in memory anyway.
-
-    Parameters
-    ----------
-    slots
-        Rising ``[n]`` int64, on the CPU.
-    """
+    """Ascending slots ``[n]`` int64 that are in memory on the CPU anyway."""
 
     def __init__(self, slots: Tensor) -> None:
         super().__init__([0, int(slots[-1]) + 1] if len(slots) else [0], [len(slots)] if len(slots) else [])
@@ -160,13 +154,7 @@ class ListedSlots(RisingSlots):
 
 
 class MarkedSlots(RisingSlots):
-    """Slots of a store whose rows are all in memory, with a bit for each slot.
-
-    Parameters
-    ----------
-    mask
-        ``[slots]`` bool, on any device; it is copied.
-    """
+    """Slots of a store whose rows are all in memory, by a mask ``[slots]`` bool on any device, which is copied."""
 
     def __init__(self, mask: Tensor) -> None:
         parts = mask.split(PIECE)

@@ -30,17 +30,10 @@ _AT_ONCE = 16
 
 
 class Segments:
-    """Know where records are, by number; callers hold a lock around each call.
+    """Track the places of records, by number; callers hold a lock around each call.
 
-    A file is written by one thread: `take` places, write there, `put`. Others read: `begin_read`, `places`, read,
-    `end_read`; until then what they read is not overwritten.
-
-    Parameters
-    ----------
-    per_segment
-        Places of a segment.
-    at_once
-        How many segments' records are moved at once.
+    One thread writes a file: `take` places, write there, `put`. Others read: `begin_read`, `places`, read, `end_read`.
+    Records are not overwritten until `end_read`.
     """
 
     def __init__(self, per_segment: int = PER_SEGMENT, at_once: int = _AT_ONCE) -> None:

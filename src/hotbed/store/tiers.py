@@ -62,45 +62,29 @@ RECORDS: dict[Tier, TierRecords] = {
 
 @dataclass(frozen=True)
 class Storage:
-    """Say where rows are, and make the store for it.
+    """Choose where rows are stored, and create the store.
 
-    Whether records are read ahead is decided for the device that they are made for; a store that is moved to another
-    device keeps that decision.
-
-    Parameters
-    ----------
-    tier
-        ``"device"``: the compute device's memory, all rows at once. ``"host"`` and ``"disk"``: the host's memory, or a
-        file; rows are materialized on their first update.
-    cache_rows
-        Rows of a cache over them; 0: none.
-    policy
-        Which rows the cache evicts.
-    cache_tier
-        Where the cache is: in the compute device's memory, or in the ``"host"``'s.
-    host
-        How rows are in tier ``"host"``: ``"records"`` are materialized on their first update, and copied to the device
-        batch by batch; with ``"uva"`` all rows are there at once, and a CUDA device reads and writes them in place.
-    directory
-        Where files are made; default: that of temporary files.
+    Read-ahead is decided for the device that the records are made for; a store that is moved to another device keeps
+    that decision.
     """
 
+    # "device": memory of the compute device, all rows at once. "host" and "disk": memory of the host, or a file; rows
+    # are materialized on their first update.
     tier: Tier = "device"
-    cache_rows: int = 0
-    policy: CachePolicy = "lru"
-    cache_tier: CacheTier = "device"
+    cache_rows: int = 0  # rows of a cache over them; 0: none
+    policy: CachePolicy = "lru"  # eviction policy of the cache
+    cache_tier: CacheTier = "device"  # memory of the cache: the compute device's, or the host's
+    # rows in tier "host": "records" are materialized on their first update, and copied to the device batch by batch;
+    # with "uva" all rows are there at once, and a CUDA device reads and writes them in place
     host: HostRows = "records"
-    directory: str | Path | None = None
+    directory: str | Path | None = None  # for files; default: the directory of temporary files
 
     def make(
         self, spans: Sequence[Span], dim: int, *, dtype: RowDtype, device: torch.device, backend: BackendName
     ) -> RowStore:
-        """Make a store for these spans, as in `DenseStore`.
+        """Create a store for these spans, as in `DenseStore`.
 
-        Raises
-        ------
-        StoreError
-            If rows that are read in place are to have a cache.
+        Raise `StoreError` for a cache over rows that are read in place.
         """
         if self.tier == "device" or not spans or device.type == "meta":
             return DenseStore(spans, dim, dtype=dtype, device=device, backend=backend)

@@ -30,15 +30,7 @@ class Touched(ABC):
 
 
 class TouchedMask(Touched):
-    """Collect slots of a store whose rows are all in memory: a byte per slot.
-
-    Parameters
-    ----------
-    count
-        Slots of the store.
-    device
-        Where they are given.
-    """
+    """Collect slots of a store whose rows are all in memory: a byte per slot."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._mask = torch.zeros(count, dtype=torch.bool, device=device)
@@ -84,23 +76,10 @@ class TouchedSlots(Touched):
 
 
 class Changes:
-    """Which slots of a store have changed since a checkpoint began.
-
-    Parameters
-    ----------
-    since
-        Token of the checkpoint.
-    touched
-        Collects them.
-
-    Attributes
-    ----------
-    since
-        The token; None once it is not known any more which rows have changed.
-    """
+    """Slots of a store that have changed since a checkpoint began."""
 
     def __init__(self, since: str, touched: Touched) -> None:
-        self.since: str | None = since
+        self.since: str | None = since  # token of the checkpoint; None if the changed rows are no longer known
         self._touched = touched
 
     def __deepcopy__(self, memo: object) -> Changes:

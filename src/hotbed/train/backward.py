@@ -53,17 +53,7 @@ def _nothing() -> tuple[bool, bool]:
 
 
 class Backward:
-    """Compute gradients of the mean loss of batches.
-
-    Attributes
-    ----------
-    numerics
-        As given.
-    logged
-        What `measure_next` has measured.
-    late
-        What lets the device decide on losses; None where the host waits for them.
-    """
+    """Compute gradients of the mean loss of batches."""
 
     def __init__(
         self,
@@ -77,7 +67,7 @@ class Backward:
         self._max_norm = max_norm
         self._model, self.numerics, self._ranks, self._rows = model, numerics, ranks, rows
         self._device, self.logged = device, LoggedStep(model)
-        self.late: LateLosses | None = None
+        self.late: LateLosses | None = None  # lets the device decide on losses; None: the host waits for them
         self._seed: tuple[float, Tensor] | None = None
 
     def choose(self, optimizers: Iterable[Optimizer]) -> None:
@@ -253,16 +243,11 @@ def _can_skip(optimizer: Optimizer) -> bool:
 
 
 class LateLosses:
-    """Losses of a batch's parts: decided on by the device, and on their way to the host.
-
-    Attributes
-    ----------
-    arrived
-        Losses, or these sums, by part ``[parts, 1 or 5]``, in page-locked memory.
-    """
+    """Losses of a batch's parts: the device decides on them while they are copied to the host."""
 
     def __init__(self, device: torch.device, optimizers: Sequence[Optimizer], *, several: bool = False) -> None:
         self._device, self._optimizers = device, optimizers
+        # by part [parts, 1 or 5], in page-locked memory
         self.arrived = staging((1, 5) if several else (1, 1), torch.float64 if several else torch.float32, device)
         self._copied = torch.cuda.Event()
         self._sent = self.sent

@@ -26,13 +26,7 @@ from hotbed.train.sent_batch import SentBatch, header_of, messages_of
 
 
 class BroadcastLoader:
-    """Load this rank's samples of batches that only one rank reads.
-
-    Attributes
-    ----------
-    queue_depth
-        Batches that had arrived when the consumer asked for the last one.
-    """
+    """Load this rank's samples of batches that only one rank reads."""
 
     def __init__(
         self,
@@ -51,7 +45,7 @@ class BroadcastLoader:
         about: dict[str, Any] = {} if loader is None else {"length": len(loader), "position": loader.state_dict()}
         messages = None if loader is None else [_message(None, about)] * self._link.size
         _, about = _read(self._exchange(messages))
-        self.queue_depth = 0
+        self.queue_depth = 0  # batches that had arrived when the consumer requested the last one
         self._length: int = about["length"]
         self._state: dict[str, Any] = about["position"]
 

@@ -74,18 +74,7 @@ class JsonLines(Callback):
 
 
 class TensorBoard(Callback):
-    """Write curves for TensorBoard.
-
-    Parameters
-    ----------
-    directory
-        Where the event files go.
-
-    Raises
-    ------
-    RecipeError
-        If TensorBoard is not installed.
-    """
+    """Write event files for TensorBoard. Raise `RecipeError` if TensorBoard is not installed."""
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -189,15 +178,7 @@ class BestSoFar:
 
 
 class EarlyStop(Callback):
-    """Stop when evaluations have not become better for a while.
-
-    Parameters
-    ----------
-    patience
-        Evaluations without a better one before training stops.
-    monitor
-        Which metric.
-    """
+    """Stop after ``patience`` evaluations in which ``monitor`` has not improved."""
 
     def __init__(self, patience: int, monitor: Monitor) -> None:
         self._patience, self._best, self._waited = patience, BestSoFar(monitor), 0

@@ -27,14 +27,7 @@ _log = logging.getLogger("hotbed")
 
 
 class Saver:
-    """Save checkpoints of a run, one at a time.
-
-    Attributes
-    ----------
-    records
-        Of every checkpoint that this rank has written its files of: ``step``, ``path``, ``bytes``, ``seconds`` and
-        ``stalled_s``, the time that training was held up; with ``full_every`` also ``base``, None of a full one.
-    """
+    """Save checkpoints of a run, one at a time."""
 
     def __init__(
         self,
@@ -51,6 +44,8 @@ class Saver:
         self._waited_s = 0.0
         self._is_waiting = False
         self._locks: dict[str, DirectoryLock] = {}
+        # of every checkpoint that this rank has written: step, path, bytes, seconds and stalled_s (delay of training);
+        # with full_every also base, None for a full one
         self.records: list[dict[str, Any]] = []
 
     def lock(self, where: Directory, *, remove_unfinished: bool = False) -> None:

@@ -106,47 +106,23 @@ class Exporter:
 
 
 def export_model(
+    # a checkpoint with a recipe, or a run (its best or newest checkpoint); path or URI
     checkpoint: str | Path | Directory,
-    target: str | Path | Directory,
+    target: str | Path | Directory,  # path or URI to create
     *,
+    # earlier checkpoint of the same model, or the step of an adjacent one: write only changes
     since: str | Path | Directory | None = None,
+    # other data to build the model for; default: the data of the recipe, opened only if the recipe has no schema
     data: str | None = None,
-    trust_recipe: bool = False,
-    progress: Progress = lambda done, total: None,
+    trust_recipe: bool = False,  # import classes outside of hotbed and torch.optim, see `hotbed.config.check_trust`
+    progress: Progress = lambda done, total: None,  # called with the rows done and the total
 ) -> ModelManifest | ChangeManifest:
-    """Write the model of a checkpoint as an exported model, or what has changed in it since an earlier one.
+    """Write the model of a checkpoint as an exported model, or its changes since an earlier one.
 
-    Memory is that of the dense part, of some windows of the tables, and of one table's vocabulary at a time.
-
-    Parameters
-    ----------
-    checkpoint
-        A checkpoint with a recipe, or a run's directory, whose best or newest is taken; a path or a URI.
-    target
-        Path or URI to make.
-    since
-        An earlier checkpoint of the same model, or the step of one beside it: only changes are written.
-    data
-        Path of other data that the model can be built for; default: the recipe's, which are opened only if the recipe
-        has no schema.
-    trust_recipe
-        Import what the stored recipe names, also if it is of neither hotbed nor torch.optim; see
-        `hotbed.config.check_trust`.
-    progress
-        Called with rows done and all rows.
-
-    Returns
-    -------
-    ModelManifest or ChangeManifest
-        What was written.
-
-    Raises
-    ------
-    CheckpointError
-        If there is no recipe, the model cannot be traced, its tables are others than those of ``since``, or there is
-        anything at ``target``; nothing is left there then.
-    SpecError
-        If a feature that is not pooled has no ``max_len``, or the model uses ids themselves.
+    Memory is that of the dense part, of some windows of the tables, and of one table's vocabulary at a time. Raise
+    `CheckpointError` if there is no recipe, the model cannot be traced, its tables differ from those of ``since``, or
+    ``target`` exists; nothing is left there then. Raise `SpecError` if a sequence feature has no ``max_len``, or the
+    model uses ids themselves.
     """
     place = find_checkpoint(checkpoint, best=True)
     earlier = None if since is None else find_earlier(place, since)
@@ -174,29 +150,12 @@ INPUTS = "inputs.json"
 def export_single(
     checkpoint: str | Path, target: str | Path, data: str | None = None, *, trust_recipe: bool = False
 ) -> dict[str, Any]:
-    """Write the model of a checkpoint to a program of torch.
+    """Write the model of a checkpoint to a program of torch (``docs/prediction.md``), with twice the model's memory.
 
-    The program and ``inputs.json``, which describes its inputs and outputs, are explained in ``docs/prediction.md``. It
-    takes twice the memory of the model.
-
-    Parameters
-    ----------
-    checkpoint
-        A checkpoint with a recipe, or a run's directory, whose newest one is taken.
-    target
-        Local path to make: a file ``NAME.pt2``, which has ``inputs.json`` inside
-        (``torch.export.load(FILE, extra_files={"inputs.json": ""})``), or else a directory with ``model.pt2`` and
-        ``inputs.json``.
-    data
-        Path of other data that the model can be built for; default: the recipe's, which are opened only if the recipe
-        has no schema.
-    trust_recipe
-        See `hotbed.config.check_trust`.
-
-    Raises
-    ------
-    CheckpointError
-        If there is no recipe, the model cannot be traced, or there is anything at ``target``.
+    ``checkpoint`` is one with a recipe, or a run (its newest checkpoint). ``target`` is a file ``NAME.pt2``, which has
+    ``inputs.json`` inside (``torch.export.load(FILE, extra_files={"inputs.json": ""})``), or else a directory with
+    ``model.pt2`` and ``inputs.json``. ``data`` and ``trust_recipe`` are as in `export_model`. Raise `CheckpointError`
+    if there is no recipe, the model cannot be traced, or ``target`` exists.
     """
     source = find_checkpoint(checkpoint)
     if not isinstance(directory(target), LocalDirectory):

@@ -24,19 +24,12 @@ from hotbed.optim import SparseOptimizer
 
 
 class LoggedStep:
-    """Seconds of the parts of a step, and norms of its gradients.
-
-    Attributes
-    ----------
-    squares
-        Of this rank's samples, by path of the collection and name of the table: the sum over all measured steps of the
-        squared gradients of the vectors that were looked up, of the loss that this rank's backward began with.
-    steps
-        How many were measured so; a resumed run counts anew.
-    """
+    """Seconds of the parts of a step, and norms of its gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        # Squared gradients of this rank's looked-up vectors, summed over measured steps, by collection path and table
+        # name, and the number of these steps. The gradients are those of this rank's loss. A resumed run counts from 0.
         self.squares, self.steps = defaultdict[tuple[str, str], float](float), 0
         self._seconds, self._found = defaultdict[str, float](float), dict[str, float]()
         self._last: float | None = None

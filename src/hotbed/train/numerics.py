@@ -76,19 +76,7 @@ def is_one_graph(model: nn.Module) -> bool:
 
 
 class Numerics:
-    """Choose precision and library of a run, and keep to them.
-
-    Attributes
-    ----------
-    precision
-        None until it is settled.
-    scaler
-        Scales the loss, where gradients are float16 on their way; None in other precisions.
-    library
-        Library of float32 products of `hotbed.nn.linear.Linear` on CPUs; None until it is settled.
-    why
-        What decided the precision.
-    """
+    """Choose the precision and the matrix library of a run once."""
 
     def __init__(
         self,
@@ -101,12 +89,14 @@ class Numerics:
         self._layers = [m for m in model.modules() if isinstance(m, Linear) and m.library == "auto"]
         self._model, self._recipe, self._device, self._ranks = model, recipe, device, ranks
         self._loss = loss
+        # precision and library are None until they are chosen
         self.precision: Precision | None = None if recipe.precision == "auto" else recipe.precision
+        # library of float32 products of `hotbed.nn.linear.Linear` on CPUs
         self.library: Library | None = None if recipe.linear_library == "auto" else recipe.linear_library
         self._cast: CastWeights | None = None
-        self.scaler: torch.amp.GradScaler | None = None
+        self.scaler: torch.amp.GradScaler | None = None  # scales the loss if gradients are float16; else None
         self._scale: dict[str, Any] = {}
-        self.why = "the recipe"
+        self.why = "the recipe"  # reason for the precision
 
     def settle(self) -> str:
         """Resolve what is still ``auto``, equally on all ranks, and say what was chosen and why.

@@ -91,17 +91,10 @@ class _Staged(Generic[T]):
 
 
 class BatchPrefetcher:
-    """Prepare each batch while the one before is computed: exchange its ids, and move its columns to the device.
+    """Prepare each batch during the one before: exchange its ids, and move its columns to the device.
 
-    Where exchanges may overlap, a thread does both, in the step's stream; where they may not (`Link.overlaps`), this
-    thread does, in a stream of its own; so are copies of a model that exchanges nothing.
-
-    Attributes
-    ----------
-    exchange_s
-        Seconds that a thread took to check, move and exchange prefetched ids, on this rank.
-    waited_s
-        Seconds of it that steps waited for.
+    If exchanges may overlap (`Link.overlaps`), a thread does both, in the step's stream. Otherwise this thread does
+    both, in a stream of its own. The columns of a model without exchanges are copied in such a stream, too.
     """
 
     def __init__(
@@ -117,6 +110,7 @@ class BatchPrefetcher:
         self._side, self._device = SideStream(device), device
         self._link = model.wire.link.clone() if isinstance(model, Distributed) and overlap else None
         self._move, self._divide = move, divide
+        # Seconds in which a thread checked, moved and exchanged ids on this rank; those for which steps waited
         self.exchange_s = self.waited_s = 0.0
 
     @property

@@ -57,13 +57,7 @@ class _Entry(NamedTuple):
 
 
 class Publisher:
-    """Publishes checkpoints in the background, until `finish`.
-
-    Attributes
-    ----------
-    records
-        Of all that was written: ``step``, ``path``, ``bytes`` and ``seconds``.
-    """
+    """Publishes checkpoints in the background, until `finish`."""
 
     def __init__(self, place: Directory, exporter: Exporter, full_every: int) -> None:
         self._place, self._exporter, self._full_every = place, exporter, full_every
@@ -73,7 +67,7 @@ class Publisher:
         self._last: tuple[str, Directory] | None = None  # state and checkpoint of what was published last
         self._behind: int | None = None  # step that servers may have been at before this run went back
         self._thread: threading.Thread | None = None
-        self.records: list[dict[str, Any]] = []
+        self.records: list[dict[str, Any]] = []  # of all that was written: step, path, bytes and seconds
 
     def begin(self, step: int, checkpoints: Directory) -> None:
         """Take over the directory for a run: what was published of later steps than the run is at is removed."""

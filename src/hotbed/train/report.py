@@ -38,15 +38,7 @@ PLAN = "plan.json"
 
 
 class RunDirectory:
-    """``ROOT/NAME/TIME/{recipe.yaml, metrics.jsonl, summary.json, checkpoints/}``, new for every run.
-
-    Parameters
-    ----------
-    root
-        Where runs go.
-    name
-        Name of the recipe.
-    """
+    """``ROOT/NAME/TIME/{recipe.yaml, metrics.jsonl, summary.json, checkpoints/}``, new for every run of a recipe."""
 
     def __init__(self, root: Path, name: str) -> None:
         self._parent = root / name

@@ -32,44 +32,21 @@ class KeepLast(Callback):
     """Keep the newest checkpoints, to resume from and to evaluate: ``last-STEP``.
 
     One is saved whenever a stop is requested, or ``trainer.ask_save`` is set, as a signal does.
-
-    Parameters
-    ----------
-    where
-        Directory that checkpoints go to: a local path, or a URI like ``s3://bucket/path``.
-    recipe
-        Stored in each.
-    every
-        Steps between checkpoints; None: no other reason.
-    minutes
-        Minutes between checkpoints, by the first rank's clock.
-    keep_last
-        How many of the newest are kept.
-    keep_every
-        Those of steps that are multiples of this are kept for good.
-    kept
-        Steps of others that are not removed.
-    background
-        Write while training goes on (see `save_checkpoint`); the last one is waited for.
-    at_end
-        Whether to save one when training is over.
-    publisher
-        What servers get of each; those it needs are not removed.
     """
 
     def __init__(
         self,
-        where: str | Path | Directory,
-        recipe: Recipe,
-        every: int | None = None,
+        where: str | Path | Directory,  # local directory, or a URI like `s3://bucket/path`
+        recipe: Recipe,  # stored in each checkpoint
+        every: int | None = None,  # steps between checkpoints; None: only on request
         *,
-        minutes: float | None = None,
-        keep_last: int = 1,
-        keep_every: int | None = None,
-        kept: Collection[int] = (),
-        background: bool = True,
-        at_end: bool = True,
-        publisher: Publisher | None = None,
+        minutes: float | None = None,  # minutes between checkpoints, by the first rank's clock
+        keep_last: int = 1,  # number of newest checkpoints to keep
+        keep_every: int | None = None,  # steps that are multiples of this are kept for good
+        kept: Collection[int] = (),  # further steps to keep
+        background: bool = True,  # write during training (see `save_checkpoint`); the last one is waited for
+        at_end: bool = True,  # save after training
+        publisher: Publisher | None = None,  # checkpoints that it needs are not removed
     ) -> None:
         self._where, self._recipe, self._at_end = directory(where), recipe, at_end
         self._publisher = publisher

@@ -78,27 +78,14 @@ class Options(NamedTuple):
 
 
 class Retrieval:
-    """Add the candidates of each batch, and compute the loss over them.
-
-    Parameters
-    ----------
-    options
-        What to do.
-    loss, correction
-        As `hotbed.nn.InBatchSoftmax` and `hotbed.nn.ItemFrequencies` are called; without a correction nothing is
-        corrected.
-    items
-        Gives the items that are drawn; called when they are first needed, on all ranks alike.
-    ranks
-        Of the trainer.
-    """
+    """Add the candidates of each batch, and compute the loss over them."""
 
     def __init__(
         self,
         options: Options,
-        loss: nn.Module,
-        correction: nn.Module | None,
-        items: Callable[[], ItemSet],
+        loss: nn.Module,  # as `hotbed.nn.InBatchSoftmax` is called
+        correction: nn.Module | None,  # as `hotbed.nn.ItemFrequencies` is called
+        items: Callable[[], ItemSet],  # returns the items to draw; called on all ranks when first needed
         ranks: Ranks,
     ) -> None:
         self.options, self._loss, self._correction, self._make, self._ranks = options, loss, correction, items, ranks

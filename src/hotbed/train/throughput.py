@@ -32,20 +32,13 @@ _log = logging.getLogger("hotbed")
 
 
 class Clock:
-    """Count training samples, the seconds they took, and those of them in which batches were waited for.
-
-    Attributes
-    ----------
-    batches
-        Steps taken, and batches evaluated: what tells that a process does not hang.
-    drawn, ids
-        Samples of the batches that were yielded for training, and their ids by feature, but of
-        `ModelParallelInput`, which has other ranks' samples. A resumed run counts anew.
-    paused_s
-        Seconds that were left out: of evaluations and of waits for checkpoints.
-    """
+    """Count training samples, the seconds they took, and the seconds spent waiting for batches."""
 
     def __init__(self) -> None:
+        # batches: steps and evaluated batches, by which the watchdog detects a hang.
+        # drawn, ids: samples yielded for training, and their ids by feature, except of `ModelParallelInput`, which has
+        # other ranks' samples. A resumed run counts from 0.
+        # paused_s: seconds that are excluded: evaluations and waits for checkpoints.
         self.batches, self.drawn, self.ids, self.paused_s = 0, 0, Counter[str](), 0.0
         self._mark = time.perf_counter()
         self._steps = 0

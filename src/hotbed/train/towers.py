@@ -79,23 +79,11 @@ class Tower(nn.Module):
 def export_towers(
     checkpoint: str | Path, target: str | Path, data: str | None = None, *, trust_recipe: bool = False
 ) -> Exported:
-    """Write the towers of a checkpoint's model, and the vectors of all items.
+    """Write the towers of a checkpoint's model, and the vectors of all items, to a local directory.
 
-    Parameters
-    ----------
-    checkpoint
-        A checkpoint with a recipe, or a run's directory, whose best or newest is taken.
-    target
-        Local directory to make.
-    data
-        Path of other data, whose items are taken; default: the recipe's, or its ``retrieval.items``.
-    trust_recipe
-        See `hotbed.config.check_trust`.
-
-    Raises
-    ------
-    CheckpointError
-        If the model is no `hotbed.nn.TwoTower`, or there is anything at ``target``.
+    ``checkpoint`` is one with a recipe, or a run (its best or newest checkpoint). ``data`` has the items; by default
+    they are those of ``retrieval.items`` or of the recipe's data. Raise `CheckpointError` if the model is no
+    `hotbed.nn.TwoTower`, or ``target`` exists.
     """
     place = find_checkpoint(checkpoint, best=True)
     manifest = read_manifest(place)
