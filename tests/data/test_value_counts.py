@@ -9,6 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from hotbed.data.hashing import mix
+from hotbed.data.seen_values import SeenValues
 from hotbed.data.value_counts import SHOWN, ValueCounts
 from hotbed.data.zipf_source import Zipf
 
@@ -69,9 +71,8 @@ def test_unseen_values(bounds: tuple[int, int]) -> None:
     unknown = ~np.isin(after, before)
     assert unknown.mean() > 0.2
     found = counted(after, bounds[1], earlier=counted(before, bounds[0]))
-    share = found.unseen_share
-    assert abs(share.value - unknown.mean()) <= 4 * share.error + 1e-9
-    assert (share.error > 0) == (2_048 in bounds) and share.error < 0.1
+    assert found.unseen_share.value == pytest.approx(unknown.mean(), rel=1e-3)
+    assert (found.unseen_share.error > 0) == (bounds[0] == 2_048)
     distinct = len(np.unique(after[unknown]))
     estimate = found.unseen_values
     assert abs(estimate.value - distinct) <= 4 * estimate.error + 1e-6 * distinct
@@ -84,6 +85,19 @@ def test_nothing_is_unseen_in_the_same_values() -> None:
     for bounds in ((2_048, 2_048), (2_048, 4_096), (1 << 16, 2_048)):
         found = counted(values, bounds[1], earlier=counted(values, bounds[0]))
         assert (found.unseen_share.value, found.unseen_values.value) == (0.0, 0.0)
+
+
+def test_values_that_are_taken_for_seen_are_as_many_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotbed.data.seen_values._BITS", 16)
+    seen, hashes = SeenValues(), mix(np.arange(60_000, dtype=np.uint64))
+    seen.add(hashes[:10_000])
+    assert seen.has(hashes[:10_000]).all()
+    wrong = seen.has(hashes[10_000:]).mean()
+    assert 0.02 < seen.false_rate < 0.06 and wrong == pytest.approx(seen.false_rate, rel=0.1)
+    values = np.arange(60_000)
+    found = counted(values[10_000:], 1 << 16, earlier=counted(values[:30_000], 20_000))
+    share = found.unseen_share
+    assert share.error > 0 and abs(share.value - 0.6) < 4 * share.error
 
 
 @pytest.mark.parametrize("most_distinct", [1 << 16, 1_024])

@@ -2,7 +2,7 @@
 """Count distinct values and find the hottest, in one pass and bounded memory: `ValueCounts`.
 
 *Theory of operation.* Values are known by 64-bit hashes. Up to a bound on the number of distinct ones, each has its
-exact count. Beyond it two summaries are kept:
+exact count. Beyond it three summaries are kept:
 
 - *A sample of the values*, those with the smallest hashes, with their exact counts: a value below the last threshold θ
   (as a share of all hashes) was below all earlier ones, so no occurrence of it was missed. k values below θ stand for
@@ -12,12 +12,9 @@ exact count. Beyond it two summaries are kept:
   those with nothing left are dropped (Misra and Gries, "Finding repeated elements", 1982; merged as in Agarwal et al.,
   "Mergeable summaries", PODS 2012). What was taken off, in all, is added again: counts are then exact for values that
   were always among the hottest, and too high by that much at most.
-
-Values that occur in one data set and not in an earlier one are counted among the values whose hashes are below both
-samples' thresholds. With p, the share of all hashes there, k such values stand for k / p, with a variance of
-k (1 − p) / p² (Horvitz and Thompson, "A generalization of sampling without replacement from a finite universe", 1952).
-A frequent value would make that a gamble: it is looked up among the hottest earlier values. If it is neither there nor
-below the earlier threshold, it counts half, with half of its occurrences as its error.
+- *Which values there are* (`SeenValues`), for data that are compared with these: an occurrence of a value that is not
+  found is unseen for certain, and of all unseen ones a known share f is not found out, so that their number is
+  divided by 1 − f.
 
 What comes out depends on the values and the order of the rows alone, not on a random generator.
 """
@@ -37,6 +34,7 @@ from numpy.typing import NDArray
 
 from hotbed.data import arrow
 from hotbed.data.hashing import Hashes, hash_integers
+from hotbed.data.seen_values import SeenValues
 from hotbed.data.zipf_source import RANKED, fitted_exponent
 
 MOST_DISTINCT = 1 << 18
@@ -45,8 +43,6 @@ FEWEST_DISTINCT = 1 << 12
 _OF_ALL_COLUMNS = 1 << 23
 SHOWN = 10
 """Hottest values that are known by what they are, and not by their hash alone."""
-_OFTEN = 1_000
-"""A value is frequent if it has at least one of so many occurrences."""
 _MOST_WAITING = 256
 _ALL = 1 << 64  # hashes that there are
 
@@ -79,12 +75,13 @@ def most_distinct(columns: int) -> int:
 class ValueCounts:
     """Counts of the values of one column: exact for up to ``most_distinct`` different ones; beyond, as many are kept.
 
-    ``earlier`` has the counts of earlier data, in which values may be absent.
+    ``earlier`` has the counts of all earlier data, in which values may be absent.
     """
 
     def __init__(self, most_distinct: int = MOST_DISTINCT, earlier: ValueCounts | None = None) -> None:
         self.total = 0
-        self._earlier = earlier
+        self._earlier, self._unseen, self._unseen_squares = earlier, 0.0, 0.0
+        self._seen: SeenValues | None = None  # once values are sampled
         self._bound = most_distinct
         self._sample, self._threshold = _none(), _ALL
         self._hot: _Counts | None = None  # once values are sampled
@@ -158,34 +155,31 @@ class ValueCounts:
     @property
     def unseen_share(self) -> Estimate:
         """Share of the occurrences whose value is not among the earlier ones."""
-        if self._earlier is None:
-            return Estimate(0.0, 0.0)
-        earlier, total = self._earlier, max(1, self.total)
-        hot, counts = self._falling()
-        often = counts * _OFTEN >= self.total + _OFTEN * self._taken_off
-        hot, counts = hot[often], counts[often].astype(np.float64)
-        is_new = ~np.isin(hot, earlier._falling().hashes) & ~np.isin(hot, earlier._all.hashes)
-        is_certain = hot <= np.uint64(earlier._threshold - 1)
-        unseen, rate = self._unseen(hot)
-        found = unseen.sum() / rate + counts[is_new & is_certain].sum() + counts[is_new & ~is_certain].sum() / 2
-        variance = (1 - rate) * np.square(unseen).sum() / rate**2 + np.square(counts[is_new & ~is_certain]).sum() / 4
-        return Estimate(min(1.0, float(found) / total), math.sqrt(variance) / total)
+        self._merge()
+        false = self._false_rate
+        total = max(1, self.total) * (1 - false)
+        return Estimate(self._unseen / total, math.sqrt(false * self._unseen_squares) / total)
 
     @property
     def unseen_values(self) -> Estimate:
         """Number of distinct values that are not among the earlier ones."""
-        counts, rate = self._unseen(np.empty(0, np.uint64))
-        return Estimate(len(counts) / rate, math.sqrt((1 - rate) * len(counts)) / rate)
+        hashes = self._all.hashes
+        new = 0 if self._earlier is None else int((~self._earlier.has(hashes)).sum())
+        rate = self._rate * (1 - self._false_rate)
+        return Estimate(new / rate, math.sqrt((1 - rate) * new) / rate)
 
-    def _unseen(self, apart: Hashes) -> tuple[NDArray[np.float64], float]:
-        """Return counts of sampled values that no earlier sample has, and the share of hashes in both samples."""
-        if self._earlier is None:
-            return np.empty(0), 1.0
-        earlier, mine = self._earlier._all.hashes, self._all
-        threshold = min(self._threshold, self._earlier._threshold)
-        mine = _below(mine, threshold)
-        known = np.isin(mine.hashes, earlier) | np.isin(mine.hashes, apart)
-        return mine.counts[~known].astype(np.float64), threshold / _ALL
+    def has(self, hashes: Hashes) -> NDArray[np.bool_]:
+        """Whether values of these hashes ``[n]`` occur; see `SeenValues` where not all values were counted."""
+        known = self._all.hashes
+        if self._seen is not None:
+            return self._seen.has(hashes)
+        if not len(known):
+            return np.zeros(len(hashes), np.bool_)
+        return known[np.minimum(np.searchsorted(known, hashes), len(known) - 1)] == hashes
+
+    @property
+    def _false_rate(self) -> float:
+        return 0.0 if self._earlier is None or self._earlier._seen is None else self._earlier._seen.false_rate
 
     def shares_beside(self, other: ValueCounts, values: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Counts of the most frequent values of both, here and there, and last of all other values."""
@@ -226,11 +220,17 @@ class ValueCounts:
             return
         waiting, self._waiting, self._waiting_values = self._waiting, [], 0
         new = _summed([_Counts(hashes, counts) for hashes, counts, _ in waiting])
+        if self._earlier is not None:
+            unseen = new.counts[~self._earlier.has(new.hashes)].astype(np.float64)
+            self._unseen += float(unseen.sum())
+            self._unseen_squares += float(np.square(unseen).sum())
         merged = _summed([self._sample, _below(new, self._threshold)])
-        if self._hot is not None:
+        if self._hot is not None and self._seen is not None:
             self._hot = self._cut(_summed([self._hot, new]))
+            self._seen.add(new.hashes)
         elif len(merged.hashes) > self._bound:
-            self._hot = self._cut(merged)
+            self._hot, self._seen = self._cut(merged), SeenValues()
+            self._seen.add(merged.hashes)
         if len(merged.hashes) > self._bound:
             self._threshold = int(merged.hashes[self._bound])
             merged = _Counts(merged.hashes[: self._bound], merged.counts[: self._bound])
