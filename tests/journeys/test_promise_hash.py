@@ -7,6 +7,7 @@ Add a processor with ``python -m tests.journeys.test_promise_hash``, from a comm
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ HASHES = Path(__file__).parent / "recorded" / "promise.json"
 
 
 def promised(folder: Path) -> dict[str, Any]:
-    """Run the promise with two ranks, and return its result."""
+    """Run the promise with two ranks of one thread each, and return its result."""
     file = folder / "promise.json"
     argv = ["demo", "--promise", "--ranks", "2", "--steps", "4", "--out", str(folder / "runs"), "--json", str(file)]
     assert main(argv) == 0
@@ -34,7 +35,10 @@ def machine() -> str:
     return f"{cpu().kind}, torch {torch.__version__.split('+')[0]}"
 
 
-def test_every_plan_leaves_the_recorded_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_plan_leaves_the_recorded_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     result = promised(tmp_path)
     assert [plan["name"] for plan in result["plans"]] == list(PLANS)
     hashes = {plan["sha256"] for plan in result["plans"]} | {result["resumed"]["sha256"]}
@@ -52,6 +56,7 @@ def test_every_plan_leaves_the_recorded_bits(tmp_path: Path, capsys: pytest.Capt
 
 
 if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         found = promised(Path(folder))
     assert found["equal"], "plans left different bits"

@@ -34,7 +34,7 @@ _EPOCH = datetime.datetime(1970, 1, 1)
 
 
 class ColumnSummary:
-    """Summary of one column; `rows` and `missing` include the rows of files that lack the column."""
+    """Summary of one column. `missing` counts null, NaN and the rows of files without the column."""
 
     def __init__(
         self,

@@ -268,7 +268,7 @@ class _Part:
 
 
 class NpySource(Source):
-    """Samples of a folder of arrays ``day_0_dense.npy``, ``day_0_sparse.npy`` and so on, see `hotbed.data.npy`.
+    """Samples of a folder of arrays ``day_0_dense.npy``, ``day_0_sparse.npy`` and so on, see above.
 
     Numericals and labels come out as float32, ids as they are stored. Ids that are not below the rows of their table
     are left to the embedding's own check.

@@ -139,7 +139,8 @@ class TimeSplit(RowSplit):
     """Rows before a time are for training, those from it on for validation, those from a later one on for the test."""
 
     column: str | None  # numbers, dates, times or text; rows without a time (null, NaN) are for training
-    # first time of the split: a number, or text such as ``2024-01-31 12:00:00``, in UTC unless it names a zone
+    # first time of the split, None for no such split: a number, or text such as ``2024-01-31 12:00:00``; for a column
+    # of times with a zone in UTC, unless the text names one
     valid_from: Any = None
     test_from: Any = None
     # for ``strptime``, e.g. ``"%d/%m/%Y %H:%M"``; without it, text must sort by time, e.g. ``2024-01-31``

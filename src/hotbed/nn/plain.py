@@ -81,7 +81,11 @@ def export_program(
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of its internals
-            return torch.export.export(module.eval(), inputs, dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(module.eval(), inputs, dynamic_shapes=shapes, strict=False)
+            for graph in (m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)):
+                for node in graph.graph.nodes:
+                    node.meta.pop("stack_trace", None)  # paths of source files on this machine
+            return program
     except SpecError:
         raise
     except Exception as error:  # whatever tracing meets in a model

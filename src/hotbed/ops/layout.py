@@ -40,9 +40,9 @@ FREE = -1
 class Rows:
     """Hold the rows of an arena.
 
-    An arena holds a whole table or a part: some columns of every ``step``-th row. Slots of a table are numbered in row
-    order. The first rows of a table may be float32 ("wide") while the others have the arena's dtype. A float32 arena
-    has only wide rows, and its slots are positions in ``wide``.
+    An arena holds several tables, each whole or in part: some columns of every ``step``-th row. Slots of a table are
+    numbered in row order. The first rows of a table may be float32 ("wide") while the others have the arena's dtype.
+    A float32 arena has only wide rows, and its slots are positions in ``wide``.
     """
 
     wide: Tensor  # [W, D] float32

@@ -49,7 +49,10 @@ def rule_steps(
     dim: int,  # columns of whole rows
     uses: Collection[str] = COMMON,  # as in `RuleStep`; norms without a limit are not requested
 ) -> Steps:
-    """Run `apply_rule` in steps, for rows that are cut by column: the caller adds up sums over columns."""
+    """Run `apply_rule` in steps, for rows that are cut by column: the caller adds up sums over columns.
+
+    ``w``, ``moments`` and ``g`` have only the columns of this part.
+    """
     if "max_grad_norm" in uses:
         g = yield from _limited(g, hyper[:, MAX_GRAD_NORM])
     l2, decay = hyper[:, L2, None], hyper[:, DECAY, None]

@@ -38,7 +38,7 @@ class KeepLast(Callback):
         self,
         where: str | Path | Directory,  # local directory, or a URI like `s3://bucket/path`
         recipe: Recipe,  # stored in each checkpoint
-        every: int | None = None,  # steps between checkpoints; None: only on request
+        every: int | None = None,  # steps between checkpoints; None: not by steps
         *,
         minutes: float | None = None,  # minutes between checkpoints, by the first rank's clock
         keep_last: int = 1,  # number of newest checkpoints to keep

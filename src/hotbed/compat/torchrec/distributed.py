@@ -352,6 +352,7 @@ class DistributedModelParallel(nn.Module):
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the whole state of the model; all ranks must call this."""
         return self.module.state_dict(*args, **kwargs)
 
     @override
