@@ -48,8 +48,8 @@ def cache_use(tags: CacheTags, places: Tensor, now: int) -> None:
 def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tensor]:
     """Assign a place to each of these distinct keys ``[n]``, one after the other, and count one use at time ``now``.
 
-    None of the keys is in the cache, and no time in ``tags`` is later than ``now``. ``tags`` is overwritten. The place is
-    the first free place of the key's set, else the place of the key to evict by ``tags.by_count`` (ties: the first).
+    None of the keys is in the cache, and no time in ``tags`` is later than ``now``. ``tags`` is overwritten. The place
+    is the first free place of the key's set, else the place of the key to evict by ``tags.by_count`` (ties: the first).
     A key that is used now is never evicted. `FREE` in ``wanted`` is no key. Return the place of each key ``[n]``, −1
     if there is none, and the key that it replaces, or `FREE`.
     """

@@ -176,8 +176,8 @@ def _total_kernel(out, sums, count, BLOCK: tl.constexpr):
 def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sum the weighted binary cross-entropy of logits, as torch's ``binary_cross_entropy_with_logits`` defines it.
 
-    Logits and labels are ``[B, T]`` float32, weights ``[B, 1]`` or ``[B, T]``, None for 1. Return the sum, 0-d float32, and its
-    gradient ``[B, T]``.
+    Logits and labels are ``[B, T]`` float32, weights ``[B, 1]`` or ``[B, T]``, None for 1. Return the sum, 0-d
+    float32, and its gradient ``[B, T]``.
     """
     launches["triton.cross_entropy"] += 1
     logits, labels = logits.contiguous(), labels.contiguous()
