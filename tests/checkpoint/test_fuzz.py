@@ -155,6 +155,7 @@ def of_manifests(draw: st.DrawFn) -> tuple[str, Path_, Any]:
 
 @Fuzz
 @given(of_manifests())
+@example(("lazy", ("tables", "embeddings.popular", "moments", "sum_of_squares", "initial"), -(2**63) - 1))
 @example(("whole", ("parts", "sparse", "state", "$items", 1, 1, "step"), REMOVED))
 @example(("whole", ("parts", "sparse", "state", "$items", 2, 1, "step", "$tensor"), REMOVED))
 @example(("whole", ("parts", "dense", "param_groups", 0, "momentum"), REMOVED))

@@ -363,7 +363,8 @@ def _table_from_dict(values: Mapping[str, Any]) -> SavedTable:
         fp32_rows=values["fp32_rows"],
     )
     tiles = tuple(SavedTile.from_dict(tile) for tile in values["tiles"])
-    return SavedTable(spec, {name: SavedMoment(**m) for name, m in values["moments"].items()}, tiles)
+    moments = {name: SavedMoment(**{**m, "initial": float(m["initial"])}) for name, m in values["moments"].items()}
+    return SavedTable(spec, moments, tiles)
 
 
 def _json(values: Mapping[str, Any]) -> str:
