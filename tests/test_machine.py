@@ -54,7 +54,7 @@ def test_spinning_is_short_before_anything_that_computes_is_imported(way: str) -
         line.split()[0]: line.split()[1:] for line in found if line.split()[:1] in (["torch"], ["numba"], ["numpy"])
     }
     assert said.keys() >= {"torch", "numpy"}
-    assert all(values == ["GOMP_SPINCOUNT=10000", "KMP_BLOCKTIME=1"] for values in said.values())
+    assert all(values == ["GOMP_SPINCOUNT=3000", "KMP_BLOCKTIME=1"] for values in said.values())
 
 
 @pytest.mark.parametrize("name", [machine.OF_USERS[0], *map(full, machine.OF_USERS[1:])])
@@ -82,7 +82,7 @@ def test_both_runtimes_of_a_process_read_it() -> None:
     if "GOMP_SPINCOUNT" not in hotbed_first:
         pytest.skip("the OpenMP runtime is not GNU's")
     said = [line.split("=")[1].strip() for line in hotbed_first.splitlines() if "GOMP_SPINCOUNT" in line]
-    assert said == ["'10000'", "'10000'"]
+    assert said == ["'3000'", "'3000'"]
 
 
 # -- how many ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-SPINNING = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
+SPINNING = {"GOMP_SPINCOUNT": "3000", "KMP_BLOCKTIME": "1"}
 """How long threads spin: turns of a loop, for GNU's runtime; milliseconds, for LLVM's and Intel's."""
 OF_USERS = (*SPINNING, "OMP_WAIT_POLICY", "KMP_LIBRARY")
 """Whoever sets one of these has decided how threads wait."""

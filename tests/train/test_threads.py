@@ -48,7 +48,7 @@ def test_long_spins_on_busy_cores_are_said(monkeypatch: pytest.MonkeyPatch, capl
     monkeypatch.setattr(machine, "TORCH_CAME_FIRST", True)
     text = said(monkeypatch, caplog, [1.0, 9.5, 20.0])
     assert text.count("other work keeps the cores busy") == 1
-    assert "import hotbed before torch, or set GOMP_SPINCOUNT=10000 KMP_BLOCKTIME=1" in text
+    assert "import hotbed before torch, or set GOMP_SPINCOUNT=3000 KMP_BLOCKTIME=1" in text
 
 
 def test_idle_cores_and_single_threads_are_no_reason_to_warn(
