@@ -363,7 +363,10 @@ def _table_from_dict(values: Mapping[str, Any]) -> SavedTable:
         fp32_rows=values["fp32_rows"],
     )
     tiles = tuple(SavedTile.from_dict(tile) for tile in values["tiles"])
-    moments = {name: SavedMoment(**{**m, "initial": float(m["initial"])}) for name, m in values["moments"].items()}
+    moments = {
+        name: SavedMoment(m["per"], float(m["initial"]), m["optimizer"], m["rule"])
+        for name, m in values["moments"].items()
+    }
     return SavedTable(spec, moments, tiles)
 
 
