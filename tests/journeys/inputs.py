@@ -13,9 +13,7 @@ import pyarrow.parquet as pq
 
 from hotbed.data import write_synthetic_log
 
-SMALL = """\
-name: small
-data: {path: data, dim: 4, valid_split: test}
+MODEL = """\
 model:
   class_path: hotbed.nn.DLRM
   init_args: {bottom: [8, 4], top: [8, 1]}
@@ -25,33 +23,34 @@ dense_optimizer:
 sparse_optimizer:
   class_path: hotbed.optim.RowWiseAdagrad
   init_args: {lr: 0.1}
-schedule: {warmup_steps: 3}
-train: {batch_size: 64, device: cpu, precision: fp32, seed: 3, steps: 10, eval_every: 5}
+"""
+"""Model and optimizers of all recipes here."""
+
+PREPARED = f"""\
+name: small
+data: {{path: data, dim: 4, valid_split: test}}
+{MODEL}schedule: {{warmup_steps: 3}}
+"""
+"""A recipe for prepared data, without its section ``train``."""
+
+SMALL = f"""\
+{PREPARED}train: {{batch_size: 64, device: cpu, precision: fp32, seed: 3, steps: 10, eval_every: 5}}
 """
 
-DAILY = """\
+DAILY = f"""\
 name: daily
 data:
-  path: logs/day={date}
+  path: logs/day={{date}}
   dim: 4
   on_bad_id: hash
   source:
     class_path: hotbed.data.ParquetSource
     init_args:
       schema:
-        sparse: [{name: user, rows: 101}, {name: item, rows: 51}]
+        sparse: [{{name: user, rows: 101}}, {{name: item, rows: 51}}]
         dense: [price]
         labels: [click]
-model:
-  class_path: hotbed.nn.DLRM
-  init_args: {bottom: [8, 4], top: [8, 1]}
-dense_optimizer:
-  class_path: torch.optim.Adam
-  init_args: {lr: 0.01}
-sparse_optimizer:
-  class_path: hotbed.optim.RowWiseAdagrad
-  init_args: {lr: 0.1}
-train: {batch_size: 64, device: cpu, precision: fp32, seed: 3}
+{MODEL}train: {{batch_size: 64, device: cpu, precision: fp32, seed: 3}}
 """
 
 

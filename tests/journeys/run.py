@@ -12,11 +12,9 @@ import math
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +26,7 @@ import yaml
 
 from hotbed.commands.main import main
 from tests.journeys.inputs import write_inputs
+from tests.serve.processes import running
 
 HERE = Path(__file__).parent
 JOURNEYS: dict[str, list[dict[str, Any]]] = yaml.safe_load((HERE / "journeys.yaml").read_text(encoding="utf-8"))
@@ -40,7 +39,7 @@ VOLATILE = re.compile(
 )
 """Keys that depend on time, on the machine, on installed versions or on the order of prefetched reads.
 
-So do sizes of programs of torch (``dense.pt2``), which hold paths of source files, and of Parquet files.
+So do sizes of programs of torch (``dense.pt2``) and of Parquet files.
 """
 _RANKING = re.compile(r"recall|ndcg|auc", re.IGNORECASE)
 """Metrics that one pair of samples in another order moves by its whole share."""
@@ -50,18 +49,16 @@ RUN_TIME = re.compile(r"\d{8}-\d{6}")
 def run_journey(name: str, folder: Path) -> list[dict[str, Any]]:
     """Run the commands of a journey in `folder`; return what each left: its JSON result and the kept files."""
     write_inputs(folder)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
+    with contextlib.chdir(folder):
         return [_run(step, number) for number, step in enumerate(JOURNEYS[name])]
-    finally:
-        os.chdir(before)
 
 
 def _run(step: Mapping[str, Any], number: int) -> dict[str, Any]:
     result = Path(f"result{number}.json")
     if "serve" in step:
-        return {"serve": step["serve"], "answer": stable(_ask(step["serve"], Path(step["rows"])))}
+        with running(step["serve"], "--port", "0") as server:
+            answer = server.ask("POST", "/score", json.loads(Path(step["rows"]).read_text(encoding="utf-8")))
+        return {"serve": step["serve"], "answer": stable(answer.json)}
     if "needs" in step and find_spec(step["needs"]) is None:
         return {"run": step["run"], "left out": step["needs"]}
     argv = [token for word in shlex.split(step["run"])[1:] for token in _expand(word)]
@@ -109,23 +106,6 @@ def _launch(argv: Sequence[str], ranks: int) -> tuple[int, str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*torchrun, "-m", "hotbed", *argv], capture_output=True, text=True, check=False, env=env)
     return done.returncode, done.stderr
-
-
-def _ask(model: str, rows: Path) -> Any:
-    """Serve a model in a process of its own, and return its answer to one request."""
-    command = [sys.executable, "-m", "hotbed", "serve", model, "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            events = (json.loads(line) for line in process.stderr if line.startswith("{"))
-            ready = next(event for event in events if event["event"] == "ready")
-            url = f"http://{ready['host']}:{ready['port']}/score"
-            request = urllib.request.Request(url, rows.read_bytes(), {"Content-Type": "application/json"})
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(request) as answer:
-                return json.load(answer)
-        finally:
-            process.kill()
 
 
 def _content(file: Path) -> Any:
@@ -178,10 +158,9 @@ def differences(found: Any, recorded: Any, where: str = "") -> list[str]:
 def record(names: Sequence[str]) -> None:
     """Run journeys and write their results to ``recorded``."""
     for name in names or JOURNEYS:
-        folder = Path(tempfile.mkdtemp())
-        lines = ",\n".join(json.dumps(step, default=str) for step in run_journey(name, folder))
+        with tempfile.TemporaryDirectory() as folder:
+            lines = ",\n".join(json.dumps(step, default=str) for step in run_journey(name, Path(folder)))
         (HERE / "recorded" / f"{name}.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ class Running(Client):
         assert process.stderr is not None
         self.process = process
         for line in process.stderr:
-            said = json.loads(line)
-            if said["event"] == "ready":
+            if line.startswith("{") and (said := json.loads(line))["event"] == "ready":  # other lines are of libraries
                 break
         self.host, self.port = said["host"], said["port"]
 
