@@ -166,6 +166,13 @@ class _DropIn(nn.Module):
         self.register_load_state_dict_post_hook(_limit_loaded)
         rename_states(self, f"rows.{self.table}.", "")
 
+    def _look_up(self, bags: Bags, padding_idx: int | None = None) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            from hotbed.embed.traced import look_up_feature  # here, because it imports the compiler
+
+            return look_up_feature(self.rows, self.feature, bags, padding_idx)
+        return look_up(self.rows, self.feature, bags, padding_idx)
+
     @property
     def weight(self) -> Tensor:
         """Rows ``[R, D]`` in the memory of the table; if ranks share the table, a copy that refuses writes.
@@ -302,7 +309,7 @@ class Embedding(_DropIn):
         input = self._integers("ids", input)
         if is_exporting():
             return functional.embedding(input, self._constant(), self.padding_idx).to(self.rows.dtype)
-        found = look_up(self.rows, self.feature, Bags(input.reshape(-1), input.numel(), 1, None, None))
+        found = self._look_up(Bags(input.reshape(-1), input.numel(), 1, None, None))
         found = found.view(*input.shape, self.embedding_dim)
         if self.padding_idx is None or not found.requires_grad:
             return found
@@ -342,10 +349,10 @@ class EmbeddingBag(_DropIn):
             return self._exported(input, offsets, per_sample_weights)
         bags = self._bags(input, offsets, weights)
         if self.mode != "max":
-            return look_up(self.rows, self.feature, bags, self.padding_idx)
+            return self._look_up(bags, self.padding_idx)
         if self.padding_idx is not None and not torch.compiler.is_compiling():  # a graph cannot hold what this leaves
             bags, _ = without(bags, self.padding_idx)
-        return _largest(look_up(self.rows, self.feature, bags), bags, self.padding_idx)
+        return _largest(self._look_up(bags), bags, self.padding_idx)
 
     def _exported(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
         return functional.embedding_bag(
