@@ -30,7 +30,8 @@ from hotbed.embed.single_lookup import Collection
 from hotbed.embed.table_group import Request, TableGroup
 from hotbed.errors import BatchError, OptimizerError
 from hotbed.jagged import Jagged
-from hotbed.torch_hooks import is_exporting, number_tensor, numbered, traced_number
+from hotbed.torch_hooks import number_tensor, numbered, traced_number
+from hotbed.torch_private import is_exporting
 
 REASON = (
     "hotbed looks these features up outside of graphs; with fullgraph=True tables must be on one rank and not dynamic, "
