@@ -30,7 +30,7 @@ from hotbed.plan.limits import Limits, limits_of, refuse_too_large
 from hotbed.plan.parts import Array, Placement, in_order, parts_of, place_parts
 from hotbed.plan.popularity import Popularity
 from hotbed.plan.schemes import AUTO, Cut, Schemes, cuts_of, refuse_uncut
-from hotbed.plan.step import arenas_of
+from hotbed.plan.step import arenas_of, optional_s
 from hotbed.plan.tiers import place_in_tiers
 from hotbed.plan.tiling import Plan, Tier, Tile, WireFormat
 from hotbed.plan.workload import Workload
@@ -63,7 +63,7 @@ class Found:
     @property
     def load(self) -> float:
         """Of the busiest rank, with exchanges that not every plan has: seconds; ids × columns without hardware."""
-        fixed = _fixed_load(self.plan.tiles, self.model)
+        fixed = optional_s(self.plan.tiles, self.model)
         return float(self.costs.load.max()) + fixed
 
     @property
@@ -158,7 +158,7 @@ class _Candidate:
     def of(cls, placement: Placement, model: CostModel) -> _Candidate:
         count = sum(len(part.rows) for part, _ in placement.parts)
         first = [tile for part, at in placement.parts for tile in replace(part, rows=part.rows[:1]).tiles(at, 2)]
-        fixed = _fixed_load(first, model)
+        fixed = optional_s(first, model)
         return cls(
             placement.loads,
             placement.nbytes,
@@ -256,7 +256,7 @@ def _in_memories(
             f"the fullest {'rank' if tier == 'device' else 'node'} would have {gib(nbytes)} more than the "
             f"{gib(limits.room[tier])} of its {tier}; use narrower rows, or more ranks"
         )
-    fixed, arenas = _fixed_load(placed.tiles, model), arenas_of(placed.tiles, model.workload)
+    fixed, arenas = optional_s(placed.tiles, model), arenas_of(placed.tiles, model.workload)
     return _Candidate(
         costs.load, costs.nbytes, len(placed.tiles), lambda: list(placed.tiles), fixed=fixed, arenas=arenas
     )
@@ -300,14 +300,6 @@ def _by_milp(
         np.add.at(nbytes, owners, form.costs[0].nbytes)
         parts += zip(form.parts[0].split(), owners, strict=True)
     return Placement(tuple(parts), loads, nbytes)
-
-
-def _fixed_load(tiles: Sequence[Tile], model: CostModel) -> float:
-    """Load of exchanges that not every plan has: of copies, and of sums over columns."""
-    uses = model.workload.by_table
-    copies = any(tile.readers for tile in tiles)
-    sums = any(len(tile.cols) < uses[tile.table].table.dim and uses[tile.table].row_sums for tile in tiles)
-    return model.copies_s * copies + model.sums_s * sums
 
 
 def _best(found: Sequence[_Candidate], model: CostModel) -> _Candidate:
