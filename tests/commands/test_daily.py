@@ -24,7 +24,7 @@ from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.data import Loader
-from hotbed.train.build import build_trainer, open_source
+from hotbed.train.build import build, open_source
 from hotbed.train.daily import train_days
 from hotbed.train.days import Days
 from hotbed.train.lease import lock
@@ -116,7 +116,7 @@ def state_of(recipe: Path, logs: Path, checkpoint: str) -> dict[str, torch.Tenso
     values = yaml.safe_load(recipe.read_text())
     values["data"] |= {"path": f"{logs}/day={FIRST}", "test_split": None}
     of_day = Recipe.from_dict(values)
-    trainer = build_trainer(of_day, open_source(of_day.data))
+    trainer = build(of_day)
     load_checkpoint(checkpoint, trainer.parts())
     return tensors_of(trainer)
 
@@ -160,7 +160,7 @@ def test_days_are_evaluated_before_they_are_trained_and_continue_one_model(
         values["train"]["epochs"] = number + 1
         of_day = Recipe.from_dict(values)
         source = open_source(of_day.data)
-        trainer = trainer or build_trainer(of_day, source)
+        trainer = trainer or build(of_day, source)
         trainer.recipe = of_day.train
         loader = Loader(source, "train", 50, shuffle=True)
         loader._epoch = number

@@ -326,7 +326,7 @@ def test_a_signal_that_is_ignored_stays_ignored(recipe: Path) -> None:
 
 def test_ctrl_c_outside_of_training_interrupts(recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     for where, argv in (
-        ("hotbed.train.run.build_trainer", ["train", str(recipe), "--out", str(recipe.parent / "runs")]),
+        ("hotbed.train.run.build", ["train", str(recipe), "--out", str(recipe.parent / "runs")]),
         ("hotbed.commands.inspect.describe", ["inspect", str(recipe)]),
     ):
         with monkeypatch.context() as patch:

@@ -59,7 +59,7 @@ def open_source(data: DataRecipe) -> Source:
 
 def new_source(data: DataRecipe) -> Source:
     """What the recipe's source class makes of the path; its splits are not looked at."""
-    return build("data.source", data.source, Source, data.path)
+    return build_component("data.source", data.source, Source, data.path)
 
 
 def tables_of(source: Source, data: DataRecipe) -> list[Table]:
@@ -116,7 +116,7 @@ def new_model(recipe: Recipe, source: Source, tables: Sequence[Table] | None = N
 
     ``tables`` are others than the recipe's.
     """
-    model = build(
+    model = build_component(
         "model",
         recipe.model,
         nn.Module,
@@ -128,8 +128,22 @@ def new_model(recipe: Recipe, source: Source, tables: Sequence[Table] | None = N
     return normalize(model, source.schema)
 
 
-def build_trainer(recipe: Recipe, source: Source) -> Trainer:
-    """The recipe's model and optimizers, in a trainer without callbacks."""
+def build(recipe: Recipe, source: Source | None = None) -> Trainer:
+    """Build the recipe's model, optimizers and trainer, without callbacks; ``trainer.fit(batches)`` trains.
+
+    Parameters
+    ----------
+    recipe
+        A checked recipe.
+    source
+        The recipe's data, if it is open already.
+
+    Raises
+    ------
+    HotbedError
+        If the recipe, the data and the machine do not fit together, e.g. a label is out of range.
+    """
+    source = open_source(recipe.data) if source is None else source
     device = resolve_device(recipe.train.device)
     if recipe.retrieval is not None:
         refuse_retrieval(recipe, source)
@@ -237,16 +251,16 @@ def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
         trained = [parameters[name] for name in names]
         # Torch's kernels take no sparse gradients, and leave momentum unwritten if the first scaled ones overflow.
         plain = sparse_gradients or recipe.train.precision == "fp16"
-        return build(key, component if plain else fused(component, trained), Optimizer, trained)
+        return build_component(key, component if plain else fused(component, trained), Optimizer, trained)
 
     def sparse(key: str, component: Component, tables: Sequence[str]) -> Optimizer:
-        return build(key, component, SparseOptimizer, TableSelection(model, tables))
+        return build_component(key, component, SparseOptimizer, TableSelection(model, tables))
 
     made = {
         "dense": dense("dense_optimizer", recipe.dense_optimizer, of_dense),
         "sparse": sparse("sparse_optimizer", recipe.sparse_optimizer, of_sparse)
         if sparse_groups
-        else build("sparse_optimizer", recipe.sparse_optimizer, Optimizer, model),
+        else build_component("sparse_optimizer", recipe.sparse_optimizer, Optimizer, model),
     }
     for name, names in dense_groups.items():
         key = f"dense_optimizer_groups.{name}.optimizer"
@@ -272,7 +286,7 @@ def fused(component: Component, trained: Sequence[Tensor]) -> Component:
     return replace(component, init_args={**component.init_args, "fused": True})
 
 
-def build(key: str, component: Component, kind: type[Any], *args: Any, **given: Any) -> Any:
+def build_component(key: str, component: Component, kind: type[Any], *args: Any, **given: Any) -> Any:
     """Make a component, which must be of a kind; errors say which of the recipe's it is."""
     try:
         if issubclass(component.load(), kind):

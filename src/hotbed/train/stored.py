@@ -22,7 +22,7 @@ from hotbed.data.source import refuse_other_kind
 from hotbed.data.split_binary import DESCRIPTION
 from hotbed.errors import CheckpointError, DataError, RecipeError
 from hotbed.locations import is_storage, location
-from hotbed.train.build import build, build_model, check_split, new_source
+from hotbed.train.build import build_component, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate, metrics_of
 from hotbed.train.numerics import resolve_device
 from hotbed.train.retrieval import all_items, evaluate_found, item_features, model_schema, model_source, options_of
@@ -136,7 +136,7 @@ def new_data(
     if isinstance(given.get("schema"), Mapping):
         schema = Schema.from_dict(cast("Mapping[str, object]", given["schema"])).inputs
         given["schema"] = model_schema(recipe, schema).to_dict()
-    source = build("data.source", replace(component, init_args=given), Source, data)
+    source = build_component("data.source", replace(component, init_args=given), Source, data)
     take_features(source, manifest)
     return model_source(recipe, source), labels_of(recipe, source)
 
