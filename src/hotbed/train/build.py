@@ -275,7 +275,7 @@ def fused(component: Component, trained: Sequence[Tensor]) -> Component:
     """Let an optimizer of torch update all parameters in one pass, if the recipe leaves it open and torch can.
 
     On CUDA devices its step can then be told on the device to touch nothing, so no step waits for its loss
-    (`hotbed.train.backward`); on CPUs it reads and writes each value once. Parameters that FSDP has cut, and those that
+    (`hotbed.train.step`); on CPUs it reads and writes each value once. Parameters that FSDP has cut, and those that
     are no plain array (torch's kernels on CPUs take them for one), are left as they were.
     """
     given = component.init_args.keys() & {"fused", "foreach", "differentiable"}
