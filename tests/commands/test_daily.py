@@ -25,8 +25,7 @@ from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.data import Loader
 from hotbed.train.build import build, open_source
-from hotbed.train.daily import train_days
-from hotbed.train.days import Days
+from hotbed.train.daily import Days, train_days
 from hotbed.train.lease import lock
 from hotbed.train.stored import evaluate_checkpoint
 from tests.commands.cases import Output, refused
@@ -214,7 +213,7 @@ def test_commands_of_a_day_each_and_all_days_again_are_one_command(daily: Path, 
 
 KILLED = """
 import os, signal, sys
-import hotbed.train.days as days, hotbed.train.daily as daily, hotbed.train.trainer as trainer
+import hotbed.train.daily as days, hotbed.train.daily as daily, hotbed.train.trainer as trainer
 from hotbed.commands.main import main
 left = int(sys.argv[1])
 owners = (trainer.Trainer, "_advance"), (daily, "write_json"), (days, "write_text"), (days, "stability")

@@ -19,8 +19,8 @@ from hotbed.config.component import Component
 from hotbed.errors import RecipeError
 from hotbed.nn.loss import summed_cross_entropy
 from hotbed.train import Callback, Trainer
+from hotbed.train.build import losses_of
 from hotbed.train.callbacks import own_callbacks
-from hotbed.train.losses import losses_of
 from hotbed.train.metrics import Predictions, evaluate, metrics_of, own_metrics
 from hotbed.train.report import print_metrics
 from hotbed.train.tracking import MLflow

@@ -34,8 +34,7 @@ from hotbed.files import read_yaml
 from hotbed.plan import Cut, make_plan
 from hotbed.train.build import build, open_source, tables_of
 from hotbed.train.callbacks import Callback
-from hotbed.train.local_ranks import run_local
-from hotbed.train.process_group import end_groups, process_group
+from hotbed.train.process_group import end_groups, process_group, run_local
 from hotbed.train.report import RunDirectory, environment, recipe_yaml, size
 from hotbed.train.trainer import Trainer
 

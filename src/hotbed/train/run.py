@@ -1,17 +1,19 @@
 """Train and test the model of a recipe: `train` is what ``hotbed train`` and ``hotbed demo`` call.
 
-What each step calls: `hotbed.train.build` (model, optimizers, trainer), `loaders`, `resume`, `measure`, `Trainer.fit`,
-and `summary`.
+Its steps call `hotbed.train.build` (model, optimizers, trainer), `loaders`, `resume`, `Trainer.fit` and `report`. The
+functions of this file are in the order of their calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from signal import SIGTERM
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 
 from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, init_from, read_manifest
@@ -21,11 +23,14 @@ from hotbed.data import Loader, Source
 from hotbed.data.hot_loader import HotColdLoader
 from hotbed.embed import Distributed
 from hotbed.errors import StoppedError
+from hotbed.nn.normalization import normalization_of
 from hotbed.train.build import build, open_source, train_splits
 from hotbed.train.callbacks import (
     Callback,
     EarlyStop,
     JsonLines,
+    KeepBest,
+    KeepLast,
     TensorBoard,
     own_callbacks,
     refuse_callbacks,
@@ -34,14 +39,11 @@ from hotbed.train.callbacks import (
 from hotbed.train.checkpointing import refuse_other_checkpoints
 from hotbed.train.hot_batches import HotSchedule
 from hotbed.train.loaders import TrainingLoader, evaluation_loader, readers_of, training_loader
-from hotbed.train.measure import FeaturesState, measure_buckets, measure_numericals
-from hotbed.train.report import METRICS, RunDirectory, ShowProgress, print_taken
+from hotbed.train.process_group import Watchdog, limit_of, on_first
+from hotbed.train.report import METRICS, IdCounts, RunDirectory, ShowProgress, StageProgress, print_taken, summary_of
 from hotbed.train.resume import Resume, finished_run, resume_from, resume_newest
-from hotbed.train.retention import KeepBest, KeepLast
-from hotbed.train.stored import FEATURES, begin_with, go_on_with, has_features, unknown_vocabularies
-from hotbed.train.summary import IdCounts, summary_of
+from hotbed.train.stored import FEATURES, FeaturesState, begin_with, go_on_with, has_features, unknown_vocabularies
 from hotbed.train.trainer import Trainer
-from hotbed.train.watchdog import Watchdog, limit_of
 
 if TYPE_CHECKING:  # half a second of imports, for runs that publish alone
     from hotbed.train.publish import Publisher
@@ -318,3 +320,37 @@ def _callbacks(run: Run, kept: Collection[int], publisher: Publisher | None) -> 
     if enough is not None:
         callbacks.append(EarlyStop(enough, monitored(recipe)))
     return callbacks
+
+
+def measure_numericals(trainer: Trainer, source: Source, splits: Sequence[str], console: Console) -> None:
+    """Measure the columns that the trainer's model normalizes and does not know yet; all ranks must call this."""
+    normalization = normalization_of(trainer.model)
+    if normalization is None or not normalization.unmeasured:
+        return
+    ranks = trainer.ranks
+
+    def measure() -> None:
+        with StageProgress(console) as progress, torch.no_grad():
+            normalization.measure(source, splits, progress=partial(progress, "measure"))
+
+    on_first(measure)
+    for statistics in normalization.state_dict().values():
+        statistics.copy_(ranks.gather(statistics if ranks.is_first else statistics[:0]))
+
+
+def measure_buckets(trainer: Trainer, source: Source, splits: Sequence[str], console: Console) -> None:
+    """Measure the boundaries of buckets that are not known yet; all ranks must call this. See `measure_numericals`."""
+    ranks, encoder = trainer.ranks, source.encoder
+    wanted = [] if encoder is None else encoder.unmeasured
+    if encoder is None or not wanted:
+        return
+
+    def measure() -> None:
+        with StageProgress(console) as progress:
+            source.measure(splits, progress=partial(progress, "quantiles"))
+
+    on_first(measure)
+    for bucket in wanted:
+        own = [*encoder.boundaries[bucket.name], 0.0] if ranks.is_first else []  # one more, for there may be none
+        found = ranks.gather(torch.tensor(own, dtype=torch.float64, device=trainer.device))
+        encoder.boundaries[bucket.name] = found[:-1].tolist()

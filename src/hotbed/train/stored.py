@@ -270,6 +270,30 @@ def has_features(source: Source) -> bool:
     return bool(source.schema.derived) or (source.encoder is not None and source.encoder.preparation is not None)
 
 
+class FeaturesState:
+    """A part of checkpoints: the measured values of a source's derived columns.
+
+    `take_features` compares tables of lookups, because its errors name the table.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @property
+    def has_derived(self) -> bool:
+        """Whether there are derived columns, which need the measured values."""
+        return bool(self._source.schema.derived)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Encoder.state`."""
+        return {} if self._source.encoder is None else self._source.encoder.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the measured values."""
+        if self._source.encoder is not None:
+            self._source.encoder.load_state(state, other_tables=True)
+
+
 def take_features(source: Source, manifest: Manifest, *, other_tables: bool = False) -> None:
     """Let a source make derived columns as a checkpoint's model was trained with, see `Encoder.load_state`."""
     if source.encoder is not None:

@@ -20,10 +20,9 @@ from hotbed.config import ScheduleRecipe, TrainRecipe
 from hotbed.embed import Distributed, collections_of
 from hotbed.errors import BatchError, RecipeError
 from hotbed.nn.layers import recompute_activations
-from hotbed.nn.loss import summed_cross_entropy
+from hotbed.nn.loss import SummedLoss, summed_cross_entropy
 from hotbed.store import Traffic
 from hotbed.train.checkpointing import Saver
-from hotbed.train.losses import SummedLoss
 from hotbed.train.metrics import Metrics, OwnMetrics, evaluate, refuse_unnormalized, to_device
 from hotbed.train.numerics import Numerics, is_one_graph, resolve_device
 from hotbed.train.parallel import Ranks
@@ -225,8 +224,8 @@ class Trainer:
                 self.ranks.at_step(self.step + 1)
                 if (self.step + 1) % self.recipe.log_every == 0 or self.step + 1 == self.steps_total:
                     self.training_step.measure_next()
-                pending = self._graph(parts, self._place, lambda: (self.ask_save, self.ask_stop))
-                done = self.training_step.read(pending)  # the whole step is queued, so the device does not wait
+                # The whole step is queued when its losses are read, so the device does not wait for the host.
+                done = self.training_step.read(self._graph(parts, self._place, self._requests))
                 for schedule in self.schedules.values():
                     schedule.step()
                 self._apply_requests(done.save, done.stop)
@@ -239,6 +238,9 @@ class Trainer:
 
     def _place(self) -> str:
         return f"step {self.step + 1:,} (epoch {self.epoch}, batch {self.position:,} of it)"
+
+    def _requests(self) -> tuple[bool, bool]:
+        return self.ask_save, self.ask_stop
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean loss: Σ weight · loss ÷ (samples · tasks). The divisor does not know of weights."""
