@@ -129,7 +129,7 @@ def test_mistakes_get_one_clear_message(recipe: Path, tmp_path: Path, capsys: Ou
     [
         ("{", r"hot_rows.json is not JSON: .*; pack again"),
         ("{}", r"is not what hotbed pack writes \(KeyError: 'tables'\); pack again"),
-        ('{"tables": [{"table": "a", "rows": 5, "hot_rows": 6}]}', "table 'a' has 6 hot rows of 5; pack again"),
+        ('{"tables": [{"table": "a", "rows": 5, "hot_rows": 6}]}', r"table 'a' has 6 hot rows of 5\); pack again"),
         ('{"tables": [{"table": "a", "rows": 7, "hot_rows": 6}]}', "table 'a' has 7 rows, the model's has 5; pack"),
         ('{"tables": []}', "has no table 'a', which the model has; pack this model's data"),
     ],

@@ -315,34 +315,35 @@ def _dense_components(recipe: Recipe) -> dict[str, Component]:
 
 def _refuse_unsuited(key: str, component: Component) -> None:
     """Raise `RecipeError` for an optimizer of parameters that a step cannot use."""
-    cls, needs = component.load(), ""
-    if issubclass(cls, torch.optim.SparseAdam):
-        needs = "sparse gradients, which dense parameters do not have; tables have a sparse_optimizer of their own"
-    elif issubclass(cls, Optimizer):
-        closure = signature(cls.step).parameters.get("closure")
-        if closure is not None and closure.default is Parameter.empty:
-            needs = "a closure that computes the loss again, which a step does once"
+    cls, name, lr = component.load(), component.class_path, component.init_args.get("lr", 0.0)
+    if not issubclass(cls, Optimizer):
+        return
+    closure = signature(cls.step).parameters.get("closure")
+    other = "use another, such as torch.optim.Adam"
     if issubclass(cls, SparseOptimizer):
-        raise RecipeError(
-            f"{key} is {component.class_path}, which trains tables; use another, such as torch.optim.Adam"
-        )
-    lr = component.init_args.get("lr", 0.0)
-    largest = torch.finfo(torch.float32).max
-    if issubclass(cls, Optimizer) and not (isinstance(lr, Tensor | int | float) and abs(lr) <= largest):
-        raise RecipeError(f"{key}.init_args.lr is {lr!r}, must be a finite number, also as a float32")
-    if needs:
-        raise RecipeError(f"{key}: {component.class_path} needs {needs}; use another, such as torch.optim.Adam")
+        problem = f" is {name}, which trains tables; {other}"
+    elif not (isinstance(lr, Tensor | int | float) and abs(lr) <= torch.finfo(torch.float32).max):
+        problem = f".init_args.lr is {lr!r}, must be a finite number, also as a float32"
+    elif issubclass(cls, torch.optim.SparseAdam):
+        needs = "sparse gradients, which dense parameters do not have; tables have a sparse_optimizer of their own"
+        problem = f": {name} needs {needs}; {other}"
+    elif closure is not None and closure.default is Parameter.empty:
+        problem = f": {name} needs a closure that computes the loss again, which a step does once; {other}"
+    else:
+        return
+    raise RecipeError(key + problem)
 
 
 def check_split(key: str, split: str, source: Source) -> None:
     """Raise `RecipeError` if the data has no such split."""
-    if split in source.splits and not source.samples(split):
-        raise RecipeError(f"{key} is '{split}', but no sample of the data is in it; give other data, or another split")
     if split not in source.splits:
-        raise RecipeError(
-            f"{key} is '{split}', but the data has only {', '.join(source.splits)}"
-            f"{did_you_mean(split, source.splits)}; give one of these, or other data"
-        )
+        names = f"{', '.join(source.splits)}{did_you_mean(split, source.splits)}"
+        problem = f"the data has only {names}; give one of these, or other data"
+    elif not source.samples(split):
+        problem = "no sample of the data is in it; give other data, or another split"
+    else:
+        return
+    raise RecipeError(f"{key} is '{split}', but {problem}")
 
 
 # -- losses of tasks ---------------------------------------------------------------------------------------------------

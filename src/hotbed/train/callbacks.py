@@ -135,7 +135,6 @@ def own_callbacks(recipe: Recipe, directory: Path, *, is_first: bool) -> list[Ca
     They get ``recipe``, and ``directory``, which is the run's, if they take arguments of these names and init_args has
     none.
     """
-    refuse_callbacks(recipe)
     made: list[Callback] = []
     for name, component in recipe.callbacks.items():
         cls = component.load()

@@ -94,28 +94,21 @@ def train_days(
 
 def refuse_endings(recipe: Recipe) -> None:
     """Raise `RecipeError` if a recipe says when training is over, changes with what is left, or is of retrieval."""
-    wanted, schedule = recipe.train, recipe.schedule
-    for key, value, may in (
-        ("train.steps", wanted.steps, (None,)),
-        ("train.patience", wanted.patience, (None, "auto")),
-        ("train.checkpoint", wanted.checkpoint, ("auto", "last")),
-        ("schedule.decay_start", schedule.decay_start, (None,)),
-        ("hot.batches", "alternating" if recipe.hot.batches == "alternating" else None, (None,)),
+    wanted, without_end = recipe.train, "trains every day in whole, without end; leave it out"
+    retrieval = "evaluates probabilities, and would know the items of one day alone; leave it out, or train with hotbed"
+    retrieval += " train on the days together"
+    keep = "keeps a checkpoint for each day; leave it out, and say with --keep for how many days"
+    for key, value, may, daily in (
+        ("train.steps", wanted.steps, (None,), without_end),
+        ("train.patience", wanted.patience, (None, "auto"), without_end),
+        ("train.checkpoint", wanted.checkpoint, ("auto", "last"), without_end),
+        ("schedule.decay_start", recipe.schedule.decay_start, (None,), without_end),
+        ("hot.batches", recipe.hot.batches, (None, "mixed", "split"), without_end),
+        ("retrieval", None if recipe.retrieval is None else "set", (None,), retrieval),
+        ("train.keep_every", wanted.keep_every, (None,), keep),
     ):
         if value not in may:
-            raise RecipeError(
-                f"{key} is {value}, but hotbed daily trains every day in whole, without end; leave it out"
-            )
-    if recipe.retrieval is not None:
-        raise RecipeError(
-            "retrieval is set, but hotbed daily evaluates probabilities, and would know the items of one day alone; "
-            "leave it out, or train with hotbed train on the days together"
-        )
-    if wanted.keep_every is not None:
-        raise RecipeError(
-            f"train.keep_every is {wanted.keep_every}, but hotbed daily keeps a checkpoint for each day; leave it out, "
-            "and say with --keep for how many days"
-        )
+            raise RecipeError(f"{key} is {value}, but hotbed daily {daily}")
 
 
 def whole_days(recipe: Recipe) -> tuple[Recipe, list[str]]:
@@ -431,15 +424,13 @@ class Days:
         try:
             fields = [name for _, name, _, _ in Formatter().parse(self.data) if name is not None]
             differs = self.path(date(2001, 2, 3)) != self.path(date(2001, 2, 4))
+            differs = differs and set(fields) == {"date"}
+            where = "put {date} where the day is, as 2026-01-31, or {date:%Y/%m/%d}"
+            problem = "" if differs else f"must differ by day; {where}"
         except (ValueError, IndexError, KeyError) as error:
-            raise RecipeError(
-                f"data.path is {self.data!r}, which is no pattern of days ({error}); write {{date}}"
-            ) from None
-        if set(fields) != {"date"} or not differs:
-            raise RecipeError(
-                f"data.path is {self.data!r}, must differ by day; put {{date}} where the day is, as 2026-01-31, or "
-                "{date:%Y/%m/%d}"
-            )
+            problem = f"which is no pattern of days ({error}); write {{date}}"
+        if problem:
+            raise RecipeError(f"data.path is {self.data!r}, {problem}")
         if self.keep is not None and self.keep < 1:
             raise RecipeError(f"--keep is {self.keep:,}, must be at least 1")
         if self.first is not None and self.last is not None and self.last < self.first:
