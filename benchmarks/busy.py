@@ -77,7 +77,7 @@ def train(file: str, seconds: float) -> None:
     """Train for so long, and print samples per second."""
     import hotbed as hb
     from hotbed.files import read_yaml
-    from hotbed.train.build import build_trainer, open_source
+    from hotbed.train.build import build, open_source
 
     class Clock(hb.Callback):
         def on_step(self, trainer: hb.Trainer, loss: float) -> None:
@@ -90,7 +90,7 @@ def train(file: str, seconds: float) -> None:
 
     recipe, clock = hb.Recipe.from_dict(read_yaml(Path(file))), Clock()
     source = open_source(recipe.data)
-    trainer = build_trainer(recipe, source)
+    trainer = build(recipe, source)
     trainer.callbacks.append(clock)
     trainer.fit(hb.Loader(source, "train", recipe.train.batch_size))
     print(clock.rate)

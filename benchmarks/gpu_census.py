@@ -119,8 +119,7 @@ def captured(trainer: Trainer, batch: hb.Batch) -> str:
     try:
         torch.cuda.synchronize()
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            trainer.backward([batch], lambda: "a captured step")
-            trainer.backward.update(trainer.optimizers.values())
+            trainer.training_step.queue([batch], lambda: "a captured step", lambda: (False, False))
     except Exception as error:
         return str(error).splitlines()[0]
     return "ok"

@@ -19,8 +19,8 @@ from rich.console import Console
 
 import hotbed as hb
 from hotbed.errors import NonFiniteError
-from hotbed.train.build import build_trainer, open_source
-from hotbed.train.measure import measure_buckets, measure_numericals
+from hotbed.train.build import build, open_source
+from hotbed.train.run import measure_buckets, measure_numericals
 
 
 def search_space(values: dict) -> dict:
@@ -52,7 +52,7 @@ def train(trial: optuna.Trial, values: dict) -> float:
     """Train by a recipe; return the best logloss on its valid split."""
     recipe = hb.Recipe.from_dict(with_settings(values, {"data.test_split": None}))
     data, source = recipe.data, open_source(recipe.data)
-    trainer, losses = build_trainer(recipe, source), []
+    trainer, losses = build(recipe, source), []
     measure_buckets(trainer, source, [data.train_split], Console(stderr=True))
     measure_numericals(trainer, source, [data.train_split], Console(stderr=True))
 

@@ -15,7 +15,7 @@ from hotbed.errors import RecipeError, did_you_mean
 from hotbed.ops import BackendName
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Feature, RowDtype, Table
-from hotbed.train.build import build
+from hotbed.train.build import build_component
 from hotbed.train.numerics import resolve_device
 
 LEARNING_RATE = 0.01
@@ -109,7 +109,7 @@ class OpsOptions:
                 )
             path = f"hotbed.optim.{path}"
         chosen = Component(class_path=path, init_args={"lr": LEARNING_RATE})
-        return build("optimizer", chosen, SparseOptimizer, model)
+        return build_component("optimizer", chosen, SparseOptimizer, model)
 
     def settings(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -16,7 +16,7 @@ import hotbed as hb
 from hotbed.embed.beside import Beside
 from hotbed.optim import SparseOptimizer
 from hotbed.train import step_graph
-from hotbed.train.backward import Backward
+from hotbed.train.step import TrainingStep
 from hotbed.train.step_graph import Rates, StepGraph, columns
 from hotbed.train.trainer import Trainer
 from tests.census.graphs import GRAPHS
@@ -62,10 +62,10 @@ class _Addresses:
         """Launches of the graphs of each captured step."""
         self.by_host = list[Counter[str]]()
         """What the host asks for in steps that only replay: launches, copies, waits."""
-        taken: Any = trainer._take_step
+        taken: Any = trainer._graph
         model: Any = trainer.model
         tables = model.embeddings.handles.values()
-        replay, step = taken._replay, trainer.backward.step
+        replay, step = taken._replay, trainer.training_step.queue
 
         def noted(captured: Any, *args: Any) -> Any:
             # Of frozen tables, backward and updates read nothing of the batch.
@@ -96,8 +96,8 @@ class _Addresses:
             return found
 
         taken._replay, taken._step, taken._capture = noted, asked, noted_capture
-        of_trainer: Any = trainer.backward
-        of_trainer.step = counted
+        of_trainer: Any = trainer.training_step
+        of_trainer.queue = counted
 
 
 def trained(case: Case, batches: Iterable[hb.Batch], *, graphs: bool) -> tuple[Trainer, _Steps, _Addresses]:
@@ -269,7 +269,9 @@ FAULTS: dict[str, Callable[[Case], str]] = {
     "places of bags are not kept": _with(StepGraph, "_capture", _without_keeping),
     "batches are not copied": _with(step_graph, "columns", lambda own: lambda batch: []),
     "the loss is waited for": _with(
-        Backward, "_gradient_of", lambda own: lambda self, total, divisor: own(self, total, divisor + 0 * total.item())
+        TrainingStep,
+        "_gradient_of",
+        lambda own: lambda self, total, divisor: own(self, total, divisor + 0 * total.item()),
     ),
     "the stream beside is not waited for": _with(Beside, "join", lambda own: lambda self: None),
     "the stream beside does not wait for the step": _with(Beside, "grouped", _without_waiting),

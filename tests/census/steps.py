@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 import hotbed as hb
 from hotbed.config import Component, ScheduleRecipe, TrainRecipe
 from hotbed.config.recipe import CudaGraph
 from hotbed.plan.schemes import SCHEMES
-from hotbed.train.backward import Backward, Reading
 from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.build import fused
 from hotbed.train.hot_batches import HotSplit
 from hotbed.train.metrics import check
+from hotbed.train.step import Pending, TrainingStep
 from hotbed.train.trainer import Trainer
 from tests.census.device import CUDA
 from tests.census.record import RECORD, Event, recorded
@@ -240,7 +239,7 @@ def census(case: Case, rank: int = 0, order: list[str] | None = None) -> Found:
 
     trainer.callbacks.append(Steps())
     RECORD.begin()
-    trainer.backward.__class__ = _Noted
+    trainer.training_step.__class__ = _Noted
     with recorded():
         trainer.fit(_batches(case, rank, trainer))
     one, other = steps[3], steps[2]  # each of a batch that was copied in the step before it
@@ -358,18 +357,13 @@ def stopped(case: Case, good_steps: int, rank: int = 0) -> dict[str, Any]:
     return {"error": error, "untouched": same, "steps": trainer.step, "rates": trainer.schedules["dense"].last_epoch}
 
 
-class _Noted(Backward):
+class _Noted(TrainingStep):
     """What a CUDA graph of the step would be captured of."""
 
     @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Reading:
+    def queue(self, *args: Any, **kwargs: Any) -> Pending:
         with _inside():
-            return super().__call__(*args, **kwargs)
-
-    @override
-    def update(self, optimizers: Iterable[Optimizer]) -> None:
-        with _inside():
-            super().update(optimizers)
+            return super().queue(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ LIMIT_S = 500
 
 INPUTS = ("batch.py", "jagged.py")
 """Where batches are copied to the device."""
-LOSS = "device to host, 4 bytes at train/backward.py"
+LOSS = "device to host, 4 bytes at train/step.py"
 HYPERPARAMETERS = "at store/memory.py"
 BUDGET = {
     "RowWiseAdagrad fp32": (60, 0, 1),
@@ -232,7 +232,7 @@ def test_two_ranks_wait_for_numbers_that_were_exchanged_steps_before(two_ranks: 
             exchanges = [what for what in of_case["exchanges"] if what != "batches"]
             assert exchanges[:3] == ["ids", "numbers of ids", "rows"]  # of later batches; of this one
             assert of_case["waits"] == {}
-            assert all(place.startswith(("embed/id_exchange.py", "train/backward.py")) for place in of_case["events"])
+            assert all(place.startswith(("embed/id_exchange.py", "train/step.py")) for place in of_case["events"])
 
 
 def test_samples_of_one_reader_go_from_device_to_device(two_ranks: list[dict[str, Any]]) -> None:
@@ -240,7 +240,7 @@ def test_samples_of_one_reader_go_from_device_to_device(two_ranks: list[dict[str
     (case,) = names("two ranks", reader="first")
     for found in two_ranks:
         assert found[case]["exchanges"].count("batches") == 1
-        sent = [place for place in found[case]["copies"] if "train/sent_batch.py" in place]
+        sent = [place for place in found[case]["copies"] if "train/broadcast.py" in place]
         assert len(sent) == (found is two_ranks[0])  # only the reader has them on its host
         assert all(place.startswith("host to device") and "pageable" not in place for place in sent)
 

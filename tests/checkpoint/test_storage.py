@@ -23,7 +23,7 @@ from hotbed.checkpoint import (
 from hotbed.checkpoint.remote_storage import PART_BYTES
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.errors import CheckpointError
-from hotbed.train.retention import KeepLast
+from hotbed.train.callbacks import KeepLast
 from tests.checkpoint.test_checkpoint import bits, narrow_model, train
 from tests.train import planted
 from tests.train.parallel_cases import RECIPE

@@ -24,9 +24,8 @@ from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.data import Loader
-from hotbed.train.build import build_trainer, open_source
-from hotbed.train.daily import train_days
-from hotbed.train.days import Days
+from hotbed.train.build import build, open_source
+from hotbed.train.daily import Days, train_days
 from hotbed.train.lease import lock
 from hotbed.train.stored import evaluate_checkpoint
 from tests.commands.cases import Output, refused
@@ -116,7 +115,7 @@ def state_of(recipe: Path, logs: Path, checkpoint: str) -> dict[str, torch.Tenso
     values = yaml.safe_load(recipe.read_text())
     values["data"] |= {"path": f"{logs}/day={FIRST}", "test_split": None}
     of_day = Recipe.from_dict(values)
-    trainer = build_trainer(of_day, open_source(of_day.data))
+    trainer = build(of_day)
     load_checkpoint(checkpoint, trainer.parts())
     return tensors_of(trainer)
 
@@ -160,7 +159,7 @@ def test_days_are_evaluated_before_they_are_trained_and_continue_one_model(
         values["train"]["epochs"] = number + 1
         of_day = Recipe.from_dict(values)
         source = open_source(of_day.data)
-        trainer = trainer or build_trainer(of_day, source)
+        trainer = trainer or build(of_day, source)
         trainer.recipe = of_day.train
         loader = Loader(source, "train", 50, shuffle=True)
         loader._epoch = number
@@ -214,7 +213,7 @@ def test_commands_of_a_day_each_and_all_days_again_are_one_command(daily: Path, 
 
 KILLED = """
 import os, signal, sys
-import hotbed.train.days as days, hotbed.train.daily as daily, hotbed.train.trainer as trainer
+import hotbed.train.daily as days, hotbed.train.daily as daily, hotbed.train.trainer as trainer
 from hotbed.commands.main import main
 left = int(sys.argv[1])
 owners = (trainer.Trainer, "_advance"), (daily, "write_json"), (days, "write_text"), (days, "stability")

@@ -13,7 +13,7 @@ import yaml
 from hotbed.checkpoint import directory, save_checkpoint
 from hotbed.commands.main import main
 from hotbed.errors import CheckpointError, NotOursError
-from hotbed.train import days as train_days
+from hotbed.train import daily as train_days
 from hotbed.train.lease import OWNER, lock
 from tests.commands.cases import Output, refused
 from tests.commands.test_daily import FIRST, arguments, days_of, write_days, write_recipe

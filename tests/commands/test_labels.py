@@ -13,7 +13,7 @@ import yaml
 from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.errors import DataError
-from hotbed.train.build import build_trainer, open_source
+from hotbed.train.build import build
 from tests.commands.cases import Output, refused, train
 from tests.ranks import Ranks
 
@@ -78,7 +78,7 @@ def test_a_bad_label_of_other_data_is_refused_by_eval(tmp_path: Path, capsys: Ou
 def refused_by(_: object, recipe: Path) -> str:
     made = Recipe.from_dict(yaml.safe_load(recipe.read_text()))
     with pytest.raises(DataError) as caught:
-        build_trainer(made, open_source(made.data))
+        build(made)
     return str(caught.value)
 
 

@@ -14,9 +14,8 @@ from hotbed.embed import plan_tables
 from hotbed.errors import DataError
 from hotbed.plan.cost import tile_bytes
 from hotbed.train.build import new_model, open_source
-from hotbed.train.parallel import planned
+from hotbed.train.parallel import planned, read_hot_rows
 from hotbed.train.parameter_groups import moments_by_table
-from hotbed.train.table_file import read_hot_rows
 from tests.commands.cases import Output, inspected, refused
 
 ROW = 4 * (8 + 1)  # bytes of a row and its moment
@@ -130,7 +129,7 @@ def test_mistakes_get_one_clear_message(recipe: Path, tmp_path: Path, capsys: Ou
     [
         ("{", r"hot_rows.json is not JSON: .*; pack again"),
         ("{}", r"is not what hotbed pack writes \(KeyError: 'tables'\); pack again"),
-        ('{"tables": [{"table": "a", "rows": 5, "hot_rows": 6}]}', "table 'a' has 6 hot rows of 5; pack again"),
+        ('{"tables": [{"table": "a", "rows": 5, "hot_rows": 6}]}', r"table 'a' has 6 hot rows of 5\); pack again"),
         ('{"tables": [{"table": "a", "rows": 7, "hot_rows": 6}]}', "table 'a' has 7 rows, the model's has 5; pack"),
         ('{"tables": []}', "has no table 'a', which the model has; pack this model's data"),
     ],

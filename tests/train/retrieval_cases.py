@@ -17,7 +17,7 @@ from hotbed.config import Recipe
 from hotbed.data import Schema, SparseColumn
 from hotbed.data.items import ItemSet
 from hotbed.data.loader import share_of
-from hotbed.train.build import build_trainer, open_source
+from hotbed.train.build import build, open_source
 
 SCHEMA = Schema(
     sparse=(
@@ -73,7 +73,7 @@ def catalogue() -> ItemSet:
 def learned(_: dist.ProcessGroup | None, values: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     """Losses, and everything that was learned, by the recipe's steps."""
     recipe = Recipe.from_dict(values)
-    trainer = build_trainer(recipe, source := open_source(recipe.data))
+    trainer = build(recipe, source := open_source(recipe.data))
     losses: list[float] = []
 
     class Keep(hb.Callback):

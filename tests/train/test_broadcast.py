@@ -18,8 +18,7 @@ from hotbed.data import Loader, Schema, SparseColumn
 from hotbed.data.source import Source
 from hotbed.errors import CommError, DataError
 from hotbed.jagged import Jagged
-from hotbed.train.broadcast import BroadcastLoader
-from hotbed.train.sent_batch import SentBatch
+from hotbed.train.broadcast import BroadcastLoader, SentBatch
 from hotbed.train.step_graph import columns
 from tests.batches import content
 from tests.matrix import full

@@ -28,10 +28,9 @@ from hotbed.checkpoint import (
 )
 from hotbed.errors import CheckpointError
 from hotbed.train import Callback, Trainer
-from hotbed.train.callbacks import EarlyStop, JsonLines, signals_to
+from hotbed.train.callbacks import EarlyStop, JsonLines, KeepBest, KeepLast, signals_to
 from hotbed.train.checkpointing import Saver, refuse_other_checkpoints
 from hotbed.train.lease import OWNER, lock
-from hotbed.train.retention import KeepBest, KeepLast
 from tests.train import planted
 from tests.train.parallel_cases import RECIPE
 from tests.train.planted import Losses

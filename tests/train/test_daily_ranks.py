@@ -17,7 +17,7 @@ from rich.console import Console
 from hotbed.config import Recipe
 from hotbed.errors import CommError, DataError
 from hotbed.train import daily, process_group
-from hotbed.train.days import Days
+from hotbed.train.daily import Days
 from tests.commands.test_daily import (
     FIRST,
     arguments,

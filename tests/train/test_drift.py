@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hotbed.data.stability import BINS, bins_of
-from hotbed.train.drift import stability
+from hotbed.train.daily import stability
 
 
 def index(a: Tensor, b: Tensor) -> float:

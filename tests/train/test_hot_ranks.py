@@ -15,7 +15,7 @@ from hotbed.data import Schema, SparseColumn, SplitBinaryWriter
 from hotbed.data.pack import pack
 from hotbed.embed import EmbeddingCollection
 from hotbed.train import Callback
-from hotbed.train.build import build_trainer, open_source
+from hotbed.train.build import build, open_source
 from hotbed.train.hot_batches import HotSchedule
 from hotbed.train.loaders import evaluation_loader, training_loader
 from tests.matrix import full
@@ -78,7 +78,7 @@ def recipe_of(packed: Path, *, hot: bool, tier: str = "device", dense: str = "dd
 def trained(group: object, packed: Path, hot: bool, tier: str) -> dict[str, Any]:
     recipe = recipe_of(packed, hot=hot, tier=tier)
     source = open_source(recipe.data)
-    trainer = build_trainer(recipe, source)
+    trainer = build(recipe, source)
     turns = Turns()
     loader: Any = training_loader(recipe, source, trainer.ranks, trainer.model)
     trainer.callbacks += [turns, HotSchedule(loader, recipe.hot)]
@@ -109,7 +109,7 @@ def test_copies_are_the_owners_rows_after_every_turn_and_the_model_is_that_of_pl
 
 def is_fused(group: object, packed: Path, dense: str) -> bool | None:
     recipe = recipe_of(packed, hot=False, dense=dense)
-    return build_trainer(recipe, open_source(recipe.data)).dense.defaults["fused"]
+    return build(recipe).dense.defaults["fused"]
 
 
 def test_ranks_update_dense_parameters_in_one_pass_but_those_that_fsdp_cuts(ranks: Ranks, packed: Path) -> None:

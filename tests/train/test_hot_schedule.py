@@ -15,7 +15,7 @@ from hotbed.commands.main import main
 from hotbed.config import HotRecipe
 from hotbed.data import Loader, SplitBinarySource
 from hotbed.data.hot_loader import HotColdLoader
-from hotbed.train.build import build_trainer, open_source
+from hotbed.train.build import build, open_source
 from hotbed.train.hot_batches import HotSchedule
 from tests.commands.cases import Output, refused, train
 from tests.matrix import full
@@ -116,7 +116,7 @@ def test_the_same_batches_from_a_list_train_the_same_model(packed: Path, tmp_pat
     source = open_source(recipe.data)
 
     def state(batches: Any) -> dict[str, torch.Tensor]:
-        trainer = build_trainer(recipe, source)
+        trainer = build(recipe, source)
         trainer.fit(batches)
         moments = trainer.sparse.state_dict()["state"]
         found = {f"{i}.{k}": torch.as_tensor(v) for i, entry in moments.items() for k, v in entry.items()}

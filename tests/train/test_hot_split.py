@@ -20,7 +20,7 @@ from hotbed.embed import EmbeddingCollection
 from hotbed.errors import NonFiniteError
 from hotbed.nn import DLRM
 from hotbed.train import Trainer
-from hotbed.train.build import build_trainer, open_source
+from hotbed.train.build import build, open_source
 from hotbed.train.hot_batches import HotSplit
 from hotbed.train.loaders import training_loader
 from hotbed.train.pipeline import Divide, whole
@@ -159,7 +159,7 @@ def trained(group: object, packed: Path, batches: str, tier: str, plan: str, rea
         }
     )
     source = open_source(recipe.data)
-    trainer = build_trainer(recipe, source)
+    trainer = build(recipe, source)
     trainer.fit(training_loader(recipe, source, trainer.ranks, trainer.model))
     return state_of(trainer)
 

@@ -16,7 +16,7 @@ from hotbed.config import Recipe
 from hotbed.plan import make_plan
 from hotbed.plan.tiers import place_in_tiers
 from hotbed.specs import Table, Tier
-from hotbed.train.build import build_trainer, open_source
+from hotbed.train.build import build
 from hotbed.train.idle_settings import idle_settings
 from tests.commands.cases import Output, train
 
@@ -120,6 +120,6 @@ def test_a_run_and_a_dry_run_say_it(recipe: Path, capsys: Output, caplog: pytest
     assert f"warning: {message}" in capsys.readouterr().out
     made = Recipe.from_dict(yaml.safe_load(recipe.read_text()) | {"parallel": {"plan": "row"}})
     with caplog.at_level(logging.WARNING):
-        build_trainer(made, open_source(made.data))
+        build(made)
     assert message in caplog.text
     assert json.dumps(plan)

@@ -23,8 +23,8 @@ from hotbed.checkpoint import Directory, checkpoints_in, directory
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.errors import CheckpointError, NotOursError
 from hotbed.train import Trainer, lease
+from hotbed.train.callbacks import KeepLast
 from hotbed.train.lease import OWNER, FileLock, Lease, lock
-from hotbed.train.retention import KeepLast
 from tests.train import planted
 from tests.train.launcher import PATIENCE_S
 from tests.train.parallel_cases import RECIPE

@@ -15,7 +15,7 @@ from hotbed.batch import Batch, Embeddings
 from hotbed.config import TrainRecipe
 from hotbed.jagged import Jagged
 from hotbed.train import Trainer
-from hotbed.train.run import of_tables
+from hotbed.train.report import of_tables
 from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.planted import Losses
@@ -49,9 +49,9 @@ def test_what_callbacks_look_up_is_no_part_of_the_step() -> None:
     class Evaluates(Losses):
         def on_step(self, trainer: Trainer, loss: float) -> None:
             super().on_step(trainer, loss)
-            before = dict(trainer.backward.logged._seconds)
+            before = dict(trainer.training_step.logged._seconds)
             trainer.model(planted.batches(1)[0])
-            assert dict(trainer.backward.logged._seconds) == before
+            assert dict(trainer.training_step.logged._seconds) == before
 
     losses = Evaluates()
     make_trainer(None, recipe=replace(TRAIN, log_every=1, steps=8), callbacks=[losses]).fit(planted.batches(8))

@@ -28,9 +28,9 @@ from hotbed.checkpoint.rank_reports import RankReports
 from hotbed.errors import CheckpointError, NotOursError
 from hotbed.locations import CONDITIONAL_S
 from hotbed.train import Trainer, checkpointing, resume
+from hotbed.train.callbacks import KeepLast
 from hotbed.train.lease import OWNER, TIME_TO_LIVE_S, FileLock, lock
 from hotbed.train.report import RunDirectory
-from hotbed.train.retention import KeepLast
 from tests.fixtures.models import sha256
 from tests.train import planted
 from tests.train.parallel_cases import RECIPE

@@ -15,10 +15,9 @@ from hotbed.commands.main import main
 from hotbed.config import Component, MemoryRecipe, Recipe
 from hotbed.errors import DataError, RecipeError
 from hotbed.train.build import new_model, open_source
-from hotbed.train.parallel import planned
+from hotbed.train.parallel import planned, read_skew
 from hotbed.train.report import RunDirectory
 from hotbed.train.run import train
-from hotbed.train.table_file import read_skew
 
 
 def recipe_of(folder: Path, memory: dict[str, Any], optimizer: str = "RowWiseAdagrad") -> Recipe:

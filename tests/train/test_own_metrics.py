@@ -19,8 +19,8 @@ from hotbed.config.component import Component
 from hotbed.errors import RecipeError
 from hotbed.nn.loss import summed_cross_entropy
 from hotbed.train import Callback, Trainer
-from hotbed.train.callbacks import own_callbacks
-from hotbed.train.losses import losses_of
+from hotbed.train.build import losses_of
+from hotbed.train.callbacks import own_callbacks, refuse_callbacks
 from hotbed.train.metrics import Predictions, evaluate, metrics_of, own_metrics
 from hotbed.train.report import print_metrics
 from hotbed.train.tracking import MLflow
@@ -213,8 +213,10 @@ def test_callbacks_are_made_with_what_they_ask_for_where_they_are_wanted(tmp_pat
     ],
 )
 def test_callbacks_that_are_none(component: Component, message: str, tmp_path: Path) -> None:
+    recipe = with_callbacks(own=component)
     with pytest.raises(RecipeError, match=message):
-        own_callbacks(with_callbacks(own=component), tmp_path, is_first=True)
+        refuse_callbacks(recipe)
+        own_callbacks(recipe, tmp_path, is_first=True)
 
 
 # -- MLflow --------------------------------------------------------------------------------------------------------

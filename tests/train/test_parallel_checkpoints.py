@@ -15,8 +15,8 @@ from hotbed.data import Loader
 from hotbed.errors import CommError
 from hotbed.train import Callback, Metrics, Trainer, checkpointing
 from hotbed.train.broadcast import BroadcastLoader
+from hotbed.train.callbacks import KeepBest, KeepLast
 from hotbed.train.lease import OWNER
-from hotbed.train.retention import KeepBest, KeepLast
 from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.planted import Losses

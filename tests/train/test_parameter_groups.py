@@ -30,10 +30,10 @@ from hotbed.nn import WideDeep
 from hotbed.optim import FTRL, RowWiseAdagrad, TableSelection
 from hotbed.specs import Feature, Table
 from hotbed.train import Callback, Trainer
-from hotbed.train.build import build_model, build_trainer
+from hotbed.train.build import build, build_model
 from hotbed.train.parameter_groups import moments_by_table
 from hotbed.train.resume import refuse_another_recipe
-from hotbed.train.run import bad_ids
+from hotbed.train.stored import bad_ids
 from tests.train import planted
 from tests.train.planted import Losses
 
@@ -168,7 +168,7 @@ RECIPE = Recipe(
 
 
 def test_a_recipe_gives_the_wide_part_its_optimizer_and_the_rest_the_other() -> None:
-    made = build_trainer(RECIPE, InMemory())
+    made = build(RECIPE, InMemory())
     assert made.optimizers["wide"].param_groups[0]["tables"] == ["wide.user", "wide.item", "wide.page"]
     assert made.sparse.param_groups[0]["tables"] == ["embeddings.user", "embeddings.item", "embeddings.page"]
     by_hand = trainer()
@@ -179,7 +179,7 @@ def test_a_recipe_gives_the_wide_part_its_optimizer_and_the_rest_the_other() -> 
 
 
 def test_by_default_the_sparse_optimizer_trains_the_wide_part_too() -> None:
-    made = build_trainer(replace(RECIPE, sparse_optimizer_groups={}), InMemory())
+    made = build(replace(RECIPE, sparse_optimizer_groups={}), InMemory())
     assert list(made.optimizers) == ["dense", "sparse"]
     tables = made.sparse.param_groups[0]["tables"]
     assert tables == [f"{part}.{name}" for part in ("embeddings", "wide") for name in planted.ROWS]
@@ -236,7 +236,7 @@ def test_by_default_the_sparse_optimizer_trains_the_wide_part_too() -> None:
 )
 def test_recipes_that_cannot_be_built(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        build_trainer(replace(RECIPE, **changes), InMemory())
+        build(replace(RECIPE, **changes), InMemory())
     assert message in str(caught.value)
 
 
@@ -247,7 +247,7 @@ def test_each_table_is_trained_by_the_optimizer_of_its_group_to_the_bit() -> Non
     all_sgd = replace(plain, sparse_optimizer=Component(class_path=SGD[0], init_args=SGD[1]))
     states: list[dict[str, Tensor]] = []
     for recipe in (mixed, plain, all_sgd):
-        made = build_trainer(recipe, InMemory())
+        made = build(recipe, InMemory())
         made.fit(planted.batches(1))
         states.append(made.model.state_dict())
     for name, tensor in states[0].items():
@@ -266,7 +266,7 @@ def test_each_parameter_is_trained_by_the_optimizer_of_its_group_to_the_bit() ->
         RECIPE,
         replace(RECIPE, dense_optimizer=sgd),
     ):
-        made = build_trainer(recipe, InMemory())
+        made = build(recipe, InMemory())
         owned = [p for name in made.optimizers if name in ("dense", "biases")
                  for group in made.optimizers[name].param_groups for p in group["params"]]  # fmt: skip
         assert sorted(map(id, owned)) == sorted(map(id, made.model.parameters()))
@@ -284,7 +284,7 @@ def test_groups_train_the_same_bits_wherever_rows_are() -> None:
     recipe = replace(RECIPE, sparse_optimizer_groups=some, dense_optimizer_groups=biases)
     states: list[dict[str, Tensor]] = []
     for memory in (MemoryRecipe(), MemoryRecipe(tier="host")):
-        made = build_trainer(replace(recipe, memory=memory), InMemory())
+        made = build(replace(recipe, memory=memory), InMemory())
         assert isinstance(made.model, Distributed) == (memory.tier == "host")
         assert list(made.optimizers) == ["dense", "sparse", "biases", "wide", "some"]
         made.fit(planted.batches(3))
@@ -316,7 +316,7 @@ def test_a_table_that_is_not_there_cannot_be_selected() -> None:
 
 def test_checkpoints_of_an_optimizer_of_the_wide_part_load_into_a_group_and_back(tmp_path: Path) -> None:
     """The state of an optimizer of ``model.wide`` names tables without ``wide.``."""
-    former, group = trainer(), build_trainer(RECIPE, InMemory())
+    former, group = trainer(), build(RECIPE, InMemory())
     assert former.optimizers["wide"].param_groups[0]["tables"] == ["user", "item", "page"]
     for one in (former, group):
         one.fit(planted.batches(3))
@@ -324,7 +324,7 @@ def test_checkpoints_of_an_optimizer_of_the_wide_part_load_into_a_group_and_back
     save_checkpoint(tmp_path / "group", group.parts())
     assert read_manifest(tmp_path / "former").parts.keys() == read_manifest(tmp_path / "group").parts.keys()
     resumed: list[dict[str, Tensor]] = []
-    for checkpoint, made in (("former", build_trainer(RECIPE, InMemory())), ("group", trainer())):
+    for checkpoint, made in (("former", build(RECIPE, InMemory())), ("group", trainer())):
         load_checkpoint(tmp_path / checkpoint, made.parts())
         made.recipe, before = replace(made.recipe, steps=6, epochs=9), made.step
         made.fit(planted.batches(6))

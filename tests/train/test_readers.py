@@ -18,7 +18,7 @@ from hotbed.data import Schema, SparseColumn, write_synthetic_log
 from hotbed.data.prepare import prepare
 from hotbed.errors import RecipeError
 from hotbed.testing.model import ModelContract, recipe_of
-from hotbed.train.build import build_trainer, open_source
+from hotbed.train.build import build, open_source
 from hotbed.train.callbacks import Callback
 from hotbed.train.loaders import training_loader
 from hotbed.train.report import RunDirectory
@@ -75,7 +75,7 @@ def trained_by_reader(group: dist.ProcessGroup, recipe: Mapping[str, Any], reade
     """Losses, and the SHA-256 of all that was learned."""
     values = Recipe.from_dict({**recipe, "parallel": {"timeout_s": TIMEOUT_S, "reader": reader, "plan": "table"}})
     source = open_source(values.data)
-    trainer, losses = build_trainer(values, source), Losses()
+    trainer, losses = build(values, source), Losses()
     trainer.callbacks.append(losses)
     trainer.fit(training_loader(values, source, trainer.ranks, trainer.model))
     state = trainer.model.state_dict()

@@ -17,8 +17,8 @@ from hotbed.checkpoint import checkpoints_in, directory, find_checkpoint, runs_i
 from hotbed.commands.main import main
 from hotbed.nn import DLRM
 from hotbed.train import Trainer
-from hotbed.train.backward import Backward
 from hotbed.train.lease import lock
+from hotbed.train.step import TrainingStep
 from tests.commands.cases import Output, refused, train
 
 AUTO = ["--resume", "auto"]
@@ -136,7 +136,7 @@ def test_a_run_that_was_killed_before_its_test_is_tested(recipe: Path, monkeypat
     _, first, run = train(recipe, *AUTO)
     (run / "summary.json").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(Backward, "__call__", None)
+        patch.setattr(TrainingStep, "queue", None)
         status, again, _ = train(recipe, *AUTO)
     assert (status, again["test"], again["run"]) == (0, first["test"], str(run))
     assert json.loads((run / "summary.json").read_text())["steps"] == 19
@@ -251,7 +251,7 @@ def test_a_run_that_was_stopped_early_is_finished(
     )
     (run / "summary.json").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(Backward, "__call__", None)
+        patch.setattr(TrainingStep, "queue", None)
         assert train(recipe, *early, *AUTO)[1]["steps"] == 6
     assert train(recipe, *early[:-1], "3", *AUTO)[1]["steps"] == 8
 
@@ -326,7 +326,7 @@ def test_a_signal_that_is_ignored_stays_ignored(recipe: Path) -> None:
 
 def test_ctrl_c_outside_of_training_interrupts(recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     for where, argv in (
-        ("hotbed.train.run.build_trainer", ["train", str(recipe), "--out", str(recipe.parent / "runs")]),
+        ("hotbed.train.run.build", ["train", str(recipe), "--out", str(recipe.parent / "runs")]),
         ("hotbed.commands.inspect.describe", ["inspect", str(recipe)]),
     ):
         with monkeypatch.context() as patch:

@@ -19,7 +19,7 @@ from hotbed.config import Recipe
 from hotbed.data.items import ItemDraws
 from hotbed.errors import BatchError, SpecError
 from hotbed.nn import InBatchSoftmax, ItemFrequencies, TwoTower
-from hotbed.train.build import build_trainer, open_source
+from hotbed.train.build import build, open_source
 from hotbed.train.loaders import training_loader
 from hotbed.train.parallel import Ranks as TrainerRanks
 from hotbed.train.retrieval import CANDIDATE, LOG_DRAWN, Options, Retrieval
@@ -156,7 +156,7 @@ def sent_by_one(group: dist.ProcessGroup | None, values: dict[str, Any]) -> list
     Link.overlaps = property(lambda _: False)  # type: ignore[method-assign, assignment]
     try:
         recipe = Recipe.from_dict(values)
-        trainer = build_trainer(recipe, source := open_source(recipe.data))
+        trainer = build(recipe, source := open_source(recipe.data))
         losses = Losses()
         trainer.callbacks.append(losses)
         trainer.fit(training_loader(recipe, source, trainer.ranks, trainer.model))
@@ -190,7 +190,7 @@ def test_one_rank_can_read_for_all(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_asking_for_the_loss_changes_nothing(tmp_path: Path) -> None:
     recipe = Recipe.from_dict(recipe_for(tmp_path))
-    trainer = build_trainer(recipe, source := open_source(recipe.data))
+    trainer = build(recipe, source := open_source(recipe.data))
     correction: Any = trainer.parts()["retrieval"].state_dict()["correction"]
     before = {name: value.clone() for name, value in correction.items()}
     batch = source.read("train", 0)
@@ -205,7 +205,7 @@ def test_the_loss_is_the_mean_over_positives_of_the_formula(tmp_path: Path) -> N
     values = recipe_for(tmp_path, correction=None)
     recipe = Recipe.from_dict(values)
     source = open_source(recipe.data)
-    model = build_trainer(recipe, source).model
+    model = build(recipe, source).model
     batch = source.read("train", 0)
     users, items = model(batch, vectors=True)
     ids, scores = batch.sparse["item"].values, (users @ items.T).double() / 0.05
@@ -217,7 +217,7 @@ def test_the_loss_is_the_mean_over_positives_of_the_formula(tmp_path: Path) -> N
     losses, _ = learned(None, values)
     assert losses[0] == pytest.approx(torch.stack(expected).mean().item(), rel=1e-5)
     torch.testing.assert_close(
-        build_trainer(recipe, source).loss(batch).double(), torch.stack(expected).mean(), rtol=1e-5, atol=1e-6
+        build(recipe, source).loss(batch).double(), torch.stack(expected).mean(), rtol=1e-5, atol=1e-6
     )
 
 
@@ -227,14 +227,14 @@ def test_the_loss_has_the_models_temperature_unless_it_says_another(tmp_path: Pa
     own = {"class_path": "hotbed.nn.InBatchSoftmax", "init_args": {"temperature": 0.7, "hardest": 3}}
     for asked, temperature in (({}, 0.2), ({"loss": own}, 0.7)):
         recipe = Recipe.from_dict({**values, "retrieval": asked})
-        made: Any = build_trainer(recipe, open_source(recipe.data)).other_parts["retrieval"]
+        made: Any = build(recipe).other_parts["retrieval"]
         assert made._loss.temperature == temperature
 
 
 def test_items_of_a_file_of_their_own_are_drawn(tmp_path: Path) -> None:
     pq.write_table(pa.table({"item": [41, 42], "genre": [[1], [2, 3]]}), tmp_path / "items.parquet")
     recipe = Recipe.from_dict(recipe_for(tmp_path, sampled=5, items=str(tmp_path / "items.parquet")))
-    made: Any = build_trainer(recipe, source := open_source(recipe.data)).other_parts["retrieval"]
+    made: Any = build(recipe, source := open_source(recipe.data)).other_parts["retrieval"]
     found = made.prepared(source.read("train", 0), 1)
     assert set(found.extra[CANDIDATE][20:, 0].tolist()) <= {41, 42}
 

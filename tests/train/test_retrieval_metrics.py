@@ -24,7 +24,7 @@ from hotbed.config import Component, Recipe
 from hotbed.config.validation import monitored
 from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError
 from hotbed.train import retrieval
-from hotbed.train.build import build_trainer, open_source
+from hotbed.train.build import build, open_source
 from hotbed.train.callbacks import BestSoFar
 from hotbed.train.loaders import evaluation_loader
 from hotbed.train.retrieval import FoundMetrics, evaluate_found, places_of, source_of_items
@@ -84,7 +84,7 @@ def by_hand(recipe: Recipe, trainer: Any, *, weights: np.ndarray[Any, Any] | Non
 def measured(_: dist.ProcessGroup | None, values: dict[str, Any]) -> dict[str, Any]:
     """Metrics of a model that is not trained, over all samples."""
     recipe = Recipe.from_dict(values)
-    trainer = build_trainer(recipe, source := open_source(recipe.data))
+    trainer = build(recipe, source := open_source(recipe.data))
     batches = evaluation_loader(recipe, source, "train", trainer.ranks)
     assert batches is not None
     return trainer.evaluate(batches).to_dict()
@@ -101,7 +101,7 @@ def test_metrics_are_those_of_a_search_by_hand(tmp_path: Path) -> None:
     values = recipe_of(tmp_path)
     recipe = Recipe.from_dict(values)
     found = measured(None, values)
-    expected = by_hand(recipe, build_trainer(recipe, open_source(recipe.data)))
+    expected = by_hand(recipe, build(recipe))
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert found["samples"] == int((log()["click"].to_numpy() == 1).sum())
     assert found["items"] == len(set(log()["item"].to_pylist()))
@@ -114,7 +114,7 @@ def test_weights_of_samples_count(tmp_path: Path) -> None:
     pq.write_table(log().append_column("weight", pa.array(weights)), values["data"]["path"], row_group_size=20)
     values["data"]["source"]["init_args"]["schema"]["weight"] = "weight"
     recipe = Recipe.from_dict(values)
-    expected = by_hand(recipe, build_trainer(recipe, open_source(recipe.data)), weights=weights.astype(np.float64))
+    expected = by_hand(recipe, build(recipe), weights=weights.astype(np.float64))
     assert {name: measured(None, values)[name] for name in expected} == pytest.approx(expected)
 
 
@@ -152,7 +152,7 @@ def test_more_are_found_than_there_are(tmp_path: Path, caplog: pytest.LogCapture
 
 def test_without_a_positive_there_is_nothing_to_measure(tmp_path: Path) -> None:
     recipe = Recipe.from_dict(recipe_of(tmp_path))
-    trainer = build_trainer(recipe, source := open_source(recipe.data))
+    trainer = build(recipe, source := open_source(recipe.data))
     batch = source.read("train", 0)
     assert batch.labels is not None
     batch.labels.zero_()
@@ -163,7 +163,7 @@ def test_without_a_positive_there_is_nothing_to_measure(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["user", "item"])
 def test_a_vector_that_is_not_finite(what: str, tmp_path: Path) -> None:
     recipe = Recipe.from_dict(recipe_of(tmp_path))
-    trainer = build_trainer(recipe, source := open_source(recipe.data))
+    trainer = build(recipe, source := open_source(recipe.data))
     with torch.no_grad():
         next(iter(getattr(trainer.model, what).parameters())).fill_(math.nan)
     with pytest.raises(NonFiniteError, match=f"evaluation: a vector of {what}s is not finite"):
@@ -250,7 +250,7 @@ def test_new_rows_need_no_negatives(tmp_path: Path) -> None:
 
 def test_evaluate_found_calls_back_after_each_batch(tmp_path: Path) -> None:
     recipe = Recipe.from_dict(recipe_of(tmp_path))
-    trainer = build_trainer(recipe, source := open_source(recipe.data))
+    trainer = build(recipe, source := open_source(recipe.data))
     made: Any = trainer.other_parts["retrieval"]
     calls: list[Tensor | None] = []
     evaluate_found(

@@ -13,7 +13,7 @@ import pytest
 
 from hotbed.config import Component, Recipe
 from hotbed.errors import DataError, HotbedError, RecipeError
-from hotbed.train.build import build_trainer, open_source
+from hotbed.train.build import build
 from tests.train.retrieval_cases import learned, log, recipe_for
 
 
@@ -87,7 +87,7 @@ def test_what_does_not_go_with_retrieval(
     change(values)
     with pytest.raises(kind, match=message):
         recipe = Recipe.from_dict(values)
-        build_trainer(recipe, open_source(recipe.data))
+        build(recipe)
 
 
 def test_labels_that_are_all_0(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_labels_that_are_all_0(tmp_path: Path) -> None:
     pq.write_table(table.set_column(table.column_names.index("click"), "click", zeros), values["data"]["path"])
     recipe = Recipe.from_dict(values)
     with pytest.raises(DataError, match="no label 'click' to train on is 1, so there is no sample to find an item for"):
-        build_trainer(recipe, open_source(recipe.data))
+        build(recipe)
 
 
 def test_labels_that_are_all_1_and_none_are_trained_on(tmp_path: Path) -> None:

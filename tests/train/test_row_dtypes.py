@@ -16,7 +16,7 @@ from hotbed.commands.main import main
 from hotbed.config import DataRecipe, Recipe
 from hotbed.errors import RecipeError
 from hotbed.specs import Table
-from hotbed.train.build import build_model, build_trainer, open_source, tables_of
+from hotbed.train.build import build, build_model, open_source, tables_of
 from hotbed.train.resume import refuse_another_recipe
 from tests.commands.cases import Output, refused, train
 
@@ -58,7 +58,7 @@ def test_what_a_dry_run_counts_is_what_is_allocated(recipe: Path) -> None:
     dtypes = {"C1": "int8", "C3": "fp8", "C4": "fp16", "C5": "bf16"}
     made = replace(made, data=replace(made.data, dtype=dtypes, fp32_rows=3))
     plan = memory_plan(made)
-    trainer = build_trainer(made, open_source(made.data))
+    trainer = build(made)
     assert plan["table_bytes"] == trainer.model.get_submodule("embeddings").nbytes
     (first,) = (entry for entry in plan["tables"] if entry["name"] == "C1")
     assert first["weight_bytes"] == 3 * 8 * 4 + (first["rows"] - 3) * (8 + 1)

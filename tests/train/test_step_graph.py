@@ -80,9 +80,9 @@ def test_what_is_not_captured_on_a_gpu_says_why(
     monkeypatch.setattr(DenseStore, "tier", "device")
     model = hb.nn.DLRM(TABLES, FEATURES, dense_features=3, bottom=(8, 4), top=(8, 1), dropout=dropout)
     numerics = SimpleNamespace(is_retrieval=False)
-    backward: Any = SimpleNamespace(late=object() if late else None, numerics=numerics, choose=lambda optimizers: None)
+    step: Any = SimpleNamespace(gate=object() if late else None, numerics=numerics, begin=lambda optimizers: None)
     recipe = TrainRecipe(batch_size=4, cuda_graph=True, **options)
-    taken = StepGraph(model, recipe, torch.device("cuda"), backward, divided=divided)
+    taken = StepGraph(model, recipe, torch.device("cuda"), step, divided=divided)
     if why is None:
         assert taken._why_never() is None
     else:

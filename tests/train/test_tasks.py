@@ -17,7 +17,7 @@ from hotbed.errors import BatchError, RecipeError
 from hotbed.jagged import Jagged
 from hotbed.nn.loss import summed_cross_entropy
 from hotbed.train import Trainer
-from hotbed.train.losses import TaskLosses, losses_of
+from hotbed.train.build import TaskLosses, losses_of
 from hotbed.train.metrics import Predictions
 
 CPU = torch.device("cpu")

@@ -35,8 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(parsed: Namespace) -> None:
     """Train the days that are left, and print all."""
-    from hotbed.train.daily import train_days
-    from hotbed.train.days import Days
+    from hotbed.train.daily import Days, train_days
     from hotbed.train.process_group import process_group
 
     values: dict[str, Any] = parsed.as_dict()

@@ -32,10 +32,9 @@ from hotbed.embed import collections_of
 from hotbed.errors import RecipeError
 from hotbed.files import read_yaml
 from hotbed.plan import Cut, make_plan
-from hotbed.train.build import build_trainer, open_source, tables_of
+from hotbed.train.build import build, open_source, tables_of
 from hotbed.train.callbacks import Callback
-from hotbed.train.local_ranks import run_local
-from hotbed.train.process_group import end_groups, process_group
+from hotbed.train.process_group import end_groups, process_group, run_local
 from hotbed.train.report import RunDirectory, environment, recipe_yaml, size
 from hotbed.train.trainer import Trainer
 
@@ -199,7 +198,7 @@ def _trained(recipe: Recipe, name: str, scheme: Any, job: Mapping[str, Any]) -> 
     values["parallel"]["plan"] = scheme if isinstance(scheme, str) else _plan_file(recipe, scheme, folder)
     recipe = Recipe.from_dict(values)
     source = open_source(recipe.data)
-    trainer = build_trainer(recipe, source)
+    trainer = build(recipe, source)
     ranks, data = trainer.ranks, recipe.data
     loader = Loader(source, data.train_split, recipe.train.batch_size, rank=ranks.rank, world_size=ranks.size)
     recorder = _Recorder(job.get("save"))

@@ -48,7 +48,7 @@ _PARTS = {
     "tables": "update of tables",
     "dense": "update of all else",
 }
-"""Of a step, as `hotbed.train.logged_step` names them."""
+"""Of a step, as `hotbed.train.step` names them."""
 _ENVIRONMENT = ("hardware", "device", "torch", "hotbed", "precision", "precision_because", "threads", "ranks", "seed")
 
 

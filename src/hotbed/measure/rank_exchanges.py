@@ -21,8 +21,7 @@ import torch.distributed as dist
 from hotbed.comm import Link
 from hotbed.config import ParallelRecipe
 from hotbed.embed.dense import mean_over_ranks_
-from hotbed.train.local_ranks import run_local
-from hotbed.train.process_group import process_group
+from hotbed.train.process_group import process_group, run_local
 
 WARMUP = 2
 """Exchanges before the clock starts: TCP's windows grow, NCCL makes its channels."""

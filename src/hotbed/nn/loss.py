@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from hotbed import ops
+
+SummedLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Maps logits and labels ``[…, B, T]`` and sample weights ``[B, 1]`` or ``[B, T]`` to the sum of all losses."""
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:

@@ -42,7 +42,7 @@ from hotbed.data import Loader, Schema
 from hotbed.serve.format import ChangeSet
 from hotbed.serve.model import ServedModel
 from hotbed.testing.processes import World, run_in_processes
-from hotbed.train.build import build_trainer, open_source
+from hotbed.train.build import build, open_source
 from hotbed.train.callbacks import Callback
 from hotbed.train.export import export_model, export_single
 from hotbed.train.predict import predict
@@ -138,7 +138,7 @@ class ModelContract(ABC):
     def test_a_batch_without_samples(self, recipe: dict[str, Any]) -> None:
         """As ranks get them where a batch has fewer samples than there are ranks."""
         source = open_source(Recipe.from_dict(recipe).data)
-        trainer = build_trainer(Recipe.from_dict(recipe), source)
+        trainer = build(Recipe.from_dict(recipe), source)
         empty = source.read("train", 0).take(torch.empty(0, dtype=torch.int64))
         logits = trainer.model.train()(empty)
         assert logits.shape[-2:] == (0, len(self.schema.labels))
@@ -307,7 +307,7 @@ class _Losses(Callback):
 
 def _fit(recipe: Recipe, losses: _Losses, checkpoint: str | None = None) -> Trainer:
     source = open_source(recipe.data)
-    trainer = build_trainer(recipe, source)
+    trainer = build(recipe, source)
     ranks = trainer.ranks
     loader = Loader(source, "train", recipe.train.batch_size, rank=ranks.rank, world_size=ranks.size)
     if checkpoint is not None:
@@ -329,7 +329,7 @@ def run_of(recipe: Mapping[str, Any], root: Path, *, steps: int = STEPS, resume:
 def _learned(run: Path, recipe: Mapping[str, Any]) -> str:
     """SHA-256 of what a run's newest checkpoint holds."""
     made = Recipe.from_dict(dict(recipe))
-    trainer = build_trainer(made, open_source(made.data))
+    trainer = build(made)
     load_checkpoint(find_checkpoint(run), trainer.parts())
     return _digest(_Losses(), trainer)
 

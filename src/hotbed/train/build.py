@@ -1,4 +1,4 @@
-"""Build what a recipe names: its data source, model, optimizers and trainer."""
+"""Build what a recipe names: its data source, model, losses, optimizers and trainer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hotbed.config import Component, DataRecipe, Recipe
+from hotbed.config import Component, DataRecipe, Recipe, TaskRecipe
 from hotbed.config.validation import checkpoint_policy, patience
 from hotbed.data import Source
 from hotbed.data.pack import COLD, HOT
 from hotbed.embed import Distributed, tables_on_meta
 from hotbed.embed.dense_shards import is_sharded
-from hotbed.errors import DataError, RecipeError, SpecError, did_you_mean
+from hotbed.errors import DataError, HotbedError, RecipeError, SpecError, did_you_mean
+from hotbed.nn.loss import SummedLoss, summed_cross_entropy
 from hotbed.nn.normalization import normalize
 from hotbed.optim import SparseOptimizer, TableSelection
 from hotbed.specs import Table
@@ -27,7 +28,6 @@ from hotbed.torch_private import has_cuda_kernel
 from hotbed.train.callbacks import refuse_monitor
 from hotbed.train.hot_batches import HotSplit
 from hotbed.train.idle_settings import warn_of_idle_settings
-from hotbed.train.losses import losses_of
 from hotbed.train.metrics import metrics_of
 from hotbed.train.numerics import resolve_device
 from hotbed.train.parallel import Ranks, distributed, needs_a_plan, refuse_impossible
@@ -59,7 +59,7 @@ def open_source(data: DataRecipe) -> Source:
 
 def new_source(data: DataRecipe) -> Source:
     """What the recipe's source class makes of the path; its splits are not looked at."""
-    return build("data.source", data.source, Source, data.path)
+    return build_component("data.source", data.source, Source, data.path)
 
 
 def tables_of(source: Source, data: DataRecipe) -> list[Table]:
@@ -116,7 +116,7 @@ def new_model(recipe: Recipe, source: Source, tables: Sequence[Table] | None = N
 
     ``tables`` are others than the recipe's.
     """
-    model = build(
+    model = build_component(
         "model",
         recipe.model,
         nn.Module,
@@ -128,8 +128,22 @@ def new_model(recipe: Recipe, source: Source, tables: Sequence[Table] | None = N
     return normalize(model, source.schema)
 
 
-def build_trainer(recipe: Recipe, source: Source) -> Trainer:
-    """The recipe's model and optimizers, in a trainer without callbacks."""
+def build(recipe: Recipe, source: Source | None = None) -> Trainer:
+    """Build the recipe's model, optimizers and trainer, without callbacks; ``trainer.fit(batches)`` trains.
+
+    Parameters
+    ----------
+    recipe
+        A checked recipe.
+    source
+        The recipe's data, if it is open already.
+
+    Raises
+    ------
+    HotbedError
+        If the recipe, the data and the machine do not fit together, e.g. a label is out of range.
+    """
+    source = open_source(recipe.data) if source is None else source
     device = resolve_device(recipe.train.device)
     if recipe.retrieval is not None:
         refuse_retrieval(recipe, source)
@@ -237,16 +251,16 @@ def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
         trained = [parameters[name] for name in names]
         # Torch's kernels take no sparse gradients, and leave momentum unwritten if the first scaled ones overflow.
         plain = sparse_gradients or recipe.train.precision == "fp16"
-        return build(key, component if plain else fused(component, trained), Optimizer, trained)
+        return build_component(key, component if plain else fused(component, trained), Optimizer, trained)
 
     def sparse(key: str, component: Component, tables: Sequence[str]) -> Optimizer:
-        return build(key, component, SparseOptimizer, TableSelection(model, tables))
+        return build_component(key, component, SparseOptimizer, TableSelection(model, tables))
 
     made = {
         "dense": dense("dense_optimizer", recipe.dense_optimizer, of_dense),
         "sparse": sparse("sparse_optimizer", recipe.sparse_optimizer, of_sparse)
         if sparse_groups
-        else build("sparse_optimizer", recipe.sparse_optimizer, Optimizer, model),
+        else build_component("sparse_optimizer", recipe.sparse_optimizer, Optimizer, model),
     }
     for name, names in dense_groups.items():
         key = f"dense_optimizer_groups.{name}.optimizer"
@@ -261,7 +275,7 @@ def fused(component: Component, trained: Sequence[Tensor]) -> Component:
     """Let an optimizer of torch update all parameters in one pass, if the recipe leaves it open and torch can.
 
     On CUDA devices its step can then be told on the device to touch nothing, so no step waits for its loss
-    (`hotbed.train.backward`); on CPUs it reads and writes each value once. Parameters that FSDP has cut, and those that
+    (`hotbed.train.step`); on CPUs it reads and writes each value once. Parameters that FSDP has cut, and those that
     are no plain array (torch's kernels on CPUs take them for one), are left as they were.
     """
     given = component.init_args.keys() & {"fused", "foreach", "differentiable"}
@@ -272,7 +286,7 @@ def fused(component: Component, trained: Sequence[Tensor]) -> Component:
     return replace(component, init_args={**component.init_args, "fused": True})
 
 
-def build(key: str, component: Component, kind: type[Any], *args: Any, **given: Any) -> Any:
+def build_component(key: str, component: Component, kind: type[Any], *args: Any, **given: Any) -> Any:
     """Make a component, which must be of a kind; errors say which of the recipe's it is."""
     try:
         if issubclass(component.load(), kind):
@@ -301,31 +315,117 @@ def _dense_components(recipe: Recipe) -> dict[str, Component]:
 
 def _refuse_unsuited(key: str, component: Component) -> None:
     """Raise `RecipeError` for an optimizer of parameters that a step cannot use."""
-    cls, needs = component.load(), ""
-    if issubclass(cls, torch.optim.SparseAdam):
-        needs = "sparse gradients, which dense parameters do not have; tables have a sparse_optimizer of their own"
-    elif issubclass(cls, Optimizer):
-        closure = signature(cls.step).parameters.get("closure")
-        if closure is not None and closure.default is Parameter.empty:
-            needs = "a closure that computes the loss again, which a step does once"
+    cls, name, lr = component.load(), component.class_path, component.init_args.get("lr", 0.0)
+    if not issubclass(cls, Optimizer):
+        return
+    closure = signature(cls.step).parameters.get("closure")
+    other = "use another, such as torch.optim.Adam"
     if issubclass(cls, SparseOptimizer):
-        raise RecipeError(
-            f"{key} is {component.class_path}, which trains tables; use another, such as torch.optim.Adam"
-        )
-    lr = component.init_args.get("lr", 0.0)
-    largest = torch.finfo(torch.float32).max
-    if issubclass(cls, Optimizer) and not (isinstance(lr, Tensor | int | float) and abs(lr) <= largest):
-        raise RecipeError(f"{key}.init_args.lr is {lr!r}, must be a finite number, also as a float32")
-    if needs:
-        raise RecipeError(f"{key}: {component.class_path} needs {needs}; use another, such as torch.optim.Adam")
+        problem = f" is {name}, which trains tables; {other}"
+    elif not (isinstance(lr, Tensor | int | float) and abs(lr) <= torch.finfo(torch.float32).max):
+        problem = f".init_args.lr is {lr!r}, must be a finite number, also as a float32"
+    elif issubclass(cls, torch.optim.SparseAdam):
+        needs = "sparse gradients, which dense parameters do not have; tables have a sparse_optimizer of their own"
+        problem = f": {name} needs {needs}; {other}"
+    elif closure is not None and closure.default is Parameter.empty:
+        problem = f": {name} needs a closure that computes the loss again, which a step does once; {other}"
+    else:
+        return
+    raise RecipeError(key + problem)
 
 
 def check_split(key: str, split: str, source: Source) -> None:
     """Raise `RecipeError` if the data has no such split."""
-    if split in source.splits and not source.samples(split):
-        raise RecipeError(f"{key} is '{split}', but no sample of the data is in it; give other data, or another split")
     if split not in source.splits:
+        names = f"{', '.join(source.splits)}{did_you_mean(split, source.splits)}"
+        problem = f"the data has only {names}; give one of these, or other data"
+    elif not source.samples(split):
+        problem = "no sample of the data is in it; give other data, or another split"
+    else:
+        return
+    raise RecipeError(f"{key} is '{split}', but {problem}")
+
+
+# -- losses of tasks ---------------------------------------------------------------------------------------------------
+
+
+class TaskLosses:
+    """Σ over tasks of weight · Σ over samples of the task's loss.
+
+    A task's loss sees logits and labels of one task and returns a value per sample. So a batch can be divided among
+    ranks and micro-batches, and sample weights apply to any loss.
+    """
+
+    def __init__(self, losses: Sequence[nn.Module], weights: Sequence[float]) -> None:
+        self._tasks = list(zip(losses, weights, strict=True))
+
+    def __call__(self, logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+        """The sum, of logits and labels ``[…, B, T]`` and sample weights ``[B, 1]`` or ``[B, T]``."""
+        weights = None if weights is None else weights.expand_as(labels)
+        sums: list[Tensor] = []
+        for task, (loss, factor) in enumerate(self._tasks):
+            found = loss(logits[..., task].reshape(-1), labels[..., task].reshape(-1))
+            own = found if weights is None else found * weights[..., task].reshape(-1)
+            sums.append(own.sum() * factor)
+        return torch.stack(sums).sum()
+
+
+def losses_of(tasks: Mapping[str, TaskRecipe], labels: Sequence[str], device: torch.device) -> SummedLoss:
+    """Build the loss of a recipe's tasks; the default is binary cross-entropy."""
+    for name in tasks:
+        if name not in labels:
+            raise RecipeError(
+                f"tasks has '{name}', which is no label; name one of {', '.join(labels)}, or add it to the schema"
+                f"{did_you_mean(name, labels)}"
+            )
+    chosen = [tasks.get(label, TaskRecipe()) for label in labels]
+    if all(task.is_default for task in chosen):
+        return summed_cross_entropy
+    if not any(task.weight for task in chosen):
+        raise RecipeError("the weight of every task is 0, so there is nothing to train for; raise tasks.LABEL.weight")
+    made = [_loss(f"tasks.{label}.loss", task.loss).to(device) for label, task in zip(labels, chosen, strict=True)]
+    return TaskLosses(made, [task.weight for task in chosen])
+
+
+def _loss(key: str, component: Component) -> nn.Module:
+    """Make a loss and try it; a `RecipeError` says which of the recipe's it is."""
+    name = component.class_path
+    try:
+        cls = component.load()
+        if not issubclass(cls, nn.Module):
+            raise RecipeError(f"{name} is not a torch.nn.Module")
+        with torch.device("cpu"):
+            loss = Component(class_path=name, init_args=_with_tensors(cls, component.init_args)).build(reduction="none")
+    except RecipeError as error:
+        raise RecipeError(f"{key}: {error}") from error
+    if any(True for _ in loss.parameters()):
+        raise RecipeError(f"{key}: {name} has parameters, which no optimizer trains; make them part of the model")
+    logits = torch.tensor([-2.0, 0.5, 3.0], device="cpu", requires_grad=True)
+    labels = torch.tensor([0.0, 1.0, 1.0], device="cpu")
+    try:
+        found = loss(logits, labels)
+    except HotbedError:
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError) as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RecipeError(
-            f"{key} is '{split}', but the data has only {', '.join(source.splits)}"
-            f"{did_you_mean(split, source.splits)}; give one of these, or other data"
+            f"{key}: {name} refused logits [3] and labels [3]: {text}; a loss takes logits (not probabilities) and "
+            "labels from 0 to 1, such as torch.nn.BCEWithLogitsLoss"
+        ) from error
+    if not isinstance(found, Tensor) or found.shape != labels.shape or not found.requires_grad:
+        got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise RecipeError(
+            f"{key}: {name} gave {got} for logits [3] and labels [3], must give the loss of each sample [3] with "
+            'reduction="none", with a gradient'
         )
+    return loss
+
+
+def _with_tensors(cls: type[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Make tensors of numbers and lists of them where a class says that it takes tensors, as torch's losses do."""
+    kinds = {name: str(p.annotation) for name, p in signature(cls).parameters.items()}
+
+    def is_tensor(name: str, value: object) -> bool:
+        return "Tensor" in kinds.get(name, "") and isinstance(value, int | float | list) and not isinstance(value, bool)
+
+    return {k: torch.as_tensor(v, dtype=torch.float32) if is_tensor(k, v) else v for k, v in arguments.items()}

@@ -42,8 +42,8 @@ from hotbed.specs import Table
 from hotbed.torch_private import TorchDispatchMode, storage_id, tree_leaves
 from hotbed.train.build import new_model, tables_of, trainer_of
 from hotbed.train.numerics import bf16_instructions, resolve_device
+from hotbed.train.parallel import read_skew
 from hotbed.train.retrieval import Retrieval
-from hotbed.train.table_file import read_skew
 
 TRACED_SAMPLES = 1024
 """Samples of the largest step that is run."""
@@ -288,10 +288,11 @@ class _Trace:
         retrieval = self._trainer.other_parts.get("retrieval")
         if isinstance(retrieval, Retrieval):  # the sample's items stand for all, which nobody reads for this
             batch = retrieval.among(items_in(batch.sparse, retrieval.options.item)).prepared(batch, 1)
-        return [
-            lambda: self._trainer.backward([batch], lambda: "a step"),
-            *(optimizer.step for optimizer in optimizers),
-        ]
+
+        def compute_gradients() -> None:  # and nothing else: the step has not been given its optimizers
+            self._trainer.training_step.queue([batch], lambda: "a step", lambda: (False, False))
+
+        return [compute_gradients, *(optimizer.step for optimizer in optimizers)]
 
     def _forward(self, samples: int) -> Sequence[Phase]:
         batch = self._batch(samples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 from torch import nn
 
@@ -20,15 +21,17 @@ from hotbed.train.metrics import check
 from hotbed.train.numerics import resolve_device
 from hotbed.train.parallel import Ranks, model_parallel_batch
 
+TrainingLoader: TypeAlias = Loader | BroadcastLoader | HotColdLoader
+
 
 def readers_of(recipe: Recipe) -> AbstractContextManager[Tasks | None]:
-    """What reads for this process's loaders; None for their own threads."""
+    """Open the executor of this process's loaders; None if they read with threads of their own."""
     return open_readers(recipe.data.executor, recipe.data.workers)
 
 
 def training_loader(
     recipe: Recipe, source: Source, ranks: Ranks, model: nn.Module, readers: Tasks | None = None
-) -> Loader | BroadcastLoader | HotColdLoader:
+) -> TrainingLoader:
     """Batches of this rank, as `ParallelRecipe.reader` and `HotRecipe.batches` say; read by `readers_of` the recipe."""
     train = recipe.data.train_split
 

@@ -1,16 +1,18 @@
 """Train over several ranks: exchange losses, predictions and names (`Ranks`), and distribute a model by its recipe.
 
-What the model itself exchanges, ids, rows and gradients, is in `hotbed.embed`.
+What the model itself exchanges, ids, rows and gradients, is in `hotbed.embed`. `read_hot_rows` and `read_skew` read
+the files that commands write about the tables of a dataset: ``{"tables": [{"table": …}, …]}``. ``hot_rows.json`` of
+``hotbed pack`` has the number of hot rows of each table, ``skew.json`` of ``hotbed inspect --skew`` their popularity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,20 +27,20 @@ from hotbed.data.loader import share_of
 from hotbed.embed import Distributed, distribute, plan_for, plan_tables
 from hotbed.embed.agreed_plan import is_searched, plan_of_first
 from hotbed.embed.replicas import check_replicas
-from hotbed.errors import CommError, HotbedError, PlanError, RecipeError
+from hotbed.errors import CommError, DataError, HotbedError, PlanError, RecipeError
 from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.optim import Moment
 from hotbed.parsing import TextError, parse_json, parse_yaml
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes, tile_bytes
+from hotbed.plan.popularity import Curve
 from hotbed.plan.schemes import AUTO, SCHEMES, Schemes, schemes_from
 from hotbed.plan.tiers import place_in_tiers, with_cache
 from hotbed.plan.tiling import Tier
-from hotbed.specs import Table
+from hotbed.specs import Table, is_int
 from hotbed.store.memory import refuse_too_many, to_device
 from hotbed.train.parameter_groups import moments_by_table, moments_of
 from hotbed.train.process_group import started
-from hotbed.train.table_file import read_hot_rows, read_skew
 
 
 class Ranks:
@@ -315,3 +317,63 @@ def read_plan(file: str) -> Plan | Schemes:
         raise PlanError(f"plan {file} holds {type(values).__name__}, must be a plan, or schemes by table")
     found = cast("dict[str, Any]", values)
     return Plan.from_dict(found) if {"tiles", "world_size"} & found.keys() else schemes_from(found, file)
+
+
+# -- files about the tables of a dataset -------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+def _read_tables(
+    file: str | Path, rows: Mapping[str, int], take: Callable[[Any, Any], T], command: str, again: str, for_model: str
+) -> dict[str, T]:
+    """Read the entries of the model's tables, by ``take`` of the file's content and an entry.
+
+    ``again`` mends a damaged file that ``command`` wrote, ``for_model`` a file about another model.
+    """
+    try:
+        content: Any = parse_json(read_limited(file))
+        found = {entry["table"]: (int(entry["rows"]), take(content, entry)) for entry in content["tables"]}
+    except FileNotFoundError:
+        raise DataError(f"{file} does not exist; make it with {command}") from None
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+        what = f"is not what {command} writes ({type(error).__name__}: {error})"
+        raise DataError(f"{file} {error if isinstance(error, TextError) else what}; {again}") from None
+    entries: dict[str, T] = {}
+    for name, expected in rows.items():
+        own = name if name in found else name.rpartition(".")[2]
+        if own not in found:
+            raise DataError(f"{file} has no table '{name}', which the model has; {for_model}")
+        counted, entries[name] = found[own]
+        if counted != expected:
+            has = f"{counted:,} rows, the model's has {expected:,}"
+            raise DataError(f"{file}: table '{name}' has {has}; {for_model}")
+    return entries
+
+
+def read_hot_rows(file: str | Path, rows: Mapping[str, int]) -> dict[str, int]:
+    """Read how many of the first rows of each table are hot."""
+
+    def hot_rows(_: Any, entry: Any) -> int:
+        hot, counted = entry["hot_rows"], entry["rows"]
+        if not (is_int(hot) and is_int(counted) and 0 <= hot <= counted):
+            raise ValueError(f"table '{entry['table']}' has {hot!r} hot rows of {counted!r}")
+        return hot
+
+    return _read_tables(file, rows, hot_rows, "hotbed pack", "pack again", "pack this model's data")
+
+
+def read_skew(file: str | Path, rows: Mapping[str, int]) -> dict[str, Curve]:
+    """Read how often the first rows of each table are accessed, where rows are numbered by falling popularity."""
+
+    def curve(content: Any, entry: Any) -> Curve:
+        samples, counts, counted = max(int(content["samples"]), 1), entry["cache_rows"], int(entry["rows"])
+        shares = [share or 0.0 for share in entry["accesses_of_top_rows"]]  # null where there was no access
+        if len(counts) != len(shares) or counts != sorted(counts) or counts[-1:] != [counted]:
+            table = entry["table"]
+            raise ValueError(
+                f"cache_rows of table '{table}' must rise to its {counted:,} rows, with as many accesses_of_top_rows"
+            )
+        return Curve(counts, [share * entry["accesses"] / samples for share in shares])
+
+    return _read_tables(file, rows, curve, "hotbed inspect --skew", "make it again", "inspect this model's data")

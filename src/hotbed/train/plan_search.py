@@ -22,9 +22,8 @@ from hotbed.plan.tiling import Tier
 from hotbed.plan.workload import DensePart, Workload
 from hotbed.train.dense_kernels import arena_launches, dense_kernels
 from hotbed.train.numerics import resolve_device
-from hotbed.train.parallel import plan_or_schemes
+from hotbed.train.parallel import plan_or_schemes, read_skew
 from hotbed.train.parameter_groups import moments_by_table
-from hotbed.train.table_file import read_skew
 
 if TYPE_CHECKING:
     from hotbed.data import Source

@@ -1,4 +1,7 @@
-"""Join the process group that torchrun started, also when it restarts processes after a failure.
+"""Join the process group that torchrun started, end processes that hang, and start processes on this machine.
+
+`process_group` also joins when torchrun restarts processes after a failure. `Watchdog` ends a process that makes no
+progress, before others wait for it in vain. `run_local` starts several ranks for commands that need them.
 
 torchrun's agent keeps one store for all attempts. In it are the addresses of ranks that are dead, which new ones would
 try to reach: Gloo's "Connection refused" (pytorch/pytorch#135712, #167288). ``TORCHELASTIC_RESTART_COUNT`` cannot tell
@@ -16,26 +19,32 @@ rank 0 sets ``b/all = {"1": "x"}``, and both use the part ``b`` of the store.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar, cast
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
-from hotbed.config import ParallelRecipe
+from hotbed.comm import waits
+from hotbed.config import ParallelRecipe, Recipe
 from hotbed.errors import CommError
 from hotbed.machine import fit_threads
-from hotbed.train.watchdog import end_with_parent
 
 _PAUSE_S = 0.02
 """Seconds between two looks into the store."""
@@ -241,3 +250,169 @@ def _heard() -> bool:
 def is_first() -> bool:
     """Whether this is the first rank."""
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+# -- processes that hang, or whose agent is gone -----------------------------------------------------------------------
+
+STATUS = 2
+"""Exit status of a process that ends itself: that of an error, which torchrun takes for a failure."""
+_TICKS = 20
+"""Looks per limit."""
+_LONGEST_TICK_S = 1.0
+
+
+class Watchdog:
+    """End this process if it finishes no batch for a while; a context around training or evaluation.
+
+    A rank that hangs in code of its own (an endless loop, a file system that does not answer) waits in no exchange, so
+    no timeout of Gloo ends it. Ranks that wait for it fail after ``parallel.timeout_s``, and torchrun then kills it
+    without a trace. So a thread ends the process, with the stacks of all threads, once no batch was finished for
+    ``train.step_limit_s``. It does not count as hanging
+
+    - to wait for another rank: that one hangs, and ``parallel.timeout_s`` ends the wait with its number;
+    - to write a checkpoint: how long that takes depends on its size;
+    - time in which the process did not run at all, because it or its machine was suspended.
+
+    Code that hangs without releasing Python's global lock stops this thread as well. So the thread sets an alarm of
+    faulthandler, whose thread needs no lock, and postpones it as long as it runs; the alarm writes stacks to stderr.
+    """
+
+    def __init__(
+        self,
+        progress: Callable[[], int],
+        limit_s: float | None,
+        where: Path,
+        *,
+        rank: int,
+        here: Callable[[], str],
+        is_exempt: Callable[[], bool],
+    ) -> None:
+        self._progress, self._limit_s, self._file = progress, limit_s, where / f"stacks-{rank}.txt"
+        self._here, self._is_exempt = here, is_exempt
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if self._limit_s is not None:
+            self._over.clear()
+            self._thread = threading.Thread(
+                target=self._watch, args=(self._limit_s,), name="hotbed-watchdog", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join()
+            self._thread = None
+            faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self, limit_s: float) -> None:
+        tick = min(limit_s / _TICKS, _LONGEST_TICK_S)
+        seen, idle_s, before = self._progress(), 0.0, time.monotonic()
+        while True:
+            faulthandler.dump_traceback_later(limit_s + 2 * tick, exit=True, file=2)
+            if self._over.wait(tick):
+                return
+            now = time.monotonic()
+            idle_s += min(now - before, 2 * tick)  # more has passed only where the process did not run
+            before = now
+            if self._progress() != seen or waits() or self._is_exempt():
+                seen, idle_s = self._progress(), 0.0
+            elif idle_s >= limit_s:
+                self._end(limit_s)
+
+    def _end(self, limit_s: float) -> NoReturn:
+        end(
+            f"{self._here()}: no batch was finished for {limit_s:g} s (train.step_limit_s); this process is in "
+            f"{_innermost()}, and ends; {_write_stacks(self._file)}; raise the limit if it was only slow"
+        )
+
+
+def end(reason: str) -> NoReturn:
+    """End this process as it is, whatever its threads do, with one message on stderr."""
+    with suppress(OSError):
+        os.write(2, f"hotbed: error: {reason}\n".encode())
+    os._exit(STATUS)
+
+
+def end_with_parent(what: str, *, every_s: float = 1.0) -> None:
+    """End this process soon after its parent has ended, which nothing else would tell it."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(every_s)
+        end(f"rank {os.environ.get('RANK', '?')}: {what}, process {parent}, has ended, and this process with it")
+
+    threading.Thread(target=watch, name="hotbed-parent", daemon=True).start()
+
+
+def limit_of(recipe: Recipe, ranks: int) -> float | None:
+    """Seconds without a batch after which a process is ended: the recipe's, or else, of several, the timeout."""
+    if recipe.train.step_limit_s is not None:
+        return recipe.train.step_limit_s
+    return recipe.parallel.timeout_s if ranks > 1 else None
+
+
+def _innermost() -> str:
+    """The function that the main thread is in."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "no function of Python"
+    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+
+
+def _write_stacks(file: Path) -> str:
+    """Write the stacks of all threads to a file, or to stderr where it cannot be made; say where they are."""
+    try:
+        with file.open("a", encoding="utf-8") as stream:
+            faulthandler.dump_traceback(stream)
+            os.fsync(stream.fileno())
+    except OSError as error:
+        faulthandler.dump_traceback(2)
+        return f"the stacks of its threads are above ({file} cannot be written: {error.strerror})"
+    return f"the stacks of its threads are in {file}"
+
+
+# -- processes of this machine -----------------------------------------------------------------------------------------
+
+_SHOWN_CHARACTERS = 2000
+"""Of what a process that failed has written."""
+
+
+def run_local(argv: Sequence[str], ranks: int, folder: Path, *, expected: int = 0) -> None:
+    """Run a program as several ranks until all have ended, or one has failed; then the others are killed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            place = world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+            with (folder / f"rank{rank}.log").open("wb") as log:
+                processes.append(subprocess.Popen(argv, env=os.environ | place, stdout=log, stderr=subprocess.STDOUT))
+        failed = first_failure(processes, expected)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if failed is not None:
+        text = (folder / f"rank{failed}.log").read_text(encoding="utf-8", errors="replace")
+        raise CommError(
+            f"process {failed} of {ranks} ended with {processes[failed].returncode}: {text[-_SHOWN_CHARACTERS:]}"
+        )
+
+
+def first_failure(processes: Sequence[subprocess.Popen[bytes]], expected: int = 0) -> int | None:
+    """Wait for the first process that ends otherwise than expected; None once all have ended so."""
+    while True:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code not in (None, expected):
+                return rank
+        if None not in codes:
+            return None
+        time.sleep(_PAUSE_S)

@@ -37,9 +37,8 @@ from hotbed.config.validation import monitored, patience
 from hotbed.errors import DamagedError, HotbedError, RecipeError
 from hotbed.files import read_yaml
 from hotbed.train.checkpointing import set_aside
-from hotbed.train.measure import FeaturesState
 from hotbed.train.report import RECIPE, SUMMARY, RunDirectory
-from hotbed.train.stored import FEATURES
+from hotbed.train.stored import FEATURES, FeaturesState
 from hotbed.train.trainer import Trainer
 
 AUTO, NEVER = "auto", "none"

@@ -42,7 +42,7 @@ from hotbed.nn import MLP
 from hotbed.optim import SparseOptimizer
 from hotbed.store import DenseStore
 from hotbed.torch_private import hooks_of
-from hotbed.train.backward import Backward, Reading
+from hotbed.train.step import Pending, TrainingStep
 
 
 class Rates:
@@ -157,9 +157,9 @@ class StepGraph:
     """Take training steps, captured where the recipe asks for it."""
 
     def __init__(
-        self, model: nn.Module, recipe: TrainRecipe, device: torch.device, backward: Backward, *, divided: bool
+        self, model: nn.Module, recipe: TrainRecipe, device: torch.device, step: TrainingStep, *, divided: bool
     ) -> None:
-        self._model, self._recipe, self._device, self._backward = model, recipe, device, backward
+        self._model, self._recipe, self._device, self._training_step = model, recipe, device, step
         self._divided = divided
         self._optimizers: list[Optimizer] = []
         self._stream: torch.cuda.Stream | None = None
@@ -169,7 +169,7 @@ class StepGraph:
     def begin(self, optimizers: Iterable[Optimizer]) -> str:
         """Choose how steps are taken, before the first of a run; return what there is to say of it."""
         self._optimizers, self._stream = list(optimizers), None
-        self._backward.choose(self._optimizers)
+        self._training_step.begin(self._optimizers)
         if self._recipe.cuda_graph is False:
             return ""
         why = self._why_never()
@@ -189,10 +189,10 @@ class StepGraph:
 
     def __call__(
         self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> Reading:
-        """Take a step; arguments and result are those of `Backward.step`."""
+    ) -> Pending:
+        """Queue a step; arguments and result are those of `TrainingStep.queue`."""
         if self._stream is None:
-            return self._backward.step(parts, self._optimizers, place, requests)
+            return self._training_step.queue(parts, place, requests)
         # Captured or not, all steps are in one stream: gradients are added up in that in which they were at first.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -204,7 +204,7 @@ class StepGraph:
 
     def _step(
         self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> Reading:
+    ) -> Pending:
         self._rates.write()
         why = self._why_not_now(parts)
         if why is not None:
@@ -212,7 +212,7 @@ class StepGraph:
                 self._said.add(why)
                 _log.info("%s is taken without a CUDA graph, as are others like it: %s", place(), why)
             with self._rates.in_memory():
-                return self._backward.step(parts, self._optimizers, place, requests)
+                return self._training_step.queue(parts, place, requests)
         alike = self._alike(parts[0])
         captured = self._captured.pop(alike, None)
         if captured is None:
@@ -221,7 +221,7 @@ class StepGraph:
             self._seen[alike] += 1
             if self._seen[alike] <= WARM_UP:
                 with self._rates.in_memory():
-                    return self._backward.step(parts, self._optimizers, place, requests)
+                    return self._training_step.queue(parts, place, requests)
             captured = self._capture(parts[0])
         self._captured[alike] = captured  # the newest is the last
         while len(self._captured) > MOST:
@@ -234,22 +234,23 @@ class StepGraph:
         batch: Batch,
         place: Callable[[], str],
         requests: Callable[[], tuple[bool, bool]],
-    ) -> Reading:
-        late = self._backward.late
-        assert late is not None
+    ) -> Pending:
+        gate = self._training_step.gate
+        assert gate is not None
+        assert batch.labels is not None
         for into, values in zip(columns(captured.batch), columns(batch), strict=True):
             into.copy_(values, non_blocking=True)
-        late.replaying()
+        gate.replaying()
         captured.forward.replay()
-        late.sent()
-        asked = requests()
+        gate.sent()
+        sums = (0.0, batch.labels.numel(), len(batch), *requests())
         captured.rest.replay()
-        return self._backward.replayed(batch, place, asked)
+        return Pending([batch], [gate.arrived[0, 0]], [sums], place)
 
     def _capture(self, batch: Batch) -> _Captured:
         """Capture a step without taking it: nothing runs, and nothing is trained."""
-        static, late = copy_of(batch), self._backward.late
-        assert late is not None
+        static, gate = copy_of(batch), self._training_step.gate
+        assert gate is not None
         forward, rest = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # Threads that load batches go on meanwhile, with calls that are forbidden to a thread that captures.
         options: Any = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
@@ -261,10 +262,10 @@ class StepGraph:
             capture.enter_context(torch.cuda.graph(rest, **options))
 
         try:
-            with self._rates.in_memory(capturing=True), late.calling(cut), capture:
+            with self._rates.in_memory(capturing=True), gate.calling(cut), capture:
                 capture.enter_context(torch.cuda.graph(forward, **options))
                 capture.enter_context(grouping_beside(self._beside))
-                self._backward.step([static], self._optimizers, lambda: "a step that is captured")
+                self._training_step.queue([static], lambda: "a step that is captured", lambda: (False, False))
         except Exception as error:
             raise RecipeError(
                 f"train.cuda_graph is {str(self._recipe.cuda_graph).lower()}, but a step of this model cannot be "
@@ -274,7 +275,7 @@ class StepGraph:
             for optimizer in self._optimizers:
                 optimizer.zero_grad()  # gradients of a captured step are nobody's
         kept = [entries for collection in self._collections for entries in collection.layouts()]
-        return _Captured(forward, rest, static, [*kept, *self._backward.seeds])
+        return _Captured(forward, rest, static, [*kept, *self._training_step.seeds])
 
     # -- what can be captured --------------------------------------------------------------------------------------
 
@@ -304,9 +305,9 @@ class StepGraph:
                 "train.recompute asks for the state of random numbers, for dropout",
             ),
             (self._divided, "batches are divided (hot.batches split)"),
-            (self._backward.numerics.is_retrieval, "the candidates of retrieval differ in number"),
+            (self._training_step.numerics.is_retrieval, "the candidates of retrieval differ in number"),
             (
-                self._backward.late is None,
+                self._training_step.gate is None,
                 "the host waits for the loss: train.precision is fp16, train.clip_grad_norm is set, or a dense "
                 "optimizer is none of torch's with fused=True",
             ),

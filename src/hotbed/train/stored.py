@@ -22,7 +22,7 @@ from hotbed.data.source import refuse_other_kind
 from hotbed.data.split_binary import DESCRIPTION
 from hotbed.errors import CheckpointError, DataError, RecipeError
 from hotbed.locations import is_storage, location
-from hotbed.train.build import build, build_model, check_split, new_source
+from hotbed.train.build import build_component, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate, metrics_of
 from hotbed.train.numerics import resolve_device
 from hotbed.train.retrieval import all_items, evaluate_found, item_features, model_schema, model_source, options_of
@@ -136,7 +136,7 @@ def new_data(
     if isinstance(given.get("schema"), Mapping):
         schema = Schema.from_dict(cast("Mapping[str, object]", given["schema"])).inputs
         given["schema"] = model_schema(recipe, schema).to_dict()
-    source = build("data.source", replace(component, init_args=given), Source, data)
+    source = build_component("data.source", replace(component, init_args=given), Source, data)
     take_features(source, manifest)
     return model_source(recipe, source), labels_of(recipe, source)
 
@@ -268,6 +268,30 @@ def refuse_other_ids(manifest: Manifest, source: Source, data: str) -> None:
 def has_features(source: Source) -> bool:
     """Whether checkpoints must say what inputs are made by: derived columns, or the vocabularies of prepared data."""
     return bool(source.schema.derived) or (source.encoder is not None and source.encoder.preparation is not None)
+
+
+class FeaturesState:
+    """A part of checkpoints: the measured values of a source's derived columns.
+
+    `take_features` compares tables of lookups, because its errors name the table.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @property
+    def has_derived(self) -> bool:
+        """Whether there are derived columns, which need the measured values."""
+        return bool(self._source.schema.derived)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Encoder.state`."""
+        return {} if self._source.encoder is None else self._source.encoder.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the measured values."""
+        if self._source.encoder is not None:
+            self._source.encoder.load_state(state, other_tables=True)
 
 
 def take_features(source: Source, manifest: Manifest, *, other_tables: bool = False) -> None:

@@ -20,17 +20,16 @@ from hotbed.config import ScheduleRecipe, TrainRecipe
 from hotbed.embed import Distributed, collections_of
 from hotbed.errors import BatchError, RecipeError
 from hotbed.nn.layers import recompute_activations
-from hotbed.nn.loss import summed_cross_entropy
+from hotbed.nn.loss import SummedLoss, summed_cross_entropy
 from hotbed.store import Traffic
-from hotbed.train.backward import Backward
 from hotbed.train.checkpointing import Saver
-from hotbed.train.losses import SummedLoss
 from hotbed.train.metrics import Metrics, OwnMetrics, evaluate, refuse_unnormalized, to_device
 from hotbed.train.numerics import Numerics, is_one_graph, resolve_device
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import BatchPrefetcher, Divide, RowPrefetcher, whole
 from hotbed.train.retrieval import Retrieval, evaluate_found, trained_samples
 from hotbed.train.size_classes import SizeClasses
+from hotbed.train.step import TrainingStep
 from hotbed.train.step_graph import StepGraph
 from hotbed.train.throughput import Balance, Clock, TierCounters
 
@@ -126,8 +125,8 @@ class Trainer:
         Whether any rank had requested so before the present step.
     saver, other_parts
         What saves checkpoints, and more that they are to hold, by name.
-    numerics, backward
-        Precision and library of products, chosen when training starts; what computes gradients and lets them be used.
+    numerics, training_step
+        Precision and library of products, chosen when training starts; takes a step, see `TrainingStep.queue`.
     id_kinds
         `Source.id_kinds` of the data, kept by checkpoints.
     """
@@ -162,8 +161,8 @@ class Trainer:
         move = partial(to_device, model=model, device=self.device, sizes=sizes)
         self.prefetcher = BatchPrefetcher(model, move, self.device, overlap=overlap, divide=divide)
         rows = RowPrefetcher(model, self.device) if isinstance(model, Distributed) and divide is not whole else None
-        self.backward = Backward(model, self.numerics, self.ranks, self.device, rows, recipe.clip_grad_norm)
-        self._take_step = StepGraph(model, recipe, self.device, self.backward, divided=divide is not whole)
+        self.training_step = TrainingStep(model, self.numerics, self.ranks, self.device, rows, recipe.clip_grad_norm)
+        self._graph = StepGraph(model, recipe, self.device, self.training_step, divided=divide is not whole)
         self._schedule, self._epoch_steps = schedule or ScheduleRecipe(), cast("int | None", None)
         self._factor: Callable[[int], float] = lambda step: self._schedule.factor(step, self._epoch_steps)
         # torch counts from 0 the steps that were taken, the schedule from 1 the step to take.
@@ -224,8 +223,9 @@ class Trainer:
             for parts, last in self._epoch_of(batches):
                 self.ranks.at_step(self.step + 1)
                 if (self.step + 1) % self.recipe.log_every == 0 or self.step + 1 == self.steps_total:
-                    self.backward.measure_next()
-                done = self._take_step(parts, self._place, lambda: (self.ask_save, self.ask_stop))()
+                    self.training_step.measure_next()
+                # The whole step is queued when its losses are read, so the device does not wait for the host.
+                done = self.training_step.read(self._graph(parts, self._place, self._requests))
                 for schedule in self.schedules.values():
                     schedule.step()
                 self._apply_requests(done.save, done.stop)
@@ -238,6 +238,9 @@ class Trainer:
 
     def _place(self) -> str:
         return f"step {self.step + 1:,} (epoch {self.epoch}, batch {self.position:,} of it)"
+
+    def _requests(self) -> tuple[bool, bool]:
+        return self.ask_save, self.ask_stop
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean loss: Σ weight · loss ÷ (samples · tasks). The divisor does not know of weights."""
@@ -282,7 +285,7 @@ class Trainer:
         refuse_unnormalized(self.model, batches)
         self.model.train()
         chosen = self.numerics.settle()
-        self._call("on_numerics", chosen + self._take_step.begin(self.optimizers.values()))
+        self._call("on_numerics", chosen + self._graph.begin(self.optimizers.values()))
         try:
             self._epoch_steps = len(cast("Any", batches))
             steps = self._epoch_steps * (self.recipe.epochs - self.epoch) + self.step - self.position
@@ -326,7 +329,7 @@ class Trainer:
                 **{f"lr_{name}": s.base_lrs[0] * self._factor(self.step) for name, s in self.schedules.items()},
                 "samples_per_s": self.samples_per_s,
                 **self.clock.record(self.ranks.largest),
-                **self.backward.logged.record(),
+                **self.training_step.logged.record(),
                 **self._tiers.record(),
                 **self._balance.record(),
             }

@@ -1,0 +1,426 @@
+"""Take a training step: forward pass, loss, backward pass, clipping and updates, in `TrainingStep.queue`.
+
+A loss that is not finite must not change any parameter or row. There are two ways to ensure this:
+
+- *The host decides* before the backward pass. It waits for the loss; this works with any optimizer.
+- *The device decides* (`LossGate`) on CUDA devices, if all optimizers can skip a step there: those of `hotbed.optim`,
+  and torch's with ``fused=True``. The loss is copied to page-locked memory while the backward pass and the updates are
+  queued behind it. The host reads the loss when the whole step is queued, so the device never waits for the host.
+
+Both raise the same error. Several ranks add up losses, samples and requests before the backward pass: all ranks decide
+alike, and divide by the same number.
+
+`LoggedStep` measures the steps that are logged: seconds of their parts, and norms of gradients. It measures no steps on
+GPUs, because a clock of the host would time the queueing of kernels, and reading a norm would make the host wait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from hotbed.batch import Batch, Embeddings
+from hotbed.embed import Distributed, EmbeddingCollection, collections_of
+from hotbed.embed.clip import clip_factor, gradient_norm, scale_gradients_
+from hotbed.errors import NonFiniteError
+from hotbed.optim import SparseOptimizer
+from hotbed.store.memory import staging
+from hotbed.train.numerics import Numerics
+from hotbed.train.parallel import Ranks
+from hotbed.train.pipeline import RowPrefetcher
+from hotbed.train.retrieval import trained_samples
+
+
+class Done(NamedTuple):
+    """Results of a step."""
+
+    loss: float  # the mean loss
+    samples: int  # of all ranks
+    # save, stop: whether any rank has requested a checkpoint, or the end of training
+    save: bool
+    stop: bool
+
+
+class Pending(NamedTuple):
+    """A queued step whose losses have not been read."""
+
+    parts: Sequence[Batch]
+    own: list[Tensor]  # loss of this rank's samples, 0-d, by part
+    sums: list[Sequence[float]]  # by part, of all ranks: loss, labels, samples, save, stop; `LossGate` has the others
+    place: Callable[[], str]  # names the step in errors
+
+
+class TrainingStep:
+    """Take training steps of a model; ``max_norm`` clips gradients, ``rows`` fetches rows of divided batches."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        numerics: Numerics,
+        ranks: Ranks,
+        device: torch.device,
+        rows: RowPrefetcher | None,
+        max_norm: float | None = None,
+    ) -> None:
+        self._model, self.numerics, self._ranks, self._rows = model, numerics, ranks, rows
+        self._device, self._max_norm, self.logged = device, max_norm, LoggedStep(model)
+        self._optimizers: list[Optimizer] = []
+        self.gate: LossGate | None = None  # None: the host decides on losses
+        self._seed: tuple[float, Tensor] | None = None
+
+    def begin(self, optimizers: Iterable[Optimizer]) -> None:
+        """Set the optimizers, and choose whether the host or the device decides on losses."""
+        self._optimizers = list(optimizers)
+        on_device = self._device.type == "cuda" and self._ranks.adds_on_devices
+        on_device = on_device and all(map(_can_skip, self._optimizers))
+        # Optimizers read the scaler's own flag, and the host computes the norm of the gradients.
+        on_device = on_device and self.numerics.scaler is None and self._max_norm is None
+        self.gate = LossGate(self._device, self._optimizers, several=self._ranks.size > 1) if on_device else None
+
+    def queue(
+        self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
+    ) -> Pending:
+        """Queue a step on a batch that is divided into parts; `read` waits for its losses.
+
+        ``requests`` returns whether this rank requests a checkpoint, and the end of training. It is called when the
+        forward pass is queued. If the host decides, this raises `NonFiniteError` before anything is updated.
+        """
+        ranks, gate, scaler, logged = self._ranks.size, self.gate, self.numerics.scaler, self.logged
+        pending = Pending(parts, [], [], place)
+        samples = sum(map(trained_samples, parts))
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        for number, (part, following) in enumerate(zip(parts, [*parts[1:], None], strict=True)):
+            # Rows of the next part are fetched while this part is computed. Gradients of parts are added before ranks
+            # average them.
+            last = following is None
+            rows = self._rows.start(following) if self._rows is not None and following is not None else None
+            with self._model.no_sync() if isinstance(self._model, Distributed) and not last else nullcontext():
+                # Forward pass. The loss is kept without autograd's graph, which would live until the next step.
+                total, tasks = self.numerics.summed_loss(part)
+                pending.own.append(total.detach())
+                logged.mark("forward")
+                # Sums over ranks. Ranks average gradients: divided by labels / ranks, these are of the mean loss.
+                labels = float(samples * tasks)
+                if gate is None:
+                    # This waits for the forward pass. It cannot be put off: once backward has run, a bad loss may have
+                    # reached the tables. The next batch is on its way to the device meanwhile.
+                    pending.sums.append(self._ranks.add(total, labels, samples, *requests()))
+                    self.read(pending)
+                    if ranks > 1:
+                        logged.mark("ranks")
+                    seed = self._gradient_of(total, max(pending.sums[-1][1], 1) / ranks)
+                elif ranks == 1:
+                    gate.add(number, total.detach())
+                    pending.sums.append((0.0, labels, samples, *requests()))
+                    seed = self._gradient_of(total, max(labels, 1))
+                else:
+                    sums = self._ranks.sums(total, labels, samples, *requests())
+                    gate.add(number, sums)
+                    pending.sums.append(())
+                    seed = (ranks / sums[1].clamp(min=1)).to(total.dtype)
+                # Backward pass.
+                total.backward(gradient=seed if scaler is None else scaler.scale(seed))
+            if rows is not None:
+                rows.result()
+            logged.mark("backward")
+        logged.at_gradients(self._optimizers)
+        if self._max_norm is not None:
+            self._clip(self._max_norm, place)
+        self._update()
+        logged.end()
+        return pending
+
+    def read(self, pending: Pending) -> Done:
+        """Wait for the losses of a queued step; return its results, or raise `NonFiniteError`."""
+        sums, loss = pending.sums, 0.0
+        if self.gate is not None:
+            sums = [[*late, *known[len(late) :]] for late, known in zip(self.gate.values(), sums, strict=True)]
+        for number, (value, labels, *_) in enumerate(sums):
+            loss += value / max(labels, 1)
+            if not math.isfinite(loss):
+                if self.gate is not None:
+                    self.gate.forget_first_step()
+                parts = len(pending.parts)
+                which = "the batch" if parts == 1 else f"part {1 + number} of {parts} of the batch"
+                own, part = pending.own[number], pending.parts[number]
+                raise self.numerics.non_finite_error(loss, own, part, which, pending.place())
+        _, _, samples, save, stop = sums[-1]
+        return Done(loss, int(samples), bool(save), bool(stop))
+
+    def measure_next(self) -> None:
+        """Measure the next step, on CPUs and unless gradients are scaled."""
+        if self._device.type == "cpu" and self.numerics.scaler is None:
+            self.logged.begin()
+
+    @property
+    def seeds(self) -> list[Tensor]:
+        """Gradients that backward passes began with; a captured graph that replays them must keep them."""
+        return [] if self._seed is None else [self._seed[1]]
+
+    def _gradient_of(self, total: Tensor, divisor: float) -> Tensor:
+        """Return ``1 / divisor`` on the device; batches of one size share it."""
+        last = self._seed
+        if last is None or last[0] != divisor or last[1].dtype != total.dtype:
+            self._seed = last = divisor, torch.ones((), dtype=total.dtype, device=total.device) / divisor
+        return last[1]
+
+    def _clip(self, max_norm: float, place: Callable[[], str]) -> None:
+        """Scale all gradients down to a norm; raise `NonFiniteError` if they are not finite and not scaled."""
+        scaler = self.numerics.scaler
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        norm = gradient_norm(self._model) / scale
+        if math.isfinite(norm):
+            scale_gradients_(self._model, clip_factor(norm, max_norm))
+        elif scaler is not None:
+            # All optimizers then skip the step, not only those whose gradients overflow.
+            scale_gradients_(self._model, math.nan)
+        else:
+            raise NonFiniteError(
+                f"the norm of the gradients is not finite: got {norm} in {place()}, expected a finite norm; training "
+                "stopped before the batch touched any parameter or table. Lower the learning rates, or lengthen "
+                "schedule.warmup_steps"
+            )
+
+    def _update(self) -> None:
+        """Step all optimizers; they skip the step if a loss is not finite, or a scaled gradient overflowed."""
+        scaler = self.numerics.scaler
+        if self.gate is not None:
+            self.gate.step()
+        elif scaler is None:
+            for optimizer in self._optimizers:
+                optimizer.step()
+                self.logged.mark("tables" if isinstance(optimizer, SparseOptimizer) else "dense")
+        else:
+            for optimizer in self._optimizers:
+                if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+                    vars(optimizer)["_opt_called"] = True  # schedules count steps that overflow, too
+                    scaler.step(optimizer)
+                else:  # it has nothing that could overflow
+                    optimizer.step()
+            scaler.update()
+
+
+def _can_skip(optimizer: Optimizer) -> bool:
+    """Whether the device can make an optimizer skip a step."""
+    return isinstance(optimizer, SparseOptimizer) or all(bool(group.get("fused")) for group in optimizer.param_groups)
+
+
+class LossGate:
+    """Let the device decide whether optimizers may update, while the losses of the parts are copied to the host."""
+
+    def __init__(self, device: torch.device, optimizers: Sequence[Optimizer], *, several: bool = False) -> None:
+        self._device, self._optimizers = device, optimizers
+        # by part [parts, 1 or 5], in page-locked memory
+        self.arrived = staging((1, 5) if several else (1, 1), torch.float64 if several else torch.float32, device)
+        self._copied = torch.cuda.Event()
+        self._sent = self.sent
+        self._flags = torch.zeros(2, dtype=torch.float32, device=device)
+        self._found_inf, self._gate = self._flags.unbind()
+        self._if_finite = torch.tensor([0.0, 1.0]).to(device)
+        self._doubt: Tensor | None = None
+        self._parts = 0
+        self._began: list[Optimizer] = []
+
+    def add(self, number: int, sums: Tensor) -> None:
+        """Copy the loss of a part, 0-d, or the sums of all ranks ``[5]`` that begin with it, to the host."""
+        if number == len(self.arrived):
+            self._copied.synchronize()
+            self.arrived = torch.cat([self.arrived, self.arrived]).pin_memory()
+        own = sums.view(-1)[0]
+        self.arrived[number].copy_(sums.view(-1), non_blocking=True)
+        doubt = own - own  # NaN where it is not finite, else 0
+        self._doubt = doubt if number == 0 or self._doubt is None else self._doubt + doubt
+        self._parts = number + 1
+        self._sent()
+
+    def sent(self) -> None:
+        """Record the event that `values` waits for."""
+        self._copied.record()
+
+    @contextmanager
+    def calling(self, sent: Callable[[], None]) -> Generator[None]:
+        """Call this instead of `sent` inside."""
+        self._sent = sent
+        try:
+            yield
+        finally:
+            self._sent = self.sent
+
+    def replaying(self) -> None:
+        """Expect the loss of a captured step: it has one part, and its optimizers have taken steps."""
+        self._parts, self._began = 1, []
+
+    def step(self) -> None:
+        """Step all optimizers; their kernels read whether they may update."""
+        assert self._doubt is not None
+        self._began = [o for o in self._optimizers if not isinstance(o, SparseOptimizer) and not o.state]
+        torch.logical_xor(self._if_finite, self._doubt, out=self._flags)  # NaN is true, so it turns both around
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, SparseOptimizer):
+                optimizer.gate = self._gate
+                optimizer.step()
+                optimizer.gate = None
+            else:
+                self._step_fused(optimizer)
+
+    def _step_fused(self, optimizer: Optimizer) -> None:
+        """Step a fused optimizer of torch; its kernels update nothing if ``found_inf`` is not 0.
+
+        Torch has no argument for it: the attribute is the interface between `torch.amp.GradScaler` and optimizers.
+        A scaler itself would search all gradients once more and could not skip a step because of its loss.
+        """
+        gated: Any = optimizer
+        gated.grad_scale, gated.found_inf = None, self._found_inf
+        try:
+            with _float32_rates(optimizer):
+                gated.step()
+        finally:
+            del gated.grad_scale, gated.found_inf
+
+    def forget_first_step(self) -> None:
+        """Drop the state of optimizers that began with the last step: moments were allocated, and not written."""
+        for optimizer in self._began:
+            optimizer.state.clear()
+
+    def values(self) -> list[list[float]]:
+        """Wait for the losses, or sums, and return them by part."""
+        self._copied.synchronize()
+        return self.arrived[: self._parts].tolist()
+
+
+@contextmanager
+def _float32_rates(optimizer: Optimizer) -> Generator[None]:
+    """Round learning rates to float32 inside, as captured kernels read them in the device's memory."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate if isinstance(rate, Tensor) else ctypes.c_float(rate).value
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+class LoggedStep:
+    """Seconds of the parts of a step, and norms of its gradients. Measuring changes no bit of the step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        # Squared gradients of this rank's looked-up vectors, summed over measured steps, by collection path and table
+        # name, and the number of these steps. The gradients are those of this rank's loss. A resumed run counts from 0.
+        self.squares, self.steps = defaultdict[tuple[str, str], float](float), 0
+        self._seconds, self._found = defaultdict[str, float](float), dict[str, float]()
+        self._last: float | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._gradients: list[tuple[str, list[str | None], Tensor]] = []
+
+    def begin(self) -> None:
+        """Measure the step that begins."""
+        self.end()
+        self._found.clear()
+        self._seconds.clear()
+        if not _is_compiled(self._model):
+            for path, collection in collections_of(self._model).items():
+                self._hooks += [
+                    collection.register_forward_pre_hook(self._before_lookup),
+                    collection.register_forward_hook(partial(self._looked_up, path)),
+                ]
+        self._last = time.perf_counter()
+
+    def mark(self, part: str) -> None:
+        """Count the seconds since the last mark to a part, if the step is measured."""
+        if self._last is not None:
+            now = time.perf_counter()
+            self._seconds[part] += now - self._last
+            self._last = now
+
+    def at_gradients(self, optimizers: Iterable[Optimizer]) -> None:
+        """Take the norms of the gradients of a step that is measured, before they are used; no part has the time."""
+        if self._last is None:
+            return
+        self._found = dense_gradient_norm(optimizers)
+        self.steps += bool(self._hooks)
+        for path, tables, grad in self._gradients:
+            of_features = torch.linalg.vector_norm(grad, dim=(0, 2), dtype=torch.float32).double().square()
+            for table, square in zip(tables, of_features.tolist(), strict=True):
+                if table is not None:
+                    self.squares[path, table] += square
+        self._gradients.clear()
+        self._last = time.perf_counter()
+
+    def record(self) -> dict[str, float]:
+        """Return the entries for a record of training, once."""
+        seconds = {f"step_{part}_s": s for part, s in self._seconds.items()}
+        found = {**self._found, **seconds}
+        self._found.clear()
+        self._seconds.clear()
+        return found
+
+    def norms(self, add: Callable[..., list[float]], ranks: int) -> dict[tuple[str, str], float | None]:
+        """Return √(mean squared norm) of the gradients of each table's vectors; all ranks must call this."""
+        tables = [(path, table) for path, c in collections_of(self._model).items() for table in c.tables]
+        sums = add(*(self.squares[of] for of in tables)) if tables else []
+        return {
+            of: math.sqrt(total / self.steps) / ranks if self.steps and total else None
+            for of, total in zip(tables, sums, strict=True)
+        }
+
+    def end(self) -> None:
+        """End the measurement of a step."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._gradients.clear()
+        self._last = None
+
+    def _before_lookup(self, *_: object) -> None:
+        self.mark("forward")
+
+    def _looked_up(self, path: str, collection: EmbeddingCollection, _: object, found: Embeddings) -> None:
+        """Count the time of a lookup, and let backward leave the gradients of its vectors here."""
+        self.mark("lookup")
+        table_of = {f.name: f.table for f in collection.features}
+        for names, vectors in found.looked_up():
+            if vectors.requires_grad:
+                tables = [
+                    table_of[name] if collection.handles[table_of[name]].requires_grad else None for name in names
+                ]
+                vectors.register_hook(partial(self._arrived, path, tables))
+
+    def _arrived(self, path: str, tables: list[str | None], grad: Tensor) -> None:
+        """Keep a gradient ``[…, D]`` or, of pooled features, ``[B, features, D]`` until all have arrived.
+
+        ``tables`` are of the features; None for one that is not trained.
+        """
+        if self._last is not None:
+            self._gradients.append((path, tables, grad.detach().reshape(-1, len(tables), grad.shape[-1])))
+
+
+def dense_gradient_norm(optimizers: Iterable[Optimizer]) -> dict[str, float]:
+    """Return ``grad_norm_dense``, the Euclidean norm of the last step's gradients of all that is no table.
+
+    Nothing where there are no gradients, or ranks hold shards of them; elsewhere all ranks have the same.
+    """
+    dense = [optimizer for optimizer in optimizers if not isinstance(optimizer, SparseOptimizer)]
+    grads = [p.grad for o in dense for group in o.param_groups for p in group["params"] if p.grad is not None]
+    if not grads or any(isinstance(grad, DTensor) for grad in grads):
+        return {}
+    return {"grad_norm_dense": nn.utils.get_total_norm(grads).item()}
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether ``torch.compile`` has the model, whose one graph hooks of its modules would break."""
+    return model._compiled_call_impl is not None
