@@ -66,7 +66,10 @@ def test_a_dynamic_table_is_trained_resumed_evaluated_and_predicted_with(tmp_pat
             {"user": {**DYNAMIC["user"], "init_bound": -1}},
             "data.dynamic.user.init_bound: got -1, expected a finite number",
         ),
-        ({"user": {**DYNAMIC["user"], "evict": "fifo"}}, "has evict 'fifo', must be lru or lfu"),
+        (
+            {"user": {**DYNAMIC["user"], "evict": "fifo"}},
+            "data.dynamic.user.evict: got 'fifo', expected one of lru, lfu",
+        ),
         ({"user": {**DYNAMIC["user"], "capacity_bytes": 9}}, "capacity_bytes is 9, must hold 128 rows of 32 bytes"),
     ],
 )

@@ -57,7 +57,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], None], type[HotbedError], str]] =
         RecipeError,
         "retrieval.sampled_by: got 'rank', expected one of uniform, pop",
     ),
-    (_set("retrieval.k", []), RecipeError, r"retrieval.k is \[\], must be a list of numbers of items"),
+    (_set("retrieval.k", []), RecipeError, r"retrieval.k: got \[\], expected a list of numbers of items"),
     (_set("retrieval.k", [0]), RecipeError, "retrieval.k: got 0, expected at least 1"),
     (_set("retrieval.k", [5, 5]), RecipeError, r"retrieval.k is \[5, 5\], which names a number twice"),
     (

@@ -20,7 +20,17 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, cast, get_args,
 from typing_extensions import override
 
 from hotbed.config import Recipe, check_trust, import_from
-from hotbed.config.fields import annotation_at, describe, problem, section_of, settings
+from hotbed.config.fields import (
+    annotation_at,
+    annotations_of,
+    as_declared,
+    describe,
+    is_within,
+    keys_that_may_differ,
+    problem,
+    section_of,
+    settings,
+)
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.files import json_text, read_yaml, yaml_text
 from hotbed.locations import location
@@ -107,7 +117,10 @@ class Parser(ArgumentParser):
             option = rest[0].partition("=")[0]
             if option in self.elsewhere:
                 raise RecipeError(f"{option} is no argument of {self.prog}; {self.elsewhere[option]}")
-            raise RecipeError(f"unknown argument {option}{did_you_mean(option, self._option_string_actions)}")
+            known, above = list(self._option_string_actions), option[2:].rpartition(".")[0]
+            if self.reads_recipe and above and (section := section_of(annotation_at(Recipe, above))) is not None:
+                known += [f"--{above}.{name}" for name in annotations_of(section)]
+            raise RecipeError(f"unknown argument {option}{did_you_mean(option, known)}")
         return parsed, rest
 
     def _add_keys(self, args: Sequence[str]) -> None:
@@ -129,13 +142,14 @@ class Parser(ArgumentParser):
 
     def document(self) -> None:
         """Set the help of options that override keys of the recipe."""
+        may_differ = keys_that_may_differ(Recipe)
         for key, annotation, field, of in settings(Recipe) if self.reads_recipe else ():
             action = self._option_string_actions.get(f"--{key}")
             if action is not None and action.help is None:
                 default = field.default if field.default_factory is MISSING else field.default_factory()
                 notes = [f"type: {describe(annotation)}"]
                 notes += [] if default in (MISSING, {}, []) else [f"default: {default}"]
-                notes += ["a resumed run may change it"] if field.metadata.get("may_differ") else []
+                notes += ["a resumed run may change it"] if is_within(key, may_differ) else []
                 text = f"{documentation(of).get(field.name, '')} ({'; '.join(notes)})"
                 action.help = text.strip().replace("%", "%%")
 
@@ -151,7 +165,7 @@ def _read(text: str, annotation: Any) -> Any:
         if is_text:
             return text
         raise
-    return text if is_text and (not text or problem("", value, annotation)) else value
+    return text if is_text and (not text or problem("", value, annotation)) else as_declared(value, annotation)
 
 
 def _checked(text: str, annotation: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -70,8 +70,10 @@ class Section:
     def __post_init__(self) -> None:
         """Raise an error if a field is not what its annotation declares, or fields contradict each other."""
         for name, annotation in annotations_of(type(self)).items():
-            if found := problem(f"{self._where}{name}", getattr(self, name), annotation):
+            value = getattr(self, name)
+            if found := problem(f"{self._where}{name}", value, annotation):
                 raise self._error(found)
+            object.__setattr__(self, name, as_declared(value, annotation))
         for found in self.contradictions():
             raise self._error(found)
 
@@ -148,6 +150,24 @@ def problem(key: str, value: Any, annotation: Any) -> str | None:
     elif origin is list:
         entries = [problem(key, entry, parts[0]) for entry in value]
     return next((entry for entry in entries if entry), None)
+
+
+def as_declared(value: Any, annotation: Any) -> Any:
+    """Return a value as its annotation declares it: an integer as a float, where only that is declared."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    kinds = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in parts or [annotation]]
+    is_float = origin in (None, Annotated, Union, UnionType) and float in kinds and int not in kinds
+    return float(value) if is_float and is_int(value) else value
+
+
+def keys_that_may_differ(cls: type[Any]) -> set[str]:
+    """Return the dotted keys, of settings and of whole sections, that a resumed run may change."""
+    return {setting.key for setting in settings(cls) if setting.field.metadata.get("may_differ")}
+
+
+def is_within(key: str, keys: Collection[str]) -> bool:
+    """Return whether a dotted key is one of these, or within one."""
+    return any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
 def _is_of(value: Any, annotation: Any) -> bool:

@@ -33,7 +33,7 @@ from hotbed.checkpoint import (
 )
 from hotbed.checkpoint.manifest import NAME, step_of
 from hotbed.config import Recipe
-from hotbed.config.fields import settings
+from hotbed.config.fields import is_within, keys_that_may_differ
 from hotbed.config.validation import monitored, patience
 from hotbed.errors import DamagedError, HotbedError, RecipeError
 from hotbed.files import read_yaml
@@ -48,7 +48,7 @@ AUTO, NEVER = "auto", "none"
 _LENGTH = ("steps", "epochs", "patience", "monitor")
 """Keys of `TrainRecipe` that say when a run is over."""
 
-_MAY_DIFFER = {setting.key for setting in settings(Recipe) if setting.field.metadata.get("may_differ")}
+_MAY_DIFFER = keys_that_may_differ(Recipe)
 _OF_A_RUN = ("data", "init", *(key for key in _MAY_DIFFER if key.startswith("train.checkpoint")))
 """Settings that may differ on resume, but by which torchrun's restarts tell the runs of a name apart."""
 
@@ -80,12 +80,8 @@ def _differing(
     return {
         key: values
         for key, values in both.items()
-        if values[0] != values[1] and (not _is_in(key, _MAY_DIFFER) or _is_in(key, compared))
+        if values[0] != values[1] and (not is_within(key, _MAY_DIFFER) or is_within(key, compared))
     }
-
-
-def _is_in(key: str, settings: Collection[str]) -> bool:
-    return any(key == setting or key.startswith(f"{setting}.") for setting in settings)
 
 
 def _by_key(value: object, key: str = "") -> dict[str, object]:
