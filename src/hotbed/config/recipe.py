@@ -240,8 +240,26 @@ class RetrievalRecipe(Section, where="retrieval."):
             )
 
 
+class _OptimizerGroup(Section):
+    """A group whose first field holds patterns of names; one name becomes a list of one."""
+
+    @override
+    def __post_init__(self) -> None:
+        name = fields(cast("Any", self))[0].name
+        patterns = getattr(self, name)
+        made = list(patterns) if isinstance(patterns, tuple) else patterns
+        object.__setattr__(self, name, [patterns] if isinstance(patterns, str) else made)
+        super().__post_init__()
+
+    @override
+    def contradictions(self) -> Iterator[str]:
+        name = fields(cast("Any", self))[0].name
+        if not (patterns := getattr(self, name)) or "" in patterns:
+            yield f"{name}: got {patterns}, expected a name or a list of names, such as wide.* or top.*.bias"
+
+
 @dataclass(frozen=True, kw_only=True)
-class DenseOptimizerGroup(Section):
+class DenseOptimizerGroup(_OptimizerGroup):
     """Parameters that have an optimizer of their own."""
 
     parameters: list[str]
@@ -250,19 +268,9 @@ class DenseOptimizerGroup(Section):
     optimizer: Component
     """A torch.optim optimizer, made with these parameters."""
 
-    @override
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parameters", _as_list(self.parameters))
-        super().__post_init__()
-
-    @override
-    def contradictions(self) -> Iterator[str]:
-        if not self.parameters or "" in self.parameters:
-            yield f"parameters: got {self.parameters}, expected a name or a list of names, such as top.*.bias"
-
 
 @dataclass(frozen=True, kw_only=True)
-class SparseOptimizerGroup(Section):
+class SparseOptimizerGroup(_OptimizerGroup):
     """Tables that have an optimizer of their own."""
 
     tables: list[str]
@@ -270,20 +278,6 @@ class SparseOptimizerGroup(Section):
     ``user``, ``wide.user``, ``wide``, ``*_id``."""
     optimizer: Component
     """A hotbed.optim optimizer, made with these tables."""
-
-    @override
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tables", _as_list(self.tables))
-        super().__post_init__()
-
-    @override
-    def contradictions(self) -> Iterator[str]:
-        if not self.tables or "" in self.tables:
-            yield f"tables: got {self.tables}, expected a name or a list of names, such as wide.*"
-
-
-def _as_list(patterns: object) -> object:
-    return [patterns] if isinstance(patterns, str) else list(patterns) if isinstance(patterns, tuple) else patterns
 
 
 def _wrong_group_names(dense: Collection[str], sparse: Collection[str]) -> Iterator[str]:
