@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published.setups import ACTIVATION_PASSES, LAUNCHES_PER_LAYER
-from hotbed.config.places import Layout
+from hotbed.config.parallel_memory import Layout
 from hotbed.errors import PlanError
 from hotbed.files import json_text
 from hotbed.optim import RowWiseAdagrad

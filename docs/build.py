@@ -89,7 +89,7 @@ def commands(words: list[str]) -> Iterator[tuple[list[str], str]]:
     """List the program's commands, and those of its commands, with their help."""
     text = help_of(words)
     yield words, text
-    inner = text.partition("Available subcommands:")[2]
+    inner = text.partition("\ncommands:\n")[2]
     for name in re.findall(r"^ {4}([\w-]+)(?=\s)", inner, re.MULTILINE):
         yield from commands([*words, name])
 

@@ -104,7 +104,7 @@ def test_commands_of_the_page_are_hotbeds() -> None:
     words = [shlex.split(line.replace(" recipe.yaml", f" {recipe}"), comments=True) for line in lines]
     found = [make_parser().parse_args(arguments) for of in words for arguments in commands_of_hotbed(of)]
     assert [each.command for each in found] == ["prepare", "prepare", "train", "train", "train"]
-    executors = [each["train"]["data"]["executor"] for each in found[2:]]
+    executors = [dict(each.overrides)["data.executor"] for each in found[2:]]
     assert executors == ["dask:tcp://HOST:8786", "ray:auto", "ray:auto"]
 
 

@@ -54,7 +54,7 @@ def test_names_imported_at_first_use(package: types.ModuleType):
 
 def imported(script: str) -> set[str]:
     """Which of the slow libraries a process has imported after a script."""
-    slow = {"torch", "numpy", "numba", "pyarrow", "polars", "jsonargparse", "matplotlib"}
+    slow = {"torch", "numpy", "numba", "pyarrow", "polars", "matplotlib"}
     code = f"{script}; import sys; print(*({slow} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
@@ -63,7 +63,7 @@ def imported(script: str) -> set[str]:
 def test_importing_hotbed_leaves_the_slow_libraries_for_later():
     assert imported("import hotbed, hotbed.config; hotbed.Table") == set()
     # Numba imports scipy where it is installed.
-    assert not imported("import hotbed; hotbed.Trainer") & {"pyarrow", "polars", "jsonargparse", "matplotlib"}
+    assert not imported("import hotbed; hotbed.Trainer") & {"pyarrow", "polars", "matplotlib"}
     assert "polars" not in imported("from hotbed.data import ParquetSource; from hotbed.train.run import train")
 
 

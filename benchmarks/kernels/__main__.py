@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numba
 import torch
-from jsonargparse import ArgumentParser
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -17,6 +18,7 @@ from rich.table import Table as RichTable
 from benchmarks.kernels.ops import bench_ops
 from benchmarks.kernels.options import OPTIONS, OpsOptions, StepOptions
 from benchmarks.kernels.step import bench_step
+from hotbed.commands.arguments import Command, Parser, add_json, add_parameters
 from hotbed.errors import HotbedError
 from hotbed.files import write_json
 from hotbed.machine import fit_threads
@@ -28,22 +30,24 @@ _NUMBERS = ("ms", "GB/s", "of copy", "of fp32")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print the figures."""
-    parser = ArgumentParser("python -m benchmarks.kernels", description=(__doc__ or "").splitlines()[0])
-    commands = parser.add_subcommands(dest="command")
-    for name, options in OPTIONS.items():
-        command = ArgumentParser()
-        command.add_class_arguments(options, instantiate=False)
-        command.add_argument("--json", type=str | None, metavar="FILE")
-        commands.add_subcommand(name, command)
-    parsed = parser.parse_args(argv)
-    given = parsed[parsed.command].as_dict()
-    file = given.pop("json")
+    parser = Parser(prog="python -m benchmarks.kernels", description=(__doc__ or "").splitlines()[0])
+    parser.add_commands(
+        "command", {name: Command(options.__doc__ or "", partial(_add, options)) for name, options in OPTIONS.items()}
+    )
     try:
-        found = bench(parsed.command, given, Console(), Console(stderr=True))
+        given = vars(parser.parse_args(sys.argv[1:] if argv is None else argv))
+        command, file = given.pop("command"), given.pop("json")
+        found = bench(command, given, Console(), Console(stderr=True))
     except HotbedError as error:
-        parser.error(str(error))
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     if file is not None:
         write_json(Path(file), found)
+
+
+def _add(options: type[OpsOptions], parser: Parser) -> None:
+    add_parameters(parser, options)
+    add_json(parser)
 
 
 def bench(what: str, given: Mapping[str, Any], out: Console, progress: Console) -> dict[str, Any]:

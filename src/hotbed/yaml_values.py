@@ -78,7 +78,10 @@ def _refuse_bomb(root: yaml.Node) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader of plain values, which takes no key twice and stops at limits while it reads."""
+    """PyYAML's loader of plain values, which takes no key twice and stops at limits while it reads.
+
+    ``1e-3`` is a number, as in YAML 1.2 and JSON; PyYAML wants a dot. Dates are text, which JSON can hold.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -131,3 +134,12 @@ def _quoted(key: str) -> str:
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)

@@ -131,8 +131,8 @@ def test_a_run_is_converted_by_its_newest_checkpoint(recipe: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--from", "tf2"], "from is 'tf2', must be "),
-        (["--to", "onnx"], "to is 'onnx', must be "),
+        (["--from", "tf2"], "--from: got 'tf2', expected one of hotbed"),
+        (["--to", "onnx"], "--to: got 'onnx', expected one of hotbed"),
         (["--dtype", "int7"], "dtype is 'int7', must be fp32, bf16, fp16, int8, fp8; did you mean 'int8'?"),
         (["--compakt"], "unknown argument --compakt; did you mean '--compact'?"),
         (["--from", "dcp", "--to", "torch"], "--from dcp --to torch: convert to hotbed first, then from there"),

@@ -132,16 +132,16 @@ def test_extras_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch) -> Non
             "torch>=2.9",
             'obstore>=0.8; extra == "remote"',
             'nothing-such>=1; extra == "remote"',
-            'jsonargparse[shtab]>=4.48; extra == "completion"',
+            'completer[shtab]>=4.48; extra == "completion"',
             'pytest>=8; extra == "testing"',
             'hotbed[remote]; extra == "dev"',
         ],
-        "jsonargparse": ['shtab>=1.7; extra == "shtab"'],
+        "completer": ['shtab>=1.7; extra == "shtab"'],
     }
-    versions = {"obstore": "0.8", "jsonargparse": "4.5", "shtab": "1.7"}
+    versions = {"obstore": "0.8", "completer": "4.5", "shtab": "1.7"}
     monkeypatch.setattr(checks.metadata, "requires", lambda package: required[package])
     monkeypatch.setattr(checks, "_version", versions.get)
     completion, remote = checks._extras()
-    assert (completion.state, completion.found) == ("ok", "jsonargparse 4.5, shtab 1.7")
+    assert (completion.state, completion.found) == ("ok", "completer 4.5, shtab 1.7")
     assert (remote.state, remote.found) == ("absent", "without nothing-such")
     assert remote.advice == "pip install 'hotbed[remote]'"

@@ -64,9 +64,12 @@ def test_a_dynamic_table_is_trained_resumed_evaluated_and_predicted_with(tmp_pat
         ({"user": {"capacity_bytes": 9}}, "the recipe lacks 'data.dynamic.user.init_bound', which is required"),
         (
             {"user": {**DYNAMIC["user"], "init_bound": -1}},
-            "data.dynamic.user.init_bound is -1, must be a finite number",
+            "data.dynamic.user.init_bound: got -1, expected a finite number",
         ),
-        ({"user": {**DYNAMIC["user"], "evict": "fifo"}}, "has evict 'fifo', must be lru or lfu"),
+        (
+            {"user": {**DYNAMIC["user"], "evict": "fifo"}},
+            "data.dynamic.user.evict: got 'fifo', expected one of lru, lfu",
+        ),
         ({"user": {**DYNAMIC["user"], "capacity_bytes": 9}}, "capacity_bytes is 9, must hold 128 rows of 32 bytes"),
     ],
 )

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotbed.commands.arguments import RecipeParser, add_recipe, recipe_of
+from hotbed.commands.arguments import Parser, add_recipe, recipe_of
 from hotbed.commands.init import draft_recipe
 from hotbed.commands.main import main
 from hotbed.config import Recipe
@@ -33,7 +33,7 @@ NAMES = [
 
 def loaded(file: Path) -> Recipe:
     """What ``hotbed train FILE`` makes of a recipe, which is what the library makes of it, too."""
-    recipe = recipe_of(RecipeParser(add_recipe).parse_args([str(file)]).as_dict())
+    recipe = recipe_of(Parser(add_recipe).parse_args([str(file)]))
     assert recipe == Recipe.from_dict(read_yaml(file))
     return recipe
 

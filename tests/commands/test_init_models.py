@@ -99,7 +99,7 @@ def test_columns_that_are_missing_are_named(model: str, log: Path, tmp_path: Pat
     ("given", "meant"), [("DNI", "DIN"), ("din", "DIN"), ("mmoe", "MMoE"), ("widedeep", "WideDeep")]
 )
 def test_a_model_that_there_is_not(log: Path, given: str, meant: str) -> None:
-    with pytest.raises(SpecError, match=rf"--model is '{given}', must be one of DLRM, .*; did you mean '{meant}'"):
+    with pytest.raises(SpecError, match=rf"--model: got '{given}', expected one of DLRM, .*; did you mean '{meant}'"):
         draft_recipe(log, model=given)
     assert all(hasattr(nn, model) for model in MODELS)
 

@@ -104,14 +104,14 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
             "torchrun --nproc_per_node 2 -m hotbed train … (docs/many_processes.md)",
         ),
         (["--vresion"], "unknown argument --vresion; did you mean '--version'?"),
-        (["eval"], "these arguments are required: checkpoint"),
+        (["eval"], "the following arguments are required: --checkpoint"),
         (["prepare", "a"], "out"),
         (["prepare", "absent.tsv", "out"], "absent.tsv"),
-        (["prepare", "a", "b", "--threshold", "x"], "threshold is 'x', must be int"),
+        (["prepare", "a", "b", "--threshold", "x"], "--threshold: got 'x', expected an integer"),
         (["prepare", "a", "b", "--treshold", "3"], "unknown argument --treshold; did you mean '--threshold'?"),
         (["prepare", "a", "b", "--threshold", "-3"], "threshold is -3, must be at least 1"),
         (["demo", "absent.tsv"], "absent.tsv does not exist; give a raw Criteo log"),
-        (["demo", "--samples", "5"], "samples is 5, must be at least 100"),
+        (["demo", "--samples", "5"], "--samples: got 5, expected at least 100"),
         (["train", "absent.yaml"], "there is no recipe absent.yaml"),
         (["eval", "--checkpoint", "absent"], "absent is neither a checkpoint"),
         (["inspect", "absent"], "absent does not exist"),
@@ -142,7 +142,7 @@ def test_json_is_not_written_when_the_command_fails(tmp_path: Path) -> None:
         (["--plan", "row"], "row"),
         (["--plan=plans/mine.json"], "plans/mine.json"),
         (["--parallel.plan", "grid"], "grid"),
-        (["--plan", "row", "--parallel.plan", "grid"], "row"),
+        (["--plan", "row", "--parallel.plan", "grid"], "grid"),
     ],
 )
 def test_a_plan_has_a_short_option(
@@ -160,7 +160,9 @@ def test_mistakes_in_what_processes_share_get_one_clear_message(recipe: Path, ca
     train = ["train", str(recipe)]
     assert "argument --plan: expected one argument" in refused([*train, "--plan"], capsys)
     assert "unknown argument --paln; did you mean '--plan'?" in refused([*train, "--paln", "row"], capsys)
-    assert "parallel.reader is 'one', must be 'each', 'first'" in refused([*train, "--parallel.reader", "one"], capsys)
+    assert "parallel.reader: got 'one', expected one of each, first" in refused(
+        [*train, "--parallel.reader", "one"], capsys
+    )
     assert "parallel.plan is empty; give a scheme" in refused([*train, "--parallel.plan", ""], capsys)
 
 

@@ -96,10 +96,10 @@ def test_each_task_has_a_score_where_it_is_served(run: Path, tmp_path: Path) -> 
             ["--tasks.incom.weight", "2"],
             "tasks has 'incom', which is no label; name one of income, marital_stat, or add",
         ),
-        (["--tasks.income.weight", "-1"], "tasks.income.weight is -1, must be a finite number, at least 0"),
-        (["--tasks.income.wait", "1"], "the recipe has an unknown key 'tasks.income.wait'"),
+        (["--tasks.income.weight", "-1"], "tasks.income.weight: got -1.0, expected a finite number at least 0"),
+        (["--tasks.income.wait", "1"], "unknown argument --tasks.income.wait; did you mean '--tasks.income.weight'?"),
         (["--tasks.income.loss.class_path", "torch.nn.BCELoss"], "a loss takes logits (not probabilities) and labels"),
-        (["--tasks", "{income: 3}"], "tasks.income is 3, must be a mapping"),
+        (["--tasks", "{income: 3}"], "tasks.income: got 3, expected a mapping"),
     ],
 )
 def test_tasks_that_cannot_be_are_refused_before_anything_is_trained(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hotbed import optim
 from hotbed.comm import Link
-from hotbed.config.places import ParallelOptions
+from hotbed.config.parallel_memory import ParallelOptions
 from hotbed.embed import EmbeddingCollection
 from hotbed.embed.wire import Wire
 from hotbed.hops import NodeLink

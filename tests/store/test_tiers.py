@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotbed.config.places import MemoryRecipe
+from hotbed.config.parallel_memory import MemoryRecipe
 from hotbed.specs import RowDtype, Tier
 from hotbed.store import LazyStore, Span, Storage
 from hotbed.store.records import Records, Use

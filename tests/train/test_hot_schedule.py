@@ -184,11 +184,11 @@ def test_a_budget_for_all_rows_needs_no_other_memory(recipe: Path) -> None:
             ["--data.path", "PREPARED"],
             "the data has no split 'train_hot', only train, valid, test; make it with",
         ),
-        (["--hot.rate", "60"], "hot.cap is 50, must be at least 60 (hot.rate)"),
-        (["--hot.cap", "101"], "hot.cap is 101, must be at most 100 percent"),
-        (["--hot.floor", "0"], "hot.floor is 0, must be at least 1"),
-        (["--hot.patience", "0"], "hot.patience is 0, must be at least 1"),
-        (["--hot.batches", "aprt"], "hot.batches is 'aprt', must be"),
+        (["--hot.rate", "60"], "hot.cap: got 50, expected at least 60 (hot.rate)"),
+        (["--hot.cap", "101"], "hot.cap: got 101, expected at least 1 and at most 100 percent"),
+        (["--hot.floor", "0"], "hot.floor: got 0, expected at least 1"),
+        (["--hot.patience", "0"], "hot.patience: got 0, expected at least 1"),
+        (["--hot.batches", "aprt"], "hot.batches: got 'aprt', expected one of mixed, alternating, split"),
     ],
 )
 def test_mistakes_get_one_clear_message(

@@ -51,10 +51,14 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], None], type[HotbedError], str]] =
     (_set("parallel.reader", "owners"), RecipeError, "parallel.reader is 'owners', but retrieval needs all samples"),
     (_set("retrieval.negatives", "refusd"), RecipeError, "is 'refusd', which is no sparse column of the schema; did"),
     (_set("retrieval.negatives", "genre"), RecipeError, "whose table is 'genre', and that of the item's column 'item'"),
-    (_set("retrieval.sampled", -1), RecipeError, "retrieval.sampled is -1, must be at least 0"),
-    (_set("retrieval.sampled_by", "rank"), RecipeError, "retrieval.sampled_by is 'rank', must be one of uniform, pop"),
-    (_set("retrieval.k", []), RecipeError, r"retrieval.k is \[\], must be a list of numbers of items"),
-    (_set("retrieval.k", [0]), RecipeError, "retrieval.k is 0, must be at least 1"),
+    (_set("retrieval.sampled", -1), RecipeError, "retrieval.sampled: got -1, expected at least 0"),
+    (
+        _set("retrieval.sampled_by", "rank"),
+        RecipeError,
+        "retrieval.sampled_by: got 'rank', expected one of uniform, pop",
+    ),
+    (_set("retrieval.k", []), RecipeError, r"retrieval.k: got \[\], expected a list of numbers of items"),
+    (_set("retrieval.k", [0]), RecipeError, "retrieval.k: got 0, expected at least 1"),
     (_set("retrieval.k", [5, 5]), RecipeError, r"retrieval.k is \[5, 5\], which names a number twice"),
     (
         _set("retrieval", {"items": "items.parquet", "sampled": 4, "sampled_by": "popularity"}),

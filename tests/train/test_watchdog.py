@@ -107,5 +107,5 @@ def test_the_limit_is_the_recipes_or_that_of_exchanges() -> None:
     assert limit_of(RECIPE, 1) is None
     assert limit_of(replace(RECIPE, parallel=ParallelRecipe(timeout_s=30)), 2) == 30
     assert limit_of(replace(RECIPE, train=TrainRecipe(batch_size=8, step_limit_s=5)), 1) == 5
-    with pytest.raises(RecipeError, match=r"train\.step_limit_s is 0, must be at least 1"):
+    with pytest.raises(RecipeError, match=r"train\.step_limit_s: got 0, expected at least 1"):
         TrainRecipe(batch_size=8, step_limit_s=0)

@@ -2,65 +2,66 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
+import inspect
 import re
+import sys
 import tempfile
-from argparse import _SubParsersAction
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, cast, get_args, get_origin, get_type_hints
 
-from jsonargparse import ArgumentParser, Namespace, get_loader, set_parsing_settings
 from typing_extensions import override
 
-from hotbed.config import (
-    DataRecipe,
-    HotRecipe,
-    InitRecipe,
-    MemoryRecipe,
-    ParallelRecipe,
-    Recipe,
-    ScheduleRecipe,
-    TrainRecipe,
-    check_keys,
-    check_trust,
-    import_from,
+from hotbed.config import Recipe, check_trust, import_from
+from hotbed.config.fields import (
+    annotation_at,
+    annotations_of,
+    as_declared,
+    describe,
+    is_within,
+    keys_that_may_differ,
+    problem,
+    section_of,
+    settings,
 )
 from hotbed.errors import RecipeError, did_you_mean
-from hotbed.files import json_text, read_text, read_yaml, yaml_text
+from hotbed.files import json_text, read_yaml, yaml_text
 from hotbed.locations import location
+from hotbed.parsing import TextError, parse_yaml
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
-
 _NO_WIDTH = 1 << 20
 """Columns of a pipe or file."""
-_COMPONENTS = ("model", "dense_optimizer", "sparse_optimizer")
-_NAMED = {
-    "tasks": "How labels are trained: .LABEL.loss has a loss's class_path, .LABEL.weight its factor.",
-    "metrics": "More metrics: .NAME.class_path a class of torchmetrics, torcheval or your own, .NAME.init_args.",
-    "callbacks": "What else is to happen: .NAME.class_path a hotbed.Callback, .NAME.init_args.",
-    "dense_optimizer_groups": "Optimizers of some parameters: .GROUP.parameters has patterns of names, "
-    ".GROUP.optimizer the class.",
-    "sparse_optimizer_groups": "Optimizers of some tables: .GROUP.tables has patterns of names, "
-    ".GROUP.optimizer the class.",
-}
-"""Mappings of names that users choose to sections, each with its help."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: what it is for, and what adds its arguments when they are parsed."""
+
+    help: str
+    add_arguments: Callable[[Parser], None]
+    usage: str | None = None
 
 
 class Parser(ArgumentParser):
     """A parser that adds its arguments when it is asked to parse, and whose errors are `RecipeError`."""
 
     def __init__(self, add_arguments: Callable[[Parser], None] | None = None, **options: Any) -> None:
-        # Errors have to be raised, not printed, to be explained; environment variables are no source of settings.
-        settings: dict[str, Any] = {"exit_on_error": False, "default_env": False}
-        super().__init__(**settings | options)
+        super().__init__(exit_on_error=False, allow_abbrev=False, **options)
         self._add_arguments = add_arguments
         self.elsewhere: dict[str, str] = {}
-        """What to do in the place of options that people give and the command has not."""
+        """Advice by option that people give and the command does not have."""
+        self.reads_recipe = False
+        """Whether the first argument is a recipe, and options override its keys."""
 
     def fill(self) -> None:
         """Add the arguments, if they are not there yet."""
@@ -69,129 +70,180 @@ class Parser(ArgumentParser):
             add(self)
 
     @override
-    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Namespace:
+    def add_argument(self, *names: str, **options: Any) -> Action:
+        """Add an argument; its ``type`` is an annotation, by which its text is read and checked (default: text)."""
+        annotation = options.pop("type", str)
+        if options.get("action", "append") == "append":
+            options["type"] = partial(_checked, annotation=annotation)
+            if get_origin(annotation) is Literal:
+                options["choices"] = get_args(annotation)
+        action = super().add_argument(*names, **options)
+        if action.help and action.default not in (None, SUPPRESS, False, [], ""):
+            action.help += f" (default: {action.default})".replace("%", "%%")
+        return action
+
+    def add_commands(self, dest: str, commands: Mapping[str, Command]) -> None:
+        """Add commands; the name of the given one is parsed as ``dest``."""
+        made = self.add_subparsers(dest=dest, title="commands", metavar="COMMAND [options]", prog=self.prog)
+        for name, of in commands.items():
+            made.add_parser(name, help=of.help, description=of.help, usage=of.usage, add_arguments=of.add_arguments)
+
+    @property
+    def commands(self) -> Mapping[str, Parser]:
+        """Parsers of its commands."""
+        found = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return cast("Mapping[str, Parser]", found[0]) if found else {}
+
+    @override
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
         """Parse arguments; of a command, those after its name."""
         self.fill()
-        return super().parse_args(args, *others, **options)
+        given = cast("Sequence[str]", args)
+        if self.commands and given and not given[0].startswith("-") and given[0] not in self.commands:
+            name, *names = (" ".join([*self.prog.split()[1:], name]) for name in (given[0], *self.commands))
+            raise RecipeError(f"there is no command '{name}'; there are {', '.join(names)}{did_you_mean(name, names)}")
+        if self.reads_recipe:
+            self._add_keys(given)
+        try:
+            parsed, rest = super().parse_known_args(given, namespace)
+        except ArgumentError as error:
+            is_value = isinstance(error.__context__, ArgumentTypeError)
+            raise RecipeError(f"{error.argument_name}: {error.message}" if is_value else str(error)) from None
+        if self.reads_recipe and rest and not rest[0].startswith("-") and not parsed.recipe:
+            parsed.recipe = [rest.pop(0)]
+        if rest:
+            option = rest[0].partition("=")[0]
+            if option in self.elsewhere:
+                raise RecipeError(f"{option} is no argument of {self.prog}; {self.elsewhere[option]}")
+            known, above = list(self._option_string_actions), option[2:].rpartition(".")[0]
+            if self.reads_recipe and above and (section := section_of(annotation_at(Recipe, above))) is not None:
+                known += [f"--{above}.{name}" for name in annotations_of(section)]
+            raise RecipeError(f"unknown argument {option}{did_you_mean(option, known)}")
+        return parsed, rest
+
+    def _add_keys(self, args: Sequence[str]) -> None:
+        """Add options for keys that help does not list: whole sections, and entries of mappings."""
+        for option in dict.fromkeys(arg.partition("=")[0] for arg in args if arg.startswith("--")):
+            if option not in self._option_string_actions and annotation_at(Recipe, option[2:]) is not None:
+                self.add_argument(option, dest=option[2:], action=Override, help=SUPPRESS)
 
     @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise `RecipeError`: what was given, what it must be, and the closest that there is."""
-        raise RecipeError(self._explained(message)) from None
-
-    def add_commands(self, parsers: Mapping[str, Parser]) -> None:
-        """Add commands by name, whose help is what their parsers are described as."""
-        commands = self.add_subcommands(dest="command", title="commands", description="", prog=self.words)
-        for name, parser in parsers.items():
-            commands.add_subcommand(name, parser, help=parser.description)
-
-    @property
-    def words(self) -> str:
-        """The program and the command: what is typed before the arguments."""
-        return self.prog.replace(" [options]", "")
-
-    @property
-    def commands(self) -> dict[str, Parser]:
-        """Parsers of its commands."""
-        return {
-            name: parser
-            for action in self._actions
-            if isinstance(action, _SubParsersAction)
-            for name, parser in action.choices.items()
-        }
-
-    def _explained(self, message: str) -> str:
-        if unknown := re.match(r"[Uu]nrecognized arguments: ([^\s=]+)", message):
-            known = [option for action in self._actions for option in action.option_strings]
-            if unknown[1] in self.elsewhere:
-                return f"{unknown[1]} is no argument of {self.words}; {self.elsewhere[unknown[1]]}"
-            return f"unknown argument {unknown[1]}{did_you_mean(unknown[1], known)}"
-        if unknown := re.search(r"invalid choice: '(.*?)' \(choose from", message):
-            above = self.words.split()[1:]
-            name, *names = (" ".join([*above, name]) for name in (unknown[1], *self.commands))
-            return f"there is no command '{name}'; there are {', '.join(names)}{did_you_mean(name, names)}"
-        if unread := re.search(r'Parser key "([^"]+)": Unable to load config "(.*?)"', message):
-            return f"{self._own_key(unread[1])} is {unread[2]!r}, must be a mapping, or set its keys one by one"
-        if missing := re.match("the following arguments are required: (.*)", message):
-            return f"these arguments are required: {', '.join(map(self._own_key, missing[1].split(', ')))}"
-        key = re.search(r'Parser key "([^"]+)"', message)
-        value = re.search(r"(?:Given value|Got value): (.*)", message)
-        types = re.findall(r"Expected an? (.+?)(?:\. Got value: .*)?$", message, flags=re.MULTILINE)
-        if not (key and value and types):
-            return message
-        names = [re.sub(r"<class '(?:NoneType|(\w+))'>", lambda m: m[1] or "null", t) for t in types]
-        names = [n.removeprefix("typing.Literal").strip("[]") if "Literal" in n else n for n in names]
-        names = sorted(dict.fromkeys(names), key=lambda name: name == "null")
-        return f"{self._own_key(key[1])} is {value[1]!r}, must be {' or '.join(names)}"
-
-    def _own_key(self, key: str) -> str:
-        """A key without the commands that it belongs to."""
-        command, _, rest = key.partition(".")
-        return self.commands[command]._own_key(rest) if rest and command in self.commands else key
-
-
-class RecipeParser(Parser):
-    """A parser of a recipe's file, the options that override it, and more.
-
-    The recipe is an argument of its own, in any place, and all options override it, in any place: jsonargparse reads a
-    file only from an option, and lets it override what stands before it.
-    """
+    def error(self, message: str) -> NoReturn:
+        """Raise `RecipeError`."""
+        raise RecipeError(message)
 
     @override
-    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Namespace:
-        """Parse arguments after the command's name."""
-        self.fill()
-        rest, deep = split_deep(args or ())
-        rest, recipes = split_recipes(rest, [o for a in self._actions if a.nargs == 0 for o in a.option_strings])
-        rest = _with_paths(rest)
-        with checked_copies(recipes) as files:
-            parsed = super().parse_args([f"--recipe={file}" for file in files] + rest, *others, **options)
-        for key, text in deep:
-            self._set_deep(parsed, key, text)
-        if parsed.trust_recipe:
-            for recipe in recipes:
-                if isinstance(place := location(recipe), Path):
-                    import_from(place.parent)
-        return parsed
+    def format_help(self) -> str:
+        """Return the help, for which keys of the recipe are documented now."""
+        self.document()
+        return super().format_help()
 
-    def _set_deep(self, parsed: Namespace, key: str, text: str) -> None:
-        component, _, path = key.partition(".init_args.")
-        name = f"{component}.init_args"
-        if (group := key.partition("."))[0] in (*_NAMED, "retrieval"):
-            name, _, path = group
-        if f"--{name}" not in self._option_string_actions:
-            self.error(f"unrecognized arguments: --{key}")
-        *parents, last = path.split(".")
-        values = parsed[name] = deepcopy(parsed[name] or {})  # which may be the default of all parsers
-        for parent in parents:
-            name = f"{name}.{parent}"
-            values = values.setdefault(parent, {})
-            if not isinstance(values, dict):
-                raise RecipeError(f"--{key}: {name} is {values!r}, which has no '{last}' to set")
-        values[last] = get_loader("yaml")(text)
+    def document(self) -> None:
+        """Set the help of options that override keys of the recipe."""
+        may_differ = keys_that_may_differ(Recipe)
+        for key, annotation, field, of in settings(Recipe) if self.reads_recipe else ():
+            action = self._option_string_actions.get(f"--{key}")
+            if action is not None and action.help is None:
+                default = field.default if field.default_factory is MISSING else field.default_factory()
+                notes = [f"type: {describe(annotation)}"]
+                notes += [] if default in (MISSING, {}, []) else [f"default: {default}"]
+                notes += ["a resumed run may change it"] if is_within(key, may_differ) else []
+                text = f"{documentation(of).get(field.name, '')} ({'; '.join(notes)})"
+                action.help = text.strip().replace("%", "%%")
 
 
-def add_recipe(parser: ArgumentParser) -> None:
+def _read(text: str, annotation: Any) -> Any:
+    """Read the value of an option as in a recipe's file; text stays as it is where the annotation is of text."""
+    if annotation is str:
+        return text
+    is_text = get_origin(annotation) in (Union, UnionType) and str in get_args(annotation)
+    try:
+        value = parse_yaml(text)
+    except TextError:
+        if is_text:
+            return text
+        raise
+    return text if is_text and (not text or problem("", value, annotation)) else as_declared(value, annotation)
+
+
+def _checked(text: str, annotation: Any) -> Any:
+    try:
+        value = _read(text, annotation)
+    except TextError as error:
+        raise ArgumentTypeError(f"{text[:100]!r} {error}") from None
+    if found := problem("", value, annotation):
+        raise ArgumentTypeError(found)
+    return value
+
+
+def add_parameters(parser: Parser, of: Callable[..., Any], prefix: str = "", skip: Collection[str] = ()) -> None:
+    """Add an option for each parameter of a function or dataclass, with its documentation as help."""
+    docs, hints = documentation(of), get_type_hints(of)
+    factories = {f.name: f.default_factory for f in (fields(of) if is_dataclass(of) else ())}
+    for name, parameter in inspect.signature(cast("Callable[..., Any]", of)).parameters.items():
+        if name not in skip:
+            required = parameter.default is parameter.empty
+            default = None if required else parameter.default
+            if (factory := factories.get(name, MISSING)) is not MISSING:
+                default = factory()
+            text = f"{docs.get(name, '')} (type: {describe(hints[name])})".replace("%", "%%")
+            parser.add_argument(f"--{prefix}{name}", type=hints[name], default=default, required=required, help=text)
+
+
+@cache
+def documentation(of: Any) -> dict[str, str]:
+    """Return the documentation of parameters: from sections of numpydoc, and docstrings of a dataclass's fields."""
+    found: dict[str, str] = {}
+    for cls in reversed(of.__mro__ if inspect.isclass(of) else ()):
+        body = _classes_of(cls.__module__).get(cls.__name__, [])
+        for node, after in pairwise(body):
+            if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
+                found[ast.unparse(node.target)] = " ".join(str(ast.literal_eval(after.value)).split())
+    for names, text in re.findall(r"^(\w[\w, ]*)\n((?:    .*\n?)+)", inspect.getdoc(of) or "", re.MULTILINE):
+        found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    return found
+
+
+@cache
+def _classes_of(module: str) -> dict[str, list[ast.stmt]]:
+    if not module.startswith(("hotbed.", "benchmarks.")):
+        return {}
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+# -- recipes -------------------------------------------------------------------------------------------------------
+
+
+class Override(Action):
+    """Note that an option sets a key of the recipe, in the order of the options."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        options["default"] = SUPPRESS
+        super().__init__(option_strings, dest, **options)
+
+    @override
+    def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
+        namespace.overrides = [*namespace.overrides, (self.dest, values)]
+
+
+def add_recipe(parser: Parser) -> None:
     """Add a recipe's file and the options that override it."""
-    parser.add_argument("--recipe", action="config", help="Recipe to start from; or just name it.")
-    parser.add_argument("--name", type=str | None, help="Name of the run's directory.")
-    _add_component(parser, "data.source", "hotbed.data.SplitBinarySource")
-    parser.add_class_arguments(DataRecipe, "data", skip={"source", "dynamic"}, instantiate=False)
-    parser.add_argument("--data.dynamic", type=dict, default={}, help="By table, rows for ids as they come.")
-    for key in _COMPONENTS:
-        _add_component(parser, key)
-    for key, text in _NAMED.items():
-        # Of the type dict[str, Any] jsonargparse would fill in what classes that are named in it take.
-        parser.add_argument(f"--{key}", type=dict, default={}, help=text)
-    parser.add_argument("--retrieval", type=dict | None, help="Find items among all: .sampled, .k, … (docs/models.md).")
-    parser.add_class_arguments(ScheduleRecipe, "schedule", instantiate=False)
-    parser.add_class_arguments(TrainRecipe, "train", instantiate=False)
-    parser.add_class_arguments(InitRecipe, "init", instantiate=False)
-    parser.add_class_arguments(ParallelRecipe, "parallel", instantiate=False)
-    parser.add_class_arguments(MemoryRecipe, "memory", instantiate=False)
-    parser.add_class_arguments(HotRecipe, "hot", instantiate=False)
-    parser.add_argument("--plan", type=str | None, help="Short for --parallel.plan: a sharding scheme or FILE.")
-    parser.add_argument("--init_from", type=str | None, help="Short for --init.checkpoint: what fits is taken from it.")
+    parser.reads_recipe = True
+    parser.set_defaults(overrides=[])
+    parser.add_argument("--recipe", action="append", default=[], help="Recipe to start from; or just name it.")
+    parser.add_argument("--print_config", action="store_true", help="Print the recipe with all overrides, and exit.")
+    for key, annotation, field, _ in settings(Recipe):
+        if section_of(annotation) is None or get_origin(annotation) is dict:
+            parser.add_argument(f"--{key}", dest=key, action=Override, metavar=field.name.upper())
+    for option, key, text in (
+        ("data", "data", "Short for --data.path."),
+        ("plan", "parallel.plan", "Short for --parallel.plan: a sharding scheme or FILE."),
+        ("init_from", "init.checkpoint", "Short for --init.checkpoint: what fits is taken from it."),
+    ):
+        parser.add_argument(f"--{option}", dest=key, action=Override, metavar=option.upper(), help=text)
     parser.add_argument(
         "--trust_recipe",
         type=bool,
@@ -200,118 +252,56 @@ def add_recipe(parser: ArgumentParser) -> None:
     )
 
 
-def _add_component(parser: ArgumentParser, key: str, default: str | None = None) -> None:
-    parser.add_argument(f"--{key}.class_path", type=str | None, default=default, help="Import path of the class.")
-    parser.add_argument(f"--{key}.init_args", type=dict, default={}, help="Its arguments; .NAME sets one.")
+def load(path: str) -> Any:
+    """Return the plain values of a recipe's file, which may be a pipe or at a URI."""
+    at = location(path)
+    if isinstance(at, Path):
+        return read_yaml(at)
+    from hotbed.checkpoint.single_files import read_yaml as read_remote  # with torch, which parsing alone does not need
+
+    return read_remote(at)
 
 
-def recipe_of(values: dict[str, Any]) -> Recipe:
-    """The recipe that parsed options ask for; a `RecipeError` says what cannot be."""
-    values.pop("recipe")
-    if (plan := values.pop("plan", None)) is not None:
-        values["parallel"]["plan"] = plan
-    if (checkpoint := values.pop("init_from", None)) is not None:
-        values["init"]["checkpoint"] = checkpoint
-    for parent, key in ((values["data"], "source"), *((values, key) for key in _COMPONENTS)):
-        if (parent[key] or {}).get("class_path", "") is None:
-            del parent[key]["class_path"]
-    if values["name"] is None:
-        del values["name"]
-    trusted = values.pop("trust_recipe")
+def set_key(values: dict[str, Any], key: str, text: str) -> None:
+    """Set a dotted key of a recipe's plain values to what the text of an option says."""
+    annotation = annotation_at(Recipe, key)
+    try:
+        value = _read(text, annotation)
+    except TextError as error:
+        raise RecipeError(f"--{key} {error}") from None
+    if key == "data" and not isinstance(value, dict):
+        key, value = "data.path", text
+    *parents, last = key.split(".")
+    at = values
+    for i, parent in enumerate(parents):
+        inner = at.get(parent)
+        if not isinstance(inner, dict | None):
+            raise RecipeError(f"--{key}: {'.'.join(parents[: i + 1])} is {inner!r}, which has no '{last}' to set")
+        at[parent] = at = dict(inner or {})  # a copy, because an alias in the file may be the same mapping
+    is_section = is_dataclass(annotation) and isinstance(at.get(last), dict)
+    at[last] = at[last] | value if is_section and isinstance(value, dict) else value
+
+
+def recipe_of(parsed: Namespace) -> Recipe:
+    """Return the recipe that parsed options ask for: its file, overridden by options, checked once."""
+    if len(parsed.recipe) > 1:
+        raise RecipeError(f"unknown argument {parsed.recipe[1]}; the recipe is {parsed.recipe[0]} already")
+    values = load(parsed.recipe[0]) if parsed.recipe else {}
+    if isinstance(values, dict):
+        for key, text in parsed.overrides:
+            set_key(values, key, text)
     recipe = Recipe.from_dict(values)
-    if not trusted:
+    if not parsed.trust_recipe:
         check_trust(recipe, "the given file", trusted=False, say_so="leave out --trust_recipe false")
+    elif parsed.recipe and isinstance(place := location(parsed.recipe[0]), Path):
+        import_from(place.parent)
+    if parsed.print_config:
+        print(yaml_text(recipe.to_dict()))
+        sys.exit()
     return recipe
 
 
-def split_recipes(args: Sequence[str], flags: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Arguments without recipes, and the recipes: ``--recipe FILE``, and the first argument that is no option's value.
-
-    ``flags`` are the options that take no value.
-    """
-    rest: list[str] = []
-    recipes: list[str] = []
-    positional = False
-    remaining = iter(args)
-    for arg in remaining:
-        if not arg.startswith("-"):
-            (rest if positional else recipes).append(arg)
-            positional = True
-        elif arg == "--recipe":
-            recipes.append(_value_of(arg, remaining))
-        elif arg.startswith("--recipe="):
-            recipes.append(arg.removeprefix("--recipe="))
-        else:
-            rest.append(arg)
-            if "=" not in arg and arg not in flags:
-                rest += [value] if (value := next(remaining, None)) is not None else []
-    return rest, recipes
-
-
-def _with_paths(args: Sequence[str]) -> list[str]:
-    """Take ``--data PATH`` for ``--data.path PATH``; mappings stay what they are."""
-    full = list(args)
-    for i, arg in enumerate(args):
-        name, equals, value = arg.partition("=")
-        value = value if equals else "".join(args[i + 1 : i + 2])
-        if name == "--data" and not (value.startswith("{") and value.endswith("}")):
-            full[i] = f"--data.path{equals}{value if equals else ''}"
-    return full
-
-
-@contextmanager
-def checked_copies(recipes: Sequence[str]) -> Generator[list[str]]:
-    """Check keys of recipes, and give them as files to be read once more.
-
-    Of a pipe, as ``<(…)`` is one, and of a URI that is a copy.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        files = list[str]()
-        for number, recipe in enumerate(recipes):
-            path, copy = location(recipe), Path(folder) / f"{number}.yaml"
-            if isinstance(path, Path) and (path.is_fifo() or path.is_char_device()):
-                copy.write_text(read_text(path), encoding="utf-8")
-                path = copy
-            values = read_yaml(path) if isinstance(path, Path) else _remote_yaml(path)
-            check_keys(values, complete=False)
-            if isinstance(path, str):
-                copy.write_text(yaml_text(values), encoding="utf-8")
-                path = copy
-            files.append(str(path))
-        yield files
-
-
-def _remote_yaml(uri: str) -> Any:
-    from hotbed.checkpoint.single_files import read_yaml  # with torch, which parsing alone does not need
-
-    return read_yaml(uri)
-
-
-def _value_of(option: str, remaining: Iterator[str]) -> str:
-    value = next(remaining, None)
-    if value is None:
-        raise RecipeError(f"argument {option} needs a value")
-    return value
-
-
-# What lies within init_args is set here: jsonargparse would replace all of `schema` by {group: user}, and of the type
-# dict[str, Any] it would import every class that a recipe's init_args name, before anybody has checked them.
-_DEEP = re.compile(
-    rf"--((?:\w+\.)+init_args\.[\w.]+|(?:{'|'.join(_NAMED)})\.\w+\.[\w.]+|retrieval\.[\w.]+)(?:=(.*))?", re.DOTALL
-)
-
-
-def split_deep(args: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Arguments without ``--X.init_args.lr 0.1`` and the like, and those as keys and texts."""
-    rest: list[str] = []
-    deep: list[tuple[str, str]] = []
-    remaining = iter(args)
-    for arg in remaining:
-        if match := _DEEP.fullmatch(arg):
-            deep.append((match[1], _value_of(arg, remaining) if match[2] is None else match[2]))
-        else:
-            rest.append(arg)
-    return rest, deep
+# -- output --------------------------------------------------------------------------------------------------------
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -352,7 +342,7 @@ def check_json(path: str, option: str = "--json") -> None:
         raise RecipeError(f"{option} is {path!r}, but no file can be written into {there} ({error.strerror})") from None
 
 
-def add_trust(parser: ArgumentParser) -> None:
+def add_trust(parser: Parser) -> None:
     """The option of commands that build what the recipe in a checkpoint or a run names."""
     parser.add_argument(
         "--trust_recipe",
@@ -362,6 +352,6 @@ def add_trust(parser: ArgumentParser) -> None:
     )
 
 
-def add_json(parser: ArgumentParser) -> None:
+def add_json(parser: Parser) -> None:
     """The option that every command with figures has."""
     parser.add_argument("--json", type=str | None, help="File to write the figures to, as JSON.")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from argparse import Namespace
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from jsonargparse import ArgumentParser, Namespace
-
-from hotbed.commands.arguments import Parser, add_json, add_trust, console, write_json
+from hotbed.commands.arguments import Command, Parser, add_json, add_trust, console, write_json
 from hotbed.errors import RecipeError
 from hotbed.files import read_text
 from hotbed.locations import local
@@ -20,31 +19,20 @@ Origin = Literal["hotbed", "nvidia_dlrm", "torchrec", "facebook_dlrm", "embeddin
 Form = Literal["hotbed", "safetensors", "torch", "dcp"]
 
 
-class Command(NamedTuple):
-    """One command on checkpoints: what it is for, its arguments, and what it does with them."""
-
-    help: str
-    usage: str
-    add_arguments: Callable[[ArgumentParser], None]
-    run: Callable[[Namespace], None]
-
-
 def add_arguments(parser: Parser) -> None:
     """Add the commands."""
     parser.usage = "hotbed checkpoint COMMAND …"
-    parser.add_commands(
-        {name: Parser(c.add_arguments, description=c.help, usage=c.usage) for name, c in COMMANDS.items()}
-    )
+    parser.add_commands("action", {name: command for name, (command, _) in COMMANDS.items()})
 
 
 def run(parsed: Namespace) -> None:
     """Run one of them."""
-    COMMANDS[parsed.command].run(parsed[parsed.command])
+    COMMANDS[parsed.action][1](parsed)
 
 
-def add_inspect(parser: ArgumentParser) -> None:
+def add_inspect(parser: Parser) -> None:
     """Arguments of ``hotbed checkpoint inspect``."""
-    parser.add_argument("path", type=str, help="Checkpoint, or a run's directory; a path or a URI.")
+    parser.add_argument("path", help="Checkpoint, or a run's directory; a path or a URI.")
     parser.add_argument(
         "--hash", action="store_true", help="Hash all values, which are read; equal for any plan with equal bits."
     )
@@ -69,9 +57,9 @@ def inspect_checkpoint(parsed: Namespace) -> None:
     write_json(parsed.json, description)
 
 
-def add_verify(parser: ArgumentParser) -> None:
+def add_verify(parser: Parser) -> None:
     """Arguments of ``hotbed checkpoint verify``."""
-    parser.add_argument("path", type=str, help="Checkpoint, or a run's directory; a path or a URI.")
+    parser.add_argument("path", help="Checkpoint, or a run's directory; a path or a URI.")
     add_json(parser)
 
 
@@ -95,11 +83,11 @@ def verify(parsed: Namespace) -> None:
     write_json(parsed.json, {"path": str(place), **counts, "seconds": seconds, "bytes_per_s": rate})
 
 
-def add_convert(parser: ArgumentParser) -> None:
+def add_convert(parser: Parser) -> None:
     """Arguments of ``hotbed checkpoint convert``."""
-    parser.add_argument("source", type=str, help="What to convert: a path, of a checkpoint also a URI.")
-    parser.add_argument("target", type=str, help="What to make: a path or URI where nothing is.")
-    parser.add_argument("--from", type=Origin, default="hotbed", help="Who wrote the source.")
+    parser.add_argument("source", help="What to convert: a path, of a checkpoint also a URI.")
+    parser.add_argument("target", help="What to make: a path or URI where nothing is.")
+    parser.add_argument("--from", dest="origin", type=Origin, default="hotbed", help="Who wrote the source.")
     parser.add_argument("--to", type=Form, default="hotbed", help="What to make of it.")
     parser.add_argument("--compact", action="store_true", help="Store only rows that training has changed.")
     parser.add_argument(
@@ -110,20 +98,16 @@ def add_convert(parser: ArgumentParser) -> None:
     parser.add_argument("--no_moments", action="store_true", help="Keep what prediction needs only.")
     parser.add_argument(
         "--names",
-        type=str | None,
         help="Tables of another library's model, in its order, with commas between them; TABLE=KEY, … where weights "
         "have other names (--from embedding_bag or dcp, --to dcp); in a file, one a line: @FILE.",
     )
     parser.add_argument(
         "--prefix",
-        type=str,
         default="",
         help="What the names of weights there begin with and those here do not: model.",
     )
-    parser.add_argument(
-        "--collection", type=str, default="embeddings", help="Attribute of hotbed's model that is to have them."
-    )
-    parser.add_argument("--data", type=str | None, help="Data for --to torch; default: that of the recipe.")
+    parser.add_argument("--collection", default="embeddings", help="Attribute of hotbed's model that is to have them.")
+    parser.add_argument("--data", help="Data for --to torch; default: that of the recipe.")
     add_trust(parser)
     add_json(parser)
 
@@ -136,7 +120,7 @@ def convert(parsed: Namespace) -> None:
         made = _converted(parsed, progress)
     seconds = time.perf_counter() - start
     console().print(f"{parsed.target}: {len(made['tables']):,} tables, {seconds:.1f} s", soft_wrap=True)
-    if parsed["from"] != "hotbed":
+    if parsed.origin != "hotbed":
         names = ", ".join(entry["table"] for entry in made["tables"])
         console().print(f"tables, in the order of the model's features: {names}", soft_wrap=True)
     write_json(parsed.json, {"source": parsed.source, "target": parsed.target, "seconds": seconds, **made})
@@ -147,12 +131,12 @@ def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mappi
     from hotbed.commands.inspect import describe_manifest
 
     target = parsed.target
-    if parsed["from"] != "hotbed":
+    if parsed.origin != "hotbed":
         from hotbed.checkpoint.importers import import_checkpoint
 
         options: dict[str, Any] = {"names": _names(parsed.names), "collection": parsed.collection, "progress": progress}
         options["prefix"] = parsed.prefix
-        return describe_manifest(target, import_checkpoint(parsed.source, target, parsed["from"], **options))
+        return describe_manifest(target, import_checkpoint(parsed.source, target, parsed.origin, **options))
     if parsed.to == "torch":
         from hotbed.train.export import export_single
 
@@ -199,9 +183,9 @@ def _names(given: str | None) -> list[str] | dict[str, str] | None:
 
 def _refuse_options_without_effect(parsed: Namespace) -> None:
     """Raise `RecipeError` for an option that this conversion would not follow."""
-    to_hotbed, from_hotbed = parsed.to == "hotbed", parsed["from"] == "hotbed"
+    to_hotbed, from_hotbed = parsed.to == "hotbed", parsed.origin == "hotbed"
     if not to_hotbed and not from_hotbed:
-        raise RecipeError(f"--from {parsed['from']} --to {parsed.to}: convert to hotbed first, then from there")
+        raise RecipeError(f"--from {parsed.origin} --to {parsed.to}: convert to hotbed first, then from there")
     named = not from_hotbed or parsed.to == "dcp"
     given = {
         "--compact": (parsed.compact, to_hotbed and from_hotbed, "from hotbed to hotbed"),
@@ -218,10 +202,10 @@ def _refuse_options_without_effect(parsed: Namespace) -> None:
             raise RecipeError(f"{option} has an effect only when converting {when}; leave it out")
 
 
-def add_compact(parser: ArgumentParser) -> None:
+def add_compact(parser: Parser) -> None:
     """Arguments of ``hotbed checkpoint compact``."""
-    parser.add_argument("source", type=str, help="Checkpoint, or a run's directory; a path or a URI.")
-    parser.add_argument("target", type=str, help="What to make: a path or URI where nothing is.")
+    parser.add_argument("source", help="Checkpoint, or a run's directory; a path or a URI.")
+    parser.add_argument("target", help="What to make: a path or URI where nothing is.")
     add_json(parser)
 
 
@@ -240,15 +224,14 @@ def compact(parsed: Namespace) -> None:
     write_json(parsed.json, {"source": str(source), "target": parsed.target, **made})
 
 
-def add_changes(parser: ArgumentParser) -> None:
+def add_changes(parser: Parser) -> None:
     """Arguments of ``hotbed checkpoint changes``."""
-    parser.add_argument("source", type=str, help="Checkpoint, or a run's directory; a path or a URI.")
+    parser.add_argument("source", help="Checkpoint, or a run's directory; a path or a URI.")
     parser.add_argument(
         "--since",
-        type=str | None,
         help="Checkpoint that readers have, or the step of one beside it; without it all rows are written.",
     )
-    parser.add_argument("--out", type=str, required=True, help="Parquet file to write.")
+    parser.add_argument("--out", required=True, help="Parquet file to write.")
     add_json(parser)
 
 
@@ -292,29 +275,25 @@ def _progress(what: str) -> Generator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-COMMANDS: Mapping[str, Command] = {
-    "inspect": Command(
-        "Show what a checkpoint holds.", "hotbed checkpoint inspect PATH [options]", add_inspect, inspect_checkpoint
-    ),
-    "verify": Command(
-        "Compare all of a checkpoint with its hashes.", "hotbed checkpoint verify PATH [options]", add_verify, verify
-    ),
-    "convert": Command(
-        "Convert from and to other libraries, dtypes and forms.",
-        "hotbed checkpoint convert SOURCE TARGET [options]",
-        add_convert,
-        convert,
-    ),
-    "compact": Command(
-        "Make a full checkpoint of a differential one and its base.",
-        "hotbed checkpoint compact SOURCE TARGET [options]",
-        add_compact,
-        compact,
-    ),
-    "changes": Command(
-        "Write the rows that changed since another checkpoint, by id.",
-        "hotbed checkpoint changes SOURCE --since CHECKPOINT --out FILE [options]",
-        add_changes,
-        changes,
-    ),
+COMMANDS: Mapping[str, tuple[Command, Callable[[Namespace], None]]] = {
+    name: (Command(text, add, f"hotbed checkpoint {name} {usage} [options]"), run)
+    for name, text, usage, add, run in (
+        ("inspect", "Show what a checkpoint holds.", "PATH", add_inspect, inspect_checkpoint),
+        ("verify", "Compare all of a checkpoint with its hashes.", "PATH", add_verify, verify),
+        ("convert", "Convert from and to other libraries, dtypes and forms.", "SOURCE TARGET", add_convert, convert),
+        (
+            "compact",
+            "Make a full checkpoint of a differential one and its base.",
+            "SOURCE TARGET",
+            add_compact,
+            compact,
+        ),
+        (
+            "changes",
+            "Write the rows that changed since another checkpoint, by id.",
+            "SOURCE --since CHECKPOINT --out FILE",
+            add_changes,
+            changes,
+        ),
+    )
 }

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jsonargparse import ArgumentParser, Namespace
-
-from hotbed.commands.arguments import Parser
+from hotbed.commands.arguments import Override, Parser
+from hotbed.config import Recipe
+from hotbed.config.fields import annotation_at, choices_of
 from hotbed.errors import RecipeError
 
 _PATHS = {
@@ -21,7 +22,7 @@ _PATHS = {
 """Arguments that files are offered for; most are typed as text, for they may be URIs."""
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the shell."""
     parser.usage = "hotbed completion SHELL"
     parser.add_argument("shell", type=Literal["bash", "zsh", "tcsh"], help="Who is to read the script.")
@@ -39,15 +40,18 @@ def run(parsed: Namespace) -> None:
         ) from None
     parser = make_parser()
     _complete_paths(parser, shtab.FILE)
-    print(parser.get_completion_script(f"shtab-{parsed.shell}"))
+    print(shtab.complete(parser, parsed.shell))
 
 
 def _complete_paths(parser: Parser, how: Mapping[Any, Any]) -> None:
     """Add the arguments of a parser and of its commands, and offer files for paths."""
     parser.fill()
-    if parser.words == "hotbed train":
-        parser.add_argument("RECIPE", type=str)  # which its parser takes out of the arguments before it reads them
+    parser.document()
+    if parser.reads_recipe:
+        parser.add_argument("RECIPE")  # which its parser takes out of the arguments that are left
     for action in parser._actions:
+        if isinstance(action, Override):
+            action.choices = choices_of(annotation_at(Recipe, action.dest)) or None
         if action.dest.lower() in _PATHS and action.nargs != 0:
             action.complete = how  # pyright: ignore[reportAttributeAccessIssue]
     for command in parser.commands.values():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from jsonargparse import ArgumentParser, Namespace
-
-from hotbed.commands.arguments import add_json, add_recipe, console, recipe_of, write_json
+from hotbed.commands.arguments import Parser, add_json, add_recipe, console, recipe_of, write_json
 from hotbed.errors import RecipeError
 from hotbed.locations import local
 
@@ -16,20 +15,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the recipe's options, and those of the days."""
     parser.usage = "hotbed daily RECIPE.yaml --data 'logs/day={date}' --from 2026-01-31 [--key value …]"
     add_recipe(parser)
-    parser.add_argument("--from", type=str | None, help="First day of all; later commands may leave it out.")
-    parser.add_argument("--until", type=str | None, help="Last day; default: the last that has data.")
-    parser.add_argument("--skip", type=str | None, help="Days that have no data and never will, with commas between.")
-    parser.add_argument("--marker", type=str | None, help="File that the folder of a complete day has, as _SUCCESS.")
+    parser.add_argument("--from", help="First day of all; later commands may leave it out.")
+    parser.add_argument("--until", help="Last day; default: the last that has data.")
+    parser.add_argument("--skip", help="Days that have no data and never will, with commas between.")
+    parser.add_argument("--marker", help="File that the folder of a complete day has, as _SUCCESS.")
     parser.add_argument("--keep", type=int | None, help="Newest days whose checkpoints are kept; default: all.")
     parser.add_argument("--changes", action="store_true", help="Write the rows that each day has changed, as Parquet.")
-    parser.add_argument(
-        "--restart_from", type=str | None, help="Day to train anew, with all after it; what was is set aside."
-    )
-    parser.add_argument("--out", type=str | None, help="Directory of this model's days; default: runs/NAME-daily.")
+    parser.add_argument("--restart_from", help="Day to train anew, with all after it; what was is set aside.")
+    parser.add_argument("--out", help="Directory of this model's days; default: runs/NAME-daily.")
     add_json(parser)
 
 
@@ -38,20 +35,25 @@ def run(parsed: Namespace) -> None:
     from hotbed.train.daily import Days, train_days
     from hotbed.train.process_group import process_group
 
-    values: dict[str, Any] = parsed.as_dict()
-    skip, marker, keep, changes, out, json = (
-        values.pop(name) for name in ("skip", "marker", "keep", "changes", "out", "json")
+    first, last, restart = (_day(f"--{name}", vars(parsed)[name]) for name in ("from", "until", "restart_from"))
+    texts = (parsed.skip or "").split(",")
+    skipped = frozenset(day for text in texts if text and (day := _day("--skip", text.strip())))
+    recipe = recipe_of(parsed)
+    days = Days(
+        data=recipe.data.path,
+        first=first,
+        last=last,
+        skip=skipped,
+        marker=parsed.marker,
+        keep=parsed.keep,
+        changes=parsed.changes,
     )
-    first, last, restart = (_day(f"--{name}", values.pop(name)) for name in ("from", "until", "restart_from"))
-    skipped = frozenset(day for text in (skip or "").split(",") if text and (day := _day("--skip", text.strip())))
-    recipe = recipe_of(values)
-    days = Days(data=recipe.data.path, first=first, last=last, skip=skipped, marker=marker, keep=keep, changes=changes)
-    place = local("--out", out or f"runs/{recipe.name}-daily")
+    place = local("--out", parsed.out or f"runs/{recipe.name}-daily")
     with process_group(recipe.parallel, recipe.train.device) as here:
         records = train_days(recipe, days, place, console(stderr=True), restart)
     if here.rank == 0:
         print_days(console(), records)
-        write_json(json, {"days": records})
+        write_json(parsed.json, {"days": records})
 
 
 def print_days(to: Console, records: Sequence[Mapping[str, Any]]) -> None:

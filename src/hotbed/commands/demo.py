@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
 
-from hotbed.commands.arguments import add_json, console, write_json
+from hotbed.commands.arguments import Parser, add_json, console, write_json
 from hotbed.config import Recipe
-from hotbed.config.component import at_least
-from hotbed.config.component import seed as check_seed
-from hotbed.errors import CommError, DataError
+from hotbed.config.fields import Size
+from hotbed.errors import CommError, DataError, RecipeError
 from hotbed.locations import local
 
 if TYPE_CHECKING:
@@ -27,18 +26,17 @@ TEST_FRACTION = 0.1
 THRESHOLD = 2
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the log, and the options of the demo and of the promise."""
     parser.usage = "hotbed demo [DATA] [options]"
-    parser.add_argument("data", type=str | None, nargs="?", help="Raw Criteo log (.tsv, .tsv.gz); none makes one.")
+    parser.add_argument("data", nargs="?", help="Raw Criteo log (.tsv, .tsv.gz); none makes one.")
     parser.add_argument("--samples", type=int, default=200_000, help="Lines of the log that is made.")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of that log and of the training.")
+    parser.add_argument("--seed", type=Size, default=0, help="Seed of that log and of the training.")
     parser.add_argument("--promise", action="store_true", help="One model under every plan, and what came out.")
     parser.add_argument("--ranks", type=int, default=3, help="Processes of the promise.")
     parser.add_argument("--steps", type=int, default=100, help="Steps of the promise.")
     parser.add_argument(
         "--out",
-        type=str,
         default="runs",
         help="Everything goes into a new directory OUT/demo/TIME, or OUT/promise/TIME.",
     )
@@ -48,7 +46,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(parsed: Namespace) -> None:
     """Run the demo, or the promise, and print what came out."""
     data, root = None if parsed.data is None else local("DATA", parsed.data), local("--out", parsed.out)
-    check_seed("--seed", parsed.seed)
     if parsed.promise:
         from hotbed.commands.promise import print_promise, run_promise
 
@@ -94,8 +91,8 @@ def run_demo(data: Path | None, root: Path, console: Console, *, samples: int, s
     if data is not None and not (data.is_file() or data.is_dir()):
         what = "is neither a file nor a directory" if data.exists() else "does not exist"
         raise DataError(f"{data} {what}; give a raw Criteo log (.tsv or .tsv.gz), or none to have one made")
-    if data is None:
-        at_least("--samples", samples, FEWEST_SAMPLES)
+    if data is None and samples < FEWEST_SAMPLES:
+        raise RecipeError(f"--samples: got {samples:,}, expected at least {FEWEST_SAMPLES:,}")
     run = RunDirectory(root, "demo")
     log = data or run.path / "log.tsv"
     best: dict[str, float] | None = None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from jsonargparse import ArgumentParser, Namespace
-
-from hotbed.commands.arguments import add_json, check_json, console, write_json
+from hotbed.commands.arguments import Parser, add_json, check_json, console, write_json
 from hotbed.config import Device
 from hotbed.errors import RecipeError
 from hotbed.locations import local
@@ -25,11 +24,11 @@ WIDE_SPREAD = 0.5
 MARKS = {"ok": "✓", "absent": "–", "problem": "✗"}
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the directory, and the options of measuring."""
     parser.usage = "hotbed doctor [DIR] [--measure FILE [--quick] [--device cpu] [--ranks [2,4]]] [--json FILE]"
-    parser.add_argument("dir", type=str, nargs="?", default=".", help="Where runs and tables on disk would go.")
-    parser.add_argument("--measure", type=str | None, help="Measure, for minutes, and write a hardware profile (YAML).")
+    parser.add_argument("dir", nargs="?", default=".", help="Where runs and tables on disk would go.")
+    parser.add_argument("--measure", help="Measure, for minutes, and write a hardware profile (YAML).")
     parser.add_argument("--quick", action="store_true", help="Measure less, in a fraction of the time.")
     parser.add_argument("--device", type=Device, default="auto", help="What is measured: auto, cpu or cuda.")
     parser.add_argument(
@@ -47,7 +46,7 @@ def run(parsed: Namespace) -> None:
     folder = local("DIR", parsed.dir)
     if parsed.measure is None:
         for option in ("quick", "ranks"):
-            if parsed[option]:
+            if getattr(parsed, option):
                 raise RecipeError(f"--{option} is for measuring; say where the profile goes with --measure FILE")
         checks = check_all(folder)
         print_checks(console(), checks)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from jsonargparse import ArgumentParser, Namespace
+from argparse import Namespace
 
-from hotbed.commands.arguments import add_json, add_trust, console, write_json
+from hotbed.commands.arguments import Parser, add_json, add_trust, console, write_json
 from hotbed.locations import location
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the checkpoint and the data."""
     parser.usage = "hotbed eval --checkpoint DIR [options]"
     parser.add_argument(
         "--checkpoint",
-        type=str,
         required=True,
         help="Checkpoint, run, or RUNS/NAME: its newest run.",
     )
-    parser.add_argument("--split", type=str | None, help="Split, as the recipe cuts; default: test, or all other data.")
-    parser.add_argument("--data", type=str | None, help="Other data of the same source; default: that of the recipe.")
+    parser.add_argument("--split", help="Split, as the recipe cuts; default: test, or all other data.")
+    parser.add_argument("--data", help="Other data of the same source; default: that of the recipe.")
     add_trust(parser)
     add_json(parser)
 

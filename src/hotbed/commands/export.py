@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
-
-from hotbed.commands.arguments import add_json, add_trust, console, write_json
+from hotbed.commands.arguments import Parser, add_json, add_trust, console, write_json
 from hotbed.errors import RecipeError
 from hotbed.locations import local, location
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the run, and what to make of it."""
     parser.usage = "hotbed export RUN DIR [--since EARLIER | --towers] [options], or: RUN --single FILE.pt2"
-    parser.add_argument("run", type=str, help="Run, RUNS/NAME (its newest run) or checkpoint; a path or URI.")
-    parser.add_argument("target", type=str, nargs="?", help="Directory to make, path or URI, for servers.")
+    parser.add_argument("run", help="Run, RUNS/NAME (its newest run) or checkpoint; a path or URI.")
+    parser.add_argument("target", nargs="?", help="Directory to make, path or URI, for servers.")
     parser.add_argument(
         "--since",
-        type=str | None,
         help="Earlier checkpoint, or the step of one beside the exported one: write only what changed since.",
     )
-    parser.add_argument(
-        "--single", type=str | None, help="File NAME.pt2 to make instead: one program with its tables, for torch alone."
-    )
+    parser.add_argument("--single", help="File NAME.pt2 to make instead: one program with its tables, for torch alone.")
     parser.add_argument(
         "--towers", action="store_true", help="Of a two-tower model: its towers, and all items' vectors."
     )
-    parser.add_argument("--data", type=str | None, help="Data that the model can be built for; default: the recipe's.")
+    parser.add_argument("--data", help="Data that the model can be built for; default: the recipe's.")
     add_trust(parser)
     add_json(parser)
 

@@ -3,49 +3,42 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from jsonargparse import ArgumentParser, Namespace
-
-from hotbed.config.component import one_of
-from hotbed.errors import RecipeError, SpecError
+from hotbed.commands.arguments import Parser
+from hotbed.errors import RecipeError, SpecError, did_you_mean
 from hotbed.locations import location
 
 _LONGEST_NAME = 100
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the data, what its columns are where that cannot be seen, and the recipe's file."""
     parser.usage = "hotbed init PATH [options]"
     parser.add_argument(
         "path",
-        type=str,
         help="Parquet, CSV, TSV, or a folder; also of a dataset; a path or a URI.",
     )
     parser.add_argument(
         "--label",
-        type=str,
         nargs="+",
         default=[],
         metavar="COL",
         help="Label column, where its name is not a usual one; or several, of a task each.",
     )
-    parser.add_argument(
-        "--positive", type=str | None, help="Which values of the label are positive, as '>= 4', '== yes', 'in [a, b]'."
-    )
-    parser.add_argument("--drop", type=str, nargs="+", default=[], metavar="COL", help="Columns to leave out.")
-    parser.add_argument("--time", type=str | None, help="Column of the rows' times, to split by.")
-    parser.add_argument("--test", type=str | None, help="File or folder of the test split, where it is elsewhere.")
+    parser.add_argument("--positive", help="Which values of the label are positive, as '>= 4', '== yes', 'in [a, b]'.")
+    parser.add_argument("--drop", nargs="+", default=[], metavar="COL", help="Columns to leave out.")
+    parser.add_argument("--time", help="Column of the rows' times, to split by.")
+    parser.add_argument("--test", help="File or folder of the test split, where it is elsewhere.")
     parser.add_argument("--valid", action="store_true", help="Cut off a validation split, as tuning needs it.")
     parser.add_argument(
         "--model",
-        type=str | None,
         help="Model, such as DIN, where the columns have what it needs. Default: by the data.",
     )
     parser.add_argument(
         "--history",
-        type=str,
         nargs="+",
         default=[],
         metavar="COL=COL",
@@ -53,21 +46,20 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights",
-        type=str,
         nargs="+",
         default=[],
         metavar="COL=COL",
         help="Ids and the weights of each, as tags=tag_scores.",
     )
     parser.add_argument(
-        "--item", type=str, nargs="+", default=[], metavar="COL", help="Columns of TwoTower's item; others: the user."
+        "--item", nargs="+", default=[], metavar="COL", help="Columns of TwoTower's item; others: the user."
     )
     parser.add_argument(
         "--retrieval",
         action="store_true",
         help="Let TwoTower find items among all, in the place of a label's probability; so it is without a label.",
     )
-    parser.add_argument("--out", type=str | None, help="Recipe to write; it must not exist. Default: stdout.")
+    parser.add_argument("--out", help="Recipe to write; it must not exist. Default: stdout.")
 
 
 def run(parsed: Namespace) -> None:
@@ -127,8 +119,8 @@ def draft_recipe(
     from hotbed.data.draft import draft
     from hotbed.train.build import refuse_one_class
 
-    if model is not None:
-        one_of("--model", model, MODELS, SpecError)  # before all of the data are looked at
+    if model is not None and model not in MODELS:  # before all of the data are looked at
+        raise SpecError(f"--model: got {model!r}, expected one of {', '.join(MODELS)}{did_you_mean(model, MODELS)}")
     if item and model != "TwoTower":
         raise SpecError(_needs_two_tower("--item", model))
     if retrieval and model != "TwoTower":

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
-from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table
 
 from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, runs_in, verify_checkpoint
 from hotbed.checkpoint.single_files import write_text
-from hotbed.commands.arguments import add_json, add_trust, check_json, console, write_json
+from hotbed.commands.arguments import Parser, add_json, add_parameters, add_trust, check_json, console, write_json
 from hotbed.commands.inspect_data import DataOptions, add_data_arguments, inspect_data, print_data
 from hotbed.commands.run_page import page
 from hotbed.commands.run_records import read_json, read_runs
@@ -28,24 +28,23 @@ from hotbed.train.report import RECIPE, SUMMARY, size
 from hotbed.train.stored import FEATURES
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the path, and the options of data and of `inspect_skew`."""
     parser.usage = "hotbed inspect PATH [options]"
     parser.add_argument(
         "path",
-        type=str,
         help="Data (prepared, Parquet, CSV, TSV, logs, NumPy's arrays), a recipe, run, runs of a name, or checkpoint.",
     )
     parser.add_argument("--skew", action="store_true", help="Count how often each row is looked up.")
     add_data_arguments(parser)
-    parser.add_function_arguments(inspect_skew, skip={"path", "console", "trust_recipe"})
+    add_parameters(parser, inspect_skew, skip=("path", "console", "trust_recipe"))
     add_trust(parser)
     add_json(parser)
 
 
 def run(parsed: Namespace) -> None:
     """Show what a path holds, or how skewed the lookups of its samples are."""
-    options = parsed.as_dict()
+    options = dict(vars(parsed))
     path, skew, json = location(options.pop("path")), options.pop("skew"), options.pop("json")
     of_data = DataOptions(**{field.name: options.pop(field.name) for field in fields(DataOptions)})
     if skew:

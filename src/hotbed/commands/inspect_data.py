@@ -7,13 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from jsonargparse import ArgumentParser
 from rich.console import Console
 from rich.table import Table
 
 from hotbed.checkpoint import MANIFEST
 from hotbed.checkpoint.single_files import read_yaml, write_text
-from hotbed.commands.arguments import check_json
+from hotbed.commands.arguments import Parser, check_json
 from hotbed.commands.inspect_page import distinct_text, number_text, page
 from hotbed.config import Recipe, import_from
 from hotbed.data import NpySource
@@ -59,12 +58,12 @@ class Inspected(NamedTuple):
     error: DataError | None
 
 
-def add_data_arguments(parser: ArgumentParser) -> None:
+def add_data_arguments(parser: Parser) -> None:
     """Add the options of data."""
-    parser.add_argument("--against", type=str | None, help="Earlier data, another day's: how do these differ from it?")
-    parser.add_argument("--recipe", type=str | None, help="Recipe that the data must fit: names, types, ids in range.")
-    parser.add_argument("--label", type=str | None, help="Label column, where its name is not a usual one.")
-    parser.add_argument("--html", type=str | None, help="File for a page with pictures of data, or of a run.")
+    parser.add_argument("--against", help="Earlier data, another day's: how do these differ from it?")
+    parser.add_argument("--recipe", help="Recipe that the data must fit: names, types, ids in range.")
+    parser.add_argument("--label", help="Label column, where its name is not a usual one.")
+    parser.add_argument("--html", help="File for a page with pictures of data, or of a run.")
 
 
 def inspect_data(path: str | Path, options: DataOptions, console: Console) -> Inspected:

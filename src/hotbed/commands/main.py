@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from types import ModuleType
 
-from hotbed.commands.arguments import Parser, RecipeParser, check_json
+from hotbed.commands.arguments import Command, Parser, check_json
 from hotbed.errors import CommError, HotbedError, StoppedError
 from hotbed.heap import keep_heap, share_heap
 from hotbed.machine import fit_threads, release
@@ -89,13 +89,11 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="hotbed",
         usage="hotbed COMMAND …",
-        version=release(),
         epilog="hotbed COMMAND --help shows arguments; --debug shows tracebacks.",
     )
-    kinds = dict.fromkeys(COMMANDS, Parser) | dict.fromkeys(("train", "daily", "plan"), RecipeParser)
-    parser.add_commands(
-        {name: kinds[name](partial(_add_arguments, name), description=COMMANDS[name]) for name in kinds}
-    )
+    parser.add_argument("--version", action="version", version=f"hotbed {release()}")
+    commands = {name: Command(text, partial(_add_arguments, name)) for name, text in COMMANDS.items()}
+    parser.add_commands("command", commands)
     return parser
 
 
@@ -104,14 +102,14 @@ def _run(args: list[str]) -> int:
         args.append("--help")
     try:
         parsed = make_parser().parse_args(args)
-    except SystemExit as done:  # it has printed help or the version
+        command = vars(parsed).pop("command")
+        if getattr(parsed, "json", None) is not None:
+            check_json(parsed.json)
+        if command != "doctor":  # which says what is wrong where torch cannot be imported
+            fit_threads()
+        _module(command).run(parsed)
+    except SystemExit as done:  # it has printed help, the version or the recipe
         return int(done.code or 0)
-    for key, value in vars(parsed.as_flat()).items():
-        if key.endswith(".json") and isinstance(value, str):
-            check_json(value)
-    if parsed.command != "doctor":  # which says what is wrong where torch cannot be imported
-        fit_threads()
-    _module(parsed.command).run(parsed[parsed.command])
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table as RichTable
 
 from hotbed.checkpoint.single_files import exists, read_yaml
-from hotbed.commands.arguments import add_json, console, write_json
+from hotbed.commands.arguments import Parser, add_json, add_parameters, console, write_json
 from hotbed.config import Recipe, import_from
 from hotbed.data import SplitBinarySource
 from hotbed.data.access_counts import count_accesses
@@ -36,19 +36,19 @@ from hotbed.train.parameter_groups import moments_by_table, moments_of
 from hotbed.train.report import StageProgress, size
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the recipe, the dataset, and the options of `pack_by_popularity`."""
     parser.usage = "hotbed pack RECIPE.yaml OUT --budget BYTES [options]"
-    parser.add_argument("recipe", type=str, help="Recipe: names the data, and says what a row of each table takes.")
-    parser.add_argument("out", type=str, help="Dataset directory to make.")
-    parser.add_argument("--data", type=str | None, help="Another dataset than the recipe's.")
-    parser.add_function_arguments(pack_by_popularity, skip={"recipe", "out", "console"})
+    parser.add_argument("recipe", help="Recipe: names the data, and says what a row of each table takes.")
+    parser.add_argument("out", help="Dataset directory to make.")
+    parser.add_argument("--data", help="Another dataset than the recipe's.")
+    add_parameters(parser, pack_by_popularity, skip=("recipe", "out", "console"))
     add_json(parser)
 
 
 def run(parsed: Namespace) -> None:
     """Pack, and print which rows are hot."""
-    options = parsed.as_dict()
+    options = dict(vars(parsed))
     file, data, out, json = (options.pop(name) for name in ("recipe", "data", "out", "json"))
     recipe = recipe_in(location(file), data)
     found = pack_by_popularity(recipe, local("OUT", out), console(stderr=True), **options)

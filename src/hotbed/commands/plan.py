@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
-from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table as RichTable
 from torch import nn
 
 from hotbed.checkpoint.single_files import write_text
-from hotbed.commands.arguments import add_json, add_recipe, check_json, console, recipe_of, write_json
+from hotbed.commands.arguments import (
+    Parser,
+    add_json,
+    add_parameters,
+    add_recipe,
+    check_json,
+    console,
+    recipe_of,
+    write_json,
+)
 from hotbed.commands.dry_run import cut_of, owners_of
 from hotbed.commands.plan_simulation import Options, simulated, swept_and_shown
 from hotbed.config import Recipe
@@ -38,38 +47,33 @@ _MOST_RANKS = 16
 """Ranks that are shown one by one."""
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the recipe's options, and the machine."""
     parser.usage = "hotbed plan RECIPE.yaml --hardware NAME|FILE --ranks N [--simulate] [--key value …]"
     add_recipe(parser)
-    parser.add_argument("--hardware", type=str | None, help="Built-in profile or a file; short for parallel.hardware.")
+    parser.add_argument("--hardware", help="Built-in profile or a file; short for parallel.hardware.")
     number = int | Literal["auto"]
     parser.add_argument("--ranks", type=number, default=1, help="Processes, of all replicas together; auto: the best.")
     parser.add_argument("--replicas", type=number | None, help="Short for --parallel.replicas; auto: the best number.")
     parser.add_argument("--simulate", action="store_true", help="Simulate steps; so do the options below.")
-    parser.add_class_arguments(Stragglers, "stragglers", instantiate=False)
-    parser.add_argument(
-        "--sweep", type=str | None, help="ranks=8..4096, or a figure of the hardware: network=100Gbit/s..800Gbit/s."
-    )
+    add_parameters(parser, Stragglers, "stragglers.")
+    parser.add_argument("--sweep", help="ranks=8..4096, or a figure of the hardware: network=100Gbit/s..800Gbit/s.")
     parser.add_argument("--price", type=float | None, help="Of a node per hour, for the price of a billion samples.")
-    parser.add_argument("--trace", type=str | None, help="File for the timeline of some ranks, for Chrome or Perfetto.")
-    parser.add_argument("--html", type=str | None, help="File for a page with pictures of plan, timeline and scaling.")
-    parser.add_argument("--out", type=str | None, help="File to write the plan to, for --plan of hotbed train.")
+    parser.add_argument("--trace", help="File for the timeline of some ranks, for Chrome or Perfetto.")
+    parser.add_argument("--html", help="File for a page with pictures of plan, timeline and scaling.")
+    parser.add_argument("--out", help="File to write the plan to, for --plan of hotbed train.")
     add_json(parser)
 
 
 def run(parsed: Namespace) -> None:
     """Search, and show what was found."""
-    values: dict[str, Any] = parsed.as_dict()
-    hardware, ranks, replicas, out, json = (
-        values.pop(name) for name in ("hardware", "ranks", "replicas", "out", "json")
-    )
-    wanted = bool(values.pop("simulate"))
-    stragglers = Stragglers(**values.pop("stragglers"))
+    hardware, ranks, replicas, out, json = parsed.hardware, parsed.ranks, parsed.replicas, parsed.out, parsed.json
+    values, wanted = vars(parsed), parsed.simulate
+    stragglers = Stragglers(**{field.name: values[f"stragglers.{field.name}"] for field in fields(Stragglers)})
     names = ("sweep", "price", "trace", "html")
-    options = Options(stragglers=stragglers, **{name: values.pop(name) for name in names})
+    options = Options(stragglers=stragglers, **{name: values[name] for name in names})
     wanted |= stragglers != Stragglers() or any(getattr(options, name) is not None for name in names)
-    recipe = recipe_of(values)
+    recipe = recipe_of(parsed)
     if hardware is not None:
         recipe = replace(recipe, parallel=replace(recipe.parallel, hardware=hardware))
     if out is not None:

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-from jsonargparse import ArgumentParser, Namespace
+from argparse import Namespace
 
-from hotbed.commands.arguments import add_json, add_trust, console, write_json
+from hotbed.commands.arguments import Parser, add_json, add_trust, console, write_json
 from hotbed.errors import RecipeError
 from hotbed.locations import location
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the model, the data and the file to make."""
     parser.usage = "hotbed predict RUN NEW --out FILE [options]"
-    parser.add_argument("run", type=str, help="Run, RUNS/NAME (its newest run) or checkpoint; a path or URI.")
+    parser.add_argument("run", help="Run, RUNS/NAME (its newest run) or checkpoint; a path or URI.")
     parser.add_argument(
         "data",
-        type=str,
         help="New rows, in the format of the data to train on; or raw ones, where hotbed prepare made those.",
     )
-    parser.add_argument(
-        "--out", type=str, required=True, help="File to make, path or URI: .parquet or .csv, one row per row."
-    )
-    parser.add_argument("--keep", type=str, nargs="+", default=[], help="Columns to copy in front of the scores.")
-    parser.add_argument("--split", type=str | None, help="Split to score, where the data have several.")
+    parser.add_argument("--out", required=True, help="File to make, path or URI: .parquet or .csv, one row per row.")
+    parser.add_argument("--keep", nargs="+", default=[], help="Columns to copy in front of the scores.")
+    parser.add_argument("--split", help="Split to score, where the data have several.")
     parser.add_argument("--batch_size", type=int | None, help="Rows at once; default: train.eval_batch_size.")
     parser.add_argument(
         "--prepared",
-        type=str | None,
         help="For raw rows: the prepared data that the model was trained on, if they have moved.",
     )
     parser.add_argument(
         "--missing",
-        type=str,
         nargs="+",
         default=[],
         help="Input columns that the new rows may lack; their values count as missing (e.g. `price`).",
     )
-    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto.")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto.")
     add_trust(parser)
     add_json(parser)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from hotbed.commands.arguments import add_json, console, write_json
+from hotbed.commands.arguments import Parser, add_json, add_parameters, console, write_json
 from hotbed.errors import RecipeError
 from hotbed.files import read_yaml
 from hotbed.locations import local
@@ -24,28 +24,26 @@ _OWN = ("raw", "out", "progress", "vocabulary", "schema", "executor", "memory")
 """Arguments that are not parsed as those of `hotbed.prepare`."""
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the raw files, the dataset, and the options of `hotbed.prepare`."""
     from hotbed.data.prepare import prepare
 
     parser.usage = "hotbed prepare RAW … OUT [options]"
     parser.add_argument(
         "raw",
-        type=str,
         nargs="+",
         help="Criteo logs in time order, or Parquet, CSV, TSV; or folders; URIs too.",
     )
-    parser.add_argument("out", type=str, help="Dataset directory to make.")
-    parser.add_function_arguments(prepare, skip=set(_OWN))
-    parser.add_argument("--schema", type=str | None, help="YAML of a schema, or a recipe; by default one is drafted.")
+    parser.add_argument("out", help="Dataset directory to make.")
+    add_parameters(parser, prepare, skip=_OWN)
+    parser.add_argument("--schema", help="YAML of a schema, or a recipe; by default one is drafted.")
     parser.add_argument(
         "--executor",
-        type=str,
         default="threads",
         help="threads, processes, dask:ADDRESS or ray:ADDRESS (e.g. dask:local).",
     )
-    parser.add_argument("--memory", type=str, default="2 GiB", help="Bytes to use; the rest waits on the disk.")
-    parser.add_argument("--vocabulary", type=str | None, help="vocabulary/ of an earlier dataset, whose ids are kept.")
+    parser.add_argument("--memory", default="2 GiB", help="Bytes to use; the rest waits on the disk.")
+    parser.add_argument("--vocabulary", help="vocabulary/ of an earlier dataset, whose ids are kept.")
     add_json(parser)
 
 
@@ -54,7 +52,7 @@ def run(parsed: Namespace) -> None:
     from hotbed.data.prepare import prepare
     from hotbed.train.report import StageProgress
 
-    options = parsed.as_dict()
+    options = dict(vars(parsed))
     raw, out, json = (options.pop(name) for name in ("raw", "out", "json"))
     out = local("OUT", out)
     options["memory"] = _bytes(options["memory"])

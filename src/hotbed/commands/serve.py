@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
+from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jsonargparse import ArgumentParser, Namespace
-
+from hotbed.commands.arguments import Parser, add_parameters
 from hotbed.errors import RecipeError, StoppedError
 from hotbed.locations import local, location
 from hotbed.serve.options import ServeOptions
@@ -24,19 +24,17 @@ REDIS_VARIABLE = "HOTBED_REDIS"
 _LONGEST_POLL_S = 86_400.0
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the models, where their rows are, and the server's options."""
     parser.usage = "hotbed serve DIR|URI [--model NAME=DIR|URI …] [options]"
     parser.add_argument(
         "place",
-        type=str | None,
         nargs="?",
         help="Exported model (hotbed export), or directory that training publishes in (train.publish), which is "
         "followed; a path or URI.",
     )
     parser.add_argument(
         "--model",
-        type=str,
         action="append",
         default=[],
         help="NAME=DIR|URI: a model under a name; again for several, of which the first answers POST /score.",
@@ -46,16 +44,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--redis",
-        type=str | None,
         help="Address of a Redis with rows in front of files: redis://…. With a password give it in the environment "
         f"variable {REDIS_VARIABLE}, as others see command lines.",
     )
-    parser.add_argument(
-        "--directory", type=str | None, help="Where files for changed rows are made; default: that of temporary files."
-    )
+    parser.add_argument("--directory", help="Where files for changed rows are made; default: that of temporary files.")
     parser.add_argument(
         "--cache",
-        type=str | None,
         help="Where files of models at URIs are kept; default: hotbed/models in the user's folder for caches.",
     )
     parser.add_argument(
@@ -70,14 +64,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int | None, help="Threads that compute the dense part of each model; default: torch's."
     )
-    parser.add_argument("--device", type=str, default="cpu", help="cpu or cuda.")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda.")
     parser.add_argument("--poll_s", type=float, default=1.0, help="Seconds between looks for new versions.")
-    parser.add_class_arguments(ServeOptions)
+    add_parameters(parser, ServeOptions)
 
 
 def run(parsed: Namespace) -> None:
     """Open the models, and answer until a signal says that it is enough."""
-    values: dict[str, Any] = parsed.as_dict()
+    values: dict[str, Any] = dict(vars(parsed))
     place, models, poll_s = (values.pop(name) for name in ("place", "model", "poll_s"))
     rows = _row_options(
         {name: values.pop(name) for name in ("memory_gib", "redis", "directory", "verify", "threads", "device")}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from jsonargparse import Namespace
+from argparse import Namespace
 
 from hotbed.commands.arguments import Parser, add_json, add_recipe, console, recipe_of, write_json
 from hotbed.locations import local
@@ -20,10 +18,9 @@ def add_arguments(parser: Parser) -> None:
     """Add the recipe's options, and those of the run."""
     parser.usage = "hotbed train RECIPE.yaml [--key value …]"
     add_recipe(parser)
-    parser.add_argument("--out", type=str, default="runs", help="Where runs go: OUT/NAME/TIME.")
+    parser.add_argument("--out", default="runs", help="Where runs go: OUT/NAME/TIME.")
     parser.add_argument(
         "--resume",
-        type=str | None,
         help="What to go on from: a checkpoint, a run's directory, or the runs of a name; or auto: the newest run in "
         "OUT/NAME (its checkpoints may be in train.checkpoint_dir), if there is one to go on with; or none. Default: "
         "none; under torchrun, auto among the runs of the same recipe.",
@@ -39,19 +36,19 @@ def run(parsed: Namespace) -> None:
     from hotbed.train.report import RunDirectory, print_summary
     from hotbed.train.run import train
 
-    values: dict[str, Any] = parsed.as_dict()
-    out, resume, dry_run, json = (values.pop(name) for name in ("out", "resume", "dry_run", "json"))
-    recipe = recipe_of(values)
-    if dry_run:
+    recipe = recipe_of(parsed)
+    if parsed.dry_run:
         from hotbed.commands.dry_run import memory_plan, print_memory_plan
 
         plan = memory_plan(recipe)
         if started().rank == 0:
             print_memory_plan(console(), plan)
-            write_json(json, plan)
+            write_json(parsed.json, plan)
         return
     with process_group(recipe.parallel, recipe.train.device) as here:
-        summary = train(recipe, RunDirectory(local("--out", out), recipe.name), console(stderr=True), resume=resume)
+        summary = train(
+            recipe, RunDirectory(local("--out", parsed.out), recipe.name), console(stderr=True), resume=parsed.resume
+        )
     if here.rank == 0:
         print_summary(console(), summary)
-        write_json(json, summary)
+        write_json(parsed.json, summary)

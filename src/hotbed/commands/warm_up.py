@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jsonargparse import ArgumentParser, Namespace
-
-from hotbed.commands.arguments import add_json, console, write_json
+from hotbed.commands.arguments import Parser, add_json, console, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 ROWS, SAMPLES = 40, 8
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the file for the results."""
     parser.usage = "hotbed warm-up [--json FILE]"
     add_json(parser)

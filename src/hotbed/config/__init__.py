@@ -10,8 +10,8 @@ optimizers and data sources are named by import path, so a user's own classes ne
 Importing this module is cheap and loads no class that a recipe names.
 """
 
-from hotbed.config.component import Component
-from hotbed.config.places import HotRecipe, MemoryOptions, MemoryRecipe, ParallelOptions, ParallelRecipe
+from hotbed.config.load import Component, check_trust, import_from
+from hotbed.config.parallel_memory import HotRecipe, MemoryOptions, MemoryRecipe, ParallelOptions, ParallelRecipe
 from hotbed.config.recipe import (
     HIGHER_IS_BETTER,
     DataRecipe,
@@ -28,9 +28,7 @@ from hotbed.config.recipe import (
     SparseOptimizerGroup,
     TaskRecipe,
     TrainRecipe,
-    check_keys,
 )
-from hotbed.config.trust import check_trust, import_from
 
 __all__ = [
     "HIGHER_IS_BETTER",
@@ -54,7 +52,6 @@ __all__ = [
     "SparseOptimizerGroup",
     "TaskRecipe",
     "TrainRecipe",
-    "check_keys",
     "check_trust",
     "import_from",
 ]

@@ -1,18 +1,31 @@
 """Define `Recipe`: everything that one training run is, as a tree of plain values that are checked when they are set.
 
-Ranks, memories and hot rows, which change where bytes are and how fast, are in `hotbed.config.places`.
+Ranks, memories and hot rows, which change where bytes are and how fast, are in `hotbed.config.parallel_memory`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
-from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hints
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from types import NoneType
+from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 
-from hotbed.config.component import Component, above_zero, at_least, by_table, one_of, seed
-from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
-from hotbed.errors import RecipeError, SpecError, did_you_mean
+from typing_extensions import override
+
+from hotbed.config.fields import (
+    MAY_DIFFER,
+    Count,
+    NotNegative,
+    Positive,
+    Range,
+    Section,
+    Size,
+    annotations_of,
+    section_of,
+)
+from hotbed.config.load import Component
+from hotbed.config.parallel_memory import HotRecipe, MemoryRecipe, ParallelRecipe
+from hotbed.errors import RecipeError, did_you_mean
 from hotbed.specs import Dynamic, OnBadId, RowDtype
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -31,28 +44,19 @@ _NAMES_IN_CHECKPOINTS = ("model", "dense", "sparse", "random", "position", "ids"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicRecipe:
+class DynamicRecipe(Section):
     """A table whose rows are given to ids when they are first seen, and taken back when there is no room."""
 
-    capacity_bytes: int
+    capacity_bytes: Count
     """What its rows may take, without moments."""
-    init_bound: float
+    init_bound: NotNegative
     """Initial values are uniform from minus this to this; other tables have one by their number of rows."""
-    admit_after: int = 1
+    admit_after: Count = 1
     """How often an id must be seen to get a row."""
     evict: Literal["lru", "lfu"] = "lru"
     """Which ids lose theirs: those seen least recently, or least often."""
-    ttl_steps: int | None = None
+    ttl_steps: Count | None = None
     """Steps after which an id that was not seen begins anew; by default never."""
-
-    def __post_init__(self) -> None:
-        bound: object = self.init_bound
-        if not isinstance(bound, int | float) or isinstance(bound, bool) or not 0 <= bound < math.inf:
-            raise RecipeError(f"init_bound is {bound!r}, must be a finite number, at least 0, such as 0.01")
-        try:
-            self.spec()
-        except SpecError as error:
-            raise RecipeError(str(error)) from None
 
     def spec(self) -> Dynamic:
         """The same for a `Table`."""
@@ -60,18 +64,18 @@ class DynamicRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataRecipe:
+class DataRecipe(Section, where="data."):
     """Where samples come from, and how wide the vectors of their ids are."""
 
     source: Component = field(default_factory=lambda: Component(class_path="hotbed.data.SplitBinarySource"))
     """The `Source` class; it is made with ``path`` and its init_args."""
-    path: str
+    path: str = field(metadata=MAY_DIFFER)
     """File or directory of the source."""
-    dim: int | dict[str, int] = 16
+    dim: Count | dict[str, Count] = 16
     """Columns of every embedding table, or of each table by name."""
     dtype: RowDtype | dict[str, RowDtype] = "fp32"
     """What rows are stored as: of every table, or by table name; a table that is not named is fp32. See `Table`."""
-    fp32_rows: int | dict[str, int] = 0
+    fp32_rows: Size | dict[str, Size] = 0
     """First rows that are float32 whatever the dtype: of every table, or by table name (0 for a table not named).
     A number above a table's rows means all of them, so that one number serves tables of any size."""
     dynamic: dict[str, DynamicRecipe] = field(default_factory=dict)
@@ -83,148 +87,115 @@ class DataRecipe:
     """What to do with ids that are negative or not below a table's rows."""
     train_split: str = "train"
     """Split to train on."""
-    valid_split: str | None = None
+    valid_split: str | None = field(default=None, metadata=MAY_DIFFER)
     """Split to evaluate on during training; none by default."""
-    test_split: str | None = "test"
+    test_split: str | None = field(default="test", metadata=MAY_DIFFER)
     """Split to test on after training."""
     shuffle: bool = True
     """Train in another order every epoch."""
-    window: int = 8
+    window: Count = 8
     """Chunks of the source that are shuffled together."""
-    executor: str = "threads"
+    executor: str = field(default="threads", metadata=MAY_DIFFER)
     """What reads: ``threads`` or ``processes`` of each trainer, or, for all, ``dask:ADDRESS`` or ``ray:ADDRESS``."""
-    workers: int = 2
+    workers: Count = field(default=2, metadata=MAY_DIFFER)
     """Threads or processes that read; of a cluster, how many of its workers each trainer keeps busy."""
-    prefetch: int = 4
+    prefetch: Count = field(default=4, metadata=MAY_DIFFER)
     """Batches made ahead of the trainer."""
 
-    def __post_init__(self) -> None:
+    @override
+    def contradictions(self) -> Iterator[str]:
         if not self.path:
-            raise RecipeError("data.path is empty; give a file or directory, for example --data.path prepared/")
-        for key, dim in by_table("data.dim", self.dim):
-            at_least(key, dim, 1)
-        for key, dtype in by_table("data.dtype", self.dtype):
-            one_of(key, dtype, get_args(RowDtype))
-        for key, rows in by_table("data.fp32_rows", self.fp32_rows):
-            at_least(key, rows, 0)
-        for name in ("window", "workers", "prefetch"):
-            at_least(f"data.{name}", getattr(self, name), 1)
-        one_of("data.on_bad_id", self.on_bad_id, get_args(OnBadId))
+            yield "data.path is empty; give a file or directory, for example --data.path prepared/"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainRecipe:
+class TrainRecipe(Section, where="train."):
     """How long, how precisely and where to train, and what to keep."""
 
-    batch_size: int
+    batch_size: Count
     """Samples per step, over all processes."""
-    epochs: int = 1
+    epochs: Count = field(default=1, metadata=MAY_DIFFER)
     """Passes over the train split."""
-    steps: int | None = None
+    steps: Count | None = field(default=None, metadata=MAY_DIFFER)
     """Stop after this many steps, even within an epoch."""
-    seed: int = 0
+    seed: Size = 0
     """Seed of initial values and of shuffling."""
-    device: Device = "auto"
+    device: Device = field(default="auto", metadata=MAY_DIFFER)
     """``auto`` is ``cuda`` where there is one, else ``cpu``."""
-    precision: AskedPrecision = "auto"
+    precision: AskedPrecision = field(default="auto", metadata=MAY_DIFFER)
     """``bf16`` and ``fp16`` (with loss scaling) run the forward pass under torch.autocast, weights and evaluation stay
     float32; ``tf32`` rounds float32 products on GPUs. ``auto``: ``bf16`` where all have it, else ``fp32``; it stays."""
-    linear_library: LinearLibrary = "auto"
+    linear_library: LinearLibrary = field(default="auto", metadata=MAY_DIFFER)
     """What computes float32 products of `hotbed.nn.MLP` on CPUs: ``torch`` (MKL on x86) or ``onednn``. ``auto`` is the
     faster one by kind of CPU; a resumed run keeps what it was."""
     compile: bool = False
     """Compile the model with torch.compile; lookups are operators of its graph (docs/frameworks.md)."""
-    recompute: bool = False
+    recompute: bool = field(default=False, metadata=MAY_DIFFER)
     """Compute the activations of MLPs again in backward, instead of keeping them: less memory, the same results."""
-    cuda_graph: CudaGraph = False
+    cuda_graph: CudaGraph = field(default=False, metadata=MAY_DIFFER)
     """Capture steps in CUDA graphs and replay them, the same results (`hotbed.train.step_graph`): ``auto`` where that
     can be, ``true`` or not at all. What a model's own Python does from step to step is not repeated (docs/gpu.md)."""
-    clip_grad_norm: float | None = None
+    clip_grad_norm: Positive | None = None
     """Largest norm of the gradients of all parameters and tables together; longer ones are scaled down, as by
     `hotbed.clip_grad_norm_`. Steps are not captured in CUDA graphs then, because the host computes the norm."""
-    log_every: int = 100
+    log_every: Count = field(default=100, metadata=MAY_DIFFER)
     """Steps between lines of metrics.jsonl."""
-    eval_every: int | None = None
+    eval_every: Count | None = field(default=None, metadata=MAY_DIFFER)
     """Steps between evaluations on the valid split; by default one at the end of every epoch."""
-    eval_batch_size: int = 16_384
+    eval_batch_size: Count = field(default=16_384, metadata=MAY_DIFFER)
     """Samples per batch in evaluations; it does not change results."""
-    monitor: Monitor = "logloss"
+    monitor: Monitor = field(default="logloss", metadata=MAY_DIFFER)
     """Metric that tells the best evaluation; with `Recipe.retrieval` recall unless it is ndcg."""
-    patience: int | Literal["auto"] | None = "auto"
+    patience: Count | Literal["auto"] | None = field(default="auto", metadata=MAY_DIFFER)
     """Stop after this many evaluations without a better one; null: never. ``auto`` is 2 where ``checkpoint: auto`` is
     ``best`` and evaluations are made after each epoch, else never."""
-    checkpoint: AskedCheckpointPolicy = "auto"
+    checkpoint: AskedCheckpointPolicy = field(default="auto", metadata=MAY_DIFFER)
     """Which checkpoint to keep. ``best`` is restored at the end, before the test. ``auto`` is ``best`` with several
     epochs and a valid split, else ``last`` (`hotbed.config.validation`)."""
-    checkpoint_every: int | None = None
+    checkpoint_every: Count | None = field(default=None, metadata=MAY_DIFFER)
     """With ``last``: steps between checkpoints, to resume from; by default one at the end."""
-    checkpoint_minutes: float | None = None
+    checkpoint_minutes: Positive | None = field(default=None, metadata=MAY_DIFFER)
     """With ``last``: minutes between checkpoints, besides those of ``checkpoint_every``."""
-    checkpoint_full_every: int = 1
+    checkpoint_full_every: Count = field(default=1, metadata=MAY_DIFFER)
     """Every so many checkpoints, one holds all rows; the others those that changed since, and need it to be read."""
-    checkpoint_dir: str | None = None
+    checkpoint_dir: str | None = field(default=None, metadata=MAY_DIFFER)
     """Where checkpoints go, also ``s3://bucket/path``; by default the run's directory."""
-    checkpoint_in_background: bool = True
+    checkpoint_in_background: bool = field(default=True, metadata=MAY_DIFFER)
     """Write checkpoints while training goes on; it does not change results."""
-    keep_last: int = 1
+    keep_last: Count = field(default=1, metadata=MAY_DIFFER)
     """With ``last``: how many of the newest checkpoints to keep."""
-    keep_every: int | None = None
+    keep_every: Count | None = field(default=None, metadata=MAY_DIFFER)
     """With ``last``: keep checkpoints of steps that are multiples of this for good."""
-    publish: str | None = None
+    publish: str | None = field(default=None, metadata=MAY_DIFFER)
     """Directory, also ``s3://bucket/path``, where servers find the model of each checkpoint, then changes."""
-    publish_full_every: int = 100
+    publish_full_every: Count = field(default=100, metadata=MAY_DIFFER)
     """Changes after which a full model is published again, to begin with; what only the one before needs is removed."""
-    tensorboard: bool = False
+    tensorboard: bool = field(default=False, metadata=MAY_DIFFER)
     """Write curves for TensorBoard into the run directory."""
-    step_limit_s: int | None = None
+    step_limit_s: Count | None = field(default=None, metadata=MAY_DIFFER)
     """Seconds without a batch after which a process ends itself, with the stacks of its threads in the run's directory:
     it hangs. By default ``parallel.timeout_s`` where several processes train, else no limit."""
 
-    def __post_init__(self) -> None:
-        counts = ("batch_size", "epochs", "log_every", "eval_batch_size", "checkpoint_full_every", "keep_last")
-        for name in (*counts, "publish_full_every"):
-            at_least(f"train.{name}", getattr(self, name), 1)
-        for name in ("steps", "eval_every", "patience", "checkpoint_every", "keep_every", "step_limit_s"):
-            if getattr(self, name) not in (None, "auto"):
-                at_least(f"train.{name}", getattr(self, name), 1)
-        seed("train.seed", self.seed)
-        one_of("train.device", self.device, get_args(Device))
-        one_of("train.precision", self.precision, get_args(AskedPrecision))
-        one_of("train.linear_library", self.linear_library, get_args(LinearLibrary))
-        if not isinstance(self.cuda_graph, bool):
-            one_of("train.cuda_graph", self.cuda_graph, ("auto", "true", "false"))
-            if self.cuda_graph != "auto":
-                raise RecipeError(
-                    f"train.cuda_graph is the text '{self.cuda_graph}', must be without quotes, or 'auto'"
-                )
-        one_of("train.monitor", self.monitor, get_args(Monitor))
-        one_of("train.checkpoint", self.checkpoint, get_args(AskedCheckpointPolicy))
-        for name in ("checkpoint_minutes", "clip_grad_norm"):
-            if getattr(self, name) is not None:
-                above_zero(f"train.{name}", getattr(self, name))
+    @override
+    def contradictions(self) -> Iterator[str]:
         for name in ("checkpoint_every", "checkpoint_minutes", "keep_every"):
             if getattr(self, name) is not None and self.checkpoint not in ("auto", "last"):
-                raise RecipeError(f"train.{name} is set, but train.checkpoint is '{self.checkpoint}'; set it to 'last'")
+                yield f"train.{name} is set, but train.checkpoint is '{self.checkpoint}'; set it to 'last'"
         if self.publish is not None and self.checkpoint == "none":
-            raise RecipeError("train.publish is set, but train.checkpoint is 'none', so nothing is saved that could be")
+            yield "train.publish is set, but train.checkpoint is 'none', so nothing is saved that could be"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskRecipe:
+class TaskRecipe(Section):
     """How a model is trained and measured for one label."""
 
     loss: Component = field(default_factory=lambda: Component(class_path=BINARY_CROSS_ENTROPY))
     """A torch.nn loss or one of your own, made with ``reduction="none"``: it maps logits and labels ``[n]`` to a value
     per sample ``[n]``. Arguments that are tensors are given as numbers or lists."""
-    weight: float = 1.0
+    weight: NotNegative = 1.0
     """Factor of the loss. Weights of samples are columns of the data: `Schema.weight`, `Schema.label_weights`."""
     metrics: dict[str, Component] = field(default_factory=dict)
     """By name, metrics of this label beside the recipe's ``metrics``, or in the place of those of the same name."""
-
-    def __post_init__(self) -> None:
-        value: object = self.weight
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-            raise RecipeError(f"weight is {value!r}, must be a finite number, at least 0")
 
     @property
     def is_default(self) -> bool:
@@ -233,7 +204,7 @@ class TaskRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalRecipe:
+class RetrievalRecipe(Section, where="retrieval."):
     """Which negatives an item is told from, and among how many items it is to be found.
 
     The item of a sample is what the first of the model's ``item`` columns says. A sample is a positive if its label is
@@ -245,7 +216,7 @@ class RetrievalRecipe:
     ``temperature`` unless init_args say another."""
     correction: Component | None = field(default_factory=lambda: Component(class_path="hotbed.nn.ItemFrequencies"))
     """What estimates how probable each item is in a batch, to correct for it; null: nothing is corrected."""
-    sampled: int = 0
+    sampled: Size = 0
     """Items that are drawn for each batch, negatives of all its samples beside the batch's own items."""
     sampled_by: SampledBy = "uniform"
     """Draw all items alike, or in proportion to how often each is in the split to train on."""
@@ -253,27 +224,42 @@ class RetrievalRecipe:
     """Column of lists of items, of the table of the item's column: negatives of their own sample alone."""
     items: str | None = None
     """Parquet of all items, a row each, with the model's item columns; default: the items of the data's splits."""
-    k: list[int] = field(default_factory=lambda: [10, 100])
+    k: list[Count] = field(default_factory=lambda: [10, 100], metadata=MAY_DIFFER)
     """Evaluations measure recall@k and ndcg@k among all items; the last one's is `TrainRecipe.monitor`'s."""
 
-    def __post_init__(self) -> None:
-        at_least("retrieval.sampled", self.sampled, 0)
-        one_of("retrieval.sampled_by", self.sampled_by, get_args(SampledBy))
-        if not isinstance(self.k, list) or not self.k:
-            raise RecipeError(f"retrieval.k is {self.k!r}, must be a list of numbers of items, such as [10, 100]")
-        for k in self.k:
-            at_least("retrieval.k", k, 1)
+    @override
+    def contradictions(self) -> Iterator[str]:
+        if not self.k:
+            yield "retrieval.k: got [], expected a list of numbers of items, such as [10, 100]"
         if len(set(self.k)) < len(self.k):
-            raise RecipeError(f"retrieval.k is {self.k}, which names a number twice; once will do")
+            yield f"retrieval.k is {self.k}, which names a number twice; once will do"
         if self.sampled and self.sampled_by == "popularity" and self.items is not None:
-            raise RecipeError(
+            yield (
                 f"retrieval.sampled_by is 'popularity', and retrieval.items {self.items} does not say how often items "
                 "are met; leave retrieval.items out, so that they are counted, or draw them uniform"
             )
 
 
+class _OptimizerGroup(Section):
+    """A group whose first field holds patterns of names; one name becomes a list of one."""
+
+    @override
+    def __post_init__(self) -> None:
+        name = fields(cast("Any", self))[0].name
+        patterns = getattr(self, name)
+        made = list(patterns) if isinstance(patterns, tuple) else patterns
+        object.__setattr__(self, name, [patterns] if isinstance(patterns, str) else made)
+        super().__post_init__()
+
+    @override
+    def contradictions(self) -> Iterator[str]:
+        name = fields(cast("Any", self))[0].name
+        if not (patterns := getattr(self, name)) or "" in patterns:
+            yield f"{name}: got {patterns}, expected a name or a list of names, such as wide.* or top.*.bias"
+
+
 @dataclass(frozen=True, kw_only=True)
-class DenseOptimizerGroup:
+class DenseOptimizerGroup(_OptimizerGroup):
     """Parameters that have an optimizer of their own."""
 
     parameters: list[str]
@@ -282,12 +268,9 @@ class DenseOptimizerGroup:
     optimizer: Component
     """A torch.optim optimizer, made with these parameters."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parameters", _patterns("parameters", self.parameters, "top.*.bias"))
-
 
 @dataclass(frozen=True, kw_only=True)
-class SparseOptimizerGroup:
+class SparseOptimizerGroup(_OptimizerGroup):
     """Tables that have an optimizer of their own."""
 
     tables: list[str]
@@ -296,39 +279,26 @@ class SparseOptimizerGroup:
     optimizer: Component
     """A hotbed.optim optimizer, made with these tables."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tables", _patterns("tables", self.tables, "wide.*"))
 
-
-def _patterns(key: str, value: object, example: str) -> list[str]:
-    """Return one pattern or several as a list."""
-    patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
-    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
-        raise RecipeError(f"{key} is {value!r}, must be a name or a list of names, such as {example}")
-    return cast("list[str]", patterns)
-
-
-def check_group_names(dense: Collection[str], sparse: Collection[str]) -> None:
-    """Raise `RecipeError` for names of groups that logs and checkpoints cannot have."""
+def _wrong_group_names(dense: Collection[str], sparse: Collection[str]) -> Iterator[str]:
+    """Yield messages about names of groups that logs and checkpoints cannot have."""
     for key, names in (("dense_optimizer_groups", dense), ("sparse_optimizer_groups", sparse)):
         for name in names:
             if not name.isidentifier() or name.endswith("_schedule"):
-                raise RecipeError(
+                yield (
                     f"{key} has a group called {name!r}, which must be a word of letters, digits and '_' that does not "
                     "end with _schedule; rename the group"
                 )
             if name in _NAMES_IN_CHECKPOINTS:
-                raise RecipeError(
-                    f"{key} has a group called '{name}', as something else in a checkpoint is; rename the group"
-                )
+                yield (f"{key} has a group called '{name}', as something else in a checkpoint is; rename the group")
     if both := {*dense} & {*sparse}:
-        raise RecipeError(
+        yield (
             f"dense_optimizer_groups and sparse_optimizer_groups both have a group '{min(both)}'; rename one of them"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleRecipe:
+class ScheduleRecipe(Section, where="schedule."):
     """Learning-rate factor by step: a linear warm-up, then 1, then a polynomial fall to 0.
 
     The fall is at steps that are given, or at the end of every epoch, however many steps that has. Then every epoch
@@ -336,32 +306,30 @@ class ScheduleRecipe:
     run of one epoch.
     """
 
-    warmup_steps: int = 0
+    warmup_steps: Size = 0
     """Steps over which the factor rises to 1."""
-    decay_start: int | None = None
+    decay_start: Size | None = None
     """Step after which the factor falls; it never does by default."""
-    decay_end: int | None = None
+    decay_end: Count | None = None
     """Step at which it reaches 0."""
-    decay_power: float = 2.0
+    decay_power: Annotated[float, Range(above=0, note="; 1 is linear")] = 2.0
     """Power of the fall: 1 is linear, 2 as in NVIDIA's DLRM."""
-    decay_share: float | None = None
+    decay_share: Annotated[float, Range(above=0, most=1)] | None = None
     """In the place of decay_start and decay_end: the share of every epoch's steps, its last, over which it falls."""
 
-    def __post_init__(self) -> None:
-        at_least("schedule.warmup_steps", self.warmup_steps, 0)
-        if (self.decay_start is None) != (self.decay_end is None):
-            raise RecipeError("schedule.decay_start and schedule.decay_end go together; set both, or neither")
-        if self.decay_start is not None and self.decay_end is not None:
-            at_least("schedule.decay_start", self.decay_start, self.warmup_steps, "schedule.warmup_steps")
-            at_least("schedule.decay_end", self.decay_end, self.decay_start + 1, "schedule.decay_start + 1")
-        if self.decay_share is not None:
-            if not 0 < self.decay_share <= 1:
-                raise RecipeError(f"schedule.decay_share is {self.decay_share}, must be above 0 and at most 1")
-            if self.decay_start is not None:
-                raise RecipeError(
-                    "schedule.decay_share and schedule.decay_start say both when the rate falls; leave one of them out"
-                )
-        above_zero("schedule.decay_power", self.decay_power, "; 1 is linear")
+    @override
+    def contradictions(self) -> Iterator[str]:
+        start, end = self.decay_start, self.decay_end
+        if (start is None) != (end is None):
+            yield "schedule.decay_start and schedule.decay_end go together; set both, or neither"
+        if start is not None and end is not None:
+            if start < self.warmup_steps:
+                least = f"{self.warmup_steps:,} (schedule.warmup_steps)"
+                yield f"schedule.decay_start: got {start:,}, expected at least {least}"
+            if end <= start:
+                yield f"schedule.decay_end: got {end:,}, expected at least {start + 1:,} (schedule.decay_start + 1)"
+        if self.decay_share is not None and start is not None:
+            yield "schedule.decay_share and schedule.decay_start say both when the rate falls; leave one of them out"
 
     def factor(self, step: int, epoch_steps: int | None = None) -> float:
         """Factor of the learning rate in step s, counted from 1 (NVIDIA DLRM).
@@ -381,7 +349,7 @@ class ScheduleRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InitRecipe:
+class InitRecipe(Section, where="init."):
     """What a new run begins with, if not with initial values; a resumed run goes on with its own."""
 
     checkpoint: str | None = None
@@ -393,10 +361,11 @@ class InitRecipe:
     optimizers: bool = True
     """Take the moments of tables and parameters, too."""
 
-    def __post_init__(self) -> None:
+    @override
+    def contradictions(self) -> Iterator[str]:
         for key in ("rename", "leave"):
             if getattr(self, key) and self.checkpoint is None:
-                raise RecipeError(f"init.{key} is set, but init.checkpoint is not; set it, or use --init_from")
+                yield f"init.{key} is set, but init.checkpoint is not; set it, or use --init_from"
 
 
 MOST_NAME_BYTES = 200
@@ -404,10 +373,10 @@ MOST_NAME_BYTES = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Section):
     """A whole training run."""
 
-    name: str
+    name: str = field(metadata=MAY_DIFFER)
     """Name of the run's directory."""
     data: DataRecipe
     model: Component
@@ -420,9 +389,9 @@ class Recipe:
     """By label, its loss and how much that counts; of a label that is not named binary cross-entropy, with weight 1."""
     retrieval: RetrievalRecipe | None = None
     """Train a two-tower model to find items among all of them, in the place of the probability of a label."""
-    metrics: dict[str, Component] = field(default_factory=dict)
+    metrics: dict[str, Component] = field(default_factory=dict, metadata=MAY_DIFFER)
     """By name, more metrics of each label: of torchmetrics, torcheval or your own (`train.metrics.own_metrics`)."""
-    callbacks: dict[str, Component] = field(default_factory=dict)
+    callbacks: dict[str, Component] = field(default_factory=dict, metadata=MAY_DIFFER)
     """By name, what else is to happen in training: `hotbed.Callback` classes, such as hotbed.train.tracking.MLflow.
     They get ``recipe`` and ``directory`` (that of the run) if they take arguments of these names."""
     dense_optimizer_groups: dict[str, DenseOptimizerGroup] = field(default_factory=dict)
@@ -431,25 +400,26 @@ class Recipe:
     """By name, tables with an optimizer of their own; logs and checkpoints use the name."""
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
     train: TrainRecipe
-    init: InitRecipe = field(default_factory=InitRecipe)
+    init: InitRecipe = field(default_factory=InitRecipe, metadata=MAY_DIFFER)
     parallel: ParallelRecipe = field(default_factory=ParallelRecipe)
-    memory: MemoryRecipe = field(default_factory=MemoryRecipe)
+    memory: MemoryRecipe = field(default_factory=MemoryRecipe, metadata=MAY_DIFFER)
     hot: HotRecipe = field(default_factory=HotRecipe)
 
-    def __post_init__(self) -> None:
+    @override
+    def contradictions(self) -> Iterator[str]:
         if not _is_plain(self.name):
             what = f"must be a plain directory name of at most {MOST_NAME_BYTES} bytes; it becomes runs/NAME"
-            raise RecipeError(f"name is {self.name!r}, {what}")
-        check_group_names(self.dense_optimizer_groups, self.sparse_optimizer_groups)
+            yield f"name is {self.name!r}, {what}"
+        yield from _wrong_group_names(self.dense_optimizer_groups, self.sparse_optimizer_groups)
         if self.hot.rows is not None and (self.memory.device_bytes or self.memory.host_bytes):
-            raise RecipeError(
+            yield (
                 "hot.rows says which rows are in the device's memory, but memory.device_bytes or memory.host_bytes is "
                 "set, too; leave one of them out"
             )
         if self.hot.batches == "alternating":
             for key, value in (("train.eval_every", self.train.eval_every), ("parallel.reader", self.parallel.reader)):
                 if value not in (None, "each"):
-                    raise RecipeError(
+                    yield (
                         "hot.batches is 'alternating', which evaluates after its rounds and reads in each process, "
                         f"but {key} is {value}; leave it out"
                     )
@@ -461,17 +431,17 @@ class Recipe:
             ):
                 if value not in needed:
                     either = " or ".join(map(str, needed))
-                    raise RecipeError(
+                    yield (
                         f"hot.batches is 'split', which needs parallel.{key} {either}, but it is {value}; leave it out"
                     )
         if self.retrieval is None and self.train.monitor in ("recall", "ndcg"):
-            raise RecipeError(
+            yield (
                 f"train.monitor is '{self.train.monitor}', which is of items that are found, and retrieval is not set; "
                 "set it, or monitor auc or logloss"
             )
         end, steps, needs = self.schedule.decay_end, self.train.steps, self.data.valid_split is None
         if end is not None and steps is not None and steps > end:
-            raise RecipeError(
+            yield (
                 f"train.steps is {steps:,}, but the learning rate is 0 after schedule.decay_end {end:,}; raise "
                 f"schedule.decay_end to at least {steps:,}"
             )
@@ -482,7 +452,7 @@ class Recipe:
             ("train.checkpoint", "best" if self.train.checkpoint == "best" else None),
         ):
             if needs and value is not None:
-                raise RecipeError(f"{key} is {value}, but there is nothing to evaluate on; set data.valid_split")
+                yield f"{key} is {value}, but there is nothing to evaluate on; set data.valid_split"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for YAML and JSON; `from_dict` is the inverse."""
@@ -495,50 +465,50 @@ class Recipe:
         A key that is unknown (the closest known one is named) or missing, and a value out of range, raise
         `RecipeError`.
         """
-        check_keys(values)
-        return cast("Self", _from_mapping(cls, values, ""))
+        return cast("Self", _build(cls, values, ""))
 
 
-def check_keys(values: object, *, complete: bool = True) -> None:
-    """Raise `RecipeError` if a recipe's plain values have an unknown key, or lack one unless ``complete`` is False."""
-    _check_keys(Recipe, values, "", complete)
-
-
-def _check_keys(cls: type[Any], values: object, where: str, complete: bool) -> None:
+def _build(cls: type[Any], values: object, where: str) -> Any:
+    """Make a section, and those within, from plain values."""
     if not isinstance(values, Mapping):
-        raise RecipeError(f"{where.rstrip('.') or 'the recipe'} is {values!r}, must be a mapping")
-    given, types = cast("Mapping[str, Any]", values), get_type_hints(cls)
-    for key, value in given.items():
+        raise RecipeError(f"{where.rstrip('.') or 'the recipe'}: got {values!r}, expected a mapping")
+    given, types = cast("Mapping[str, Any]", values), annotations_of(cls)
+    for key in given:
         if key not in types:
             raise RecipeError(
                 f"the recipe has an unknown key '{where}{key}'; {where.rstrip('.') or 'a recipe'} may have "
                 f"{', '.join(types)}{did_you_mean(str(key), types)}"
             )
-        for part, of, there in _sections(types[key], value, f"{where}{key}."):
-            _check_keys(part, of, there, complete)
+    made: dict[str, Any] = {}
     for f in fields(cls):
-        if complete and f.name not in given and f.default is MISSING and f.default_factory is MISSING:
-            raise RecipeError(f"the recipe lacks '{where}{f.name}', which is required")
-
-
-def _from_mapping(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
-    types = get_type_hints(cls)
-    made = {key: _made(types[key], value, f"{where}{key}.") for key, value in values.items()}
+        if f.name in given:
+            made[f.name] = _made(types[f.name], given[f.name], f"{where}{f.name}.", f)
+        elif f.default is MISSING and f.default_factory is MISSING:
+            if section_of(types[f.name]) is None:
+                raise RecipeError(f"the recipe lacks '{where}{f.name}', which is required")
+            _build(types[f.name], {}, f"{where}{f.name}.")  # which names the key within that is required
     try:
         return cls(**made)
     except RecipeError as error:
-        if cls not in (Component, DenseOptimizerGroup, SparseOptimizerGroup, TaskRecipe, DynamicRecipe):
+        if not where or str(error).startswith(where):
             raise
-        # These do not know which of the recipe's components and groups they are.
+        # A component, or an entry of a mapping, does not know which one it is.
         raise RecipeError(f"{where}{error}") from None
 
 
-def _made(annotation: Any, value: Any, where: str) -> Any:
-    """A value of a recipe's key: what its sections are made of, and anything else unchanged."""
-    made = [_from_mapping(section, of, there) for section, of, there in _sections(annotation, value, where)]
-    if get_origin(annotation) is dict and made:
-        return dict(zip(value, made, strict=True))
-    return made[0] if made else value
+def _made(annotation: Any, value: Any, where: str, of: Field[Any]) -> Any:
+    """Make the sections of a key's value; any other value stays as it is."""
+    section = section_of(annotation)
+    if section is None or (value is None and NoneType in get_args(annotation)):
+        return value
+    if get_origin(annotation) is dict:
+        if not isinstance(value, Mapping):
+            raise RecipeError(f"{where.rstrip('.')}: got {value!r}, expected a mapping of names to sections")
+        entries = cast("Mapping[str, Any]", value).items()
+        return {name: _build(section, entry, f"{where}{name}.") for name, entry in entries}
+    if section is Component and of.default_factory is not MISSING and isinstance(value, Mapping):
+        value = {"class_path": of.default_factory().class_path, **value}
+    return _build(section, value, where)
 
 
 def _is_plain(name: object) -> bool:
@@ -546,17 +516,3 @@ def _is_plain(name: object) -> bool:
     if not isinstance(name, str) or not name.strip() or name in (".", ".."):
         return False
     return name.isprintable() and not {*"/\\"} & {*name} and len(name.encode(errors="replace")) <= MOST_NAME_BYTES
-
-
-def _sections(annotation: Any, value: object, where: str) -> list[tuple[type[Any], Any, str]]:
-    """Dataclasses that a value is to become, each with its plain values and its key; none where it stays as it is."""
-    if value is None and type(None) in get_args(annotation):
-        return []
-    section = next((c for c in (annotation, *get_args(annotation)) if isinstance(c, type) and is_dataclass(c)), None)
-    if section is None:
-        return []
-    if get_origin(annotation) is not dict:
-        return [(section, value, where)]
-    if not isinstance(value, Mapping):
-        raise RecipeError(f"{where.rstrip('.')} is {value!r}, must be a mapping of names to sections")
-    return [(section, of, f"{where}{name}.") for name, of in cast("Mapping[str, Any]", value).items()]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hotbed.comm import Link, OneRank
-from hotbed.config.places import DensePart
+from hotbed.config.parallel_memory import DensePart
 from hotbed.errors import SpecError
 from hotbed.hops import messages_per_exchange
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from hotbed.comm import Link, OneRank
-from hotbed.config.places import MemoryOptions, ParallelOptions
+from hotbed.config.parallel_memory import MemoryOptions, ParallelOptions
 from hotbed.embed.agreed_plan import agreed, is_searched, plan_of_first
 from hotbed.embed.dense import data_parallel, materialize, refuse_sharded, wrapper_of
 from hotbed.embed.dense_shards import gathered, is_sharded, sharded_parameters

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hotbed.comm import Link
-from hotbed.config.places import ParallelOptions
+from hotbed.config.parallel_memory import ParallelOptions
 from hotbed.embed.arena import Arena, rounding_bits
 from hotbed.embed.gather import push_rows
 from hotbed.embed.locate import Locator

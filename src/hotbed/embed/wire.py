@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hotbed.comm import Link
-from hotbed.config.places import ParallelOptions
+from hotbed.config.parallel_memory import ParallelOptions
 from hotbed.embed.arena import Arena
 from hotbed.embed.replicas import Replicas, gather_gradients
 from hotbed.ops import Occurrences

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from hotbed import optim
 from hotbed.batch import Batch
 from hotbed.config import ParallelRecipe
-from hotbed.config.places import Codec, ParallelOptions
+from hotbed.config.parallel_memory import Codec, ParallelOptions
 from hotbed.data.zipf_source import Zipf
 from hotbed.embed.distribute import distribute
 from hotbed.jagged import Jagged

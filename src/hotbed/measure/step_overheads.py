@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from hotbed.config.places import Codec
+from hotbed.config.parallel_memory import Codec
 from hotbed.measure.step_jobs import Measured, StepJob, step_seconds
 from hotbed.plan.cost import LOOKUP, POOLING, UPDATE, CostModel
 from hotbed.plan.hardware import Hardware

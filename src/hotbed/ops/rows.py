@@ -43,7 +43,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hotbed.config.places import Codec
+from hotbed.config.parallel_memory import Codec
 from hotbed.ops.layout import (
     FIRST_COL,
     FIRST_NARROW,

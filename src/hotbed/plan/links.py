@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from hotbed.config.places import Layout
+from hotbed.config.parallel_memory import Layout
 from hotbed.errors import PlanError
 from hotbed.plan.hardware import Hardware
 

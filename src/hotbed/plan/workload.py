@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hotbed.config.places import Codec, Layout
+from hotbed.config.parallel_memory import Codec, Layout
 from hotbed.errors import PlanError, did_you_mean
 from hotbed.optim import Moment
 from hotbed.plan.popularity import ExpectedRows, Popularity, Scaled, Zipf

@@ -25,7 +25,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed import ops
-from hotbed.config.places import CachePolicy
+from hotbed.config.parallel_memory import CachePolicy
 from hotbed.ops import BackendName, CacheTags
 from hotbed.ops.layout import FREE
 from hotbed.store import memory

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from hotbed.config.places import CachePolicy, CacheTier, HostRows
+from hotbed.config.parallel_memory import CachePolicy, CacheTier, HostRows
 from hotbed.errors import StoreError
 from hotbed.ops import BackendName, host_backend
 from hotbed.specs import RowDtype, Tier

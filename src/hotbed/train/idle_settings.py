@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from hotbed.config import Recipe
+from hotbed.config.fields import settings
 from hotbed.config.validation import checkpoint_policy
 from hotbed.large_tensors import HUGE_PAGES, huge_pages_are_off
 from hotbed.plan import Plan
@@ -48,33 +49,34 @@ def idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], de
     no_cache = "there is no cache; set memory.cache_rows"
     one_checkpoint = "at most one checkpoint is saved, which holds all rows; set train.checkpoint_every"
     ends = f"the run ends after train.steps {steps:,}"
-    # Keys, their values without effect, when other values have no effect either, and why.
-    rules: list[tuple[str, object, bool, str]] = [
-        ("parallel.reader", "each", ranks == 1, alone),
-        ("parallel.forward_codec", "fp32", ranks == 1, alone),
-        ("parallel.backward_codec", "fp32", ranks == 1, alone),
-        ("parallel.dense", "ddp", ranks == 1, alone),
-        ("parallel.ranks_per_node", None, (parallel.ranks_per_node or 0) >= ranks, one_node),
-        ("parallel.sync_every", 1, parallel.replicas == 1, no_copies),
-        ("parallel.layout", "groups", parallel.replicas == 1, no_copies),
-        ("parallel.exact", False, parallel.replicas == 1, no_copies),
-        ("memory.tier", "device", memory.tier not in used, no_row),
-        ("memory.device_bytes", 0, "device" not in used, "no row is in the device's memory: raise it, or leave it out"),
-        ("memory.host_bytes", 0, "host" not in used, "no row is in the host's memory: raise it, or leave it out"),
-        ("memory.cache_policy", "lru", not memory.cache_rows, no_cache),
-        ("memory.cache_tier", "device", not memory.cache_rows, no_cache),
-        ("memory.directory", None, "disk" not in used, "no row is on disk; set memory.tier to disk"),
-        ("memory.host", "records", device.type != "cuda", "there is no GPU that could read the host's memory"),
-        ("data.fp32_rows", 0, recipe.data.dtype == "fp32", "data.dtype is fp32: all rows are; set data.dtype"),
-        ("train.checkpoint_full_every", 1, not often, one_checkpoint),
-        ("train.checkpoint_every", None, (train.checkpoint_every or 0) > steps, ends),
-        ("train.eval_every", None, (train.eval_every or 0) > steps, ends),
-        ("schedule.warmup_steps", 0, recipe.schedule.warmup_steps > steps, f"{ends}: no rate reaches what is set"),
+    # Keys, when values other than their defaults have no effect, and why.
+    rules: list[tuple[str, bool, str]] = [
+        ("parallel.reader", ranks == 1, alone),
+        ("parallel.forward_codec", ranks == 1, alone),
+        ("parallel.backward_codec", ranks == 1, alone),
+        ("parallel.dense", ranks == 1, alone),
+        ("parallel.ranks_per_node", (parallel.ranks_per_node or 0) >= ranks, one_node),
+        ("parallel.sync_every", parallel.replicas == 1, no_copies),
+        ("parallel.layout", parallel.replicas == 1, no_copies),
+        ("parallel.exact", parallel.replicas == 1, no_copies),
+        ("memory.tier", memory.tier not in used, no_row),
+        ("memory.device_bytes", "device" not in used, "no row is in the device's memory: raise it, or leave it out"),
+        ("memory.host_bytes", "host" not in used, "no row is in the host's memory: raise it, or leave it out"),
+        ("memory.cache_policy", not memory.cache_rows, no_cache),
+        ("memory.cache_tier", not memory.cache_rows, no_cache),
+        ("memory.directory", "disk" not in used, "no row is on disk; set memory.tier to disk"),
+        ("memory.host", device.type != "cuda", "there is no GPU that could read the host's memory"),
+        ("data.fp32_rows", recipe.data.dtype == "fp32", "data.dtype is fp32: all rows are; set data.dtype"),
+        ("train.checkpoint_full_every", not often, one_checkpoint),
+        ("train.checkpoint_every", (train.checkpoint_every or 0) > steps, ends),
+        ("train.eval_every", (train.eval_every or 0) > steps, ends),
+        ("schedule.warmup_steps", recipe.schedule.warmup_steps > steps, f"{ends}: no rate reaches what is set"),
     ]
     found, values = list(_of_plan(recipe, plan)), cast("Any", recipe)
-    for key, idle, has_no_effect, why in rules:
+    defaults = {setting.key: setting.field.default for setting in settings(Recipe)}
+    for key, has_no_effect, why in rules:
         value = reduce(getattr, key.split("."), values)
-        if has_no_effect and value != idle and value != {}:
+        if has_no_effect and value not in (defaults[key], {}):
             found.append(f"{key} is {f'{value:,}' if type(value) is int else value}, but {why}")
     cached = sum(len(tile.rows) for tile in tiles if tile.tier in memory.cached_tiers)
     if memory.cache_rows and memory.tier in used and memory.cache_rows * (plan.world_size if plan else 1) > cached:

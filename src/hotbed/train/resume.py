@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +32,8 @@ from hotbed.checkpoint import (
     read_manifest,
 )
 from hotbed.checkpoint.manifest import NAME, step_of
-from hotbed.config import InitRecipe, MemoryRecipe, Recipe
+from hotbed.config import Recipe
+from hotbed.config.fields import is_within, keys_that_may_differ
 from hotbed.config.validation import monitored, patience
 from hotbed.errors import DamagedError, HotbedError, RecipeError
 from hotbed.files import read_yaml
@@ -46,25 +47,9 @@ AUTO, NEVER = "auto", "none"
 _LENGTH = ("steps", "epochs", "patience", "monitor")
 """Keys of `TrainRecipe` that say when a run is over."""
 
-MAY_DIFFER = frozenset(
-    {
-        "name",
-        "hot.rows",
-        "retrieval.k",
-        *(f"data.{key}" for key in ("path", "executor", "workers", "prefetch", "valid_split", "test_split")),
-        *(f"train.{key}" for key in ("steps", "epochs", "device", "log_every", "tensorboard", "checkpoint")),
-        *(f"init.{field.name}" for field in fields(InitRecipe)),
-        *(f"memory.{field.name}" for field in fields(MemoryRecipe)),
-        *(f"parallel.{key}" for key in ("plan", "overlap", "reader", "ranks_per_node", "timeout_s")),
-        *(f"train.{key}" for key in ("precision", "linear_library")),  # `Numerics` says that they change bits
-        *(f"train.{key}" for key in ("eval_every", "eval_batch_size", "monitor", "patience", "step_limit_s")),
-        *(f"train.checkpoint_{key}" for key in ("every", "minutes", "full_every", "dir", "in_background")),
-        *(f"train.keep_{key}" for key in ("last", "every")),
-        *(f"train.{key}" for key in ("publish", "publish_full_every", "recompute", "cuda_graph")),
-    }
-)
-"""Keys that do not change what a step does, or say so; a plan may, in the one way that `Plan.wire` states."""
-_SECTIONS_THAT_MAY_DIFFER = ("metrics", "callbacks")
+_MAY_DIFFER = keys_that_may_differ(Recipe)
+_OF_A_RUN = ("data", "init", *(key for key in _MAY_DIFFER if key.startswith("train.checkpoint")))
+"""Settings that may differ on resume, but by which torchrun's restarts tell the runs of a name apart."""
 
 
 def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) -> Manifest:
@@ -76,7 +61,7 @@ def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) ->
 
 
 def _refuse_difference(what: str, stored: Mapping[str, Any], recipe: Recipe) -> None:
-    if differing := _differing(stored, recipe, MAY_DIFFER):
+    if differing := _differing(stored, recipe):
         lines = "; ".join(f"{key} was {before!r} and is now {now!r}" for key, (before, now) in differing.items())
         raise RecipeError(
             f"{what} was made with another recipe: {lines}. A resumed run goes on as it began: give the values "
@@ -84,16 +69,18 @@ def _refuse_difference(what: str, stored: Mapping[str, Any], recipe: Recipe) -> 
         )
 
 
-def _differing(stored: Mapping[str, Any], recipe: Recipe, may: frozenset[str]) -> dict[str, tuple[object, object]]:
-    """Values before and now of keys that differ and must not."""
+def _differing(
+    stored: Mapping[str, Any], recipe: Recipe, compared: Collection[str] = ()
+) -> dict[str, tuple[object, object]]:
+    """Return the values before and now of settings that differ and must not, or are to be ``compared`` all the same."""
     # Both as recipes, so that options which are not set have their defaults; and through JSON, which has no tuples.
     before, now = (_by_key(json.loads(json.dumps(r.to_dict()))) for r in (Recipe.from_dict(stored), recipe))
-    both = {
-        key: (before.get(key), now.get(key))
-        for key in {**before, **now}
-        if key not in may and key.split(".")[0] not in _SECTIONS_THAT_MAY_DIFFER
+    both = {key: (before.get(key), now.get(key)) for key in {**before, **now}}
+    return {
+        key: values
+        for key, values in both.items()
+        if values[0] != values[1] and (not is_within(key, _MAY_DIFFER) or is_within(key, compared))
     }
-    return {key: values for key, values in both.items() if values[0] != values[1]}
 
 
 def _by_key(value: object, key: str = "") -> dict[str, object]:
@@ -138,9 +125,8 @@ class Resume:
 
 def _is_of(run: Path, recipe: Recipe) -> bool:
     """Whether a run was made with this recipe; one that this release cannot read was not."""
-    may = frozenset(key for key in MAY_DIFFER if not key.startswith(("data.", "init.", "train.checkpoint")))
     try:
-        return not _differing(read_yaml(run / RECIPE) or {}, recipe, may)
+        return not _differing(read_yaml(run / RECIPE) or {}, recipe, _OF_A_RUN)
     except HotbedError:
         return False
 

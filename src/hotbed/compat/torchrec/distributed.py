@@ -18,7 +18,7 @@ from hotbed.comm import Link
 from hotbed.compat.torchrec.keyed import CombinedOptimizer, TablesOptimizer
 from hotbed.compat.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from hotbed.compat.torchrec.tables import adopt_optimizers
-from hotbed.config.places import Codec, MemoryOptions, ParallelOptions
+from hotbed.config.parallel_memory import Codec, MemoryOptions, ParallelOptions
 from hotbed.embed import Distributed, collections_of, distribute
 from hotbed.embed.agreed_plan import plan_of_first
 from hotbed.embed.plan_names import names_in_plans, plan_for

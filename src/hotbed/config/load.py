@@ -1,21 +1,34 @@
-"""Define `Component`, a class that a recipe names by its import path, and the checks that sections share."""
+"""Define `Component`, a class that a recipe names by its import path, and decide which classes a recipe may name.
+
+Importing a module runs its code. What a user names on a command line, as he names a script to Python, is his: its
+``class_path`` imports installed packages, and modules beside the recipe. What is stored in a checkpoint or a run came
+with it, perhaps from a stranger: classes of hotbed, optimizers, losses and metrics of torch are taken from it, all
+others only where the user says so (``--trust_recipe``).
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import pkgutil
+import re
 import sys
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
+from typing_extensions import override
+
+from hotbed.config.fields import Section
 from hotbed.errors import HotbedError, RecipeError, did_you_mean
-from hotbed.specs import is_int
+
+if TYPE_CHECKING:
+    from hotbed.config.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Component:
+class Component(Section):
     """A class by import path, and the arguments it is made with."""
 
     class_path: str
@@ -23,12 +36,13 @@ class Component:
     init_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments, besides those that hotbed gives."""
 
-    def __post_init__(self) -> None:
-        parts = self.class_path.split(".") if isinstance(self.class_path, str) else []
+    @override
+    def contradictions(self) -> Iterator[str]:
+        parts = self.class_path.split(".")
         if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-            raise RecipeError(f"class_path is '{self.class_path}', must be an import path like torch.optim.Adam")
-        if parts[0] in sys.stdlib_module_names or "__main__" in parts:
-            raise RecipeError(
+            yield f"class_path: got '{self.class_path}', expected an import path like torch.optim.Adam"
+        elif parts[0] in sys.stdlib_module_names or "__main__" in parts:
+            yield (
                 f"class_path is '{self.class_path}', which no recipe needs; name a class of hotbed, torch.optim, an "
                 "installed package or a module beside the recipe"
             )
@@ -103,33 +117,48 @@ def _modules_like(name: str) -> str:
     return did_you_mean(last, [module.name for module in pkgutil.iter_modules(path)])
 
 
-def by_table(key: str, value: Any) -> list[tuple[str, Any]]:
-    """Dotted keys and values of an option that may be given by table."""
-    return [(f"{key}.{table}", v) for table, v in value.items()] if isinstance(value, dict) else [(key, value)]
+_TRUSTED = re.compile(
+    r"(hotbed\.(data|nn|optim)|torch\.optim)(\.\w+)+|torch\.nn\.\w+Loss|torchmetrics\.classification\.\w+"
+)
+"""Classes that do what a recipe is for, and no more: of hotbed, optimizers and losses of torch, metrics."""
 
 
-def at_least(key: str, value: object, limit: int, what: str = "") -> None:
-    """Raise `RecipeError` unless a value is an integer of at least ``limit``, which is ``what``."""
-    if not is_int(value):
-        raise RecipeError(f"{key} is {value!r}, must be an integer")
-    if value >= 2**64:
-        raise RecipeError(f"{key} is {value:,}, must be below 2**64")
-    if not value >= limit:
-        raise RecipeError(f"{key} is {value:,}, must be at least {limit:,}{f' ({what})' if what else ''}")
+def components(value: object, key: str = "") -> Iterator[tuple[str, Component]]:
+    """Yield all classes that a recipe, or a part of it, names, by their keys."""
+    if isinstance(value, Component):
+        yield key, value
+        return
+    parts: Mapping[str, object] = {}
+    if is_dataclass(value):
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif isinstance(value, Mapping):
+        parts = cast("Mapping[str, object]", value)
+    for name, part in parts.items():
+        yield from components(part, f"{key}.{name}".lstrip("."))
 
 
-def above_zero(key: str, value: float, note: str = "") -> None:
-    """Raise `RecipeError` unless a number is finite and above 0."""
-    if not 0 < value < math.inf:
-        raise RecipeError(f"{key} is {value}, must be a finite number above 0{note}")
+SAY_SO = "add --trust_recipe (in Python: trust_recipe=True)"
+"""How a user says that a stored recipe may run code."""
 
 
-def one_of(key: str, value: str, choices: tuple[str, ...], error: type[HotbedError] = RecipeError) -> None:
-    """Raise an error unless a value is one of these."""
-    if value not in choices:
-        raise error(f"{key} is '{value}', must be one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
+def check_trust(recipe: Recipe, place: str, *, trusted: bool, say_so: str = SAY_SO) -> None:
+    """Raise `RecipeError` if a recipe names classes of others than hotbed and torch.optim, unless it is trusted.
+
+    Nothing is imported. Where it is trusted, modules in the current directory can be imported from now on. The error
+    names the ``place`` that the recipe is in, and how the user can say that it may run code.
+    """
+    if trusted:
+        import_from(Path.cwd())
+        return
+    for key, component in components(recipe):
+        if not _TRUSTED.fullmatch(component.class_path):
+            raise RecipeError(
+                f"{key} of the recipe in {place} is {component.class_path}, which is of neither hotbed nor "
+                f"torch.optim; importing it runs its code with your rights: if you trust who made this, {say_so}"
+            )
 
 
-def seed(key: str, value: object) -> None:
-    """Raise `RecipeError` unless a value is a seed: an integer of at most 64 bits."""
-    at_least(key, value, 0)
+def import_from(folder: Path) -> None:
+    """Let modules in a folder be imported, where no installed package has their name."""
+    if (path := str(folder.absolute())) not in sys.path:
+        sys.path.append(path)

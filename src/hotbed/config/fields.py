@@ -1,0 +1,207 @@
+"""Check the fields of a recipe: annotations declare types, ranges and choices, and one function checks values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import Field, dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from hotbed.errors import HotbedError, RecipeError, did_you_mean
+from hotbed.specs import is_int
+
+MAY_DIFFER = {"may_differ": True}
+"""Metadata of a field that a resumed run may change, because it does not change what a training step computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Limits of a number, for `Annotated`; integers must also be below 2**64, and other numbers finite."""
+
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    note: str = ""
+    """Text behind the limits in messages, e.g. ``" (a year)"``."""
+
+    def unmet(self, value: float, kind: type[float]) -> str | None:
+        """Return the limit that a number of a kind (int or float) breaks, or None."""
+        if isinstance(value, int) and value >= 2**64:
+            return "below 2**64"
+        if self.above < value <= self.most and value >= self.least and value < math.inf:
+            return None
+        limits = [
+            f"{word} {limit:,}"
+            for word, limit in (("at least", self.least), ("above", self.above), ("at most", self.most))
+            if math.isfinite(limit)
+        ]
+        return f"{'a finite number ' if kind is float else ''}{' and '.join(limits)}{self.note}"
+
+
+Count = Annotated[int, Range(least=1)]
+Size = Annotated[int, Range(least=0)]
+Positive = Annotated[float, Range(above=0)]
+NotNegative = Annotated[float, Range(least=0)]
+_NAMES: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    NoneType: "null",
+    list: "a list",
+    Any: "any value",
+}
+
+
+class Section:
+    """A part of a recipe, or options of a function: a dataclass whose fields are checked when it is made.
+
+    ``where`` is the section's key with a dot, for messages; ``error`` is the class of the error that is raised.
+    """
+
+    _where: ClassVar[str] = ""
+    _error: ClassVar[type[HotbedError]] = RecipeError
+
+    def __init_subclass__(cls, *, where: str = "", error: type[HotbedError] = RecipeError) -> None:
+        cls._where, cls._error = where, error
+
+    def __post_init__(self) -> None:
+        """Raise an error if a field is not what its annotation declares, or fields contradict each other."""
+        for name, annotation in annotations_of(type(self)).items():
+            value = getattr(self, name)
+            if found := problem(f"{self._where}{name}", value, annotation):
+                raise self._error(found)
+            object.__setattr__(self, name, as_declared(value, annotation))
+        for found in self.contradictions():
+            raise self._error(found)
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a message for each limit that involves several fields, or that no annotation can declare."""
+        yield from ()
+
+
+class Setting(NamedTuple):
+    """A field of a recipe, also of a section within."""
+
+    key: str
+    annotation: Any
+    field: Field[Any]
+    of: type[Any]
+
+
+def settings(cls: type[Any], above: str = "") -> Iterator[Setting]:
+    """Yield the fields of a dataclass and of the sections within, by dotted key."""
+    for field in fields(cls):
+        key, annotation = f"{above}{field.name}", annotations_of(cls)[field.name]
+        yield Setting(key, annotation, field, cls)
+        if get_origin(annotation) is not dict and (section := section_of(annotation)) is not None:
+            yield from settings(section, f"{key}.")
+
+
+@cache
+def annotations_of(cls: type[Any]) -> dict[str, Any]:
+    """Return the annotations of a dataclass's fields, with their ranges."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(cls)}
+
+
+def section_of(annotation: Any) -> type[Any] | None:
+    """Return the dataclass that values are made into: of a key, or of each entry of a mapping."""
+    return next((c for c in (annotation, *get_args(annotation)) if isinstance(c, type) and is_dataclass(c)), None)
+
+
+def annotation_at(cls: type[Any], key: str) -> Any:
+    """Return the annotation of a dotted key, which may go on into mappings; None if there is no such key."""
+    annotation: Any = cls
+    for name in key.split("."):
+        choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+        mapping = next((one for one in choices if get_origin(one) is dict), None)
+        if annotation is Any:
+            return Any
+        if mapping is not None:
+            annotation = get_args(mapping)[1]
+        elif (section := section_of(annotation)) is not None:
+            annotation = annotations_of(section).get(name)
+        else:
+            return None
+    return annotation
+
+
+def problem(key: str, value: Any, annotation: Any) -> str | None:
+    """Return the message about a value that is not what its annotation declares, or None."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        unmet = None if (found := problem(key, value, parts[0])) else parts[1].unmet(value, parts[0])
+        return _got(key, value, unmet) if unmet else found
+    if origin in (Union, UnionType):
+        found = {part: problem(key, value, part) for part in parts}
+        if None in found.values():
+            return None
+        # The member of the value's own type says more than a list of all types does.
+        own = next((found[part] for part in parts if _is_of(value, part)), None)
+        return own or _got(key, value, describe(annotation), choices_of(annotation))
+    if not _is_of(value, annotation):
+        return _got(key, value, describe(annotation), choices_of(annotation))
+    entries: list[str | None] = []
+    if origin is dict:
+        entries = [problem(f"{key}.{name}", entry, parts[1]) for name, entry in value.items()]
+    elif origin is list:
+        entries = [problem(key, entry, parts[0]) for entry in value]
+    return next((entry for entry in entries if entry), None)
+
+
+def as_declared(value: Any, annotation: Any) -> Any:
+    """Return a value as its annotation declares it: an integer as a float, where only that is declared."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    kinds = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in parts or [annotation]]
+    is_float = origin in (None, Annotated, Union, UnionType) and float in kinds and int not in kinds
+    return float(value) if is_float and is_int(value) else value
+
+
+def keys_that_may_differ(cls: type[Any]) -> set[str]:
+    """Return the dotted keys, of settings and of whole sections, that a resumed run may change."""
+    return {setting.key for setting in settings(cls) if setting.field.metadata.get("may_differ")}
+
+
+def is_within(key: str, keys: Collection[str]) -> bool:
+    """Return whether a dotted key is one of these, or within one."""
+    return any(key == one or key.startswith(f"{one}.") for one in keys)
+
+
+def _is_of(value: Any, annotation: Any) -> bool:
+    origin = get_origin(annotation)
+    kind = get_args(annotation)[0] if origin is Annotated else origin or annotation
+    if kind is Any:
+        return True
+    if kind is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(annotation))
+    if kind in (int, float):
+        return is_int(value) or (kind is float and isinstance(value, float))
+    return isinstance(value, (list, tuple) if kind is list else kind)
+
+
+def describe(annotation: Any) -> str:
+    """Return the types and choices of an annotation as messages and help name them."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return describe(parts[0])
+    if origin in (Union, UnionType):
+        return " or ".join(describe(part) for part in parts)
+    if origin is Literal:
+        return f"{'one of ' if len(parts) > 1 else ''}{', '.join(map(str, parts))}"
+    return _NAMES.get(origin or annotation, "a mapping")
+
+
+def choices_of(annotation: Any) -> list[str]:
+    """Return the names that an annotation offers."""
+    if get_origin(annotation) is Literal:
+        return [str(choice) for choice in get_args(annotation)]
+    return [choice for part in get_args(annotation) for choice in choices_of(part)]
+
+
+def _got(key: str, value: Any, expected: str, choices: list[str] | None = None) -> str:
+    shown = f"{value:,}" if is_int(value) else repr(value)
+    hint = did_you_mean(value, choices) if isinstance(value, str) and choices else ""
+    return f"{f'{key}: ' if key else ''}got {shown}, expected {expected}{hint}"
