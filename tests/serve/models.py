@@ -12,9 +12,9 @@ from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
 from hotbed.nn import DLRM, MLP, DCNv2, DLRMEnsemble, WideDeep
 from hotbed.nn.dense_part import DensePart, traced
-from hotbed.serve.format import ExportedModel
-from hotbed.serve.writing import Model
+from hotbed.serve.model_files import ExportedModel
 from hotbed.specs import Feature, Table
+from hotbed.train.export import Model
 
 TABLES = [
     Table("user", 50, 16),

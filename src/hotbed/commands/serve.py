@@ -154,7 +154,7 @@ def _opened(name: str | None, place: str, rows: Mapping[str, Any], poll_s: float
     """Open a model, and follow its directory if that is one that training publishes in."""
     from hotbed.checkpoint.storage import directory
     from hotbed.serve.follower import Follower, open_newest
-    from hotbed.serve.format import MANIFEST
+    from hotbed.serve.model_files import MANIFEST
     from hotbed.serve.server import Served
 
     at = directory(location(place))

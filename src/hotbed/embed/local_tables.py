@@ -110,6 +110,18 @@ class LocalTables(TableGroup):
         alone._leave(self.device)
         return dict(alone.__dict__)
 
+    def look_up(self, ids: Jagged) -> list[Tensor]:
+        """Pool vectors of checked ids as float32, without gradients.
+
+        Return ``[B, features, D]`` of the pooled features, if there are any, then ``[N, 1, D]`` of each sequence.
+        """
+        outputs: dict[int, Tensor] = {}
+        for source, output, bags in self._lookups(ids, 0):
+            if output not in outputs:
+                outputs[output] = torch.empty(bags.batch_size, bags.width, self.dim, device=self.device)
+            source.arena.store.lookup(bags, outputs[output])
+        return [outputs[output] for output in sorted(outputs)]
+
     def request(self, feature: str, bags: Bags, trained: bool) -> Request:
         """Return what to look up of one feature alone, into output 0; ids must be valid rows, and bags not too long."""
         return self._singles[feature].request(bags, trained)

@@ -25,10 +25,10 @@ from hotbed.batch import Batch
 from hotbed.checkpoint.storage import Directory
 from hotbed.errors import CheckpointError, DamagedError, HotbedError, StoreError
 from hotbed.ops import BackendName
-from hotbed.serve.format import ChangeSet, ExportedModel, StateEntry, encoder_digest
+from hotbed.serve.model_files import ChangeSet, ExportedModel, StateEntry, encoder_digest
 from hotbed.serve.redis_records import RedisRecords
 from hotbed.serve.scorer import Scorer
-from hotbed.serve.served_tables import ServedTables, same_tables
+from hotbed.serve.tables import ServedTables, same_tables
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -142,7 +142,7 @@ class ServedModel:
         encoded
             Whether ids and numbers of requests are as ``hotbed prepare`` makes them, and not raw values.
         cache
-            Where files of models at URIs are put, see `hotbed.serve.format.Published`.
+            Where files of models at URIs are put, see `hotbed.serve.model_files.Published`.
 
         Raises
         ------
@@ -202,7 +202,7 @@ class ServedModel:
             yield
 
     def _scored(self, batch: Batch) -> tuple[NDArray[np.float64], int]:
-        return self._scorer(batch.to(self._device)), self.step
+        return self._scorer(batch if self._device.type == "cpu" else batch.to(self._device)), self.step
 
     def counters(self) -> dict[str, dict[str, float]]:
         """Totals since the model was opened, by metric, then by feature or kind; any thread may call this."""
