@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_row_s_score_is_its_own(kind: str) -> None:
-    model, batch = model_of(kind), batch_of(3 * BLOCK_ROWS + 5)
+    model, batch = model_of(kind), batch_of(6 * BLOCK_ROWS + 5)
     with torch.no_grad():
         expected = model(batch).double().sigmoid().numpy()
     part = DensePart(model)
