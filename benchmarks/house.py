@@ -1,6 +1,6 @@
 """How far does a reader walk in the code? Files and functions by size, the files that a training step enters, imports.
 
-    python -m benchmarks.house [--files] [--json FILE]
+    python -m benchmarks.house [--files] [--only journeys] [--json FILE]
 
 *Source.* Files ``*.py`` of the package that is imported, and their lines, all of them. A function's lines go from its
 ``def`` to its end; its docstring is counted in ``lines`` and not in ``code``. It has an example if the docstring has a
@@ -28,6 +28,19 @@ the ``Trainer`` with rows in a file differ by some percent, by what of the read-
 - *frames*: the most functions of the package on the stack of one thread at a call. In the column ``()`` with
   comprehensions, which are frames of their own in some versions of Python.
 
+*Journeys.* How many files does a reader open to follow a command from its start to a certain call? `journey` runs the
+command in a fresh process and lists the distinct files of the package in the order of their first call, up to and with
+the file of that call. It counts the functions that are called in the main thread, whatever calls them. It does not
+count modules that are only imported, nor functions that an import calls (a body of a module of the package is on the
+stack). A nested function, a lambda, a comprehension or a generator expression counts as the file that it is in.
+``path`` is the part of these files that has a function on the stack at that call: the shortest way to it.
+
+- *train to first kernel*: ``hotbed train recipe.yaml`` of `TINY`, a DLRM with two tables in memory and Parquet files,
+  until the first kernel of `hotbed.ops` is called. This kernel fills a table with initial values.
+- *train to first lookup*: the same command until the first step looks up rows, so with loaders, callbacks and the loop.
+- *request to score*: a row to ``POST /score`` of a server in this process, until its score is answered. All threads are
+  counted, as in a step, and no path. An earlier request has warmed the server up.
+
 *Imports.* Medians of fresh processes: seconds of ``import torch`` and ``import hotbed`` inside, of all of ``--help``.
 """
 
@@ -35,6 +48,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import http.client
+import inspect
 import json
 import os
 import statistics
@@ -43,12 +58,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, get_type_hints
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -198,6 +216,147 @@ class Walk:
         }
 
 
+def journey(name: str, start: Callable[[], object], stop: Callable[[str, str], bool]) -> dict[str, Any]:
+    """Call ``start``, and list the files of the package that this thread enters until ``stop`` is true.
+
+    Parameters
+    ----------
+    name
+        Name of the journey, for errors.
+    start
+        What is called; it runs to its end, also after ``stop``.
+    stop
+        Maps the file within the package and the name of a function to whether the journey ends with its call. It is
+        asked once per function.
+    """
+    prefix, files, path, asked = f"{PACKAGE}{os.sep}", dict[str, list[str]](), list[str](), set[CodeType]()
+
+    def within(code: CodeType) -> str | None:
+        inside = code.co_filename.startswith(prefix)
+        return code.co_filename.removeprefix(prefix).replace(os.sep, "/") if inside else None
+
+    def seen(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event != "call" or code in asked or not code.co_flags & inspect.CO_OPTIMIZED or within(code) is None:
+            return
+        stack, at = list[CodeType](), frame
+        while at is not None:
+            stack.append(at.f_code)
+            at = at.f_back
+        if any(of.co_name == "<module>" and within(of) for of in stack):
+            return
+        asked.add(code)
+        file, function = within(code) or "", code.co_name
+        files.setdefault(file, []).append(function)
+        if stop(file, function):
+            sys.setprofile(None)
+            path[:] = dict.fromkeys(found for of in reversed(stack) if (found := within(of)) is not None)
+
+    sys.setprofile(seen)
+    try:
+        start()
+    finally:
+        sys.setprofile(None)
+    if not path:
+        raise RuntimeError(f"the journey '{name}' ended without the call that it was to lead to")
+    return {"files": len(files), "path": len(path), "entered": files, "on_path": path}
+
+
+TINY = """
+name: tiny
+data:
+  path: data
+  dim: 4
+  source:
+    class_path: hotbed.data.ParquetSource
+    init_args:
+      schema: {labels: [click], dense: [price], sparse: [{name: user, rows: 100}, {name: item, rows: 100}]}
+model: {class_path: hotbed.nn.DLRM, init_args: {bottom: [8, 4], top: [8, 1]}}
+dense_optimizer: {class_path: torch.optim.Adam, init_args: {lr: 0.01}}
+sparse_optimizer: {class_path: hotbed.optim.RowWiseAdagrad, init_args: {lr: 0.01}}
+train: {batch_size: 64, device: cpu, precision: fp32, steps: 2}
+"""
+"""Recipe of the journeys of training."""
+
+
+def write_tiny() -> None:
+    """Write `TINY` and its data into the working directory."""
+    n = 256
+    columns = {
+        "click": [i % 2 for i in range(n)],
+        "user": [i % 50 for i in range(n)],
+        "item": [i % 9 for i in range(n)],
+    }
+    Path("data").mkdir()
+    for split in ("train", "valid", "test"):
+        pq.write_table(pa.table({**columns, "price": [i / n for i in range(n)]}), f"data/{split}.parquet")
+    Path("recipe.yaml").write_text(TINY, encoding="utf-8")
+
+
+def train_until(name: str, kernels: Collection[str]) -> dict[str, Any]:
+    """Count the files from ``hotbed train recipe.yaml`` to the first call of one of these kernels on CPUs."""
+    from hotbed.commands.main import main as hotbed
+
+    write_tiny()
+    return journey(
+        name, lambda: hotbed(["train", "recipe.yaml"]), lambda file, f: file[:7] == "ops/cpu" and f in kernels
+    )
+
+
+def request_to_score() -> dict[str, Any]:
+    """Count the files from the arrival of a request at a server to the answer with its score, in all threads."""
+    from hotbed.commands.main import main as hotbed
+    from hotbed.serve.model import ServedModel
+    from hotbed.serve.options import ServeOptions
+    from hotbed.serve.server import Served, Server, listen
+
+    write_tiny()
+    hotbed(["train", "recipe.yaml"])
+    hotbed(["export", "runs/tiny", "model"])
+    options, walk = ServeOptions(port=0), Walk(PACKAGE)
+    server = Server([Served("tiny", ServedModel.open("model"))], options, listen(options))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    server.started.wait()
+    connection = http.client.HTTPConnection(server.host, server.port)
+
+    def ask() -> None:
+        connection.request("POST", "/score", json.dumps([{"user": 3, "item": 2, "price": 0.5}]))
+        answer = json.loads(connection.getresponse().read())
+        if len(answer.get("scores", [])) != 1:
+            raise RuntimeError(f"the server gave no score: {answer}")
+
+    ask()
+    walk.start()
+    ask()
+    walk.stop()
+    connection.close()
+    server.stop()
+    thread.join()
+    found = walk.found()
+    return {"files": found["files"], "path": 0, "entered": found["entered"], "on_path": []}
+
+
+JOURNEYS: dict[str, Callable[[], dict[str, Any]]] = {
+    "train to first kernel": lambda: train_until("train to first kernel", ("initial_values_", "lookup")),
+    "train to first lookup": lambda: train_until("train to first lookup", ("lookup",)),
+    "request to score": request_to_score,
+}
+"""By name, what counts a journey, in a process and an empty working directory of its own."""
+
+
+def _journey_process(_: int, name: str, folder: str) -> None:
+    os.chdir(folder)
+    Path("found.json").write_text(json.dumps(JOURNEYS[name]()), encoding="utf-8")
+
+
+def travelled(name: str) -> dict[str, Any]:
+    """Count a journey in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_journey_process, (name, folder), nprocs=1)
+        return json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))
+
+
 class Case(NamedTuple):
     """Where the rows are."""
 
@@ -305,6 +464,18 @@ def view(title: str, columns: str, rows: Sequence[Sequence[object]]) -> View:
     return table
 
 
+def journey_views(journeys: Mapping[str, Any]) -> list[View]:
+    """Journeys, and their files by package."""
+    totals = [(name, found["files"], found["path"]) for name, found in journeys.items()]
+    by_package = [Counter(f.split("/")[0] if "/" in f else "." for f in of["entered"]) for of in journeys.values()]
+    packages = dict.fromkeys(package for counts in by_package for package in counts)
+    rows = [(package, *(counts[package] for counts in by_package)) for package in packages]
+    return [
+        view("journeys", "journey, files, path", totals),
+        view("files of journeys by package", ", ".join(["package", *journeys]), rows),
+    ]
+
+
 def views(results: Mapping[str, Any]) -> list[View]:
     """Everything but the files that a step enters."""
     of, long = results["source"], [Function(**f) for f in results["source"]["long_functions"]]
@@ -330,13 +501,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Count all, print and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", action="store_true", help="list the functions that a step enters, by file, in order")
+    parser.add_argument("--only", choices=["journeys"], help="count nothing else")
     parser.add_argument("--turns", type=int, default=5, help="processes that time each import")
     parser.add_argument("--json", type=Path, help="write results here")
     args = parser.parse_args(argv)
-    steps = {case.name: walked(case) for case in CASES}
-    results = {"source": source(PACKAGE), "steps": steps, "imports_s": imports(args.turns), "python": sys.version}
+    journeys = {name: travelled(name) for name in JOURNEYS}
+    results: dict[str, Any] = {"journeys": journeys, "python": sys.version}
+    steps: dict[str, Any] = {}
+    if args.only is None:
+        steps = {case.name: walked(case) for case in CASES}
+        results |= {"source": source(PACKAGE), "steps": steps, "imports_s": imports(args.turns)}
     console = Console(width=120)
-    console.print(*views(results), sep="\n")
+    console.print(*([] if args.only else views(results)), *journey_views(journeys), sep="\n")
+    for name, found in journeys.items() if args.files else ():
+        lines = [f"{file}{' *' * (file in found['on_path'])}" for file in found["entered"]]
+        console.print(f"\n{name} (*: path):", *(f"{n:3} {line}" for n, line in enumerate(lines, 1)), sep="\n")
     for case, loops in steps.items() if args.files else ():
         for loop, found in loops.items():
             lines = [f"{file}: {', '.join(names)}" for file, names in found["entered"].items()]

@@ -43,7 +43,7 @@ from hotbed.batch import Batch
 from hotbed.data.columns import SparseColumn
 from hotbed.data.encode import Encoder
 from hotbed.files import write_json
-from hotbed.nn.dense_part import DensePart, traced
+from hotbed.nn.export import DensePart, traced
 from hotbed.serve.model import ServedModel
 from hotbed.serve.model_files import (
     MANIFEST,

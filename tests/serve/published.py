@@ -16,7 +16,7 @@ from hotbed.checkpoint.storage import directory
 from hotbed.data import Schema
 from hotbed.data.columns import SparseColumn
 from hotbed.data.encode import Encoder
-from hotbed.nn.dense_part import DensePart, traced
+from hotbed.nn.export import DensePart, traced
 from hotbed.serve.model_files import ChangeSet, ExportedModel
 from hotbed.serve.scorer import Scorer
 from hotbed.train.export import Model, write_change, write_model

@@ -19,7 +19,7 @@ from hotbed.commands.main import main
 from hotbed.data import Encoder, Loader, ParquetSource, Schema, SparseColumn
 from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
-from hotbed.nn.dense_part import DensePart, traced
+from hotbed.nn.export import DensePart, traced
 from hotbed.plan import Cut, make_plan
 from hotbed.serve.model_files import ChangeSet, ExportedModel
 from hotbed.serve.scorer import Scorer

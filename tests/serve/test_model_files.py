@@ -11,7 +11,7 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import directory, save_checkpoint
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError, DamagedError, SpecError
-from hotbed.nn.dense_part import DensePart, traced
+from hotbed.nn.export import DensePart, traced
 from hotbed.serve.model_files import ExportedModel
 from hotbed.specs import Feature, Table
 from hotbed.train.export import write_model

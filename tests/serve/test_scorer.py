@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hotbed.batch import Batch
 from hotbed.errors import BatchError
-from hotbed.nn.dense_part import DensePart, RowWiseLinear, traced
+from hotbed.nn.export import DensePart, RowWiseLinear, traced
 from hotbed.serve.scorer import BLOCK_ROWS, LARGER_BLOCKS, Scorer
 from tests.serve.models import MODELS, batch_of, model_of
 

@@ -115,12 +115,16 @@ class LocalTables(TableGroup):
 
         Return ``[B, features, D]`` of the pooled features, if there are any, then ``[N, 1, D]`` of each sequence.
         """
-        outputs: dict[int, Tensor] = {}
-        for source, output, bags in self._lookups(ids, 0):
-            if output not in outputs:
-                outputs[output] = torch.empty(bags.batch_size, bags.width, self.dim, device=self.device)
-            source.arena.store.lookup(bags, outputs[output])
-        return [outputs[output] for output in sorted(outputs)]
+        width, device = len(self.pooled), self.device
+        outputs = [torch.empty(len(ids), width, self.dim, device=device)] if width else []
+        for source in self._sources:
+            if source.pooled is not None:
+                source.arena.store.lookup(source.pooled.layout(ids, width, 0), outputs[0])
+            for places in source.sequences:
+                bags = places.layout(ids, 1, 0)
+                outputs.append(torch.empty(bags.batch_size, 1, self.dim, device=device))
+                source.arena.store.lookup(bags, outputs[-1])
+        return outputs
 
     def request(self, feature: str, bags: Bags, trained: bool) -> Request:
         """Return what to look up of one feature alone, into output 0; ids must be valid rows, and bags not too long."""

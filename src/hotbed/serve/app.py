@@ -16,8 +16,9 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -29,6 +30,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hotbed.data.encode import Encoder
+from hotbed.data.plain_rows import InputColumn
 from hotbed.errors import BatchError, DataError, RequestError, SpecError, did_you_mean
 from hotbed.machine import release
 from hotbed.serve.batching import Batcher, Scored, explained
@@ -55,12 +58,13 @@ class Application:
         options: ServeOptions,
         token: str | None,  # required from requests, unless None
         metrics: ServerMetrics,
-        connections: Callable[[], int],  # returns the number of open connections
+        connections: Sized,  # the open connections
     ) -> None:
         self._batchers, self._options, self._metrics = batchers, options, metrics
         self._bodies = Bodies(options)
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="hotbed-read")
         self._reading = 0
+        self._columns = dict[str, tuple[Encoder, Sequence[InputColumn]]]()
         self.draining = False
         version = "/versions/{version}"
         model = "/v2/models/{model}"
@@ -123,8 +127,7 @@ class Application:
 
             def read() -> tuple[pa.RecordBatch | None, str | None]:
                 parsed = parse_rows(body, content_type, self._options.max_request_rows)
-                encoder = batcher.model.encoder
-                columns = encoder.columns()
+                encoder, columns = self._inputs(name, batcher)
                 values, rows = parsed.columns([c.name for c in columns], self._options.max_request_rows)
                 return record_batch(encoder.table(values), columns) if rows else None, parsed.id
 
@@ -149,7 +152,7 @@ class Application:
         async with self._bodies.read(request, binary=header is not None) as body:
 
             def read() -> tuple[pa.RecordBatch, str | None, Mapping[str, bool]]:
-                columns = batcher.model.encoder.columns()
+                _, columns = self._inputs(name, batcher)
                 found = read_tensors(body, header, columns, outputs, most, self._bodies.most_json)
                 return record_batch(found.columns, columns), found.id, found.outputs
 
@@ -184,52 +187,55 @@ class Application:
             raise _other_version(name, version, batcher.model.step)
         return name, batcher
 
+    def _inputs(self, name: str, batcher: Batcher) -> tuple[Encoder, Sequence[InputColumn]]:
+        """Return the encoder of the served version, and its columns, which are listed once per version."""
+        encoder = batcher.model.encoder
+        if name not in self._columns or self._columns[name][0] is not encoder:
+            self._columns[name] = encoder, encoder.columns()
+        return self._columns[name]
+
     def _deadline(self) -> float:
         """When a request whose last byte came now must be answered."""
         return asyncio.get_running_loop().time() + self._options.timeout_s
 
     async def _read(self, size: int, read: Callable[[], _Result], deadline: float) -> _Result:
-        """Read a body: a small one here, a large one in a thread, so that others are answered meanwhile."""
-        try:
-            if size <= _INLINE_BYTES:
-                return read()
-            if self._reading >= _MOST_WAITING:
-                raise RequestError(
-                    f"{self._reading} large bodies are being read, at most {_MOST_WAITING} may; try again later",
-                    503,
-                    "busy",
-                    {"Retry-After": "1"},
-                )
-            self._reading += 1
+        """Read a body: a small one here, a large one in a thread, so that other requests are answered meanwhile."""
+        with self._explaining():
             try:
-                async with asyncio.timeout_at(deadline):
-                    return await asyncio.get_running_loop().run_in_executor(self._readers, read)
-            finally:
-                self._reading -= 1
-        except TimeoutError:
-            raise self._late() from None
-        except (DataError, SpecError, BatchError) as error:
-            raise RequestError(str(error), 400, "rows") from None
-        except Exception as error:
-            raise explained(error) from None
+                if size <= _INLINE_BYTES:
+                    return read()
+                if self._reading >= _MOST_WAITING:
+                    raise RequestError(
+                        f"{self._reading} large bodies are being read, at most {_MOST_WAITING} may; try again later",
+                        503,
+                        "busy",
+                        {"Retry-After": "1"},
+                    )
+                self._reading += 1
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        return await asyncio.get_running_loop().run_in_executor(self._readers, read)
+                finally:
+                    self._reading -= 1
+            except (DataError, SpecError, BatchError) as error:
+                raise RequestError(str(error), 400, "rows") from None
 
     async def _scored(self, request: Request, batcher: Batcher, rows: pa.RecordBatch, deadline: float) -> Scored:
         request.state.rows = rows.num_rows
-        try:
+        with self._explaining():
             async with asyncio.timeout_at(deadline):
                 return await batcher.submit(rows)
+
+    @contextmanager
+    def _explaining(self) -> Generator[None]:
+        """Raise the `RequestError` that explains an error to the client."""
+        try:
+            yield
         except TimeoutError:
-            raise self._late() from None
+            message = f"the scores took longer than {self._options.timeout_s:g} s (--timeout_s); try again later"
+            raise RequestError(message, 504, "timeout", {"Retry-After": "1"}) from None
         except Exception as error:
             raise explained(error) from None
-
-    def _late(self) -> RequestError:
-        return RequestError(
-            f"the scores took longer than {self._options.timeout_s:g} s (--timeout_s); try again later",
-            504,
-            "timeout",
-            {"Retry-After": "1"},
-        )
 
 
 class _Gate:
@@ -241,7 +247,7 @@ class _Gate:
         token: str | None,
         metrics: ServerMetrics,
         options: ServeOptions,
-        connections: Callable[[], int],
+        connections: Sized,
     ) -> None:
         self._app, self._metrics, self._options, self._connections = app, metrics, options, connections
         self._digest = None if token is None else _digest(f"Bearer {token}".encode())
@@ -279,7 +285,7 @@ class _Gate:
             return RequestError(message, 431, "head", {"Connection": "close"})
         if path.startswith("/v2/health/"):
             return None
-        if self._connections() > self._options.max_connections:
+        if len(self._connections) > self._options.max_connections:
             headers = {"Retry-After": "1", "Connection": "close"}
             return RequestError("the server has too many connections; try again later", 503, "connections", headers)
         if self._digest is None:

@@ -28,7 +28,7 @@ from hotbed.batch import Batch, Embeddings
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.machine import single_threads
-from hotbed.nn.dense_part import DensePart, Vectors
+from hotbed.nn.export import DensePart, Vectors
 from hotbed.specs import Feature
 
 LOG = logging.getLogger("hotbed")
@@ -138,8 +138,10 @@ class Scorer:
             blocks = self._blocks(size, self._sizes_for(batch, vectors))
             block = partial(self._block, batch, vectors)
             # A thread that computes alone computes one block itself, which saves two changes of threads.
-            is_here = self._pool is None or (len(blocks) == 1 and torch.get_num_threads() == 1)
-            found = [block(rows) for rows in blocks] if is_here else list(self._pool.map(block, blocks))
+            if self._pool is None or (len(blocks) == 1 and torch.get_num_threads() == 1):
+                found = [block(rows) for rows in blocks]
+            else:
+                found = list(self._pool.map(block, blocks))
             return torch.cat(found)[:size].cpu().numpy()
 
     def close(self) -> None:

@@ -43,8 +43,7 @@ from hotbed.data.lookup_table import LookupTable
 from hotbed.embed import EmbeddingCollection, tables_on_meta
 from hotbed.errors import CheckpointError
 from hotbed.files import new_file
-from hotbed.nn import plain
-from hotbed.nn.dense_part import DensePart, dense_dtype, traced, vectors_name
+from hotbed.nn.export import DensePart, dense_dtype, plain_model, traced, traced_whole, vectors_name
 from hotbed.nn.normalization import normalization_of, take_raw
 from hotbed.serve.model_files import (
     CHUNK_BYTES,
@@ -486,7 +485,7 @@ def export_single(
     model = build_model(recipe, origin, torch.device("cpu"))
     load_checkpoint(source, {"model": model})
     take_raw(model, origin.schema)
-    program = plain.traced(plain.plain_model(model), origin.schema)
+    program = traced_whole(plain_model(model), origin.schema)
     found = _described(origin, raw=normalization_of(model) is not None)
     text = json.dumps(found, indent=1)
     if file is not None:
