@@ -23,9 +23,8 @@ import uvicorn
 from typing_extensions import override
 
 from hotbed.errors import RecipeError, StoppedError
-from hotbed.serve.app import Application
+from hotbed.serve.app import Application, Connection
 from hotbed.serve.batching import Batcher
-from hotbed.serve.connections import Connection
 from hotbed.serve.follower import Follower
 from hotbed.serve.metrics import ModelState, ServerMetrics
 from hotbed.serve.model import ServedModel
