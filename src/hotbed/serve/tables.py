@@ -295,23 +295,21 @@ class ServedTables:
             place, entry = self._places.get(table), self._entries[table]
             if place is None:  # no feature of the model uses it
                 continue
-            if place.ids is not None:
-                rows = place.ids.staged_rows(ids)
-            elif len(deleted):
-                raise DamagedError(f"{change} deletes ids of table '{table}', which is not dynamic")
-            else:
-                rows = ids
-            if not len(ids):
+            rows, fault = ids if place.ids is None else place.ids.staged_rows(ids), None
+            if place.ids is None and len(deleted):
+                fault = f"deletes ids of table '{table}', which is not dynamic"
+            elif not len(ids):
                 continue
-            if place.ids is None:
-                if int(ids[0]) <= last.get(table, -1) or bool((ids[1:] <= ids[:-1]).any()):
-                    raise DamagedError(f"{change} has ids of table '{table}' that do not rise; copy it again")
-                last[table] = int(ids[-1])
-            if vectors.shape[1] != entry.dim or int(rows.min()) < 0 or int(rows.max()) >= entry.rows:
-                raise DamagedError(
-                    f"{change} has rows {int(rows.min()):,} … {int(rows.max()):,} of {vectors.shape[1]} columns, and "
-                    f"table '{table}' has {entry.rows:,} rows of {entry.dim}"
+            elif place.ids is None and (ids[0] <= last.get(table, -1) or bool((ids[1:] <= ids[:-1]).any())):
+                fault = f"has ids of table '{table}' that do not rise; copy it again"
+            elif vectors.shape[1] != entry.dim or int(rows.min()) < 0 or int(rows.max()) >= entry.rows:
+                fault = (
+                    f"has rows {int(rows.min()):,} … {int(rows.max()):,} of {vectors.shape[1]} columns, and table "
+                    f"'{table}' has {entry.rows:,} rows of {entry.dim}"
                 )
+            if fault is not None:
+                raise DamagedError(f"{change} {fault}")
+            last[table] = int(ids[-1])
             place.rows.stage(rows + place.first_slot, records_of(entry, rows, vectors))
 
     def _stage_ids(self, change: ChangeSet) -> None:
