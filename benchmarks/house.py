@@ -38,6 +38,8 @@ stack). A nested function, a lambda, a comprehension or a generator expression c
 - *train to first kernel*: ``hotbed train recipe.yaml`` of `TINY`, a DLRM with two tables in memory and Parquet files,
   until the first kernel of `hotbed.ops` is called. This kernel fills a table with initial values.
 - *train to first lookup*: the same command until the first step looks up rows, so with loaders, callbacks and the loop.
+- *request to score*: a row to ``POST /score`` of a server in this process, until its score is answered. All threads are
+  counted, as in a step, and no path. An earlier request has warmed the server up.
 
 *Imports.* Medians of fresh processes: seconds of ``import torch`` and ``import hotbed`` inside, of all of ``--help``.
 """
@@ -46,6 +48,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import http.client
 import inspect
 import json
 import os
@@ -300,9 +303,44 @@ def train_until(name: str, kernels: Collection[str]) -> dict[str, Any]:
     )
 
 
+def request_to_score() -> dict[str, Any]:
+    """Count the files from the arrival of a request at a server to the answer with its score, in all threads."""
+    from hotbed.commands.main import main as hotbed
+    from hotbed.serve.model import ServedModel
+    from hotbed.serve.options import ServeOptions
+    from hotbed.serve.server import Served, Server, listen
+
+    write_tiny()
+    hotbed(["train", "recipe.yaml"])
+    hotbed(["export", "runs/tiny", "model"])
+    options, walk = ServeOptions(port=0), Walk(PACKAGE)
+    server = Server([Served("tiny", ServedModel.open("model"))], options, listen(options))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    server.started.wait()
+    connection = http.client.HTTPConnection(server.host, server.port)
+
+    def ask() -> None:
+        connection.request("POST", "/score", json.dumps([{"user": 3, "item": 2, "price": 0.5}]))
+        answer = json.loads(connection.getresponse().read())
+        if len(answer.get("scores", [])) != 1:
+            raise RuntimeError(f"the server gave no score: {answer}")
+
+    ask()
+    walk.start()
+    ask()
+    walk.stop()
+    connection.close()
+    server.stop()
+    thread.join()
+    found = walk.found()
+    return {"files": found["files"], "path": 0, "entered": found["entered"], "on_path": []}
+
+
 JOURNEYS: dict[str, Callable[[], dict[str, Any]]] = {
     "train to first kernel": lambda: train_until("train to first kernel", ("initial_values_", "lookup")),
     "train to first lookup": lambda: train_until("train to first lookup", ("lookup",)),
+    "request to score": request_to_score,
 }
 """By name, what counts a journey, in a process and an empty working directory of its own."""
 

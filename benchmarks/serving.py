@@ -38,9 +38,9 @@ from rich.table import Table
 
 from benchmarks.command import run
 from hotbed.data.encode import Encoder
-from hotbed.serve.format import ExportedModel
 from hotbed.serve.logs import json_logs
 from hotbed.serve.model import ServedModel
+from hotbed.serve.model_files import ExportedModel
 from hotbed.serve.options import ServeOptions
 from hotbed.serve.server import Served, Server, listen
 from hotbed.train.report import environment

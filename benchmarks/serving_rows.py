@@ -43,8 +43,9 @@ from hotbed.batch import Batch
 from hotbed.data.columns import SparseColumn
 from hotbed.data.encode import Encoder
 from hotbed.files import write_json
-from hotbed.nn.dense_part import DensePart, traced
-from hotbed.serve.format import (
+from hotbed.nn.export import DensePart, traced
+from hotbed.serve.model import ServedModel
+from hotbed.serve.model_files import (
     MANIFEST,
     DenseEntry,
     ExportedModel,
@@ -54,9 +55,7 @@ from hotbed.serve.format import (
     ModelManifest,
     TableEntry,
     record_format,
-    values_of,
 )
-from hotbed.serve.model import ServedModel
 from hotbed.serve.redis_records import RedisRecords
 from hotbed.train.report import environment
 
@@ -225,7 +224,7 @@ def write(place: Path, rows: int) -> None:
         encoder=Encoder(schema.inputs, ids="raw").to_dict(), lookups={},
         dense=DenseEntry(file="dense.pt2", inputs=0, dtype=None), features=features, tables=tables, files=files,
     )  # fmt: skip
-    (place / MANIFEST).write_text(json.dumps(values_of(manifest)), encoding="utf-8")
+    (place / MANIFEST).write_text(json.dumps(manifest.model_dump()), encoding="utf-8")
 
 
 @contextmanager

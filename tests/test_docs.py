@@ -15,7 +15,7 @@ import pytest
 import hotbed.errors
 from hotbed.checkpoint.manifest import FORMAT
 from hotbed.commands.main import COMMANDS, main
-from hotbed.serve.format import VERSION
+from hotbed.serve.model_files import VERSION
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -14,7 +14,7 @@ from hotbed.errors import BatchError, SpecError
 from hotbed.files import read_yaml
 from hotbed.jagged import Jagged
 from hotbed.nn import CrossLayer, DCNv2
-from hotbed.nn.plain import plain_model
+from hotbed.nn.export import plain_model
 from hotbed.train.build import new_model, open_source
 
 from .parity import Weights, assert_parity, mlp, pooled

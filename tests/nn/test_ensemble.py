@@ -13,7 +13,7 @@ from hotbed.config import TrainRecipe
 from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn import DLRM, DLRMEnsemble
-from hotbed.nn.plain import plain_model
+from hotbed.nn.export import plain_model
 from hotbed.train.numerics import Numerics
 from hotbed.train.parallel import Ranks
 

@@ -11,10 +11,10 @@ from hotbed.data import Encoder, Schema, SparseColumn
 from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
 from hotbed.nn import DLRM, MLP, DCNv2, DLRMEnsemble, WideDeep
-from hotbed.nn.dense_part import DensePart, traced
-from hotbed.serve.format import ExportedModel
-from hotbed.serve.writing import Model
+from hotbed.nn.export import DensePart, traced
+from hotbed.serve.model_files import ExportedModel
 from hotbed.specs import Feature, Table
+from hotbed.train.export import Model
 
 TABLES = [
     Table("user", 50, 16),

@@ -16,10 +16,10 @@ from hotbed.checkpoint.storage import directory
 from hotbed.data import Schema
 from hotbed.data.columns import SparseColumn
 from hotbed.data.encode import Encoder
-from hotbed.nn.dense_part import DensePart, traced
-from hotbed.serve.format import ChangeSet, ExportedModel
+from hotbed.nn.export import DensePart, traced
+from hotbed.serve.model_files import ChangeSet, ExportedModel
 from hotbed.serve.scorer import Scorer
-from hotbed.serve.writing import Model, write_change, write_model
+from hotbed.train.export import Model, write_change, write_model
 
 DYNAMIC = hb.Table("users", rows="dynamic", dim=4, init_bound=0.5, dynamic=hb.Dynamic(256 * 16))
 TABLES = [

@@ -19,13 +19,13 @@ from hotbed.commands.main import main
 from hotbed.data import Encoder, Loader, ParquetSource, Schema, SparseColumn
 from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
-from hotbed.nn.dense_part import DensePart, traced
+from hotbed.nn.export import DensePart, traced
 from hotbed.plan import Cut, make_plan
-from hotbed.serve import writing
-from hotbed.serve.format import NO_ID, ChangeSet, ExportedModel
+from hotbed.serve.model_files import ChangeSet, ExportedModel
 from hotbed.serve.scorer import Scorer
-from hotbed.serve.writing import Model, write_change, write_model
 from hotbed.specs import Dynamic, Table
+from hotbed.train import export as writing
+from hotbed.train.export import Model, write_change, write_model
 from tests.commands.cases import Output, refused, train
 from tests.serve.models import FORMS, TABLES, Wide, batch_of, described, model_of, vectors_of
 from tests.train.numbers import POSITIVE
@@ -227,7 +227,7 @@ def test_ids_of_dynamic_tables_are_those_that_lookups_find(tmp_path: Path) -> No
     exported = ExportedModel.open(tmp_path / "out")
     ids = exported.ids("embeddings.t")
     assert ids is not None
-    assert sorted(ids[ids != NO_ID].tolist()) == [8, 9]  # the others were not seen for more than two steps
+    assert sorted(ids[ids >= 0].tolist()) == [8, 9]  # the others were not seen for more than two steps
     model.eval()
     with torch.no_grad():
         for id_ in (7, 8, 9, 5):

@@ -21,7 +21,7 @@ from hotbed.checkpoint import find_checkpoint, read_manifest
 from hotbed.commands.main import main
 from hotbed.errors import CheckpointError, DamagedError
 from hotbed.serve.follower import Follower, open_newest
-from hotbed.serve.format import ExportedModel
+from hotbed.serve.model_files import ExportedModel
 from tests.commands.cases import Output, refused, train
 from tests.serve.clients import LONG_S
 from tests.serve.processes import Running, running

@@ -17,10 +17,10 @@ import pytest
 
 import hotbed as hb
 from hotbed.errors import CheckpointError
-from hotbed.serve import follower, format
+from hotbed.serve import follower, model_files
 from hotbed.serve.follower import Follower, open_newest
-from hotbed.serve.format import ChangeSet, ExportedModel
 from hotbed.serve.model import ServedModel
+from hotbed.serve.model_files import ChangeSet, ExportedModel
 from tests.serve.published import Planted, Publisher, batch_of, scores_of
 
 TABLES = [hb.Table("items", rows=300, dim=4), hb.Table("users", rows="dynamic", dim=4, init_bound=0.5,
@@ -194,7 +194,7 @@ def test_a_follower_that_is_closed_gives_up_what_it_stages(
 
 def test_what_was_fetched_is_removed(publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(format, "LocalDirectory", type("None", (), {}))  # what is local is fetched, too
+    monkeypatch.setattr(model_files, "LocalDirectory", type("None", (), {}))  # what is local is fetched, too
 
     def cached() -> set[str]:
         return {path.name for path in (tmp_path / "cache" / "hotbed" / "models").iterdir()}
@@ -317,7 +317,7 @@ def test_a_thread_follows(publisher: Publisher) -> None:
 
 KILLED = """
 import os, signal, sys
-from hotbed.serve import record_files, served_tables
+from hotbed.serve import stored_rows, tables
 from hotbed.serve.follower import Follower, open_newest
 
 def killed(*_):
@@ -328,9 +328,9 @@ Follower(served, sys.argv[1]).look()
 assert served.step == 20
 point = sys.argv[2]
 if point == "stage":
-    record_files.write_all = killed
+    stored_rows.write_all = killed
 elif point == "swap":
-    served_tables.ServedIds.swap = killed
+    tables.ServedIds.swap = killed
 else:
     served.tables.tidy = killed
 print("ready", flush=True)

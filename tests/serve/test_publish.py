@@ -17,7 +17,7 @@ from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.errors import CheckpointError, RecipeError
 from hotbed.serve.follower import Follower, open_newest
-from hotbed.serve.format import ChangeSet, ExportedModel
+from hotbed.serve.model_files import ChangeSet, ExportedModel
 from hotbed.train import export
 from hotbed.train.build import new_source
 from hotbed.train.export import Exporter

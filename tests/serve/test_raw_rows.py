@@ -21,8 +21,8 @@ from hotbed.data import SplitBinarySource
 from hotbed.data.criteo import COLUMNS, DENSE, LABEL, SPARSE
 from hotbed.errors import CheckpointError, DataError, SpecError
 from hotbed.serve.follower import open_newest
-from hotbed.serve.format import ChangeSet, ExportedModel
 from hotbed.serve.model import RefusedError, ServedModel
+from hotbed.serve.model_files import ChangeSet, ExportedModel
 from tests.commands.cases import Output, refused, train
 from tests.commands.test_raw_rows import recipe_of
 from tests.serve.processes import running

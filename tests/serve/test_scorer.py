@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hotbed.batch import Batch
 from hotbed.errors import BatchError
-from hotbed.nn.dense_part import DensePart, RowWiseLinear, traced
+from hotbed.nn.export import DensePart, RowWiseLinear, traced
 from hotbed.serve.scorer import BLOCK_ROWS, LARGER_BLOCKS, Scorer
 from tests.serve.models import MODELS, batch_of, model_of
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_row_s_score_is_its_own(kind: str) -> None:
-    model, batch = model_of(kind), batch_of(3 * BLOCK_ROWS + 5)
+    model, batch = model_of(kind), batch_of(6 * BLOCK_ROWS + 5)
     with torch.no_grad():
         expected = model(batch).double().sigmoid().numpy()
     part = DensePart(model)
@@ -178,7 +178,7 @@ def test_what_gives_no_logits_is_refused() -> None:
     part = DensePart(model_of("DLRM"))
     with (
         Scorer(Sum(), dict(part.collections), part.features) as scorer,
-        pytest.raises(BatchError, match=r"the model gave logits \[32\] for 32 rows, must be \[rows, labels\]"),
+        pytest.raises(BatchError, match=r"the model gave logits \[16\] for 16 rows, must be \[rows, labels\]"),
     ):
         scorer(batch_of(3))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hotbed.embed.dynamic import Vocabulary
 from hotbed.errors import DamagedError
 from hotbed.ops import cpu_cache
-from hotbed.serve.served_ids import ServedIds
+from hotbed.serve.tables import ServedIds
 from hotbed.specs import Dynamic, Table
 from tests.matrix import examples
 
@@ -31,7 +31,7 @@ def test_the_ids_of_training_are_found_after_each_change(data: st.DataObject) ->
     before = trained.state(None)["ids"]
     served = ServedIds("users", before.numpy())
     everything = torch.arange(3001)
-    rows, _ = served.rows_of(everything, None, train=False)
+    rows = served.rows_of(everything)
     assert torch.equal(rows, trained.rows_of(everything, None, train=False)[0])
     for _ in range(3):
         trained.stepped()
@@ -41,13 +41,13 @@ def test_the_ids_of_training_are_found_after_each_change(data: st.DataObject) ->
         gone = before[(before >= 0) & ~torch.isin(before, after)]
         changed = after[(after >= 0) & (~torch.isin(after, before) | (after % 7 == 0))]
         served.stage(gone, changed)
-        assert torch.equal(served.rows_of(everything, None, train=False)[0], rows)  # nothing is swapped yet
+        assert torch.equal(served.rows_of(everything), rows)  # nothing is swapped yet
         staged = served.staged_rows(changed)
         if data.draw(st.booleans()):
             served.discard()
             served.stage(gone, changed)
         served.swap()
-        rows, _ = served.rows_of(everything, None, train=False)
+        rows = served.rows_of(everything)
         assert torch.equal(rows[changed], staged)
         assert ids_of(rows, everything) == sorted(after[after >= 0].tolist())
         used = rows[rows >= 0]

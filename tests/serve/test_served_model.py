@@ -32,7 +32,7 @@ def publisher(tmp_path: Path) -> Publisher:
 
 
 def kinds(served: ServedModel) -> set[type]:
-    stores = (a.store for c in served.tables.collections.values() for g in c._groups for a in g.arenas)
+    stores = (a.store for c in served.tables.collections.values() for g in c.groups for a in g.arenas)
     return {DenseStore if isinstance(store, DenseStore) else LazyStore for store in stores}
 
 
@@ -112,11 +112,11 @@ def test_every_id_has_its_vector_and_evicted_ones_none(publisher: Publisher) -> 
     known = ids >= 0
     place = served.tables._places["embeddings.users"]
     assert place.ids is not None
-    slots = place.ids.rows_of(ids[known], None, train=False)[0] + place.first_slot
+    slots = place.ids.rows_of(ids[known]) + place.first_slot
     assert torch.equal(place.rows.arena.store.read(slots, use="once"), weight[known])
     evicted = torch.tensor(sorted(before - set(ids.tolist())))
     assert len(evicted)
-    assert place.ids.rows_of(evicted, None, train=False)[0].tolist() == [-1] * len(evicted)
+    assert place.ids.rows_of(evicted).tolist() == [-1] * len(evicted)
 
 
 @pytest.mark.parametrize("where", ["memory", "files"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from hotbed.commands.arguments import Parser, add_json, add_trust, console, write_json
@@ -32,11 +31,19 @@ def add_arguments(parser: Parser) -> None:
 
 def run(parsed: Namespace) -> None:
     """Write what is asked for, with progress, and say what there is."""
-    if (parsed.target is None) == (parsed.single is None):
-        raise RecipeError("give one of a directory to make, and --single FILE.pt2: hotbed export RUN DIR")
+    single, since = parsed.single is not None, parsed.since is not None
+    target = local("--single", parsed.single) if single else None
+    faults = {
+        "give one of a directory to make, and --single FILE.pt2: hotbed export RUN DIR": single
+        == (parsed.target is not None),
+        "--towers writes both towers and all items; leave --single and --since out": parsed.towers
+        and (single or since),
+        f"--single is {target}, must end in .pt2": target is not None and target.suffix != ".pt2",
+        "--since has no effect with --single, which writes all rows; leave one of them out": single and since,
+    }
+    for fault in (message for message, is_wrong in faults.items() if is_wrong):
+        raise RecipeError(fault)
     start = time.perf_counter()
-    if parsed.towers and (parsed.single is not None or parsed.since is not None):
-        raise RecipeError("--towers writes both towers and all items; leave --single and --since out")
     made = _towers(parsed) if parsed.towers else _exported(parsed) if parsed.single is None else _single(parsed)
     seconds = time.perf_counter() - start
     write_json(
@@ -87,10 +94,6 @@ def _single(parsed: Namespace) -> dict[str, Any]:
     from hotbed.train.export import export_single
 
     target = local("--single", parsed.single)
-    if Path(target).suffix != ".pt2":
-        raise RecipeError(f"--single is {target}, must end in .pt2")
-    if parsed.since is not None:
-        raise RecipeError("--since has no effect with --single, which writes all rows; leave one of them out")
     made = export_single(location(parsed.run), target, parsed.data, trust_recipe=parsed.trust_recipe)
     console().print(f"{target}: {len(made['tables']):,} tables, {target.stat().st_size:,} bytes", soft_wrap=True)
     return made

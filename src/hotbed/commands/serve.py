@@ -73,19 +73,18 @@ def run(parsed: Namespace) -> None:
     """Open the models, and answer until a signal says that it is enough."""
     values: dict[str, Any] = dict(vars(parsed))
     place, models, poll_s = (values.pop(name) for name in ("place", "model", "poll_s"))
-    rows = _row_options(
-        {name: values.pop(name) for name in ("memory_gib", "redis", "directory", "verify", "threads", "device")}
-    )
+    names = ("memory_gib", "redis", "directory", "verify", "threads", "device")
+    rows = _row_options({name: values.pop(name) for name in names})
     rows |= {name: values.pop(name) for name in ("encoded", "cache")}
     if rows["cache"] is not None:
         rows["cache"] = local("--cache", rows["cache"])
         if rows["cache"].exists() and not rows["cache"].is_dir():
             raise RecipeError(f"--cache is {rows['cache']}, which is no directory; name another place")
+    if not 0 < poll_s <= _LONGEST_POLL_S:
+        raise RecipeError(f"--poll_s is {poll_s}, must be above 0 and at most {_LONGEST_POLL_S:,.0f}")
     options = ServeOptions(**values)
     token = options.token()
     named = _named(place, models)
-    if not 0 < poll_s <= _LONGEST_POLL_S:
-        raise RecipeError(f"--poll_s is {poll_s}, must be above 0 and at most {_LONGEST_POLL_S:,.0f}")
     try:
         from hotbed.serve.logs import json_logs
         from hotbed.serve.redis_records import check_address
@@ -112,31 +111,23 @@ def run(parsed: Namespace) -> None:
 
 
 def _row_options(given: dict[str, Any], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Check how models are opened: the options of `ServedModel.open`."""
-    memory_gib, device, threads, folder = (given[name] for name in ("memory_gib", "device", "threads", "directory"))
-    if memory_gib is not None and not 0 < memory_gib < math.inf:
-        raise RecipeError(f"--memory_gib is {memory_gib}, must be above 0")
-    if device not in ("cpu", "cuda"):
-        raise RecipeError(f"--device is {device!r}, must be cpu or cuda")
-    if threads is not None and threads < 1:
-        raise RecipeError(f"--threads is {threads}, must be at least 1")
-    if folder is not None and not Path(folder).is_dir():
-        raise RecipeError(f"--directory is {folder}, which is no directory; make it first")
-    what = REDIS_VARIABLE if given["redis"] is None else "--redis"
-    redis = environment.get(REDIS_VARIABLE) if given["redis"] is None else given["redis"]
-    if redis is not None and memory_gib is None:
-        raise RecipeError(
-            f"{what} is for rows in files, but without --memory_gib all rows are in memory; give --memory_gib, or "
-            f"leave {what} out"
-        )
-    return {
-        "memory_bytes": None if memory_gib is None else int(memory_gib * 2**30),
-        "redis": redis,
-        "directory": folder,
-        "verify": given["verify"],
-        "threads": threads,
-        "device": device,
+    """Check the options of models and their rows, and return those of `ServedModel.open`."""
+    found = dict(given)
+    memory_gib, redis, folder = found.pop("memory_gib"), found["redis"], found["directory"]
+    what = REDIS_VARIABLE if redis is None else "--redis"
+    found["redis"] = environment.get(REDIS_VARIABLE) if redis is None else redis
+    faults = {
+        f"--memory_gib is {memory_gib}, must be above 0": memory_gib is not None and not 0 < memory_gib < math.inf,
+        f"--device is {found['device']!r}, must be cpu or cuda": found["device"] not in ("cpu", "cuda"),
+        f"--threads is {found['threads']}, must be at least 1": found["threads"] is not None and found["threads"] < 1,
+        f"--directory is {folder}, which is no directory; make it first": folder is not None
+        and not Path(folder).is_dir(),
+        f"{what} is for rows in files, but without --memory_gib all rows are in memory; give --memory_gib, or leave "
+        f"{what} out": found["redis"] is not None and memory_gib is None,
     }
+    for fault in (message for message, is_wrong in faults.items() if is_wrong):
+        raise RecipeError(fault)
+    return {"memory_bytes": None if memory_gib is None else int(memory_gib * 2**30), **found}
 
 
 def _path_name(name: str) -> str:
@@ -148,7 +139,7 @@ def _opened(name: str | None, place: str, rows: Mapping[str, Any], poll_s: float
     """Open a model, and follow its directory if that is one that training publishes in."""
     from hotbed.checkpoint.storage import directory
     from hotbed.serve.follower import Follower, open_newest
-    from hotbed.serve.format import MANIFEST
+    from hotbed.serve.model_files import MANIFEST
     from hotbed.serve.server import Served
 
     at = directory(location(place))

@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -211,12 +211,24 @@ def _gathered(values: Tensor, cuts: list[int], link: Link) -> Tensor:
     return link.all_to_all("ids of dynamic tables", whole, [len(values)] * link.size, counts).wait()
 
 
-class RowsOfIds(Protocol):
-    """Find rows of the ids of a dynamic table; `Vocabulary` does, and what serves a model that is not trained."""
-
-    def rows_of(self, ids: Tensor, link: Link | None, *, train: bool) -> tuple[Tensor, Reinitialized]:
-        """See `Vocabulary.rows_of`."""
-        ...
+def replace_ids(
+    ids: Jagged,
+    features: Mapping[str, Sequence[str]],  # names of the features of each dynamic table
+    rows_of: Callable[[str, Tensor], Tensor],  # returns the rows of a table's ids ``[n]`` int64, -1 without one
+    missing: Counter[str],  # counts, by feature, the ids without a row
+) -> Jagged:
+    """Replace the ids of dynamic tables by rows. Ids without a row are left out of their bags."""
+    changed: dict[str, Bags] = {}
+    for table, names in features.items():
+        values = [ids[name].values.long() for name in names]
+        rows = rows_of(table, torch.cat(values))
+        for name, own in zip(names, rows.split([len(v) for v in values]), strict=True):
+            bags, absent = ids[name]._replace(values=own), own < 0
+            if bool(absent.any()):
+                missing[name] += int(absent.sum())
+                bags = kept(bags, ~absent)
+            changed[name] = bags
+    return ids.with_features(changed)
 
 
 PREFIX = "dynamic_"
@@ -226,21 +238,13 @@ PREFIX = "dynamic_"
 class DynamicTables:
     """Vocabularies of the dynamic tables of a collection, which the ranks of ``link`` share.
 
-    ``served`` finds the rows of further tables, by name: those of a model that is not trained here. ``unadmitted``
-    counts, by feature, the ids that had no row so far.
+    ``unadmitted`` counts, by feature, the ids that had no row so far.
     """
 
-    def __init__(
-        self,
-        tables: Sequence[Table],
-        features: Sequence[Feature],
-        link: Link | None = None,
-        served: Mapping[str, RowsOfIds] | None = None,
-    ) -> None:
+    def __init__(self, tables: Sequence[Table], features: Sequence[Feature], link: Link | None = None) -> None:
         place = (0, 1) if link is None else (link.rank, link.size)
         self._vocabularies = {t.name: Vocabulary(t, *place) for t in tables if t.dynamic is not None}
-        self._rows_of: Mapping[str, RowsOfIds] = {**self._vocabularies, **(served or {})}
-        self._features = {t: [f.name for f in features if f.table == t] for t in self._rows_of}
+        self._features = {t: [f.name for f in features if f.table == t] for t in self._vocabularies}
         self._link = link
         self.unadmitted: Counter[str] = Counter()
 
@@ -252,23 +256,17 @@ class DynamicTables:
         """
         if isinstance(ids, ModelParallelInput):
             raise BatchError(
-                f"table '{next(iter(self._rows_of))}' is dynamic, so every rank must have all ids of its samples; "
+                f"table '{next(iter(self._vocabularies))}' is dynamic, so every rank must have all ids of its samples; "
                 "give the batch without hotbed.ModelParallelInput"
             )
-        changed: dict[str, Bags] = {}
-        for table, vocabulary in self._rows_of.items():
-            features = self._features[table]
-            values = [ids[name].values.long() for name in features]
-            rows, reinitialized = vocabulary.rows_of(torch.cat(values), self._link, train=train)
+
+        def rows_of(table: str, values: Tensor) -> Tensor:
+            rows, reinitialized = self._vocabularies[table].rows_of(values, self._link, train=train)
             if len(reinitialized.rows):
                 reinitialize(table, reinitialized)
-            for name, own in zip(features, rows.split([len(v) for v in values]), strict=True):
-                bags, missing = ids[name]._replace(values=own), own < 0
-                if bool(missing.any()):
-                    self.unadmitted[name] += int(missing.sum())
-                    bags = kept(bags, ~missing)
-                changed[name] = bags
-        return ids.with_features(changed)
+            return rows
+
+        return replace_ids(ids, self._features, rows_of, self.unadmitted)
 
     def stepped(self, tables: Collection[str]) -> None:
         """Count a step of these tables' optimizer; see `Vocabulary.stepped`."""

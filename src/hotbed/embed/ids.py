@@ -43,11 +43,17 @@ def checked_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int
     wanted = claims(features, rows)
     if wanted <= ids.verified:
         return ids
+    ids = repaired_ids(ids, features, rows, discarded)
+    ids.mark_verified(wanted)
+    return ids
+
+
+def repaired_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int], discarded: Discarded) -> Jagged:
+    """Do what `checked_ids` does, for ids that are looked up once: whether they are valid is not remembered."""
     if too_long := _features_too_long(ids, features):
         ids = ids.with_features({f.name: _truncated(ids, f, discarded.truncated) for f in too_long})
     if bad := _features_out_of_range(ids, features, rows):
         ids = ids.with_features({f.name: _repaired(ids, f, rows[f.table], discarded.bad) for f in bad})
-    ids.mark_verified(wanted)
     return ids
 
 

@@ -110,6 +110,22 @@ class LocalTables(TableGroup):
         alone._leave(self.device)
         return dict(alone.__dict__)
 
+    def look_up(self, ids: Jagged) -> list[Tensor]:
+        """Pool vectors of checked ids as float32, without gradients.
+
+        Return ``[B, features, D]`` of the pooled features, if there are any, then ``[N, 1, D]`` of each sequence.
+        """
+        width, device = len(self.pooled), self.device
+        outputs = [torch.empty(len(ids), width, self.dim, device=device)] if width else []
+        for source in self._sources:
+            if source.pooled is not None:
+                source.arena.store.lookup(source.pooled.layout(ids, width, 0), outputs[0])
+            for places in source.sequences:
+                bags = places.layout(ids, 1, 0)
+                outputs.append(torch.empty(bags.batch_size, 1, self.dim, device=device))
+                source.arena.store.lookup(bags, outputs[-1])
+        return outputs
+
     def request(self, feature: str, bags: Bags, trained: bool) -> Request:
         """Return what to look up of one feature alone, into output 0; ids must be valid rows, and bags not too long."""
         return self._singles[feature].request(bags, trained)

@@ -1,5 +1,5 @@
 """Answer requests with trained models: what training exports, and what servers read, follow and compute.
 
-`format` says what an exported model and a set of changes are, `writing` makes them of checkpoints. `scorer` computes
-scores, for ``hotbed predict`` too.
+`model_files` describes and reads exported models and sets of changes, which `hotbed.train.export` writes. `scorer`
+computes scores, also for ``hotbed predict``.
 """

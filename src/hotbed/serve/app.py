@@ -16,8 +16,9 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -28,12 +29,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import override
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from hotbed.data.encode import Encoder
+from hotbed.data.plain_rows import InputColumn
 from hotbed.errors import BatchError, DataError, RequestError, SpecError, did_you_mean
 from hotbed.machine import release
 from hotbed.serve.batching import Batcher, Scored, explained
 from hotbed.serve.bodies import Bodies
-from hotbed.serve.connections import MAX_HEAD_BYTES
 from hotbed.serve.inputs import parse_rows, record_batch
 from hotbed.serve.metrics import ServerMetrics
 from hotbed.serve.options import ServeOptions
@@ -43,6 +47,8 @@ LOG = logging.getLogger("hotbed.serve")
 _INLINE_BYTES, _READERS = 32 << 10, 2
 _MOST_WAITING = 64
 """Large bodies that are being read, or wait for it; what comes beyond that is answered 503."""
+MAX_HEAD_BYTES = 64 << 10
+"""Upper limit of a request line and its headers, and of what frames a chunked body beyond 8 times the body."""
 _Result = TypeVar("_Result")
 
 
@@ -55,12 +61,13 @@ class Application:
         options: ServeOptions,
         token: str | None,  # required from requests, unless None
         metrics: ServerMetrics,
-        connections: Callable[[], int],  # returns the number of open connections
+        connections: Sized,  # the open connections
     ) -> None:
         self._batchers, self._options, self._metrics = batchers, options, metrics
         self._bodies = Bodies(options)
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="hotbed-read")
         self._reading = 0
+        self._columns = dict[str, tuple[Encoder, Sequence[InputColumn]]]()
         self.draining = False
         version = "/versions/{version}"
         model = "/v2/models/{model}"
@@ -123,8 +130,7 @@ class Application:
 
             def read() -> tuple[pa.RecordBatch | None, str | None]:
                 parsed = parse_rows(body, content_type, self._options.max_request_rows)
-                encoder = batcher.model.encoder
-                columns = encoder.columns()
+                encoder, columns = self._inputs(name, batcher)
                 values, rows = parsed.columns([c.name for c in columns], self._options.max_request_rows)
                 return record_batch(encoder.table(values), columns) if rows else None, parsed.id
 
@@ -149,7 +155,7 @@ class Application:
         async with self._bodies.read(request, binary=header is not None) as body:
 
             def read() -> tuple[pa.RecordBatch, str | None, Mapping[str, bool]]:
-                columns = batcher.model.encoder.columns()
+                _, columns = self._inputs(name, batcher)
                 found = read_tensors(body, header, columns, outputs, most, self._bodies.most_json)
                 return record_batch(found.columns, columns), found.id, found.outputs
 
@@ -184,52 +190,55 @@ class Application:
             raise _other_version(name, version, batcher.model.step)
         return name, batcher
 
+    def _inputs(self, name: str, batcher: Batcher) -> tuple[Encoder, Sequence[InputColumn]]:
+        """Return the encoder of the served version, and its columns, which are listed once per version."""
+        encoder = batcher.model.encoder
+        if name not in self._columns or self._columns[name][0] is not encoder:
+            self._columns[name] = encoder, encoder.columns()
+        return self._columns[name]
+
     def _deadline(self) -> float:
         """When a request whose last byte came now must be answered."""
         return asyncio.get_running_loop().time() + self._options.timeout_s
 
     async def _read(self, size: int, read: Callable[[], _Result], deadline: float) -> _Result:
-        """Read a body: a small one here, a large one in a thread, so that others are answered meanwhile."""
-        try:
-            if size <= _INLINE_BYTES:
-                return read()
-            if self._reading >= _MOST_WAITING:
-                raise RequestError(
-                    f"{self._reading} large bodies are being read, at most {_MOST_WAITING} may; try again later",
-                    503,
-                    "busy",
-                    {"Retry-After": "1"},
-                )
-            self._reading += 1
+        """Read a body: a small one here, a large one in a thread, so that other requests are answered meanwhile."""
+        with self._explaining():
             try:
-                async with asyncio.timeout_at(deadline):
-                    return await asyncio.get_running_loop().run_in_executor(self._readers, read)
-            finally:
-                self._reading -= 1
-        except TimeoutError:
-            raise self._late() from None
-        except (DataError, SpecError, BatchError) as error:
-            raise RequestError(str(error), 400, "rows") from None
-        except Exception as error:
-            raise explained(error) from None
+                if size <= _INLINE_BYTES:
+                    return read()
+                if self._reading >= _MOST_WAITING:
+                    raise RequestError(
+                        f"{self._reading} large bodies are being read, at most {_MOST_WAITING} may; try again later",
+                        503,
+                        "busy",
+                        {"Retry-After": "1"},
+                    )
+                self._reading += 1
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        return await asyncio.get_running_loop().run_in_executor(self._readers, read)
+                finally:
+                    self._reading -= 1
+            except (DataError, SpecError, BatchError) as error:
+                raise RequestError(str(error), 400, "rows") from None
 
     async def _scored(self, request: Request, batcher: Batcher, rows: pa.RecordBatch, deadline: float) -> Scored:
         request.state.rows = rows.num_rows
-        try:
+        with self._explaining():
             async with asyncio.timeout_at(deadline):
                 return await batcher.submit(rows)
+
+    @contextmanager
+    def _explaining(self) -> Generator[None]:
+        """Raise the `RequestError` that explains an error to the client."""
+        try:
+            yield
         except TimeoutError:
-            raise self._late() from None
+            message = f"the scores took longer than {self._options.timeout_s:g} s (--timeout_s); try again later"
+            raise RequestError(message, 504, "timeout", {"Retry-After": "1"}) from None
         except Exception as error:
             raise explained(error) from None
-
-    def _late(self) -> RequestError:
-        return RequestError(
-            f"the scores took longer than {self._options.timeout_s:g} s (--timeout_s); try again later",
-            504,
-            "timeout",
-            {"Retry-After": "1"},
-        )
 
 
 class _Gate:
@@ -241,7 +250,7 @@ class _Gate:
         token: str | None,
         metrics: ServerMetrics,
         options: ServeOptions,
-        connections: Callable[[], int],
+        connections: Sized,
     ) -> None:
         self._app, self._metrics, self._options, self._connections = app, metrics, options, connections
         self._digest = None if token is None else _digest(f"Bearer {token}".encode())
@@ -279,7 +288,7 @@ class _Gate:
             return RequestError(message, 431, "head", {"Connection": "close"})
         if path.startswith("/v2/health/"):
             return None
-        if self._connections() > self._options.max_connections:
+        if len(self._connections) > self._options.max_connections:
             headers = {"Retry-After": "1", "Connection": "close"}
             return RequestError("the server has too many connections; try again later", 503, "connections", headers)
         if self._digest is None:
@@ -345,3 +354,120 @@ def _gone(request: Request, error: Exception) -> Response:
     """The client has closed the connection; nobody reads this."""
     request.state.reason = "gone"
     return Response(status_code=499)
+
+
+class Connection(HttpToolsProtocol):
+    """A connection with limits that uvicorn leaves open, so that slow or broken clients hold no other client.
+
+    uvicorn has no deadline for a head or a body that trickles and no limit of the bytes around a body, and it answers
+    as text what is no HTTP. There is a timer for each phase of a request, and one for answers that the client does not
+    read. The phase is "idle", "head" or "body"; "answer" after a body; "broken" once nothing is read any more.
+    """
+
+    def __init__(self, options: ServeOptions, refused: Callable[[str], None], **given: Any) -> None:
+        super().__init__(**given)
+        self._options, self._refused, self._seconds = options, refused, options.read_timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._phase, self._framing, self._of_body = "idle", 0, 0
+
+    @override
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._enter("idle", self._seconds)
+        if len(self.connections) > 2 * self._options.max_connections:
+            self._abort("connections")
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._enter("broken", None)
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        if self._phase == "answer":
+            self._enter("idle", self._seconds)  # line ends between requests stop uvicorn's own timer, too
+        self._framing += len(data)
+        if self._phase != "broken":
+            super().data_received(data)
+        if self._phase != "broken" and self._framing > MAX_HEAD_BYTES + 8 * self._of_body:
+            self._refuse(431, "head", f"the request's head is longer than {MAX_HEAD_BYTES:,} bytes")
+
+    @override
+    def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Keep the sending side open while a complete request is being answered."""
+        return self._close_after_answers()
+
+    @override
+    def on_message_begin(self) -> None:
+        self._enter("head", self._seconds)
+        super().on_message_begin()
+
+    @override
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._enter("body", 2 * self._seconds)  # for applications that read no body; `Bodies` answers earlier
+
+    @override
+    def on_body(self, body: bytes) -> None:
+        self._of_body, self._framing = self._of_body + len(body), self._framing - len(body)
+        super().on_body(body)
+
+    @override
+    def on_message_complete(self) -> None:
+        self._enter("answer", None)
+        self._framing = self._of_body = 0
+        super().on_message_complete()
+
+    @override
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self._seconds, self._abort, "answer_not_taken")
+
+    @override
+    def resume_writing(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+        super().resume_writing()
+
+    @override
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "http", "this is no HTTP/1.1 request")
+
+    def _enter(self, phase: str, seconds: float | None) -> None:
+        """Begin a phase that may last this long."""
+        self._phase = phase
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._late)
+
+    def _late(self) -> None:
+        if self._phase == "head":
+            message = f"the request's head took longer than {self._seconds:g} s; send it at once"
+            self._refuse(408, "slow", message)
+        else:
+            self._abort("idle" if self._phase == "idle" else "slow")
+
+    def _abort(self, reason: str) -> None:
+        self._refused(reason)
+        self.transport.abort()
+
+    def _refuse(self, status: int, reason: str, message: str) -> None:
+        """Answer what is no request, and close; requests before it are answered first."""
+        self._refused(reason)
+        answers_follow = self._close_after_answers()
+        self._enter("broken", None)
+        if not answers_follow:
+            body = json.dumps({"error": message}).encode()
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            self.transport.write(b"".join([STATUS_LINE[status], head, body]))
+            self.transport.close()
+
+    def _close_after_answers(self) -> bool:
+        """Close after the answers that are under way; return whether there are any."""
+        cycle: Any = self.cycle
+        if cycle is None or cycle.response_complete or (self._phase == "body" and not cycle.response_started):
+            return False
+        cycle.keep_alive = False
+        return True

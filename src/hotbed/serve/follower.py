@@ -1,6 +1,6 @@
 """Follow training: take over what it publishes in a directory, in order, while requests run.
 
-A published directory has full models and changes, named by the step they lead to (`hotbed.serve.format`)::
+A published directory has full models and changes, named by the step they lead to (`hotbed.serve.model_files`)::
 
     model-000000000100/   change-000000000120/   change-000000000140/   model-000000000140/
 
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.errors import CheckpointError, HotbedError, StoppedError
-from hotbed.serve.format import MANIFEST, ChangeSet, ExportedModel
 from hotbed.serve.model import Reason, RefusedError, ServedModel
+from hotbed.serve.model_files import MANIFEST, ChangeSet, ExportedModel
 
 LONGEST_WAIT_S = 60.0
 """Most time until a version that was refused is tried again, and until manifests that were read are read again."""
@@ -72,7 +72,7 @@ class Follower:
         *,
         interval_s: float = 1.0,  # time between two polls
         verify: bool = True,  # check hashes of full models first; hashes of changes are always checked
-        cache: str | Path | None = None,  # directory for remote files, see `hotbed.serve.format.Published`
+        cache: str | Path | None = None,  # directory for remote files, see `hotbed.serve.model_files.Published`
     ) -> None:
         self._model, self._place = model, directory(place)
         self._interval_s, self._verify = interval_s, verify

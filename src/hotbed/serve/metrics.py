@@ -6,7 +6,7 @@ somebody asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -33,11 +33,11 @@ class ModelState:
 
 
 class ServerMetrics:
-    """The metrics of one server. ``models`` returns the state of every model, ``connections`` the open connections."""
+    """The metrics of one server. ``models`` returns the state of every model, ``connections`` has the open ones."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, models: Callable[[], Mapping[str, ModelState]], connections: Callable[[], int]) -> None:
+    def __init__(self, models: Callable[[], Mapping[str, ModelState]], connections: Sized) -> None:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter(
             "hotbed_requests", "Requests that were answered.", ("route", "model", "status"), registry=registry
@@ -83,7 +83,7 @@ class ServerMetrics:
 
 
 class _States(Collector):
-    def __init__(self, models: Callable[[], Mapping[str, ModelState]], connections: Callable[[], int]) -> None:
+    def __init__(self, models: Callable[[], Mapping[str, ModelState]], connections: Sized) -> None:
         self._models, self._connections = models, connections
 
     def describe(self) -> Iterable[Metric]:
@@ -91,7 +91,7 @@ class _States(Collector):
 
     @override
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("hotbed_connections", "Open connections.", self._connections())
+        yield GaugeMetricFamily("hotbed_connections", "Open connections.", len(self._connections))
         step = GaugeMetricFamily("hotbed_model_step", "Training step of the version that scores.", labels=["model"])
         queue = GaugeMetricFamily("hotbed_queued_rows", "Rows that wait.", labels=["model"])
         stale = GaugeMetricFamily("hotbed_staleness_seconds", "Age of the version that scores.", labels=["model"])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -25,10 +25,10 @@ from hotbed.batch import Batch
 from hotbed.checkpoint.storage import Directory
 from hotbed.errors import CheckpointError, DamagedError, HotbedError, StoreError
 from hotbed.ops import BackendName
-from hotbed.serve.format import ChangeSet, ExportedModel, StateEntry, encoder_digest
+from hotbed.serve.model_files import ChangeSet, ExportedModel, StateEntry, encoder_digest
 from hotbed.serve.redis_records import RedisRecords
 from hotbed.serve.scorer import Scorer
-from hotbed.serve.served_tables import ServedTables, same_tables
+from hotbed.serve.tables import ServedTables, same_tables
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -142,7 +142,7 @@ class ServedModel:
         encoded
             Whether ids and numbers of requests are as ``hotbed prepare`` makes them, and not raw values.
         cache
-            Where files of models at URIs are put, see `hotbed.serve.format.Published`.
+            Where files of models at URIs are put, see `hotbed.serve.model_files.Published`.
 
         Raises
         ------
@@ -202,7 +202,7 @@ class ServedModel:
             yield
 
     def _scored(self, batch: Batch) -> tuple[NDArray[np.float64], int]:
-        return self._scorer(batch.to(self._device)), self.step
+        return self._scorer(batch if self._device.type == "cpu" else batch.to(self._device)), self.step
 
     def counters(self) -> dict[str, dict[str, float]]:
         """Totals since the model was opened, by metric, then by feature or kind; any thread may call this."""
@@ -232,22 +232,32 @@ class ServedModel:
 
         Raise `RefusedError` if the changes are for another version or cannot be applied. Then nothing has changed.
         """
-        base, sequence = change.manifest.base, change.manifest.sequence
         with self._changing, _refusing(self, str(change)):
-            if sequence.state == self.state:
-                raise RefusedError(f"{change} leads to step {self.step:,}, which is served already", "duplicate")
-            if base.state != self.state:
-                raise RefusedError(*self._why_not_after(change, base.step))
-            if change.manifest.encoder != encoder_digest(self._model.manifest.encoder):
-                raise RefusedError(
-                    f"{change} is of a model that makes other inputs of rows (looked-up tables, vocabularies, "
-                    "boundaries or kinds of ids have changed); a full model brings them",
-                    "other_model",
-                )
+            for message, reason in self._against_change(change):
+                raise RefusedError(message, reason)
             self.tables.stage(change, check)
             dense = self._model.dense().to(self._device)
             _load(dense, change)
-            self._swap(dense, self._encoder, sequence, change.manifest.written, same_program=True)
+            manifest = change.manifest
+            self._swap(dense, self._encoder, manifest.sequence, manifest.written, same_program=True)
+
+    def _against_change(self, change: ChangeSet) -> Iterator[tuple[str, Reason]]:
+        """Yield why a set of changes cannot be applied to the served version."""
+        base, step = change.manifest.base, self.step
+        if change.manifest.sequence.state == self.state:
+            yield f"{change} leads to step {step:,}, which is served already", "duplicate"
+        if base.state != self.state and base.step > step:
+            yield f"{change} has changes to step {base.step:,}; those from step {step:,} to it are missing", "gap"
+        if base.state != self.state and base.step < step:
+            yield f"{change} has changes to step {base.step:,}, which step {step:,} has been past", "disorder"
+        if base.state != self.state:
+            yield f"{change} has changes to another model of step {step:,} ({base.state[:12]}…)", "other_model"
+        if change.manifest.encoder != encoder_digest(self._model.manifest.encoder):
+            yield (
+                f"{change} is of a model that makes other inputs of rows (looked-up tables, vocabularies, boundaries "
+                "or kinds of ids have changed); a full model brings them",
+                "other_model",
+            )
 
     def take_over(self, model: ExportedModel, *, verify: bool = True, check: Callable[[], None] = lambda: None) -> None:
         """Replace this version by another export of this model, and free files of changed rows.
@@ -259,17 +269,8 @@ class ServedModel:
         """
         manifest = model.manifest
         with self._changing, _refusing(self, str(model)):
-            if not same_tables(self._model.manifest, manifest):
-                raise RefusedError(f"{model} has other tables, inputs or labels than {self._model}", "other_model")
-            if manifest.step < self.step and manifest.written <= self.written and not self.is_broken:
-                raise RefusedError(f"{model} is of step {manifest.step:,}, before {self.step:,}", "disorder")
-            before, now = (of.encoder.get("preparation") for of in (self._model.manifest, manifest))
-            if (before is None) != (now is None) or (self._encoded and before != now):
-                raise RefusedError(
-                    f"{model} was trained on data that were prepared otherwise than those of {self._model}, so that "
-                    "requests would mean other values; serve it by a server of its own",
-                    "other_model",
-                )
+            for message, reason in self._against_model(model):
+                raise RefusedError(message, reason)
             if verify:
                 model.verify(lambda done, total: check())
             encoder = self._encoder_of(model)
@@ -282,6 +283,21 @@ class ServedModel:
             self._swap(model.dense().to(self._device), encoder, version, manifest.written)
             self._model.forget(kept=model)
             self._model = model
+
+    def _against_model(self, model: ExportedModel) -> Iterator[tuple[str, Reason]]:
+        """Yield why an exported model cannot replace the served version."""
+        own, manifest = self._model.manifest, model.manifest
+        if not same_tables(own, manifest):
+            yield f"{model} has other tables, inputs or labels than {self._model}", "other_model"
+        if manifest.step < self.step and manifest.written <= self.written and not self.is_broken:
+            yield f"{model} is of step {manifest.step:,}, before {self.step:,}", "disorder"
+        before, now = (of.encoder.get("preparation") for of in (own, manifest))
+        if (before is None) != (now is None) or (self._encoded and before != now):
+            yield (
+                f"{model} was trained on data that were prepared otherwise than those of {self._model}, so that "
+                "requests would mean other values; serve it by a server of its own",
+                "other_model",
+            )
 
     def _swap(
         self,
@@ -313,17 +329,6 @@ class ServedModel:
             self._swapped.set()
         self.tables.tidy()
 
-    def _why_not_after(self, change: ChangeSet, base_step: int) -> tuple[str, Reason]:
-        if base_step > self.step:
-            return (
-                f"{change} has changes to step {base_step:,}; those from step {self.step:,} to it are missing",
-                "gap",
-            )
-        if base_step < self.step:
-            return f"{change} has changes to step {base_step:,}, which step {self.step:,} has been past", "disorder"
-        base = change.manifest.base.state
-        return f"{change} has changes to another model of step {self.step:,} ({base[:12]}…)", "other_model"
-
     @property
     def is_broken(self) -> bool:
         """Whether a swap failed halfway, so that no version is whole; requests are refused until one is taken over."""
@@ -348,18 +353,14 @@ def _refusing(served: ServedModel, place: str) -> Generator[None]:
         yield
     except BaseException as error:
         served.tables.discard()
-        if served.is_broken or isinstance(error, RefusedError):
+        if served.is_broken or isinstance(error, RefusedError) or not isinstance(error, OSError | HotbedError):
             raise
-        if isinstance(error, OSError):
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            what = "the disk of changed rows is full" if is_full else "files cannot be read or written"
-            raise RefusedError(
-                f"{place} is not taken over: {what} ({error})", "disk_full" if is_full else "unreadable"
-            ) from error
-        if isinstance(error, HotbedError):
-            reason: Reason = "damaged" if isinstance(error, CheckpointError) else "unreadable"
-            raise RefusedError(f"{place} is not taken over: {error}", reason) from error
-        raise
+        what, reason = str(error), "damaged" if isinstance(error, CheckpointError) else "unreadable"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            what, reason = f"the disk of changed rows is full ({error})", "disk_full"
+        elif isinstance(error, OSError):
+            what = f"files cannot be read or written ({error})"
+        raise RefusedError(f"{place} is not taken over: {what}", reason) from error
 
 
 def _load(dense: torch.nn.Module, change: ChangeSet) -> None:

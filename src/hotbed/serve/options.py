@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -96,23 +96,25 @@ class ServeOptions:
     access_log: bool = True
 
     def __post_init__(self) -> None:
+        for fault in self._faults():
+            raise RecipeError(fault)
+
+    def _faults(self) -> Iterator[str]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in values.items():
             if isinstance(value, float) and not (math.isfinite(value) and value <= _LONGEST_S):
-                raise RecipeError(f"--{name} is {value}, must be at most {_LONGEST_S:,.0f}")
+                yield f"--{name} is {value}, must be at most {_LONGEST_S:,.0f}"
         for name in _POSITIVE:
             if values[name] <= 0:
-                raise RecipeError(f"--{name} is {values[name]}, must be above 0")
+                yield f"--{name} is {values[name]}, must be above 0"
         for name in ("max_wait_ms", "drain_s"):
             if values[name] < 0:
-                raise RecipeError(f"--{name} is {values[name]}, must be at least 0")
+                yield f"--{name} is {values[name]}, must be at least 0"
         if not 0 <= self.port < 1 << 16:
-            raise RecipeError(f"--port is {self.port}, must be from 0 (any free one) to 65,535")
+            yield f"--port is {self.port}, must be from 0 (any free one) to 65,535"
         if self.max_buffered_bytes < self.max_body_bytes:
-            raise RecipeError(
-                f"--max_buffered_bytes is {self.max_buffered_bytes:,}, must be at least --max_body_bytes "
-                f"({self.max_body_bytes:,})"
-            )
+            least = f"--max_body_bytes ({self.max_body_bytes:,})"
+            yield f"--max_buffered_bytes is {self.max_buffered_bytes:,}, must be at least {least}"
 
     def token(self, environment: Mapping[str, str] = os.environ) -> str | None:
         """Read the token that requests must carry, None if there is none.

@@ -1,14 +1,14 @@
-"""Compute scores whose bits depend on nothing but the row: the way of ``hotbed predict`` and of ``hotbed serve``.
+"""Compute scores with bits that depend only on the row, for ``hotbed predict`` and ``hotbed serve``.
 
-A library's matrix product may sum in another order when it has another number of rows, or another number of threads.
-So the dense part is computed in blocks of `BLOCK_ROWS` rows, the last one filled up, and each on one thread; several
-blocks are computed on several threads. Within a product of that size all rows are summed alike, wherever they are
-(docs/decisions/0034 has the measurement, ``tests/serve/test_scorer.py`` keeps it). Larger blocks cost less per row;
-they are computed where this processor's library gives each row the very bits that blocks of `BLOCK_ROWS` give it, which
-is tried on random vectors before the first batch that is larger. Vectors are looked up by hotbed's kernels, whose sums
-do not depend on other bags.
+A library's matrix product may sum in another order for another number of rows, or another number of threads. So the
+dense part is computed in blocks of `BLOCK_ROWS` rows, each on one thread, and the last block is filled up. Several
+blocks run on several threads. Within a product of that size all rows are summed alike, wherever they are
+(docs/decisions/0034 has the measurement, ``tests/serve/test_scorer.py`` keeps it). Larger blocks cost less per row.
+They are used where the library gives each row the bits of the smallest block on this processor, which is tried on
+random vectors before the first batch that is larger. Vectors are looked up by hotbed's kernels, in which the sum of a
+bag does not depend on other bags.
 
-Equal bits need equal libraries, processors and devices, too: a GPU, or another processor, rounds otherwise.
+Equal bits need equal libraries, processors and devices, because e.g. a GPU rounds differently.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -28,26 +28,64 @@ from hotbed.batch import Batch, Embeddings
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.machine import single_threads
-from hotbed.nn.dense_part import DensePart, Vectors
+from hotbed.nn.export import DensePart, Vectors
 from hotbed.specs import Feature
 
 LOG = logging.getLogger("hotbed")
 
-BLOCK_ROWS = 32
-"""Rows of the smallest block on a CPU, where one row costs as much as all (docs/decisions/0034)."""
-LARGER_BLOCKS = (64, 128, 256, 512)
-"""Rows of blocks that are computed where they give the same bits; more gain nothing."""
+BLOCK_ROWS = 16
+"""Rows of the smallest block on a CPU. In smaller products rows are not summed alike (docs/decisions/0034)."""
+LARGER_BLOCKS = (32, 64, 128, 256, 512)
+"""Rows of blocks that are used where they give the same bits. Still larger blocks gain nothing."""
 DEVICE_BLOCK_ROWS = 1024
-"""On an accelerator, where a launch costs more than a row."""
+"""Rows of a block on an accelerator, where a launch costs more than a row."""
 
 Lookup = Callable[[Jagged], Embeddings]
-"""Looks the features of a collection up, as `hotbed.EmbeddingCollection` does; under ``no_grad``."""
+"""Looks up the features of a collection under ``no_grad``, as `hotbed.EmbeddingCollection` does."""
+
+
+class _LookedUp(NamedTuple):
+    """Vectors of a batch, by the names of the program's inputs."""
+
+    pooled: list[tuple[list[str], Tensor]]  # of each dim ``[B, F, D]``, with the names of the F features
+    sequences: dict[str, tuple[Tensor, Tensor]]  # ``[B, L, D]`` padded, and lengths ``[B]``
+
+    def rows(self, at: slice | Tensor) -> dict[str, Vectors]:
+        """Return the vectors of some samples by name."""
+        found: dict[str, Vectors] = {
+            name: (padded[at], lengths[at]) for name, (padded, lengths) in self.sequences.items()
+        }
+        for names, vectors in self.pooled:
+            found.update(zip(names, vectors[at].unbind(1), strict=True))
+        return found
+
+    def random(self, at: Tensor, draw: torch.Generator) -> _LookedUp:
+        """Draw random numbers for the vectors of some samples, as wide as each feature spreads, and for lengths.
+
+        The first sequence is full and the second empty.
+        """
+        pooled = [(names, _noise(vectors[at], draw)) for names, vectors in self.pooled]
+        sequences: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, (padded, lengths) in self.sequences.items():
+            most = padded.shape[1]
+            lengths = torch.randint(0, most + 1, (len(at),), dtype=lengths.dtype, generator=draw)
+            lengths[0], lengths[1] = most, 0
+            live = torch.arange(most) < lengths[:, None]
+            sequences[name] = _noise(padded[at][:, None], draw)[:, 0] * live[..., None], lengths
+        return _LookedUp(pooled, sequences)
+
+
+def _noise(vectors: Tensor, draw: torch.Generator) -> Tensor:
+    """Draw numbers with the root mean square of each feature of ``[B, F, …, D]``, or 1 where all are 0."""
+    others = tuple(i for i in range(vectors.ndim) if i != 1)
+    spread = vectors.square().mean(others, keepdim=True).sqrt()
+    return torch.randn(vectors.shape, generator=draw) * torch.where(spread == 0, 1, spread)
 
 
 class Scorer:
-    """Scores of batches: looked-up vectors, then the dense part. Only one thread at a time may call it.
+    """Score batches: look up vectors, then compute the dense part. Only one thread at a time may call it.
 
-    ``dense`` is put into evaluation mode; `replace_dense` replaces it.
+    ``dense`` is put into evaluation mode. `replace_dense` replaces it.
     """
 
     def __init__(
@@ -60,7 +98,9 @@ class Scorer:
         device: torch.device | str = "cpu",  # of `dense`
         threads: int | None = None,  # threads for blocks on a CPU; default: torch's current number
     ) -> None:
-        self._lookups, self._features = lookups, features
+        self._lookups = lookups
+        self._pooled = {(path, f.name): name for name, (path, f) in features.items() if f.is_pooled}
+        self._sequences = {name: of for name, of in features.items() if not of[1].is_pooled}
         self._device = torch.device(device)
         is_cpu = self._device.type == "cpu"
         self._smallest = BLOCK_ROWS if is_cpu else DEVICE_BLOCK_ROWS
@@ -72,15 +112,15 @@ class Scorer:
 
     @classmethod
     def of_model(cls, model: nn.Module, device: torch.device) -> Self:
-        """The scorer of a model with its tables; the model is changed, see `DensePart`."""
+        """Return the scorer of a model with its tables. The model is changed, see `DensePart`."""
         part = DensePart(model)
         return cls(part, dict(part.collections), part.features, device=device)
 
     def replace_dense(self, dense: nn.Module, *, same_program: bool = False) -> None:
-        """Let another dense part compute the batches from now on; ``same_program``: only its parameters are others."""
+        """Compute later batches by another dense part. With ``same_program`` only its parameters are different."""
         if not same_program:
             self._sizes = None if self._device.type == "cpu" else [self._smallest]
-        if isinstance(dense, DensePart):  # programs have no modes: they were traced in that of evaluation
+        if isinstance(dense, DensePart):  # programs have no modes, because they were traced in evaluation mode
             for collection in dense.collections.values():
                 collection.eval()
             dense.eval()
@@ -94,10 +134,14 @@ class Scorer:
         """
         with torch.no_grad():
             size = len(batch)
-            vectors = self._vectors(batch.sparse)
-            scores = self._pool.map if self._pool is not None else map
+            vectors = self._look_up(batch.sparse)
             blocks = self._blocks(size, self._sizes_for(batch, vectors))
-            found = list(scores(partial(self._block, batch, vectors), blocks))
+            block = partial(self._block, batch, vectors)
+            # A thread that computes alone computes one block itself, which saves two changes of threads.
+            if self._pool is None or (len(blocks) == 1 and torch.get_num_threads() == 1):
+                found = [block(rows) for rows in blocks]
+            else:
+                found = list(self._pool.map(block, blocks))
             return torch.cat(found)[:size].cpu().numpy()
 
     def close(self) -> None:
@@ -113,22 +157,24 @@ class Scorer:
     ) -> None:
         self.close()
 
-    def _vectors(self, ids: Jagged) -> dict[str, Vectors]:
-        """Look all features up: by name, vectors of the batch."""
+    def _look_up(self, ids: Jagged) -> _LookedUp:
         found = {path: lookup(ids) for path, lookup in self._lookups.items()}
-        vectors: dict[str, Vectors] = {}
-        for name, (path, feature) in self._features.items():
-            if feature.is_pooled:
-                vectors[name] = found[path][feature.name]
-            else:
-                padded, mask = found[path].padded(feature.name)
-                vectors[name] = padded, mask.sum(1)
-        return vectors
+        pooled = [
+            ([self._pooled[path, feature] for feature in names], vectors)
+            for path, of_path in found.items()
+            for names, vectors in of_path.looked_up()
+            if (path, names[0]) in self._pooled
+        ]
+        sequences: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, (path, feature) in self._sequences.items():
+            padded, mask = found[path].padded(feature.name)
+            sequences[name] = padded, mask.sum(1)
+        return _LookedUp(pooled, sequences)
 
     def _blocks(self, rows: int, sizes: Sequence[int]) -> list[range]:
-        """Cut a batch into blocks of these sizes, rising, the largest first, one for each thread if there are enough.
+        """Cut a batch into blocks of these rising sizes, the largest first, one for each thread if there are enough.
 
-        The last one may end behind the batch.
+        The last block may end behind the batch.
         """
         share = max(-(-rows // self._threads), sizes[0])
         blocks: list[range] = []
@@ -139,19 +185,21 @@ class Scorer:
             first += size
         return blocks
 
-    def _block(self, batch: Batch, vectors: Mapping[str, Vectors], rows: range) -> Tensor:
-        """Probabilities of rows of a batch; where there are too few, the last one is there several times."""
-        with torch.no_grad():  # which is a thread's own
-            at = torch.arange(rows.start, rows.stop, device=self._device).clamp(max=len(batch) - 1)
+    def _block(self, batch: Batch, vectors: _LookedUp, rows: range) -> Tensor:
+        """Return probabilities of rows of a batch. If there are too few, the last row is repeated."""
+        with torch.no_grad():  # which is a setting of each thread
+            at: slice | Tensor = slice(rows.start, rows.stop)
+            if rows.stop > len(batch):
+                at = torch.arange(rows.start, rows.stop, device=self._device).clamp(max=len(batch) - 1)
             dense = None if batch.dense is None else batch.dense[at]
             logits = self._logits(
-                dense, {n: _rows(of, at) for n, of in vectors.items()}, lambda: batch.take(at)
+                dense, vectors.rows(at), lambda: batch.take(torch.arange(len(batch), device=self._device)[at])
             ).double()
             return torch.where(logits.isfinite(), logits.sigmoid(), torch.nan)
 
     def _logits(self, dense: Tensor | None, vectors: Mapping[str, Vectors], rest: Callable[[], Batch]) -> Tensor:
-        """Logits ``[n, T]`` of these numbers and vectors; ``rest`` makes the batch, for models that ask for it."""
-        # `forward` without the module's call, whose hooks check what `Encoder` and tables have checked
+        """Return logits ``[n, T]``. ``rest`` makes the batch, for models that ask for more."""
+        # `forward` instead of the module's call, because its hooks check what `Encoder` and tables have checked
         if isinstance(self._dense, DensePart):
             logits = self._dense.forward(dense, vectors, rest)
         else:
@@ -161,8 +209,8 @@ class Scorer:
             raise BatchError(f"the model gave logits {list(logits.shape)} for {rows} rows, must be [rows, labels]")
         return logits
 
-    def _sizes_for(self, batch: Batch, vectors: Mapping[str, Vectors]) -> Sequence[int]:
-        """Sizes of blocks that all give a row the same bits, rising; one is enough for a batch that fits into it."""
+    def _sizes_for(self, batch: Batch, vectors: _LookedUp) -> Sequence[int]:
+        """Return rising sizes of blocks that give a row the same bits. A batch that fits into one block needs one."""
         if self._sizes is not None:
             return self._sizes
         if len(batch) <= self._smallest:
@@ -171,27 +219,26 @@ class Scorer:
         self._sizes = self._pool.submit(self._equal_sizes, batch, vectors).result()
         return self._sizes
 
-    def _equal_sizes(self, batch: Batch, vectors: Mapping[str, Vectors]) -> list[int]:
+    def _equal_sizes(self, batch: Batch, vectors: _LookedUp) -> list[int]:
         """Compare blocks of all sizes on random numbers: a sum in another order differs in some of so many rows.
 
-        The smallest is all that is left where the model refuses such numbers, gives the same for most of them, or has
+        Only the smallest size is left where the model refuses such numbers, returns the same for most of them, or has
         sequences of any length.
         """
         draw = torch.Generator().manual_seed(0)
         at = torch.arange(LARGER_BLOCKS[-1]) % len(batch)
         sizes = [self._smallest]
-        if any(not feature.is_pooled and feature.max_len is None for _, feature in self._features.values()):
+        if any(feature.max_len is None for _, feature in self._sequences.values()):
             return sizes
         with torch.no_grad():
             dense = None if batch.dense is None else batch.dense[at].exponential_(generator=draw)
-            given = {n: _random(_rows(of, at), draw) for n, of in vectors.items()}
+            given = vectors.random(at, draw)
 
             def logits(size: int) -> Tensor:
                 found: list[Tensor] = []
                 for rows in torch.arange(len(at)).split(size):
-                    of_rows = {n: _rows(of, rows) for n, of in given.items()}
                     own = partial(batch.take, at[rows])
-                    found.append(self._logits(None if dense is None else dense[rows], of_rows, own))
+                    found.append(self._logits(None if dense is None else dense[rows], given.rows(rows), own))
                 return torch.cat(found)
 
             try:
@@ -199,29 +246,6 @@ class Scorer:
                 distinct = len(expected.unique()) > expected.numel() // 2
                 if distinct and bool(expected.isfinite().all()):
                     sizes += [size for size in LARGER_BLOCKS if torch.equal(logits(size), expected)]
-            except Exception:  # whatever a model does with numbers that are none of its own
+            except Exception:  # a model may fail on any random number
                 LOG.debug("blocks of other sizes are not tried", exc_info=True)
         return sizes
-
-
-def _rows(vectors: Vectors, at: Tensor) -> Vectors:
-    """Copy some samples' vectors."""
-    return vectors[at] if isinstance(vectors, Tensor) else (vectors[0][at], vectors[1][at])
-
-
-def _random(vectors: Vectors, draw: torch.Generator) -> Vectors:
-    """Put random numbers for vectors, as wide as they spread, and for lengths; a full sequence and an empty one."""
-    if isinstance(vectors, Tensor):
-        spread = _spread(vectors)
-        return vectors.normal_(generator=draw) * spread
-    padded, lengths = vectors
-    spread, most = _spread(padded), padded.shape[1]
-    lengths = torch.randint(0, most + 1, lengths.shape, dtype=lengths.dtype, generator=draw)
-    lengths[0], lengths[1] = most, 0
-    live = torch.arange(most) < lengths[:, None]
-    return padded.normal_(generator=draw) * spread * live[..., None], lengths
-
-
-def _spread(values: Tensor) -> float:
-    """Root mean square of values, 1 where all are 0."""
-    return float(values.float().square().mean().sqrt()) or 1.0

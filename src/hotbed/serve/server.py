@@ -23,9 +23,8 @@ import uvicorn
 from typing_extensions import override
 
 from hotbed.errors import RecipeError, StoppedError
-from hotbed.serve.app import Application
+from hotbed.serve.app import Application, Connection
 from hotbed.serve.batching import Batcher
-from hotbed.serve.connections import Connection
 from hotbed.serve.follower import Follower
 from hotbed.serve.metrics import ModelState, ServerMetrics
 from hotbed.serve.model import ServedModel
@@ -99,7 +98,8 @@ class Server:
         self._models, self._options, self._socket = {served.name: served for served in models}, options, taken
         self.host, self.port = taken.getsockname()[:2]
         self._batchers = dict[str, Batcher]()
-        self._metrics = ServerMetrics(self._states, self._count_connections)
+        connections = set[Any]()
+        self._metrics = ServerMetrics(self._states, connections)
         for name, served in self._models.items():
             self._batchers[name] = Batcher(
                 served.model,
@@ -108,7 +108,7 @@ class Server:
                 max_queue_rows=options.max_queue_rows,
                 observe=self._metrics.scored(name),
             )
-        self._app = Application(self._batchers, options, token, self._metrics, self._count_connections)
+        self._app = Application(self._batchers, options, token, self._metrics, connections)
         config = uvicorn.Config(
             self._app.asgi,
             http=cast(Any, partial(Connection, options, self._metrics.refused)),
@@ -122,6 +122,7 @@ class Server:
             timeout_graceful_shutdown=max(1, round(options.timeout_s + options.read_timeout_s)),
         )
         self._uvicorn = _Uvicorn(config)
+        self._uvicorn.server_state.connections = connections
         self._uvicorn.draining = self.drain
         self.started = threading.Event()
         self._uvicorn.listening = self._listening
@@ -165,9 +166,6 @@ class Server:
         self._app.draining = True
         LOG.info("draining", extra={"details": {"signal": signal.Signals(number).name}})
         return self._options.drain_s if number == signal.SIGTERM else 0.0
-
-    def _count_connections(self) -> int:
-        return len(self._uvicorn.server_state.connections)
 
     def _states(self) -> dict[str, ModelState]:
         found = dict[str, ModelState]()

@@ -39,8 +39,8 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from hotbed.config import Component, Recipe
 from hotbed.data import Loader, Schema
-from hotbed.serve.format import ChangeSet
 from hotbed.serve.model import ServedModel
+from hotbed.serve.model_files import ChangeSet
 from hotbed.testing.processes import World, run_in_processes
 from hotbed.train.build import build, open_source
 from hotbed.train.callbacks import Callback

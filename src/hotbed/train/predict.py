@@ -26,7 +26,7 @@ from hotbed.data import Loader, Source
 from hotbed.data.arrow import NoColumnError
 from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError, SpecError, did_you_mean
 from hotbed.locations import location
-from hotbed.nn.dense_part import DensePart
+from hotbed.nn.export import DensePart
 from hotbed.serve.scorer import Scorer
 from hotbed.train.build import build_model
 from hotbed.train.metrics import to_device

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, cast
 from hotbed.checkpoint import MANIFEST, Directory, read_manifest
 from hotbed.checkpoint.manifest import step_of
 from hotbed.errors import CheckpointError, HotbedError
-from hotbed.serve.format import MOST_BYTES, ChangeManifest, ModelManifest, encoder_digest
+from hotbed.serve.model_files import MOST_BYTES, ChangeManifest, ModelManifest, encoder_digest
 from hotbed.train.checkpointing import remove_checkpoint
 from hotbed.train.export import Exporter
 
@@ -43,7 +43,7 @@ class _Entry(NamedTuple):
     place: Directory
 
     def state(self) -> str:
-        """SHA-256 of the checkpoint's manifest, see `hotbed.serve.format`."""
+        """SHA-256 of the checkpoint's manifest, see `hotbed.serve.model_files`."""
         values = self._manifest()
         return str(values["state"] if self.kind == "model" else values["sequence"]["state"])
 

@@ -30,8 +30,8 @@ from hotbed.data import Encoder, ParquetSource, Schema, Source
 from hotbed.data.items import ItemSet, item_ids
 from hotbed.errors import CheckpointError, DataError
 from hotbed.nn import TwoTower
+from hotbed.nn.export import PlainEmbeddings, PlainModel, traced_whole
 from hotbed.nn.normalization import normalization_of, take_raw
-from hotbed.nn.plain import PlainEmbeddings, PlainModel, traced
 from hotbed.parsing import parse_json, read_limited
 from hotbed.torch_hooks import load_program
 from hotbed.train.build import build_model, new_source
@@ -125,7 +125,7 @@ def _program(model: TwoTower, name: str, schema: Schema) -> torch.export.Exporte
     own = schema.only(model.towers[name])
     if name == "item":
         own = replace(own, dense=(), scaling=(), numericals=())
-    return traced(PlainModel(Tower(model, name)), own)
+    return traced_whole(PlainModel(Tower(model, name)), own)
 
 
 def _encoder(recipe: Recipe, source: Source, manifest: Manifest, model: TwoTower) -> Encoder:

@@ -11,10 +11,10 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import directory, save_checkpoint
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError, DamagedError, SpecError
-from hotbed.nn.dense_part import DensePart, traced
-from hotbed.serve.format import ExportedModel
-from hotbed.serve.writing import write_model
+from hotbed.nn.export import DensePart, traced
+from hotbed.serve.model_files import ExportedModel
 from hotbed.specs import Feature, Table
+from hotbed.train.export import write_model
 from tests.serve.models import FORMS, Wide, described
 
 
@@ -64,7 +64,7 @@ def _made(tmp_path: Path) -> Path:
     ("change", "message"),
     [
         ({"format": "hotbed-change"}, "'format' is 'hotbed-change', must be 'hotbed-model'; give a directory that"),
-        ({"version": 2}, "has version 2, this release reads 1; use the release that wrote it"),
+        ({"version": 2}, "'version' is 2, must be 1; use the release that wrote it"),
         ({"labels": "y"}, "'labels' is 'y': "),
         ({"encoder": {}}, "'encoder.schema' is missing"),
         ({"extra": 1}, "'extra' is 1: extra inputs are not permitted"),

@@ -1,0 +1,482 @@
+"""Store the rows of served tables: in memory where they fit, else in files behind a cache. Both apply changes.
+
+Tables in memory are `DenseStore`s, which the kernels read in place (`ResidentRows`). Other tables are `LazyStore`s over
+these layers (`FileRows`)::
+
+    CachedRecords ─ ChangedRecords ─ (RedisRecords ─) RecordFiles
+
+`RecordFiles` reads the exported files. `ChangedRecords` overlays two files without names, into which the records of
+changes are written while requests run, each at the place of its slot. One byte per slot names the newest record::
+
+    slot      0  1  2  3
+    is in     0  0  1  0      0: the exported file; 1 and 2: the files of changes
+    stage the changes of slots [2, 3]: slot 2 goes to file 2 and slot 3 to file 1, where no request reads them
+    swap      0  0  2  1
+
+So a swap is quick however long the records took to write, memory does not grow, and nothing is left when the process
+ends. Files are read by system calls and not mapped. So a truncated file or a failing disk is an error of the requests
+that need it, whereas a mapping would kill the process, and many reads run at once.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hotbed.embed.arena import Arena
+from hotbed.errors import DamagedError, StoreError
+from hotbed.files import unnamed_file
+from hotbed.ops import BackendName, cpu_cache, host_backend
+from hotbed.serve.model_files import ExportedModel, TableEntry
+from hotbed.serve.redis_records import RedisRecords
+from hotbed.specs import RowDtype
+from hotbed.store import DenseStore, LazyStore, RowStore, Span, Storage
+from hotbed.store.cached import CachedRecords
+from hotbed.store.records import Records, RecordsAbove, Use
+from hotbed.store.rising import ListedSlots, RisingSlots
+
+READERS = 16
+"""Threads that read files, shared by all models: a disk is fast when many reads are queued."""
+LEAST_READS = 8
+"""Records that one thread reads before another thread is used."""
+CHANGED_ROWS = "changed rows"
+"""Purpose of files without names, for errors."""
+BYTES_AT_ONCE = 16 << 20
+"""Bytes of records that are copied together."""
+CACHE_TAG_BYTES = 25
+"""Bytes of a cache per record besides the record: slot, time and number of uses, a mark."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+_readers = ThreadPoolExecutor(READERS, "hotbed-serve-rows")
+
+
+class RecordFile(NamedTuple):
+    """A file of records. Its first record is that of slot ``first``."""
+
+    path: Path
+    first: int
+
+
+class _OpenFiles(NamedTuple):
+    """Open files of records: descriptors, first slots, names for errors, and the size of a record."""
+
+    descriptors: list[int]
+    firsts: list[int]
+    names: list[str]
+    record_bytes: int
+
+    def read(self, slots: Tensor, at: Tensor, out: Tensor) -> None:
+        """Read the records of rising slots ``[n]`` into rows ``at [n]`` of ``out``, by several threads."""
+        chunk = max(-(-len(slots) // READERS), LEAST_READS)
+        parts = list(zip(slots.split(chunk), at.split(chunk), strict=True))
+        calls = [_readers.submit(self._read, *part, out) for part in parts[1:]]
+        for part in parts[:1]:
+            self._read(*part, out)
+        for call in calls:
+            call.result()
+
+    def _read(self, slots: Tensor, at: Tensor, out: Tensor) -> None:
+        begin = 0
+        while begin < len(slots):
+            file = bisect_right(self.firsts, int(slots[begin])) - 1
+            end = len(slots)
+            if file + 1 < len(self.firsts):
+                end = int(torch.searchsorted(slots, self.firsts[file + 1]))
+            numbers, rows = slots[begin:end] - self.firsts[file], at[begin:end]
+            places = numbers.numpy(), rows.numpy()
+            done = cpu_cache.read_records(self.descriptors[file], self.record_bytes, *places, out.numpy())
+            if done < len(numbers):
+                self._explain(file, int(numbers[done]))
+            begin = end
+
+    def _explain(self, file: int, number: int) -> None:
+        """Raise the system's reason why a record could not be read."""
+        reason = f"it ends before byte {(number + 1) * self.record_bytes:,}"
+        try:
+            found = len(os.pread(self.descriptors[file], self.record_bytes, number * self.record_bytes))
+            reason = reason if found < self.record_bytes else "no reason is given"
+        except OSError as error:
+            reason = str(error)
+        raise StoreError(f"row {number:,} of {self.names[file]} cannot be read ({reason}); mend the disk, or the file")
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+class RecordFiles(Records):
+    """Read the records of exported tables. Every slot has a record, and no record is written.
+
+    The files stay open, so they may be removed from their directory. They are sorted by first slot.
+    """
+
+    def __init__(self, record_bytes: int, files: Sequence[RecordFile]) -> None:
+        super().__init__(record_bytes)
+        descriptors: list[int] = []
+        self._close = weakref.finalize(self, _close, descriptors)
+        for file in files:
+            descriptors.append(os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
+            if hasattr(os, "posix_fadvise"):  # neighbours of a row are not needed
+                os.posix_fadvise(descriptors[-1], 0, 0, os.POSIX_FADV_RANDOM)
+        self._files = _OpenFiles(
+            descriptors, [file.first for file in files], [str(file.path) for file in files], record_bytes
+        )
+        self._bytes = sum(os.fstat(descriptor).st_size for descriptor in descriptors)
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return 0
+
+    @property
+    @override
+    def disk_bytes(self) -> int:
+        return self._bytes
+
+    @override
+    def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
+        slots, order = slots.sort()
+        self._files.read(slots, order, out)
+        self.counted.read_bytes += len(slots) * out.shape[1]
+        return torch.ones(len(slots), dtype=torch.bool)
+
+    @override
+    def write(self, slots: Tensor, records: Tensor) -> None:
+        raise StoreError("the rows of an exported model are read only; changes of it are applied as a whole")
+
+    @override
+    def slots(self) -> RisingSlots:
+        return ListedSlots(torch.arange(self._bytes // self.record_bytes))
+
+    @override
+    def clear(self) -> None:
+        self.write(torch.empty(0), torch.empty(0))
+
+    @override
+    def close(self) -> None:
+        self._close()
+
+
+class ChangedRecords(RecordsAbove):
+    """Overlay changed records on those of an exported model (``below``); see the top of this file.
+
+    One thread may `stage` while others read, and no thread may read during `swap`. The files are in ``directory``
+    (default: the directory of temporary files). Raise `StoreError` if no file can be created there.
+    """
+
+    def __init__(self, below: Records, slots: int, directory: str | Path | None = None) -> None:
+        super().__init__(below)
+        self._where = torch.zeros(slots, dtype=torch.uint8)
+        self._staged: list[tuple[Tensor, Tensor]] = []  # slots, and the file of each slot's staged record
+        self._replacement: Records | None = None
+        self._outdated: Records | None = None
+        descriptors = [unnamed_file(directory, CHANGED_ROWS) for _ in range(2)]
+        self._close = weakref.finalize(self, _close, descriptors)
+        place = str(directory or tempfile.gettempdir())
+        self._files = [_OpenFiles([d], [0], [f"the changes in {place}"], self.record_bytes) for d in descriptors]
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return self._where.nbytes
+
+    @property
+    @override
+    def disk_bytes(self) -> int:
+        return sum(getattr(os.fstat(f.descriptors[0]), "st_blocks", 0) * 512 for f in self._files)
+
+    @override
+    def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
+        where = self._where[slots]
+        if not bool(where.any()):
+            return self.below.read(slots, out, use=use)
+        for number, file in enumerate(self._files, start=1):
+            at = (where == number).nonzero()[:, 0]
+            own, order = slots[at].sort()
+            file.read(own, at[order], out)
+            self.counted.read_bytes += len(own) * self.record_bytes
+        rest = (where == 0).nonzero()[:, 0]
+        if len(rest):
+            found = torch.empty(len(rest), out.shape[1], dtype=torch.uint8)
+            self.below.read(slots[rest], found, use=use)
+            out[rest] = found
+        return torch.ones(len(slots), dtype=torch.bool)
+
+    def stage(self, slots: Tensor, records: Tensor) -> None:
+        """Write records ``[n, record_bytes]`` of distinct slots ``[n]``, which are read after the next `swap`.
+
+        Raise `OSError` if the disk is full or fails.
+        """
+        slots, order = slots.sort()
+        records = records[order]
+        target = 2 - (self._where[slots] == 2).to(torch.uint8)  # 2, but 1 where 2 is read
+        for number, file in enumerate(self._files, start=1):
+            at = (target == number).nonzero()[:, 0]
+            write_all(file.descriptors[0], slots[at], records[at])
+        self._staged.append((slots, target))
+
+    def stage_below(self, below: Records) -> None:
+        """Replace the records below, and drop the changes over them, at the next `swap`."""
+        self._replacement, self._fresh = below, torch.zeros_like(self._where)
+
+    def swap(self) -> None:
+        """Read the staged records from now on."""
+        if self._replacement is not None:
+            self._outdated = self.below
+            self.below, self._where, self._replacement = self._replacement, self._fresh, None
+        for slots, target in self._staged:
+            self._where[slots] = target
+        self._staged = []
+
+    def tidy(self) -> None:
+        """Free the disk space that no request reads since the last swap."""
+        if self._outdated is not None:
+            self._outdated.close()
+            self._outdated = None
+            for file in self._files:
+                os.ftruncate(file.descriptors[0], 0)
+
+    def discard(self) -> None:
+        """Forget the staged records, and free the disk space behind the last record that is read."""
+        self._staged = []
+        for number, file in enumerate(self._files, start=1):
+            read = (self._where == number).nonzero()
+            os.ftruncate(file.descriptors[0], (int(read[-1]) + 1) * self.record_bytes if len(read) else 0)
+        if self._replacement is not None:
+            self._replacement.close()
+            self._replacement = None
+
+    @override
+    def close(self) -> None:
+        self._close()
+        self.below.close()
+
+
+def write_all(file: int, numbers: Tensor, records: Tensor) -> None:
+    """Write records ``[n, record_bytes]`` to the places of rising numbers ``[n]``. Raise `OSError` if it fails."""
+    done = cpu_cache.write_records(file, numbers.numpy(), records.contiguous().numpy())
+    if done < len(numbers):
+        size = records.shape[1]
+        for number in numbers[done:].tolist():  # raises the system's reason
+            os.pwrite(file, bytes(size), number * size)
+        raise OSError("changed rows could not be written, for no reason that the system gives")
+
+
+# -- rows of an arena -----------------------------------------------------------------------------------------------
+
+
+class ResidentRows:
+    """Rows of an arena in the memory of the device. All rows of the model are read.
+
+    Changed rows are staged in a file, and `swap` copies them into place. One thread may stage while another thread
+    looks up, and no thread may look up during `swap`. ``tables`` has the exported names of the arena's tables.
+    """
+
+    def __init__(self, arena: Arena, tables: Mapping[str, str], model: ExportedModel, directory: Path | None) -> None:
+        assert isinstance(arena.store, DenseStore)
+        self.arena, self._store = arena, arena.store
+        self.tables = [tables[name] for name in arena.tables]
+        self._entries = [model.manifest.tables[name] for name in self.tables]
+        self._size = max(entry.record_bytes for entry in self._entries)
+        self._file = unnamed_file(directory, CHANGED_ROWS)
+        self._close = weakref.finalize(self, os.close, self._file)
+        self._staged: list[tuple[int, Tensor]] = []  # number of the table, and its slots
+        self._count = 0
+        for number in range(len(self.tables)):
+            for slots, records in self._records_of(model, number):
+                self._put(number, slots, records)
+
+    def stage(self, slots: Tensor, records: Tensor) -> None:
+        """Stage records ``[n, record_bytes]`` of distinct slots ``[n]`` of a table. Raise `OSError` for a full disk."""
+        number = int(self.arena.locate(slots[:1])[0])
+        padded = torch.zeros(len(slots), self._size, dtype=torch.uint8)
+        padded[:, : records.shape[1]] = records
+        write_all(self._file, torch.arange(self._count, self._count + len(slots)), padded)
+        self._staged.append((number, slots))
+        self._count += len(slots)
+
+    def stage_model(self, model: ExportedModel, *, same_rows: bool, check: Callable[[], None]) -> None:
+        """Stage the rows of another exported model that differ. ``check`` is called for each chunk of rows.
+
+        With ``same_rows`` the caller knows that no row differs.
+        """
+        for number in () if same_rows else range(len(self.tables)):
+            entry = self._entries[number]
+            for slots, records in self._records_of(model, number):
+                check()
+                wide = entry.is_wide(slots - self.arena.first_slots[number])
+                own, theirs = self._stored(slots), entry.records().stored(records, wide)
+                differs = torch.zeros(len(slots), dtype=torch.bool)
+                for name, values in theirs.items():
+                    at = wide if name == "wide" else ~wide
+                    differs[at] |= (values.view(own[name].dtype) != own[name]).any(1)
+                if bool(differs.any()):
+                    self.stage(slots[differs], records[differs])
+
+    def swap(self) -> None:
+        """Copy the staged rows into place."""
+        done = 0
+        step = max(BYTES_AT_ONCE // self._size, 1)
+        for number, slots in self._staged:
+            size = self._entries[number].record_bytes
+            for some in slots.split(step):
+                records = torch.empty(len(some), self._size, dtype=torch.uint8)
+                places = np.arange(done, done + len(some)), np.arange(len(some))
+                if cpu_cache.read_records(self._file, self._size, *places, records.numpy()) < len(some):
+                    raise OSError("changed rows that were written cannot be read again")
+                self._put(number, some, records[:, :size].contiguous())
+                done += len(some)
+        self._staged, self._count = [], 0
+
+    def discard(self) -> None:
+        """Forget the staged rows."""
+        self._staged, self._count = [], 0
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Free the disk space of rows that were swapped in."""
+        os.ftruncate(self._file, 0)
+
+    def _records_of(self, model: ExportedModel, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield slots ``[n]`` and records ``[n, record_bytes]`` of a table of an exported model, chunk by chunk."""
+        first, entry = self.arena.first_slots[number], model.manifest.tables[self.tables[number]]
+        size, path = entry.record_bytes, model.path(entry.file)
+        step = max(BYTES_AT_ONCE // size, 1)
+        for row in range(0, entry.rows, step):
+            count = min(step, entry.rows - row)
+            data = np.fromfile(path, np.uint8, count * size, offset=row * size)
+            if len(data) < count * size:
+                raise DamagedError(f"{model}/{entry.file} ends before row {row + count:,}; copy the directory again")
+            yield torch.arange(first + row, first + row + count), torch.from_numpy(data).view(count, size)
+
+    def _put(self, number: int, slots: Tensor, records: Tensor) -> None:
+        """Overwrite the rows of slots of a table."""
+        entry, arrays = self._entries[number], self._store.arrays()
+        slots = slots.to(self._store.device)
+        wide = entry.is_wide(slots.cpu() - self.arena.first_slots[number])
+        places = self._store.places(slots)
+        for name, values in entry.records().stored(records, wide).items():
+            bits = _BITS[values.element_size()]
+            values = values.to(self._store.device).view(bits)
+            arrays[name].view(bits).index_copy_(0, places[name], values)
+
+    def _stored(self, slots: Tensor) -> dict[str, Tensor]:
+        """Copy the stored bits of slots to the CPU."""
+        arrays, places = self._store.arrays(), self._store.places(slots.to(self._store.device))
+        return {n: arrays[n].view(_BITS[arrays[n].element_size()])[at].cpu() for n, at in places.items()}
+
+
+class FileRows:
+    """Rows of an arena in files, behind a cache. The arena was made with `FileStorage`; methods as `ResidentRows`."""
+
+    def __init__(self, arena: Arena, tables: Mapping[str, str], redis: str | None) -> None:
+        assert isinstance(arena.store, LazyStore)
+        self.arena, self._redis = arena, redis
+        self.tables = [tables[name] for name in arena.tables]
+        layers = arena.store.records.layers()
+        self.changed = next(layer for layer in layers if isinstance(layer, ChangedRecords))
+        self.cache = next((layer for layer in layers if isinstance(layer, CachedRecords)), None)
+        self._changed_slots: list[Tensor] = []
+        self._forgets_all = False
+
+    def stage(self, slots: Tensor, records: Tensor) -> None:
+        """See `ResidentRows.stage`."""
+        self.changed.stage(slots, records)
+        self._changed_slots.append(slots)
+
+    def stage_model(self, model: ExportedModel, *, same_rows: bool, check: Callable[[], None]) -> None:
+        """See `ResidentRows.stage_model`."""
+        check()
+        self.changed.stage_below(base_records(model, self.tables, self._redis))
+        self._forgets_all = not same_rows
+
+    def swap(self) -> None:
+        """Read the newest records from now on, and drop changed rows from the cache."""
+        self.changed.swap()
+        if self.cache is not None:
+            if self._forgets_all:
+                self.cache.forget()
+            for slots in self._changed_slots:
+                self.cache.forget(slots)
+        self._changed_slots, self._forgets_all = [], False
+
+    def discard(self) -> None:
+        """Forget the staged rows."""
+        self.changed.discard()
+        self._changed_slots, self._forgets_all = [], False
+
+    def tidy(self) -> None:
+        """Free the disk space that no request reads since the last swap."""
+        self.changed.tidy()
+
+
+class _FileStore(LazyStore):
+    """Rows of an exported model, all of which have a record."""
+
+    @override
+    def initialize(self, slot: int, *, seed: int, rows: range, cols: range, bound: float) -> None:
+        """Keep the exported rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileStorage(Storage):
+    """Make stores over files of an exported model. Tables with the same storage share an arena."""
+
+    model: ExportedModel
+    tables: tuple[str, ...]  # names in the exported model, in the order of their slots
+    cache_bytes: int
+    changes: Path | None  # directory for changed rows; None: that of temporary files
+    redis: str | None
+
+    @override
+    def make(
+        self, spans: Sequence[Span], dim: int, *, dtype: RowDtype, device: torch.device, backend: BackendName
+    ) -> RowStore:
+        records = partial(self._records_on, backend)
+        return _FileStore(spans, dim, records, tier="disk", dtype=dtype, device=device, backend=backend)
+
+    def _records_on(self, backend: BackendName, record_bytes: int, slots: int, device: torch.device) -> Records:
+        changed = ChangedRecords(base_records(self.model, self.tables, self.redis), slots, self.changes)
+        rows = min(self.cache_bytes // (record_bytes + CACHE_TAG_BYTES), slots)
+        if not rows:
+            return changed
+        if device.type == "cpu":
+            return CachedRecords(changed, rows, backend=host_backend(backend, device))
+        return CachedRecords(changed, rows, device=device, backend=backend)
+
+
+def base_records(model: ExportedModel, tables: Sequence[str], redis: str | None) -> Records:
+    """Open the records of exported tables, one table after the other, with Redis in front of them if it is used."""
+    entries = [model.manifest.tables[name] for name in tables]
+    files: list[RecordFile] = []
+    first = 0
+    for entry in entries:
+        files.append(RecordFile(model.path(entry.file), first))
+        first += entry.rows
+    records = RecordFiles(entries[0].record_bytes, files)
+    if redis is None:
+        return records
+    rows = [(name, entry.rows) for name, entry in zip(tables, entries, strict=True)]
+    return RedisRecords(records, rows, model.manifest.state, redis)
+
+
+def records_of(entry: TableEntry, rows: Tensor, vectors: Tensor) -> Tensor:
+    """Encode vectors ``[n, D]`` of rows ``[n]`` as records; they are values that the dtype of the rows can hold."""
+    layout = entry.records()
+    records = layout.blank(len(rows), rows.device)
+    layout.put_rows(records, entry.is_wide(rows), vectors)
+    return records
