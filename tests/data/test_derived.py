@@ -64,14 +64,16 @@ def test_each_value_of_a_list_meets_each_of_the_others() -> None:
     assert ids(made, "x") == [row for bag in expected for row in bag]
     two = encoder({"name": "x", "cross": ["user", "tags"], "rows": 999, "ids": 2})
     assert ids(two.batch(table.slice(0, 1)), "x") == [crossed((1, tag), 999) for tag in "ab"]
-    with pytest.raises(DataError, match="the rows, column 'x': 1 ids at row 1, the schema says 2"):
+    with pytest.raises(DataError, match="the rows, column 'x': 1 ids at row 1; the schema says 2"):
         two.batch(table)
 
 
 def test_too_many_pairs_are_refused() -> None:
     table = pa.table({"user": [1], "a": [list(range(100))], "b": [list(range(50))]})
     made = encoder({"name": "x", "cross": ["a", "b"], "rows": 10, "ids": None})
-    with pytest.raises(DataError, match="'x': the lists at row 0 have 5,000 pairs, at most 4,096 are crossed; shorten"):
+    with pytest.raises(
+        DataError, match="'x': 5,000 pairs of a cross at row 0; at most 4,096 pairs are crossed: shorten"
+    ):
         made.batch(table)
 
 
@@ -196,7 +198,7 @@ def test_features_that_cannot_be(features: list[Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("feature", "table", "message"),
     [
-        (CROSS, {"user": [1], "item": [1.5]}, "column 'item': 1.5 is no id"),
+        (CROSS, {"user": [1], "item": [1.5]}, "column 'item': id 1.5 at row 0; ids of double must be whole"),
         (CROSS, {"user": [1], "item": [{"x": 1}]}, "feature 'x': column 'item' is struct.*, must be integers, text or"),
         (
             CROSS | {"ids": None},

@@ -213,11 +213,19 @@ def test_nothing_is_described_when_writing_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("ids", [0, 9_999, 10_000], "cat_1.bin, column 'b': sample 6 is 10000, must be an id from 0 to 9,999"),
-        ("ids", [-1, 0, 0], "column 'b': sample 4 is -1, must be an id"),
-        ("dense", [0.0, 65_504.0, 70_000.0], "numerical.bin, column 'x': sample 6 is 70000.0, must be finite and at"),
-        ("dense", [0.0, float("nan"), float("inf")], "column 'x': sample 5 is nan, must be finite and at most 65,504"),
-        ("labels", [0.0, 0.5, 2.0], "label.bin, column 'label': sample 5 is 0.5, must be 0 or 1"),
+        ("ids", [0, 9_999, 10_000], "cat_1.bin, column 'b': 10000 at sample 6; it must be an id from 0 to 9,999"),
+        ("ids", [-1, 0, 0], "column 'b': -1 at sample 4; it must be an id"),
+        (
+            "dense",
+            [0.0, 65_504.0, 70_000.0],
+            "numerical.bin, column 'x': 70000.0 at sample 6; it must be finite and at",
+        ),
+        (
+            "dense",
+            [0.0, float("nan"), float("inf")],
+            "column 'x': nan at sample 5; it must be finite and at most 65,504",
+        ),
+        ("labels", [0.0, 0.5, 2.0], "label.bin, column 'label': 0.5 at sample 5; it must be 0 or 1"),
     ],
 )
 def test_values_that_the_format_cannot_hold_are_named(

@@ -20,6 +20,7 @@ from hotbed.data import arrow
 from hotbed.data.derived import Lookup
 from hotbed.data.hashing import Hashes
 from hotbed.data.parquet_files import find_parquet, with_rows
+from hotbed.data.source import Place
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 _STORED = ("key", "value", "hash")
@@ -183,7 +184,7 @@ def _normal(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
     if pa.types.is_null(kind):
         return array.cast(pa.int64())
     if not may_be_list and pa.types.is_floating(kind):
-        return arrow.hashable(array, where)
+        return arrow.hashable(array, "", Place(where, lambda at: f"key {at:,}"))
     if pa.types.is_uint64(kind) and (highest := pc.max(array).as_py()) is not None and highest >= 1 << 63:
         return array
     if arrow.is_whole(kind):

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from hotbed.batch import Batch
 from hotbed.data.columns import SparseColumn
 from hotbed.data.schema import Schema
-from hotbed.data.source import Source, label_error
+from hotbed.data.source import Place, Source, label_ranges
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
 from hotbed.locations import location
@@ -356,19 +356,12 @@ class NpySource(Source):
         return None if dense is None else torch.from_numpy(dense)
 
     def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
-        names, parts = self.schema.labels, self._parts[split]
-        if not names:
-            return {}
-        low, high = np.full(len(names), np.inf), np.full(len(names), -np.inf)
-        for part in (p for whole in parts for p in _cut(whole, _LABELS_AT_ONCE)):
-            labels = self._labels(part)
-            bad = np.argwhere(~((labels >= 0) & (labels <= 1)))
-            if len(bad):
-                at, t = bad[0].tolist()
-                row = f"row {part.start + at:,}"
-                raise label_error(str(part.day.labels), names[t], labels[at, t].item(), row)
-            low, high = np.minimum(low, labels.min(0)), np.maximum(high, labels.max(0))
-        return dict(zip(names, zip(low.tolist(), high.tolist(), strict=True), strict=True))
+        return label_ranges(
+            (Place(str(part.day.labels), lambda at, start=part.start: f"row {start + at:,}"), name, labels)
+            for whole in (self._parts[split] if self.schema.labels else ())
+            for part in _cut(whole, _LABELS_AT_ONCE)
+            for name, labels in zip(self.schema.labels, self._labels(part).T, strict=True)
+        )
 
     def _labels(self, part: _Part) -> NDArray[np.float32]:
         assert part.day.labels is not None

@@ -29,7 +29,7 @@ from hotbed.data.preparation import PREPARATION, Preparation, PreparationEntry
 from hotbed.data.row_groups import RowGroup, RowSlice, in_slices
 from hotbed.data.row_split import SPLITS, Rows, RowSplit, divide, row_split
 from hotbed.data.schema import Schema
-from hotbed.data.source import Source
+from hotbed.data.source import Place, Source
 from hotbed.data.vocabulary import VOCABULARY
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.locations import location
@@ -252,7 +252,7 @@ def _label_range(group: Chunk, name: str, label: Label | None) -> tuple[float, f
     found = None if label else group.integer_range(name)
     if found is not None and found[0] >= 0 and found[1] <= 1:
         return found
-    labels = read_labels(group.read([name])[name], name, label, str(group), group.place, check=True)
+    labels = read_labels(group.read([name])[name], name, label, Place(str(group), group.place), check=True)
     return float(labels.min()), float(labels.max())
 
 

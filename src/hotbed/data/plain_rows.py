@@ -92,7 +92,7 @@ def _array(column: InputColumn, values: Sequence[object], rows: Iterable[int]) -
     if kind != "numbers" and len(whole) < len(there):
         raise DataError(f"column '{column.name}' has text and integers, which are other ids; write one of them")
     low, high = min(whole, default=0), max(whole, default=0)
-    fits = -(1 << 63) <= low and high < 1 << 63
+    fits = low >= -(1 << 63) and high < 1 << 63
     if kind == "numbers" and not (fits and len(whole) == len(there) and max(-low, high) > _EXACT):
         return pa.array([None if value is None else float(cast(float, value)) for value in checked], pa.float64())
     if not fits and low < 0:

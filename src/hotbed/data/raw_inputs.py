@@ -44,7 +44,7 @@ from hotbed.data.pieces import Piece
 from hotbed.data.row_groups import TableFile
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
-from hotbed.data.source_rows import is_source, source_files
+from hotbed.data.stored_rows import is_source, source_files
 from hotbed.data.vocabulary import value_type
 from hotbed.errors import DataError, SpecError
 from hotbed.files import new_file

@@ -20,14 +20,13 @@ by role: categorical, numerical, label), ``source_spec`` (per split the files an
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -41,7 +40,7 @@ from numpy.typing import NDArray
 from hotbed.batch import Batch
 from hotbed.data.columns import SparseColumn
 from hotbed.data.schema import Schema
-from hotbed.data.source import Source, label_error
+from hotbed.data.source import Place, Source, label_ranges
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
 from hotbed.large_tensors import empty
@@ -295,20 +294,14 @@ class OpenFiles:
         if not same:
             _convert(stored, out.reshape(-1))
 
-    def label_range(self, name: str, file: StoredFile, samples: int) -> tuple[float, float]:
-        """Smallest and largest label of a file; a `DataError` names the first that is not from 0 to 1."""
-        low, high = math.inf, -math.inf
+    def labels(self, name: str, file: StoredFile, samples: int) -> Iterator[tuple[Place, str, NDArray[Any]]]:
+        """Read the labels of a file part by part, each with its place and the name of its column."""
         for start in range(0, samples, _LABELS_AT_ONCE):
             part = np.empty(min(_LABELS_AT_ONCE, samples - start), dtype=file.dtype)
             self.read(file, start, part)
             if part.dtype == np.bool_:
                 part = part.view(np.uint8)  # a byte may hold more than 0 and 1
-            least, most = float(part.min()), float(part.max())  # NaN if one is
-            if not (least >= 0 and most <= 1):
-                at = int((~((part >= 0) & (part <= 1))).argmax())
-                raise label_error(str(file.path), name, part[at], f"sample {start + at:,}")
-            low, high = min(low, least), max(high, most)
-        return low, high
+            yield Place(str(file.path), lambda at, start=start: f"sample {start + at:,}"), name, part
 
     def _descriptor(self, path: Path) -> int:
         """One that stays open, unless there are too many of them."""
@@ -445,7 +438,9 @@ class SplitBinarySource(Source):
 
     def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
         files, samples = self._spec.files[split], self._samples[split]
-        return {name: self._open.label_range(name, files[name], samples) for name in self.schema.labels if samples}
+        return label_ranges(
+            part for name in self.schema.labels for part in self._open.labels(name, files[name], samples)
+        )
 
     def _read(self, split: str, i: int) -> Batch:
         start = i * self.chunk_samples
@@ -553,9 +548,9 @@ class SplitBinaryWriter:
     def append_labels(self, split: str, labels: NDArray[Any]) -> None:
         """Append labels ``[n]`` or ``[n, T]``, 0 or 1; a `DataError` names any other."""
         columns = labels.reshape(len(labels), len(self.schema.labels))
-        good = (columns == 0) | (columns == 1)
         for t, file in enumerate(self._label_names):
-            self._refuse(~good[:, t], columns[:, t], f"{split}/{file}", self.schema.labels[t], "must be 0 or 1")
+            values = columns[:, t]
+            self._refuse((values != 0) & (values != 1), values, f"{split}/{file}", self.schema.labels[t], "0 or 1")
         self.samples[split] += len(labels)
         for t, file in enumerate(self._label_names):
             self._append(split, file, (columns[:, t] != 0).view(np.uint8))
@@ -566,7 +561,7 @@ class SplitBinaryWriter:
             stored = dense.astype("<f2")
         bad = ~np.isfinite(stored)
         if bad.any():
-            problem = f"must be finite and at most {np.finfo(np.float16).max:,.0f} in size to be stored as float16"
+            problem = f"finite and at most {np.finfo(np.float16).max:,.0f} in size to be stored as float16"
             for i, column in enumerate(self.schema.dense):
                 self._refuse(bad[:, i], dense[:, i], f"{split}/numerical.bin", column, problem)
         self._append(split, "numerical.bin", stored)
@@ -575,7 +570,7 @@ class SplitBinaryWriter:
         """Append ids ``[n]`` of one sparse column, by its position in the schema; a `DataError` names a bad one."""
         name, rows = self.schema.sparse[column].name, self.schema.sparse[column].rows
         file = self._cat_names[column]
-        self._refuse((ids < 0) | (ids >= rows), ids, f"{split}/{file}", name, f"must be an id from 0 to {rows - 1:,}")
+        self._refuse((ids < 0) | (ids >= rows), ids, f"{split}/{file}", name, f"an id from 0 to {rows - 1:,}")
         self._append(split, file, ids.astype(self._dtypes[column]))
 
     def append(self, split: str, batch: Batch) -> None:
@@ -608,12 +603,10 @@ class SplitBinaryWriter:
             self._open[key] = self._stack.enter_context((self.path / key).open("wb"))
         return self._open[key]
 
-    def _refuse(self, bad: NDArray[np.bool_], values: NDArray[Any], key: str, column: str, problem: str) -> None:
+    def _refuse(self, bad: NDArray[np.bool_], values: NDArray[Any], key: str, column: str, wanted: str) -> None:
         """Raise `DataError` if any value ``[n]`` is bad, naming the first; samples count from the split's start."""
-        if bad.any():
-            first = int(bad.argmax())
-            sample = self._written[key] + first
-            raise DataError(f"{key}, column '{column}': sample {sample:,} is {values[first]}, {problem}")
+        place = Place(key, lambda at: f"sample {self._written[key] + at:,}")
+        place.refuse(column, "values", bad, values, "{}", f"it must be {wanted}")
 
     def _description(self) -> dict[str, object]:
         sparse = self.schema.sparse
