@@ -22,7 +22,9 @@ def check_values(where: str, values: Mapping[str, object], **rules: tuple[bool, 
     for name, (is_right, wanted) in rules.items():
         if not is_right:
             value = values[name]
-            hint = did_you_mean(str(value), wanted.removeprefix(_ONE_OF).split(", ")) if wanted.startswith(_ONE_OF) else ""
+            hint = (
+                did_you_mean(str(value), wanted.removeprefix(_ONE_OF).split(", ")) if wanted.startswith(_ONE_OF) else ""
+            )
             raise SpecError(f"{where}: {name} is {value!r}, must be {wanted}{hint}")
 
 
