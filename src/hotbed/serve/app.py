@@ -126,7 +126,7 @@ class Application:
                 encoder = batcher.model.encoder
                 columns = encoder.columns()
                 values, rows = parsed.columns([c.name for c in columns], self._options.max_request_rows)
-                return record_batch(encoder.table(values), columns) if rows else None, parsed.id
+                return record_batch(encoder.table(values)) if rows else None, parsed.id
 
             deadline = self._deadline()
             rows, id_ = await self._read(len(body), read, deadline)
@@ -151,7 +151,7 @@ class Application:
             def read() -> tuple[pa.RecordBatch, str | None, Mapping[str, bool]]:
                 columns = batcher.model.encoder.columns()
                 found = read_tensors(body, header, columns, outputs, most, self._bodies.most_json)
-                return record_batch(found.columns, columns), found.id, found.outputs
+                return record_batch(found.columns), found.id, found.outputs
 
             deadline = self._deadline()
             rows, id_, wanted = await self._read(len(body), read, deadline)
