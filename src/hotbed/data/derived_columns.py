@@ -154,14 +154,13 @@ def check_derived_types(
                 f"{what} has a column '{d.name}', which is also the name of a feature of the schema; rename the feature"
             )
         inputs = [types[name] for name in d.inputs]
+        made, is_list, problems = pa.uint64(), any(map(arrow.is_list, inputs)), list[str]()
         for name, t in zip(d.inputs, inputs, strict=True):
             if isinstance(d, Bucket) and not (arrow.is_number(t) or pa.types.is_null(t)):
-                raise SpecError(f"feature '{d.name}': column '{name}' is {t}, and buckets are of numbers")
+                problems.append(f"column '{name}' is {t}, and buckets are of numbers")
             if not isinstance(d, Bucket) and not _is_id(t):
-                raise SpecError(f"feature '{d.name}': column '{name}' is {t}, must be integers, text or lists of them")
-        is_list = any(map(arrow.is_list, inputs))
-        made = pa.uint64()
-        if isinstance(d, Lookup):
+                problems.append(f"column '{name}' is {t}, must be integers, text or lists of them")
+        if isinstance(d, Lookup) and not problems:
             table, kind = tables[d.name], arrow.kind_of_ids(inputs[0])
             if kind and len(table.keys) and kind != table.kind_of_keys:
                 raise DataError(
@@ -170,23 +169,21 @@ def check_derived_types(
                 )
             made = table.values.type
             if is_list and arrow.is_list(made):
-                raise SpecError(
-                    f"feature '{d.name}': lists of keys with lists of values are not supported; flatten one"
-                )
+                problems.append("lists of keys with lists of values are not supported; flatten one")
             if d.name in schema.dense and (is_list or not arrow.is_number(made)):
                 found = "one for each key of a list" if is_list else str(made)
-                raise SpecError(f"feature '{d.name}': values are {found}, and a number is one; give `rows` for ids")
+                problems.append(f"values are {found}, and a number is one; give `rows` for ids")
             if d.name in columns and not _is_id(made):
-                raise SpecError(f"feature '{d.name}': values are {made}, must be integers or text to be ids")
+                problems.append(f"values are {made}, must be integers or text to be ids")
         is_list = is_list or arrow.is_list(made)
         types[d.name] = pa.large_list(made) if is_list and not arrow.is_list(made) else made
         column = columns.get(d.name)
         if column is not None and column.rows < 2:
-            raise SpecError(
-                f"feature '{d.name}': rows is {column.rows}, must be at least 2 (row 0 is for missing values)"
-            )
+            problems.append(f"rows is {column.rows}, must be at least 2 (row 0 is for missing values)")
         if column is not None and not is_list and column.ids != 1:
-            raise SpecError(f"feature '{d.name}': {arrow.one_value(column.ids)}. Leave ids out")
+            problems.append(f"{arrow.one_value(column.ids)}. Leave ids out")
+        if problems:
+            raise SpecError(f"feature '{d.name}': {problems[0]}")
 
 
 def _is_id(t: pa.DataType) -> bool:

@@ -73,15 +73,12 @@ class LookupTable:
         same = np.flatnonzero(hashes[1:] == hashes[:-1])
         if len(same):
             first, second = (arrow.shown(key[int(same[0]) + i]) for i in (0, 1))
-            if first == second:
-                raise DataError(
-                    f"{where}, column '{lookup.key}': the key {first} is there twice; leave one of its rows, so that "
-                    "there is one value"
-                )
-            raise DataError(
-                f"{where}, column '{lookup.key}': the keys {first} and {second} have one hash, so they cannot be told "
-                "apart; rename one of them"
+            problem = (
+                f"the key {first} is there twice; leave one of its rows, so that there is one value"
+                if first == second
+                else f"the keys {first} and {second} have one hash, so they cannot be told apart; rename one of them"
             )
+            raise DataError(f"{where}, column '{lookup.key}': {problem}")
         return made
 
     @staticmethod

@@ -423,20 +423,20 @@ def _check(schema: Schema, day: Day, path: str) -> None:
     """Raise `SpecError` unless a schema is of as many columns as the arrays have."""
     names, dense, labels = draft_names(day)
     counts = [("sparse columns", len(schema.sparse), len(names)), ("dense columns", len(schema.dense), len(dense))]
-    if schema.labels:
-        counts.append(("labels", len(schema.labels), len(labels)))
+    counts += [("labels", len(schema.labels), len(labels))] * bool(schema.labels)
     for what, said, there in counts:
         if said != there:
             raise SpecError(f"the schema has {said} {what}, and the arrays in {path} have {there}; name them all")
     for column, ids in zip(schema.sparse, day.ids, strict=True):
         if column.ids != ids:
             raise SpecError(f"sparse column '{column.name}': ids is {column.ids}, and the arrays in {path} have {ids}")
-    if schema.weight_columns or schema.group:
-        raise SpecError("arrays of NumPy have no weight or group column; use Parquet for them")
-    if schema.id_weights:
-        raise SpecError(f"arrays of NumPy have no weights of ids ('{schema.id_weights[0]}'); use Parquet for them")
-    if schema.scaling or schema.positives or schema.derived:
-        raise SpecError("arrays of NumPy are not scaled, mapped or crossed when they are read; use Parquet for that")
+    for found, problem in (
+        (schema.weight_columns or schema.group, "have no weight or group column"),
+        (schema.id_weights, f"have no weights of ids ('{', '.join(schema.id_weights)}')"),
+        (schema.scaling or schema.positives or schema.derived, "are not scaled, mapped or crossed when they are read"),
+    ):
+        if found:
+            raise SpecError(f"arrays of NumPy {problem}; use Parquet for them")
 
 
 def _default_splits(days: Sequence[Day]) -> dict[str, list[_Part]]:
@@ -465,13 +465,14 @@ def _chosen(days: Sequence[Day], splits: Mapping[str, Sequence[str]], path: str)
         raise SpecError(f"splits is {splits!r}, must be none, or days by split: {{train: [{days[0].name}]}}")
     used: dict[str, str] = {}
     for split, names in splits.items():
-        if isinstance(names, str):
-            raise SpecError(f"splits: {split} is {names!r}, must be a list of days; write [{names}]")
-        for name in names:
+        problem = f"{split} is {names!r}, must be a list of days; write [{names}]" if isinstance(names, str) else ""
+        for name in () if problem else names:
             if name not in by_name:
-                raise SpecError(f"splits: {path} has no day '{name}'{did_you_mean(str(name), by_name)}")
-            if (other := used.setdefault(name, split)) != split:
-                raise SpecError(f"splits: '{name}' is in {other} and in {split}; leave it in one of them")
+                problem = f"{path} has no day '{name}'{did_you_mean(str(name), by_name)}"
+            elif (other := used.setdefault(name, split)) != split:
+                problem = f"'{name}' is in {other} and in {split}; leave it in one of them"
+        if problem:
+            raise SpecError(f"splits: {problem}")
     if not used:
         raise SpecError(f"splits is {dict(splits)}, must name days: {{train: [{days[0].name}]}}")
     return {split: [_Part(by_name[n], 0, by_name[n].rows) for n in names] for split, names in splits.items()}

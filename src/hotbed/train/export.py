@@ -21,7 +21,7 @@ from hotbed.checkpoint.storage import LocalDirectory, directory
 from hotbed.checkpoint.tensor_files import new_directory
 from hotbed.config import MemoryRecipe, Recipe
 from hotbed.data import Source, SparseColumn
-from hotbed.data.described import described_features, encoding_of
+from hotbed.data.encode import described_features, encoding_of
 from hotbed.data.hashing import HASH
 from hotbed.embed import tables_on_meta
 from hotbed.errors import CheckpointError
