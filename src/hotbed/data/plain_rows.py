@@ -125,10 +125,10 @@ def _checked(column: InputColumn, row: int, value: object) -> object:
         problem = f"has half of a surrogate pair at {at}, which is no character; write UTF-8"
     elif kind == "numbers":
         with suppress(OverflowError):
-            float(value)
+            float(cast(float, value))
             return value
         problem = "is beyond the largest number, 1.8e308; write a smaller one, or null"
-    elif not -(1 << 63) <= value < 1 << 64:
+    elif not -(1 << 63) <= cast(int, value) < 1 << 64:
         problem = "has more than 64 bits, and ids have no more; write it as it was in training"
     if problem:
         raise DataError(f"column '{column.name}', row {row:,}: {_shown(value)} {problem}")

@@ -72,7 +72,11 @@ class Place:
     def of_lists(self, lengths: NDArray[np.int64]) -> Self:
         """The place of the values of lists with these lengths ``[n]``."""
         ends = np.cumsum(lengths)
-        return replace(self, row_of=lambda at: self.row_of(int(np.searchsorted(ends, at, side="right"))))
+
+        def row_of(at: int) -> str:
+            return self.row_of(int(np.searchsorted(ends, at, side="right")))
+
+        return replace(self, row_of=row_of)
 
 
 def refuse_labels(

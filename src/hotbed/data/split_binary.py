@@ -163,7 +163,7 @@ class _Reader:
     def __init__(self, file: Path, content: object) -> None:
         self.file, self.given = file, _parse(content, file)
         channels = self.given.channel_spec
-        self.channels = {role: list(getattr(channels, role) or ()) for role in _DTYPES}
+        self.channels: dict[str, list[str]] = {role: getattr(channels, role) or [] for role in _DTYPES}
         self.role = {name: role for role, names in self.channels.items() for name in names}
 
     def read(self) -> FeatureSpec:
