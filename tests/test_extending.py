@@ -167,7 +167,7 @@ def test_what_is_added_inside_hotbed_needs_these_patches_alone(
 def test_names_are_known_in_few_files() -> None:
     """Of what is here already: nobody else asks which rule or scheme it is."""
     from hotbed.ops.cpu_rules import RULES
-    from hotbed.plan.placement import SCHEMES
+    from hotbed.plan.schemes import SCHEMES
 
     others = ("testing", "torchrec")  # the latter has FBGEMM's names, some of which are equal
     texts = {p: p.read_text(encoding="utf-8") for p in SOURCE.rglob("*.py") if p.parent.name not in others}

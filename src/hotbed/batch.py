@@ -14,6 +14,7 @@ from hotbed.bags import Bags, describe, offsets_of, padding_mask
 from hotbed.errors import BatchError, did_you_mean
 from hotbed.jagged import Jagged
 from hotbed.specs import Feature, Padding
+from hotbed.torch_private import version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +305,7 @@ class _Pooled:
             self.columns = _Columns.apply(self.vectors)
         if self.columns is not None:
             return self.columns[i]
-        now = -1 if compiling else self.vectors._version  # which compiled code cannot branch on
+        now = -1 if compiling else version(self.vectors)  # which compiled code cannot branch on
         if self.views is None or self.views[0] != now:
             self.views = now, self.vectors.unbind(1)
         return self.views[1][i]

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from hotbed.comm import Handle, Link, Sizes, Tensors
 from hotbed.errors import CommError
+from hotbed.torch_private import copy_all_
 
 
 class NodeLink(Link):
@@ -89,7 +90,7 @@ class NodeLink(Link):
             arrived.wait()
             values = zip(second.split(from_each), incoming, strict=True)
             found = [v.view(t.dtype).view(t.shape) for v, t in values]
-            torch._foreach_copy_(list(incoming), found)  # pyright: ignore[reportPrivateImportUsage]
+            copy_all_(incoming, found)
 
         return Handle(unpack)
 

@@ -31,7 +31,8 @@ from hotbed.bags import (
     weights_of,
 )
 from hotbed.errors import BatchError, did_you_mean
-from hotbed.torch_hooks import Numbered, version
+from hotbed.torch_hooks import Numbered
+from hotbed.torch_private import version
 
 
 class Jagged(Numbered):

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from hotbed.errors import SpecError
+from hotbed.torch_private import EXPORT_LOGGER, is_in_functorch, make_number_while_tracing
 
 _without_tables = ContextVar("without_tables", default=False)
 
@@ -110,24 +111,17 @@ class Numbered:
 
 def traced_number(thing: Numbered) -> Tensor | None:
     """Return the number of an object to a graph that is being traced, which can read a number, but make none."""
-    from torch._dynamo.comptime import comptime
-
-    comptime(_make_number)
+    make_number_while_tracing(thing)
     return thing.number
-
-
-def is_exporting() -> bool:
-    """Whether a graph is traced for ``torch.export``; `torch.compiler.is_exporting` of torch 2.11 is true in all."""
-    return bool(torch.compiler._is_exporting_flag)
 
 
 def refuse_transforms() -> None:
     """Raise `SpecError` if the caller is traced by ``torch.jit.trace`` or transformed by ``torch.func``."""
-    if torch._C._is_tracing():  # pyright: ignore[reportAttributeAccessIssue]
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         raise SpecError(
             "torch.jit.trace cannot record lookups in tables: it would keep the ids of one batch. Use torch.export"
         )
-    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+    if is_in_functorch():
         raise SpecError(
             "torch.func (vmap, grad, jacrev, …) cannot transform lookups in tables: gradients of tables are no "
             "tensors. Look up outside of the transformed function"
@@ -157,16 +151,9 @@ def warn_of_clipping(handles: Mapping[str, Tensor]) -> None:
         frame, depth = frame.f_back, depth + 1
 
 
-def _make_number(context: Any) -> None:
-    """Run by dynamo, while it traces `traced_number`."""
-    variable = context.get_local("thing")._i_will_not_complain_if_bc_breaks_VariableTracker()
-    if variable.source is not None:  # else it was made in this graph
-        _ = variable.value.number
-
-
 def load_program(file: Path | IO[bytes]) -> ExportedProgram:
     """Load what ``torch.export.save`` wrote, without what torch 2.11 warns of that its own loader does."""
-    logger = logging.getLogger("torch.export.pt2_archive._package")
+    logger = logging.getLogger(EXPORT_LOGGER)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
@@ -175,8 +162,3 @@ def load_program(file: Path | IO[bytes]) -> ExportedProgram:
             return torch.export.load(file)
     finally:
         logger.setLevel(level)
-
-
-def version(t: Tensor) -> int:
-    """Count the in-place changes of a tensor; −1 in inference mode, where torch does not."""
-    return -1 if t.is_inference() else t._version

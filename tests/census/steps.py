@@ -17,7 +17,7 @@ from typing_extensions import override
 import hotbed as hb
 from hotbed.config import Component, ScheduleRecipe, TrainRecipe
 from hotbed.config.recipe import CudaGraph
-from hotbed.plan.placement import SCHEMES
+from hotbed.plan.schemes import SCHEMES
 from hotbed.train.backward import Backward, Reading
 from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.build import fused

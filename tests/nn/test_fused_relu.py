@@ -11,8 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hotbed.nn import MLP, fused_relu
 from hotbed.nn.fused_relu import MIN_PRODUCTS, can_fuse, linear_relu
-from hotbed.nn.linear import Linear, has_onednn_linear
+from hotbed.nn.linear import Linear
 from hotbed.ops import launches
+from hotbed.torch_private import has_onednn_linear
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS = "triton" if DEVICE.type == "cuda" else "cpu"

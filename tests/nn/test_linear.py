@@ -9,7 +9,8 @@ from hotbed.errors import SpecError
 from hotbed.machine import Cpu
 from hotbed.nn import MLP
 from hotbed.nn import linear as linear_module
-from hotbed.nn.linear import MIN_PRODUCTS, NARROW_INPUTS, WIDE_INPUTS, ZEN_5, Linear, has_onednn_linear
+from hotbed.nn.linear import MIN_PRODUCTS, NARROW_INPUTS, WIDE_INPUTS, ZEN_5, Linear
+from hotbed.torch_private import has_onednn_linear
 
 needs_onednn = pytest.mark.skipif(not has_onednn_linear(), reason="this build of torch has no oneDNN")
 

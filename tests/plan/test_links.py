@@ -9,7 +9,7 @@ from hotbed.plan import make_plan
 from hotbed.plan.cost import GRADIENTS, HOST, LOOKUP, POOLING, ROWS, CostModel
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.links import HOP_COPIES, Links
-from hotbed.plan.placement import Cut
+from hotbed.plan.schemes import Cut
 from hotbed.plan.search import search
 from hotbed.plan.simulate import simulate
 from hotbed.plan.step import BUCKET_BYTES, estimate_step

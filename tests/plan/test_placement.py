@@ -16,7 +16,7 @@ from hotbed.errors import PlanError
 from hotbed.optim import Moment, RowWiseAdagrad
 from hotbed.plan import Cut, Plan, make_plan
 from hotbed.plan.cost import Cost, CostModel, tile_bytes
-from hotbed.plan.placement import SCHEMES
+from hotbed.plan.schemes import SCHEMES
 from hotbed.plan.tiling import Tile, column_unit
 from hotbed.plan.workload import Workload
 from hotbed.specs import Table

@@ -19,8 +19,8 @@ from hotbed.plan.candidates import form_for, form_of, hot_prefix
 from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.limits import limits_of
-from hotbed.plan.placement import schemes_from
 from hotbed.plan.popularity import Counted, Zipf
+from hotbed.plan.schemes import schemes_from
 from hotbed.plan.search import ALIKE_LOAD, WORTHWHILE, search
 from hotbed.plan.step import estimate_step
 from hotbed.plan.workload import DensePart, TableUse, Workload

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from hotbed.config import Component, TrainRecipe
 from hotbed.errors import RecipeError
 from hotbed.machine import Cpu
-from hotbed.nn.linear import Linear, has_onednn_linear
+from hotbed.nn.linear import Linear
+from hotbed.torch_private import has_onednn_linear
 from hotbed.train import Trainer, numerics
 from hotbed.train.build import fused
 from hotbed.train.numerics import Numerics, bf16_instructions

@@ -22,8 +22,8 @@ from hotbed.errors import PlanError, RecipeError
 from hotbed.plan import Plan
 from hotbed.plan.cost import TIERS
 from hotbed.plan.hardware import Hardware
-from hotbed.plan.placement import Schemes
 from hotbed.plan.ranks import ALIKE
+from hotbed.plan.schemes import Schemes
 from hotbed.plan.search import Found
 from hotbed.plan.simulate import Stragglers
 from hotbed.plan.step import estimate_step, parts_of_busiest

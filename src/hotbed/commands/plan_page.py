@@ -9,10 +9,9 @@ from html import escape
 from hotbed.commands.svg import FAINT, INK, WIDTH, box, dot, grid, html_page, html_table, legend, line, svg, text
 from hotbed.plan.cost import PARTS, TIERS, tile_bytes
 from hotbed.plan.search import Found
-from hotbed.plan.simulate import Simulation
+from hotbed.plan.simulate import Simulation, amount_text
 from hotbed.plan.sweep import Point, first_that_fits
 from hotbed.plan.timeline import THREADS
-from hotbed.plan.usage import amount_text
 from hotbed.train.report import size
 
 MOST_BARS = 64

@@ -18,11 +18,10 @@ from hotbed.config import Recipe
 from hotbed.errors import PlanError, RecipeError
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found
-from hotbed.plan.simulate import Simulation, Stragglers, simulate
+from hotbed.plan.simulate import Simulation, Stragglers, amount_text, simulate
+from hotbed.plan.step import Term, terms_of
 from hotbed.plan.sweep import RANKS, Point, Sweep, elasticities, first_that_fits
-from hotbed.plan.terms import Term, terms_of
 from hotbed.plan.timeline import chrome_trace
-from hotbed.plan.usage import amount_text
 from hotbed.train.plan_search import hardware_of
 
 Search = Callable[[Recipe, int, Hardware | None], Found]

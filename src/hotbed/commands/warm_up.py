@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from hotbed.plan.placement import Cut
+    from hotbed.plan.schemes import Cut
     from hotbed.specs import RowDtype
 
 ROWS, SAMPLES = 40, 8

@@ -29,7 +29,7 @@ from hotbed.ops import BackendName
 from hotbed.pooling import Pooling
 from hotbed.specs import MAX_DIM, Feature, RowDtype, Table
 from hotbed.store import DenseStore
-from hotbed.torch_hooks import is_exporting
+from hotbed.torch_private import NoSubclasses, hooks_of, is_exporting
 
 Mode = Literal["sum", "mean", "max"]
 _NARROW = (torch.int8, torch.uint8, torch.int16)
@@ -93,7 +93,7 @@ class TableRows(Tensor):
                 return own._rows.set_weight(own._table, args[1])
             if own._is_copy and func not in _SET_TRAINED:
                 return own._of_copy(func, args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
+        with NoSubclasses():
             return func(*args, **(kwargs or {}))
 
     def _of_copy(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -105,7 +105,7 @@ class TableRows(Tensor):
                 "expected a table that is all on this rank. Set `module.weight.data = values` on all ranks, or write "
                 "to a `.clone()`"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with NoSubclasses():
             result = func(*args, **kwargs)
             if func is Tensor.as_subclass:
                 return result
@@ -165,6 +165,13 @@ class _DropIn(nn.Module):
         self.loaded_from = ""
         self.register_load_state_dict_post_hook(_limit_loaded)
         rename_states(self, f"rows.{self.table}.", "")
+
+    def _look_up(self, bags: Bags, padding_idx: int | None = None) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            from hotbed.embed.traced import look_up_feature  # here, because it imports the compiler
+
+            return look_up_feature(self.rows, self.feature, bags, padding_idx)
+        return look_up(self.rows, self.feature, bags, padding_idx)
 
     @property
     def weight(self) -> Tensor:
@@ -302,7 +309,7 @@ class Embedding(_DropIn):
         input = self._integers("ids", input)
         if is_exporting():
             return functional.embedding(input, self._constant(), self.padding_idx).to(self.rows.dtype)
-        found = look_up(self.rows, self.feature, Bags(input.reshape(-1), input.numel(), 1, None, None))
+        found = self._look_up(Bags(input.reshape(-1), input.numel(), 1, None, None))
         found = found.view(*input.shape, self.embedding_dim)
         if self.padding_idx is None or not found.requires_grad:
             return found
@@ -342,10 +349,10 @@ class EmbeddingBag(_DropIn):
             return self._exported(input, offsets, per_sample_weights)
         bags = self._bags(input, offsets, weights)
         if self.mode != "max":
-            return look_up(self.rows, self.feature, bags, self.padding_idx)
+            return self._look_up(bags, self.padding_idx)
         if self.padding_idx is not None and not torch.compiler.is_compiling():  # a graph cannot hold what this leaves
             bags, _ = without(bags, self.padding_idx)
-        return _largest(look_up(self.rows, self.feature, bags), bags, self.padding_idx)
+        return _largest(self._look_up(bags), bags, self.padding_idx)
 
     def _exported(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
         return functional.embedding_bag(
@@ -519,10 +526,10 @@ def _check(name: str, module: _Torch) -> None:
     """Raise `SpecError` for an embedding that tables cannot replace."""
     kind = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
     label = f"{type(module).__name__} '{name}'"
-    weight = module._parameters.get("weight")
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
     if weight is None:
         wrong = "has a parametrization or no weight, which tables do not have"
-    elif own := _own(type(module), kind) + [*module._parameters, *module._buffers, *module._modules][1:]:
+    elif own := _own(type(module), kind) + _children(module)[1:]:
         wrong = f"has a {own[0]} of its own, which a table would not have"
     elif _has_hooks(module, weight):
         wrong = "has hooks, which would be lost"
@@ -539,6 +546,12 @@ def _check(name: str, module: _Torch) -> None:
     raise SpecError(f"{label} {wrong}; leave it as it is with skip=['{name}']")
 
 
+def _children(module: nn.Module) -> list[str]:
+    """List a module's own parameters, buffers and modules."""
+    tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return [name for name, _ in (*tensors, *module.named_children())]
+
+
 def _own(derived: type, kind: type) -> list[str]:
     """List the methods that a class adds to torch's, except its constructor and ``reset_parameters``."""
     made = {"__init__", "reset_parameters"}
@@ -548,16 +561,14 @@ def _own(derived: type, kind: type) -> list[str]:
 
 def _has_hooks(module: nn.Module, weight: Tensor) -> bool:
     """Say whether something is called when a module, or the gradient of its weight, is computed."""
-    of_module = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    of_weight = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(module, hook) for hook in of_module) or any(getattr(weight, hook, None) for hook in of_weight)
+    return bool(hooks_of(module) or hooks_of(weight))
 
 
 def _refuse_shared(model: nn.Module, chosen: dict[str, _Torch]) -> None:
     """Raise `SpecError` where another layer has the weight of an embedding, which would be a parameter no more."""
     of_weight = {id(module.weight): name for name, module in chosen.items()}
     for name, module in model.named_modules():
-        for own, parameter in module._parameters.items():
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in of_weight and name not in chosen:
                 theirs, here = of_weight[id(parameter)], f"{name}.{own}".lstrip(".")
                 raise SpecError(

@@ -47,6 +47,7 @@ from hotbed.jagged import Jagged
 from hotbed.large_tensors import empty
 from hotbed.locations import location
 from hotbed.parsing import TextError, parse_yaml, read_limited
+from hotbed.torch_private import copy_all_
 
 if TYPE_CHECKING:  # it needs pyarrow
     from hotbed.data.encode import Encoder
@@ -372,7 +373,7 @@ def _convert(stored: NDArray[Any], out: NDArray[Any]) -> None:
     if stored.dtype == np.float16 and out.dtype == np.float32:
         # One call for all parts, as each call waits for Python's lock.
         target, source = (list(torch.from_numpy(of).split(_WIDENED_AT_ONCE)) for of in (out, stored))
-        torch._foreach_copy_(target, source)  # pyright: ignore[reportPrivateImportUsage]
+        copy_all_(target, source)
     else:
         np.copyto(out, stored, casting="unsafe")
 

@@ -108,7 +108,7 @@ def gradient_norm(model: nn.Module) -> float:
                 f"replicas of the tables in '{path}' have gradients of their own: got {collection.replicas} that are "
                 "averaged, expected copies that are updated alike. Set ParallelOptions(exact=True)"
             )
-        if lost := collection._updaters.lost():
+        if lost := collection._updaters.idle.lost():
             raise OptimizerError(lost_message(lost, "clip_grad_norm_", "RowWiseAdagrad", 0.01))
     sums = no_sums(_device(model))
     for optimizer in _optimizers(collections):

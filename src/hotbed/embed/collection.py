@@ -20,7 +20,7 @@ from hotbed.batch import Embeddings
 from hotbed.comm import Link
 from hotbed.embed.dense import refuse_data_parallel
 from hotbed.embed.dynamic import DynamicTables, Reinitialized
-from hotbed.embed.gradients import PooledLookup, TableUpdater
+from hotbed.embed.gradients import VECTOR_DTYPES, PooledLookup, TableUpdater
 from hotbed.embed.id_exchange import IdExchange
 from hotbed.embed.ids import Discarded, checked_ids, refuse_other_ids, verified_ids
 from hotbed.embed.local_tables import LocalTables, storages_of
@@ -36,9 +36,6 @@ from hotbed.optim import Rule, Updater
 from hotbed.plan import Plan
 from hotbed.specs import ANY_ID, Feature, Table
 from hotbed.store import Storage
-
-VECTOR_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Of looked-up vectors."""
 
 
 class _Prefetched(NamedTuple):

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hotbed.embed.arena import Arena, untied
-from hotbed.embed.idle_tables import Updaters
+from hotbed.embed.idle_tables import IdleTables
 from hotbed.embed.row_gradients import RowGradient, by_arena, squares, summed
 from hotbed.embed.step_state import StepState, used_options
 from hotbed.embed.table_group import Contribution, Request, TableGroup
@@ -25,6 +26,9 @@ from hotbed.ops import BackendName, Occurrences, RuleStep
 from hotbed.ops.exact_sum import no_sums
 from hotbed.optim import Rule
 from hotbed.torch_hooks import are_tables_left_out
+
+VECTOR_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes that looked-up vectors may have."""
 
 
 class TableUpdater:
@@ -162,6 +166,14 @@ class TableUpdater:
         self.state_of_steps.counts[self.state_of_steps.order[table]] = state["step"]
 
 
+class Updaters(WeakSet[TableUpdater]):
+    """The updaters of one collection's optimizers; ``idle`` notes gradients that none of them takes."""
+
+    def __init__(self, tables: nn.Module, idle: Callable[[], list[str]]) -> None:
+        super().__init__()
+        self.idle = IdleTables(tables, idle)
+
+
 class PooledLookup(torch.autograd.Function):
     """Forward: one launch per request. Backward: hand bags and gradients to the updaters; tables get no gradient."""
 
@@ -218,13 +230,13 @@ class PooledLookup(torch.autograd.Function):
             if not (trained and ctx.needs_input_grad[0]):
                 continue
             if not updaters:
-                ctx.updaters.reach()
+                ctx.updaters.idle.reach()
                 continue
             contribution = source.contribution(bags, versions, rows)
             for updater in updaters:
                 updater.receive(contribution)
             if not any(contribution.tables <= updater.tables for updater in updaters):
-                ctx.updaters.reach()
+                ctx.updaters.idle.reach()
         return None, None if of_weights is None else of_weights.to(ctx.weights.dtype), None, None, None
 
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,22 +26,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hotbed.errors import OptimizerError
 from hotbed.optim import SparseOptimizer
 
-if TYPE_CHECKING:
-    from hotbed.embed.gradients import TableUpdater
-    from hotbed.embed.tables import TableModule
-
-_reached: list[Updaters] = []
+_reached: list[IdleTables] = []
 _stepping: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
 _SAME_NAME = ("SGD", "Adagrad", "Adam", "AdamW")
 """Optimizers of torch that `hotbed.optim` has by the same name."""
 
 
-class Updaters(weakref.WeakSet["TableUpdater"]):
-    """The updaters of one collection's optimizers."""
+class IdleTables:
+    """The tables of one collection that have no optimizer, and whether backward has lost a gradient of theirs."""
 
-    def __init__(self, tables: TableModule) -> None:
-        super().__init__()
-        self._tables = weakref.ref(tables)
+    def __init__(self, tables: nn.Module, idle: Callable[[], list[str]]) -> None:
+        self._tables, self._list = weakref.ref(tables), weakref.WeakMethod(idle)
         self.is_noted = False
         self.may_be_idle = False
         """Whether tables without an optimizer are meant to stay as they are, because a trainer has all optimizers."""
@@ -84,10 +79,8 @@ class Updaters(weakref.WeakSet["TableUpdater"]):
 
     def _idle(self) -> list[str]:
         """List the collection's tables that are trained and have no optimizer."""
-        tables = self._tables()
-        if tables is None or tables.have_parameters or self.may_be_idle:
-            return []
-        return tables.idle_tables()
+        idle = self._list()
+        return [] if idle is None or self.may_be_idle else idle()
 
     def _is_trained_by(self, optimizer: Optimizer, parents: _Parents) -> bool:
         """Return whether an optimizer trains the model of these tables; remember it if it does not."""

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterable
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hotbed.bags import INDEX_DTYPES, Bags
-from hotbed.embed.collection import VECTOR_DTYPES, EmbeddingCollection
-from hotbed.embed.gradients import PooledLookup
+from hotbed.batch import Embeddings
+from hotbed.embed.gradients import VECTOR_DTYPES, PooledLookup, Updaters
 from hotbed.embed.local_tables import LocalTables
 from hotbed.embed.single_feature import are_valid
-from hotbed.embed.table_group import Request
+from hotbed.embed.table_group import Request, TableGroup
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
+from hotbed.specs import Feature, Table
 from hotbed.torch_hooks import refuse_transforms
 
 
-def look_up(rows: EmbeddingCollection, feature: str, bags: Bags, padding_idx: int | None = None) -> Tensor:
+class Collection(Protocol):
+    """The part of `EmbeddingCollection` that lookups of one feature use."""
+
+    tables: dict[str, Table]
+    features: tuple[Feature, ...]
+    dtype: torch.dtype
+    _anchor: Tensor
+    _groups: list[TableGroup]
+    _updaters: Updaters
+
+    def __call__(self, ids: Jagged) -> Embeddings:
+        """Look up and pool."""
+        ...
+
+    def _is_trained(self, tables: Iterable[str]) -> bool: ...
+
+    def _check_call(self, ids: Jagged | None, room: int, trained: bool) -> None: ...
+
+
+def look_up(rows: Collection, feature: str, bags: Bags, padding_idx: int | None = None) -> Tensor:
     """Look up a feature of a collection that has one table.
 
     Ids are checked as those of a batch are, and ``padding_idx`` is left out of the bags. Return ``[B, D]``; or ``[N,
     D]``, a vector per id, where the feature is not pooled. Autocast does not change its dtype.
     """
-    if torch.compiler.is_dynamo_compiling():
-        from hotbed.embed.traced import look_up_feature  # which imports the compiler
-
-        return look_up_feature(rows, feature, bags, padding_idx)
     refuse_transforms()
     if padding_idx is not None:
         bags, _ = without(bags, padding_idx)
@@ -42,7 +59,7 @@ def look_up(rows: EmbeddingCollection, feature: str, bags: Bags, padding_idx: in
     return vectors.view(len(found), found.shape[2])
 
 
-def is_single(rows: EmbeddingCollection, bags: Bags) -> bool:
+def is_single(rows: Collection, bags: Bags) -> bool:
     """Return whether a feature can be looked up by itself: its ids are valid, and the table is whole on this rank."""
     (group,), (table,) = rows._groups, rows.tables.values()
     return (
@@ -53,7 +70,7 @@ def is_single(rows: EmbeddingCollection, bags: Bags) -> bool:
     )
 
 
-def request_of(rows: EmbeddingCollection, feature: str, bags: Bags, trained: bool) -> tuple[Request, Tensor]:
+def request_of(rows: Collection, feature: str, bags: Bags, trained: bool) -> tuple[Request, Tensor]:
     """Return what to look up, and an uninitialized output ``[B, 1, D]``."""
     group = cast("LocalTables", rows._groups[0])
     request = group.request(feature, bags, trained)
@@ -81,7 +98,7 @@ def _checked(bags: Bags) -> Bags:
     )["ids"]
 
 
-def _refuse_out_of_range(rows: EmbeddingCollection, feature: str, ids: Tensor) -> None:
+def _refuse_out_of_range(rows: Collection, feature: str, ids: Tensor) -> None:
     """Raise `BatchError` for an id that is no row, with what can be done about it in a module of one table."""
     (table,) = rows.tables.values()
     if table.dynamic is not None or ids.dtype not in INDEX_DTYPES:
@@ -97,7 +114,7 @@ def _refuse_out_of_range(rows: EmbeddingCollection, feature: str, ids: Tensor) -
     ) from None
 
 
-def _look_up_in_batch(rows: EmbeddingCollection, feature: str, bags: Bags) -> Tensor:
+def _look_up_in_batch(rows: Collection, feature: str, bags: Bags) -> Tensor:
     """Look one feature up as a batch in which the others have no ids."""
     others = [f.name for f in rows.features if f.name != feature]
     ids = Jagged(

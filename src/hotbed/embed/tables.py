@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from hotbed.bags import describe
 from hotbed.embed.arena import Arena, LocalTile, raw_shapes, untied
 from hotbed.embed.dynamic import DynamicTables
-from hotbed.embed.gradients import TableUpdater
-from hotbed.embed.idle_tables import Updaters
+from hotbed.embed.gradients import TableUpdater, Updaters
 from hotbed.embed.local_tables import LocalTables
 from hotbed.embed.table_group import TableGroup
 from hotbed.errors import SpecError, did_you_mean
@@ -81,7 +80,7 @@ class TableModule(nn.Module):
         """By table that has one: the largest norm of a row after its update, whatever an optimizer's own option."""
         self.kept: list[object] = []
         """Optimizers that step in backward, which nobody else need keep; copies of the module have none."""
-        self._updaters = Updaters(self)
+        self._updaters = Updaters(self, self._lost_tables)
         self._dynamic = DynamicTables(tables, features)
         self._training_calls = 0
         self.number = number(self)
@@ -243,12 +242,16 @@ class TableModule(nn.Module):
 
     def allow_idle(self) -> None:
         """Let tables without an optimizer stay as they are: `hotbed.Trainer` is given all optimizers of its model."""
-        self._updaters.may_be_idle = True
+        self._updaters.idle.may_be_idle = True
 
     def idle_tables(self) -> list[str]:
         """List the tables that are not frozen and have no optimizer."""
         trained = set[str]().union(*(updater.tables for updater in self._updaters))
         return [t for t, handle in self.handles.items() if handle.requires_grad and t not in trained]
+
+    def _lost_tables(self) -> list[str]:
+        """List the tables whose gradients would be lost, because neither kind of optimizer trains them."""
+        return [] if self.have_parameters else self.idle_tables()
 
     def _warn_of_idle_tables(self) -> None:
         """Warn once if tables are looked up for training, and no optimizer has been made for them by then."""
@@ -385,7 +388,7 @@ class TableModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._updaters, self.kept = Updaters(self), []  # a copy has no optimizer yet
+        self._updaters, self.kept = Updaters(self, self._lost_tables), []  # a copy has no optimizer yet
         self.number = number(self)
 
     def extra_repr(self) -> str:

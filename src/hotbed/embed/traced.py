@@ -17,7 +17,7 @@ Why, and what is not traced: docs/decisions/0063.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -25,15 +25,13 @@ from torch import Tensor
 from hotbed.bags import Bags
 from hotbed.batch import Embeddings
 from hotbed.embed import single_lookup
-from hotbed.embed.gradients import PooledLookup
-from hotbed.embed.idle_tables import Updaters
-from hotbed.embed.table_group import Request
+from hotbed.embed.gradients import PooledLookup, Updaters
+from hotbed.embed.single_lookup import Collection
+from hotbed.embed.table_group import Request, TableGroup
 from hotbed.errors import BatchError, OptimizerError
 from hotbed.jagged import Jagged
-from hotbed.torch_hooks import is_exporting, number_tensor, numbered, traced_number
-
-if TYPE_CHECKING:
-    from hotbed.embed.collection import EmbeddingCollection
+from hotbed.torch_hooks import number_tensor, numbered, traced_number
+from hotbed.torch_private import is_exporting
 
 REASON = (
     "hotbed looks these features up outside of graphs; with fullgraph=True tables must be on one rank and not dynamic, "
@@ -43,7 +41,36 @@ REASON = (
 """What a graph break, or the error of ``fullgraph=True``, says."""
 
 
-def look_up(collection: EmbeddingCollection, ids: Jagged, room: int) -> Embeddings:
+class TracedCollection(Collection, Protocol):
+    """The part of `EmbeddingCollection` that lookups in graphs use."""
+
+    number: int
+    _is_distributed: bool
+    _has_dynamic: bool
+    _names: tuple[str, ...]
+    _pooled_names: tuple[tuple[str, ...], ...]
+
+    @property
+    def is_traceable(self) -> bool:
+        """Whether a graph can hold lookups in these tables."""
+        ...
+
+    def forward(self, ids: Jagged, *, room: int = 0) -> Embeddings:
+        """Look up and pool."""
+        ...
+
+    def check(self, ids: Jagged) -> Jagged:
+        """Return ids that are all valid rows."""
+        ...
+
+    def _dtype_on(self, kind: str) -> torch.dtype: ...
+
+    def _requests(
+        self, group: TableGroup, ids: Jagged, room: int, dtype: torch.dtype
+    ) -> tuple[list[Request], list[Tensor]]: ...
+
+
+def look_up(collection: TracedCollection, ids: Jagged, room: int) -> Embeddings:
     """Look up and pool, as `EmbeddingCollection.forward`, which is being traced; by a graph break where it must be."""
     number = traced_number(ids) if type(ids) is Jagged else None
     if number is None or is_exporting() or room not in (0, 1) or not collection.is_traceable:
@@ -80,7 +107,7 @@ def look_up(collection: EmbeddingCollection, ids: Jagged, room: int) -> Embeddin
 
 
 @torch.compiler.disable(reason=REASON)  # pyright: ignore[reportUntypedFunctionDecorator]
-def _look_up_outside(collection: EmbeddingCollection, ids: Jagged, room: int) -> Embeddings:
+def _look_up_outside(collection: TracedCollection, ids: Jagged, room: int) -> Embeddings:
     return collection.forward(ids, room=room)
 
 
@@ -121,7 +148,7 @@ def _look_up(
     trains_weights: bool,
 ) -> tuple[list[Tensor], Tensor]:
     """Look up: vectors by dim ``[B, room + features, D]``, and what `_receive` finds the calls by."""
-    tables = cast("EmbeddingCollection | None", numbered(collection))
+    tables = cast("TracedCollection | None", numbered(collection))
     ids = cast("Jagged | None", numbered(int(number)))
     if tables is None or ids is None:
         raise BatchError(
@@ -157,7 +184,7 @@ def _(
     trains: bool,
     trains_weights: bool,
 ) -> tuple[list[Tensor], Tensor]:
-    tables = cast("EmbeddingCollection", numbered(collection))
+    tables = cast("TracedCollection", numbered(collection))
     shapes = [(batch_size, room + len(group.pooled), group.dim) for group in tables._groups]
     calls = torch.empty(int(trains or trains_weights), dtype=torch.int64, device="cpu")
     return [values.new_empty(shape, dtype=dtype) for shape in shapes], calls
@@ -217,7 +244,7 @@ _look_up.register_autograd(_backward, setup_context=_keep)
 # -- lookups of one feature ------------------------------------------------------------------------------------------
 
 
-def look_up_feature(collection: EmbeddingCollection, feature: str, bags: Bags, padding_idx: int | None) -> Tensor:
+def look_up_feature(collection: TracedCollection, feature: str, bags: Bags, padding_idx: int | None) -> Tensor:
     """Look one feature up, as `hotbed.embed.single_lookup.look_up`, which is being traced."""
     if collection._is_distributed or collection._has_dynamic:
         return _look_feature_up_outside(collection, feature, bags, padding_idx)
@@ -242,9 +269,7 @@ def look_up_feature(collection: EmbeddingCollection, feature: str, bags: Bags, p
 
 
 @torch.compiler.disable(reason=REASON)  # pyright: ignore[reportUntypedFunctionDecorator]
-def _look_feature_up_outside(
-    collection: EmbeddingCollection, feature: str, bags: Bags, padding_idx: int | None
-) -> Tensor:
+def _look_feature_up_outside(collection: TracedCollection, feature: str, bags: Bags, padding_idx: int | None) -> Tensor:
     return single_lookup.look_up(collection, feature, bags, padding_idx)
 
 
@@ -265,7 +290,7 @@ def _look_up_feature(
     trains_weights: bool,
 ) -> tuple[Tensor, Tensor]:
     """Look up: vectors ``[B, 1, D]``, and what `_receive` finds the call by."""
-    tables = cast("EmbeddingCollection", numbered(collection))
+    tables = cast("TracedCollection", numbered(collection))
     name = tables.features[feature].name
     bags, positions = Bags(values, batch_size, fixed, offsets, weights), None
     if padding_idx is not None:
@@ -299,7 +324,7 @@ def _(
     trains: bool,
     trains_weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    tables = cast("EmbeddingCollection", numbered(collection))
+    tables = cast("TracedCollection", numbered(collection))
     count = batch_size if tables.features[feature].is_pooled else values.shape[0]
     calls = torch.empty(int(trains or trains_weights), dtype=torch.int64, device="cpu")
     return values.new_empty((count, 1, tables._groups[0].dim), dtype=dtype), calls
@@ -342,7 +367,7 @@ def _as_given(ids: Jagged, values: Tensor, offsets: Tensor | None, weights: Tens
     )
 
 
-def _with_positions(tables: EmbeddingCollection, ids: Jagged) -> tuple[Jagged, Tensor | None]:
+def _with_positions(tables: TracedCollection, ids: Jagged) -> tuple[Jagged, Tensor | None]:
     """Check ids whose weights are trained; where some are repaired, find at which positions of the batch theirs are."""
     assert ids.weights is not None
     positions = torch.arange(len(ids.weights), dtype=torch.float64, device=ids.weights.device)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from hotbed import large_tensors
 from hotbed.embed import EmbeddingCollection
 from hotbed.embed.gradients import TableUpdater
-from hotbed.nn.linear import has_onednn_linear, onednn_product
 from hotbed.ops import BackendName, BagLayout, RuleStep
 from hotbed.optim import Moment, SparseOptimizer
 from hotbed.specs import Feature, Table
 from hotbed.store import DenseStore, Span
+from hotbed.torch_private import has_onednn_linear, onednn_product
 
 EVICT_BYTES = 512 << 20
 """Size of the buffer: no last-level cache is larger."""

@@ -41,7 +41,8 @@ from hotbed.nn.layers import MLP
 from hotbed.ops.rows import decode, encode
 from hotbed.plan import Plan
 from hotbed.plan import popularity as popularities
-from hotbed.plan.placement import make_plan, schemes_from
+from hotbed.plan.schemes import schemes_from
+from hotbed.plan.search import make_plan
 from hotbed.plan.workload import Workload
 from hotbed.specs import Feature, RowDtype, Table
 from hotbed.train.plan_search import count_dense_part

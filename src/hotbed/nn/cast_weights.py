@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hotbed.nn.linear import Linear
+from hotbed.torch_private import copy_all_
 
 
 class CastWeights:
@@ -59,7 +60,7 @@ class _Cast(torch.autograd.Function):
     def forward(ctx: Any, narrow: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.dtypes = [p.dtype for p in parameters]
-        torch._foreach_copy_(narrow, parameters)  # pyright: ignore[reportPrivateImportUsage]
+        copy_all_(narrow, parameters)
         return tuple(t.detach() for t in narrow)  # for autograd sets what it returns
 
     @staticmethod
@@ -76,5 +77,5 @@ class _Cast(torch.autograd.Function):
                 sources.append(grad)
                 targets.append(target)
         if targets:
-            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+            copy_all_(targets, sources)
         return None, *wide

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hotbed import ops
-from hotbed.nn.linear import Linear, has_onednn_linear, is_plain, is_transformed, onednn_product
+from hotbed.nn.linear import Linear, is_plain, is_transformed
+from hotbed.torch_private import has_onednn_bf16, has_onednn_linear, onednn_product
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_PRODUCTS = 1 << 26
@@ -69,7 +70,7 @@ def _is_faster_on_cpu(input: Tensor, layer: Linear) -> bool:
         is_plain(input, layer.weight)
         and input.numel() * layer.out_features >= MIN_PRODUCTS
         and has_onednn_linear()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and has_onednn_bf16()
     )
 
 

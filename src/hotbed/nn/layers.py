@@ -17,7 +17,7 @@ from hotbed.errors import BatchError, SpecError
 from hotbed.nn.fused_relu import can_fuse, linear_relu
 from hotbed.nn.linear import Linear
 from hotbed.ops import BackendName
-from hotbed.torch_hooks import is_exporting
+from hotbed.torch_private import is_exporting
 
 
 def _relu(width: int) -> nn.Module:

@@ -16,14 +16,13 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportMissingModuleSource]
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 from typing_extensions import override
 
 from hotbed.config import LinearLibrary
 from hotbed.errors import SpecError
 from hotbed.machine import cpu
+from hotbed.torch_private import has_onednn_linear, is_traced_or_dual, onednn_product
 
 MIN_PRODUCTS = 1 << 24
 """Multiplications of a product from which oneDNN is faster; below, its start costs more than it saves."""
@@ -35,11 +34,6 @@ WIDE_INPUTS = 256
 """Columns of a layer's input from which its weight's gradient is faster by oneDNN on Zen 5."""
 ZEN_5 = 26
 """AMD's number of this family."""
-
-
-def has_onednn_linear() -> bool:
-    """Whether this build of torch has oneDNN's linear layer."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def faster_library() -> Literal["torch", "onednn"]:
@@ -133,10 +127,7 @@ def is_transformed(*tensors: Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-        or forward_ad._current_level >= 0
-        or any(map(is_legacy_batchedtensor, tensors))
+        or is_traced_or_dual(tensors)
     )
 
 
@@ -176,11 +167,6 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     if x.shape[1] >= WIDE_INPUTS and cpu().family >= ZEN_5:
         return onednn_product(grad.t(), x.t())
     return grad.t() @ x
-
-
-def onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``a bᵀ + bias`` of matrices of one dtype on the CPU, whose rows need not be contiguous."""
-    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ from hotbed.nn.layers import DotInteraction
 from hotbed.nn.normalization import normalization_of
 from hotbed.pooling import NO_DIVISOR, POOLING_CODE, divisors
 from hotbed.specs import Feature, Padding
+from hotbed.torch_private import check_in_graph
 
 Ids = Tensor | tuple[Tensor, Tensor]
 """Ids of a feature: ``[B, k]``, or ``(values [N], lengths [B])``; int64."""
@@ -274,7 +275,7 @@ class PlainEmbeddings(nn.Module):
             place = at - offsets[:-1][bag]
             if feature.on_too_long == "error":
                 what = f"feature '{feature.name}' has a sample of more than {feature.max_len} ids"
-                torch.ops.aten._assert_async.msg((lengths <= feature.max_len).all(), what)
+                check_in_graph((lengths <= feature.max_len).all(), what)
             else:
                 last = feature.on_too_long == "keep_last"
                 keep = (lengths[bag] - 1 - place if last else place) < feature.max_len

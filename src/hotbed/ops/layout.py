@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hotbed.optim import Rule
-from hotbed.torch_hooks import version
+from hotbed.torch_private import version
 
 RUN = 32
 """Occurrences per run of the canonical sum: runs are summed left to right, then the runs of a row left to right."""

@@ -28,6 +28,7 @@ from hotbed.errors import OptimizerError, SpecError
 from hotbed.optim.rule import COMMON, Rule, SparseModule, Updater
 from hotbed.optim.saved_state import are_same_groups, check_form, check_step
 from hotbed.optim.table_groups import TableSelection, resolve_groups, table_places
+from hotbed.torch_private import call_after_backward, running_backward
 
 WeightDecayMode = Literal["l2", "decoupled"]
 
@@ -280,13 +281,13 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _queue_step(self) -> None:
         """Have the step taken at the end of the backward pass that runs; forget what one that failed has left."""
-        running = torch._C._current_graph_task_id()
+        running = running_backward()
         if running == self._backward:
             return
         if self._backward is not None:
             self.zero_grad()
         self._backward = running
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        call_after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self._backward = None

@@ -19,7 +19,7 @@ import numpy as np
 from hotbed.plan.candidates import Form, column_parts, form_of, hot_prefix
 from hotbed.plan.cost import DISK, HOST, CostModel, tile_bytes
 from hotbed.plan.parts import Array, kind_of, part_cost
-from hotbed.plan.placement import Cut
+from hotbed.plan.schemes import Cut
 from hotbed.plan.tiling import Tier, Tile
 from hotbed.plan.workload import TableUse
 

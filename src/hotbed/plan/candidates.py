@@ -16,7 +16,7 @@ import numpy as np
 
 from hotbed.plan.cost import CostModel
 from hotbed.plan.parts import Part, PartCost, part_cost, parts_of
-from hotbed.plan.placement import Cut
+from hotbed.plan.schemes import Cut
 from hotbed.plan.tiling import column_unit
 from hotbed.plan.workload import TableUse
 

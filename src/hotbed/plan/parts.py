@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hotbed.errors import PlanError
 from hotbed.plan.balance import Placed, best_placement
 from hotbed.plan.cost import CostModel, gib, tile_bytes
+from hotbed.plan.schemes import Cut
 from hotbed.plan.tiling import Tier, Tile, column_unit
 from hotbed.specs import Table
-
-if TYPE_CHECKING:
-    from hotbed.plan.placement import Cut
 
 Array = np.ndarray[Any, Any]
 

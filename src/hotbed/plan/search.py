@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import cast
 
 import numpy as np
 
@@ -27,14 +27,14 @@ from hotbed.plan.candidates import GRAINS, Form, column_parts, combinations, for
 from hotbed.plan.cost import TIERS, CostModel, RankCosts, gib, tile_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.limits import Limits, limits_of, refuse_too_large
-from hotbed.plan.parts import Array, Placement, in_order, place_parts
-from hotbed.plan.placement import Cut, refuse_uncut
+from hotbed.plan.parts import Array, Placement, in_order, parts_of, place_parts
 from hotbed.plan.popularity import Popularity
-from hotbed.plan.step import arenas_of
+from hotbed.plan.schemes import AUTO, Cut, Schemes, cuts_of, refuse_uncut
+from hotbed.plan.step import arenas_of, optional_s
 from hotbed.plan.tiers import place_in_tiers
 from hotbed.plan.tiling import Plan, Tier, Tile, WireFormat
 from hotbed.plan.workload import Workload
-from hotbed.specs import Table
+from hotbed.specs import Table, is_int
 
 WORTHWHILE = 1.01
 """How far from the bound the best plan of the heuristics must be, that the mixed integer program is tried."""
@@ -63,40 +63,13 @@ class Found:
     @property
     def load(self) -> float:
         """Of the busiest rank, with exchanges that not every plan has: seconds; ids × columns without hardware."""
-        fixed = _fixed_load(self.plan.tiles, self.model)
+        fixed = optional_s(self.plan.tiles, self.model)
         return float(self.costs.load.max()) + fixed
 
     @property
     def gap(self) -> float:
         """By which share the busiest rank has more to do than the bound."""
         return self.load / self.bound.load - 1 if self.bound.load else 0.0
-
-
-def plan_of(
-    tables: Sequence[Table],
-    world_size: int,
-    cuts: Mapping[str, Cut | Literal["auto"]],
-    *,
-    ids: Mapping[str, float] | None = None,
-    moments: Sequence[Moment] | Mapping[str, Sequence[Moment]] = (),
-    popularity: Mapping[str, Popularity] | None = None,
-    wire: Mapping[str, WireFormat] | None = None,
-    capacity_bytes: int | None = None,
-    batch_size: int | None = None,
-    hardware: Hardware | None = None,
-    tiers: Sequence[Tier] = ("device",),
-) -> Plan:
-    """Search for a plan, for `make_plan`."""
-    work = Workload.of(
-        tables,
-        ids=ids,
-        moments=moments,
-        popularity=popularity,
-        wire=wire or {},
-        batch_size=batch_size or BATCH_PER_RANK * world_size,
-    )
-    fixed = {name: cut for name, cut in cuts.items() if isinstance(cut, Cut)}
-    return search(work, world_size, hardware, fixed=fixed, capacity_bytes=capacity_bytes, tiers=tiers).plan
 
 
 def search(
@@ -185,7 +158,7 @@ class _Candidate:
     def of(cls, placement: Placement, model: CostModel) -> _Candidate:
         count = sum(len(part.rows) for part, _ in placement.parts)
         first = [tile for part, at in placement.parts for tile in replace(part, rows=part.rows[:1]).tiles(at, 2)]
-        fixed = _fixed_load(first, model)
+        fixed = optional_s(first, model)
         return cls(
             placement.loads,
             placement.nbytes,
@@ -283,7 +256,7 @@ def _in_memories(
             f"the fullest {'rank' if tier == 'device' else 'node'} would have {gib(nbytes)} more than the "
             f"{gib(limits.room[tier])} of its {tier}; use narrower rows, or more ranks"
         )
-    fixed, arenas = _fixed_load(placed.tiles, model), arenas_of(placed.tiles, model.workload)
+    fixed, arenas = optional_s(placed.tiles, model), arenas_of(placed.tiles, model.workload)
     return _Candidate(
         costs.load, costs.nbytes, len(placed.tiles), lambda: list(placed.tiles), fixed=fixed, arenas=arenas
     )
@@ -329,14 +302,6 @@ def _by_milp(
     return Placement(tuple(parts), loads, nbytes)
 
 
-def _fixed_load(tiles: Sequence[Tile], model: CostModel) -> float:
-    """Load of exchanges that not every plan has: of copies, and of sums over columns."""
-    uses = model.workload.by_table
-    copies = any(tile.readers for tile in tiles)
-    sums = any(len(tile.cols) < uses[tile.table].table.dim and uses[tile.table].row_sums for tile in tiles)
-    return model.copies_s * copies + model.sums_s * sums
-
-
 def _best(found: Sequence[_Candidate], model: CostModel) -> _Candidate:
     """Of the plans with the least load choose by the predicted step, then memory, then number of tiles."""
 
@@ -347,3 +312,77 @@ def _best(found: Sequence[_Candidate], model: CostModel) -> _Candidate:
     alike = [f for f in alike if step(f) <= ALIKE_LOAD * min(map(step, alike))]
     alike = [f for f in alike if f.nbytes.max() <= ALIKE_BYTES * min(int(other.nbytes.max()) for other in alike)]
     return min(alike, key=lambda f: (f.arenas, f.count, f.load))
+
+
+def make_plan(
+    tables: Sequence[Table],
+    world_size: int,
+    schemes: Schemes = "table",
+    *,
+    ids: Mapping[str, float] | None = None,
+    moments: Sequence[Moment] | Mapping[str, Sequence[Moment]] = (),
+    capacity_bytes: int | None = None,
+    wire: WireFormat | Mapping[str, WireFormat] = "rows",
+    popularity: Mapping[str, Popularity] | None = None,
+    batch_size: int | None = None,
+    hardware: Hardware | None = None,
+    tiers: Sequence[Tier] | None = None,
+) -> Plan:
+    """Cut tables and place the tiles so that the busiest rank has as little load as can be found.
+
+    Parameters
+    ----------
+    tables
+        All tables of a model.
+    world_size
+        Number of ranks.
+    schemes
+        ``"table"``, ``"row"``, ``"column"``, ``"grid"``, ``"dp"``, ``"auto"`` or a `Cut` for all tables; or one by
+        table, whose keys may be patterns (``{"users": "row", "*": "auto"}``); tables that are not named are not cut.
+        ``"auto"`` searches for the cut that makes a step fastest, see `hotbed.plan.search`.
+    ids
+        By table, mean ids per sample, which is what decides the load of a tile (see `hotbed.plan.cost`); 1 by default.
+    moments
+        Moments that the optimizer keeps beside the rows, for all tables or by table: ``optimizer.rule.moments``.
+    capacity_bytes
+        What a rank can hold in its device's memory; with ``"auto"`` by default what the hardware has.
+    wire
+        What crosses the wire, for all tables or by table; see `Plan`.
+    popularity
+        By table, how often its most popular rows are looked up; with ``"auto"`` only, like the following options.
+    batch_size
+        Samples of a step over all ranks; 1,024 per rank by default.
+    hardware
+        The machines whose step is to be fast; by default the load is counted in ids × columns.
+    tiers
+        Memories that may hold rows: ``"device"``, ``"host"``, ``"disk"``; the device's memory by default.
+
+    Raises
+    ------
+    PlanError
+        If a scheme or table is unknown, no table can be cut as a scheme says, or no placement is found that fits.
+    TypeError
+        If an option of the search is given without the scheme ``"auto"``.
+    """
+    if not is_int(world_size) or world_size < 1:
+        raise PlanError(f"world_size is {world_size!r}, must be an integer of at least 1")
+    cuts = cuts_of(tables, schemes)
+    by_table: Mapping[str, WireFormat] = wire if isinstance(wire, Mapping) else {}
+    if not isinstance(wire, Mapping) and wire != "rows":
+        by_table = dict.fromkeys((t.name for t in tables), wire)
+    options = {"popularity": popularity, "batch_size": batch_size, "hardware": hardware, "tiers": tiers}
+    if any(cut == AUTO for cut in cuts.values()):
+        samples = batch_size or BATCH_PER_RANK * world_size
+        work = Workload.of(tables, ids=ids, moments=moments, popularity=popularity, wire=by_table, batch_size=samples)
+        fixed = {name: cut for name, cut in cuts.items() if isinstance(cut, Cut)}
+        found = search(
+            work, world_size, hardware, fixed=fixed, capacity_bytes=capacity_bytes, tiers=tiers or ("device",)
+        )
+        return found.plan
+    if given := [name for name, value in options.items() if value is not None]:
+        raise TypeError(f"make_plan() takes '{given[0]}' with the scheme 'auto' only")
+    chosen = cast("dict[str, Cut]", cuts)
+    refuse_uncut(tables, chosen, world_size)
+    model = CostModel(Workload.of(tables, ids=ids, moments=moments), world_size)
+    parts = [part for table in tables for part in parts_of(table, chosen[table.name], world_size)]
+    return Plan(world_size, in_order(place_parts(parts, model, capacity_bytes).tiles(), tables), by_table)

@@ -23,6 +23,7 @@ from hotbed.errors import DataError, RecipeError, SpecError, did_you_mean
 from hotbed.nn.normalization import normalize
 from hotbed.optim import SparseOptimizer, TableSelection
 from hotbed.specs import Table
+from hotbed.torch_private import has_cuda_kernel
 from hotbed.train.callbacks import refuse_monitor
 from hotbed.train.hot_batches import HotSplit
 from hotbed.train.idle_settings import warn_of_idle_settings
@@ -37,13 +38,12 @@ from hotbed.train.trainer import Trainer
 
 _log = logging.getLogger("hotbed")
 _TORCHS_TABLES = (nn.Embedding, nn.EmbeddingBag)
-_HAS_KERNEL = torch._C._dispatch_has_kernel_for_dispatch_key  # pyright: ignore[reportPrivateUsage]
 _FUSED: dict[str, list[type[Optimizer]]] = {
     "cpu": [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad],
     "cuda": [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD],
 }
 """Optimizers that can update all parameters in one pass, by kind of device. SGD gains nothing by it on CPUs."""
-if _HAS_KERNEL("aten::_fused_adagrad_", "CUDA"):  # newer releases of torch
+if has_cuda_kernel("aten::_fused_adagrad_"):  # newer releases of torch
     _FUSED["cuda"].append(torch.optim.Adagrad)
 
 

@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from hotbed.batch import Batch
@@ -41,6 +39,7 @@ from hotbed.plan.limits import SNAPSHOT_BYTES
 from hotbed.plan.popularity import ExpectedRows, Popularity, Zipf
 from hotbed.plan.tiling import Tile
 from hotbed.specs import Table
+from hotbed.torch_private import TorchDispatchMode, storage_id, tree_leaves
 from hotbed.train.build import new_model, tables_of, trainer_of
 from hotbed.train.numerics import bf16_instructions, resolve_device
 from hotbed.train.retrieval import Retrieval
@@ -411,13 +410,13 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        before = {storage_id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         made = func(*args, **dict(kwargs or {}))
         self.operation += 1
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
-                if storage._cdata not in before:  # else a view, or changed in place
+                if storage_id(storage) not in before:  # else a view, or changed in place
                     self._note(storage, 0)
         return made
 

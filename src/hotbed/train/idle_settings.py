@@ -17,7 +17,7 @@ from hotbed.config.validation import checkpoint_policy
 from hotbed.large_tensors import HUGE_PAGES, huge_pages_are_off
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes
-from hotbed.plan.placement import SCHEMES, Cut
+from hotbed.plan.schemes import SCHEMES, Cut
 from hotbed.specs import Table
 
 LARGE_BYTES = 256 << 20

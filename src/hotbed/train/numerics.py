@@ -24,9 +24,10 @@ from hotbed.errors import NonFiniteError, RecipeError
 from hotbed.machine import cpu
 from hotbed.nn import DLRM, DCNv2, DeepFM, MMoE, TwoTower, WideDeep
 from hotbed.nn.cast_weights import CastWeights
-from hotbed.nn.linear import Linear, faster_library, has_onednn_linear
+from hotbed.nn.linear import Linear, faster_library
 from hotbed.nn.loss import summed_cross_entropy
 from hotbed.nn.normalization import normalization_of
+from hotbed.torch_private import has_onednn_linear
 from hotbed.train.losses import SummedLoss
 from hotbed.train.metrics import checked_logits
 from hotbed.train.parallel import Ranks

@@ -31,7 +31,7 @@ from hotbed.optim import Moment
 from hotbed.parsing import TextError, parse_json, parse_yaml
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes, tile_bytes
-from hotbed.plan.placement import AUTO, SCHEMES, Schemes, schemes_from
+from hotbed.plan.schemes import AUTO, SCHEMES, Schemes, schemes_from
 from hotbed.plan.tiers import place_in_tiers, with_cache
 from hotbed.plan.tiling import Tier
 from hotbed.specs import Table

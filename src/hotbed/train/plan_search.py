@@ -15,8 +15,8 @@ from hotbed.nn.layers import DotInteraction
 from hotbed.plan import Plan
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.here import hardware_here
-from hotbed.plan.placement import Cut, Schemes, cuts_of
 from hotbed.plan.ranks import Chosen, search_ranks
+from hotbed.plan.schemes import Cut, Schemes, cuts_of
 from hotbed.plan.search import Found, search
 from hotbed.plan.tiling import Tier
 from hotbed.plan.workload import DensePart, Workload

@@ -41,6 +41,7 @@ from hotbed.jagged import Jagged
 from hotbed.nn import MLP
 from hotbed.optim import SparseOptimizer
 from hotbed.store import DenseStore
+from hotbed.torch_private import hooks_of
 from hotbed.train.backward import Backward, Reading
 
 
@@ -355,12 +356,8 @@ class StepGraph:
 
 def _hook_of(of: nn.Module | Optimizer) -> str | None:
     """Name a module or an optimizer that has hooks; hotbed's own do nothing but compute."""
-    if isinstance(of, Optimizer):
-        hooks = (of._optimizer_step_pre_hooks, of._optimizer_step_post_hooks)
-    else:
-        hooks = (of._forward_pre_hooks, of._forward_hooks, of._backward_pre_hooks, of._backward_hooks)
-    found = (hook for kind in hooks for hook in kind.values())
-    return type(of).__name__ if any(not str(hook.__module__).startswith("hotbed.") for hook in found) else None
+    is_known = all(str(hook.__module__).startswith("hotbed.") for hook in hooks_of(of))
+    return None if is_known else type(of).__name__
 
 
 def _text(group: dict[str, Any]) -> str:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx._pytree import register_pytree_flatten_spec
-from torch.utils._pytree import TreeSpec, register_pytree_node
 from typing_extensions import override
 
 from hotbed.errors import BatchError, SpecError
+from hotbed.torch_private import TreeSpec, register_pytree_flatten_spec, register_pytree_node
 
 
 class KeyedTensor:

@@ -13,12 +13,11 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
-from torch.fx._pytree import register_pytree_flatten_spec
-from torch.utils._pytree import GetAttrKey, register_pytree_node
 from typing_extensions import override
 
 from hotbed.bags import check_integers, describe, offsets_of, padding_mask
 from hotbed.errors import BatchError
+from hotbed.torch_private import GetAttrKey, register_pytree_flatten_spec, register_pytree_node
 
 _TENSORS = ("_values", "_weights", "_lengths", "_offsets")
 

@@ -1,18 +1,14 @@
-"""Decide which rank owns which rows: `make_plan` cuts tables by the schemes of the literature and places the tiles."""
+"""Define how a table may be cut: a `Cut`, the schemes of the literature by name, and schemes by table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast, get_args
 
 from hotbed.errors import PlanError, did_you_mean
-from hotbed.optim import Moment
-from hotbed.plan.cost import CostModel
-from hotbed.plan.parts import in_order, parts_of, place_parts
-from hotbed.plan.tiling import Plan, Tier, WireFormat, column_unit
-from hotbed.plan.workload import Workload
+from hotbed.plan.tiling import Tier, column_unit
 from hotbed.specs import Table, is_int
 
 
@@ -71,66 +67,6 @@ AUTO = "auto"
 Scheme = str | Cut
 Schemes = Scheme | Mapping[str, Scheme]
 """For all tables; or by table, by name or pattern."""
-
-
-def make_plan(
-    tables: Sequence[Table],
-    world_size: int,
-    schemes: Schemes = "table",
-    *,
-    ids: Mapping[str, float] | None = None,
-    moments: Sequence[Moment] | Mapping[str, Sequence[Moment]] = (),
-    capacity_bytes: int | None = None,
-    wire: WireFormat | Mapping[str, WireFormat] = "rows",
-    **search: Any,
-) -> Plan:
-    """Cut tables and place the tiles so that the busiest rank has as little load as can be found.
-
-    Parameters
-    ----------
-    tables
-        All tables of a model.
-    world_size
-        Number of ranks.
-    schemes
-        ``"table"``, ``"row"``, ``"column"``, ``"grid"``, ``"dp"``, ``"auto"`` or a `Cut` for all tables; or one by
-        table, whose keys may be patterns (``{"users": "row", "*": "auto"}``); tables that are not named are not cut.
-        ``"auto"`` searches for the cut that makes a step fastest, see `hotbed.plan.search`.
-    ids
-        By table, mean ids per sample, which is what decides the load of a tile (see `hotbed.plan.cost`); 1 by default.
-    moments
-        Moments that the optimizer keeps beside the rows, for all tables or by table: ``optimizer.rule.moments``.
-    capacity_bytes
-        What a rank can hold in its device's memory; with ``"auto"`` by default what the hardware has.
-    wire
-        What crosses the wire, for all tables or by table; see `Plan`.
-    **search
-        With ``"auto"``: what `hotbed.plan.search.plan_of` takes, such as ``batch_size`` and ``hardware``.
-
-    Raises
-    ------
-    PlanError
-        If a scheme or table is unknown, no table can be cut as a scheme says, or no placement is found that fits.
-    """
-    if not is_int(world_size) or world_size < 1:
-        raise PlanError(f"world_size is {world_size!r}, must be an integer of at least 1")
-    cuts = cuts_of(tables, schemes)
-    by_table: Mapping[str, WireFormat] = wire if isinstance(wire, Mapping) else {}
-    if not isinstance(wire, Mapping) and wire != "rows":
-        by_table = dict.fromkeys((t.name for t in tables), wire)
-    if any(cut == AUTO for cut in cuts.values()):
-        from hotbed.plan.search import plan_of  # which searches by what is here
-
-        return plan_of(
-            tables, world_size, cuts, ids=ids, moments=moments, capacity_bytes=capacity_bytes, wire=by_table, **search
-        )
-    if search:
-        raise TypeError(f"make_plan() takes '{next(iter(search))}' with the scheme 'auto' only")
-    given = cast("dict[str, Cut]", cuts)
-    refuse_uncut(tables, given, world_size)
-    model = CostModel(Workload.of(tables, ids=ids, moments=moments), world_size)
-    parts = [part for table in tables for part in parts_of(table, given[table.name], world_size)]
-    return Plan(world_size, in_order(place_parts(parts, model, capacity_bytes).tiles(), tables), by_table)
 
 
 def cuts_of(tables: Iterable[Table], schemes: Schemes) -> dict[str, Cut | Literal["auto"]]:
