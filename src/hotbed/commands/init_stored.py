@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false
 """Draft a recipe for a folder that says itself what its columns are: a prepared dataset, or NumPy arrays of ids."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

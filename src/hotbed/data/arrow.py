@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Convert Arrow columns to NumPy arrays: ids, their rows and weights, and numericals; check the types of columns."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Compute the derived columns of some rows: `Columns` has stored and derived ones by name."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Propose what the columns and splits of a dataset are for, as a careful engineer would: `draft`, `draft_schema`."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

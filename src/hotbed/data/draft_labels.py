@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Find the label of a dataset, and say which of its values are positive: `find_labels`."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

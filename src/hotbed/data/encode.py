@@ -1,11 +1,8 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Turn raw rows into a batch: `Encoder`, the one way that training, evaluation, prediction and serving take.
 
 Raw rows are Arrow columns as they are stored (`ParquetSource` reads them of files), or lists of plain values as JSON
 has them, which `Encoder.table` checks and types first. What a row becomes does not depend on the rows beside it.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

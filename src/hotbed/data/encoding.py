@@ -1,11 +1,8 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Replace values by their ids, group of samples by group, and put the groups together as a dataset.
 
 A dataset is in NVIDIA's split-binary format (`hotbed.data.split_binary`), or Parquet files of ids beside
 ``source.yaml``, which says what they are as a recipe's ``data.source`` does.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

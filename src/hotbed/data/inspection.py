@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Summarize all rows of a dataset, and compare two: `summarize`, `compare`; what ``hotbed inspect DATA`` shows."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Read label columns of Arrow tables: values from 0 to 1 as they are, others mapped by a condition of the schema."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Read a table of keys and values into memory, and look values up in it: `LookupTable`, for `Lookup` features."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

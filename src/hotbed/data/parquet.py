@@ -1,4 +1,3 @@
-# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false
 """Read samples from any Parquet file or folder, without a preparation step.
 
 First files and their row groups are found (`hotbed.data.parquet_files`) and divided into splits
@@ -33,8 +32,6 @@ from hotbed.data.source import Place, Source
 from hotbed.data.vocabulary import VOCABULARY
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.locations import location
-
-# pyarrow ships no types.
 
 _LABEL_READERS = 4
 _STREAMED_CELLS, _FEWEST_STREAMED = 2_000_000, 4_096

@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false
 """Know the samples that are prepared as pieces of stored files, in order, and in which split each row is."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

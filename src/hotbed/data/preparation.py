@@ -1,4 +1,3 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Encode raw values as `hotbed prepare` encoded those to train on: `Preparation`.
 
 A prepared dataset says of itself how its ids and numbers were made (``metadata.preparation`` of its description, or
@@ -9,8 +8,6 @@ A vocabulary gives frequent values rows of their own, and must know all values. 
 pages), new ones would all be row 0 until the data are prepared again. Tables of such values have a `HashEntry` instead:
 each value has a row, which it may share.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-# pyright: reportUnknownParameterType=false
 """Find what is to be prepared: Criteo logs, which are parsed first, or what can be read as tables where it is.
 
 Logs are parsed part by part into Parquet files, which the later passes of a preparation read column by column. A part
 is a compressed file, or a range of bytes of a plain one, so that several workers can read one file.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

@@ -1,4 +1,3 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Read all columns of any data in slices of rows, in order and bounded memory: `open_rows`, `SourceRows`.
 
 Parquet, CSV, TSV and logs are read as they are stored, with all columns that their files have and no schema. Of other
@@ -7,8 +6,6 @@ formats the samples of a `Source` are turned into columns.
 `open_described` opens a folder that describes its own columns, as `hotbed.prepare` writes it. NVIDIA's split-binary
 format has ``feature_spec.yaml``, Parquet ``source.yaml``, with the entry ``data.source`` of a recipe.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

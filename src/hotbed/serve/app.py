@@ -1,12 +1,9 @@
-# pyright: reportUnknownParameterType=false
 """Answer HTTP requests: the Open Inference Protocol v2, ``POST /score``, health and metrics.
 
 Every answer but metrics is JSON (or binary tensors that were asked for), also every error: ``{"error": …}`` says the
 value, the limit and the fix, never a traceback or a path. `Application` is the ASGI application; a request goes through
 `_Gate` (token, overload, log and metrics), its endpoint, `Batcher`, and back.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Turn what ``POST /score`` gets, rows as JSON, into Arrow columns by the model's own encoder."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

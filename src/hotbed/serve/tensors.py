@@ -1,4 +1,3 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Read and write tensors of the Open Inference Protocol, version 2: JSON, and the binary tensor extension.
 
 A column of raw rows is a tensor of its name, ``[B]`` (or ``[B, 1]``), with B rows: BYTES for text, INT*, UINT* or BOOL
@@ -6,8 +5,6 @@ for integers, and any of FP*, INT*, UINT* and BOOL for numbers. Lists are ``[B, 
 with a tensor ``NAME.lengths [B]``. A missing value is null in JSON, NaN in a number, or true in a tensor ``NAME.missing
 [B]`` of BOOL; a missing list is one without values. Scores are FP64 ``[B]``, one output per label.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 
