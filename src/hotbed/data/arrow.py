@@ -268,7 +268,9 @@ def scaled(column: pa.ChunkedArray, scaling: Scaling) -> Array:
 
 def wide_numbers(column: pa.ChunkedArray) -> Array:
     """Convert numbers ``[n]`` to float64; a null becomes NaN."""
-    return pc.cast(column, pa.float64(), safe=False).combine_chunks().to_numpy(zero_copy_only=False)
+    if not pa.types.is_float64(column.type):
+        column = pc.cast(column, pa.float64(), safe=False)
+    return column.combine_chunks().to_numpy(zero_copy_only=False)
 
 
 def hashes(values: pa.Array) -> Hashes:
@@ -278,9 +280,10 @@ def hashes(values: pa.Array) -> Hashes:
             return np.zeros(len(values), dtype=np.uint64)
         return hashes(values.dictionary)[_plain_numpy(values.indices)]
     if is_text(values.type):
-        if not (pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)):
-            values = pc.cast(values, pa.large_string())
-        values = pc.cast(values, pa.large_binary())
+        if pa.types.is_string(values.type):
+            values = values.cast(pa.large_string())
+        elif pa.types.is_binary(values.type):
+            values = values.cast(pa.large_binary())
         _, ends, data = values.buffers()
         offsets = np.frombuffer(ends, dtype=np.int64)[values.offset : values.offset + len(values) + 1]
         return hash_strings(offsets, np.frombuffer(data or b"", dtype=np.uint8))

@@ -147,8 +147,9 @@ class Encoder:
             if isinstance(d, Lookup)
         }
         self.boundaries: dict[str, Sequence[float]] = {}  # one of all copies, see `of`
-        self._lists = self._names_of_lists()
-        self._checked: pa.Schema | None = None
+        self._inputs = self._input_columns()
+        self._checked: pa.Schema | None = None  # columns that passed `check`
+        self._is_plain = False  # whether these have types that need no conversion
 
     @property
     def hashed(self) -> list[str]:
@@ -160,6 +161,9 @@ class Encoder:
 
     def columns(self) -> tuple[InputColumn, ...]:
         """The stored columns that inputs are made of: what predictions need."""
+        return self._inputs
+
+    def _input_columns(self) -> tuple[InputColumn, ...]:
         sparse, dense = self.schema.stored
         unknown = "integers" if self.ids == "raw" else ""
         kinds = self.id_kinds if self.preparation is None else self.preparation.kinds
@@ -198,7 +202,7 @@ class Encoder:
         """The same for another choice of columns."""
         other = copy.copy(self)
         other.schema, other._checked = schema, None
-        other._lists = other._names_of_lists()
+        other._inputs = other._input_columns()
         return other
 
     def with_kinds(self, id_kinds: Mapping[str, str]) -> Encoder:
@@ -210,9 +214,9 @@ class Encoder:
     @property
     def encoded(self) -> Encoder:
         """The same for rows whose ids and numbers are as a prepared dataset stores them."""
-        other = self.of(self.schema)
+        other = copy.copy(self)
         other.preparation = None
-        return other
+        return other.of(self.schema)
 
     @property
     def inputs(self) -> Encoder:
@@ -418,11 +422,13 @@ class Encoder:
     def _columns(self, table: pa.Table | pa.RecordBatch, place: Place, *, check: bool = True) -> Columns:
         if isinstance(table, pa.RecordBatch):
             table = pa.Table.from_batches([table])
+        is_known = self._checked is not None and table.schema.equals(self._checked)
         if not check:
             table = arrow.without_empty_types(table, table.column_names)
-        elif self._checked is None or not table.schema.equals(self._checked):
+        elif not is_known:
             table = self._checked_table(table, place.name)
-        table = arrow.plain(table, place.name)
+        if not (check and is_known and self._is_plain):
+            table = arrow.plain(table, place.name)
         if self.preparation is not None:
             table = self.preparation.stored(table, self.schema.dense, place)
         derived = {d.name: d for d in self.schema.derived}
@@ -436,11 +442,13 @@ class Encoder:
             table = arrow.without_empty_types(table, [column.name for column in self.columns()])
             self.check(table.schema, place)
         else:
+            self._is_plain = all(arrow.plain_type(field.type) == field.type for field in table.schema)
             self._checked = table.schema
         return table
 
-    def _names_of_lists(self) -> frozenset[str]:
-        return frozenset(column.name for column in self.columns() if column.is_list)
+    @property
+    def _lists(self) -> frozenset[str]:
+        return frozenset(column.name for column in self._inputs if column.is_list)
 
 
 def _id_weights(
