@@ -12,23 +12,16 @@ from torch import Tensor, nn
 import hotbed
 from hotbed import torch_private as private
 
-SEEN = {
-    **dict.fromkeys(
-        (
-            *("running_backward", "call_after_backward", "version", "copy_all_", "has_cuda_kernel"),
-            *("has_onednn_linear", "has_onednn_bf16", "onednn_product", "is_exporting", "is_in_functorch"),
-            *("is_traced_or_dual", "make_number_while_tracing", "check_in_graph", "EXPORT_LOGGER"),
-        ),
-        ("2.11", "2.13"),
+SEEN = dict.fromkeys(
+    (
+        *("running_backward", "call_after_backward", "version", "storage_id", "copy_all_", "has_cuda_kernel"),
+        *("has_onednn_linear", "has_onednn_bf16", "onednn_product", "is_exporting", "is_in_functorch"),
+        *("is_traced_or_dual", "make_number_while_tracing", "check_in_graph", "hooks_of", "EXPORT_LOGGER"),
+        *("NoSubclasses", "TorchDispatchMode", "GetAttrKey", "TreeSpec", "register_pytree_node"),
+        *("register_pytree_flatten_spec", "tree_leaves"),
     ),
-    **dict.fromkeys(
-        (
-            *("storage_id", "hooks_of", "NoSubclasses", "TorchDispatchMode", "GetAttrKey", "TreeSpec"),
-            *("register_pytree_node", "register_pytree_flatten_spec", "tree_leaves"),
-        ),
-        ("2.13",),
-    ),
-}
+    ("2.11", "2.13"),
+)
 """The releases of torch in which all tests that use a symbol have passed."""
 USE = re.compile(r"\btorch\.(?:\w+\.)*_[a-zA-Z]|^\s*from torch\S* import _")
 QUOTED = re.compile(r"#.*|`[^`]*`|\"[^\"]*\"")

@@ -233,6 +233,7 @@ def test_narrow_rows_are_exported_as_they_are(strict: bool) -> None:
     assert torch.equal(program.module()(torch.tensor([3, 0])), theirs(torch.tensor([3, 0])))
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # by the loader of torch 2.11
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("strict", [False, True])
