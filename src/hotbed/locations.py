@@ -6,8 +6,6 @@ Both take the same URIs, settings and retries: docs/paths.md.
 """
 
 # pyright: reportUnknownParameterType=false
-# pyarrow ships no types.
-
 from __future__ import annotations
 
 import math

@@ -202,7 +202,8 @@ def test_a_numerical_does_not_harm_the_model(tmp_path: Path, kind: str) -> None:
 def test_a_missing_label_is_shown_with_its_place(tmp_path: Path) -> None:
     pq.write_table(pa.table({"label": [0, 1, None, 1] * 10, "user": [1, 2] * 20}), tmp_path / "log.parquet")
     with pytest.raises(
-        DataError, match=r"log.parquet, row group 0, column 'label': null at row 2 .*: drop such rows, or name another"
+        DataError,
+        match=r"log.parquet, row group 0, column 'label': label null at row 2 .*: drop these rows, or name another",
     ):
         draft_recipe(tmp_path / "log.parquet")
 

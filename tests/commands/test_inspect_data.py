@@ -259,7 +259,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, int], str]]
         {"price": ["1"] * 100},
         {},
         ("price", "wrong type", 0),
-        r"column 'price' is string, must be numbers; write it as numbers, or name another",
+        r"column 'price' is string, must be numbers to be a numerical or weight; write it as numbers, or name another",
     ),
 }
 

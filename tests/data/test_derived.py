@@ -64,14 +64,16 @@ def test_each_value_of_a_list_meets_each_of_the_others() -> None:
     assert ids(made, "x") == [row for bag in expected for row in bag]
     two = encoder({"name": "x", "cross": ["user", "tags"], "rows": 999, "ids": 2})
     assert ids(two.batch(table.slice(0, 1)), "x") == [crossed((1, tag), 999) for tag in "ab"]
-    with pytest.raises(DataError, match="the rows, column 'x': 1 ids at row 1, the schema says 2"):
+    with pytest.raises(DataError, match="the rows, column 'x': 1 ids at row 1; the schema says 2"):
         two.batch(table)
 
 
 def test_too_many_pairs_are_refused() -> None:
     table = pa.table({"user": [1], "a": [list(range(100))], "b": [list(range(50))]})
     made = encoder({"name": "x", "cross": ["a", "b"], "rows": 10, "ids": None})
-    with pytest.raises(DataError, match="'x': the lists at row 0 have 5,000 pairs, at most 4,096 are crossed; shorten"):
+    with pytest.raises(
+        DataError, match="'x': 5,000 pairs of a cross at row 0; at most 4,096 pairs are crossed: shorten"
+    ):
         made.batch(table)
 
 
@@ -161,8 +163,8 @@ CROSS = {"name": "x", "cross": ["user", "item"], "rows": 10}
         ([CROSS | {"bucket": "age"}], "one of `cross`, `bucket` and `lookup`"),
         (["x"], "must be a mapping with `name`"),
         ([CROSS | {"name": 5}], "name is 5, must be the name of the input"),
-        ([CROSS | {"row": 5}], r"features\[0\] has no key 'row'; a cross may have .*did you mean 'rows'"),
-        ([{"name": "x", "cross": ["user", "item"]}], r"\('x'\) has no 'rows', which a cross needs"),
+        ([CROSS | {"row": 5}], r"features\[0\] \('x', a cross\) has no key 'row'; it may have .*did you mean 'rows'"),
+        ([{"name": "x", "cross": ["user", "item"]}], r"\('x', a cross\) has no 'rows', which is required"),
         ([CROSS | {"cross": ["user"]}], "must be two or more columns, each once"),
         ([CROSS | {"cross": ["user", "user"]}], "must be two or more columns, each once"),
         ([CROSS | {"cross": "user"}], "must be two or more columns, each once"),
@@ -177,7 +179,7 @@ CROSS = {"name": "x", "cross": ["user", "item"], "rows": 10}
         ([{"name": "b", "bucket": "age", "boundaries": []}], "must be finite numbers that rise"),
         ([{"name": "b", "bucket": "age", "boundaries": ["1"]}], "must be finite numbers that rise"),
         ([{"name": "b", "bucket": "age", "quantiles": 1}], "quantiles is 1, must be an integer from 2 to 1,048,576"),
-        ([{"name": "b", "bucket": 3, "quantiles": 4}], r"features\[0\]\.bucket is 3, must be the name of a column"),
+        ([{"name": "b", "bucket": 3, "quantiles": 4}], r"features\[0\]: bucket is 3, must be the name of a column"),
         (
             [{"name": "b", "bucket": "age", "quantiles": 4}, {"name": "c", "bucket": "b", "quantiles": 2}],
             "feature 'c' is made of the bucket 'b'; make it of 'age'",
@@ -196,7 +198,7 @@ def test_features_that_cannot_be(features: list[Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("feature", "table", "message"),
     [
-        (CROSS, {"user": [1], "item": [1.5]}, "column 'item': 1.5 is no id"),
+        (CROSS, {"user": [1], "item": [1.5]}, "column 'item': id 1.5 at row 0; ids of double must be whole"),
         (CROSS, {"user": [1], "item": [{"x": 1}]}, "feature 'x': column 'item' is struct.*, must be integers, text or"),
         (
             CROSS | {"ids": None},

@@ -85,7 +85,7 @@ def test_readers_name_the_id_that_lost_digits(tmp_path: Path, kind: Any, limit: 
     path = write(tmp_path / "log.parquet", x=np.array([1, limit], kind))
     assert len(encoded(path, schema)) == 2
     path = write(tmp_path / "log.parquet", x=np.array([1, 2 * limit], kind))
-    with pytest.raises(DataError, match=rf"column 'x': {re.escape(str(2.0 * limit))} is no id.* up to {limit:,}"):
+    with pytest.raises(DataError, match=rf"column 'x': id {re.escape(str(2.0 * limit))} at row .* up to {limit:,}"):
         encoded(path, schema)
 
 

@@ -255,7 +255,7 @@ def test_rows_without_hashing() -> None:
     batch = encoder.batch(encoder.table({**ROWS, "user": [5, 6, 7], "history": [[1], None, [2, 3]]}))
     assert batch.sparse["user"].values.tolist() == [5, 6, 7]
     assert batch.sparse["history"].values.tolist() == [1, 2, 3]
-    with pytest.raises(DataError, match="the rows, column 'user': 1 ids are null"):
+    with pytest.raises(DataError, match="the rows, column 'user': id null at row 1; ids that are rows must be there"):
         encoder.batch(encoder.table(ROWS))
     with pytest.raises(DataError, match="'a' is not an integer"):
         encoder.table({**ROWS, "user": ["a", None, None]})

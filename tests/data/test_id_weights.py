@@ -20,9 +20,8 @@ from hotbed.data.derived import Cross
 from hotbed.data.join import join
 from hotbed.data.prepare import prepare
 from hotbed.data.schema_checks import SchemaChecks
-from hotbed.data.source_rows import columns_of
 from hotbed.data.split_binary import check_split_binary
-from hotbed.data.stored_rows import open_described, open_rows
+from hotbed.data.stored_rows import columns_of, open_described, open_rows
 from hotbed.errors import DataError, SpecError
 from hotbed.serve.inputs import record_batch
 from hotbed.testing.source import SourceContract, assert_same
@@ -106,8 +105,8 @@ def test_plain_values_have_the_bits_of_stored_ones(tmp_path: Path) -> None:
     table = encoder.table(rows)
     check(encoder.batch(table))
     rows["wie oft (β)"] = [[1, -2], [], [0], None, [1, 7, 3]]
-    whole = record_batch(encoder.table(rows), encoder.columns())
-    assert whole.schema == record_batch(table, encoder.columns()).schema
+    whole = record_batch(encoder.table(rows))
+    assert whole.schema == record_batch(table).schema
     assert weights(encoder.batch(whole), "Tag's IDs %") == [1, -2, 0, 1, 7, 3]
 
 
@@ -143,19 +142,19 @@ class TestSource(SourceContract):
 BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "too few": (
         {"wie oft (β)": [[1.5], [], [0.0], None, [1.0, 7, 3]]},
-        "column 'wie oft (β)': 1 weights at row 0.*, and column 'Tag's IDs %' has 2 ids there; give each id one",
+        "column 'wie oft (β)': 1 weights at row 0.*; column 'Tag's IDs %' has 2 ids there: give each id one",
     ),
-    "none at all": ({"wie oft (β)": [None] * 5}, "0 weights at row 0.*, and column 'Tag's IDs %' has 2 ids there"),
+    "none at all": ({"wie oft (β)": [None] * 5}, "0 weights at row 0.*; column 'Tag's IDs %' has 2 ids there"),
     "null": (
         {"wie oft (β)": [[1.5, 2], [], [0.0], None, [1, None, 3]]},
-        "'wie oft (β)': null at row 4.*; the weight of",
+        "'wie oft (β)': weight null at row 4.*; the weight of",
     ),
     "NaN": (
         {"share": [1, 2, float("nan"), 3, 4]},
-        "'share': nan at row 2.*must be a finite number as float32 .negative",
+        "'share': weight nan at row 2.*must be a finite number as float32 .negative",
     ),
-    "too large": ({"share": [1, 2, 3, 1e300, 4]}, r"'share': 1e\+300 at row 3.*mend the data"),
-    "a null alone": ({"share": [None, 2, 3, 1, 4]}, "'share': null at row 0.*or leave out `weights` of 'item'"),
+    "too large": ({"share": [1, 2, 3, 1e300, 4]}, r"'share': weight 1e\+300 at row 3.*mend the data"),
+    "a null alone": ({"share": [None, 2, 3, 1, 4]}, "'share': weight null at row 0.*or leave out `weights` of 'item'"),
     "of two": ({"of pair": [[1.0, 2], [3.0], [1.0, 2], [1.0, 2], [1.0, 2]]}, "1 weights at row 1.* has 2 ids there"),
 }
 
@@ -199,7 +198,7 @@ def test_types_that_cannot_be(changed: dict[str, Any], message: str, tmp_path: P
 
 def test_schemas_that_cannot_be(tmp_path: Path) -> None:
     for given in ("", "user"):
-        with pytest.raises(SpecError, match=f"'user': weights is '{given}', must name the column of the weights"):
+        with pytest.raises(SpecError, match=f"'user': weights is '{given}', must be the name of the column of"):
             SparseColumn(name="user", rows=9, weights=given)
     with pytest.raises(SpecError, match=r"sparse\[0\].weights is 10, must be the name of a column; put it in quotes"):
         hb.Schema.from_dict({"sparse": [{"name": "user", "rows": 9, "weights": 10}]})

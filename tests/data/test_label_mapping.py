@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hotbed.data import Label, ParquetSource, Schema, SparseColumn
 from hotbed.data.labels import read_labels
+from hotbed.data.source import Place
 from hotbed.errors import DataError, SpecError
 
 
@@ -86,7 +87,7 @@ def test_columns_that_cannot_be_labels(tmp_path: Path, labels: Any, positive: st
     ("value", "shown"),
     [
         (float("nan"), r"label nan at row 1 \(row 5 of the file\)"),
-        (None, r"null at row 1 \(row 5 of the file\); labels"),
+        (None, r"label null at row 1 \(row 5 of the file\); labels"),
     ],
 )
 def test_a_missing_label_is_not_taken_for_a_negative(tmp_path: Path, check: str, value: Any, shown: str) -> None:
@@ -135,5 +136,5 @@ def test_weights_that_are_none(tmp_path: Path, value: float, shown: str) -> None
 def test_integers_are_compared_exactly(values: list[int], comparison: str, limit: int) -> None:
     compare = {">=": int.__ge__, "<=": int.__le__, "==": int.__eq__, "!=": int.__ne__, ">": int.__gt__, "<": int.__lt__}
     label = Label("y", f"{comparison} {limit}")
-    found = read_labels(pa.chunked_array([pa.array(values, pa.int64())]), "y", label, "here", 0)
+    found = read_labels(pa.chunked_array([pa.array(values, pa.int64())]), "y", label, Place("here"))
     assert found.tolist() == [float(compare[comparison](value, limit)) for value in values]

@@ -52,7 +52,7 @@ def test_a_bad_label_is_named_with_its_file_and_row(
     source = parquet(tmp_path, pa.array(labels, kind), write_statistics=statistics)
     place = r"log.parquet, row group 3, column 'click': "
     found = (
-        r"null at row 7 \(row 37 of the file\); labels"
+        r"label null at row 7 \(row 37 of the file\); labels"
         if shown is None
         else rf"label {shown} at row 7 \(row 37 of the file\); labels must"
     )

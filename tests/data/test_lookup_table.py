@@ -16,7 +16,7 @@ from data_cases import assert_same
 from derived_cases import ITEMS, crossed, encoder, ids, items, of_items, row_of
 
 from hotbed.data import Encoder, Numerical
-from hotbed.data.described import described_features, encoding_of
+from hotbed.data.encode import described_features, encoding_of
 from hotbed.data.hashing import mix
 from hotbed.data.lookup_table import LookupTable
 from hotbed.errors import DataError, SpecError
@@ -126,11 +126,11 @@ def test_keys_that_only_share_a_hash(tmp_path: Path) -> None:
         ({"id": [1, 2, 2, 3]}, {}, DataError, "the key 2 is there twice"),
         ({}, {"key": "ids"}, DataError, "has no column 'ids'; it has id, kind, price; did you mean 'id'"),
         ({"id": [1, 2, 3, 4]}, {}, DataError, "column 'item' of the rows is text, and the keys of .* are integers"),
-        ({"id": [0.5, 1, 2, 3]}, {}, DataError, "0.5 is no id"),
+        ({"id": [0.5, 1, 2, 3]}, {}, DataError, "id 0.5 at key 0; ids of double must be whole numbers"),
         ({"id": [[1], [2], [3], [4]]}, {}, SpecError, "'id' is list<.*>, must be integers or text"),
         ({"kind": [{"x": 1}] * 4}, {}, SpecError, "'kind' is struct<.*>, must be integers, numbers, text, or lists"),
         ({"kind": [[1.5]] * 4}, {}, SpecError, "'kind' is list<.*double>, must be integers, numbers, text, or lists"),
-        ({}, {"value": "price"}, DataError, "1.5 is no id: expected a whole number"),
+        ({}, {"value": "price"}, DataError, "id 1.5 at row 0; ids of double must be whole numbers up to"),
         ({}, {"ids": 3}, SpecError, "feature 'kind': got one value per sample, expected a list of 3, .* Leave ids out"),
         ({}, {"rows": 1}, SpecError, "feature 'kind': rows is 1, must be at least 2"),
     ],
@@ -198,6 +198,6 @@ def test_tables_that_json_cannot_hold(tmp_path: Path, monkeypatch: pytest.Monkey
     made = encoder(of_items(items(tmp_path / "items.parquet", id=pa.array([b"\xff", b"b", b"c", b"d"]))))
     with pytest.raises(SpecError, match=r"feature 'kind': .* has bytes that are no UTF-8"):
         described_features(made)
-    monkeypatch.setattr("hotbed.data.described.MOST_KEYS", 3)
+    monkeypatch.setattr("hotbed.data.encode.MOST_KEYS", 3)
     with pytest.raises(SpecError, match=r"'kind' looks values up in 4 keys of .* holds at most 3; leave out keys"):
         described_features(made)

@@ -262,7 +262,7 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
         ({"schema": {**SCHEMA, "weight": "w"}}, "arrays of NumPy have no weight or group column; use Parquet for them"),
         (
             {"schema": {**SCHEMA, "labels": [{"column": "label", "positive": "> 0"}]}},
-            "arrays of NumPy are not scaled, mapped or crossed when they are read; use Parquet for that",
+            "arrays of NumPy are not scaled, mapped or crossed when they are read; use Parquet for them",
         ),
         ({"rows": 5, "splits": {"train": ["day_7"]}}, "splits: .*set has no day 'day_7'; did you mean 'day_"),
         (

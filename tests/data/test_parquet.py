@@ -199,7 +199,8 @@ def test_null_where_there_may_be_none(tmp_path: Path, role: str) -> None:
     schema = Schema(sparse=(SparseColumn(name="c", rows=9),), weight="weight", group="group")
     source = ParquetSource(tmp_path / "t.parquet", schema)
     with pytest.raises(
-        DataError, match=rf"t.parquet, row group 0, column '{role}': null at row 1 \(row 1 of the file\); labels"
+        DataError,
+        match=rf"t.parquet, row group 0, column '{role}': {role} null at row 1 \(row 1 of the file\); {role}s must be",
     ):
         source.read("train", 0)
 
@@ -208,11 +209,11 @@ def test_bad_ids(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     pq.write_table(pa.table({"c": [1, None], "d": [[1, 2], [3]]}), path)
     schema = Schema(sparse=(SparseColumn(name="c", rows=9),), labels=())
-    with pytest.raises(DataError, match=r"row group 0, column 'c': 1 ids are null; fill them"):
+    with pytest.raises(DataError, match=r"row group 0, column 'c': id null at row 1 .*: fill them"):
         ParquetSource(path, schema, ids="raw").read("train", 0)
     schema = Schema(sparse=(SparseColumn(name="d", rows=9, ids=2),), labels=())
     with pytest.raises(
-        DataError, match=r"column 'd': 1 ids at row 1 \(row 1 of the file\), the schema says 2; set ids to null"
+        DataError, match=r"column 'd': 1 ids at row 1 \(row 1 of the file\); the schema says 2: .*set ids to null"
     ):
         ParquetSource(path, schema).read("train", 0)
 
@@ -340,6 +341,6 @@ def test_whole_floats_are_ids_as_pandas_makes_them_of_integers_that_are_missing(
     for bad in (0.5, 2.0**60, float("inf")):
         pq.write_table(pa.table({"c": [1.0, bad], "label": [0, 1]}), tmp_path / "t.parquet")
         with pytest.raises(
-            DataError, match=rf"row group 0, column 'c': {re.escape(str(bad))} is no id: expected a whole number"
+            DataError, match=rf"row group 0, column 'c': id {re.escape(str(bad))} at row 1 .*must be whole number"
         ):
             ParquetSource(tmp_path / "t.parquet", schema).read("train", 0)

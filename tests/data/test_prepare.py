@@ -21,6 +21,7 @@ from hotbed.batch import Batch
 from hotbed.data import Source, SplitBinarySource, SplitBinaryWriter, write_synthetic_log
 from hotbed.data.criteo import LineChecker, read_blocks
 from hotbed.data.prepare import prepare
+from hotbed.data.source import Place
 from hotbed.data.vocabulary import read_vocabulary
 from hotbed.errors import DataError, SpecError
 from hotbed.testing.source import SourceContract
@@ -222,7 +223,7 @@ def test_negative_numericals(
     preparation = source.encoder.preparation
     assert preparation is not None
     raw = pa.table({"I2": pa.array([None if x == "" else x for x in NUMBERS], pa.int64())})
-    served = preparation.stored(raw, ["I2"], "the rows", str)["I2"]
+    served = preparation.stored(raw, ["I2"], Place())["I2"]
     assert served.to_pylist() == dense[:, 1].tolist()
 
 

@@ -121,5 +121,5 @@ def test_scaling_of_no_dense_column_and_twice() -> None:
     columns = (SparseColumn(name="a", rows=3),)
     with pytest.raises(SpecError, match="scaling names 'pricee', which is no dense column; did you mean 'price'"):
         Schema(sparse=columns, dense=("price",), scaling=(Scaling(name="pricee"),))
-    with pytest.raises(SpecError, match="numerical column 'price' is scaled 2 times; give it one scaling"):
+    with pytest.raises(SpecError, match="dense column 'price' has 2 scalings; give it one"):
         Schema(sparse=columns, dense=("price",), scaling=(Scaling(name="price"), Scaling(name="price", scale=2)))

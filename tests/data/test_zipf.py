@@ -231,11 +231,11 @@ def test_a_list_of_rows_is_repeated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"train_samples": 0}, "train_samples is 0, must be at least 1"),
-        ({"test_samples": -1}, "test_samples is -1, must not be negative"),
-        ({"valid_samples": -2}, "valid_samples is -2, must not be negative"),
-        ({"seed": -1}, "seed is -1, must not be negative"),
-        ({"chunk_samples": 0}, "chunk_samples is 0, must be at least 1"),
+        ({"train_samples": 0}, "train_samples is 0, must be an integer of at least 1"),
+        ({"test_samples": -1}, "test_samples is -1, must be an integer of at least 0"),
+        ({"valid_samples": -2}, "valid_samples is -2, must be an integer of at least 0"),
+        ({"seed": -1}, "seed is -1, must be an integer of at least 0"),
+        ({"chunk_samples": 0}, "chunk_samples is 0, must be an integer of at least 1"),
         ({"exponent": 99}, "exponent is 99, must be between 0"),
     ],
 )
@@ -254,11 +254,11 @@ def test_an_unknown_preset() -> None:
     ("text", "message"),
     [
         ("{", "is not YAML"),
-        ("dense: 3", "has no 'rows'; write for example rows: {C1: 1000, C2: 50}"),
+        ("dense: 3", "has no 'rows', which is required"),
         ("[1, 2]", "has no 'rows'"),
-        ("{rows: [5], dnse: 3}", "unknown key 'dnse'; it may have rows, dense, ids, times; did you mean 'dense'?"),
+        ("{rows: [5], dnse: 3}", "has no key 'dnse'; it may have rows, dense, ids, times; did you mean 'dense'?"),
         ("rows: 5", "rows is 5, must be a list or mapping with at least one column"),
-        ("rows: []", "rows is {}, must be a list or mapping with at least one column"),
+        ("rows: []", "rows is [], must be a list or mapping with at least one column"),
         ("{rows: [5], dense: -1}", "dense is -1, must be an integer of at least 0"),
         ("{rows: [5], dense: x}", "dense is 'x', must be an integer of at least 0"),
         ("{rows: [5], ids: 0}", "ids is 0, must be an integer of at least 1"),

@@ -181,9 +181,7 @@ def test_missing_error_stops_with_the_place(tmp_path: Path, value: float | None,
     values = pa.array([1.0, 2, 3, 4, 5, value])
     path = log(tmp_path, rows_per_group=4, x=values)
     source = hb.ParquetSource(path, schema({"name": "x", "rule": "standard", "missing": "error"}))
-    message = (
-        rf"log.parquet, row group 1, column 'x': {shown} at row 1 \(row 5 of the file\), and the schema says missing"
-    )
+    message = rf"log.parquet, row group 1, column 'x': {shown} at row 1 \(row 5 of the file\); the schema says missing"
     with pytest.raises(DataError, match=message):
         source.read("train", 1)
     with pytest.raises(DataError, match=message):

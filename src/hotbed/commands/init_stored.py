@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false
 """Draft a recipe for a folder that says itself what its columns are: a prepared dataset, or NumPy arrays of ids."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from hotbed.data.draft import Draft, hashed_rows
 from hotbed.data.draft_splits import DraftedSplits
 from hotbed.data.npy import has_days
 from hotbed.data.profile import count_distinct
-from hotbed.data.source_rows import source_files
-from hotbed.data.stored_rows import open_described
+from hotbed.data.stored_rows import open_described, source_files
 from hotbed.errors import DataError, SpecError
 from hotbed.locations import location
 

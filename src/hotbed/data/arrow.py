@@ -1,11 +1,8 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
-"""Convert Arrow columns to NumPy arrays (ids to rows, bags, numericals), and check that a column can play its role."""
-
-# pyarrow ships no types.
+"""Convert Arrow columns to NumPy arrays: ids, their rows and weights, and numericals; check the types of columns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -16,11 +13,13 @@ from numpy.typing import NDArray
 
 from hotbed.data.columns import Scaling, SparseColumn
 from hotbed.data.hashing import Hashes, hash_integers, hash_strings, rows_of
+from hotbed.data.source import Place
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 Ids = Literal["hash", "raw"]
 _DIGITS = 18  # decimals of so many digits always fit int64
 Array = NDArray[Any]
+_INT32 = np.iinfo(np.int32).max
 
 
 def is_list(t: pa.DataType) -> bool:
@@ -235,8 +234,8 @@ def one_value(ids: int | None) -> str:
 def check_number(name: str, t: pa.DataType, what: str) -> None:
     """Raise `SpecError` unless a column of this type, of the file ``what``, can be a numerical or weight."""
     if not is_number(t):
-        hint = hint_for_struct(t)
-        raise SpecError(f"{what}: column '{name}' is {t}, must be numbers to be a numerical or weight{hint}")
+        hint, fix = hint_for_struct(t), "; write it as numbers, or name another column"
+        raise SpecError(f"{what}: column '{name}' is {t}, must be numbers to be a numerical or weight{hint or fix}")
 
 
 def hint_for_struct(t: pa.DataType) -> str:
@@ -269,7 +268,9 @@ def scaled(column: pa.ChunkedArray, scaling: Scaling) -> Array:
 
 def wide_numbers(column: pa.ChunkedArray) -> Array:
     """Convert numbers ``[n]`` to float64; a null becomes NaN."""
-    return pc.cast(column, pa.float64(), safe=False).combine_chunks().to_numpy(zero_copy_only=False)
+    if not pa.types.is_float64(column.type):
+        column = pc.cast(column, pa.float64(), safe=False)
+    return column.combine_chunks().to_numpy(zero_copy_only=False)
 
 
 def hashes(values: pa.Array) -> Hashes:
@@ -279,31 +280,68 @@ def hashes(values: pa.Array) -> Hashes:
             return np.zeros(len(values), dtype=np.uint64)
         return hashes(values.dictionary)[_plain_numpy(values.indices)]
     if is_text(values.type):
-        if not (pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)):
-            values = pc.cast(values, pa.large_string())
-        values = pc.cast(values, pa.large_binary())
+        if pa.types.is_string(values.type):
+            values = values.cast(pa.large_string())
+        elif pa.types.is_binary(values.type):
+            values = values.cast(pa.large_binary())
         _, ends, data = values.buffers()
         offsets = np.frombuffer(ends, dtype=np.int64)[values.offset : values.offset + len(values) + 1]
         return hash_strings(offsets, np.frombuffer(data or b"", dtype=np.uint8))
     return hash_integers(_plain_numpy(values))
 
 
-def hashable(values: pa.Array, where: str) -> pa.Array:
-    """Ids ``[n]`` as `hashes` takes them: whole floats as integers; a `DataError` names one that is no whole number."""
-    if pa.types.is_floating(values.type):
-        return _whole(values, where)
-    return values.cast(pa.int64()) if pa.types.is_null(values.type) else values
+def hashable(values: pa.Array, column: str, place: Place) -> pa.Array:
+    """Convert ids ``[n]`` to values that `hashes` takes: whole floats become integers, and NaN null."""
+    if not pa.types.is_floating(values.type):
+        return values.cast(pa.int64()) if pa.types.is_null(values.type) else values
+    limit = exact_integers(values.type)
+    numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    missing = np.isnan(numbers)
+    bad = ~missing & ~((numbers == np.floor(numbers)) & (np.abs(numbers) <= limit))
+    place.refuse(
+        column,
+        "no whole numbers",
+        bad,
+        numbers,
+        "id {}",
+        f"ids of {values.type} must be whole numbers up to {limit:,}, the integers that it holds exactly: write "
+        "integers or strings, or make the column a numerical (`dense`)",
+    )
+    return pa.array(np.where(missing | bad, 0, numbers).astype(np.int64), mask=missing)
 
 
-def rows(values: pa.Array, column: SparseColumn, ids: Ids, where: str) -> Array:
-    """Rows of the table for ids ``[n]``; a null is row 0 where ids are hashed."""
-    values = hashable(values, f"{where}, column '{column.name}'")
+def checked_ids(array: pa.Array, column: SparseColumn, ids: Ids, place: Place) -> tuple[pa.Array, Array | None]:
+    """Return ids ``[N]`` that can be hashed or are rows, and the ids per sample ``[n]``, or None if each has one.
+
+    A null list is an empty bag. In a column of one id per sample it is a missing id.
+    """
+    if pa.types.is_null(array.type) and column.ids != 1:
+        array = array.cast(pa.list_(pa.int64()))
+    each = None
+    if is_list(array.type):
+        if column.ids == 1 and array.null_count:
+            array = pc.fill_null(array, pa.scalar([None], array.type))
+        each = lengths(array)
+        refuse_lengths(each, column, place)
+        array, place = array.flatten(), place.of_lists(each)
+    values = hashable(array, column.name, place)
+    if ids == "raw" and values.null_count:
+        fix = "ids that are rows must be there: fill them with an id, or hash values (ids: hash), where null is row 0"
+        null = values.is_null().to_numpy(zero_copy_only=False)
+        place.refuse(column.name, "missing ids", null, values, "id {}", fix)
+    return values, each
+
+
+def refuse_lengths(lengths: Array, column: SparseColumn, place: Place) -> None:
+    """Raise `DataError` if a sample ``[n]`` has another number of ids than the schema declares."""
+    if column.ids is not None:
+        fix = f"the schema says {column.ids:,}: cut or fill the lists, or set ids to null (ragged)"
+        place.refuse(column.name, "number of ids", lengths != column.ids, lengths, "{:,} ids", fix)
+
+
+def rows(values: pa.Array, column: SparseColumn, ids: Ids) -> Array:
+    """Return the rows of the table for checked ids ``[n]``; a null is row 0."""
     if ids == "raw":
-        if values.null_count:
-            raise DataError(
-                f"{where}, column '{column.name}': {values.null_count:,} ids are null; fill them with an id, or use "
-                f"ids='hash', where null is row 0"
-            )
         return _plain_numpy(decode(values)).astype(np.int64)
     out = rows_of(hashes(values), column.rows)
     if values.null_count:
@@ -312,55 +350,55 @@ def rows(values: pa.Array, column: SparseColumn, ids: Ids, where: str) -> Array:
 
 
 def narrow(rows: Array, column: SparseColumn) -> Array:
-    """Rows as int32 where the column's table has no more than that."""
-    return rows if column.rows > np.iinfo(np.int32).max else rows.astype(np.int32)
+    """Return rows as int32 if the column's table has no more."""
+    return rows if column.rows > _INT32 else rows.astype(np.int32)
 
 
-def _whole(values: pa.Array, where: str) -> pa.Array:
-    """Convert floats that are integers to int64; NaN becomes null."""
-    limit = exact_integers(values.type)
-    numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
-    missing = np.isnan(numbers)
-    numbers = np.where(missing, 0, numbers)
-    wrong = np.flatnonzero((numbers != np.floor(numbers)) | (np.abs(numbers) > limit))
-    if len(wrong):
-        raise DataError(
-            f"{where}: {numbers[wrong[0]]} is no id: expected a whole number up to {limit:,}, the integers that "
-            f"{values.type} holds exactly. Write the column as integers or strings, or make it a numerical (`dense`)"
-        )
-    return pa.array(numbers.astype(np.int64), mask=missing)
+def nulls(column: pa.ChunkedArray) -> NDArray[np.bool_]:
+    """Return which values ``[n]`` are null."""
+    return column.is_null().to_numpy()
 
 
-def bags(
-    array: pa.Array, column: SparseColumn, ids: Ids, where: str, row_of: Callable[[int], str]
-) -> tuple[Array, Array | None]:
-    """Rows ``[N]`` and, for a ragged column, the number of ids per sample ``[n]``; a null list is an empty bag.
+# -- weights of ids ------------------------------------------------------------------------------------------------
 
-    In a column of one id per sample a null list is a missing id. ``where`` and ``row_of`` say where the
-    samples are, and the sample of a position.
+
+def check_id_weights(column: SparseColumn, fields: pa.Schema, what: str) -> None:
+    """Raise `SpecError` unless the weights of a column are numbers, in lists where its ids are, in a file ``what``."""
+    ids, kind = (plain_type(fields.field(name).type) for name in (column.name, column.weights))
+    inner = kind.value_type if is_list(kind) else kind
+    where = f"{what}: column '{column.weights}' is {kind}"
+    if not (is_number(inner) or pa.types.is_null(inner)):
+        raise SpecError(f"{where}, must be numbers to be the weights of '{column.name}'{hint_for_struct(kind)}")
+    if not (pa.types.is_null(ids) or pa.types.is_null(kind)) and is_list(ids) != is_list(kind):
+        raise SpecError(f"{where}, and '{column.name}' is {ids}: give each id one weight, in a list where ids are one")
+
+
+def id_weights(column: SparseColumn, array: pa.Array, ids: Array, place: Place) -> Array:
+    """Return the weights ``[N]`` float32 of the ids of a column, of which each row ``[n]`` has ``ids``.
+
+    Each id has one finite weight. It may be negative or 0, as ``torch.nn.EmbeddingBag`` takes them.
     """
-    if pa.types.is_null(array.type) and column.ids != 1:
-        array = array.cast(pa.list_(pa.int64()))
-    if not is_list(array.type):
-        return rows(array, column, ids, where), None
-    if column.ids == 1 and array.null_count:  # a missing list is one missing id
-        array = pc.fill_null(array, pa.scalar([None], array.type))
-    return checked_bags(rows(array.flatten(), column, ids, where), lengths(array), column, where, row_of)
+    name, there = str(column.weights), per_row(array)
+    if is_list(array.type):
+        array = array.flatten()
+    elif pa.types.is_null(array.type) and column.ids != 1:
+        there, array = np.zeros_like(there), array.slice(0, 0)  # all lists are missing
+    if len(wrong := np.flatnonzero(there != ids)):
+        fix = f"column '{column.name}' has {ids[wrong[0]]:,} ids there: give each id one weight"
+        place.refuse(name, "number of weights", there != ids, there, "{:,} weights", fix)
+    with np.errstate(over="ignore"):  # by way of float64, as JSON has numbers
+        weights = wide_numbers(pa.chunked_array([array])).astype(np.float32)
+    fix = (
+        "the weight of an id must be a finite number as float32 (negative ones and 0 are taken): mend the data, or "
+        f"leave out `weights` of '{column.name}'"
+    )
+    place.of_lists(there).refuse(name, "bad weights", ~np.isfinite(weights), array, "weight {}", fix)
+    return weights
 
 
-def checked_bags(
-    values: Array, lengths: Array | None, column: SparseColumn, where: str, row_of: Callable[[int], str]
-) -> tuple[Array, Array | None]:
-    """Rows ``[N]`` as they are, and the ids per sample ``[n]`` if the column is ragged; see `bags`."""
-    if lengths is None or column.ids is None:
-        return values, lengths
-    wrong = np.flatnonzero(lengths != column.ids)
-    if len(wrong):
-        raise DataError(
-            f"{where}, column '{column.name}': {lengths[wrong[0]]:,} ids at {row_of(int(wrong[0]))}, the schema says "
-            f"{column.ids}; set ids to null (ragged) in the schema"
-        )
-    return values, None
+def per_row(array: pa.Array) -> Array:
+    """Return the number of values of each row ``[n]`` int64: the length of a list, else 1."""
+    return lengths(array) if is_list(array.type) else np.ones(len(array), np.int64)
 
 
 def lengths(array: pa.Array) -> Array:
@@ -377,6 +415,7 @@ def shown(value: pa.Scalar) -> str:
 
 
 def _plain_numpy(values: pa.Array) -> Array:
-    """Integers or booleans with 0 for nulls, without the detour over floats that NumPy conversion of nulls takes."""
-    zero = pa.scalar(0).cast(values.type)
-    return (pc.fill_null(values, zero) if values.null_count else values).to_numpy(zero_copy_only=False)
+    """Convert integers or booleans, with 0 for null. NumPy's own conversion of nulls makes floats."""
+    if values.null_count:
+        values = pc.fill_null(values, pa.scalar(0).cast(values.type))
+    return values.to_numpy(zero_copy_only=False)

@@ -1,4 +1,3 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Carry a batch between processes as one Arrow IPC message (`batch_to_buffer`), or as a header and bytes (`packed`).
 
 The message has a column for each tensor, with one row, a list of all its elements. Its metadata say shapes, dtypes that
@@ -6,8 +5,6 @@ Arrow lacks, names, and what else is to travel with it. Reading copies nothing: 
 
 `packed` bytes may travel, and be read, in the memory of a device; the header, which is plain, stays on the host.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

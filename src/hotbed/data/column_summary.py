@@ -1,11 +1,8 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Summarize one column over all rows, in one pass and bounded memory: `ColumnSummary`; two of them compared: `drift`.
 
 Unlike `hotbed.data.profile`, which looks at a sample to say what a column may be good for, nothing is left out here:
 shares of missing values, extremes and lengths are exact, and what is estimated comes with its error.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

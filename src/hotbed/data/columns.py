@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, cast, get_args
 
@@ -14,6 +15,41 @@ from hotbed.specs import OnTooLong, Padding, is_int
 Rule: TypeAlias = Literal["as_is", "standard", "log", "quantile", "asinh"]
 Missing: TypeAlias = Literal["error", "center", "indicator"]
 Comparison: TypeAlias = Literal[">=", "<=", "==", "!=", ">", "<", "in"]
+
+
+def check_values(where: str, values: Mapping[str, object], **rules: tuple[bool, str]) -> None:
+    """Raise `SpecError` at the first of these values that is not right; a rule also says what a value must be."""
+    for name, (is_right, wanted) in rules.items():
+        if not is_right:
+            value = values[name]
+            hint = (
+                did_you_mean(str(value), wanted.removeprefix(_ONE_OF).split(", ")) if wanted.startswith(_ONE_OF) else ""
+            )
+            raise SpecError(f"{where}: {name} is {value!r}, must be {wanted}{hint}")
+
+
+def check_keys(where: str, given: Mapping[str, object], known: Sequence[str], required: Sequence[str]) -> None:
+    """Raise `SpecError` if an entry has an unknown key, or lacks a required one."""
+    for key in given:
+        if key not in known:
+            raise SpecError(
+                f"{where} has no key '{key}'; it may have {', '.join(known)}{did_you_mean(str(key), known)}"
+            )
+    for key in required:
+        if key not in given:
+            raise SpecError(f"{where} has no '{key}', which is required")
+
+
+def is_at_least(value: object, least: int) -> bool:
+    """Whether a value is an integer of at least this."""
+    return is_int(value) and value >= least
+
+
+_ONE_OF = "one of "
+
+
+def _choice(value: object, choices: object) -> tuple[bool, str]:
+    return value in get_args(choices), _ONE_OF + ", ".join(get_args(choices))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,38 +96,26 @@ class SparseColumn:
     def __post_init__(self) -> None:
         if not self.name or self.table == "":
             raise SpecError("a sparse column and its table need non-empty names")
-        if self.weights in ("", self.name):
-            raise SpecError(
-                f"sparse column '{self.name}': weights is {self.weights!r}, must name the column of the weights of its "
-                "ids, or be null"
-            )
-        if not is_int(self.rows) or self.rows < 1:
-            raise SpecError(f"sparse column '{self.name}': rows is {self.rows!r}, must be an integer of at least 1")
-        if self.ids is not None and (not is_int(self.ids) or self.ids < 1):
-            raise SpecError(f"sparse column '{self.name}': ids is {self.ids!r}, must be at least 1, or None for ragged")
-        for key, choices in (("pooling", get_args(Pooling)), ("on_too_long", get_args(OnTooLong))):
-            value: object = getattr(self, key)
-            if value not in choices:
-                raise SpecError(f"sparse column '{self.name}': {key} is {value!r}, must be one of {', '.join(choices)}")
-        if self.max_len is not None and (not is_int(self.max_len) or self.max_len < 1):
-            raise SpecError(
-                f"sparse column '{self.name}': max_len is {self.max_len!r}, must be an integer of at least 1, or null"
-            )
-        if self.padding is not None and self.padding not in get_args(Padding):
-            choices = ", ".join(get_args(Padding))
-            raise SpecError(
-                f"sparse column '{self.name}': padding is {self.padding!r}, must be one of {choices}, or null"
-            )
-        if self.padding is not None and (self.pooling != "none" or self.max_len is None):
-            raise SpecError(
-                f"sparse column '{self.name}': padding is {self.padding!r}, but only columns with pooling none and "
-                "max_len are padded; set both, or leave it out"
-            )
-        if self.max_len is None and self.on_too_long != "error":
-            raise SpecError(
-                f"sparse column '{self.name}': on_too_long is {self.on_too_long!r}, but nothing is too long without "
-                "max_len; set it"
-            )
+        where, limit = f"sparse column '{self.name}'", self.max_len
+        is_padded = self.padding in get_args(Padding) and self.pooling == "none" and limit is not None
+        paddings = ", ".join(get_args(Padding))
+        check_values(
+            where,
+            vars(self),
+            weights=(self.weights not in ("", self.name), "the name of the column of the weights of its ids, or null"),
+            rows=(is_at_least(self.rows, 1), "an integer of at least 1"),
+            ids=(self.ids is None or is_at_least(self.ids, 1), "at least 1, or None for ragged"),
+            pooling=_choice(self.pooling, Pooling),
+            on_too_long=_choice(self.on_too_long, OnTooLong),
+            max_len=(limit is None or is_at_least(limit, 1), "an integer of at least 1, or null"),
+            padding=(
+                self.padding is None or is_padded,
+                f"null, or one of {paddings} in a column with pooling none and max_len",
+            ),
+        )
+        is_limited = self.on_too_long == "error" or limit is not None
+        wanted = "error without max_len, because nothing is too long; set max_len"
+        check_values(where, vars(self), on_too_long=(is_limited, wanted))
 
     @property
     def table_name(self) -> str:
@@ -124,12 +148,10 @@ class Scaling:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        for key in ("center", "scale"):
-            value: object = getattr(self, key)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-                raise SpecError(f"numerical column '{self.name}': {key} is {value!r}, must be a finite number")
-        if self.scale <= 0:
-            raise SpecError(f"numerical column '{self.name}': scale is {self.scale}, must be above 0")
+        where, wanted = f"numerical column '{self.name}'", "a finite number"
+        constants = {"center": (_is_finite(self.center), wanted), "scale": (_is_finite(self.scale), wanted)}
+        check_values(where, vars(self), **constants)
+        check_values(where, vars(self), scale=(self.scale > 0, "above 0"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,24 +190,14 @@ class Numerical:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        for key, choices in (("rule", get_args(Rule)), ("missing", get_args(Missing))):
-            value: object = getattr(self, key)
-            if value not in choices:
-                hint = did_you_mean(str(value), choices)
-                raise SpecError(
-                    f"numerical column '{self.name}': {key} is {value!r}, must be one of {', '.join(choices)}{hint}"
-                )
-        if (self.center is None) != (self.scale is None):
-            raise SpecError(
-                f"numerical column '{self.name}': center is {self.center} and scale is {self.scale}; give both, or "
-                "neither and they are measured"
-            )
+        where, rules = f"numerical column '{self.name}'", "standard, log or asinh"
+        check_values(where, vars(self), rule=_choice(self.rule, Rule), missing=_choice(self.missing, Missing))
+        has_both, is_ruled = (self.center is None) == (self.scale is None), self.rule not in ("as_is", "quantile")
+        wanted = f"given together with scale, which is {self.scale}; leave out both to have them measured"
+        check_values(where, vars(self), center=(has_both, wanted))
+        wanted = f"left out, and scale, with rule {self.rule}; constants are of the rules {rules}"
+        check_values(where, vars(self), center=(self.center is None or is_ruled, wanted))
         if self.center is not None and self.scale is not None:
-            if self.rule in ("as_is", "quantile"):
-                raise SpecError(
-                    f"numerical column '{self.name}': rule {self.rule} has no center and scale; leave them out, or use "
-                    "standard, log or asinh"
-                )
             Scaling(name=self.name, center=self.center, scale=self.scale)
 
     @property
@@ -246,6 +258,10 @@ class LabelWeight:
 
     label: str
     column: str  # stored numbers of at least 0; may be another label, e.g. to learn purchases from clicked samples only
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _values(text: str) -> tuple[str, ...]:

@@ -1,11 +1,8 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Count the values of each table over all samples, and number those that get an id, within a limit of memory.
 
 Counts of some samples are written as *runs*: files sorted by value. Runs are merged front by front, so that only what
 gets an id is in memory. What comes out depends neither on how samples were divided nor on the limit.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Convert CSV and TSV files to Parquet, once, so that everything else reads one format: `parquet_of`.
 
 A file is parsed twice, block by block: to find the types of its columns over all rows, and to write them. What is
 written is kept in a folder of the user's, under a name made of the file's path, size and time of change.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

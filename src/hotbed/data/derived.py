@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
-from hotbed.data.columns import SparseColumn
-from hotbed.errors import SpecError, did_you_mean
+from hotbed.data.columns import SparseColumn, check_keys, check_values
+from hotbed.errors import SpecError
 from hotbed.specs import is_int
 
 MOST_BUCKETS = 1 << 20
@@ -67,10 +67,10 @@ class Bucket:
             )
         if self.boundaries is not None:
             object.__setattr__(self, "boundaries", rising(self.name, self.boundaries))
-        elif not is_int(self.quantiles) or not 2 <= self.quantiles <= MOST_BUCKETS:
-            raise SpecError(
-                f"feature '{self.name}': quantiles is {self.quantiles!r}, must be an integer from 2 to {MOST_BUCKETS:,}"
-            )
+            return
+        good = is_int(self.quantiles) and 2 <= self.quantiles <= MOST_BUCKETS
+        wanted = f"an integer from 2 to {MOST_BUCKETS:,}"
+        check_values(f"feature '{self.name}'", vars(self), quantiles=(good, wanted))
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -103,11 +103,9 @@ class Lookup:
     value: str
 
     def __post_init__(self) -> None:
-        for field in ("column", "file", "key", "value"):
-            given: object = getattr(self, field)
-            if not isinstance(given, str) or not given:
-                field = "lookup" if field == "column" else field
-                raise SpecError(f"feature '{self.name}': {field} is {given!r}, must be text; put it in quotes")
+        given = {"lookup": self.column, "file": self.file, "key": self.key, "value": self.value}
+        rules = {name: (_is_name(value), "text; put it in quotes") for name, value in given.items()}
+        check_values(f"feature '{self.name}'", given, **rules)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -141,7 +139,7 @@ def rising(name: str, boundaries: object) -> tuple[float, ...]:
 
 
 def parse_feature(where: str, entry: object) -> tuple[Derived, SparseColumn | dict[str, Any]]:
-    """What an entry of ``features`` makes: the way, and the sparse column or the entry of ``dense`` that it becomes."""
+    """Return how an entry of ``features`` is made, and the sparse column or the entry of ``dense`` that it becomes."""
     values = dict(cast("Mapping[str, Any]", entry)) if isinstance(entry, Mapping) else {}
     ways = [way for way in _KEYS if way in values]
     if len(ways) != 1:
@@ -150,29 +148,18 @@ def parse_feature(where: str, entry: object) -> tuple[Derived, SparseColumn | di
             "{name: user_x_item, cross: [user, item], rows: 100000}"
         )
     (way,), name = ways, values.get("name")
-    if not isinstance(name, str) or not name:
-        raise SpecError(f"{where}.name is {name!r}, must be the name of the input; put it in quotes")
-    known = ("name", way, *_KEYS[way])
-    for key in values:
-        if key not in known:
-            raise SpecError(
-                f"{where} has no key '{key}'; a {way} may have {', '.join(known)}{did_you_mean(key, known)}"
-            )
-    needed = {"cross": ("rows",), "bucket": (), "lookup": ("file", "key", "value")}[way]
-    for key in needed:
-        if key not in values:
-            raise SpecError(f"{where} ('{name}') has no '{key}', which a {way} needs")
+    check_values(where, {"name": name}, name=(_is_name(name), "the name of the input; put it in quotes"))
+    name, needed = str(name), {"cross": ["rows"], "lookup": ["file", "key", "value"]}.get(way, [])
+    check_keys(f"{where} ('{name}', a {way})", values, ("name", way, *_KEYS[way]), needed)
     of_ids = {key: values[key] for key in _OF_IDS if key in values}
     of_numbers = {key: values[key] for key in _OF_NUMBERS if key in values}
     if way == "cross":
         return Cross(name=name, columns=values["cross"]), SparseColumn(name=name, **of_ids)
     if way == "bucket":
-        bucket = Bucket(
-            name=name,
-            column=_column(where, way, values[way]),
-            boundaries=values.get("boundaries"),
-            quantiles=values.get("quantiles"),
-        )
+        column = values["bucket"]
+        check_values(where, values, bucket=(_is_name(column), "the name of a column; put it in quotes"))
+        cut = {key: values[key] for key in ("boundaries", "quantiles") if key in values}
+        bucket = Bucket(name=name, column=column, **cut)
         return bucket, SparseColumn(name=name, rows=bucket.rows, **of_ids)
     lookup = Lookup(name=name, column=values[way], file=values["file"], key=values["key"], value=values["value"])
     if "rows" in values and not of_numbers:
@@ -200,26 +187,28 @@ def check_derived(
     columns = {c.name: c for c in sparse}
     for d in derived:
         for name in d.inputs:
+            of, problem = known.get(name), ""
             if name in withheld:
-                raise SpecError(f"feature '{d.name}' is made of '{name}', a label or weight, which predictions lack")
-            if name in names and name not in known:
-                raise SpecError(f"feature '{d.name}' is made of '{name}', which comes after it; put '{name}' first")
-            if isinstance(of := known.get(name), Cross):
-                raise SpecError(
-                    f"feature '{d.name}' is made of the cross '{name}'; name its columns instead: "
-                    f"{', '.join(of.columns)}"
-                )
-            if isinstance(of, Bucket) and not isinstance(d, Cross):
-                raise SpecError(f"feature '{d.name}' is made of the bucket '{name}'; make it of '{of.column}'")
+                problem = f"'{name}', a label or weight, which predictions lack"
+            elif name in names and of is None:
+                problem = f"'{name}', which comes after it; put '{name}' first"
+            elif isinstance(of, Cross):
+                problem = f"the cross '{name}'; name its columns instead: {', '.join(of.columns)}"
+            elif isinstance(of, Bucket) and not isinstance(d, Cross):
+                problem = f"the bucket '{name}'; make it of '{of.column}'"
+            if problem:
+                raise SpecError(f"feature '{d.name}' is made of {problem}")
         known[d.name] = d
-        column = columns.get(d.name)
+        column, problem = columns.get(d.name), ""
         if isinstance(d, Bucket) and column is not None and (column.rows, column.ids) != (d.rows, 1):
-            raise SpecError(
-                f"feature '{d.name}' has {d.rows:,} rows (intervals, and one for what is missing) and 1 id, and its "
-                f"sparse column says {column.rows:,} rows and {column.ids} ids"
+            problem = (
+                f"has {d.rows:,} rows (intervals, and one for what is missing) and 1 id, and its sparse column says "
+                f"{column.rows:,} rows and {column.ids} ids"
             )
-        if not isinstance(d, Lookup) and d.name in dense:
-            raise SpecError(f"feature '{d.name}' is an id, and cannot be a dense column")
+        elif not isinstance(d, Lookup) and d.name in dense:
+            problem = "is an id, and cannot be a dense column"
+        if problem:
+            raise SpecError(f"feature '{d.name}' {problem}")
     for inputs in ([c.name for c in sparse], list(dense)):
         made = [name for name in inputs if name in known]
         if made and (inputs[-len(made) :] != made or made != [n for n in names if n in inputs]):
@@ -232,7 +221,5 @@ def stored_inputs(derived: Sequence[Derived], kinds: tuple[type, ...]) -> list[s
     return list(dict.fromkeys(n for d in derived if isinstance(d, kinds) for n in d.inputs if n not in made))
 
 
-def _column(where: str, way: str, name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise SpecError(f"{where}.{way} is {name!r}, must be the name of a column; put it in quotes")
-    return name
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value != ""

@@ -1,11 +1,8 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Compute the derived columns of some rows: `Columns` has stored and derived ones by name."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +15,7 @@ from hotbed.data.derived import Bucket, Cross, Derived, Lookup
 from hotbed.data.hashing import Hashes, mix, rows_of
 from hotbed.data.lookup_table import LookupTable
 from hotbed.data.schema import Schema
+from hotbed.data.source import Place
 from hotbed.errors import DataError, SpecError
 
 MOST_PAIRS = 4_096
@@ -49,8 +47,7 @@ class Columns:
     tables: Mapping[str, LookupTable]  # by `Lookup` feature
     boundaries: Mapping[str, Sequence[float]]  # measured ones, by bucket
     lists: Collection[str]  # stored columns that have lists, even if all of these rows are null
-    place: str  # names the rows in errors
-    row_of: Callable[[int], str]
+    place: Place  # of the rows
 
     def __post_init__(self) -> None:
         self._made: dict[str, pa.ChunkedArray] = {}
@@ -70,7 +67,7 @@ class Columns:
         return self._made[name]
 
     def bags(self, column: SparseColumn, ids: arrow.Ids) -> tuple[arrow.Array, arrow.Array | None]:
-        """Rows ``[N]`` of the table, and for a ragged column the ids per row ``[n]``, see `arrow.bags`."""
+        """Rows ``[N]`` of the table, and for a ragged column the ids per row ``[n]``, see `arrow.checked_ids`."""
         derived = self.derived.get(column.name)
         if isinstance(derived, Bucket):
             values = self[column.name].fill_null(0).combine_chunks()
@@ -80,9 +77,12 @@ class Columns:
             rows = rows_of(found.hashes, column.rows)
             rows[found.missing] = 0
             rows = arrow.narrow(rows, column)
-            return arrow.checked_bags(rows, found.lengths, column, self.place, self.row_of)
+            if found.lengths is not None:
+                arrow.refuse_lengths(found.lengths, column, self.place)
+            return rows, found.lengths if column.ids is None else None
         how = ids if derived is None else "hash"
-        return arrow.bags(self[column.name].combine_chunks(), column, how, self.place, self.row_of)
+        values, lengths = arrow.checked_ids(self[column.name].combine_chunks(), column, how, self.place)
+        return arrow.rows(values, column, how), lengths if column.ids is None else None
 
     def numbers(self, name: str) -> arrow.Array:
         """A column of numbers ``[n]`` as float64, with NaN for null."""
@@ -97,10 +97,10 @@ class Columns:
         return pa.array(intervals.astype(np.int64), mask=np.isnan(numbers))
 
     def _lookup(self, lookup: Lookup) -> pa.Array:
-        table, keys = self.tables[lookup.name], self[lookup.column].combine_chunks()
-        is_list, place = arrow.is_list(keys.type), f"{self.place}, column '{lookup.column}'"
-        found = table.find(arrow.hashable(keys.flatten() if is_list else keys, place))
-        return arrow.regroup(found, keys) if is_list else found
+        keys = self[lookup.column].combine_chunks()
+        values, lengths = self._hashable(lookup.column)
+        found = self.tables[lookup.name].find(values)
+        return found if lengths is None else arrow.regroup(found, keys)
 
     def _cross(self, cross: Cross) -> Hashed:
         first = np.full(len(self.stored), len(cross.columns), np.uint64)
@@ -110,11 +110,16 @@ class Columns:
         return found
 
     def _hashed(self, name: str) -> Hashed:
-        values, lengths = self[name].combine_chunks(), None
-        if arrow.is_list(values.type):
-            values, lengths = values.flatten(), arrow.lengths(values)
-        values = arrow.hashable(values, f"{self.place}, column '{name}'")
+        values, lengths = self._hashable(name)
         return Hashed(arrow.hashes(values), values.is_null().to_numpy(zero_copy_only=False), lengths)
+
+    def _hashable(self, name: str) -> tuple[pa.Array, arrow.Array | None]:
+        """Values ``[N]`` of a column that `arrow.hashes` takes, and of lists their lengths ``[n]``."""
+        values = self[name].combine_chunks()
+        if not arrow.is_list(values.type):
+            return arrow.hashable(values, name, self.place), None
+        lengths = arrow.lengths(values)
+        return arrow.hashable(values.flatten(), name, self.place.of_lists(lengths)), lengths
 
     def _paired(self, cross: Cross, left: Hashed, right: Hashed) -> Hashed:
         """Each id of a row on the left with each on the right, those of the first left one first."""
@@ -123,11 +128,8 @@ class Columns:
             n = len(self.stored)
             of_left, of_right = (np.ones(n, np.int64) if of.lengths is None else of.lengths for of in (left, right))
             lengths = of_left * of_right
-            if n and (most := int(lengths.max())) > MOST_PAIRS:
-                raise DataError(
-                    f"{self.place}, feature '{cross.name}': the lists at {self.row_of(int(lengths.argmax()))} have "
-                    f"{most:,} pairs, at most {MOST_PAIRS:,} are crossed; shorten the lists"
-                )
+            fix = f"at most {MOST_PAIRS:,} pairs are crossed: shorten the lists of this row"
+            self.place.refuse(cross.name, "pairs", lengths > MOST_PAIRS, lengths, "{:,} pairs of a cross", fix)
             row = np.repeat(np.arange(n), lengths)
             pair = np.arange(len(row)) - (np.cumsum(lengths) - lengths)[row]
             at_left = (np.cumsum(of_left) - of_left)[row] + pair // np.maximum(of_right[row], 1)
@@ -149,14 +151,13 @@ def check_derived_types(
                 f"{what} has a column '{d.name}', which is also the name of a feature of the schema; rename the feature"
             )
         inputs = [types[name] for name in d.inputs]
+        made, is_list, problems = pa.uint64(), any(map(arrow.is_list, inputs)), list[str]()
         for name, t in zip(d.inputs, inputs, strict=True):
             if isinstance(d, Bucket) and not (arrow.is_number(t) or pa.types.is_null(t)):
-                raise SpecError(f"feature '{d.name}': column '{name}' is {t}, and buckets are of numbers")
+                problems.append(f"column '{name}' is {t}, and buckets are of numbers")
             if not isinstance(d, Bucket) and not _is_id(t):
-                raise SpecError(f"feature '{d.name}': column '{name}' is {t}, must be integers, text or lists of them")
-        is_list = any(map(arrow.is_list, inputs))
-        made = pa.uint64()
-        if isinstance(d, Lookup):
+                problems.append(f"column '{name}' is {t}, must be integers, text or lists of them")
+        if isinstance(d, Lookup) and not problems:
             table, kind = tables[d.name], arrow.kind_of_ids(inputs[0])
             if kind and len(table.keys) and kind != table.kind_of_keys:
                 raise DataError(
@@ -165,23 +166,21 @@ def check_derived_types(
                 )
             made = table.values.type
             if is_list and arrow.is_list(made):
-                raise SpecError(
-                    f"feature '{d.name}': lists of keys with lists of values are not supported; flatten one"
-                )
+                problems.append("lists of keys with lists of values are not supported; flatten one")
             if d.name in schema.dense and (is_list or not arrow.is_number(made)):
                 found = "one for each key of a list" if is_list else str(made)
-                raise SpecError(f"feature '{d.name}': values are {found}, and a number is one; give `rows` for ids")
+                problems.append(f"values are {found}, and a number is one; give `rows` for ids")
             if d.name in columns and not _is_id(made):
-                raise SpecError(f"feature '{d.name}': values are {made}, must be integers or text to be ids")
+                problems.append(f"values are {made}, must be integers or text to be ids")
         is_list = is_list or arrow.is_list(made)
         types[d.name] = pa.large_list(made) if is_list and not arrow.is_list(made) else made
         column = columns.get(d.name)
         if column is not None and column.rows < 2:
-            raise SpecError(
-                f"feature '{d.name}': rows is {column.rows}, must be at least 2 (row 0 is for missing values)"
-            )
+            problems.append(f"rows is {column.rows}, must be at least 2 (row 0 is for missing values)")
         if column is not None and not is_list and column.ids != 1:
-            raise SpecError(f"feature '{d.name}': {arrow.one_value(column.ids)}. Leave ids out")
+            problems.append(f"{arrow.one_value(column.ids)}. Leave ids out")
+        if problems:
+            raise SpecError(f"feature '{d.name}': {problems[0]}")
 
 
 def _is_id(t: pa.DataType) -> bool:

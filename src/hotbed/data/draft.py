@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Propose what the columns and splits of a dataset are for, as a careful engineer would: `draft`, `draft_schema`."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from hotbed.data.columns import Numerical, SparseColumn
 from hotbed.data.draft_labels import LABEL_NAMES, FoundLabel, find_labels, sample_labels
 from hotbed.data.draft_splits import DraftedSplits, DraftFiles, draft_splits
 from hotbed.data.hashing import rows_of
-from hotbed.data.id_weights import check_id_weights
 from hotbed.data.parquet_files import ParquetFile, with_rows
 from hotbed.data.profile import ColumnProfile, count_distinct, profile, take_sample
 from hotbed.data.roles import ColumnRole, is_named_like_time, leak_reason, role_of, rule_of, time_reason, words_of
@@ -394,8 +390,8 @@ def weighted(path: str, schema: Schema, weights: Mapping[str, str], sample: pa.T
                 f"{did_you_mean(ids, inputs)}"
             )
     columns = tuple(replace(column, weights=weights.get(column.name)) for column in schema.sparse)
-    for column in columns:
-        check_id_weights(column, sample.schema, path)
+    for column in (column for column in columns if column.weights is not None):
+        arrow.check_id_weights(column, sample.schema, path)
     return replace(schema, sparse=columns)
 
 

@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Find the label of a dataset, and say which of its values are positive: `find_labels`."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from hotbed.data import arrow
 from hotbed.data.columns import Label
 from hotbed.data.labels import check_label, read_labels
 from hotbed.data.roles import words_of
+from hotbed.data.source import Place
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 LABEL_NAMES = (
@@ -87,7 +85,7 @@ def sample_labels(sample: pa.Table, found: FoundLabel) -> arrow.Array | None:
     column = sample[found.name]
     if column.null_count:
         return None
-    labels = read_labels(column, found.name, found.mapping, "the sample", lambda at: f"row {at:,}")
+    labels = read_labels(column, found.name, found.mapping, Place("the sample"))
     return labels if ((labels >= 0) & (labels <= 1)).all() else None
 
 
@@ -193,7 +191,7 @@ def _share(sample: pa.Table, mapping: Label) -> str:
     if values is not None:
         column = column.filter(pa.array(~np.isnan(values)))
         values = values[~np.isnan(values)]
-    labels = read_labels(column, mapping.column, mapping, "the sample", str)
+    labels = read_labels(column, mapping.column, mapping, Place("the sample"))
     counts = Counter((values if values is not None else np.array([])).tolist())
     spread = ", ".join(f"{value:g}: {count / len(labels):.0%}" for value, count in sorted(counts.items()))
     spread = f" ({spread})" if 0 < len(counts) <= 11 else ""

@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Decide what to train, validate and test on: `draft_splits`, and which files there are for it: `DraftFiles`."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Turn raw rows into a batch: `Encoder`, the one way that training, evaluation, prediction and serving take.
 
 Raw rows are Arrow columns as they are stored (`ParquetSource` reads them of files), or lists of plain values as JSON
 has them, which `Encoder.table` checks and types first. What a row becomes does not depend on the rows beside it.
 """
 
-# pyarrow ships no types.
-
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -24,18 +22,17 @@ from hotbed.data.arrow import Ids
 from hotbed.data.columns import Numerical
 from hotbed.data.derived import Bucket, Cross, Lookup, stored_inputs
 from hotbed.data.derived_columns import Columns, check_derived_types, not_measured
-from hotbed.data.id_weights import check_id_weights, weights_of_ids
-from hotbed.data.labels import check_label, read_group, read_labels, weights_by_label
+from hotbed.data.labels import check_group, check_label, read_group, read_labels, weights_by_label
 from hotbed.data.lookup_table import LookupTable
 from hotbed.data.plain_rows import InputColumn, typed_table
 from hotbed.data.preparation import Preparation, hint_for_text
 from hotbed.data.schema import Schema
-from hotbed.data.source import refuse_other_kind
+from hotbed.data.source import ROWS, Place, place_of_row, refuse_other_kind
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 
 
-def read_numericals(table: Columns, schema: Schema, place: str, row_of: Callable[[int], str]) -> arrow.Array:
+def read_numericals(table: Columns, schema: Schema) -> arrow.Array:
     """Dense columns ``[n, I]``: float32, or float64 if the model is to normalize some of them.
 
     Float64, because float32 cannot tell one second since 1970 from the next, and because layers of float32 refuse it:
@@ -48,38 +45,53 @@ def read_numericals(table: Columns, schema: Schema, place: str, row_of: Callable
     for name in schema.dense:
         column = table[name]
         if name in numericals:
-            columns.append(_raw(column, numericals[name], place, row_of))
+            columns.append(raw_numbers(column, numericals[name], table.place))
         elif name in scaling:
             columns.append(arrow.scaled(column, scaling[name]))
         else:
-            columns.append(np.where(column.is_null().to_numpy(), np.float32(0), arrow.numbers(column)))
+            columns.append(np.where(arrow.nulls(column), np.float32(0), arrow.numbers(column)))
     return np.stack(columns, axis=1, dtype=np.float64 if numericals else np.float32)
 
 
-def _raw(column: pa.ChunkedArray, numerical: Numerical, place: str, row_of: Callable[[int], str]) -> arrow.Array:
+def raw_numbers(column: pa.ChunkedArray, numerical: Numerical, place: Place) -> arrow.Array:
+    """Numbers ``[n]`` float64 that a model normalizes, NaN for null."""
     values = arrow.wide_numbers(column)
-    if numerical.missing == "error" and (bad := ~np.isfinite(values)).any():
-        at = int(bad.argmax())
-        raise DataError(
-            f"{place}, column '{numerical.name}': {_shown(column[at].as_py())} at {row_of(at)}, "
-            "and the schema says missing: error; mend the data, or say what becomes of such values with "
-            "missing: center or missing: indicator"
-        )
+    if numerical.missing == "error":
+        fix = "the schema says missing: error; mend the data, or say missing: center or missing: indicator"
+        place.refuse(numerical.name, "missing numbers", ~np.isfinite(values), column, "{}", fix)
     return values
 
 
-def _shown(value: object) -> str:
-    return "null" if value is None else str(value)
-
-
 LISTS_OF = "lists of "
-ROWS = "the rows"
-"""What messages call rows that are of no file."""
 
 
-def place_of_row(at: int) -> str:
-    """Where a row is that is of no file."""
-    return f"row {at:,}"
+def wrong_types(
+    schema: Schema, ids: Ids, fields: pa.Schema, what: str, preparation: Preparation | None = None
+) -> Iterator[tuple[str, SpecError]]:
+    """Find stored columns of a file ``what`` whose types do not fit their roles: their names, and errors."""
+    sparse, dense = schema.stored
+    mapped = {label.column: label for label in schema.positives}
+    kinds = {field.name: field.type for field in fields}
+    checks: list[tuple[str, Callable[[], None]]] = []
+    if preparation is None:
+        plain = {c.name: arrow.plain_type(kinds[c.name]) for c in sparse if c.name in kinds}
+        checks += [(c.name, partial(arrow.check_sparse, c, plain.get(c.name), ids, what)) for c in sparse]
+    else:
+        checks.append((next(iter(kinds), ""), partial(preparation.check, fields, what)))
+    weighted = [c for c in sparse if c.name in kinds and c.weights in kinds]
+    checks += [(str(c.weights), partial(arrow.check_id_weights, c, fields, what)) for c in weighted]
+    for name in (name for name in [*dense, *schema.weight_columns] if name in kinds):
+        if name not in dense or not pa.types.is_null(kinds[name]):
+            checks.append((name, partial(arrow.check_number, name, kinds[name], what)))
+    checks += [(n, partial(check_label, n, kinds.get(n), mapped.get(n), what)) for n in schema.labels]
+    if schema.group is not None:
+        checks.append((schema.group, partial(check_group, schema.group, kinds.get(schema.group), what)))
+    for name, check in checks:
+        if name in kinds:
+            try:
+                check()
+            except SpecError as error:
+                yield name, error
 
 
 class Encoder:
@@ -135,8 +147,9 @@ class Encoder:
             if isinstance(d, Lookup)
         }
         self.boundaries: dict[str, Sequence[float]] = {}  # one of all copies, see `of`
-        self._lists = self._names_of_lists()
-        self._checked: pa.Schema | None = None
+        self._inputs = self._input_columns()
+        self._checked: pa.Schema | None = None  # columns that passed `check`
+        self._is_plain = False  # whether these have types that need no conversion
 
     @property
     def hashed(self) -> list[str]:
@@ -148,6 +161,9 @@ class Encoder:
 
     def columns(self) -> tuple[InputColumn, ...]:
         """The stored columns that inputs are made of: what predictions need."""
+        return self._inputs
+
+    def _input_columns(self) -> tuple[InputColumn, ...]:
         sparse, dense = self.schema.stored
         unknown = "integers" if self.ids == "raw" else ""
         kinds = self.id_kinds if self.preparation is None else self.preparation.kinds
@@ -186,7 +202,7 @@ class Encoder:
         """The same for another choice of columns."""
         other = copy.copy(self)
         other.schema, other._checked = schema, None
-        other._lists = other._names_of_lists()
+        other._inputs = other._input_columns()
         return other
 
     def with_kinds(self, id_kinds: Mapping[str, str]) -> Encoder:
@@ -198,9 +214,9 @@ class Encoder:
     @property
     def encoded(self) -> Encoder:
         """The same for rows whose ids and numbers are as a prepared dataset stores them."""
-        other = self.of(self.schema)
+        other = copy.copy(self)
         other.preparation = None
-        return other
+        return other.of(self.schema)
 
     @property
     def inputs(self) -> Encoder:
@@ -217,27 +233,12 @@ class Encoder:
         SpecError
             If a column has a type that does not fit its role.
         """
-        s = self.schema
         arrow.check_there(self.names, fields, what)
-        sparse, dense = s.stored
-        if self.preparation is None:
-            for column in sparse:
-                arrow.check_sparse(column, arrow.plain_type(fields.field(column.name).type), self.ids, what)
-        else:
-            self.preparation.check(fields, what)
-        for column in sparse:
-            check_id_weights(column, fields, what)
+        for _, error in wrong_types(self.schema, self.ids, fields, what, self.preparation):
+            raise error
         for name in self.hashed:
             refuse_other_kind(what, name, self.kind_of(name, fields), self.id_kinds.get(name, ""))
-        check_derived_types(s, fields, self._lookups, what, self._lists)
-        for name in [*dense, *s.weight_columns]:
-            if name not in dense or not pa.types.is_null(fields.field(name).type):
-                arrow.check_number(name, fields.field(name).type, what)
-        mapped = {label.column: label for label in s.positives}
-        for name in s.labels:
-            check_label(name, fields.field(name).type, mapped.get(name), what)
-        if s.group and not (arrow.is_whole(kind := fields.field(s.group).type) or arrow.is_text(kind)):
-            raise SpecError(f"{what}: group column '{s.group}' is {kind}, must be integers or strings")
+        check_derived_types(self.schema, fields, self._lookups, what, self._lists)
 
     def kind_of(self, name: str, fields: pa.Schema) -> str:
         """What the ids of a column of these types are, see ``id_kinds``."""
@@ -280,11 +281,10 @@ class Encoder:
         SpecError
             If a column has a type that does not fit its role.
         """
-        s, columns = self.schema, self._columns(table, place, row_of)
-        table = columns.stored
+        s, columns = self.schema, self._columns(table, Place(place, row_of))
+        table, where = columns.stored, columns.place
         bags = [columns.bags(column, self.ids) for column in s.sparse]
         offsets = [np.concatenate([[0], np.cumsum(lengths)]) for _, lengths in bags if lengths is not None]
-        of_ids = weights_of_ids(table, s.sparse, bags, place, row_of) if s.id_weights else None
         # Joined by NumPy: torch.cat starts threads, which fight with those of the training step.
         sparse = Jagged(
             [c.name for c in s.sparse],
@@ -292,17 +292,17 @@ class Encoder:
             batch_size=len(table),
             fixed=[c.ids for c in s.sparse],
             offsets=torch.from_numpy(np.stack(offsets)) if offsets else None,
-            weights=None if of_ids is None else torch.from_numpy(of_ids),
+            weights=torch.from_numpy(_id_weights(columns, s, bags)) if s.id_weights else None,
         )
         mapped = {label.column: label for label in s.positives}
-        labels = [read_labels(table[name], name, mapped.get(name), place, row_of) for name in s.labels]
-        weights = weights_by_label(table, s, place, row_of)
+        labels = [read_labels(table[name], name, mapped.get(name), where) for name in s.labels]
+        weights = weights_by_label(table, s, where)
         return Batch(
             sparse=sparse,
-            dense=torch.from_numpy(read_numericals(columns, s, place, row_of)) if s.dense else None,
+            dense=torch.from_numpy(read_numericals(columns, s)) if s.dense else None,
             labels=torch.from_numpy(np.stack(labels, axis=1)) if labels else None,
             weights=None if weights is None else torch.from_numpy(weights),
-            extra={s.group: torch.from_numpy(read_group(table[s.group], s.group, place, row_of))} if s.group else {},
+            extra={s.group: torch.from_numpy(read_group(table[s.group], s.group, where))} if s.group else {},
         )
 
     def numericals(
@@ -311,12 +311,12 @@ class Encoder:
         """The batch's ``dense`` alone, of `names_of_dense`; None where the schema has none."""
         if not self.schema.dense:
             return None
-        columns = self._columns(table, place, row_of, check=False)
-        return torch.from_numpy(read_numericals(columns, self.schema, place, row_of))
+        columns = self._columns(table, Place(place, row_of), check=False)
+        return torch.from_numpy(read_numericals(columns, self.schema))
 
     def numbers(self, table: pa.Table, names: Sequence[str]) -> dict[str, arrow.Array]:
         """Numbers ``[n]`` float64 of stored or looked-up columns, of the columns of `stored_for`; NaN for null."""
-        columns = self._columns(table, ROWS, place_of_row, check=False)
+        columns = self._columns(table, Place(), check=False)
         return {name: columns.numbers(name) for name in names}
 
     # -- what checkpoints keep ---------------------------------------------------------------------------------------
@@ -419,19 +419,20 @@ class Encoder:
         made.load_state(values.get("features", {}))
         return made
 
-    def _columns(
-        self, table: pa.Table | pa.RecordBatch, place: str, row_of: Callable[[int], str], *, check: bool = True
-    ) -> Columns:
+    def _columns(self, table: pa.Table | pa.RecordBatch, place: Place, *, check: bool = True) -> Columns:
         if isinstance(table, pa.RecordBatch):
             table = pa.Table.from_batches([table])
+        is_known = self._checked is not None and table.schema.equals(self._checked)
         if not check:
             table = arrow.without_empty_types(table, table.column_names)
-        elif self._checked is None or not table.schema.equals(self._checked):
-            table = self._checked_table(table, place)
+        elif not is_known:
+            table = self._checked_table(table, place.name)
+        if not (check and is_known and self._is_plain):
+            table = arrow.plain(table, place.name)
         if self.preparation is not None:
-            table = self.preparation.stored(arrow.plain(table, place), self.schema.dense, place, row_of)
+            table = self.preparation.stored(table, self.schema.dense, place)
         derived = {d.name: d for d in self.schema.derived}
-        return Columns(arrow.plain(table, place), derived, self._lookups, self.boundaries, self._lists, place, row_of)
+        return Columns(table, derived, self._lookups, self.boundaries, self._lists, place)
 
     def _checked_table(self, table: pa.Table, place: str) -> pa.Table:
         """Check the types of a table; inputs without values may have any type, and come back as null."""
@@ -441,8 +442,79 @@ class Encoder:
             table = arrow.without_empty_types(table, [column.name for column in self.columns()])
             self.check(table.schema, place)
         else:
+            self._is_plain = all(arrow.plain_type(field.type) == field.type for field in table.schema)
             self._checked = table.schema
         return table
 
-    def _names_of_lists(self) -> frozenset[str]:
-        return frozenset(column.name for column in self.columns() if column.is_list)
+    @property
+    def _lists(self) -> frozenset[str]:
+        return frozenset(column.name for column in self._inputs if column.is_list)
+
+
+def _id_weights(
+    columns: Columns, schema: Schema, bags: Sequence[tuple[arrow.Array, arrow.Array | None]]
+) -> arrow.Array:
+    """Weights ``[N]`` float32 of the ids of all columns, 1 in those that have none."""
+    found: list[arrow.Array] = []
+    for column, (rows, lengths) in zip(schema.sparse, bags, strict=True):
+        if column.weights is None:
+            found.append(np.ones(len(rows), np.float32))
+        else:
+            each = np.full(len(columns.stored), column.ids or 0) if lengths is None else lengths
+            found.append(arrow.id_weights(column, columns.stored[column.weights].combine_chunks(), each, columns.place))
+    return np.concatenate(found)
+
+
+# -- descriptions for programs without hotbed ----------------------------------------------------------------------
+
+MOST_KEYS = 1_000_000
+"""Most keys of a table that a description holds."""
+
+
+def described_features(encoder: Encoder) -> list[dict[str, Any]]:
+    """How columns are made, in this order: crosses, buckets with their boundaries, lookups with their tables."""
+    found: list[dict[str, Any]] = []
+    for d in encoder.schema.derived:
+        if isinstance(d, Cross):
+            found.append(d.entry())
+        elif isinstance(d, Bucket):
+            boundaries = d.boundaries if d.boundaries is not None else encoder.boundaries[d.name]
+            found.append({"name": d.name, "bucket": d.column, "boundaries": list(boundaries)})
+        else:
+            table = encoder.tables[d.name]
+            if len(table) > MOST_KEYS:
+                raise SpecError(
+                    f"feature '{d.name}' looks values up in {len(table):,} keys of {d.file}, and inputs.json holds "
+                    f"at most {MOST_KEYS:,}; leave out keys that no row has"
+                )
+            key, value = (_plain(table[name], f"feature '{d.name}': {d.file}") for name in ("key", "value"))
+            missing = [] if arrow.is_list(table["value"].type) else None
+            pairs = [[k, missing if v is None else v] for k, v in zip(key, value, strict=True)]
+            found.append({"name": d.name, "lookup": d.column, "table": pairs, "missing": missing})
+    return found
+
+
+def encoding_of(encoder: Encoder, column: str) -> dict[str, str]:
+    """How the ids of a sparse column are made of its values: by a hash, as a cross, as a bucket, or as they are."""
+    derived = next((d for d in encoder.schema.derived if d.name == column), None)
+    if isinstance(derived, Cross | Bucket):
+        return {"encoding": "cross" if isinstance(derived, Cross) else "bucket"}
+    if derived is None and encoder.ids == "raw":
+        return {"encoding": "rows"}
+    if derived is not None:
+        return {"encoding": "hash", "values": arrow.kind_of_ids(encoder.tables[column]["value"].type)}
+    return {"encoding": "hash", "values": encoder.id_kinds.get(column, "")}
+
+
+def _plain(column: pa.ChunkedArray, what: str) -> list[Any]:
+    """Values as JSON has them."""
+
+    def text(value: Any) -> Any:
+        if isinstance(value, list):
+            return [text(entry) for entry in value]
+        return value.decode() if isinstance(value, bytes) else value
+
+    try:
+        return [text(value) for value in column.to_pylist()]
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{what} has bytes that are no UTF-8 ({error}), and JSON holds text only") from None

@@ -1,11 +1,8 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Replace values by their ids, group of samples by group, and put the groups together as a dataset.
 
 A dataset is in NVIDIA's split-binary format (`hotbed.data.split_binary`), or Parquet files of ids beside
 ``source.yaml``, which says what they are as a recipe's ``data.source`` does.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ from numpy.typing import NDArray
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
 from hotbed.data.executors import task_directory
-from hotbed.data.id_weights import per_row, read_id_weights
 from hotbed.data.labels import read_labels, read_weights, refuse_null
 from hotbed.data.pieces import Part, Piece, Splits, read_parts
 from hotbed.data.preparation import PREPARATION, PreparationEntry
 from hotbed.data.row_split import SPLITS
 from hotbed.data.schema import Schema
+from hotbed.data.source import Place
 from hotbed.data.split_binary import SplitBinaryWriter, check_split_binary, id_dtype
 from hotbed.data.vocabulary import lookup_in_file, vocabulary_file
 from hotbed.errors import SpecError
@@ -136,22 +133,21 @@ def _ids(job: EncodeJob, part: Part, column: SparseColumn) -> NDArray[np.int64]:
 def _check(job: EncodeJob, part: Part) -> None:
     """Raise `DataError` for a label, weight or group that training would refuse, while its place is known."""
     mapped = {label.column: label for label in job.schema.positives}
-    for table, place, start in zip(part.tables, part.places, part.starts, strict=True):
-
-        def row_of(at: int, start: int = start) -> str:
-            return f"row {start + at:,}"
-
+    for table, name, start in zip(part.tables, part.places, part.starts, strict=True):
+        place = Place(name, lambda at, start=start: f"row {start + at:,}")
         for name in job.schema.labels:
-            read_labels(table[name], name, mapped.get(name), place, row_of, check=True)
+            read_labels(table[name], name, mapped.get(name), place, check=True)
         for name in job.schema.weight_columns:
-            read_weights(table[name], name, place, row_of)
+            read_weights(table[name], name, place)
         stored = arrow.plain(table)
         for column in (c for c in job.schema.sparse if c.weights is not None):
             ids = stored[column.name].combine_chunks()
-            lengths = np.zeros(len(ids), np.int64) if pa.types.is_null(ids.type) and column.ids != 1 else per_row(ids)
-            read_id_weights(column, stored[column.weights].combine_chunks(), lengths, place, row_of)
+            lengths = arrow.per_row(ids)
+            if pa.types.is_null(ids.type) and column.ids != 1:
+                lengths = np.zeros_like(lengths)
+            arrow.id_weights(column, stored[column.weights].combine_chunks(), lengths, place)
         if job.group_column is not None:
-            refuse_null(table[job.group_column], job.group_column, place, row_of)
+            refuse_null(table[job.group_column], job.group_column, place, "groups")
 
 
 def _write_binary(job: EncodeJob, writer: SplitBinaryWriter) -> None:

@@ -29,9 +29,12 @@ HASH = (
 def mix(x: Hashes) -> Hashes:
     """Bijection of 64-bit words ``[n]`` in which every bit of the input changes about half of the output's."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def hash_integers(values: NDArray[Any]) -> Hashes:
@@ -45,11 +48,11 @@ def hash_strings(offsets: NDArray[Any], data: NDArray[np.uint8]) -> Hashes:
     starts, lengths = offsets[:-1].astype(np.int64), np.diff(offsets).astype(np.int64)
     h = mix(lengths.astype(np.uint64))
     padded = np.concatenate([data, np.zeros(8, dtype=np.uint8)])
-    words = np.lib.stride_tricks.sliding_window_view(padded, 8)
+    words = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))  # the 8 bytes from each byte on
     active = np.flatnonzero(lengths > 0)
     at = 0
     while len(active):  # one turn per 8 bytes of the longest string, over the strings that are that long
-        word = words[starts[active] + at].view("<u8").reshape(-1)
+        word = words[starts[active] + at]
         beyond = np.maximum(at + 8 - lengths[active], 0).astype(np.uint64) * np.uint64(8)
         h[active] = mix(h[active] ^ (word & (np.uint64(0xFFFFFFFFFFFFFFFF) >> beyond)))
         at += 8

@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Summarize all rows of a dataset, and compare two: `summarize`, `compare`; what ``hotbed inspect DATA`` shows."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ class LabelCounts:
         there = column.is_valid().to_numpy()
         if arrow.is_number(column.type):
             there &= ~np.isnan(arrow.wide_numbers(column))
-        labels = read_labels(column.filter(pa.array(there)), name, self.mapping, found.place, found.row_of)
+        labels = read_labels(column.filter(pa.array(there)), name, self.mapping, found.place)
         self.samples[found.split] = self.samples.get(found.split, 0) + len(labels)
         self.positives[found.split] = self.positives.get(found.split, 0.0) + float(labels.sum(dtype=np.float64))
 

@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Read label columns of Arrow tables: values from 0 to 1 as they are, others mapped by a condition of the schema."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ import pyarrow.compute as pc
 from hotbed.data import arrow
 from hotbed.data.columns import Label, Positive
 from hotbed.data.schema import Schema
-from hotbed.data.source import label_error
-from hotbed.errors import DataError, SpecError
+from hotbed.data.source import Place, refuse_labels
+from hotbed.errors import SpecError
 
 _COMPARED: Mapping[str, Callable[[Any, Any], Any]] = {
     ">=": operator.ge,
@@ -59,57 +56,46 @@ def read_labels(
     column: pa.ChunkedArray,
     name: str,
     label: Label | None,
-    place: str,
-    row_of: Callable[[int], str],
+    place: Place,
     *,
     check: bool = False,  # whether to refuse values outside 0 to 1 if there is no condition
 ) -> arrow.Array:
-    """Labels ``[n]`` float32: mapped by the condition, or as they are; ``row_of`` names a position in errors."""
-    refuse_null(column, name, place, row_of)
+    """Return labels ``[n]`` float32: mapped by the condition, or as they are."""
+    refuse_null(column, name, place, "labels")
     if label is not None:
-        return _mapped(column, name, label, place, row_of)
+        return _mapped(column, name, label, place)
     labels = arrow.numbers(column)
     if check:
-        bad = ~((labels >= 0) & (labels <= 1))
-        if bad.any():
-            raise _bad(column, name, int(bad.argmax()), place, row_of)
+        there = np.where(arrow.nulls(column), 0, labels) if column.null_count else labels
+        refuse_labels(there, name, place, values=column, can_map=True)
     return labels
 
 
-def read_weights(column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> arrow.Array:
-    """Sample weights ``[n]`` float32; a `DataError` names the first that is null, negative or not finite."""
-    refuse_null(column, name, place, row_of)
+def read_weights(column: pa.ChunkedArray, name: str, place: Place) -> arrow.Array:
+    """Return sample weights ``[n]`` float32, which must be finite and at least 0."""
     weights = arrow.numbers(column)
-    bad = ~((weights >= 0) & (weights < np.inf))
-    if bad.any():
-        at = int(bad.argmax())
-        raise DataError(
-            f"{place}, column '{name}': weight {column[at].as_py()} at {row_of(at)}; weights must be finite and "
-            "at least 0: mend the data, or leave `weight` out of the schema"
-        )
+    fix = "weights must be finite and at least 0: mend the data, or leave `weight` out of the schema"
+    place.refuse(name, "bad weights", ~((weights >= 0) & (weights < np.inf)), column, "weight {}", fix)
     return weights
 
 
-def weights_by_label(table: pa.Table, schema: Schema, place: str, row_of: Callable[[int], str]) -> arrow.Array | None:
-    """Sample weights ``[n]``, or ``[n, T]`` where labels have their own; None where there are none."""
-    found = {name: read_weights(table[name], name, place, row_of) for name in schema.weight_columns}
+def weights_by_label(table: pa.Table, schema: Schema, place: Place) -> arrow.Array | None:
+    """Return sample weights ``[n]``, or ``[n, T]`` where labels have their own; None where there are none."""
+    found = {name: read_weights(table[name], name, place) for name in schema.weight_columns}
     if not schema.label_weights:
         return found[schema.weight] if schema.weight else None
     ones = np.ones(len(table), np.float32)
     return np.stack([ones if name is None else found[name] for name in schema.weights], axis=1)
 
 
-def refuse_null(column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> None:
-    """Raise `DataError` for a column with a null that must be complete."""
+def refuse_null(column: pa.ChunkedArray, name: str, place: Place, what: str) -> None:
+    """Raise `DataError` for a null in a column of labels or groups, which must be complete."""
     if column.null_count:
-        at = int(np.flatnonzero(column.is_null().to_numpy())[0])
-        raise DataError(
-            f"{place}, column '{name}': null at {row_of(at)}; labels, weights and groups must be complete: drop such "
-            "rows, or name another column"
-        )
+        fix = f"{what} must be there: drop these rows, or name another column"
+        place.refuse(name, f"missing {what}", arrow.nulls(column), column, f"{what[:-1]} {{}}", fix)
 
 
-def _mapped(column: pa.ChunkedArray, name: str, label: Label, place: str, row_of: Callable[[int], str]) -> arrow.Array:
+def _mapped(column: pa.ChunkedArray, name: str, label: Label, place: Place) -> arrow.Array:
     """1 where the condition is true, else 0."""
     condition, values = label.parsed(), arrow.decode(column.combine_chunks())
     if arrow.is_text(values.type):
@@ -120,8 +106,8 @@ def _mapped(column: pa.ChunkedArray, name: str, label: Label, place: str, row_of
     if pa.types.is_decimal(values.type):
         values = pc.cast(values, pa.float64(), safe=False)
     numbers = values.to_numpy(zero_copy_only=False)
-    if numbers.dtype.kind == "f" and (bad := np.isnan(numbers)).any():
-        raise _bad(column, name, int(bad.argmax()), place, row_of)
+    if numbers.dtype.kind == "f" and (missing := np.isnan(numbers)).any():
+        refuse_labels(np.where(missing & ~arrow.nulls(column), np.nan, 0), name, place, values=column, can_map=True)
     if condition.comparison == "in":
         found = np.logical_or.reduce([numbers == value for value in wanted])
     else:
@@ -142,9 +128,15 @@ def _numbers(name: str, kind: pa.DataType, condition: Positive) -> list[int | fl
     return found
 
 
-def read_group(column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> arrow.Array:
-    """Group keys ``[n]`` int64: integers as they are, strings hashed."""
-    refuse_null(column, name, place, row_of)
+def check_group(name: str, kind: pa.DataType, what: str) -> None:
+    """Raise `SpecError` unless a column of this type, of the file ``what``, can group samples."""
+    if not (arrow.is_whole(kind) or arrow.is_text(kind)):
+        raise SpecError(f"{what}: group column '{name}' is {kind}, must be integers or strings")
+
+
+def read_group(column: pa.ChunkedArray, name: str, place: Place) -> arrow.Array:
+    """Return group keys ``[n]`` int64: integers as they are, strings hashed."""
+    refuse_null(column, name, place, "groups")
     values = arrow.decode(column.combine_chunks())
     if arrow.is_text(values.type):
         return arrow.hashes(values).view(np.int64)
@@ -161,11 +153,3 @@ def _number(text: str) -> int | float | None:
     except ValueError:
         return None
     return None if value != value else value
-
-
-def _bad(column: pa.ChunkedArray, name: str, at: int, place: str, row_of: Callable[[int], str]) -> DataError:
-    try:
-        value: object = column[at].as_py()
-    except UnicodeDecodeError as error:  # Parquet's readers do not look whether text is UTF-8
-        value = error.object
-    return label_error(place, name, value, row_of(at), can_map=True)

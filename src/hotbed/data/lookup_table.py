@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Read a table of keys and values into memory, and look values up in it: `LookupTable`, for `Lookup` features."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ from hotbed.data import arrow
 from hotbed.data.derived import Lookup
 from hotbed.data.hashing import Hashes
 from hotbed.data.parquet_files import find_parquet, with_rows
+from hotbed.data.source import Place
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 _STORED = ("key", "value", "hash")
@@ -72,15 +70,12 @@ class LookupTable:
         same = np.flatnonzero(hashes[1:] == hashes[:-1])
         if len(same):
             first, second = (arrow.shown(key[int(same[0]) + i]) for i in (0, 1))
-            if first == second:
-                raise DataError(
-                    f"{where}, column '{lookup.key}': the key {first} is there twice; leave one of its rows, so that "
-                    "there is one value"
-                )
-            raise DataError(
-                f"{where}, column '{lookup.key}': the keys {first} and {second} have one hash, so they cannot be told "
-                "apart; rename one of them"
+            problem = (
+                f"the key {first} is there twice; leave one of its rows, so that there is one value"
+                if first == second
+                else f"the keys {first} and {second} have one hash, so they cannot be told apart; rename one of them"
             )
+            raise DataError(f"{where}, column '{lookup.key}': {problem}")
         return made
 
     @staticmethod
@@ -183,7 +178,7 @@ def _normal(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
     if pa.types.is_null(kind):
         return array.cast(pa.int64())
     if not may_be_list and pa.types.is_floating(kind):
-        return arrow.hashable(array, where)
+        return arrow.hashable(array, "", Place(where, lambda at: f"key {at:,}"))
     if pa.types.is_uint64(kind) and (highest := pc.max(array).as_py()) is not None and highest >= 1 << 63:
         return array
     if arrow.is_whole(kind):

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from hotbed.batch import Batch
 from hotbed.data.columns import SparseColumn
 from hotbed.data.schema import Schema
-from hotbed.data.source import Source, label_error
+from hotbed.data.source import Place, Source, label_ranges
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
 from hotbed.locations import location
@@ -356,19 +356,12 @@ class NpySource(Source):
         return None if dense is None else torch.from_numpy(dense)
 
     def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
-        names, parts = self.schema.labels, self._parts[split]
-        if not names:
-            return {}
-        low, high = np.full(len(names), np.inf), np.full(len(names), -np.inf)
-        for part in (p for whole in parts for p in _cut(whole, _LABELS_AT_ONCE)):
-            labels = self._labels(part)
-            bad = np.argwhere(~((labels >= 0) & (labels <= 1)))
-            if len(bad):
-                at, t = bad[0].tolist()
-                row = f"row {part.start + at:,}"
-                raise label_error(str(part.day.labels), names[t], labels[at, t].item(), row)
-            low, high = np.minimum(low, labels.min(0)), np.maximum(high, labels.max(0))
-        return dict(zip(names, zip(low.tolist(), high.tolist(), strict=True), strict=True))
+        return label_ranges(
+            (Place(str(part.day.labels), lambda at, start=part.start: f"row {start + at:,}"), name, labels)
+            for whole in (self._parts[split] if self.schema.labels else ())
+            for part in _cut(whole, _LABELS_AT_ONCE)
+            for name, labels in zip(self.schema.labels, self._labels(part).T, strict=True)
+        )
 
     def _labels(self, part: _Part) -> NDArray[np.float32]:
         assert part.day.labels is not None
@@ -430,20 +423,20 @@ def _check(schema: Schema, day: Day, path: str) -> None:
     """Raise `SpecError` unless a schema is of as many columns as the arrays have."""
     names, dense, labels = draft_names(day)
     counts = [("sparse columns", len(schema.sparse), len(names)), ("dense columns", len(schema.dense), len(dense))]
-    if schema.labels:
-        counts.append(("labels", len(schema.labels), len(labels)))
+    counts += [("labels", len(schema.labels), len(labels))] * bool(schema.labels)
     for what, said, there in counts:
         if said != there:
             raise SpecError(f"the schema has {said} {what}, and the arrays in {path} have {there}; name them all")
     for column, ids in zip(schema.sparse, day.ids, strict=True):
         if column.ids != ids:
             raise SpecError(f"sparse column '{column.name}': ids is {column.ids}, and the arrays in {path} have {ids}")
-    if schema.weight_columns or schema.group:
-        raise SpecError("arrays of NumPy have no weight or group column; use Parquet for them")
-    if schema.id_weights:
-        raise SpecError(f"arrays of NumPy have no weights of ids ('{schema.id_weights[0]}'); use Parquet for them")
-    if schema.scaling or schema.positives or schema.derived:
-        raise SpecError("arrays of NumPy are not scaled, mapped or crossed when they are read; use Parquet for that")
+    for found, problem in (
+        (schema.weight_columns or schema.group, "have no weight or group column"),
+        (schema.id_weights, f"have no weights of ids ('{', '.join(schema.id_weights)}')"),
+        (schema.scaling or schema.positives or schema.derived, "are not scaled, mapped or crossed when they are read"),
+    ):
+        if found:
+            raise SpecError(f"arrays of NumPy {problem}; use Parquet for them")
 
 
 def _default_splits(days: Sequence[Day]) -> dict[str, list[_Part]]:
@@ -472,13 +465,14 @@ def _chosen(days: Sequence[Day], splits: Mapping[str, Sequence[str]], path: str)
         raise SpecError(f"splits is {splits!r}, must be none, or days by split: {{train: [{days[0].name}]}}")
     used: dict[str, str] = {}
     for split, names in splits.items():
-        if isinstance(names, str):
-            raise SpecError(f"splits: {split} is {names!r}, must be a list of days; write [{names}]")
-        for name in names:
+        problem = f"{split} is {names!r}, must be a list of days; write [{names}]" if isinstance(names, str) else ""
+        for name in () if problem else names:
             if name not in by_name:
-                raise SpecError(f"splits: {path} has no day '{name}'{did_you_mean(str(name), by_name)}")
-            if (other := used.setdefault(name, split)) != split:
-                raise SpecError(f"splits: '{name}' is in {other} and in {split}; leave it in one of them")
+                problem = f"{path} has no day '{name}'{did_you_mean(str(name), by_name)}"
+            elif (other := used.setdefault(name, split)) != split:
+                problem = f"'{name}' is in {other} and in {split}; leave it in one of them"
+        if problem:
+            raise SpecError(f"splits: {problem}")
     if not used:
         raise SpecError(f"splits is {dict(splits)}, must name days: {{train: [{days[0].name}]}}")
     return {split: [_Part(by_name[n], 0, by_name[n].rows) for n in names] for split, names in splits.items()}

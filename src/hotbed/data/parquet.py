@@ -1,4 +1,3 @@
-# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false
 """Read samples from any Parquet file or folder, without a preparation step.
 
 First files and their row groups are found (`hotbed.data.parquet_files`) and divided into splits
@@ -29,12 +28,10 @@ from hotbed.data.preparation import PREPARATION, Preparation, PreparationEntry
 from hotbed.data.row_groups import RowGroup, RowSlice, in_slices
 from hotbed.data.row_split import SPLITS, Rows, RowSplit, divide, row_split
 from hotbed.data.schema import Schema
-from hotbed.data.source import Source
+from hotbed.data.source import Place, Source
 from hotbed.data.vocabulary import VOCABULARY
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.locations import location
-
-# pyarrow ships no types.
 
 _LABEL_READERS = 4
 _STREAMED_CELLS, _FEWEST_STREAMED = 2_000_000, 4_096
@@ -252,7 +249,7 @@ def _label_range(group: Chunk, name: str, label: Label | None) -> tuple[float, f
     found = None if label else group.integer_range(name)
     if found is not None and found[0] >= 0 and found[1] <= 1:
         return found
-    labels = read_labels(group.read([name])[name], name, label, str(group), group.place, check=True)
+    labels = read_labels(group.read([name])[name], name, label, Place(str(group), group.place), check=True)
     return float(labels.min()), float(labels.max())
 
 

@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false
 """Find the files of a dataset by split, on any filesystem that pyarrow knows, and read their row groups."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

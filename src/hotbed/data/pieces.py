@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false
 """Know the samples that are prepared as pieces of stored files, in order, and in which split each row is."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from numpy.typing import NDArray
 from hotbed.data import arrow
 from hotbed.data.row_groups import RowGroup
 from hotbed.data.row_split import SPLITS, Position, RowSplit
+from hotbed.data.source import Place
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 _TEST_FRACTION = 0.1
@@ -205,7 +203,7 @@ class Part:
 
         A file that has only missing values does not say whether they are lists: ``is_list`` does.
         """
-        places = [f"{place}, column '{column}'" for place in self.places]
+        places = [Place(f"{place}, column '{column}'", lambda at: f"value {at:,}") for place in self.places]
         found = [_values(t[column], kind, p, is_list=is_list) for t, p in zip(self.tables, places, strict=True)]
         return pa.concat_arrays(found)
 
@@ -241,12 +239,12 @@ def _bytes_read(piece: Piece, columns: Sequence[str]) -> int:
     return piece.bytes + first.nbytes * rows.samples // max(1, len(first))
 
 
-def _values(column: pa.ChunkedArray, kind: pa.DataType, place: str, *, is_list: bool) -> pa.Array:
+def _values(column: pa.ChunkedArray, kind: pa.DataType, place: Place, *, is_list: bool) -> pa.Array:
     array = column.combine_chunks()
     if pa.types.is_null(array.type):
         return pa.nulls(0 if is_list else len(array), kind)
-    values = arrow.hashable(array.flatten() if arrow.is_list(array.type) else array, place)
+    values = arrow.hashable(array.flatten() if arrow.is_list(array.type) else array, "", place)
     try:
         return arrow.decode(values).cast(kind)
     except pa.ArrowInvalid as error:
-        raise DataError(f"{place}: {error}; its values must be {kind}, as in the other files") from None
+        raise DataError(f"{place.name}: {error}; its values must be {kind}, as in the other files") from None

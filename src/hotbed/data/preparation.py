@@ -1,4 +1,3 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Encode raw values as `hotbed prepare` encoded those to train on: `Preparation`.
 
 A prepared dataset says of itself how its ids and numbers were made (``metadata.preparation`` of its description, or
@@ -9,8 +8,6 @@ A vocabulary gives frequent values rows of their own, and must know all values. 
 pages), new ones would all be row 0 until the data are prepared again. Tables of such values have a `HashEntry` instead:
 each value has a row, which it may share.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 
@@ -33,6 +30,7 @@ from hotbed.data.criteo import complaint, hexadecimal, logarithm
 from hotbed.data.hashing import mix, rows_of
 from hotbed.data.lookup_table import LookupTable, content_sha256
 from hotbed.data.schema import Schema
+from hotbed.data.source import Place
 from hotbed.data.vocabulary import VOCABULARY, read_vocabulary, vocabulary_file
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.specs import is_int
@@ -221,13 +219,13 @@ class Preparation:
                     "or asked of hotbed serve --encoded true)"
                 )
 
-    def stored(self, table: pa.Table, dense: Sequence[str], place: str, row_of: Callable[[int], str]) -> pa.Table:
+    def stored(self, table: pa.Table, dense: Sequence[str], place: Place) -> pa.Table:
         """Replace raw values of the columns that are there: ids by their numbers, numericals ``dense`` by theirs."""
         for at, name in enumerate(table.column_names):
             if name in self._columns:
-                found = self._bags(table[name], name, place, row_of)
+                found = self._bags(table[name], name, place)
             elif name in dense and (self.entry.numericals, self.entry.dtype) != ("as_is", None):
-                found = self._numbers(table[name], name, place, row_of)
+                found = self._numbers(table[name], name, place)
             else:
                 continue
             table = table.set_column(at, name, found)
@@ -237,26 +235,26 @@ class Preparation:
         table = self.entry.tables[column]
         return self.entry.hashed.get(table) or self.entry.vocabularies[table]
 
-    def _bags(self, column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> pa.Array:
+    def _bags(self, column: pa.ChunkedArray, name: str, place: Place) -> pa.Array:
         """Ids in the place of values, also of those in lists."""
         array = column.combine_chunks()
         if not arrow.is_list(array.type):
             missing = pa.types.is_null(array.type) and self._columns[name].ids != 1  # bags
-            return array if missing else self._ids(array, name, place, row_of)
-        return arrow.regroup(self._ids(array.flatten(), name, place, row_of), array)
+            return array if missing else self._ids(array, name, place)
+        inside = place.of_lists(arrow.lengths(array))
+        return arrow.regroup(self._ids(array.flatten(), name, inside), array)
 
-    def _ids(self, array: pa.Array, name: str, place: str, row_of: Callable[[int], str]) -> pa.Array:
-        where = f"{place}, column '{name}'"
+    def _ids(self, array: pa.Array, name: str, place: Place) -> pa.Array:
         if pa.types.is_null(array.type):
             return pa.array(np.zeros(len(array), np.int32))
         array = arrow.decode(array)
         entry = self._entry(name)
-        values = _parsed(array, where, row_of) if entry.kind == "hexadecimal" else arrow.hashable(array, where)
+        values = _parsed(array, name, place) if entry.kind == "hexadecimal" else arrow.hashable(array, name, place)
         if isinstance(entry, HashEntry):
             return pa.array(entry.ids(values))
         return pc.fill_null(self._table(self.entry.tables[name]).find(values), 0)
 
-    def _numbers(self, column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> pa.Array:
+    def _numbers(self, column: pa.ChunkedArray, name: str, place: Place) -> pa.Array:
         """Numericals as they are stored: of the same steps of rounding as `hotbed prepare` takes."""
         found = arrow.numbers(column)
         missing = np.isnan(found)
@@ -269,8 +267,8 @@ class Preparation:
                 value = float(values[at])
                 shown = str(int(value)) if value.is_integer() else str(value)
                 raise DataError(
-                    f"{place}, column '{name}', {row_of(at)}: {complaint('numerical', shown)}; mend it, or leave it "
-                    "missing"
+                    f"{place.name}, column '{name}', {place.row_of(at)}: {complaint('numerical', shown)}; mend it, or "
+                    "leave it missing"
                 )
             import polars as pl
 
@@ -282,7 +280,7 @@ class Preparation:
         if (bad := ~np.isfinite(rounded)).any():
             at = int(bad.argmax())
             raise DataError(
-                f"{place}, column '{name}', {row_of(at)}: {found[at]} must be finite and at most "
+                f"{place.name}, column '{name}', {place.row_of(at)}: {found[at]} must be finite and at most "
                 f"{np.finfo(self.entry.dtype).max:,.0f} in size, as prepared data are {self.entry.dtype}; mend it, or "
                 "leave it missing"
             )
@@ -331,10 +329,11 @@ def _read(folder: Path, entry: PreparationEntry, name: str) -> LookupTable:
     return LookupTable.ordered(values, pa.array(np.arange(1, len(values) + 1, dtype=ids)))
 
 
-def _parsed(array: pa.Array, where: str, row_of: Callable[[int], str]) -> pa.Array:
+def _parsed(array: pa.Array, name: str, place: Place) -> pa.Array:
     """Hexadecimal text ``[n]`` as integers; null where it is missing or empty, as in a log."""
     import polars as pl
 
+    where = f"{place.name}, column '{name}'"
     try:
         text = pl.Series("x", array.cast(pa.large_string()))
     except pa.ArrowInvalid as error:
@@ -343,5 +342,6 @@ def _parsed(array: pa.Array, where: str, row_of: Callable[[int], str]) -> pa.Arr
     parsed = text.to_frame().select(hexadecimal(pl.col("x")))["x"]
     if parsed.null_count() != text.null_count():
         at = int((parsed.is_null() & text.is_not_null()).arg_max() or 0)
-        raise DataError(f"{where}, {row_of(at)}: {complaint('categorical', text[at])}; mend it, or leave it missing")
+        fault = complaint("categorical", text[at])
+        raise DataError(f"{where}, {place.row_of(at)}: {fault}; mend it, or leave it missing")
     return parsed.to_arrow()

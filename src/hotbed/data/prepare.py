@@ -1,4 +1,3 @@
-# pyright: reportUnknownParameterType=false
 """Prepare raw logs or tables as a dataset of ids.
 
 Four passes, each of tasks that write what they make under names of their own, so that any workers can run them and a
@@ -11,8 +10,6 @@ preparation that was killed goes on where it was:
 
 All is written into a hidden directory beside the output, which is renamed when everything is there.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Describe columns by a sample, and by counts over all rows: `ColumnProfile`, `take_sample`, `profile`.
 
 The sample is spread evenly over all rows of all files. Distinct values are counted over all rows where that is cheap,
 else over row groups that are spread over the data: a sample of rows says little about them, least in data that is
 sorted by the very column. What all rows hold says `hotbed.data.column_summary`.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

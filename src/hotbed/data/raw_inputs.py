@@ -1,11 +1,8 @@
-# pyright: reportUnknownParameterType=false
 """Find what is to be prepared: Criteo logs, which are parsed first, or what can be read as tables where it is.
 
 Logs are parsed part by part into Parquet files, which the later passes of a preparation read column by column. A part
 is a compressed file, or a range of bytes of a plain one, so that several workers can read one file.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ from hotbed.data.pieces import Piece
 from hotbed.data.row_groups import TableFile
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
-from hotbed.data.source_rows import is_source, source_files
+from hotbed.data.stored_rows import is_source, source_files
 from hotbed.data.vocabulary import value_type
 from hotbed.errors import DataError, SpecError
 from hotbed.files import new_file

@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Say what a column is good for, by its name and its profile: `role_of`, and the rule for a numerical: `rule_of`."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-# pyright: reportUnknownParameterType=false
 """Read stored samples as Arrow columns, part by part, whatever they are stored as: `TableFile`, `RowGroup`.
 
 Some writers make one row group of a whole file. So `in_slices` reads it slice by slice, and memory does not grow with
 it. A slice is read from where that before it ended, if the same columns are wanted; one that was read already, from the
 start of the row group. Slices that come up before those that are asked for, as several threads do, wait in memory.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

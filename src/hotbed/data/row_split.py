@@ -1,11 +1,8 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Divide samples into train, valid and test by row: by time, by a hash, or by their order.
 
 A split divides row groups into `Rows`, which read like row groups and hold the samples of one split. Which rows these
 are is computed again whenever a row group is read, so no memory grows with the data.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ A schema knows nothing about files. A source carries one, and a model is built f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from hotbed.data.columns import Label, LabelWeight, Numerical, Scaling, SparseColumn
+from hotbed.data.columns import Label, LabelWeight, Numerical, Scaling, SparseColumn, check_keys
 from hotbed.data.derived import Bucket, Derived, check_derived, parse_feature
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.specs import Feature, OnBadId, Table
@@ -89,14 +89,17 @@ class Schema:
                 raise SpecError("a column has an empty name")
             if count > 1:
                 raise SpecError(f"column '{name}' is used {count} times in the schema; each column has one role")
-        for name, count in Counter(s.name for s in self.scaling).items():
-            if name not in self.dense:
-                raise SpecError(f"scaling names '{name}', which is no dense column{did_you_mean(name, self.dense)}")
-            if count > 1:
-                raise SpecError(f"numerical column '{name}' is scaled {count} times; give it one scaling")
-        _refuse_others("numericals", (n.name for n in self.numericals), self.dense, "dense column", "rule")
-        _refuse_others("positives", (p.column for p in self.positives), self.labels, "label", "condition")
-        _refuse_others("label_weights", (w.label for w in self.label_weights), self.labels, "label", "weight column")
+        for field, of, known, kind, has in (
+            ("scaling", [s.name for s in self.scaling], self.dense, "dense column", "scaling"),
+            ("numericals", [n.name for n in self.numericals], self.dense, "dense column", "rule"),
+            ("positives", [p.column for p in self.positives], self.labels, "label", "condition"),
+            ("label_weights", [w.label for w in self.label_weights], self.labels, "label", "weight column"),
+        ):
+            for name, count in Counter(of).items():
+                if name not in known:
+                    raise SpecError(f"{field} names '{name}', which is no {kind}{did_you_mean(name, known)}")
+                if count > 1:
+                    raise SpecError(f"{kind} '{name}' has {count} {has}s; give it one")
         if self.weight is not None and self.labels and len(self.label_weights) == len(self.labels):
             raise SpecError(
                 f"weight is '{self.weight}', but all labels have a weight column of their own; leave `weight` out, or "
@@ -253,41 +256,29 @@ class Schema:
         SpecError
             If a key is unknown or missing, or a value cannot be right.
         """
-        _check_keys("the schema", values, Schema, required=("sparse",), but=_OF_COLUMNS, also=("features",))
-        columns: list[SparseColumn] = []
-        for i, entry in enumerate(_list("sparse", values["sparse"])):
-            if isinstance(entry, SparseColumn):
-                columns.append(entry)
-                continue
-            if not isinstance(entry, Mapping):
-                raise SpecError(f"sparse[{i}] is {entry!r}, must be a mapping with at least `name` and `rows`")
-            entry = cast("Mapping[str, object]", entry)
-            _check_keys(f"sparse[{i}]", entry, SparseColumn, required=("name", "rows"))
-            _name(f"sparse[{i}].name", entry["name"])
-            for key in ("table", "weights"):
-                if entry.get(key) is not None:
-                    _name(f"sparse[{i}].{key}", entry[key])
-            columns.append(SparseColumn(**cast("dict[str, Any]", dict(entry))))  # checked by SparseColumn itself
-        rest = {key: value for key, value in values.items() if key not in ("sparse", "features")}
-        made = [parse_feature(f"features[{i}]", e) for i, e in enumerate(_list("features", values.get("features", ())))]
-        columns += [column for _, column in made if isinstance(column, SparseColumn)]
-        rest["derived"] = tuple(derived for derived, _ in made)
-        if numbers := [_plain_or_rule(column) for _, column in made if not isinstance(column, SparseColumn)]:
-            rest["dense"] = [*_list("dense", rest.get("dense", ())), *numbers]
-        if "labels" in rest:
-            labels = [_label(f"labels[{i}]", entry) for i, entry in enumerate(_list("labels", rest["labels"]))]
-            rest["labels"] = tuple(name for name, _, _ in labels)
-            rest["positives"] = tuple(label for _, label, _ in labels if label is not None)
-            rest["label_weights"] = tuple(weight for _, _, weight in labels if weight is not None)
-        if "dense" in rest:
-            dense = [_dense(f"dense[{i}]", entry) for i, entry in enumerate(_list("dense", rest["dense"]))]
-            rest["dense"] = tuple(entry if isinstance(entry, str) else entry.name for entry in dense)
-            rest["scaling"] = tuple(entry for entry in dense if isinstance(entry, Scaling))
-            rest["numericals"] = tuple(entry for entry in dense if isinstance(entry, Numerical))
-        for key in ("weight", "group"):
-            if rest.get(key) is not None:
-                _name(key, rest[key])
-        return Schema(sparse=tuple(columns), **cast("dict[str, Any]", rest))
+        required, names = ("sparse",), [field.name for field in fields(Schema) if field.name not in _OF_COLUMNS]
+        check_keys("the schema", values, [*names, "features"], required)
+        made = [parse_feature(where, entry) for where, entry in _entries(values, "features")]
+        sparse = [_sparse(where, entry) for where, entry in _entries(values, "sparse")]
+        dense = [_dense(where, entry) for where, entry in _entries(values, "dense")]
+        for derived, column in made:
+            if isinstance(column, SparseColumn):
+                sparse.append(column)
+            else:  # its name alone where no rule is given
+                dense.append(_dense("features", column if len(column) > 1 else derived.name))
+        labels = [_label(where, entry) for where, entry in _entries({"labels": ("label",), **values}, "labels")]
+        roles = {key: _name(key, values[key]) for key in ("weight", "group") if values.get(key) is not None}
+        return Schema(
+            sparse=tuple(sparse),
+            dense=tuple(entry if isinstance(entry, str) else entry.name for entry in dense),
+            labels=tuple(name for name, _, _ in labels),
+            scaling=tuple(entry for entry in dense if isinstance(entry, Scaling)),
+            numericals=tuple(entry for entry in dense if isinstance(entry, Numerical)),
+            positives=tuple(label for _, label, _ in labels if label is not None),
+            label_weights=tuple(weight for _, _, weight in labels if weight is not None),
+            derived=tuple(derived for derived, _ in made),
+            **roles,
+        )
 
 
 def _entry(column: SparseColumn) -> dict[str, object]:
@@ -305,9 +296,25 @@ def _said(derived: Derived, sparse: Mapping[str, object] | None, dense: object) 
     return {key: value for key, value in sparse.items() if key not in left}
 
 
-def _plain_or_rule(entry: Mapping[str, Any]) -> str | Mapping[str, Any]:
-    """An entry of ``dense``: its name alone where nothing else is said."""
-    return entry if len(entry) > 1 else str(entry["name"])
+def _entries(values: Mapping[str, object], key: str) -> list[tuple[str, object]]:
+    """The entries of a list, each with what messages call it."""
+    given = values.get(key, ())
+    if not isinstance(given, list | tuple):
+        raise SpecError(f"{key} is {given!r}, must be a list")
+    return [(f"{key}[{i}]", entry) for i, entry in enumerate(cast("Sequence[object]", given))]
+
+
+def _sparse(where: str, entry: object) -> SparseColumn:
+    if isinstance(entry, SparseColumn):
+        return entry
+    if not isinstance(entry, Mapping):
+        raise SpecError(f"{where} is {entry!r}, must be a mapping with at least `name` and `rows`")
+    values = cast("Mapping[str, Any]", entry)
+    check_keys(where, values, [field.name for field in fields(SparseColumn)], ("name", "rows"))
+    for key in ("name", "table", "weights"):
+        if key == "name" or values.get(key) is not None:
+            _name(f"{where}.{key}", values[key])
+    return SparseColumn(**values)
 
 
 def _dense(where: str, entry: object) -> str | Scaling | Numerical:
@@ -317,7 +324,7 @@ def _dense(where: str, entry: object) -> str | Scaling | Numerical:
     if not isinstance(entry, Mapping):
         return _name(where, entry)
     values = cast("Mapping[str, Any]", entry)
-    _check_keys(where, values, Numerical, required=("name",))
+    check_keys(where, values, [field.name for field in fields(Numerical)], ("name",))
     _name(f"{where}.name", values["name"])
     if not values.keys() & {"rule", "missing"}:
         return Scaling(**values)
@@ -333,7 +340,7 @@ def _label(where: str, entry: object) -> tuple[str, Label | None, LabelWeight | 
     if not isinstance(entry, Mapping):
         return _name(where, entry), None, None
     values = cast("Mapping[str, Any]", entry)
-    _check_keys(where, values, Label, required=("column",), also=("weight",))
+    check_keys(where, values, ("column", "positive", "weight"), ("column",))
     column, positive, weight = _name(f"{where}.column", values["column"]), values.get("positive"), values.get("weight")
     return (
         column,
@@ -342,40 +349,8 @@ def _label(where: str, entry: object) -> tuple[str, Label | None, LabelWeight | 
     )
 
 
-def _refuse_others(field: str, names: Iterable[str], known: tuple[str, ...], kind: str, has: str) -> None:
-    """Raise `SpecError` for names that are of no such column, or there twice."""
-    for name, count in Counter(names).items():
-        if name not in known:
-            raise SpecError(f"{field} names '{name}', which is no {kind}{did_you_mean(name, known)}")
-        if count > 1:
-            raise SpecError(f"{kind} '{name}' has {count} {has}s; give it one")
-
-
 def _name(where: str, value: object) -> str:
     """A name as text: YAML reads an unquoted ``10``, ``null`` or ``yes`` as something else."""
     if not isinstance(value, str):
         raise SpecError(f"{where} is {value!r}, must be the name of a column; put it in quotes, as '10' or 'null'")
     return value
-
-
-def _list(key: str, value: object) -> list[object]:
-    if not isinstance(value, list | tuple):
-        raise SpecError(f"{key} is {value!r}, must be a list")
-    return list(cast("list[object]", value))
-
-
-def _check_keys(
-    what: str,
-    given: Mapping[str, object],
-    spec: type,
-    required: tuple[str, ...],
-    but: tuple[str, ...] = (),
-    also: tuple[str, ...] = (),
-) -> None:
-    known = [*(f.name for f in fields(spec) if f.name not in but), *also]
-    for key in given:
-        if key not in known:
-            raise SpecError(f"{what} has no key '{key}'; it may have {', '.join(known)}{did_you_mean(str(key), known)}")
-    for key in required:
-        if key not in given:
-            raise SpecError(f"{what} has no '{key}', which is required")

@@ -20,34 +20,33 @@ by role: categorical, numerical, label), ``source_spec`` (per split the files an
 
 from __future__ import annotations
 
-import math
 import os
-import re
+import reprlib
 import shutil
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field, ValidationError
 
 from hotbed.batch import Batch
 from hotbed.data.columns import SparseColumn
 from hotbed.data.schema import Schema
-from hotbed.data.source import Source, label_error
+from hotbed.data.source import Place, Source, label_ranges
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
 from hotbed.large_tensors import empty
 from hotbed.locations import location
 from hotbed.parsing import TextError, parse_yaml, read_limited
-from hotbed.specs import is_int
 from hotbed.torch_private import copy_all_
 
 if TYPE_CHECKING:  # it needs pyarrow
@@ -120,103 +119,110 @@ def read_feature_spec(path: str | Path) -> FeatureSpec:
         raise DataError(f"{file} is not YAML: {error}") from None
     except TextError as error:
         raise DataError(f"{file} {error}") from None
-    return _Reader(file, _mapping(content, f"{file}")).read()
+    return _Reader(file, content).read()
+
+
+class _ColumnEntry(BaseModel):
+    dtype: str
+    cardinality: int | None = Field(None, ge=1, lt=1 << 63, strict=True)
+
+
+class _Channels(BaseModel):
+    categorical: list[str] | None = None
+    numerical: list[str] | None = None
+    label: list[str] | None = None
+
+
+class _FileEntry(BaseModel):
+    type: Literal["split_binary"]
+    features: list[str]
+    files: list[str] = Field(min_length=1, max_length=1)
+
+
+class _Description(BaseModel, coerce_numbers_to_str=True):
+    feature_spec: dict[str, _ColumnEntry]
+    channel_spec: _Channels
+    source_spec: dict[Annotated[str, Field(pattern=r"^\w[\w.-]*$")], list[_FileEntry]] = Field(min_length=1)
+    metadata: object = None
+
+
+def _parse(values: object, file: Path) -> _Description:
+    try:
+        return _Description.model_validate(values)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False)[0]
+        path, found = [str(key) for key in fault["loc"]], cast(object, fault["input"])
+        if fault["type"] == "missing":
+            hint = did_you_mean(path[-1], map(str, cast("Mapping[object, object]", found)))
+            raise DataError(f"{file}{': '.join(['', *path[:-1]])} has no `{path[-1]}`{hint}") from None
+        raise DataError(f"{file}: {'.'.join(path) or 'it'}: {fault['msg']}, got {reprlib.repr(found)}") from None
 
 
 class _Reader:
     """The checks of one description, each error naming the file."""
 
-    def __init__(self, file: Path, content: Mapping[str, Any]) -> None:
-        self.file = file
-        self.columns = _mapping(self._get(content, "feature_spec"), f"{file}: feature_spec")
-        channels = _mapping(self._get(content, "channel_spec"), f"{file}: channel_spec")
-        self.source = _mapping(self._get(content, "source_spec"), f"{file}: source_spec")
-        self.metadata: object = content.get("metadata")
-        self.channels = {role: self._names(channels.get(role) or [], f"channel_spec.{role}") for role in _DTYPES}
+    def __init__(self, file: Path, content: object) -> None:
+        self.file, self.given = file, _parse(content, file)
+        channels = self.given.channel_spec
+        self.channels: dict[str, list[str]] = {role: getattr(channels, role) or [] for role in _DTYPES}
         self.role = {name: role for role, names in self.channels.items() for name in names}
 
     def read(self) -> FeatureSpec:
         dtypes = {name: self._dtype(name) for name in self.role}
-        files: dict[str, dict[str, StoredFile]] = {}
-        for split, entries in self.source.items():
-            if not re.fullmatch(r"\w[\w.-]*", str(split)):
-                raise DataError(
-                    f"{self.file}: source_spec names split {split!r}, must be a plain name, as of a directory"
-                )
-            files[str(split)] = self._files(str(split), entries, dtypes)
-        if not files:
-            raise DataError(f"{self.file}: source_spec has no split; expected at least `train`")
-        preparation = self.metadata.get("preparation") if isinstance(self.metadata, Mapping) else None
+        files = {split: self._files(split, entries, dtypes) for split, entries in self.given.source_spec.items()}
+        preparation = self._metadata("preparation")
         return FeatureSpec(folder=self.file.parent, schema=self._schema(), files=files, preparation=preparation)
 
-    def _get(self, content: Mapping[str, Any], key: str) -> object:
-        if key not in content:
-            raise DataError(f"{self.file} has no `{key}`{did_you_mean(key, map(str, content))}")
-        return content[key]
-
-    def _names(self, value: object, where: str) -> list[str]:
-        if not isinstance(value, list):
-            raise DataError(f"{self.file}: {where} is {value!r}, must be a list of column names")
-        return [str(name) for name in cast("list[object]", value)]
+    def _metadata(self, key: str) -> object:
+        metadata = self.given.metadata
+        return cast("Mapping[str, object]", metadata).get(key) if isinstance(metadata, Mapping) else None
 
     def _dtype(self, name: str) -> np.dtype[Any]:
-        if name not in self.columns:
+        columns = self.given.feature_spec
+        if name not in columns:
             raise DataError(
                 f"{self.file}: channel_spec names column '{name}', which feature_spec does not describe"
-                f"{did_you_mean(name, map(str, self.columns))}"
+                f"{did_you_mean(name, columns)}"
             )
-        given = _mapping(self.columns[name], f"{self.file}: feature_spec.{name}").get("dtype")
-        allowed = _DTYPES[self.role[name]]
+        given, cardinality, allowed = columns[name].dtype, columns[name].cardinality, _DTYPES[self.role[name]]
+        problem = ""
         if given not in allowed:
-            raise DataError(
-                f"{self.file}: column '{name}' has dtype {given!r}, must be one of {', '.join(allowed)} for a "
-                f"{self.role[name]} column"
+            problem = f"dtype {given!r}, must be one of {', '.join(allowed)} for a {self.role[name]} column"
+        elif self.role[name] == "categorical" and cardinality is None:
+            problem = "no cardinality; write the number of its ids"
+        elif self.role[name] == "categorical" and int(cardinality or 0) - 1 > (most := np.iinfo(given).max):
+            problem = (
+                f"cardinality {cardinality:,}, but its dtype {given} holds ids up to {most:,}; correct one of them, or "
+                "prepare the dataset again"
             )
-        dtype = np.dtype(str(given)).newbyteorder("<")
-        if self.role[name] == "categorical":
-            cardinality = self._cardinality(name)
-            if cardinality - 1 > np.iinfo(dtype).max:
-                raise DataError(
-                    f"{self.file}: column '{name}' has cardinality {cardinality:,}, but its dtype {given} holds ids up "
-                    f"to {np.iinfo(dtype).max:,}; correct one of them, or prepare the dataset again"
-                )
-        return dtype
+        if problem:
+            raise DataError(f"{self.file}: column '{name}' has {problem}")
+        return np.dtype(given).newbyteorder("<")
 
-    def _cardinality(self, name: str) -> int:
-        value: object = self.columns[name].get("cardinality")
-        if not is_int(value) or not 1 <= value < 1 << 63:
-            raise DataError(
-                f"{self.file}: column '{name}' has cardinality {value!r}, must be an integer of at least 1, below 2^63"
-            )
-        return value
+    def _rows(self, name: str) -> int:
+        return self.given.feature_spec[name].cardinality or 0
 
-    def _files(self, split: str, entries: object, dtypes: Mapping[str, np.dtype[Any]]) -> dict[str, StoredFile]:
-        where = f"{self.file}: source_spec.{split}"
-        if not isinstance(entries, list):
-            raise DataError(f"{where} is {entries!r}, must be a list")
+    def _files(
+        self, split: str, entries: Sequence[_FileEntry], dtypes: Mapping[str, np.dtype[Any]]
+    ) -> dict[str, StoredFile]:
+        where, numerical = f"{self.file}: source_spec.{split}", self.channels["numerical"]
         files: dict[str, StoredFile] = {}
-        for entry in cast("list[object]", entries):
-            part = _mapping(entry, where)
-            names = self._names(part.get("features"), f"source_spec.{split}.features")
-            paths = self._names(part.get("files"), f"source_spec.{split}.files")
-            if part.get("type") != "split_binary" or len(paths) != 1:
-                raise DataError(f"{where}: {paths} of type {part.get('type')!r} must be one file of type split_binary")
-            numerical = self.channels["numerical"]
+        for entry in entries:
+            names, (path,) = entry.features, entry.files
             if len(names) != 1 and names != numerical:
                 raise DataError(
-                    f"{where}: {paths[0]} holds columns {names}; a file holds one column or all numericals, ordered "
-                    f"as in channel_spec ({numerical})"
+                    f"{where}: {path} holds columns {names}; a file holds one column or all numericals, ordered as in "
+                    f"channel_spec ({numerical})"
                 )
             for name in names:
                 if name not in dtypes:
                     raise DataError(f"{where}: column '{name}' is in no channel of channel_spec")
-                path = self._within(paths[0], where)
-                files[name] = StoredFile(path, dtypes[name], dtypes[name].itemsize * len(names))
+                size = dtypes[name].itemsize * len(names)
+                files[name] = StoredFile(self._within(path, where), dtypes[name], size)
         missing = [name for name in dtypes if name not in files]
         if missing:
             raise DataError(f"{where} lists no file for column '{missing[0]}'")
         # Numericals must be one matrix: [N, 1] files of several columns would be read as something else.
-        numerical = self.channels["numerical"]
         if len({files[name].path for name in numerical}) > 1:
             raise DataError(f"{where}: the numericals must be in one file [N, {len(numerical)}], not several")
         return {_plain(name): file for name, file in files.items()}
@@ -237,14 +243,16 @@ class _Reader:
         return root / name
 
     def _schema(self) -> Schema:
-        kept = self.metadata.get("schema") if isinstance(self.metadata, Mapping) else None
+        kept = self._metadata("schema")
         try:
             sparse = tuple(
-                SparseColumn(name=_plain(name), rows=self._cardinality(name)) for name in self.channels["categorical"]
+                SparseColumn(name=_plain(name), rows=self._rows(name)) for name in self.channels["categorical"]
             )
             dense, labels = (tuple(map(_plain, self.channels[role])) for role in ("numerical", "label"))
             plain = Schema(sparse=sparse, dense=dense, labels=labels)
-            schema = plain if kept is None else Schema.from_dict(_mapping(kept, f"{self.file}: metadata.schema"))
+            if kept is not None and not isinstance(kept, Mapping):
+                raise SpecError(f"metadata.schema is {type(kept).__name__}, must be a mapping")
+            schema = plain if kept is None else Schema.from_dict(cast("Mapping[str, object]", kept))
         except SpecError as error:
             raise DataError(f"{self.file}: {error}") from None
         if [(c.name, c.rows) for c in schema.sparse] != [(c.name, c.rows) for c in sparse] or (
@@ -259,12 +267,6 @@ class _Reader:
 def _plain(name: str) -> str:
     """Column name without the ``.bin`` that NVIDIA's scripts put at the end of names of categorical columns."""
     return name.removesuffix(".bin")
-
-
-def _mapping(value: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise DataError(f"{where} is {type(value).__name__}, must be a mapping")
-    return cast("Mapping[str, Any]", value)
 
 
 _MOST_OPEN = 256
@@ -296,20 +298,14 @@ class OpenFiles:
         if not same:
             _convert(stored, out.reshape(-1))
 
-    def label_range(self, name: str, file: StoredFile, samples: int) -> tuple[float, float]:
-        """Smallest and largest label of a file; a `DataError` names the first that is not from 0 to 1."""
-        low, high = math.inf, -math.inf
+    def labels(self, name: str, file: StoredFile, samples: int) -> Iterator[tuple[Place, str, NDArray[Any]]]:
+        """Read the labels of a file part by part, each with its place and the name of its column."""
         for start in range(0, samples, _LABELS_AT_ONCE):
             part = np.empty(min(_LABELS_AT_ONCE, samples - start), dtype=file.dtype)
             self.read(file, start, part)
             if part.dtype == np.bool_:
                 part = part.view(np.uint8)  # a byte may hold more than 0 and 1
-            least, most = float(part.min()), float(part.max())  # NaN if one is
-            if not (least >= 0 and most <= 1):
-                at = int((~((part >= 0) & (part <= 1))).argmax())
-                raise label_error(str(file.path), name, part[at], f"sample {start + at:,}")
-            low, high = min(low, least), max(high, most)
-        return low, high
+            yield Place(str(file.path), lambda at, start=start: f"sample {start + at:,}"), name, part
 
     def _descriptor(self, path: Path) -> int:
         """One that stays open, unless there are too many of them."""
@@ -446,7 +442,9 @@ class SplitBinarySource(Source):
 
     def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
         files, samples = self._spec.files[split], self._samples[split]
-        return {name: self._open.label_range(name, files[name], samples) for name in self.schema.labels if samples}
+        return label_ranges(
+            part for name in self.schema.labels for part in self._open.labels(name, files[name], samples)
+        )
 
     def _read(self, split: str, i: int) -> Batch:
         start = i * self.chunk_samples
@@ -474,24 +472,21 @@ class SplitBinarySource(Source):
 
 def check_split_binary(schema: Schema) -> None:
     """Raise a `SpecError` if the format cannot hold samples of a schema."""
-    if schema.weight_columns or schema.group:
-        raise SpecError("the split-binary format has no weight or group column; use Parquet for them")
-    if schema.scaling or schema.numericals:
-        raise SpecError("the split-binary format does not scale numericals; write them scaled, or use Parquet")
-    if schema.positives:
-        raise SpecError("the split-binary format does not map labels; write them as 0 and 1, or use Parquet")
-    if not schema.labels:
-        raise SpecError("the split-binary format needs at least one label column")
-    if schema.id_weights:
-        raise SpecError(
-            f"the split-binary format has no weights of ids ('{schema.id_weights[0]}'); use Parquet for them"
-        )
-    for column in schema.sparse:
-        if column.ids != 1:
-            raise SpecError(
-                f"sparse column '{column.name}' has {column.ids or 'a varying number of'} ids per sample, but the "
-                f"split-binary format holds one; use Parquet for multi-hot columns"
-            )
+    ragged = next((column for column in schema.sparse if column.ids != 1), None)
+    for found, problem in (
+        (schema.weight_columns or schema.group, "has no weight or group column; use Parquet for them"),
+        (schema.scaling or schema.numericals, "does not scale numericals; write them scaled, or use Parquet"),
+        (schema.positives, "does not map labels; write them as 0 and 1, or use Parquet"),
+        (not schema.labels, "needs at least one label column"),
+        (schema.id_weights, f"has no weights of ids ('{', '.join(schema.id_weights)}'); use Parquet for them"),
+        (
+            ragged,
+            f"holds one id per sample, and sparse column '{ragged and ragged.name}' has "
+            f"{(ragged and ragged.ids) or 'a varying number of'} ids per sample; use Parquet for multi-hot columns",
+        ),
+    ):
+        if found:
+            raise SpecError(f"the split-binary format {problem}")
 
 
 class SplitBinaryWriter:
@@ -554,9 +549,9 @@ class SplitBinaryWriter:
     def append_labels(self, split: str, labels: NDArray[Any]) -> None:
         """Append labels ``[n]`` or ``[n, T]``, 0 or 1; a `DataError` names any other."""
         columns = labels.reshape(len(labels), len(self.schema.labels))
-        good = (columns == 0) | (columns == 1)
         for t, file in enumerate(self._label_names):
-            self._refuse(~good[:, t], columns[:, t], f"{split}/{file}", self.schema.labels[t], "must be 0 or 1")
+            values = columns[:, t]
+            self._refuse((values != 0) & (values != 1), values, f"{split}/{file}", self.schema.labels[t], "0 or 1")
         self.samples[split] += len(labels)
         for t, file in enumerate(self._label_names):
             self._append(split, file, (columns[:, t] != 0).view(np.uint8))
@@ -567,7 +562,7 @@ class SplitBinaryWriter:
             stored = dense.astype("<f2")
         bad = ~np.isfinite(stored)
         if bad.any():
-            problem = f"must be finite and at most {np.finfo(np.float16).max:,.0f} in size to be stored as float16"
+            problem = f"finite and at most {np.finfo(np.float16).max:,.0f} in size to be stored as float16"
             for i, column in enumerate(self.schema.dense):
                 self._refuse(bad[:, i], dense[:, i], f"{split}/numerical.bin", column, problem)
         self._append(split, "numerical.bin", stored)
@@ -576,7 +571,7 @@ class SplitBinaryWriter:
         """Append ids ``[n]`` of one sparse column, by its position in the schema; a `DataError` names a bad one."""
         name, rows = self.schema.sparse[column].name, self.schema.sparse[column].rows
         file = self._cat_names[column]
-        self._refuse((ids < 0) | (ids >= rows), ids, f"{split}/{file}", name, f"must be an id from 0 to {rows - 1:,}")
+        self._refuse((ids < 0) | (ids >= rows), ids, f"{split}/{file}", name, f"an id from 0 to {rows - 1:,}")
         self._append(split, file, ids.astype(self._dtypes[column]))
 
     def append(self, split: str, batch: Batch) -> None:
@@ -609,12 +604,10 @@ class SplitBinaryWriter:
             self._open[key] = self._stack.enter_context((self.path / key).open("wb"))
         return self._open[key]
 
-    def _refuse(self, bad: NDArray[np.bool_], values: NDArray[Any], key: str, column: str, problem: str) -> None:
+    def _refuse(self, bad: NDArray[np.bool_], values: NDArray[Any], key: str, column: str, wanted: str) -> None:
         """Raise `DataError` if any value ``[n]`` is bad, naming the first; samples count from the split's start."""
-        if bad.any():
-            first = int(bad.argmax())
-            sample = self._written[key] + first
-            raise DataError(f"{key}, column '{column}': sample {sample:,} is {values[first]}, {problem}")
+        place = Place(key, lambda at: f"sample {self._written[key] + at:,}")
+        place.refuse(column, "values", bad, values, "{}", f"it must be {wanted}")
 
     def _description(self) -> dict[str, object]:
         sparse = self.schema.sparse

@@ -1,4 +1,3 @@
-# pyright: reportAttributeAccessIssue=false
 """Write raw logs in Criteo's layout from a known click model, so that the best attainable AUC is known too.
 
 The planted model is a logistic regression over what a model can learn from the log: an effect for each frequent value
@@ -6,8 +5,6 @@ of each categorical column, for "missing", for some numericals, and for some pai
 Rare values have no effect, as nothing could be learnt about them. Values follow Zipf's law; fields go missing at
 different rates; the intercept makes 26 % of the lines clicks.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

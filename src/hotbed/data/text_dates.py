@@ -1,7 +1,4 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Find how dates are written in text or digits, and parse text: `date_format`, `digit_layout`, `parse_dates`."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

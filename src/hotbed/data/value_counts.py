@@ -1,4 +1,3 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Count distinct values and find the hottest, in one pass and bounded memory: `ValueCounts`.
 
 *Theory of operation.* Values are known by 64-bit hashes. Up to a bound on the number of distinct ones, each has its
@@ -18,8 +17,6 @@ exact count. Beyond it three summaries are kept:
 
 What comes out depends on the values and the order of the rows alone, not on a random generator.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Number the values of a table's columns; values seen in earlier data keep their ids.
 
 A vocabulary is a Parquet file per table, ``vocabulary/C1.parquet``, with the columns ``value`` (integers, text or
 bytes) and ``id``: 1, 2, … in order. Id 0 is not in it: it stands for values that are missing or too rare. Files are
 append-only: a later one starts with the rows of the earlier.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from hotbed.batch import Batch
-from hotbed.data.columns import SparseColumn
+from hotbed.data.columns import SparseColumn, check_keys, check_values, is_at_least
 from hotbed.data.hashing import Hashes, mix
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
@@ -27,7 +27,6 @@ from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.files import read_text
 from hotbed.jagged import Jagged
 from hotbed.parsing import TextError, parse_yaml
-from hotbed.specs import is_int
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -228,10 +227,8 @@ class ZipfSource(Source):
             ("test_samples", test_samples, 0),
             ("seed", seed, 0),
         ):
-            if not is_int(value):
-                raise SpecError(f"{name} is {value!r}, must be an integer")
-            if value < least:
-                raise SpecError(f"{name} is {value:,}, must {'be at least 1' if least else 'not be negative'}")
+            good, wanted = is_at_least(value, least), f"an integer of at least {least}"
+            check_values("ZipfSource", {name: value}, **{name: (good, wanted)})
             if value > MOST_SAMPLES and name != "seed":
                 raise SpecError(f"{name} is {value:,}, must be at most {MOST_SAMPLES:,}")
         shape = _shape(path)
@@ -309,32 +306,29 @@ def _shape(path: str | Path) -> _Shape:
         raise DataError(
             f"'{path}' is neither a file nor one of {', '.join(CRITEO_1TB)}{did_you_mean(str(path), CRITEO_1TB)}"
         ) from None
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, TextError) as error:
         raise DataError(f"{path} is neither YAML nor JSON: {error}") from None
-    except TextError as error:
-        raise DataError(f"{path} {error}") from None
-    if not isinstance(values, dict) or "rows" not in values:
-        raise DataError(f"{path} has no 'rows'; write for example rows: {{C1: 1000, C2: 50}}")
-    given = cast("dict[str, Any]", values)
-    for key in given:
-        if key not in _KEYS:
-            raise DataError(
-                f"{path} has an unknown key '{key}'; it may have {', '.join(_KEYS)}{did_you_mean(key, _KEYS)}"
-            )
-    rows, dense = given["rows"], given.get("dense", 13)
+    given = cast("dict[str, Any]", values) if isinstance(values, dict) else {}
+    rows, dense = given.get("rows"), given.get("dense", 13)
     ids, times = given.get("ids", 1), given.get("times", 1)
     by_column = cast("list[Any]", ids) if isinstance(ids, list) else [ids]
-    for key, value, least in (("dense", dense, 0), *(("ids", each, 1) for each in by_column), ("times", times, 1)):
-        if not is_int(value) or value < least:
-            raise DataError(f"{path}: {key} is {value!r}, must be an integer of at least {least}")
+    try:
+        check_keys(str(path), given, _KEYS, ("rows",))
+        wanted = "a list or mapping with at least one column, such as {C1: 1000, C2: 50}"
+        check_values(str(path), given, rows=(isinstance(rows, list | dict) and bool(rows), wanted))
+        least = "an integer of at least"
+        numbers = {"dense": (is_at_least(dense, 0), f"{least} 0"), "times": (is_at_least(times, 1), f"{least} 1")}
+        check_values(str(path), {"dense": dense, "times": times}, **numbers)
+        for each in by_column:
+            check_values(str(path), {"ids": each}, ids=(is_at_least(each, 1), f"{least} 1"))
+    except SpecError as error:
+        raise DataError(str(error)) from None
     if isinstance(rows, list) and len(cast("list[Any]", rows)) * times > MOST_COLUMNS:
         raise DataError(f"{path}: rows and times make more than {MOST_COLUMNS:,} columns; lower times")
     if isinstance(rows, list):
         rows = {f"C{i}": value for i, value in enumerate(cast("list[Any]", rows) * times, start=1)}
     elif times != 1:
         raise DataError(f"{path}: times is {times}, but rows is no list; only a list is repeated")
-    if not isinstance(rows, dict) or not rows:
-        raise DataError(f"{path}: rows is {rows!r}, must be a list or mapping with at least one column")
     made = {str(name): value for name, value in cast("dict[Any, Any]", rows).items()}
     of_columns = by_column * (times if isinstance(ids, list) else len(made))
     if len(of_columns) != len(made):

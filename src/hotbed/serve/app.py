@@ -1,12 +1,9 @@
-# pyright: reportUnknownParameterType=false
 """Answer HTTP requests: the Open Inference Protocol v2, ``POST /score``, health and metrics.
 
 Every answer but metrics is JSON (or binary tensors that were asked for), also every error: ``{"error": …}`` says the
 value, the limit and the fix, never a traceback or a path. `Application` is the ASGI application; a request goes through
 `_Gate` (token, overload, log and metrics), its endpoint, `Batcher`, and back.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 
@@ -132,7 +129,7 @@ class Application:
                 parsed = parse_rows(body, content_type, self._options.max_request_rows)
                 encoder, columns = self._inputs(name, batcher)
                 values, rows = parsed.columns([c.name for c in columns], self._options.max_request_rows)
-                return record_batch(encoder.table(values), columns) if rows else None, parsed.id
+                return record_batch(encoder.table(values)) if rows else None, parsed.id
 
             deadline = self._deadline()
             rows, id_ = await self._read(len(body), read, deadline)
@@ -157,7 +154,7 @@ class Application:
             def read() -> tuple[pa.RecordBatch, str | None, Mapping[str, bool]]:
                 _, columns = self._inputs(name, batcher)
                 found = read_tensors(body, header, columns, outputs, most, self._bodies.most_json)
-                return record_batch(found.columns, columns), found.id, found.outputs
+                return record_batch(found.columns), found.id, found.outputs
 
             deadline = self._deadline()
             rows, id_, wanted = await self._read(len(body), read, deadline)

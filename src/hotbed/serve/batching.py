@@ -1,4 +1,3 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Put requests together into batches, which one thread per model scores.
 
 Requests wait in a queue of bounded rows. The thread takes as many whole requests as one batch may have, as soon as the
@@ -7,8 +6,6 @@ request is scored by one call, thus by one version of the model, and the event l
 
 A batch that fails is halved until the requests at fault are alone: they get the error, the others get their scores.
 """
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 

@@ -1,26 +1,32 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Turn what ``POST /score`` gets, rows as JSON, into Arrow columns by the model's own encoder."""
-
-# pyarrow ships no types.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import Any, TypeVar, cast
 
 import pyarrow as pa
+from pydantic import BaseModel, ValidationError
 
 from hotbed.errors import RequestError, did_you_mean
 from hotbed.parsing import TextError, parse_json
 
-if TYPE_CHECKING:
-    from hotbed.data.plain_rows import InputColumn
+M = TypeVar("M", bound=BaseModel)
 
 JSON_TYPES = ("application/json", "application/x-www-form-urlencoded", "text/json", "")
 """Content types of JSON bodies; curl sends the second where nothing is said."""
 LINES_TYPES = ("application/x-ndjson", "application/jsonl", "application/x-jsonlines")
+
+
+class _Rows(BaseModel, strict=True):
+    id: str | None = None
+    rows: list[Any]
+
+
+class _Columns(BaseModel, strict=True):
+    id: str | None = None
+    columns: dict[str, list[Any]]
 
 
 @dataclass(frozen=True)
@@ -38,20 +44,18 @@ class JsonRows:
         if isinstance(self.values, Mapping):
             return self.values, self._count(self.values, names, max_rows)
         refuse_many(len(self.values), max_rows)
-        for i, row in enumerate(self.values):
+        rows = cast("Sequence[Mapping[str, object]]", self.values)
+        for i, row in enumerate(rows):
             if not isinstance(row, dict):
                 raise RequestError(f"row {i:,} is {shown(row)}, must be an object with a value per column")
-        objects = cast("Sequence[Mapping[str, object]]", self.values)
-        columns = dict[str, Sequence[object]]()
-        for name in names:
-            try:
-                columns[name] = [row[name] for row in objects]
-            except KeyError:
-                i, row = next((i, row) for i, row in enumerate(objects) if name not in row)
-                raise RequestError(
-                    f"row {i:,} has no '{name}'{did_you_mean(name, row)}; write null where a value is missing"
-                ) from None
-        return columns, len(objects)
+        try:
+            return {name: [row[name] for row in rows] for name in names}, len(rows)
+        except KeyError as error:
+            name = cast(str, error.args[0])
+            i, row = next((i, row) for i, row in enumerate(rows) if name not in row)
+            raise RequestError(
+                f"row {i:,} has no '{name}'{did_you_mean(name, row)}; write null where a value is missing"
+            ) from None
 
     @staticmethod
     def _count(columns: Mapping[str, Sequence[object]], names: Sequence[str], max_rows: int) -> int:
@@ -83,14 +87,14 @@ def parse_rows(body: bytes, content_type: str, max_rows: int) -> JsonRows:
     if kind in LINES_TYPES:
         lines = [line for line in body.splitlines() if line.strip()]
         refuse_many(len(lines), max_rows)  # before each is parsed
-        return JsonRows(None, [_parsed(line, f"line {i:,}") for i, line in enumerate(lines)])
+        return JsonRows(None, [parse(line, f"line {i:,}") for i, line in enumerate(lines)])
     if kind not in JSON_TYPES:
         raise RequestError(
             f"the content type is {kind[:100]!r}, must be application/json or application/x-ndjson; binary tensors go "
             "to /v2/models/NAME/infer",
             415,
         )
-    values = _parsed(body, "the body")
+    values = parse(body, "the body")
     if isinstance(values, list):
         return JsonRows(None, cast("list[object]", values))
     given = cast("dict[str, object]", values) if isinstance(values, dict) else {}
@@ -99,37 +103,27 @@ def parse_rows(body: bytes, content_type: str, max_rows: int) -> JsonRows:
         raise RequestError(
             f'the body must be a list of rows, {{"rows": [...]}} or {{"columns": {{NAME: [...]}}}}; it is {what}'
         )
-    id_ = given.get("id")
-    if id_ is not None and not isinstance(id_, str):
-        raise RequestError(f"id is {shown(id_)}, must be text")
     if "rows" in given:
-        rows = given["rows"]
-        if not isinstance(rows, list):
-            raise RequestError(f"rows is {shown(rows)}, must be a list of objects, one per row")
-        return JsonRows(id_, cast("list[object]", rows))
-    columns = given["columns"]
-    if not isinstance(columns, dict):
-        raise RequestError(f"columns is {shown(columns)}, must be an object with a list per column")
-    for name, column in cast("dict[str, object]", columns).items():
-        if not isinstance(column, list):
-            raise RequestError(f"column {shown(name)} is {shown(column)}, must be a list with a value per row")
-    return JsonRows(id_, cast("dict[str, Sequence[object]]", columns))
+        of_rows = validate(_Rows, given)
+        return JsonRows(of_rows.id, of_rows.rows)
+    of_columns = validate(_Columns, given)
+    return JsonRows(of_columns.id, of_columns.columns)
 
 
-def record_batch(table: pa.Table, columns: Sequence[InputColumn]) -> pa.RecordBatch:
-    """A table's rows in one piece, as a model takes them.
-
-    Numbers are float64, also where all of a request's are whole, so that requests of the same columns fit together;
-    integers that float64 does not have stay what they are.
-    """
-    for column in columns:
-        at = table.schema.get_field_index(column.name)
-        wide = pa.large_list(pa.float64()) if column.is_list else pa.float64()
-        if column.kind == "numbers" and at >= 0 and table.schema.field(at).type != wide:
-            with contextlib.suppress(pa.ArrowInvalid):
-                table = table.set_column(at, column.name, table.column(at).cast(wide))
+def record_batch(table: pa.Table) -> pa.RecordBatch:
+    """Return a table's rows in one piece, as a model takes them."""
     batches = table.combine_chunks().to_batches()
     return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
+
+
+def validate(model: type[M], values: object) -> M:
+    """Check a body of JSON by a pydantic model; a `RequestError` names the first value that is wrong."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the request"
+        raise RequestError(f"{place}: {first['msg']}; it is {shown(cast(object, first['input']))}") from None
 
 
 def shown(value: object) -> str:
@@ -138,7 +132,8 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _parsed(text: bytes, what: str) -> object:
+def parse(text: bytes, what: str) -> object:
+    """Parse JSON; a `RequestError` begins with ``what``."""
     try:
         return parse_json(text)
     except TextError as error:

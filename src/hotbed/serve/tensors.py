@@ -1,4 +1,3 @@
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Read and write tensors of the Open Inference Protocol, version 2: JSON, and the binary tensor extension.
 
 A column of raw rows is a tensor of its name, ``[B]`` (or ``[B, 1]``), with B rows: BYTES for text, INT*, UINT* or BOOL
@@ -7,26 +6,24 @@ with a tensor ``NAME.lengths [B]``. A missing value is null in JSON, NaN in a nu
 [B]`` of BOOL; a missing list is one without values. Scores are FP64 ``[B]``, one output per label.
 """
 
-# pyarrow ships no types.
-
 from __future__ import annotations
 
 import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, NonNegativeInt, StrictBool, StrictStr, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt, StrictBool, StrictStr
 
 from hotbed.errors import RequestError, did_you_mean
-from hotbed.parsing import TextError, parse_json
-from hotbed.serve.inputs import refuse_many, shown
+from hotbed.serve.inputs import parse, refuse_many, shown, validate
 
 if TYPE_CHECKING:
     from hotbed.data.plain_rows import InputColumn
@@ -150,16 +147,7 @@ def read_tensors(
             413,
             "too_large",
         )
-    try:
-        values = parse_json(body[:length])
-    except TextError as error:
-        raise RequestError(f"the JSON of the request {error}") from None
-    try:
-        request = _Request.model_validate(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the request"
-        raise RequestError(f"{place}: {first['msg']}; it is {shown(cast(object, first['input']))}") from None
+    request = validate(_Request, parse(body[:length], "the JSON of the request"))
     tensors = _tensors(request.inputs, memoryview(body)[length:])
     wanted = {output.name: output for output in request.outputs} or dict.fromkeys(outputs)
     for name in wanted:
@@ -246,11 +234,11 @@ def _of_json(given: _Input, count: int) -> pa.Array:
     if len(flat) != count:
         raise RequestError(f"input {shown(name)} has {len(flat):,} values; its shape {given.shape} needs {count:,}")
     kind = _KINDS[given.datatype]
-    for i, value in enumerate(flat):
-        if value is not None and type(value) not in kind.of_json:
-            raise RequestError(
-                f"input {shown(name)}, value {i:,} is {shown(value)}, must be {kind.name}, as it is {given.datatype}"
-            )
+    if not set(map(type, flat)) <= {*kind.of_json, type(None)}:
+        i, value = next((i, v) for i, v in enumerate(flat) if v is not None and type(v) not in kind.of_json)
+        raise RequestError(
+            f"input {shown(name)}, value {i:,} is {shown(value)}, must be {kind.name}, as it is {given.datatype}"
+        )
     try:
         if given.datatype not in _FLOATS:
             return pa.array(flat, kind.arrow)
@@ -311,7 +299,15 @@ def _columns(tensors: dict[str, _Tensor], columns: Sequence[InputColumn], max_ro
                 f"there is no input '{column.name}', which the model needs ({_TAKEN[column.kind][0]})"
                 f"{did_you_mean(column.name, tensors)}"
             )
-        _check_datatype(tensor, column)
+        wanted, taken = _TAKEN[column.kind]
+        if tensor.datatype not in taken:
+            raise RequestError(
+                f"input '{column.name}' is {tensor.datatype}, but the model was trained on {column.kind or 'ids'} "
+                f"there; send {wanted}"
+            )
+        if column.kind == "numbers":  # requests of the same columns must fit together
+            with suppress(pa.ArrowInvalid):  # integers that float64 does not have stay what they are
+                tensor = replace(tensor, values=tensor.values.cast(pa.float64()))
         if column.is_list:
             made[column.name] = _lists(tensor, left.pop(f"{column.name}.lengths", None), max_rows)
         else:
@@ -325,22 +321,14 @@ def _columns(tensors: dict[str, _Tensor], columns: Sequence[InputColumn], max_ro
             )
         known = [column.name for column in columns]
         raise RequestError(f"input {shown(name)} is none that the model takes{did_you_mean(name, known)}")
-    rows = {name: len(array) for name, array in made.items()}
-    first = next(iter(rows))
-    for name, count in rows.items():
-        if count != rows[first]:
-            raise RequestError(f"input '{name}' has {count:,} rows and '{first}' {rows[first]:,}; all need the same")
-    refuse_many(rows[first], max_rows)
+    first = next(iter(made))
+    for name, array in made.items():
+        if len(array) != len(made[first]):
+            raise RequestError(
+                f"input '{name}' has {len(array):,} rows and '{first}' {len(made[first]):,}; all need the same"
+            )
+    refuse_many(len(made[first]), max_rows)
     return pa.table(made)
-
-
-def _check_datatype(tensor: _Tensor, column: InputColumn) -> None:
-    wanted, taken = _TAKEN[column.kind]
-    if tensor.datatype not in taken:
-        raise RequestError(
-            f"input '{column.name}' is {tensor.datatype}, but the model was trained on {column.kind or 'ids'} there; "
-            f"send {wanted}"
-        )
 
 
 def _scalars(tensor: _Tensor, missing: _Tensor | None) -> pa.Array:

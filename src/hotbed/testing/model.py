@@ -12,8 +12,6 @@ column has some, and labels that depend on the ids. Tests go the way of ``hotbed
 """
 
 # pyright: reportAttributeAccessIssue=false
-# pyarrow ships no types.
-
 from __future__ import annotations
 
 import hashlib

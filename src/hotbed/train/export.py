@@ -37,7 +37,7 @@ from hotbed.checkpoint.tables import check_tables
 from hotbed.checkpoint.tensor_files import UNFINISHED, TensorFiles, bytes_of, make_directory, new_directory
 from hotbed.config import MemoryRecipe, Recipe
 from hotbed.data import Encoder, Source, SparseColumn
-from hotbed.data.described import described_features, encoding_of
+from hotbed.data.encode import described_features, encoding_of
 from hotbed.data.hashing import HASH
 from hotbed.data.lookup_table import LookupTable
 from hotbed.embed import EmbeddingCollection, tables_on_meta
