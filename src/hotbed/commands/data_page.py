@@ -29,7 +29,7 @@ from hotbed.data.inspection import DataSummary
 from hotbed.data.stability import BINS, REACH, upper_edge
 
 MOST_PANELS = 120
-"""Columns that are drawn, which takes about 5 s; of more, those with the largest drift, or the first."""
+"""Columns that are drawn, which takes 4 s of a core; of more, those with the largest drift, or the first."""
 MOST_DRIFTS = 40
 """Columns in the figure of drift, those with the largest."""
 ALIKE, UNLIKE = 0.1, 0.25
