@@ -241,5 +241,7 @@ def test_without_matplotlib_the_message_says_what_to_install(
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    message = refused(["inspect", str(runs), "--html", str(tmp_path / "x.html")], capsys)
-    assert "pip install 'hotbed[plot]', or leave --html out" in message
+    recipe = str(runs.parent / "recipe.yaml")
+    for argv in (["inspect", str(runs)], ["inspect", str(runs.parent / "data")], ["plan", recipe]):
+        message = refused([*argv, "--html", str(tmp_path / "x.html")], capsys)
+        assert "pip install 'hotbed[plot]', or leave --html out" in message

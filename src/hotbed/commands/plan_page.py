@@ -45,24 +45,11 @@ MOST_TILES = 60
 """Tiles of a rank that are drawn one by one, the largest; the others are one box."""
 MOST_RANKS = 16
 """Ranks that are printed one by one."""
-PART_COLORS = dict(
-    zip(
-        PARTS,
-        (
-            *(BLUE, "#9ec1e0", GREEN, "#8cd17d", "#2f7d5b", PURPLE, "#e8a0b8", "#f1ce63"),
-            *(ORANGE, GRAY, RED, "#7b6d5a"),
-        ),
-        strict=False,
-    )
-)
-RESOURCE_COLORS = {
-    "device memory": BLUE,
-    "arithmetic": GREEN,
-    "links": RED,
-    "host link": ORANGE,
-    "disk": GRAY,
-    "cores": PURPLE,
-}
+_FIRST = (BLUE, "#9ec1e0", GREEN, "#8cd17d", "#2f7d5b", PURPLE)
+PART_COLORS = (*_FIRST, "#e8a0b8", "#f1ce63", ORANGE, GRAY, RED, "#7b6d5a")
+"""Colors of `hotbed.plan.cost.PARTS`."""
+RESOURCES = ("device memory", "arithmetic", "links", "host link", "disk", "cores")
+RESOURCE_COLORS = dict(zip(RESOURCES, (BLUE, GREEN, RED, ORANGE, GRAY, PURPLE), strict=True))
 _EDGE = {"edgecolor": "white", "linewidth": 0.3}
 
 
@@ -323,10 +310,10 @@ def _stack(at: Sequence[int], heights: Sequence[int], bottom: NDArray[np.float64
 def _load(figures: Figures, found: Found, shown: Sequence[int]) -> str:
     axes = _rank_axes(figures, "milliseconds of a step", shown)
     bottom = np.zeros(len(shown))
-    for number, name in enumerate(PARTS):
+    for number, (name, color) in enumerate(zip(PARTS, PART_COLORS, strict=True)):
         ms = 1e3 * found.costs.parts[list(shown), number]
         if ms.any():
-            axes.bar(range(len(shown)), ms, 0.86, bottom, color=PART_COLORS[name], label=name, **_EDGE)
+            axes.bar(range(len(shown)), ms, 0.86, bottom, color=color, label=name, **_EDGE)
             bottom += ms
     mean = 1e3 * float(found.costs.load.mean())
     axes.axhline(mean, color="#222222", linestyle="--", linewidth=1)

@@ -154,7 +154,7 @@ class Figures:
         axes = self.axes(title, height=0.7 + 0.19 * len(values))
         axes.barh(range(len(values)), list(values.values()), color=BLUE)
         axes.set_yticks(range(len(values)), [shorten(name, 30) for name in values])
-        axes.invert_yaxis()
+        axes.set_ylim(len(values) - 0.4, -0.6)
         axes.set_xlim(0)
         return self.svg(axes.figure, title)
 
