@@ -48,8 +48,8 @@ MOST_RANKS = 16
 _FIRST = (BLUE, "#9ec1e0", GREEN, "#8cd17d", "#2f7d5b", PURPLE)
 PART_COLORS = (*_FIRST, "#e8a0b8", "#f1ce63", ORANGE, GRAY, RED, "#7b6d5a")
 """Colors of `hotbed.plan.cost.PARTS`."""
-RESOURCES = ("device memory", "arithmetic", "links", "host link", "disk", "cores")
-RESOURCE_COLORS = dict(zip(RESOURCES, (BLUE, GREEN, RED, ORANGE, GRAY, PURPLE), strict=True))
+RESOURCES: tuple[str, ...] = ("device memory", "arithmetic", "links", "host link", "disk", "cores")
+RESOURCE_COLORS: dict[str, str] = dict(zip(RESOURCES, (BLUE, GREEN, RED, ORANGE, GRAY, PURPLE), strict=True))
 _EDGE = {"edgecolor": "white", "linewidth": 0.3}
 
 
@@ -353,7 +353,7 @@ def _timeline(figures: Figures, simulation: Simulation) -> str:
     ranks = list(dict.fromkeys(event.rank for event in events))
     rows = sorted({(ranks.index(e.rank), THREADS.index(e.thread)) for e in events})
     axes = figures.axes("milliseconds since the first step shown began", WIDTH, 0.9 + 0.27 * len(rows))
-    for resource in (name for name in RESOURCE_COLORS if any(e.resource == name for e in events)):
+    for resource in (name for name in RESOURCES if any(e.resource == name for e in events)):
         own = [e for e in events if e.resource == resource]
         at = [rows.index((ranks.index(e.rank), THREADS.index(e.thread))) for e in own]
         starts, widths = [1e3 * (e.start - begin) for e in own], [1e3 * e.seconds for e in own]
