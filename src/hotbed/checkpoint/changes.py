@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -203,8 +202,7 @@ def _layers(name: str, model: _Model) -> list[tuple[str, SavedTable, TensorFiles
 
 def _values(table: SavedTable, rows: range, files: TensorFiles) -> Tensor:
     """Read rows as float32 ``[n, D]``."""
-    base = None if table.base is None else replace(table.base, moments={})
-    rectangle = Rectangle(rows, range(table.spec.dim), replace(table, moments={}, base=base))
+    rectangle = Rectangle(rows, range(table.dim), table.without_moments)
     tile, _ = read_rectangle(rectangle, table.spec, files)
     return tile.arena.store.read(tile.arena.slots(0))
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hotbed.checkpoint.manifest import SavedMoment, SavedTable
+from hotbed.checkpoint.manifest import PlanEntry, SavedMoment, SavedTable
 from hotbed.checkpoint.snapshot import Snapshot, rows_of
 from hotbed.checkpoint.states import Stateful
 from hotbed.checkpoint.tensor_files import Array, Chunk, rows_per_chunk
@@ -59,7 +59,7 @@ def model_tables(parts: Mapping[str, Stateful]) -> dict[str, ModelTable]:
                 name = f"{part}:{name}" if name in found else name
                 spec = replace(table, init_seed=table.seed(module.seed), init_bound=table.bound, frozen=False)
                 names[id(module), table.name] = name
-                found[name] = ModelTable(module, table, SavedTable(spec))
+                found[name] = ModelTable(module, table, SavedTable.of(spec))
     for part, optimizer in parts.items():
         if not isinstance(optimizer, SparseOptimizer):
             continue
@@ -71,9 +71,13 @@ def model_tables(parts: Mapping[str, Stateful]) -> dict[str, ModelTable]:
                     f"part '{part}' trains table '{trained.table}', whose model is not among the parts; give the "
                     'model, too: {"model": model, …}'
                 )
-            moments = {m.name: SavedMoment(m.per, trained.initial[m.name], part, rule.name) for m in rule.moments}
+            moments = {
+                m.name: SavedMoment(per=m.per, initial=trained.initial[m.name], optimizer=part, rule=rule.name)
+                for m in rule.moments
+            }
             here = found[name]
-            found[name] = here._replace(saved=replace(here.saved, moments={**here.saved.moments, **moments}))
+            saved = here.saved.model_copy(update={"moments": {**here.saved.moments, **moments}})
+            found[name] = here._replace(saved=saved)
     return found
 
 
@@ -99,10 +103,10 @@ def refuse_parts_of_distributed(parts: Mapping[str, Stateful], link: Link | None
                 )
 
 
-def plan_of(parts: Mapping[str, Stateful]) -> Mapping[str, object] | None:
-    """Return plain values of its plan."""
+def plan_of(parts: Mapping[str, Stateful]) -> PlanEntry | None:
+    """Return the plan of the distributed model among some parts."""
     plan = next((part.plan for part in parts.values() if isinstance(part, Distributed)), None)
-    return None if plan is None else cast("Mapping[str, object]", plan.to_dict())
+    return None if plan is None else PlanEntry.model_validate(plan.to_dict())
 
 
 def _picked_chunks(

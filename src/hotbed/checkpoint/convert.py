@@ -73,7 +73,7 @@ def convert(
     place = directory(source)
     old = read_manifest(place)
     specs = _specs(old, dtype)
-    tables = {name: replace(table, moments=table.moments if moments else {}) for name, table in old.tables.items()}
+    tables = old.tables if moments else {name: table.without_moments for name, table in old.tables.items()}
     kept = {name: state for name, state in old.parts.items() if moments or name == "model"}
     with opened(place, old) as files, new_directory(target) as (new, writer):
         check_tables(old.tables.values(), files)
@@ -82,10 +82,11 @@ def convert(
         chunks = _chunks(tables, specs, compact, files, progress)
         tiles = writer.write_chunks(chunks, "tables", CONVERTED_BYTES)
         made = {
-            name: replace(table, spec=specs[name], tiles=tuple(sorted(tiles[name], key=_place)), base=None)
+            name: SavedTable.of(specs[name], table.moments, sorted(tiles[name], key=_place))
             for name, table in tables.items()
         }
-        manifest = replace(old, base=None, attempt="", parts=kept, tables=made, files=writer.entries())
+        changed = {"base": None, "attempt": "", "parts": kept, "tables": made, "files": writer.entries()}
+        manifest = old.model_copy(update=changed)
         write_manifest(new, manifest)
     return manifest
 
@@ -190,8 +191,9 @@ def _rectangles(saved: SavedTable, spec: Table) -> list[Rectangle]:
         return [Rectangle(range(spec.rows), range(spec.dim), saved)]
     found: list[Rectangle] = []
     for tile in full.tiles:
-        only = replace(full, tiles=(tile,))  # what else there is has nothing of this rectangle
-        found.append(Rectangle(tile.rows, tile.cols, only if saved.base is None else replace(saved, base=only)))
+        only = full.model_copy(update={"tiles": (tile,)})  # what else there is has nothing of this rectangle
+        of = only if saved.base is None else saved.model_copy(update={"base": only})
+        found.append(Rectangle(tile.rows, tile.cols, of))
     return found
 
 
@@ -301,7 +303,7 @@ def exported_table(spec: Table) -> Table:
 
 def exported_weight(saved: SavedTable, spec: Table, files: TensorFiles, count: Any) -> Array:
     """Return all rows, of which some more than are asked for are in memory: tiles may lie across them."""
-    saved = replace(saved, moments={})
+    saved = saved.model_copy(update={"moments": {}})
     first, slab = 0, torch.empty(0)
 
     def rows(start: int, stop: int) -> Tensor:

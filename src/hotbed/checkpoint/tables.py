@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -131,7 +130,7 @@ def _load_layer(tile: LocalTile, saved: SavedTable, moments: Collection[str], fi
             if t.keyed and saved.base is None:
                 untouched = _at(target, common_places(tile.shard.rows, t.rows))
                 (untouched if columns is None else untouched[:, columns[1]]).fill_(saved.moments[name].initial)
-            for c in common(tile.shard.rows, tile.shard.cols, replace(saved, tiles=(t,)), files):
+            for c in common(tile.shard.rows, tile.shard.cols, saved.model_copy(update={"tiles": (t,)}), files):
                 copy_rows(c, f"{MOMENT}{name}", _all(c), target, range(len(target)), columns, files)
 
 

@@ -72,7 +72,7 @@ def verify(parsed: Namespace) -> None:
     with _progress(f"verifying {place}") as progress:
         manifest = verify_checkpoint(place, progress)
     seconds = time.perf_counter() - start
-    blocks = sum(len(entry["sha256"]) for entry in manifest.files.values())
+    blocks = sum(len(entry.sha256) for entry in manifest.files.values())
     rate = manifest.nbytes / seconds
     console().print(
         f"{place}: {len(manifest.files):,} files, {blocks:,} blocks unharmed "

@@ -44,8 +44,8 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 from typing_extensions import override
 
+from hotbed.checkpoint.manifest import Count, Digest, InitEntry, Step, Text, fault_of, parsed
 from hotbed.checkpoint.row_ids import NO_ID as NO_ID
-from hotbed.checkpoint.schema import Count, Digest, InitEntry, Step, Text, fault_of, parsed
 from hotbed.checkpoint.storage import Directory, LocalDirectory, Reader, directory
 from hotbed.data import Encoder, Schema
 from hotbed.data.derived import Lookup
