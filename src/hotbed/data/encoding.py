@@ -31,7 +31,8 @@ from hotbed.data.schema import Schema
 from hotbed.data.split_binary import SplitBinaryWriter, check_split_binary, id_dtype
 from hotbed.data.vocabulary import lookup_in_file, vocabulary_file
 from hotbed.errors import SpecError
-from hotbed.files import write_text, yaml_text
+from hotbed.files import write_text
+from hotbed.parsing import yaml_text
 
 Format = Literal["split_binary", "parquet"]
 MARKERS: Mapping[Format, str] = {"split_binary": "feature_spec.yaml", "parquet": "source.yaml"}
