@@ -20,14 +20,15 @@ from torch.optim import Optimizer
 
 from hotbed.checkpoint.contents import (
     ModelTable,
+    Stateful,
     link_of,
     model_tables,
     refuse_parts_of_distributed,
     refuse_while_saved,
+    restored,
 )
 from hotbed.checkpoint.differential import nbytes_with_base, opened
 from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
-from hotbed.checkpoint.states import Stateful, restored
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tables import check_tables, load_tile
 from hotbed.checkpoint.tensor_files import TensorFiles

@@ -8,8 +8,8 @@ The pydantic models of this file are the manifest: reading validates a file agai
 them as they are. A checkpoint may come from anywhere, and its hashes prove only that it is unchanged. Therefore
 `read_manifest` also compares the entries with each other; a manifest that passes can be used without further checks.
 
-States of models, optimizers and so on are plain values (`hotbed.checkpoint.states`). A differential checkpoint has only
-the rows that changed since a full checkpoint next to it, its base; `read_manifest` reads both.
+States of models, optimizers and so on are plain values (`hotbed.checkpoint.contents`). A differential checkpoint has
+only the rows that changed since a full checkpoint next to it, its base; `read_manifest` reads both.
 """
 
 from __future__ import annotations
@@ -489,7 +489,7 @@ def _check(manifest: Manifest, where: str) -> None:
 
 
 def _check_state(value: object, key: str, where: str) -> None:
-    """Raise `CheckpointError` unless a state is a value that `hotbed.checkpoint.states.plain` returns."""
+    """Raise `CheckpointError` unless a state is a value that `hotbed.checkpoint.contents.plain` returns."""
     if isinstance(value, list):
         for i, entry in enumerate(cast("list[object]", value)):
             _check_state(entry, f"{key}.{i}", where)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hotbed.checkpoint.contents import (
     OwnedTile,
+    Stateful,
     chunks_of,
     link_of,
     model_tables,
@@ -34,6 +35,7 @@ from hotbed.checkpoint.contents import (
     plan_of,
     refuse_parts_of_distributed,
     refuse_while_saved,
+    states_of,
 )
 from hotbed.checkpoint.differential import Baseline, changed_since
 from hotbed.checkpoint.manifest import (
@@ -48,7 +50,6 @@ from hotbed.checkpoint.manifest import (
     write_manifest,
 )
 from hotbed.checkpoint.snapshot import Snapshot
-from hotbed.checkpoint.states import Stateful, states_of
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tensor_files import UNFINISHED, Array, FileWriter, is_left_by_attempts, make_directory
 from hotbed.comm import Link

@@ -1,19 +1,23 @@
-"""Load rows of a saved table into a tile of a table: from any saved tiles, bit for bit where the row formats match."""
+"""Load rows of a saved table into a tile of a table, and find the id of each row (`row_ids`).
+
+Rows come from any saved tiles, bit for bit where the row formats match.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from hotbed import ops
-from hotbed.checkpoint.manifest import SavedTable, SavedTile
+from hotbed.checkpoint.manifest import Manifest, SavedTable, SavedTile
 from hotbed.checkpoint.tensor_files import CHUNK_BYTES, TensorFiles, as_bits
 from hotbed.embed import LocalTile
 from hotbed.embed.arena import form, stored_as
+from hotbed.embed.dynamic import PREFIX
 from hotbed.errors import CheckpointError
 from hotbed.ops.layout import SCALE_BLOCK
 from hotbed.ops.rows import MIN_EXPONENT, exponents_of, round_nearest, widen
@@ -385,3 +389,49 @@ def _shifted(places: Places, by: int) -> Places:
     if isinstance(places, Tensor):
         return places - by
     return range(places.start - by, places.stop - by, places.step)
+
+
+NO_ID = -1
+
+
+def is_dynamic(table: str, manifest: Manifest) -> bool:
+    """Whether rows of a saved table belong to ids of a dynamic one."""
+    return _state_of(table, "ids", manifest) is not None
+
+
+def row_ids(table: str, rows: range, manifest: Manifest, files: TensorFiles, ttl_steps: int | None = None) -> Tensor:
+    """Ids of rows ``[n]`` int64: their numbers, or those that they have in a dynamic table, `NO_ID` where none.
+
+    With ``ttl_steps`` ids that were not seen for longer, which lookups no longer find, are none either.
+    """
+    found = _read_state(table, "ids", rows, manifest, files)
+    if found is None:
+        return torch.arange(rows.start, rows.stop)
+    now = _state_of(table, "now", manifest)
+    times = None if ttl_steps is None else _read_state(table, "times", rows, manifest, files)
+    if now is None or times is None:
+        return found
+    return found.masked_fill(int(files.read(*now)) - times > (ttl_steps or 0), NO_ID)
+
+
+def _read_state(table: str, name: str, rows: range, manifest: Manifest, files: TensorFiles) -> Tensor | None:
+    found = _state_of(table, name, manifest)
+    if found is None:
+        return None
+    stored, wanted = files.find(*found), manifest.tables[table].spec.rows
+    if (stored.dtype, list(stored.shape)) != (torch.int64, [wanted]):
+        raise CheckpointError(
+            f"{files.place}/{found[0]}: '{found[1]}' is {stored.dtype} {list(stored.shape)}, must be torch.int64 "
+            f"[{wanted}]"
+        )
+    return files.read_rows(*found, rows)
+
+
+def _state_of(table: str, name: str, manifest: Manifest) -> tuple[str, str] | None:
+    """File and array with a state of the rows of a dynamic table; None for other tables."""
+    own, _, path = table.rpartition(":")
+    for part, state in manifest.parts.items():
+        entry = cast("Mapping[str, Any]", state).get(f"{path}.{PREFIX}{name}") if isinstance(state, Mapping) else None
+        if own in ("", part) and isinstance(entry, Mapping) and "$tensor" in entry:
+            return manifest.file_of(part), str(cast("Mapping[str, Any]", entry)["$tensor"])
+    return None

@@ -47,7 +47,7 @@ def inspect_checkpoint(parsed: Namespace) -> None:
     place = find_checkpoint(parsed.path)
     description = describe_manifest(place, read_manifest(place))
     if parsed.hash:
-        from hotbed.checkpoint.content_hash import content_hashes
+        from hotbed.checkpoint.convert import content_hashes
 
         with _progress(f"hashing {place}") as progress:
             hashes = content_hashes(place, progress)

@@ -45,8 +45,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed.checkpoint.manifest import Count, Digest, InitEntry, Step, Text, fault_of, parsed
-from hotbed.checkpoint.row_ids import NO_ID as NO_ID
 from hotbed.checkpoint.storage import Directory, LocalDirectory, Reader, directory
+from hotbed.checkpoint.tables import NO_ID as NO_ID
 from hotbed.data import Encoder, Schema
 from hotbed.data.derived import Lookup
 from hotbed.data.lookup_table import LookupTable

@@ -26,9 +26,8 @@ from hotbed.checkpoint.changes import export_changes
 from hotbed.checkpoint.convert import Rectangle, read_rectangle
 from hotbed.checkpoint.differential import opened
 from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
-from hotbed.checkpoint.row_ids import is_dynamic, row_ids
 from hotbed.checkpoint.storage import Directory, directory
-from hotbed.checkpoint.tables import check_tables
+from hotbed.checkpoint.tables import check_tables, is_dynamic, row_ids
 from hotbed.checkpoint.tensor_files import UNFINISHED, TensorFiles, bytes_of, make_directory
 from hotbed.data import Encoder
 from hotbed.data.lookup_table import LookupTable

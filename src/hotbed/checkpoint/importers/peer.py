@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hotbed.checkpoint.contents import Tensors, plain
 from hotbed.checkpoint.manifest import Manifest, SavedTable, write_manifest
-from hotbed.checkpoint.states import Tensors, plain
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tensor_files import Array, Chunk, new_directory, rows_per_chunk
 from hotbed.errors import CheckpointError, SpecError
