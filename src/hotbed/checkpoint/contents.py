@@ -1,4 +1,7 @@
-"""List what a checkpoint saves: the tables of models with the moments of their optimizers, cut into chunks.
+"""List what a checkpoint saves: states as plain values and tensors, and tables with their moments, cut into chunks.
+
+JSON has no tensors, tuples or integer keys, which torch's states use: they are written as ``{"$kind": …}``, and tensors
+go into a safetensors file (`plain`, `restored`).
 
 A rank writes the tiles that it owns (`owned_tiles`), in chunks that fit into a file (`chunks_of`). Of a tile whose rows
 are materialized on their first update only those rows are written, in chunks with an array of keys. An example: a tile
@@ -91,7 +94,7 @@ def plain(value: object, tensors: Tensors, where: str) -> object:
 
 
 def restored(value: object, tensors: Mapping[str, Tensor]) -> Any:
-    """Inverse of `plain`, of what `hotbed.checkpoint.schema.check_state` has checked; KeyError for a missing tensor."""
+    """Undo `plain` for a state that `read_manifest` has checked; KeyError for a missing tensor."""
     if isinstance(value, list):
         return [restored(v, tensors) for v in cast("list[object]", value)]
     if not isinstance(value, dict):

@@ -2,8 +2,8 @@
 
 `convert` makes it compact, gives its rows another dtype, or leaves out what only training needs; `export_tables` writes
 one safetensors file for each table. `content_hashes` hashes the values of a checkpoint, so that two runs can be
-compared whatever their plans, tiers and ranks. Tables are read by rectangles of at most `MEMORY_BYTES`, as if they were loaded
-into a tile of that size, and written before the next is read; so tables may be larger than memory.
+compared whatever their plans, tiers and ranks. Tables are read by rectangles of at most `MEMORY_BYTES`, as if they were
+loaded into a tile of that size, and written before the next is read; so tables may be larger than memory.
 """
 
 from __future__ import annotations

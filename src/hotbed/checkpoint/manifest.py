@@ -19,7 +19,7 @@ import json
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -369,7 +369,10 @@ def _read(place: Directory) -> Manifest:
     if missing := [key for key in _REQUIRED if key not in values]:
         raise CheckpointError(f"{file}: '{missing[0]}' is missing")
     manifest = validated(Manifest, {**values, "sha256": sha256}, file)
-    _check(manifest, file)
+    for fault in _faults(manifest):
+        raise CheckpointError(f"{file}: {fault}")
+    for name, table in manifest.tables.items():
+        table.check(name, file)
     return manifest
 
 
@@ -450,64 +453,55 @@ def validated(kind: type[Model], values: object, where: str) -> Model:
         raise CheckpointError(fault_of(error, where)) from None
 
 
-def _check(manifest: Manifest, where: str) -> None:
-    """Raise `CheckpointError` unless the entries of a manifest agree with each other."""
+def _faults(manifest: Manifest) -> Iterator[str]:
+    """Yield what is wrong where the entries of a manifest do not agree with each other."""
     for name, file in manifest.files.items():
         if len(file.sha256) != -(-file.bytes // file.block_bytes):
-            raise CheckpointError(
-                f"{where}: the manifest has {len(file.sha256):,} hashes of its blocks for '{name}', but its "
-                f"{file.bytes:,} bytes are {-(-file.bytes // file.block_bytes):,} blocks; use another checkpoint"
+            yield (
+                f"the manifest has {len(file.sha256):,} hashes of its blocks for '{name}', but its {file.bytes:,} "
+                f"bytes are {-(-file.bytes // file.block_bytes):,} blocks; use another checkpoint"
             )
     seen: set[tuple[str, str]] = set()
     needed: Counter[str] = Counter()
     for name, table in manifest.tables.items():
         if table.fp32_rows > table.rows:
-            raise CheckpointError(
-                f"{where}: 'tables.{name}.fp32_rows' is {table.fp32_rows:,}, must be at most rows {table.rows:,}"
-            )
+            yield f"'tables.{name}.fp32_rows' is {table.fp32_rows:,}, must be at most rows {table.rows:,}"
         for i, tile in enumerate(table.tiles):
             key = f"'tables.{name}.tiles.{i}"
             if manifest.base is not None and not tile.keyed:
-                raise CheckpointError(f"{where}: {key}.keyed' is False, must be True, for there is a 'base'")
+                yield f"{key}.keyed' is False, must be True, for there is a 'base'"
             if tile.file not in manifest.files:
-                raise CheckpointError(f"{where}: {key}' speaks of a file {tile.file}, which its manifest does not list")
+                yield f"{key}' speaks of a file {tile.file}, which its manifest does not list"
             if (tile.file, tile.key) in seen:
-                raise CheckpointError(f"{where}: {key}' is '{tile.key}' of {tile.file}, and so is another tile")
+                yield f"{key}' is '{tile.key}' of {tile.file}, and so is another tile"
             seen.add((tile.file, tile.key))
             if not tile.keyed:
                 needed[tile.file] += len(tile.rows) * row_bytes(table.dtype, len(tile.cols))
     for file, nbytes in needed.items():
-        if nbytes > manifest.files[file].bytes:
-            raise CheckpointError(
-                f"{where}: the tiles in {file} need {nbytes:,} bytes, but 'files.{file}.bytes' is "
-                f"{manifest.files[file].bytes:,}"
-            )
+        if nbytes > (there := manifest.files[file].bytes):
+            yield f"the tiles in {file} need {nbytes:,} bytes, but 'files.{file}.bytes' is {there:,}"
     for name, state in manifest.parts.items():
-        _check_state(state, f"parts.{name}", where)
-    for name, table in manifest.tables.items():
-        table.check(name, where)
+        yield from _faults_of_state(state, f"parts.{name}")
 
 
-def _check_state(value: object, key: str, where: str) -> None:
-    """Raise `CheckpointError` unless a state is a value that `hotbed.checkpoint.contents.plain` returns."""
+def _faults_of_state(value: object, key: str) -> Iterator[str]:
+    """Yield what is wrong with a state that `hotbed.checkpoint.contents.plain` does not return."""
     if isinstance(value, list):
         for i, entry in enumerate(cast("list[object]", value)):
-            _check_state(entry, f"{key}.{i}", where)
+            yield from _faults_of_state(entry, f"{key}.{i}")
     if not isinstance(value, dict):
         return
     entries = cast("dict[str, object]", value)
     kind = next((name for name in entries if name.startswith("$")), None)
     if kind is None:
         for name, entry in entries.items():
-            _check_state(entry, f"{key}.{name}", where)
-        return
-    if len(entries) > 1 or kind not in _STATES:
-        raise CheckpointError(f"{where}: '{key}' has '{kind}', must be one of {', '.join(_STATES)}, and the only key")
-    of, (fits, limit) = entries[kind], _STATES[kind]
-    if not fits(of):
-        raise CheckpointError(f"{where}: '{key}.{kind}' is {reprlib.repr(of)}, must be {limit}")
-    if kind != "$tensor":
-        _check_state([pair[1] for pair in cast("list[Any]", of)] if kind == "$items" else of, key, where)
+            yield from _faults_of_state(entry, f"{key}.{name}")
+    elif len(entries) > 1 or kind not in _STATES:
+        yield f"'{key}' has '{kind}', must be one of {', '.join(_STATES)}, and the only key"
+    elif not _STATES[kind][0](of := entries[kind]):
+        yield f"'{key}.{kind}' is {reprlib.repr(of)}, must be {_STATES[kind][1]}"
+    elif kind != "$tensor":
+        yield from _faults_of_state([pair[1] for pair in cast("list[Any]", of)] if kind == "$items" else of, key)
 
 
 def _is_items(value: object) -> bool:

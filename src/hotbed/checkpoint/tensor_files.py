@@ -393,35 +393,35 @@ def header_of(text: bytes, first: int, size: int, where: str) -> dict[str, Store
     """Return the arrays of a header, after which the data begin at byte ``first`` of a file of ``size`` bytes."""
     values = parsed(text, f"the header of {where}")
     values.pop("__metadata__", None)
+    wrong = f"{where} is no safetensors file that can be read here"
+    try:
+        entries = _HEADER.validate_python(values)
+    except ValidationError as error:
+        raise CheckpointError(fault_of(error, wrong)) from None
+    for fault in _faults(entries, size - first):
+        raise CheckpointError(f"{wrong}: {fault}")
     return {
         key: Stored(_DTYPES[entry.dtype], tuple(entry.shape), first + entry.data_offsets[0])
-        for key, entry in _checked(values, size - first, where).items()
+        for key, entry in entries.items()
     }
 
 
-def _checked(values: Mapping[str, Any], size: int, where: str) -> Mapping[str, _ArrayEntry]:
-    """Return a header's arrays; raise `CheckpointError` unless they fill the ``size`` bytes after it, each once."""
-    wrong = f"{where} is no safetensors file that can be read here"
-    try:
-        arrays = _HEADER.validate_python(values)
-    except ValidationError as error:
-        raise CheckpointError(fault_of(error, wrong)) from None
+def _faults(arrays: Mapping[str, _ArrayEntry], size: int) -> Iterator[str]:
+    """Yield what is wrong where the arrays of a header do not fill the ``size`` bytes after it, each once."""
     for key, array in arrays.items():
         start, stop = array.data_offsets
         if stop > size or stop - start != math.prod(array.shape) * _DTYPES[array.dtype].itemsize:
-            raise CheckpointError(
-                f"{wrong}: array '{key}' does not fit the file: {array.dtype} {reprlib.repr(array.shape)} at bytes "
-                f"{start:,} … {stop:,} of {size:,}"
+            yield (
+                f"array '{key}' does not fit the file: {array.dtype} {reprlib.repr(array.shape)} at bytes {start:,} … "
+                f"{stop:,} of {size:,}"
             )
         if math.prod(max(n, 1) for n in array.shape) > MOST_VALUES:
-            raise CheckpointError(f"{wrong}: array '{key}' has the shape {reprlib.repr(array.shape)}, too large")
+            yield f"array '{key}' has the shape {reprlib.repr(array.shape)}, too large"
     at = 0
     for key, array in sorted(arrays.items(), key=lambda item: item[1].data_offsets):
-        if array.data_offsets[0] != at:
-            raise CheckpointError(
-                f"{wrong}: array '{key}' begins at byte {array.data_offsets[0]:,}, the one before ends at {at:,}"
-            )
-        at = array.data_offsets[1]
+        start, stop = array.data_offsets
+        if start != at:
+            yield f"array '{key}' begins at byte {start:,}, the one before ends at {at:,}"
+        at = stop
     if at != size:
-        raise CheckpointError(f"{wrong}: {size - at:,} bytes follow its arrays")
-    return arrays
+        yield f"{size - at:,} bytes follow its arrays"
