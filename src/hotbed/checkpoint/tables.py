@@ -51,7 +51,8 @@ def check_tables(tables: Iterable[SavedTable], files: TensorFiles) -> None:
     """Raise `CheckpointError` unless the arrays of all tiles have the dtypes and shapes that hold their rows."""
     for of, of_files in (layer for saved in tables for layer in layers(saved, files)):
         for tile in of.tiles:
-            _check_tile(tile, of, of_files)
+            for fault in _faults(tile, of, of_files):
+                raise CheckpointError(f"{of_files.place}/{tile.file}: '{tile.key}/{fault}")
 
 
 def layers(saved: SavedTable, files: TensorFiles) -> list[tuple[SavedTable, TensorFiles]]:
@@ -62,25 +63,20 @@ def layers(saved: SavedTable, files: TensorFiles) -> list[tuple[SavedTable, Tens
     return [(saved.base, files.base), (saved, files)]
 
 
-def _check_tile(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> None:
-    """Raise `CheckpointError` unless a tile's arrays have the dtypes and shapes that hold its rows.
-
-    Of a keyed tile the keys must rise and be rows of it.
-    """
-    where, rows, cols = f"{files.place}/{tile.file}", tile.rows, len(tile.cols)
+def _faults(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> Iterator[str]:
+    """Yield which of a tile's arrays lack the dtypes and shapes that hold its rows, or the rising keys of its rows."""
+    rows, cols = tile.rows, len(tile.cols)
     count = len(rows)
     wide = len(range(rows.start, min(rows.stop, form(saved.spec)[1]), rows.step))
     if tile.keyed:
         found = files.find(tile.file, f"{tile.key}/keys")
         if (found.dtype, len(found.shape)) != (torch.int64, 1):
-            raise CheckpointError(
-                f"{where}: '{tile.key}/keys' is {found.dtype} {list(found.shape)}, must be torch.int64 [n]"
-            )
+            yield f"keys' is {found.dtype} {list(found.shape)}, must be torch.int64 [n]"
         count, wide, before = found.shape[0], 0, -1
         for _, keys in files.keys(tile.file, f"{tile.key}/keys"):
             inside = (keys >= rows.start) & (keys < rows.stop) & ((keys - rows.start) % rows.step == 0)
             if not bool(inside.all()) or not bool((keys.diff() > 0).all()) or int(keys[0]) <= before:
-                raise CheckpointError(f"{where}: '{tile.key}/keys' are not rising rows of the tile")
+                yield "keys' are not rising rows of the tile"
             wide += _below(keys, form(saved.spec)[1])
             before = int(keys[-1])
     narrow = TORCH_DTYPES[form(saved.spec)[0]]
@@ -98,9 +94,7 @@ def _check_tile(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> None:
             continue
         found = files.find(tile.file, f"{tile.key}/{name}")
         if (found.dtype, list(found.shape)) != (dtype, shape):
-            raise CheckpointError(
-                f"{where}: '{tile.key}/{name}' is {found.dtype} {list(found.shape)}, its tile needs {dtype} {shape}"
-            )
+            yield f"{name}' is {found.dtype} {list(found.shape)}, its tile needs {dtype} {shape}"
 
 
 def load_tile(tile: LocalTile, saved: SavedTable, moments: Collection[str], files: TensorFiles) -> None:
