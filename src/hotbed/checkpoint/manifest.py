@@ -259,7 +259,9 @@ class Manifest(Entry):
         values = self.model_dump()
         if not self.attempt:
             del values["attempt"]
-        return _json({**values, "sha256": _sha256_of(values)})
+        text = _json(values)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return text.removesuffix("\n}") + f',\n "sha256": "{digest}"\n}}'
 
     @property
     def nbytes(self) -> int:
