@@ -58,7 +58,7 @@ def test_yaml_that_is_refused(text: str, message: str) -> None:
 
 
 def test_yaml_of_too_many_values_is_refused_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotbed.yaml_values.MOST_VALUES", 1000)
+    monkeypatch.setattr("hotbed.parsing.MOST_VALUES", 1000)
     assert parse_yaml("[" + "1," * 999 + "]") == [1] * 999
     with pytest.raises(TextError, match="has more than 1,000 keys and values"):
         parse_yaml("[" + "1," * 1000 + "}")  # the end is not reached

@@ -152,18 +152,6 @@ def yaml_of(read: Callable[[], str], path: str) -> Any:
         raise RecipeError(f"{path} is not YAML: {error}") from None
 
 
-def yaml_text(value: object, *, width: int | None = None) -> str:
-    """Write plain values as YAML.
-
-    All text but plain words is quoted, so that every reader of YAML takes it for text. PyYAML writes ``1e3`` plain,
-    which others read as a number, and some characters that end a line as they are, which it reads as spaces. The
-    innermost lists and mappings are written in one line of up to ``width`` columns; by default each value has its own.
-    """
-    from hotbed.yaml_values import dump  # with PyYAML, which only YAML needs
-
-    return dump(value, width)
-
-
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

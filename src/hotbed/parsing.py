@@ -1,18 +1,22 @@
-"""Parse YAML and JSON that others may have written, within limits: nothing is made that is much larger than its text.
+"""Read YAML and JSON that others may have written, within limits, and write YAML.
 
-A few hundred bytes can stand for more than any memory holds: aliases of aliases in YAML (a "billion laughs"), lists
-in lists, numbers of a million digits. What is refused here is a `TextError`, whose text goes on after the name of a
-file ("is not JSON: …", "is longer than …"); callers put it there, and raise their own error.
+A few hundred bytes can stand for more than any memory holds: aliases of aliases in YAML (a "billion laughs"), nested
+lists, numbers of a million digits. Text beyond a limit raises `TextError`. Its message continues after the name of a
+file ("is not JSON: …", "is longer than …"); callers put the name in front, and raise their own error.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 import warnings
 from pathlib import Path
 from tokenize import TokenError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+import yaml
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,6 +29,7 @@ MOST_VALUES = 1 << 18
 """Keys and values of a YAML document; those behind an alias count wherever it stands."""
 MOST_DIGITS = 400
 """Characters of a number in YAML."""
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 
 
 class TextError(ValueError):
@@ -54,9 +59,20 @@ def map_npy(path: Path) -> NDArray[Any]:
 
 def parse_yaml(text: str) -> Any:
     """Parse a document of YAML into plain values."""
-    from hotbed.yaml_values import load  # with PyYAML, which only YAML needs
-
-    return load(text)
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _refuse_bomb(node)
+        return loader.construct_document(node)
+    except TextError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:
+        raise TextError(f"is not YAML: {error}") from None
+    except (LookupError, AttributeError, TypeError, OverflowError) as error:
+        # PyYAML expects that what has an explicit tag, as in !!int "", is such a value.
+        raise TextError(f"is not YAML: a value is not what its tag says ({type(error).__name__}: {error})") from None
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -93,3 +109,121 @@ def _depth(value: object) -> int:
         level = [v for of in inner for v in of if isinstance(v, (dict, list))]
         depth += 1
     return depth
+
+
+def yaml_text(value: object, *, width: int | None = None) -> str:
+    """Write plain values as YAML.
+
+    Text that is not a plain word is quoted, so that every reader of YAML reads it as text: PyYAML writes ``1e3`` plain,
+    which other readers take for a number, and some characters that end a line unescaped, which it reads as spaces. The
+    innermost lists and mappings are written in one line of up to ``width`` columns; by default each value has its own.
+    """
+    dumped = yaml.dump(
+        value,
+        Dumper=_Quoting,
+        sort_keys=False,
+        default_flow_style=None if width else False,
+        width=width or 1 << 30,
+        allow_unicode=True,
+    )
+    return dumped.removesuffix("\n").removesuffix("\n...")
+
+
+class _Quoting(yaml.SafeDumper):
+    def represent_data(self, data: Any) -> yaml.Node:
+        node = super().represent_data(data)
+        if isinstance(node, yaml.ScalarNode) and isinstance(data, str):
+            plain = _PLAIN.fullmatch(data) and data.lower() not in ("y", "n") and isinstance(yaml.safe_load(data), str)
+            node.style = None if plain else '"'
+        if isinstance(node, yaml.CollectionNode) and cast("bool | None", self.default_flow_style) is None:
+            parts = [n for entry in node.value for n in (entry if isinstance(entry, tuple) else (entry,))]
+            node.flow_style = all(isinstance(n, yaml.ScalarNode) for n in parts)
+        return node
+
+
+def _refuse_bomb(root: yaml.Node) -> None:
+    """Raise `TextError` if a document would have too many values, were its aliases written out."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = 0  # while it is open
+            parts = [part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))]
+            sizes[id(node)] = 1 + sum(map(size, parts))
+        if not sizes[id(node)]:
+            raise TextError("has no end: an alias is within what it stands for")
+        return sizes[id(node)]
+
+    if (found := size(root)) > MOST_VALUES:
+        shown = f"{found:,}" if found < 10**30 else "over 10^30"
+        raise TextError(f"stands for {shown} keys and values, with what its aliases repeat; at most {MOST_VALUES:,}")
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's loader of plain values, which takes no key twice and stops at limits while it reads.
+
+    ``1e-3`` is a number, as in YAML 1.2 and JSON; PyYAML wants a dot. Dates are text, which JSON can hold.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = self._open = 0
+
+    @override
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._nodes, self._open = self._nodes + 1, self._open + 1
+        if self._nodes > MOST_VALUES:
+            raise TextError(f"has more than {MOST_VALUES:,} keys and values")
+        if self._open > MOST_DEPTH:
+            raise TextError(f"is nested more than {MOST_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self._open -= 1
+        return node
+
+    @override
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {_quoted(key.value)} is there twice; remove one", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    @override
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        _refuse_long(node)
+        return super().construct_yaml_int(node)
+
+    @override
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        _refuse_long(node)
+        return super().construct_yaml_float(node)
+
+
+def _refuse_long(node: yaml.ScalarNode) -> None:
+    if len(node.value) > MOST_DIGITS:
+        raise yaml.constructor.ConstructorError(
+            None, None, f"a number has {len(node.value):,} characters, at most {MOST_DIGITS}", node.start_mark
+        )
+
+
+def _quoted(key: str) -> str:
+    return f"'{key}'" if len(key) < 100 else reprlib.repr(key)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)

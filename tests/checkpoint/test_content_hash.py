@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import hotbed as hb
-from hotbed.checkpoint import content_hash, directory, read_manifest, save_checkpoint
+from hotbed.checkpoint import convert, directory, read_manifest, save_checkpoint
 from hotbed.checkpoint import convert as convert_module
-from hotbed.checkpoint.content_hash import content_hashes
+from hotbed.checkpoint.convert import content_hashes
 from hotbed.checkpoint.differential import opened
 from hotbed.commands.main import main
 
@@ -91,7 +91,7 @@ def test_few_rows_of_a_huge_table_are_hashed_at_once(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", {"model": model, "sparse": optimizer})
     manifest = read_manifest(tmp_path / "c")
     with opened(directory(tmp_path / "c"), manifest) as files:
-        assert len(list(content_hash._windows(manifest.tables["0.t"], files))) == 1
+        assert len(list(convert._windows(manifest.tables["0.t"], files))) == 1
     assert len(content_hashes(tmp_path / "c")["0.t"]) == 64
 
 

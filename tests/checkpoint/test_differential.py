@@ -27,8 +27,7 @@ from hotbed.checkpoint import (
     verify_checkpoint,
 )
 from hotbed.checkpoint.convert import convert, export_tables
-from hotbed.checkpoint.rank_reports import RankReports
-from hotbed.checkpoint.save import Saving
+from hotbed.checkpoint.save import RankReports, Saving
 from hotbed.errors import CheckpointError, DamagedError
 from hotbed.specs import Table
 from tests.checkpoint.test_tiles import tables, tilings_of

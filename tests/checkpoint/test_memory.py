@@ -13,7 +13,7 @@ import torch
 
 import hotbed as hb
 from hotbed.checkpoint import convert, tables, tensor_files
-from hotbed.checkpoint.content_hash import content_hashes
+from hotbed.checkpoint.convert import content_hashes
 from hotbed.checkpoint.tensor_files import TensorFiles
 
 JOB = """

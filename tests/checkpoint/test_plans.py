@@ -154,16 +154,16 @@ def test_an_existing_checkpoint_is_refused_on_all_ranks(ranks: Ranks, tmp_path: 
 
 def apart(group: dist.ProcessGroup, path: Path) -> str:
     """Ranks that do not see one directory."""
-    from hotbed.checkpoint import rank_reports
+    from hotbed.checkpoint import save
 
-    rank_reports.PATIENCE_S = 0.5
+    save.PATIENCE_S = 0.5
     model, _ = made(group, "row")
     try:
         save_checkpoint(storage.directory(path / str(dist.get_rank(group))), {"model": model})
     except CheckpointError as error:
         return str(error)
     finally:
-        rank_reports.PATIENCE_S = 600.0
+        save.PATIENCE_S = 600.0
     return "saved"
 
 

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from torch import nn
 
-from hotbed.checkpoint import MANIFEST, directory, load_checkpoint, remote_storage, save_checkpoint
-from hotbed.checkpoint.remote_storage import PART_BYTES
+from hotbed.checkpoint import MANIFEST, directory, load_checkpoint, save_checkpoint, storage
 from hotbed.checkpoint.single_files import new_output
+from hotbed.checkpoint.storage import PART_BYTES
 from hotbed.commands.main import main
 from hotbed.data.parquet import find_parquet
 from hotbed.errors import CheckpointError, DataError
@@ -89,7 +89,7 @@ def test_a_write_whose_answer_was_lost_is_found_to_be_ones_own(server: Unreliabl
 
 def test_conditional_writes_are_tried_for_a_shorter_time(server: Unreliable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a lease allows: who gets its turn later must not find it written later still."""
-    monkeypatch.setattr(remote_storage, "CONDITIONAL_S", 0.5)
+    monkeypatch.setattr(storage, "CONDITIONAL_S", 0.5)
     place = directory(server.uri)
     for write in (lambda: place.create("manifest.json", b"1"), lambda: place.replace("owner.json", b"1", "x")):
         server.faults = ["busy"] * 1000
@@ -154,13 +154,13 @@ def test_a_part_of_a_file_is_never_seen(server: Unreliable) -> None:
 
 
 def test_a_large_manifest_has_time_to_be_sent(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds, opened = list[float](), remote_storage.object_store
+    seconds, opened = list[float](), storage.object_store
 
     def noted(uri: str, most_s: float = math.inf) -> Any:
         seconds.append(most_s)
         return opened(uri, most_s)
 
-    monkeypatch.setattr(remote_storage, "object_store", noted)
+    monkeypatch.setattr(storage, "object_store", noted)
     place = directory(s3.replace("PATH", uuid.uuid4().hex))
     tag = place.create("lease", b"1")
     assert tag is not None and place.replace("lease", b"2", tag) is not None

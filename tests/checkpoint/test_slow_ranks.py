@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotbed.checkpoint import MANIFEST, rank_reports, save, save_checkpoint, storage, verify_checkpoint
-from hotbed.checkpoint.rank_reports import OtherRankError
+from hotbed.checkpoint import MANIFEST, save, save_checkpoint, storage, verify_checkpoint
+from hotbed.checkpoint.save import OtherRankError
 from hotbed.comm import Link
 from hotbed.embed import EmbeddingCollection, distribute
 from hotbed.errors import CheckpointError
@@ -96,7 +96,6 @@ def stuck(group: dist.ProcessGroup, path: Path) -> str:
         over.wait(WAIT_S)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_reports, "PATIENCE_S", 0.5)
         patch.setattr(save, "PATIENCE_S", 0.5)
         if dist.get_rank(group) == 1:
             patch.setattr(storage._LocalWriter, "write", hang)

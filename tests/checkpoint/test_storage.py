@@ -20,8 +20,7 @@ from hotbed.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from hotbed.checkpoint.remote_storage import PART_BYTES
-from hotbed.checkpoint.storage import LocalDirectory
+from hotbed.checkpoint.storage import PART_BYTES, LocalDirectory
 from hotbed.errors import CheckpointError
 from hotbed.train.callbacks import KeepLast
 from tests.checkpoint.test_checkpoint import bits, narrow_model, train

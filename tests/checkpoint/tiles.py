@@ -24,7 +24,10 @@ from hotbed.specs import Table
 
 Rectangles = Sequence[tuple[range, range]]
 MOMENTS = (Moment("sum", "row"), Moment("m", "element"))
-SAVED_MOMENTS = {"sum": SavedMoment("row", 0.5, "sparse", "any"), "m": SavedMoment("element", -0.25, "sparse", "any")}
+SAVED_MOMENTS = {
+    "sum": SavedMoment(per="row", initial=0.5, optimizer="sparse", rule="any"),
+    "m": SavedMoment(per="element", initial=-0.25, optimizer="sparse", rule="any"),
+}
 
 
 class Rank(NamedTuple):
@@ -56,7 +59,7 @@ class Tiles:
     @property
     def part(self) -> ModelTable:
         spec = replace(self.table, init_seed=self.table.seed(self.seed), init_bound=self.table.bound)
-        return ModelTable(self, self.table, SavedTable(spec, SAVED_MOMENTS))  # type: ignore[arg-type]
+        return ModelTable(self, self.table, SavedTable.of(spec, SAVED_MOMENTS))  # type: ignore[arg-type]
 
     def fill(self, seed: int, rows: Sequence[int] | None = None) -> None:
         """Give rows (all by default) random values and moments that do not depend on the tiles."""
@@ -100,7 +103,7 @@ class Tiles:
 def save(path: Path, tiles: Tiles, *, ranks: int = 1, base: str | None = None) -> Manifest:
     """Save the tiles, given to some ranks in turn; as a difference to a base beside it, if they are tracked since."""
     place = directory(path)
-    of_base = None if base is None else Base(base, read_manifest(place.sibling(base)).sha256)
+    of_base = None if base is None else Base(name=base, sha256=read_manifest(place.sibling(base)).sha256)
     token = make_directory(place)
     for rank in reversed(range(ranks)):
         own = Tiles(tiles.table, [], seed=tiles.seed)

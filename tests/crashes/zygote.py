@@ -24,7 +24,7 @@ from tests.crashes import exchanges, points, wants
 from tests.crashes.points import COUNTING, COUNTS, DEATH, DIGESTS, Point
 from tests.ranks import PRELOADED
 
-MORE = ("hotbed.data.prepare", "hotbed.checkpoint.changes", "hotbed.checkpoint.schema", "torch.distributed.fsdp")
+MORE = ("hotbed.data.prepare", "hotbed.checkpoint.changes", "torch.distributed.fsdp")
 
 
 def digest_of(trainer: Trainer) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from hotbed.checkpoint import (
     save,
     verify_checkpoint,
 )
-from hotbed.checkpoint.rank_reports import RankReports
+from hotbed.checkpoint.save import RankReports
 from hotbed.errors import CheckpointError, NotOursError
 from hotbed.locations import CONDITIONAL_S
 from hotbed.train import Trainer, checkpointing, resume

@@ -1,5 +1,6 @@
 """Save and load checkpoints, under any plan, number of ranks and tier; see docs/checkpoint-format.md."""
 
+from hotbed.checkpoint.contents import RandomState, Stateful
 from hotbed.checkpoint.load import load_checkpoint, verify_checkpoint
 from hotbed.checkpoint.manifest import (
     MANIFEST,
@@ -10,7 +11,6 @@ from hotbed.checkpoint.manifest import (
     runs_in,
 )
 from hotbed.checkpoint.save import Saving, save_checkpoint
-from hotbed.checkpoint.states import RandomState, Stateful
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.warm_start import Taken, init_from
 

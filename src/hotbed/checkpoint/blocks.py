@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
+from hotbed.checkpoint.manifest import FileEntry
 from hotbed.checkpoint.storage import Directory
 from hotbed.errors import CheckpointError, DamagedError
 from hotbed.heap import apart
@@ -32,9 +32,6 @@ HASHED_AT_ONCE = 1 << 20
 """Bytes of a local file's block that are read and hashed together."""
 FILES_UNDER_WAY = 8
 """Files that may be open because not all of them is written."""
-
-Entry = dict[str, Any]
-"""What a manifest says of a file: ``bytes``, ``block_bytes`` and the ``sha256`` of each block."""
 
 
 class BlockWriters:
@@ -91,7 +88,7 @@ class BlockWriter:
             if self._filled == BLOCK_BYTES:
                 self._send()
 
-    def finish(self) -> Future[Entry]:
+    def finish(self) -> Future[FileEntry]:
         """The file's entry, once all of it is safe."""
         if self._filled:
             self._send()
@@ -127,7 +124,7 @@ class BlockWriter:
                 hashed.exception()  # waits
             self._threads.give_back(block)
 
-    def _finished(self) -> Entry:
+    def _finished(self) -> FileEntry:
         try:
             for write in self._writes:
                 write.result()
@@ -137,7 +134,7 @@ class BlockWriter:
             raise
         finally:
             self._threads.files.release()
-        return {"bytes": self._bytes, "block_bytes": BLOCK_BYTES, "sha256": [h.result() for h in self._hashes]}
+        return FileEntry(bytes=self._bytes, block_bytes=BLOCK_BYTES, sha256=[h.result() for h in self._hashes])
 
 
 class BlockCache:
@@ -186,7 +183,7 @@ class BlockReader:
     another size than its manifest entry raises `DamagedError`.
     """
 
-    def __init__(self, place: Directory, name: str, entry: Entry, cache: BlockCache) -> None:
+    def __init__(self, place: Directory, name: str, entry: FileEntry, cache: BlockCache) -> None:
         self._where, self._entry, self._cache = f"{place}/{name}", entry, cache
         try:
             self._file = place.reader(name)
@@ -194,14 +191,14 @@ class BlockReader:
             raise DamagedError(
                 f"{self._where} is missing, but the manifest lists it; copy the checkpoint again"
             ) from None
-        self.size: int = entry["bytes"]
+        self.size = entry.bytes
         if self._file.size != self.size:
             self._file.close()
             raise DamagedError(
                 f"{self._where} has {self._file.size:,} bytes, the manifest says {self.size:,}; copy the checkpoint "
                 "again"
             )
-        self._block_bytes: int = entry["block_bytes"]
+        self._block_bytes = entry.block_bytes
         self._checks: dict[int, Future[None]] = {}
 
     def read_into(self, start: int, out: memoryview, ahead_to: int | None = None) -> None:
@@ -276,7 +273,7 @@ class BlockReader:
 
     def _refuse_other(self, number: int, found: str) -> None:
         """Raise `DamagedError` unless this is the SHA-256 that the manifest has for a block."""
-        hashes, start = self._entry["sha256"], number * self._block_bytes
+        hashes, start = self._entry.sha256, number * self._block_bytes
         stop = min(start + self._block_bytes, self.size)
         if found != hashes[number]:
             raise DamagedError(
@@ -289,7 +286,7 @@ class BlockReader:
 class VerifiedFiles:
     """Files of a checkpoint by their manifest entries, opened on first use; other files may share the ``cache``."""
 
-    def __init__(self, place: Directory, entries: Mapping[str, Entry], cache: BlockCache | None = None) -> None:
+    def __init__(self, place: Directory, entries: Mapping[str, FileEntry], cache: BlockCache | None = None) -> None:
         self.place, self._entries = place, entries
         self._cache, self._owns_cache = cache or BlockCache(), cache is None
         self._open: dict[str, BlockReader] = {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,9 +20,8 @@ from torch import Tensor
 from hotbed.checkpoint.convert import Rectangle, read_rectangle, rows_in_memory
 from hotbed.checkpoint.differential import opened
 from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
-from hotbed.checkpoint.row_ids import NO_ID, is_dynamic, row_ids
 from hotbed.checkpoint.storage import Directory, directory
-from hotbed.checkpoint.tables import check_tables, layers
+from hotbed.checkpoint.tables import NO_ID, check_tables, is_dynamic, layers, row_ids
 from hotbed.checkpoint.tensor_files import TensorFiles
 from hotbed.errors import CheckpointError
 from hotbed.files import new_file
@@ -203,8 +201,7 @@ def _layers(name: str, model: _Model) -> list[tuple[str, SavedTable, TensorFiles
 
 def _values(table: SavedTable, rows: range, files: TensorFiles) -> Tensor:
     """Read rows as float32 ``[n, D]``."""
-    base = None if table.base is None else replace(table.base, moments={})
-    rectangle = Rectangle(rows, range(table.spec.dim), replace(table, moments={}, base=base))
+    rectangle = Rectangle(rows, range(table.dim), table.without_moments)
     tile, _ = read_rectangle(rectangle, table.spec, files)
     return tile.arena.store.read(tile.arena.slots(0))
 

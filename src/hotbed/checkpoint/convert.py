@@ -1,17 +1,19 @@
 """Convert a checkpoint into another one, or its tables into files that any library can read.
 
 `convert` makes it compact, gives its rows another dtype, or leaves out what only training needs; `export_tables` writes
-one safetensors file for each table. Tables are read by rectangles of at most `MEMORY_BYTES`, as if they were loaded
-into a tile of that size, and written before the next is read; so tables may be larger than memory.
+one safetensors file for each table. `content_hashes` hashes the values of a checkpoint, so that two runs can be
+compared whatever their plans, tiers and ranks. Tables are read by rectangles of at most `MEMORY_BYTES`, as if they were
+loaded into a tile of that size, and written before the next is read; so tables may be larger than memory.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 from urllib.parse import quote
 
 import torch
@@ -28,15 +30,15 @@ from hotbed.checkpoint.manifest import (
     write_manifest,
 )
 from hotbed.checkpoint.storage import Directory, directory
-from hotbed.checkpoint.tables import check_tables, load_tile
-from hotbed.checkpoint.tensor_files import Array, Chunk, FileWriter, TensorFiles, as_bits, new_directory
+from hotbed.checkpoint.tables import check_tables, layers, load_tile
+from hotbed.checkpoint.tensor_files import Array, Chunk, FileWriter, TensorFiles, as_bits, bytes_of, new_directory
 from hotbed.embed import LocalTile
 from hotbed.embed.arena import Arena, Shard, form
 from hotbed.errors import CheckpointError, did_you_mean
 from hotbed.optim import Moment
 from hotbed.plan.tiling import column_unit
 from hotbed.specs import RowDtype, Table, row_bytes
-from hotbed.store import MOMENT
+from hotbed.store import MOMENT, LazyStore, Storage
 from hotbed.store.dense import TORCH_DTYPES
 
 MEMORY_BYTES = 8 << 20
@@ -73,7 +75,7 @@ def convert(
     place = directory(source)
     old = read_manifest(place)
     specs = _specs(old, dtype)
-    tables = {name: replace(table, moments=table.moments if moments else {}) for name, table in old.tables.items()}
+    tables = old.tables if moments else {name: table.without_moments for name, table in old.tables.items()}
     kept = {name: state for name, state in old.parts.items() if moments or name == "model"}
     with opened(place, old) as files, new_directory(target) as (new, writer):
         check_tables(old.tables.values(), files)
@@ -82,10 +84,11 @@ def convert(
         chunks = _chunks(tables, specs, compact, files, progress)
         tiles = writer.write_chunks(chunks, "tables", CONVERTED_BYTES)
         made = {
-            name: replace(table, spec=specs[name], tiles=tuple(sorted(tiles[name], key=_place)), base=None)
+            name: SavedTable.of(specs[name], table.moments, sorted(tiles[name], key=_place))
             for name, table in tables.items()
         }
-        manifest = replace(old, base=None, attempt="", parts=kept, tables=made, files=writer.entries())
+        changed = {"base": None, "attempt": "", "parts": kept, "tables": made, "files": writer.entries()}
+        manifest = old.model_copy(update=changed)
         write_manifest(new, manifest)
     return manifest
 
@@ -190,8 +193,9 @@ def _rectangles(saved: SavedTable, spec: Table) -> list[Rectangle]:
         return [Rectangle(range(spec.rows), range(spec.dim), saved)]
     found: list[Rectangle] = []
     for tile in full.tiles:
-        only = replace(full, tiles=(tile,))  # what else there is has nothing of this rectangle
-        found.append(Rectangle(tile.rows, tile.cols, only if saved.base is None else replace(saved, base=only)))
+        only = full.model_copy(update={"tiles": (tile,)})  # what else there is has nothing of this rectangle
+        of = only if saved.base is None else saved.model_copy(update={"base": only})
+        found.append(Rectangle(tile.rows, tile.cols, of))
     return found
 
 
@@ -301,7 +305,7 @@ def exported_table(spec: Table) -> Table:
 
 def exported_weight(saved: SavedTable, spec: Table, files: TensorFiles, count: Any) -> Array:
     """Return all rows, of which some more than are asked for are in memory: tiles may lie across them."""
-    saved = replace(saved, moments={})
+    saved = saved.model_copy(update={"moments": {}})
     first, slab = 0, torch.empty(0)
 
     def rows(start: int, stop: int) -> Tensor:
@@ -315,3 +319,86 @@ def exported_weight(saved: SavedTable, spec: Table, files: TensorFiles, count: A
         return slab[start - first : stop - first]
 
     return Array(TORCH_DTYPES[spec.dtype], (spec.rows, spec.dim), rows)
+
+
+_ROWS_AT_ONCE = 4096
+
+
+def content_hashes(
+    path: str | Path | Directory, progress: Callable[[int, int], None] = lambda done, total: None
+) -> dict[str, str]:
+    """Return the SHA-256 of each table and of the parameters of a checkpoint, with bounded memory.
+
+    The hash of a table covers the rows that training has changed, with their numbers and moments. Untouched rows are
+    left out, because some plans store them and others compute them again.
+
+    The key ``parameters`` is for all tensors of the part ``model``; states of dense optimizers and random numbers are
+    not hashed. ``progress`` is called with rows done and all rows.
+    """
+    place = directory(path)
+    manifest = read_manifest(place)
+    found: dict[str, str] = {}
+    total, before = sum(table.spec.rows for table in manifest.tables.values()), 0
+    with opened(place, manifest) as files:
+        check_tables(manifest.tables.values(), files)
+        for name, table in sorted(manifest.tables.items()):
+            start = before
+            found[name] = _hash_of(table, files, lambda done, start=start: progress(start + done, total))
+            before += table.spec.rows
+        if "model" in manifest.parts:
+            state = cast("dict[str, object]", read_states(manifest, ["model"], files)["model"])
+            digest = hashlib.sha256()
+            for key, value in sorted(state.items()):
+                if isinstance(value, Tensor):
+                    digest.update(json.dumps([key, str(value.dtype), list(value.shape)]).encode())
+                    digest.update(bytes_of(value.contiguous()))
+            found["parameters"] = digest.hexdigest()
+    return found
+
+
+def _hash_of(table: SavedTable, files: TensorFiles, progress: Callable[[int], None]) -> str:
+    """Hash what a table is, and numbers, stored bits and moments of its changed rows, each kind by itself."""
+    spec = table.spec
+    digests: dict[str, Any] = {}
+    for rows in _windows(table, files):
+        # A store that keeps only rows that differ from their initial values.
+        shard = Shard(spec, rows, range(spec.dim))
+        arena = Arena([shard], spec.dim, seed=0, device=torch.device("cpu"), backend="auto", storage=Storage("host"))
+        store = arena.store
+        assert isinstance(store, LazyStore)
+        for name, moment in table.moments.items():
+            store.add_moment(Moment(name, moment.per))
+        tile = LocalTile(shard, arena, 0, True)
+        load_tile(tile, table, table.moments, files)
+        for slots in store.keys(0).chunks(_ROWS_AT_ONCE):
+            found = {"keys": rows.start + slots, **tile.named(store.stored(slots))}
+            for name, array in found.items():
+                if len(array):
+                    digests.setdefault(name, hashlib.sha256()).update(bytes_of(array.contiguous()))
+        progress(rows.stop)
+    whole = {name: digest.hexdigest() for name, digest in sorted(digests.items())}
+    moments = {name: [moment.per, moment.initial] for name, moment in sorted(table.moments.items())}
+    described = [spec.rows, spec.dim, *form(spec), spec.init_seed, spec.init_version, spec.bound, moments, whole]
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+
+
+def _windows(table: SavedTable, files: TensorFiles) -> Iterator[range]:
+    """Yield ranges of rows whose stored rows fit into memory; no range without stored rows."""
+    most, rows = rows_in_memory(table, table.spec.dim), table.spec.rows
+    tiles = [(tile, of_files) for of, of_files in layers(table, files) for tile in of.tiles]
+    if not all(tile.keyed for tile, _ in tiles):
+        yield from (range(first, min(first + most, rows)) for first in range(0, rows, most))
+        return
+    first = 0
+    while first < rows:
+        begin, end = rows, rows
+        for tile, of_files in tiles:
+            key = f"{tile.key}/keys"
+            at, count = of_files.count_below(tile.file, key, first), of_files.find(tile.file, key).shape[0]
+            if at < count:
+                begin = min(begin, int(of_files.read_rows(tile.file, key, range(at, at + 1))))
+            if at + most < count:
+                end = min(end, int(of_files.read_rows(tile.file, key, range(at + most, at + most + 1))))
+        if begin < rows:
+            yield range(begin, end)
+        first = end

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from hotbed.checkpoint.blocks import BlockCache, VerifiedFiles
-from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTable
+from hotbed.checkpoint.manifest import MANIFEST, Base, FileEntry, Manifest, SavedTable
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tensor_files import TensorFiles
 from hotbed.comm import Link
@@ -42,6 +42,11 @@ class Baseline(NamedTuple):
     token: str
     sha256: str | None
     tables: Mapping[str, SavedTable]
+
+    @property
+    def base(self) -> Base:
+        """Its entry in the manifest of a difference to it, which the first rank writes."""
+        return Base.model_construct(name=self.place.name, sha256=self.sha256 or "")  # other ranks do not know the hash
 
 
 def changed_since(
@@ -121,14 +126,14 @@ def opened(place: Directory, manifest: Manifest) -> Generator[TensorFiles]:
         cache = BlockCache()
         stack.callback(cache.close)
 
-        def files(of: Directory, entries: Mapping[str, dict[str, object]], base: TensorFiles | None) -> TensorFiles:
+        def files(of: Directory, entries: Mapping[str, FileEntry], base: TensorFiles | None) -> TensorFiles:
             return TensorFiles(stack.enter_context(VerifiedFiles(of, entries, cache)), base)
 
         base = manifest.base
-        under = None if base is None else files(place.sibling(base.name), base.files, None)
+        under = None if base is None else files(place.sibling(base.name), manifest.base_files, None)
         yield files(place, manifest.files, under)
 
 
 def nbytes_with_base(manifest: Manifest) -> int:
     """Bytes of all files that a checkpoint needs but the manifests."""
-    return manifest.nbytes + sum(entry["bytes"] for entry in (manifest.base.files if manifest.base else {}).values())
+    return manifest.nbytes + sum(entry.bytes for entry in manifest.base_files.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -20,14 +20,15 @@ from torch.optim import Optimizer
 
 from hotbed.checkpoint.contents import (
     ModelTable,
+    Stateful,
     link_of,
     model_tables,
     refuse_parts_of_distributed,
     refuse_while_saved,
+    restored,
 )
 from hotbed.checkpoint.differential import nbytes_with_base, opened
 from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
-from hotbed.checkpoint.states import Stateful, restored
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tables import check_tables, load_tile
 from hotbed.checkpoint.tensor_files import TensorFiles
@@ -71,11 +72,7 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
     """
     place = directory(path)
     manifest = read_manifest(place)
-    for name in parts:
-        if name not in manifest.parts:
-            raise CheckpointError(
-                f"{place} has no part '{name}'; it has {', '.join(manifest.parts)}{did_you_mean(name, manifest.parts)}"
-            )
+    _refuse_missing(parts, manifest, place)
     refuse_parts_of_distributed(parts, link_of(parts))
     tables = model_tables(parts)
     refuse_while_saved(tables)
@@ -104,13 +101,20 @@ def load_dense(path: str | Path | Directory, model: nn.Module) -> Manifest:
     """Load the parameters and buffers of a model without tables from a checkpoint's part ``model``."""
     place = directory(path)
     manifest = read_manifest(place)
-    if "model" not in manifest.parts:
-        raise CheckpointError(f"{place} has no part 'model'; it has {', '.join(manifest.parts)}")
+    _refuse_missing(["model"], manifest, place)
     with opened(place, manifest) as files:
         state = read_states(manifest, ["model"], files)["model"]
     with faults_named(f"{place}", "model", model):
         model.load_state_dict({name: state[name] for name in model.state_dict() if name in state})
     return manifest
+
+
+def _refuse_missing(parts: Iterable[str], manifest: Manifest, place: Directory) -> None:
+    for name in parts:
+        if name not in manifest.parts:
+            raise CheckpointError(
+                f"{place} has no part '{name}'; it has {', '.join(manifest.parts)}{did_you_mean(name, manifest.parts)}"
+            )
 
 
 def _load_part(place: str, name: str, part: Stateful, state: Any) -> None:
@@ -151,25 +155,28 @@ def faults_named(place: str, name: str, part: Stateful) -> Generator[None]:
 
 
 def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` for what torch would load, and stumble over in the next step."""
+    """Raise `CheckpointError` for a state that torch would load, but that fails in the next step."""
+    for fault in _faults_of_optimizer(optimizer, state):
+        raise CheckpointError(fault)
+
+
+def _faults_of_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[str]:
     for number, (own, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
         for key, value in own.items():
             # Options that are flags have defaults in torch, so that states of its earlier releases lack some.
             if key == "params" or value is None or isinstance(value, bool):
                 continue
             if not _is_like(value, saved.get(key)):
-                raise CheckpointError(
-                    f"'param_groups.{number}.{key}' is {reprlib.repr(saved.get(key))}, must be like {value!r}"
-                )
+                yield f"'param_groups.{number}.{key}' is {reprlib.repr(saved.get(key))}, must be like {value!r}"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     order = [index for group in state["param_groups"] for index in group["params"]]
     for p, index in zip(parameters, order, strict=True):
         for name, value in state["state"].get(index, {}).items():
             if name in OF_ELEMENTS and value is not None and getattr(value, "shape", None) != p.shape:
                 shape = list(getattr(value, "shape", ()))
-                raise CheckpointError(f"'state.{index}.{name}' has the shape {shape}, its parameter {list(p.shape)}")
+                yield f"'state.{index}.{name}' has the shape {shape}, its parameter {list(p.shape)}"
     if len({frozenset(of) for of in state["state"].values()}) > 1:
-        raise CheckpointError("'state' has other names for some parameters than for others")
+        yield "'state' has other names for some parameters than for others"
 
 
 def _is_like(value: object, found: object) -> bool:

@@ -1,11 +1,15 @@
-"""Write, read and find manifests, which make directories checkpoints and say what is in their files.
+"""Define, write, read and find manifests: the file that makes a directory a checkpoint and lists its content.
 
-A manifest is the last file that is written, so a directory without a valid one is no checkpoint, and neither a killed
-run nor a power failure leaves half of one. On several ranks the first one writes it, when it knows what the others
-wrote (`hotbed.checkpoint.save`). ``docs/checkpoint-format.md`` describes every entry.
+A manifest is the last file that is written. A directory without a valid manifest is no checkpoint, so neither a killed
+run nor a power failure leaves half of one. With several ranks, the first rank writes the manifest once it knows which
+files the other ranks wrote (`hotbed.checkpoint.save`). ``docs/checkpoint-format.md`` describes every entry.
 
-It holds the states of models, optimizers and so on as plain values (`hotbed.checkpoint.states`). A differential
-checkpoint has only the rows that changed since a full one beside it, its base; `read_manifest` reads both.
+The pydantic models of this file are the manifest: reading validates a file against them, and the other modules use
+them as they are. A checkpoint may come from anywhere, and its hashes prove only that it is unchanged. Therefore
+`read_manifest` also compares the entries with each other; a manifest that passes can be used without further checks.
+
+States of models, optimizers and so on are plain values (`hotbed.checkpoint.contents`). A differential checkpoint has
+only the rows that changed since a full checkpoint next to it, its base; `read_manifest` reads both.
 """
 
 from __future__ import annotations
@@ -14,82 +18,176 @@ import hashlib
 import json
 import re
 import reprlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from hotbed.checkpoint.blocks import Entry
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    InstanceOf,
+    ValidationError,
+    model_serializer,
+)
+from pydantic_core import ErrorDetails
+
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.errors import CheckpointError, DamagedError, PlanError
+from hotbed.parsing import TextError, parse_json
 from hotbed.plan import Plan, Tile
-from hotbed.specs import Table
+from hotbed.specs import MAX_DIM, RowDtype, Table, row_bytes
 
 FORMAT = 1
+_REQUIRED = ("base", "step", "recipe", "plan", "tables", "files", "parts")
 _FULL = f'{{\n "format": {FORMAT},\n "base": null,'.encode()
-"""What the manifest of a full checkpoint begins with."""
+"""First bytes of the manifest of a full checkpoint."""
 MANIFEST = "manifest.json"
 MOST_BYTES = 256 << 20
-"""Of a manifest: one of 50 TB of tables has some 220 MiB."""
+"""Largest manifest: tables of 50 TB need about 220 MiB."""
+MOST_BLOCK_BYTES = 1 << 30
+"""Largest block of a file; several blocks are in memory at once."""
 NAME = re.compile(r"(last|best)-\d{8,}")
-"""Names of checkpoints in a run's directory; whatever else lies there is left alone."""
+"""Names of checkpoints in a run's directory; other names there are left alone."""
 _RUN = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
-"""Names of runs in the directory of a name: when they began, and a number where several did in one second."""
+"""Names of runs: the start time, and a number if several runs started in one second."""
+_LARGEST = 3.4028234663852886e38  # of float32
+
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Step = Annotated[int, Field(ge=1, le=2**63 - 1)]
+Text = Annotated[str, Field(min_length=1, max_length=4096)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*\.safetensors$", max_length=255)]
+"""A file in the checkpoint's own directory, never above or below it."""
+PartName = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=255)]
 
 
-@dataclass(frozen=True)
-class SavedMoment:
-    """A moment of a table: ``per`` row or element, what untouched rows have, the name and rule of its optimizer."""
+def _range(bounds: Any) -> Any:
+    """Annotate a range that a file has as the list of its bounds."""
+    stored = Annotated[
+        bounds,
+        Field(strict=False),
+        BeforeValidator(lambda value: (value.start, value.stop, value.step)[:n] if isinstance(value, range) else value),
+        AfterValidator(lambda value: range(*value)),
+    ]
+    n = len(bounds.__args__)
+    return GetPydanticSchema(lambda _, handler: handler.generate_schema(stored))
+
+
+class Entry(BaseModel):
+    """An object of a manifest."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class FileEntry(Entry):
+    """A file: its size, and the SHA-256 of every block of ``block_bytes``; the last block may be shorter."""
+
+    bytes: Count
+    block_bytes: Annotated[int, Field(ge=1, le=MOST_BLOCK_BYTES)]
+    sha256: list[Digest]
+
+
+class InitEntry(Entry):
+    """The initial values of a table."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    bound: Annotated[float, Field(ge=0, le=_LARGEST)]
+    version: Literal[1]
+
+
+class SavedMoment(Entry):
+    """A moment of a table: ``initial`` is its value in untouched rows, ``optimizer`` the part that updates it."""
 
     per: Literal["row", "element"]
-    initial: float
-    optimizer: str
-    rule: str
+    initial: Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
+    optimizer: Text
+    rule: Text
 
 
-@dataclass(frozen=True)
-class SavedTile:
+class SavedTile(Entry):
     """A rectangle of a table and the arrays ``KEY/…`` of a file that hold it.
 
-    Where it is ``keyed``, the array ``KEY/keys`` names the rows that the others hold, rising; all other rows of the
-    rectangle have their initial values.
+    Of a ``keyed`` tile, the array ``KEY/keys`` has the rows that the other arrays hold, in rising order; all other rows
+    of the rectangle have their initial values.
     """
 
-    rows: range
-    cols: range
-    file: str
-    key: str
+    rows: Annotated[range, _range(tuple[Count, Count, Step])]
+    cols: Annotated[range, _range(tuple[Count, Count])]
+    file: FileName
+    key: Text
     keyed: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        values: dict[str, Any] = {
-            "rows": [self.rows.start, self.rows.stop, self.rows.step],
-            "cols": [self.cols.start, self.cols.stop],
-            "file": self.file,
-            "key": self.key,
-        }
+    @model_serializer
+    def _to_dict(self) -> dict[str, Any]:
+        rows, cols = [self.rows.start, self.rows.stop, self.rows.step], [self.cols.start, self.cols.stop]
+        values: dict[str, Any] = {"rows": rows, "cols": cols, "file": self.file, "key": self.key}
         return {**values, "keyed": True} if self.keyed else values
 
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> SavedTile:
-        """What `to_dict` gave."""
-        rows, cols = range(*values["rows"]), range(*values["cols"])
-        return SavedTile(rows, cols, values["file"], values["key"], values.get("keyed", False))
 
+class SavedTable(Entry):
+    """A table and its tiles.
 
-@dataclass(frozen=True)
-class SavedTable:
-    """A table: what it is, and the tiles that it is in.
-
-    ``spec.init_seed`` is the seed of the initial values, whatever the collection's was. ``base`` is the same table in
-    the base of a differential checkpoint, which has the rows that the keys of these tiles do not name.
+    ``init.seed`` is the seed of the table's own initial values. ``base`` is the same table in the base of a
+    differential checkpoint, which has the rows that no key of these tiles names; it is not in the file.
     """
 
-    spec: Table
-    moments: Mapping[str, SavedMoment] = field(default_factory=dict)
-    tiles: tuple[SavedTile, ...] = ()
-    base: SavedTable | None = None
+    name: Text
+    rows: Step
+    dim: Annotated[int, Field(ge=1, le=MAX_DIM)]
+    dtype: RowDtype
+    fp32_rows: Count
+    init: InitEntry
+    moments: dict[Text, SavedMoment]
+    tiles: Annotated[tuple[SavedTile, ...], Field(strict=False)]
+    base: InstanceOf[SavedTable] | None = Field(default=None, exclude=True)
+
+    @classmethod
+    def of(
+        cls, spec: Table, moments: Mapping[str, SavedMoment] | None = None, tiles: Sequence[SavedTile] = ()
+    ) -> SavedTable:
+        """Describe a table that has its own seed of initial values."""
+        assert spec.init_seed is not None
+        return cls(
+            name=spec.name,
+            rows=spec.rows,
+            dim=spec.dim,
+            dtype=spec.dtype,
+            fp32_rows=spec.fp32_rows,
+            init=InitEntry(seed=spec.init_seed, bound=spec.bound, version=1),
+            moments=dict(moments or {}),
+            tiles=tuple(tiles),
+        )
+
+    @property
+    def spec(self) -> Table:
+        """The table."""
+        return Table(
+            self.name,
+            self.rows,
+            self.dim,
+            init_bound=self.init.bound,
+            init_seed=self.init.seed,
+            init_version=self.init.version,
+            dtype=self.dtype,
+            fp32_rows=self.fp32_rows,
+        )
+
+    @property
+    def without_moments(self) -> SavedTable:
+        """The table, and its base, without moments."""
+        base = None if self.base is None else self.base.without_moments
+        return self.model_copy(update={"moments": {}, "base": base})
+
+    @property
+    def bare(self) -> SavedTable:
+        """The table without tiles and base."""
+        return self.model_copy(update={"tiles": (), "base": None})
 
     def check(self, name: str, where: str) -> None:
         """Raise `CheckpointError` unless each cell of the table is in one of its tiles."""
@@ -100,76 +198,84 @@ class SavedTable:
             raise CheckpointError(f"{where}: the tiles of table '{name}' are not the table: {error}") from None
 
 
-@dataclass(frozen=True)
-class Base:
-    """The full checkpoint, beside a differential one, that has all other rows: its directory, and its manifest's hash.
+class Base(Entry):
+    """The full checkpoint next to a differential one that has all other rows, and the SHA-256 of its manifest."""
 
-    ``files`` are the entries of its files, once they are read.
-    """
-
-    name: str
-    sha256: str
-    files: Mapping[str, Entry] = field(default_factory=dict)
+    name: PartName
+    sha256: Digest
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """All that a checkpoint's manifest says.
+class PlanEntry(Entry):
+    """A saved plan; only its number of ranks is read."""
+
+    model_config = ConfigDict(extra="allow")
+
+    world_size: Step
+
+
+class Manifest(Entry):
+    """The manifest of a checkpoint.
 
     Attributes
     ----------
+    base
+        The base of a differential checkpoint; None for a full one.
     step
         Optimizer steps taken.
-    base
-        What a differential checkpoint is a difference to; None of a full one.
-    recipe, plan
-        Plain values of both, where there are any.
-    parts
-        By name, the plain values of each state; tensors are named by ``{"$tensor": KEY}`` in ``NAME.safetensors``.
-    tables
-        By the path of the collection in the model and the table's name.
-    files
-        By name: size, and the SHA-256 of every block.
     attempt
-        What names of its files end in, where several runs may have tried to save it; else empty.
+        End of the names of the checkpoint's files if several runs may have tried to save it; else empty.
+    recipe, plan
+        Plain values of both, or None.
+    tables
+        Tables by the path of the collection in the model and the table's name.
+    files
+        Files by name.
+    parts
+        Plain values of each state by name; tensors are ``{"$tensor": KEY}``, with values in ``NAME.safetensors``.
     sha256
-        Of the manifest that was read.
+        SHA-256 of the manifest that was read.
+    base_files
+        The files of the base, once its manifest is read; not in the file.
     """
 
-    step: int = 0
+    format: Literal[1] = FORMAT
     base: Base | None = None
-    recipe: Mapping[str, Any] | None = None
-    plan: Mapping[str, Any] | None = None
-    parts: Mapping[str, Any] = field(default_factory=dict)
-    tables: Mapping[str, SavedTable] = field(default_factory=dict)
-    files: Mapping[str, Entry] = field(default_factory=dict)
-    attempt: str = ""
-    sha256: str = field(default="", compare=False)
+    step: Count = 0
+    attempt: Annotated[str, Field(pattern=r"^([0-9a-f]{8})?$")] = ""
+    recipe: dict[str, Any] | None = None
+    plan: PlanEntry | None = None
+    tables: dict[Text, SavedTable] = {}
+    files: dict[FileName, FileEntry] = {}
+    parts: dict[PartName, Any] = {}
+    sha256: str = Field(default="", exclude=True)
+    base_files: dict[str, InstanceOf[FileEntry]] = Field(default={}, exclude=True)
 
     def file_of(self, part: str) -> str:
-        """Name the file with the tensors of a part; there is none in `files` if it has none."""
+        """Name the file with the tensors of a part; a part without tensors has no such entry in `files`."""
         return file_name(part, self.attempt)
 
     def to_json(self) -> str:
         """JSON with its own SHA-256."""
-        base = self.base
-        values: dict[str, Any] = {
-            "format": FORMAT,
-            "base": None if base is None else {"name": base.name, "sha256": base.sha256},
-            "step": self.step,
-            **({"attempt": self.attempt} if self.attempt else {}),
-            "recipe": self.recipe,
-            "plan": self.plan,
-            "tables": {name: _table_to_dict(table) for name, table in self.tables.items()},
-            "files": self.files,
-            "parts": self.parts,
-        }
-        return _json({**values, "sha256": _sha256_of(values)})
+        values = self.model_dump()
+        if not self.attempt:
+            del values["attempt"]
+        text = _json(values)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return text.removesuffix("\n}") + f',\n "sha256": "{digest}"\n}}'
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files but the manifest; not of the base's."""
-        return sum(entry["bytes"] for entry in self.files.values())
+        return sum(entry.bytes for entry in self.files.values())
+
+
+class Report(Entry):
+    """A rank's report to the first rank: its files and tiles, or its error."""
+
+    token: Text
+    error: str | None = None
+    files: dict[FileName, FileEntry] = {}
+    tiles: dict[Text, list[SavedTile]] = {}
 
 
 def file_name(name: str, attempt: str) -> str:
@@ -223,12 +329,10 @@ def _with_base(place: Directory, manifest: Manifest, base: Base) -> Manifest:
         )
     if under.base is not None:
         raise CheckpointError(f"{file}: 'base.name' is '{base.name}', which is itself a difference, must be a full one")
-    if {n: replace(t, tiles=()) for n, t in manifest.tables.items()} != {
-        n: replace(t, tiles=()) for n, t in under.tables.items()
-    }:
+    if {n: t.bare for n, t in manifest.tables.items()} != {n: t.bare for n, t in under.tables.items()}:
         raise CheckpointError(f"{file}: 'tables' are others than those of its base {where}; use another checkpoint")
-    tables = {name: replace(table, base=under.tables[name]) for name, table in manifest.tables.items()}
-    return replace(manifest, base=replace(base, files=under.files), tables=tables)
+    tables = {name: table.model_copy(update={"base": under.tables[name]}) for name, table in manifest.tables.items()}
+    return manifest.model_copy(update={"base_files": under.files, "tables": tables})
 
 
 def base_of(place: Directory) -> str | None:
@@ -249,14 +353,12 @@ def base_of(place: Directory) -> str | None:
 
 
 def _read(place: Directory) -> Manifest:
-    """Read a manifest by itself."""
+    """Read a manifest, but not that of its base."""
     if not place.has(MANIFEST):
         raise CheckpointError(f"{place} holds no {MANIFEST}, so it is not a checkpoint, or one that was never finished")
     file = f"{place}/{MANIFEST}"
-    from hotbed.checkpoint import schema  # with pydantic, which only reading needs
-
-    values = schema.parsed(place.read(MANIFEST, MOST_BYTES), file)
-    version = values.pop("format", None)
+    values = parsed(place.read(MANIFEST, MOST_BYTES), file)
+    version = values.get("format")
     if version is None:
         raise DamagedError(f"{file} is damaged ('format' is missing); use another checkpoint")
     if version != FORMAT:
@@ -264,24 +366,16 @@ def _read(place: Directory) -> Manifest:
             f"{place} has checkpoint format {reprlib.repr(version)}, this release reads {FORMAT}; use the release that "
             "wrote it"
         )
-    sha256 = values.pop("sha256", None)
-    if sha256 != _sha256_of({"format": version, **values}):
+    if values.pop("sha256", None) != (sha256 := _sha256_of(values)):
         raise DamagedError(f"{file} is damaged (its content has changed); use another checkpoint")
-    schema.check_manifest(values, file)
-    base = values["base"]
-    tables = {name: _table_from_dict(entry) for name, entry in values["tables"].items()}
-    for name, table in tables.items():
+    if missing := [key for key in _REQUIRED if key not in values]:
+        raise CheckpointError(f"{file}: '{missing[0]}' is missing")
+    manifest = validated(Manifest, {**values, "sha256": sha256}, file)
+    for fault in _faults(manifest):
+        raise CheckpointError(f"{file}: {fault}")
+    for name, table in manifest.tables.items():
         table.check(name, file)
-    keys = ("step", "recipe", "plan", "parts")
-    found = {key: values[key] for key in keys}
-    return Manifest(
-        **found,
-        tables=tables,
-        files=values["files"],
-        base=base and Base(**base),
-        attempt=values.get("attempt", ""),
-        sha256=sha256,
-    )
+    return manifest
 
 
 def step_of(checkpoint: Directory) -> int:
@@ -336,38 +430,111 @@ def find_earlier(checkpoint: Directory, since: str | Path | Directory) -> Direct
     return there[0]
 
 
-def _table_to_dict(table: SavedTable) -> dict[str, Any]:
-    spec = table.spec
-    return {
-        "name": spec.name,
-        "rows": spec.rows,
-        "dim": spec.dim,
-        "dtype": spec.dtype,
-        "fp32_rows": spec.fp32_rows,
-        "init": {"seed": spec.init_seed, "bound": spec.bound, "version": spec.init_version},
-        "moments": {name: vars(moment) for name, moment in table.moments.items()},
-        "tiles": [tile.to_dict() for tile in table.tiles],
-    }
+def parsed(data: bytes, where: str) -> dict[str, Any]:
+    """Parse a JSON object whose keys are all different and whose values are not nested deeply.
+
+    Anything else raises `DamagedError`.
+    """
+    try:
+        values = parse_json(data)
+        if not isinstance(values, dict):
+            raise TextError(f"holds {type(values).__name__}, must be an object")
+    except TextError as error:
+        raise DamagedError(f"{where} is damaged: it {error}; use another checkpoint") from None
+    return cast("dict[str, Any]", values)
 
 
-def _table_from_dict(values: Mapping[str, Any]) -> SavedTable:
-    init = values["init"]
-    spec = Table(
-        values["name"],
-        values["rows"],
-        values["dim"],
-        init_bound=init["bound"],
-        init_seed=init["seed"],
-        init_version=init["version"],
-        dtype=values["dtype"],
-        fp32_rows=values["fp32_rows"],
-    )
-    tiles = tuple(SavedTile.from_dict(tile) for tile in values["tiles"])
-    moments = {
-        name: SavedMoment(m["per"], float(m["initial"]), m["optimizer"], m["rule"])
-        for name, m in values["moments"].items()
-    }
-    return SavedTable(spec, moments, tiles)
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validated(kind: type[Model], values: object, where: str) -> Model:
+    """Make a model of parsed values; raise `CheckpointError` with the key, its value and its limit."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise CheckpointError(fault_of(error, where)) from None
+
+
+def _faults(manifest: Manifest) -> Iterator[str]:
+    """Yield what is wrong where the entries of a manifest do not agree with each other."""
+    for name, file in manifest.files.items():
+        if len(file.sha256) != -(-file.bytes // file.block_bytes):
+            yield (
+                f"the manifest has {len(file.sha256):,} hashes of its blocks for '{name}', but its {file.bytes:,} "
+                f"bytes are {-(-file.bytes // file.block_bytes):,} blocks; use another checkpoint"
+            )
+    seen: set[tuple[str, str]] = set()
+    needed: Counter[str] = Counter()
+    for name, table in manifest.tables.items():
+        if table.fp32_rows > table.rows:
+            yield f"'tables.{name}.fp32_rows' is {table.fp32_rows:,}, must be at most rows {table.rows:,}"
+        for i, tile in enumerate(table.tiles):
+            key = f"'tables.{name}.tiles.{i}"
+            if manifest.base is not None and not tile.keyed:
+                yield f"{key}.keyed' is False, must be True, for there is a 'base'"
+            if tile.file not in manifest.files:
+                yield f"{key}' speaks of a file {tile.file}, which its manifest does not list"
+            if (tile.file, tile.key) in seen:
+                yield f"{key}' is '{tile.key}' of {tile.file}, and so is another tile"
+            seen.add((tile.file, tile.key))
+            if not tile.keyed:
+                needed[tile.file] += len(tile.rows) * row_bytes(table.dtype, len(tile.cols))
+    for file, nbytes in needed.items():
+        if nbytes > (there := manifest.files[file].bytes):
+            yield f"the tiles in {file} need {nbytes:,} bytes, but 'files.{file}.bytes' is {there:,}"
+    for name, state in manifest.parts.items():
+        yield from _faults_of_state(state, f"parts.{name}")
+
+
+def _faults_of_state(value: object, key: str) -> Iterator[str]:
+    """Yield what is wrong with a state that `hotbed.checkpoint.contents.plain` does not return."""
+    if isinstance(value, list):
+        for i, entry in enumerate(cast("list[object]", value)):
+            yield from _faults_of_state(entry, f"{key}.{i}")
+    if not isinstance(value, dict):
+        return
+    entries = cast("dict[str, object]", value)
+    kind = next((name for name in entries if name.startswith("$")), None)
+    if kind is None:
+        for name, entry in entries.items():
+            yield from _faults_of_state(entry, f"{key}.{name}")
+    elif len(entries) > 1 or kind not in _STATES:
+        yield f"'{key}' has '{kind}', must be one of {', '.join(_STATES)}, and the only key"
+    elif not _STATES[kind][0](of := entries[kind]):
+        yield f"'{key}.{kind}' is {reprlib.repr(of)}, must be {_STATES[kind][1]}"
+    elif kind != "$tensor":
+        yield from _faults_of_state([pair[1] for pair in cast("list[Any]", of)] if kind == "$items" else of, key)
+
+
+def _is_items(value: object) -> bool:
+    if not isinstance(value, list):
+        return False
+    pairs = cast("list[object]", value)
+    if not all(isinstance(p, list) and len(p) == 2 and isinstance(p[0], str | int) for p in pairs):
+        return False
+    return len({pair[0] for pair in cast("list[list[Any]]", pairs)}) == len(pairs)
+
+
+_STATES: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "$tensor": (lambda of: isinstance(of, str), "a name"),
+    "$tuple": (lambda of: isinstance(of, list), "a list"),
+    "$items": (_is_items, "a list of pairs of different keys, text or integers, and values"),
+}
+"""Kinds of values that JSON lacks, and what JSON has in their place."""
+
+
+def fault_of(error: ValidationError, where: str) -> str:
+    """Say what is wrong first: key, value and what it must be."""
+    errors = error.errors(include_url=False, include_context=False)
+    return f"{where}: {_fault(errors[0])}" + (f" ({len(errors) - 1} more)" if len(errors) > 1 else "")
+
+
+def _fault(error: ErrorDetails) -> str:
+    key = ".".join(map(str, error["loc"]))
+    if error["type"] == "missing":
+        return f"'{key}' is missing"
+    message = error["msg"][:1].lower() + error["msg"][1:]
+    return f"'{key}' is {reprlib.repr(error['input'])}: {message}"
 
 
 def _json(values: Mapping[str, Any]) -> str:

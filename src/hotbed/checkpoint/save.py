@@ -1,7 +1,8 @@
 """Save a checkpoint: every rank writes the tiles that it owns, the first one all else and, last, the manifest.
 
-Ranks write into one directory and report what they wrote to the first rank (`hotbed.checkpoint.rank_reports`). No table
-is gathered and nothing waits for other ranks but the manifest, so saving can go on in a thread beside training.
+Ranks write into one directory and report what they wrote to the first rank (`RankReports`): a small file each,
+``rank-N.json``, so that ranks can write in threads beside training without an exchange. What all ranks must know at
+once, in the thread of training, is exchanged. No table is gathered, and only the manifest waits for other ranks.
 
 Where the directory may pass to another run, names of files end in the attempt, eight digits of its token: a writer that
 was stopped for a while, and then goes on, overwrites and removes nothing of an attempt that began later. The manifest
@@ -10,21 +11,23 @@ is created, which one of them alone can do, and only while all of its files are 
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hotbed.checkpoint.blocks import Entry
 from hotbed.checkpoint.contents import (
     OwnedTile,
+    Stateful,
     chunks_of,
     link_of,
     model_tables,
@@ -32,20 +35,21 @@ from hotbed.checkpoint.contents import (
     plan_of,
     refuse_parts_of_distributed,
     refuse_while_saved,
+    states_of,
 )
 from hotbed.checkpoint.differential import Baseline, changed_since
-from hotbed.checkpoint.manifest import MANIFEST, Base, Manifest, SavedTile, write_manifest
-from hotbed.checkpoint.rank_reports import (
-    PATIENCE_S,
-    SAY_S,
-    OtherRankError,
-    RankReports,
-    State,
-    exchange_states,
-    from_first,
+from hotbed.checkpoint.manifest import (
+    MANIFEST,
+    MOST_BYTES,
+    FileEntry,
+    Manifest,
+    Report,
+    SavedTile,
+    parsed,
+    validated,
+    write_manifest,
 )
 from hotbed.checkpoint.snapshot import Snapshot
-from hotbed.checkpoint.states import Stateful, states_of
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tensor_files import UNFINISHED, Array, FileWriter, is_left_by_attempts, make_directory
 from hotbed.comm import Link
@@ -54,6 +58,12 @@ from hotbed.machine import start_alone
 from hotbed.store import RisingSlots, RowStore
 
 ATTEMPT_DIGITS = 8
+PATIENCE_S = 600.0
+"""How long the first rank waits for another that has written no further file, and for any once it has failed itself."""
+LAST_PATIENCE_S = 5.0
+"""How long the first rank waits for the others' reports once training has failed."""
+SAY_S = 0.25
+"""Seconds between two messages of ranks that wait for a checkpoint; an exchange may take longer than that."""
 
 _log = logging.getLogger("hotbed")
 
@@ -136,12 +146,12 @@ def save_checkpoint(
         place,
         token,
         Manifest(
-            step,
-            None if changed is None or base is None else Base(base.baseline.place.name, base.baseline.sha256 or ""),
-            recipe,
-            plan_of(parts),
-            plains,
-            saved_tables,
+            step=step,
+            base=None if changed is None or base is None else base.baseline.base,
+            recipe=None if recipe is None else dict(recipe),
+            plan=plan_of(parts),
+            parts=plains,
+            tables=saved_tables,
             attempt="" if check is None else token[:ATTEMPT_DIGITS],
         ),
         owned,
@@ -331,7 +341,7 @@ class Saving:
         if self._snapshot is not None and self._error is None:
             _log.info("%s: %.1f s, training held up for %.2f s", self.path, self.seconds, self.stalled_s)
 
-    def _write_files(self) -> tuple[dict[str, Entry], dict[str, list[SavedTile]]]:
+    def _write_files(self) -> tuple[dict[str, FileEntry], dict[str, list[SavedTile]]]:
         """Write this rank's files; their entries, and the tiles of each table that are in them."""
         manifest = self._manifest
         with FileWriter(self._place) as writer:
@@ -343,20 +353,20 @@ class Saving:
             if self._snapshot is not None:
                 self._snapshot.close()
             files = writer.entries()
-        self.nbytes = sum(entry["bytes"] for entry in files.values())
+        self.nbytes = sum(entry.bytes for entry in files.values())
         return files, tiles
 
-    def _write_manifest(self, files: dict[str, Entry], tiles: dict[str, list[SavedTile]]) -> None:
+    def _write_manifest(self, files: dict[str, FileEntry], tiles: dict[str, list[SavedTile]]) -> None:
         """Collect the reports of the other ranks, write the manifest, and remove the reports."""
         self._check()  # first: in a place that is another run's by now, missing files are no news
         for rank in range(1, self._size):
             report = self._reports.read(rank)
-            files |= report["files"]
-            for name, of in report["tiles"].items():
-                tiles.setdefault(name, []).extend(SavedTile.from_dict(t) for t in of)
+            files |= report.files
+            for name, of in report.tiles.items():
+                tiles.setdefault(name, []).extend(of)
+        in_order = {name: tuple(sorted(of, key=lambda t: (t.cols.start, t.rows.start))) for name, of in tiles.items()}
         tables = {
-            name: replace(table, tiles=tuple(sorted(tiles[name], key=lambda t: (t.cols.start, t.rows.start))))
-            for name, table in self._manifest.tables.items()
+            name: table.model_copy(update={"tiles": in_order[name]}) for name, table in self._manifest.tables.items()
         }
         for name, table in tables.items():
             table.check(name, self.path)
@@ -366,7 +376,7 @@ class Saving:
                 f"{self.path} was not saved: its base {self.base} is gone; does another run remove it?"
             )
         self._check()
-        self._sha256 = write_manifest(self._place, replace(self._manifest, tables=tables, files=files))
+        self._sha256 = write_manifest(self._place, self._manifest.model_copy(update={"tables": tables, "files": files}))
         if self._manifest.attempt:
             self._withdraw_unless_whole(files)
             self._check()
@@ -376,12 +386,12 @@ class Saving:
         self._place.remove(UNFINISHED)
         self._reports.remove()
 
-    def _refuse_missing(self, files: Mapping[str, Entry]) -> None:
+    def _refuse_missing(self, files: Mapping[str, FileEntry]) -> None:
         missing = files.keys() - set(self._place.names())
         if missing:
             raise CheckpointError(f"{self.path} was not saved: {min(missing)} is gone; does another run write there?")
 
-    def _withdraw_unless_whole(self, files: Mapping[str, Entry]) -> None:
+    def _withdraw_unless_whole(self, files: Mapping[str, FileEntry]) -> None:
         """Remove the manifest if another run has removed files since the last look, as unfinished ones."""
         try:
             self._refuse_missing(files)
@@ -397,3 +407,115 @@ class Saving:
                 self._then()
         except Exception:
             _log.exception("%s is saved, but what was to be done then failed", self.path)
+
+
+class State(IntEnum):
+    """How far a rank is with its files of a checkpoint."""
+
+    WRITING = 0
+    WRITTEN = 1
+    FAILED = 2
+    GIVEN_UP = 3
+    """The first rank has failed, and waits no longer for others that still write."""
+
+
+class OtherRankError(CheckpointError):
+    """What the first rank heard of another's failure."""
+
+
+class RankReports:
+    """The reports of a checkpoint's ranks.
+
+    ``token`` and ``attempt`` are those of this attempt to save it; reports with another token are not read. The first
+    rank does not wait for reports of ranks that are known to have ``failed``.
+    """
+
+    def __init__(self, place: Directory, token: str, attempt: str, rank: int, size: int) -> None:
+        self._place, self._token, self._attempt, self._rank, self._size = place, token, attempt, rank, size
+        self._deadline = float("inf")
+        self.failed: Set[int] = frozenset()
+
+    def hurry(self) -> None:
+        """Wait no longer for ranks that may be gone."""
+        self._deadline = time.monotonic() + LAST_PATIENCE_S
+
+    def name(self, rank: int) -> str:
+        """Name a rank's report."""
+        return f"rank-{rank}-{self._attempt}.json" if self._attempt else f"rank-{rank}.json"
+
+    def write(self, files: Mapping[str, FileEntry], tiles: Mapping[str, list[SavedTile]]) -> None:
+        """Report the files and tiles that this rank wrote."""
+        self._write(Report(token=self._token, files=dict(files), tiles=dict(tiles)))
+
+    def write_error(self, error: BaseException) -> None:
+        """Report an error, so that the first rank does not wait; an error of writing the report is dropped."""
+        with suppress(OSError):
+            self._write(Report(token=self._token, error=str(error) or type(error).__name__))
+
+    def _write(self, report: Report) -> None:
+        if self._rank != 0:
+            self._place.write(self.name(self._rank), json.dumps(report.model_dump(exclude_unset=True)))
+
+    def read(self, rank: int) -> Report:
+        """Wait for a rank's report, for as long as it goes on writing files.
+
+        Raise `OtherRankError` if it could not write its files, `CheckpointError` if no report came, or one that cannot
+        be.
+        """
+        name = self.name(rank)
+        start = seen = time.monotonic()
+        written = 0
+        while time.monotonic() < min(seen + PATIENCE_S, self._deadline):
+            count = sum(file.startswith(f"tables-{rank:05d}-") for file in self._place.names())
+            if count != written:
+                seen, written = time.monotonic(), count
+            failed = rank in self.failed  # asked before the report, which is written first
+            if self._place.has(name):
+                where = f"{self._place}/{name}"
+                values = parsed(self._place.read(name, MOST_BYTES), where)
+                if values.get("token") == self._token:
+                    report = validated(Report, values, where)
+                    if report.error is not None:
+                        raise OtherRankError(f"{self._place} was not saved: rank {rank} failed: {report.error}")
+                    return report
+            if failed:
+                raise OtherRankError(f"{self._place} was not saved: rank {rank} failed; its own output says why")
+            time.sleep(min(0.02 + (time.monotonic() - start) / 20, 1.0))
+        waited = time.monotonic() - start
+        raise CheckpointError(
+            f"{self._place} was not saved: rank {rank} has not written {name} in {waited:,.0f} s; all ranks must see "
+            "one directory, on a shared file system or an object store"
+        )
+
+    def remove(self) -> None:
+        """Remove all of them."""
+        for rank in range(1, self._size):
+            self._place.remove(self.name(rank))
+
+
+def from_first(link: Link | None, first: Callable[[], str]) -> str:
+    """Call something on the first rank and return its result, at most 32 letters, on all ranks, or raise on all."""
+    if link is None:
+        return first()
+    error: Exception | None = None
+    text = ""
+    if link.rank == 0:
+        try:
+            text = first()
+        except Exception as raised:
+            error = raised
+    sent = torch.tensor(list(text.encode().ljust(32, b"\0")), dtype=torch.uint8, device=link.device)
+    came = bytes(link.broadcast("the checkpoint's token", sent, 0).wait().tolist()).rstrip(b"\0").decode()
+    if error is not None:
+        raise error
+    if not came:
+        raise CheckpointError("rank 0 could not make the checkpoint's directory; its own output says why")
+    return came
+
+
+def exchange_states(link: Link | None, own: State) -> list[State]:
+    """List how far each rank is; all must call this."""
+    if link is None:
+        return [own]
+    states = link.all_gather("whether the checkpoint was written", torch.tensor([own], device=link.device)).wait()
+    return [State(state) for state in states.flatten().tolist()]

@@ -11,13 +11,16 @@ from typing import Any, BinaryIO, cast
 from typing_extensions import Buffer, override
 
 from hotbed import files, parsing
-from hotbed.checkpoint.storage import Directory, Writer, directory
+from hotbed.checkpoint.storage import Directory, LocalDirectory, Writer, directory
 from hotbed.errors import CheckpointError
 from hotbed.locations import location
 
 
-def file_at(uri: str) -> tuple[Directory, str]:
-    """Return the directory that the file at a URI is in, and its name there."""
+def file_at(path: str | Path) -> tuple[Directory, str]:
+    """Return the directory of the file at a path or URI, and its name there."""
+    uri = location(str(path))
+    if isinstance(uri, Path):
+        return LocalDirectory(uri.parent), uri.name
     address, mark, query = uri.partition("?")
     folder, _, name = address.rpartition("/")
     if not name or folder.endswith(":/"):
@@ -64,13 +67,9 @@ def read_yaml(path: str | Path) -> Any:
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a file that appears whole or not at all."""
-    place = location(str(path))
-    if isinstance(place, Path):
-        files.write_text(place, text)
-    else:
-        folder, name = file_at(place)
-        folder.make()
-        folder.write(name, text)
+    folder, name = file_at(path)
+    folder.make()
+    folder.write(name, text)
 
 
 @contextmanager

@@ -1,20 +1,23 @@
-"""Load rows of a saved table into a tile of a table: from any saved tiles, bit for bit where the row formats match."""
+"""Load rows of a saved table into a tile of a table, and find the id of each row (`row_ids`).
+
+Rows come from any saved tiles, bit for bit where the row formats match.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from hotbed import ops
-from hotbed.checkpoint.manifest import SavedTable, SavedTile
+from hotbed.checkpoint.manifest import Manifest, SavedTable, SavedTile
 from hotbed.checkpoint.tensor_files import CHUNK_BYTES, TensorFiles, as_bits
 from hotbed.embed import LocalTile
 from hotbed.embed.arena import form, stored_as
+from hotbed.embed.dynamic import PREFIX
 from hotbed.errors import CheckpointError
 from hotbed.ops.layout import SCALE_BLOCK
 from hotbed.ops.rows import MIN_EXPONENT, exponents_of, round_nearest, widen
@@ -48,7 +51,8 @@ def check_tables(tables: Iterable[SavedTable], files: TensorFiles) -> None:
     """Raise `CheckpointError` unless the arrays of all tiles have the dtypes and shapes that hold their rows."""
     for of, of_files in (layer for saved in tables for layer in layers(saved, files)):
         for tile in of.tiles:
-            _check_tile(tile, of, of_files)
+            for fault in _faults(tile, of, of_files):
+                raise CheckpointError(f"{of_files.place}/{tile.file}: '{tile.key}/{fault}")
 
 
 def layers(saved: SavedTable, files: TensorFiles) -> list[tuple[SavedTable, TensorFiles]]:
@@ -59,25 +63,20 @@ def layers(saved: SavedTable, files: TensorFiles) -> list[tuple[SavedTable, Tens
     return [(saved.base, files.base), (saved, files)]
 
 
-def _check_tile(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> None:
-    """Raise `CheckpointError` unless a tile's arrays have the dtypes and shapes that hold its rows.
-
-    Of a keyed tile the keys must rise and be rows of it.
-    """
-    where, rows, cols = f"{files.place}/{tile.file}", tile.rows, len(tile.cols)
+def _faults(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> Iterator[str]:
+    """Yield which of a tile's arrays lack the dtypes and shapes that hold its rows, or the rising keys of its rows."""
+    rows, cols = tile.rows, len(tile.cols)
     count = len(rows)
     wide = len(range(rows.start, min(rows.stop, form(saved.spec)[1]), rows.step))
     if tile.keyed:
         found = files.find(tile.file, f"{tile.key}/keys")
         if (found.dtype, len(found.shape)) != (torch.int64, 1):
-            raise CheckpointError(
-                f"{where}: '{tile.key}/keys' is {found.dtype} {list(found.shape)}, must be torch.int64 [n]"
-            )
+            yield f"keys' is {found.dtype} {list(found.shape)}, must be torch.int64 [n]"
         count, wide, before = found.shape[0], 0, -1
         for _, keys in files.keys(tile.file, f"{tile.key}/keys"):
             inside = (keys >= rows.start) & (keys < rows.stop) & ((keys - rows.start) % rows.step == 0)
             if not bool(inside.all()) or not bool((keys.diff() > 0).all()) or int(keys[0]) <= before:
-                raise CheckpointError(f"{where}: '{tile.key}/keys' are not rising rows of the tile")
+                yield "keys' are not rising rows of the tile"
             wide += _below(keys, form(saved.spec)[1])
             before = int(keys[-1])
     narrow = TORCH_DTYPES[form(saved.spec)[0]]
@@ -95,9 +94,7 @@ def _check_tile(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> None:
             continue
         found = files.find(tile.file, f"{tile.key}/{name}")
         if (found.dtype, list(found.shape)) != (dtype, shape):
-            raise CheckpointError(
-                f"{where}: '{tile.key}/{name}' is {found.dtype} {list(found.shape)}, its tile needs {dtype} {shape}"
-            )
+            yield f"{name}' is {found.dtype} {list(found.shape)}, its tile needs {dtype} {shape}"
 
 
 def load_tile(tile: LocalTile, saved: SavedTable, moments: Collection[str], files: TensorFiles) -> None:
@@ -131,7 +128,7 @@ def _load_layer(tile: LocalTile, saved: SavedTable, moments: Collection[str], fi
             if t.keyed and saved.base is None:
                 untouched = _at(target, common_places(tile.shard.rows, t.rows))
                 (untouched if columns is None else untouched[:, columns[1]]).fill_(saved.moments[name].initial)
-            for c in common(tile.shard.rows, tile.shard.cols, replace(saved, tiles=(t,)), files):
+            for c in common(tile.shard.rows, tile.shard.cols, saved.model_copy(update={"tiles": (t,)}), files):
                 copy_rows(c, f"{MOMENT}{name}", _all(c), target, range(len(target)), columns, files)
 
 
@@ -386,3 +383,49 @@ def _shifted(places: Places, by: int) -> Places:
     if isinstance(places, Tensor):
         return places - by
     return range(places.start - by, places.stop - by, places.step)
+
+
+NO_ID = -1
+
+
+def is_dynamic(table: str, manifest: Manifest) -> bool:
+    """Whether rows of a saved table belong to ids of a dynamic one."""
+    return _state_of(table, "ids", manifest) is not None
+
+
+def row_ids(table: str, rows: range, manifest: Manifest, files: TensorFiles, ttl_steps: int | None = None) -> Tensor:
+    """Ids of rows ``[n]`` int64: their numbers, or those that they have in a dynamic table, `NO_ID` where none.
+
+    With ``ttl_steps`` ids that were not seen for longer, which lookups no longer find, are none either.
+    """
+    found = _read_state(table, "ids", rows, manifest, files)
+    if found is None:
+        return torch.arange(rows.start, rows.stop)
+    now = _state_of(table, "now", manifest)
+    times = None if ttl_steps is None else _read_state(table, "times", rows, manifest, files)
+    if now is None or times is None:
+        return found
+    return found.masked_fill(int(files.read(*now)) - times > (ttl_steps or 0), NO_ID)
+
+
+def _read_state(table: str, name: str, rows: range, manifest: Manifest, files: TensorFiles) -> Tensor | None:
+    found = _state_of(table, name, manifest)
+    if found is None:
+        return None
+    stored, wanted = files.find(*found), manifest.tables[table].spec.rows
+    if (stored.dtype, list(stored.shape)) != (torch.int64, [wanted]):
+        raise CheckpointError(
+            f"{files.place}/{found[0]}: '{found[1]}' is {stored.dtype} {list(stored.shape)}, must be torch.int64 "
+            f"[{wanted}]"
+        )
+    return files.read_rows(*found, rows)
+
+
+def _state_of(table: str, name: str, manifest: Manifest) -> tuple[str, str] | None:
+    """File and array with a state of the rows of a dynamic table; None for other tables."""
+    own, _, path = table.rpartition(":")
+    for part, state in manifest.parts.items():
+        entry = cast("Mapping[str, Any]", state).get(f"{path}.{PREFIX}{name}") if isinstance(state, Mapping) else None
+        if own in ("", part) and isinstance(entry, Mapping) and "$tensor" in entry:
+            return manifest.file_of(part), str(cast("Mapping[str, Any]", entry)["$tensor"])
+    return None

@@ -10,20 +10,22 @@ the header, JSON, padded with spaces; the arrays, one after the other, row-major
 from __future__ import annotations
 
 import json
+import math
 import re
+import reprlib
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from hotbed.checkpoint.blocks import BlockReader, BlockWriter, BlockWriters, Entry, VerifiedFiles
-from hotbed.checkpoint.manifest import MANIFEST, SavedTile, file_name
+from hotbed.checkpoint.blocks import BlockReader, BlockWriter, BlockWriters, VerifiedFiles
+from hotbed.checkpoint.manifest import MANIFEST, Count, FileEntry, SavedTile, fault_of, file_name, parsed
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.errors import CheckpointError
 
@@ -55,7 +57,24 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+MOST_DIMENSIONS = 64
+"""Dimensions of an array; torch has no more."""
+MOST_VALUES = 2**59
+"""Values of an array, counting empty dimensions as 1; the bytes of more are no 64-bit number."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _ArrayEntry(BaseModel):
+    """An array in the header of a file."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    dtype: Literal["F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL"]
+    shape: Annotated[list[Count], Field(max_length=MOST_DIMENSIONS)]
+    data_offsets: Annotated[tuple[Count, Count], Field(strict=False)]
+
+
+_HEADER = TypeAdapter(dict[str, _ArrayEntry])
 
 
 class Array(NamedTuple):
@@ -82,7 +101,7 @@ class Array(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all of it."""
-        return prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Stored(NamedTuple):
@@ -95,10 +114,10 @@ class Stored(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, which is all of an array without dimensions."""
-        return prod(self.shape[1:]) * self.dtype.itemsize
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
-def write_arrays(place: Directory, name: str, arrays: Mapping[str, Array], threads: BlockWriters) -> Future[Entry]:
+def write_arrays(place: Directory, name: str, arrays: Mapping[str, Array], threads: BlockWriters) -> Future[FileEntry]:
     """Write a file; its entry for the manifest comes when all of it is safe."""
     header: dict[str, object] = {}
     at = 0
@@ -158,7 +177,7 @@ class FileWriter:
     def __init__(self, place: Directory) -> None:
         self._place = place
         self._threads = BlockWriters()
-        self._entries: dict[str, Future[Entry]] = {}
+        self._entries: dict[str, Future[FileEntry]] = {}
 
     def write(self, name: str, arrays: Mapping[str, Array]) -> None:
         """Write a file of arrays."""
@@ -179,12 +198,12 @@ class FileWriter:
         for number, group in enumerate(_fill_files(keyed, FILE_BYTES if limit is None else limit)):
             file = file_name(f"{prefix}-{number:05d}", attempt)
             for key, chunk in group.items():
-                tile = SavedTile(chunk.rows, chunk.cols, file, key, "keys" in chunk.arrays)
+                tile = SavedTile(rows=chunk.rows, cols=chunk.cols, file=file, key=key, keyed="keys" in chunk.arrays)
                 tiles.setdefault(chunk.table, []).append(tile)
             self.write(file, {f"{key}/{name}": a for key, chunk in group.items() for name, a in chunk.arrays.items()})
         return tiles
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, FileEntry]:
         """What the manifest says of the files, once all of them are safe."""
         return {name: entry.result() for name, entry in self._entries.items()}
 
@@ -372,12 +391,37 @@ def _header(reader: BlockReader, where: str) -> dict[str, Stored]:
 
 def header_of(text: bytes, first: int, size: int, where: str) -> dict[str, Stored]:
     """Return the arrays of a header, after which the data begin at byte ``first`` of a file of ``size`` bytes."""
-    from hotbed.checkpoint import schema  # with pydantic, which only reading needs
-
-    arrays = schema.parsed(text, f"the header of {where}")
-    arrays.pop("__metadata__", None)
-    schema.check_header(arrays, size - first, where)
+    values = parsed(text, f"the header of {where}")
+    values.pop("__metadata__", None)
+    wrong = f"{where} is no safetensors file that can be read here"
+    try:
+        entries = _HEADER.validate_python(values)
+    except ValidationError as error:
+        raise CheckpointError(fault_of(error, wrong)) from None
+    for fault in _faults(entries, size - first):
+        raise CheckpointError(f"{wrong}: {fault}")
     return {
-        key: Stored(_DTYPES[entry["dtype"]], tuple(entry["shape"]), first + entry["data_offsets"][0])
-        for key, entry in arrays.items()
+        key: Stored(_DTYPES[entry.dtype], tuple(entry.shape), first + entry.data_offsets[0])
+        for key, entry in entries.items()
     }
+
+
+def _faults(arrays: Mapping[str, _ArrayEntry], size: int) -> Iterator[str]:
+    """Yield what is wrong where the arrays of a header do not fill the ``size`` bytes after it, each once."""
+    for key, array in arrays.items():
+        start, stop = array.data_offsets
+        if stop > size or stop - start != math.prod(array.shape) * _DTYPES[array.dtype].itemsize:
+            yield (
+                f"array '{key}' does not fit the file: {array.dtype} {reprlib.repr(array.shape)} at bytes {start:,} … "
+                f"{stop:,} of {size:,}"
+            )
+        if math.prod(max(n, 1) for n in array.shape) > MOST_VALUES:
+            yield f"array '{key}' has the shape {reprlib.repr(array.shape)}, too large"
+    at = 0
+    for key, array in sorted(arrays.items(), key=lambda item: item[1].data_offsets):
+        start, stop = array.data_offsets
+        if start != at:
+            yield f"array '{key}' begins at byte {start:,}, the one before ends at {at:,}"
+        at = stop
+    if at != size:
+        yield f"{size - at:,} bytes follow its arrays"

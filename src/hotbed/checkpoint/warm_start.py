@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hotbed.checkpoint.contents import (
     ModelTable,
+    Stateful,
     link_of,
     model_tables,
     refuse_parts_of_distributed,
@@ -21,7 +22,6 @@ from hotbed.checkpoint.contents import (
 from hotbed.checkpoint.differential import opened
 from hotbed.checkpoint.load import check_optimizer, faults_named, read_states
 from hotbed.checkpoint.manifest import SavedTable, find_checkpoint, read_manifest
-from hotbed.checkpoint.states import Stateful
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tables import check_tables, load_tile
 from hotbed.checkpoint.tensor_files import TensorFiles

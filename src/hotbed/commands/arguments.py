@@ -32,9 +32,9 @@ from hotbed.config.fields import (
     settings,
 )
 from hotbed.errors import RecipeError, did_you_mean
-from hotbed.files import json_text, read_yaml, yaml_text
+from hotbed.files import json_text, read_yaml
 from hotbed.locations import location
-from hotbed.parsing import TextError, parse_yaml
+from hotbed.parsing import TextError, parse_yaml, yaml_text
 
 if TYPE_CHECKING:
     from rich.console import Console

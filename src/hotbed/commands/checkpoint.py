@@ -47,7 +47,7 @@ def inspect_checkpoint(parsed: Namespace) -> None:
     place = find_checkpoint(parsed.path)
     description = describe_manifest(place, read_manifest(place))
     if parsed.hash:
-        from hotbed.checkpoint.content_hash import content_hashes
+        from hotbed.checkpoint.convert import content_hashes
 
         with _progress(f"hashing {place}") as progress:
             hashes = content_hashes(place, progress)
@@ -72,7 +72,7 @@ def verify(parsed: Namespace) -> None:
     with _progress(f"verifying {place}") as progress:
         manifest = verify_checkpoint(place, progress)
     seconds = time.perf_counter() - start
-    blocks = sum(len(entry["sha256"]) for entry in manifest.files.values())
+    blocks = sum(len(entry.sha256) for entry in manifest.files.values())
     rate = manifest.nbytes / seconds
     console().print(
         f"{place}: {len(manifest.files):,} files, {blocks:,} blocks unharmed "

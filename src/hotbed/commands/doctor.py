@@ -84,8 +84,8 @@ def run(parsed: Namespace) -> None:
         return
     check_json(parsed.measure, "--measure")
     from hotbed.checkpoint.single_files import write_text
-    from hotbed.files import yaml_text
     from hotbed.measure.machine_profile import MeasureOptions, measure
+    from hotbed.parsing import yaml_text
 
     options = MeasureOptions(device=parsed.device, ranks=parsed.ranks, quick=parsed.quick)
     fit_threads()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hotbed.commands.init_models import OF_NEXT_ITEMS, arguments_of
 from hotbed.data.draft import MANY_REPEATS, SMALL
-from hotbed.files import yaml_text
+from hotbed.parsing import yaml_text
 
 if TYPE_CHECKING:
     from hotbed.data.draft import Draft

@@ -213,7 +213,7 @@ def describe(path: str | Path) -> dict[str, Any] | None:
 
 def _checkpoint(place: Directory) -> dict[str, Any]:
     manifest = verify_checkpoint(place)
-    files = [{"file": name, "bytes": entry["bytes"]} for name, entry in manifest.files.items()]
+    files = [{"file": name, "bytes": entry.bytes} for name, entry in manifest.files.items()]
     return {**describe_manifest(place, manifest), "files": files, "verified": True}
 
 
@@ -236,7 +236,7 @@ def describe_manifest(path: str | Path | Directory, manifest: Manifest) -> dict[
         "step": manifest.step,
         **({} if manifest.base is None else {"base": manifest.base.name}),
         "recipe": (manifest.recipe or {}).get("name"),
-        "ranks": (manifest.plan or {}).get("world_size", 1),
+        "ranks": manifest.plan.world_size if manifest.plan else 1,
         "files": len(manifest.files),
         "bytes": manifest.nbytes,
         "parts": list(manifest.parts),

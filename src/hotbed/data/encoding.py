@@ -28,7 +28,8 @@ from hotbed.data.source import Place
 from hotbed.data.split_binary import SplitBinaryWriter, check_split_binary, id_dtype
 from hotbed.data.vocabulary import lookup_in_file, vocabulary_file
 from hotbed.errors import SpecError
-from hotbed.files import write_text, yaml_text
+from hotbed.files import write_text
+from hotbed.parsing import yaml_text
 
 Format = Literal["split_binary", "parquet"]
 MARKERS: Mapping[Format, str] = {"split_binary": "feature_spec.yaml", "parquet": "source.yaml"}

@@ -45,8 +45,9 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hotbed.checkpoint.schema import Count, Digest, InitEntry, Step, Text, fault_of, parsed
+from hotbed.checkpoint.manifest import Count, Digest, InitEntry, Step, Text, fault_of, parsed
 from hotbed.checkpoint.storage import Directory, LocalDirectory, Reader, directory
+from hotbed.checkpoint.tables import NO_ID as NO_ID
 from hotbed.data import Encoder, Schema
 from hotbed.data.derived import Lookup
 from hotbed.data.lookup_table import LookupTable

@@ -30,10 +30,8 @@ from hotbed.checkpoint.convert import Rectangle, read_rectangle
 from hotbed.checkpoint.differential import opened
 from hotbed.checkpoint.load import load_dense
 from hotbed.checkpoint.manifest import Manifest, SavedTable, find_earlier
-from hotbed.checkpoint.row_ids import is_dynamic, row_ids
-from hotbed.checkpoint.schema import InitEntry
 from hotbed.checkpoint.storage import LocalDirectory, directory
-from hotbed.checkpoint.tables import check_tables
+from hotbed.checkpoint.tables import check_tables, is_dynamic, row_ids
 from hotbed.checkpoint.tensor_files import UNFINISHED, TensorFiles, bytes_of, make_directory, new_directory
 from hotbed.config import MemoryRecipe, Recipe
 from hotbed.data import Encoder, Source, SparseColumn
@@ -367,8 +365,7 @@ def _new(target: str | Path | Directory) -> Generator[_Files]:
 
 def _records(saved: SavedTable, files: TensorFiles, count: Callable[[int], None]) -> Iterator[memoryview]:
     """Yield the records of a table, window by window."""
-    base = None if saved.base is None else replace(saved.base, moments={})
-    table, layout = replace(saved, moments={}, base=base), record_format(saved.spec)
+    table, layout = saved.without_moments, record_format(saved.spec)
     spec, step = saved.spec, max(WINDOW_BYTES // (4 * saved.spec.dim), 1)
     fp32_rows = spec.rows if spec.dtype == "fp32" else spec.fp32_rows
     for first in range(0, spec.rows, step):
@@ -416,15 +413,13 @@ def _chunks_of(path: Path) -> Iterator[memoryview]:
 
 
 def _table(saved: SavedTable, file: str, ids: str | None) -> TableEntry:
-    spec = saved.spec
-    assert spec.init_seed is not None
     return TableEntry(
-        rows=spec.rows,
-        dim=spec.dim,
-        dtype=spec.dtype,
-        fp32_rows=spec.fp32_rows,
-        init=InitEntry(seed=spec.init_seed, bound=spec.bound, version=1),
-        record_bytes=record_format(spec).record_bytes,
+        rows=saved.rows,
+        dim=saved.dim,
+        dtype=saved.dtype,
+        fp32_rows=saved.fp32_rows,
+        init=saved.init,
+        record_bytes=record_format(saved.spec).record_bytes,
         file=file,
         ids=ids,
     )

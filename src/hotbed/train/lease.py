@@ -105,14 +105,11 @@ class FileLock:
                     _log.warning("%s keeps no locks (%s): a run that begins there ends this one", self.where, error)
                     return
                 owner = _parsed(os.pread(descriptor, 10_000, 0))
-                whose = _belongs(self.where, owner)
-                if end is None and _is_of_another_system(owner):
+                if end is None and owner.get("system") not in (None, system()):
                     end = time.monotonic() + self.PATIENCE_S
-                    _log.warning("%s; waiting %.0f s for its lock to end", whose, self.PATIENCE_S)
+                    _log.warning("%s; waiting %.0f s for its lock to end", _belongs(self.where, owner), self.PATIENCE_S)
                 if end is None or time.monotonic() > end:
-                    raise CheckpointError(
-                        f"{whose}, which is running; choose another train.checkpoint_dir, or end that run"
-                    ) from None
+                    raise _running(self.where, owner) from None
                 time.sleep(1)
 
     def __exit__(self, *_: object) -> None:
@@ -123,7 +120,7 @@ class FileLock:
     def check(self) -> None:
         """Raise `NotOursError` if the directory was taken over by another run, or was given back."""
         if self._descriptor is None:
-            raise NotOursError(_given_back(self.where))
+            raise _released(self.where)
         try:
             os.pread(self._descriptor, 1, 0)  # fails over NFS once its server has given the lock to another host
             with self._file.open("rb") as there:
@@ -181,7 +178,7 @@ class Lease:
     def check(self) -> None:
         """Raise `NotOursError` if the directory was taken over by another run, or was given back."""
         if self._over.is_set() and self._lost is None:
-            raise NotOursError(_given_back(self.where))
+            raise _released(self.where)
         if self._thread is not None and self._lost is None:
             with self._writes:
                 self._compare(self.where.read_tagged(OWNER))
@@ -216,21 +213,20 @@ class Lease:
 
     def _wait_for_the_end_of(self, lease: Tagged, owner: Mapping[str, Any]) -> None:
         """Return when a lease was not renewed for its time to live; `CheckpointError` if it was."""
-        whose = _belongs(self.where, owner)
-        refused = f"{whose}, which is running; choose another train.checkpoint_dir, or end that run"
         if owner.get("system") == system():
-            raise CheckpointError(refused)
-        live = _time_to_live(owner, self._seconds)
+            raise _running(self.where, owner)
+        live = owner.get("time_to_live_s")
+        live = min(float(live), _LONGEST_S) if isinstance(live, int | float) and live > 0 else self._seconds
         seconds = live * RENEWAL if _seems_of_an_earlier_attempt(owner) else live
         start = time.monotonic()
-        _log.warning("%s; waiting up to %.0f s to see whether that run lives", whose, seconds)
+        _log.warning("%s; waiting up to %.0f s to see whether that run lives", _belongs(self.where, owner), seconds)
         while time.monotonic() - start < seconds:
             time.sleep(live / _LOOKS)
             found = self.where.read_tagged(OWNER)
             if found is None or _parsed(found.content).get("released"):
                 return
             if found.tag != lease.tag:
-                raise CheckpointError(refused)
+                raise _running(self.where, owner)
         _log.warning("%s was not renewed for %.0f s and is taken over", f"{self.where}/{OWNER}", seconds)
 
     # -- holding it ------------------------------------------------------------------------------------------------
@@ -301,26 +297,24 @@ def _parsed(content: bytes) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", values) if isinstance(values, dict) else {}
 
 
-def _time_to_live(owner: Mapping[str, Any], default: float) -> float:
-    """Seconds that an owner's lease holds, within what could be meant."""
-    seconds = owner.get("time_to_live_s")
-    return min(float(seconds), _LONGEST_S) if isinstance(seconds, int | float) and seconds > 0 else default
-
-
 def _belongs(where: Directory, owner: Mapping[str, Any]) -> str:
     """Say in an error whose a directory is."""
     named = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
     return f"{where} belongs to {named} since {owner.get('since', '?')}"
 
 
-def _given_back(where: Directory) -> str:
-    """Say in an error that a directory was unlocked."""
-    return f"{where} is this run's no more: it is over, and has given it back; nothing more is published there"
+def _running(where: Directory, owner: Mapping[str, Any]) -> CheckpointError:
+    """Make the error for a directory whose owner is running."""
+    return CheckpointError(
+        f"{_belongs(where, owner)}, which is running; choose another train.checkpoint_dir, or end that run"
+    )
 
 
-def _is_of_another_system(owner: Mapping[str, Any]) -> bool:
-    """Whether nothing can be known here of an owner's process."""
-    return owner.get("system") not in (None, system())
+def _released(where: Directory) -> NotOursError:
+    """Make the error for a directory that this process has released."""
+    return NotOursError(
+        f"{where} is this run's no more: it is over, and has given it back; nothing more is published there"
+    )
 
 
 def _has_ended(owner: Mapping[str, Any]) -> bool:

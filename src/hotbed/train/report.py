@@ -22,9 +22,10 @@ from rich.table import Table as RichTable
 from hotbed.checkpoint import Taken, directory, runs_in
 from hotbed.config import Recipe
 from hotbed.embed import Distributed, collections_of
-from hotbed.files import read_yaml, write_json, write_text, yaml_text
+from hotbed.files import read_yaml, write_json, write_text
 from hotbed.machine import cpu, release, usable_cores
 from hotbed.optim import SparseOptimizer
+from hotbed.parsing import yaml_text
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes
 from hotbed.store import Traffic

@@ -1,4 +1,4 @@
-"""Import models of other libraries as checkpoints: of PyTorch (`dlrm`), and of NVIDIA's examples (`nvidia`)."""
+"""Import models that other libraries saved as checkpoints (`dlrm`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hotbed.checkpoint.importers.dlrm import read_dcp, read_embedding_bags, read_facebook, read_torchrec
-from hotbed.checkpoint.importers.nvidia import read_nvidia
+from hotbed.checkpoint.importers.dlrm import read_dcp, read_embedding_bags, read_facebook, read_nvidia, read_torchrec
 from hotbed.checkpoint.importers.peer import Names, Peer, PeerModel, write_peer
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.storage import Directory

@@ -16,7 +16,7 @@ import math
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -114,7 +114,8 @@ def _array(path: Path, key: str, entry: _Record, storage: Mapping[Any, _Record])
                 f"{math.prod(sizes) * dtype.itemsize:,} at least; copy the whole checkpoint"
             )
         chunks.append(_Chunk(offsets, sizes, path / name, start, length))
-    _check_cover(where, size, chunks)
+    for fault in _faults(size, chunks):
+        raise CheckpointError(f"{where} {fault}")
 
     def rows(first: int, last: int) -> Tensor:
         out = torch.empty((last - first, *size[1:]) if size else (1,), dtype=dtype)
@@ -129,21 +130,16 @@ def _array(path: Path, key: str, entry: _Record, storage: Mapping[Any, _Record])
     return PeerArray(size, rows, where, dtype)
 
 
-def _check_cover(where: str, size: tuple[int, ...], chunks: Sequence[_Chunk]) -> None:
-    """Raise `CheckpointError` unless chunks are inside of a tensor, do not overlap, and make up all of it."""
+def _faults(size: tuple[int, ...], chunks: Sequence[_Chunk]) -> Iterator[str]:
+    """Yield what is wrong where chunks lie outside of a tensor, overlap, or do not make up all of it."""
     for chunk in chunks:
         fits = len(chunk.offsets) == len(chunk.sizes) == len(size)
         if not fits or any(o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, size, strict=True)):
-            raise CheckpointError(
-                f"{where} is {list(size)}, but has a chunk {list(chunk.sizes)} at {list(chunk.offsets)}; save it again"
-            )
+            yield f"is {list(size)}, but has a chunk {list(chunk.sizes)} at {list(chunk.offsets)}; save it again"
     full = [chunk for chunk in chunks if all(chunk.sizes)]
-    if sum(math.prod(chunk.sizes) for chunk in full) != math.prod(size):
-        cells = sum(math.prod(chunk.sizes) for chunk in full)
-        raise CheckpointError(
-            f"{where} is {list(size)}, {math.prod(size):,} numbers, but its chunks have {cells:,}; copy the whole "
-            "checkpoint"
-        )
+    cells, wanted = sum(math.prod(chunk.sizes) for chunk in full), math.prod(size)
+    if cells != wanted:
+        yield f"is {list(size)}, {wanted:,} numbers, but its chunks have {cells:,}; copy the whole checkpoint"
     if len(full) < 2:
         return
     first = np.array([chunk.offsets for chunk in full])
@@ -154,7 +150,7 @@ def _check_cover(where: str, size: tuple[int, ...], chunks: Sequence[_Chunk]) ->
         stop = int(np.searchsorted(first[:, 0], last[i, 0]))  # later ones begin below it
         other = slice(i + 1, max(stop, i + 1))
         if ((first[other] < last[i]) & (last[other] > first[i])).all(1).any():
-            raise CheckpointError(f"{where} has chunks that overlap at {first[i].tolist()}; save it again")
+            yield f"has chunks that overlap at {first[i].tolist()}; save it again"
 
 
 def _rows(chunk: _Chunk, first: int, last: int, dtype: torch.dtype, where: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Read DLRMs that PyTorch saved: of facebookresearch/dlrm, of TorchRec, and of plain ``nn.EmbeddingBag`` modules.
+"""Read DLRMs that PyTorch saved: of facebookresearch/dlrm, TorchRec, NVIDIA and plain ``nn.EmbeddingBag`` modules.
 
 All of them put ``n`` vectors of ``D`` columns, that of the dense inputs first, into a dot interaction: the first
 vector, then the products of all pairs. They differ in the order of the vectors, of the pairs, and in padding; so
@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -29,8 +29,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hotbed.checkpoint.importers.dcp import METADATA, dcp_arrays, is_dcp
-from hotbed.checkpoint.importers.peer import READERS, Names, PeerArray, PeerModel, arrays_of_file, load_pt, named
+from hotbed.checkpoint.importers.peer import (
+    READERS,
+    Names,
+    PeerArray,
+    PeerModel,
+    arrays_of_file,
+    load_pt,
+    named,
+    raw_array,
+)
 from hotbed.errors import CheckpointError, did_you_mean
+from hotbed.specs import is_int
 
 Triangle = Literal["lower", "upper"]
 """Which pairs a row of the matrix of products gives: those with vectors before, or those with vectors after."""
@@ -320,3 +330,110 @@ def _torchrec_layer(arrays: Mapping[str, PeerArray], name: str, path: Path) -> L
         if key not in arrays:
             raise CheckpointError(f"{path} has no '{key}'; save the whole state_dict of a torchrec DLRM")
     return Layer(arrays[f"{name}.weight"].whole(), arrays[f"{name}.bias"].whole(), f"{path}: '{name}'")
+
+
+def read_nvidia(path: Path, names: Sequence[str] | None) -> PeerModel:
+    """Read the tables and layers of NVIDIA's DLRM of PyTorch (DeepLearningExamples, PyTorch/Recommendation/DLRM).
+
+    A saved model is a flat directory:
+
+    ================================= ==================================================================
+    ``bottom_model.embeddings.I.bin`` float32 ``[R, D]``, raw, little-endian; ``I`` counts features
+    ``embeddings.I.meta.pt``          ``{"shape": (R, D)}``
+    ``bottom_model.mlp.pt``           ``{"weights": [[out, in], …], "biases": [[out], …]}``
+    ``top_model.mlp.pt``              the same, without the last layer
+    ``top_model.out.pt``              the last layer: ``{"weight", "bias"}``
+    ``metadata.pt``                   ``{"data": {"device_mapping": {"embedding": [[I, …] per GPU]}}, "config": {…}}``
+    ================================= ==================================================================
+
+    The interaction sees features in the order in which GPUs tile them, unless ``bottom_features_ordered`` was set (with
+    one GPU it is ignored). Its result is padded to a multiple of 8; earlier releases padded it by one column.
+    """
+    metadata = _mapping(path / "metadata.pt", load_pt(path / "metadata.pt"))
+    config = _mapping(path / "metadata.pt", metadata.get("config", {}))
+    if config.get("interaction_op", "dot") != "dot":
+        raise CheckpointError(
+            f"{path}: interaction_op is '{config['interaction_op']}', hotbed's DLRM has the dot interaction only"
+        )
+    tables = _nvidia_tables(path)
+    top = [*_nvidia_layers(path / "top_model.mlp.pt"), _nvidia_layer(path / "top_model.out.pt")]
+    bottom = _nvidia_layers(path / "bottom_model.mlp.pt")
+    order = _nvidia_order(path, metadata, config, len(tables))
+    dense = dlrm_layers(
+        bottom,
+        top,
+        tables,
+        positions=[order.index(feature) for feature in range(len(tables))],
+        paddings=(padded_to_8(tables[0].shape[1], len(tables)), 1),
+    )
+    return PeerModel(named(tables, names), dense)
+
+
+def _nvidia_tables(path: Path) -> list[PeerArray]:
+    count = len(list(path.glob("bottom_model.embeddings.*.bin")))
+    if not count:
+        raise CheckpointError(
+            f"{path} holds no bottom_model.embeddings.0.bin; name the directory that NVIDIA's DLRM saved to"
+        )
+    tables: list[PeerArray] = []
+    for i in range(count):
+        meta = path / f"embeddings.{i}.meta.pt"
+        shape: object = _mapping(meta, load_pt(meta)).get("shape", ())
+        if not isinstance(shape, list | tuple):
+            raise CheckpointError(f"{meta} says shape {shape!r}, must be [rows, dim]")
+        lengths = tuple(cast("Sequence[object]", shape))
+        tables.append(raw_array(path / f"bottom_model.embeddings.{i}.bin", lengths).matrix())
+    return tables
+
+
+def _nvidia_order(path: Path, metadata: Mapping[str, Any], config: Mapping[str, Any], count: int) -> list[int]:
+    """Features in the order in which the interaction saw them."""
+    file = path / "metadata.pt"
+    mapping = _mapping(file, metadata.get("data", {})).get("device_mapping")
+    buckets: object = [] if mapping is None else _mapping(file, mapping).get("embedding", [])
+    if not _are_buckets(buckets):
+        raise CheckpointError(f"{file} has the device_mapping {str(mapping)[:80]}, must be lists of features by GPU")
+    if mapping is None or (len(buckets) > 1 and config.get("bottom_features_ordered", False)):
+        return list(range(count))
+    order = [feature for bucket in buckets for feature in bucket]
+    if sorted(order) != list(range(count)):
+        raise CheckpointError(
+            f"{path}/metadata.pt speaks of features {sorted(order)}, but there are {count} tables, 0 … {count - 1}; "
+            "copy the whole checkpoint"
+        )
+    return order
+
+
+def _are_buckets(value: object) -> TypeGuard[list[list[int]]]:
+    """Whether a value is lists of integers."""
+    buckets = cast("list[object]", value) if isinstance(value, list) else [None]
+    return all(isinstance(b, list) and all(map(is_int, cast("list[object]", b))) for b in buckets)
+
+
+def _nvidia_layers(path: Path) -> list[Layer]:
+    mlp = _mapping(path, load_pt(path))
+    weights, biases = (_tensors(path, mlp.get(key, [])) for key in ("weights", "biases"))
+    if not weights or len(weights) != len(biases):
+        raise CheckpointError(f"{path} has {len(weights)} weights and {len(biases)} biases, must be as many, not 0")
+    pairs = list(zip(weights, biases, strict=True))
+    return [Layer(w.detach(), b.detach(), f"{path}: layer {i}") for i, (w, b) in enumerate(pairs)]
+
+
+def _nvidia_layer(path: Path) -> Layer:
+    state = {str(key).removeprefix("module."): t for key, t in _mapping(path, load_pt(path)).items()}
+    if not {"weight", "bias"} <= state.keys():
+        raise CheckpointError(f"{path} has {', '.join(state) or 'nothing'}, must have weight and bias")
+    weight, bias = _tensors(path, [state["weight"], state["bias"]])
+    return Layer(weight.detach(), bias.detach(), f"{path}")
+
+
+def _tensors(path: Path, value: object) -> list[Tensor]:
+    if not isinstance(value, list | tuple) or not all(isinstance(t, Tensor) for t in cast("Sequence[object]", value)):
+        raise CheckpointError(f"{path} holds {str(value)[:80]} where tensors must be; copy it again")
+    return list(cast("Sequence[Tensor]", value))
+
+
+def _mapping(path: Path, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{path} holds {type(value).__name__}, must be a dict; is this NVIDIA's DLRM?")
+    return cast("Mapping[str, Any]", value)

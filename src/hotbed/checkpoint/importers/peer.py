@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hotbed.checkpoint.contents import Tensors, plain
 from hotbed.checkpoint.manifest import Manifest, SavedTable, write_manifest
-from hotbed.checkpoint.states import Tensors, plain
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tensor_files import Array, Chunk, new_directory, rows_per_chunk
 from hotbed.errors import CheckpointError, SpecError
@@ -256,12 +256,12 @@ def write_peer(
             table = Table(name, rows.shape[0], rows.shape[1])
         except SpecError as error:
             raise CheckpointError(f"{rows.where} can be no table of hotbed's: {error}") from None
-        saved[f"{collection}.{name}"] = SavedTable(replace(table, init_seed=table.seed(0), init_bound=table.bound))
+        saved[f"{collection}.{name}"] = SavedTable.of(replace(table, init_seed=table.seed(0), init_bound=table.bound))
     with new_directory(target) as (place, writer):
         if tensors:
             writer.write("model.safetensors", {key: Array.of(tensor) for key, tensor in tensors.values()})
         tiles = writer.write_chunks(_chunks(model, collection, progress), "tables")
-        tables = {name: replace(table, tiles=tuple(tiles[name])) for name, table in saved.items()}
+        tables = {name: table.model_copy(update={"tiles": tuple(tiles[name])}) for name, table in saved.items()}
         manifest = Manifest(parts=states, tables=tables, files=writer.entries())
         write_manifest(place, manifest)
     return manifest
