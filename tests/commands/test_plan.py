@@ -16,7 +16,7 @@ from hotbed.commands.plan import plan_for, samples_per_s
 from hotbed.config import Recipe
 from hotbed.plan import Plan
 from hotbed.plan.hardware import Hardware
-from hotbed.train import parallel
+from hotbed.train import plan_search
 from hotbed.train.build import new_model, open_source
 from hotbed.train.plan_search import dense_part, searched_ranks
 
@@ -142,7 +142,7 @@ def test_training_searches_as_hotbed_plan_does(recipe: Path, own: str | dict[str
     source = open_source(read.data)
     with torch.device("meta"):
         model = new_model(read, source)
-    assert parallel.planned(model, read, 4, source).to_dict() == shown
+    assert plan_search.planned(model, read, 4, source).to_dict() == shown
     if own == "auto":
         copied = [t for t in shown["tiles"] if t["table"].startswith("wide.")]
         assert copied and all(len(t["readers"]) == 3 for t in copied)

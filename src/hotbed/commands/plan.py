@@ -39,8 +39,7 @@ from hotbed.plan.step import estimate_step, parts_of_busiest
 from hotbed.plan.sweep import ASSUMED_FACTOR, Sweep, assumed_range, first_that_fits
 from hotbed.plan.tiling import extent
 from hotbed.train.build import new_model, open_source
-from hotbed.train.parallel import plan_or_schemes
-from hotbed.train.plan_search import searched, searched_ranks
+from hotbed.train.plan_search import plan_or_schemes, searched, searched_ranks
 from hotbed.train.report import size
 
 _MOST_RANKS = 16

@@ -25,14 +25,14 @@ from hotbed.nn.normalization import normalize
 from hotbed.optim import SparseOptimizer, TableSelection
 from hotbed.specs import Table
 from hotbed.torch_private import has_cuda_kernel
-from hotbed.train.callbacks import refuse_monitor
 from hotbed.train.hot_batches import HotSplit
 from hotbed.train.idle_settings import warn_of_idle_settings
-from hotbed.train.metrics import metrics_of
+from hotbed.train.metrics import metrics_of, refuse_monitor
 from hotbed.train.numerics import resolve_device
-from hotbed.train.parallel import Ranks, distributed, needs_a_plan, refuse_impossible
+from hotbed.train.parallel import Ranks
 from hotbed.train.parameter_groups import group_parameters, group_tables
 from hotbed.train.pipeline import Divide, whole
+from hotbed.train.plan_search import distributed, needs_a_plan, refuse_impossible
 from hotbed.train.retrieval import Retrieval, model_source, refuse_no_positive, refuse_retrieval, retrieval_of
 from hotbed.train.trainer import Trainer
 

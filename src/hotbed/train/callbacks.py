@@ -24,7 +24,7 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from hotbed.checkpoint import MANIFEST, Directory, checkpoints_in, directory, load_checkpoint
 from hotbed.checkpoint.manifest import base_of, step_of
@@ -33,7 +33,7 @@ from hotbed.config.validation import monitored
 from hotbed.errors import RecipeError
 from hotbed.files import without_nan
 from hotbed.train.checkpointing import remove_checkpoint
-from hotbed.train.metrics import Metrics
+from hotbed.train.metrics import Metrics, refuse_monitor
 from hotbed.train.trainer import Callback, Trainer
 
 if TYPE_CHECKING:
@@ -148,15 +148,6 @@ def own_callbacks(recipe: Recipe, directory: Path, *, is_first: bool) -> list[Ca
         except RecipeError as error:
             raise RecipeError(f"callbacks.{name}: {error}") from error
     return made
-
-
-def refuse_monitor(monitor: Monitor, reason: str) -> NoReturn:
-    """Raise `RecipeError`: by this metric no evaluation can be the best."""
-    other = "set train.monitor to logloss, or " if monitor == "auc" else ""
-    raise RecipeError(
-        f"train.monitor is '{monitor}', which is not defined on the valid split: {reason}; {other}evaluate on other "
-        f"data (data.valid_split)"
-    )
 
 
 class BestSoFar:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from hotbed.auc import auc, check_labels, grouped_auc
 from hotbed.batch import Batch
-from hotbed.config import Component, Recipe
+from hotbed.config import Component, Monitor, Recipe
 from hotbed.data import Schema
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, HotbedError, NonFiniteError, RecipeError, SpecError
@@ -439,3 +439,12 @@ def checked_logits(logits: Tensor, labels: Tensor | None, *, training: bool = Fa
             "one logit per sample and label (an ensemble in training: for each member)"
         )
     return logits, labels if members is None else labels.expand_as(logits)
+
+
+def refuse_monitor(monitor: Monitor, reason: str) -> NoReturn:
+    """Raise `RecipeError`: by this metric no evaluation can be the best."""
+    other = "set train.monitor to logloss, or " if monitor == "auc" else ""
+    raise RecipeError(
+        f"train.monitor is '{monitor}', which is not defined on the valid split: {reason}; {other}evaluate on other "
+        f"data (data.valid_split)"
+    )
