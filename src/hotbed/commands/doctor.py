@@ -107,7 +107,7 @@ def print_profile(to: Console, profile: Mapping[str, Any]) -> None:
 
 
 def _shown(name: str, value: Any) -> str:
-    from hotbed.plan.profile_files import DIMENSIONS
+    from hotbed.plan.hardware import DIMENSIONS
     from hotbed.plan.quantities import show
 
     return str(value) if isinstance(value, str | bool) else show(value, DIMENSIONS[name])

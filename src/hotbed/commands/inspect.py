@@ -13,6 +13,7 @@ from rich.table import Table
 
 from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, runs_in, verify_checkpoint
 from hotbed.checkpoint.single_files import write_text
+from hotbed.checks import is_int
 from hotbed.commands.arguments import Parser, add_json, add_parameters, add_trust, check_json, console, write_json
 from hotbed.commands.inspect_data import DataOptions, add_data_arguments, inspect_data, print_data
 from hotbed.commands.run_page import page
@@ -23,7 +24,6 @@ from hotbed.data import Schema
 from hotbed.data.derived import Bucket, Cross, Derived, Lookup
 from hotbed.errors import DataError, RecipeError
 from hotbed.locations import is_storage, location
-from hotbed.specs import is_int
 from hotbed.train.report import RECIPE, SUMMARY, size
 from hotbed.train.stored import FEATURES
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, cast
 
 from hotbed.checkpoint import Directory, directory, runs_in
 from hotbed.checkpoint.single_files import read_yaml
+from hotbed.checks import is_int
 from hotbed.errors import DataError, PlanError
 from hotbed.parsing import TextError, parse_json
 from hotbed.plan import Plan
-from hotbed.specs import is_int
 from hotbed.train.report import METRICS, PLAN, RECIPE, SUMMARY
 
 # Two-sided 95 % quantiles of Student's t by degrees of freedom, from 1 on.

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from hotbed.checkpoint import MANIFEST, Directory, checkpoints_in, directory, load_checkpoint
 from hotbed.checkpoint.manifest import base_of, step_of
+from hotbed.checks import naming
 from hotbed.config import HIGHER_IS_BETTER, Monitor, Recipe
 from hotbed.config.validation import monitored
 from hotbed.errors import RecipeError
@@ -121,10 +122,8 @@ class TensorBoard(Callback):
 def refuse_callbacks(recipe: Recipe) -> None:
     """Raise `RecipeError` for a callback of a recipe that is none."""
     for name, component in recipe.callbacks.items():
-        try:
+        with naming(f"callbacks.{name}"):
             cls = component.load()
-        except RecipeError as error:
-            raise RecipeError(f"callbacks.{name}: {error}") from error
         if not issubclass(cls, Callback):
             raise RecipeError(f"callbacks.{name} is {component.class_path}, which is not a hotbed.Callback")
 
@@ -143,10 +142,8 @@ def own_callbacks(recipe: Recipe, directory: Path, *, is_first: bool) -> list[Ca
         known = signature(cls).parameters
         wanted = known.keys() - component.init_args.keys()
         given = {key: value for key, value in (("recipe", recipe), ("directory", directory)) if key in wanted}
-        try:
+        with naming(f"callbacks.{name}"):
             made.append(component.build(**given))
-        except RecipeError as error:
-            raise RecipeError(f"callbacks.{name}: {error}") from error
     return made
 
 

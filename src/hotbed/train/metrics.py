@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from hotbed.auc import auc, check_labels, grouped_auc
 from hotbed.batch import Batch
+from hotbed.checks import naming
 from hotbed.config import Component, Monitor, Recipe
 from hotbed.data import Schema
 from hotbed.embed import EmbeddingCollection
@@ -83,10 +84,8 @@ def own_metrics(components: Mapping[str, Component], key: str = "metrics") -> di
     for name, component in components.items():
         if name in OWN_NAMES:
             raise RecipeError(f"{key} has '{name}', which every evaluation has already; give the metric another name")
-        try:
+        with naming(f"{key}.{name}"):
             made = component.build()
-        except RecipeError as error:
-            raise RecipeError(f"{key}.{name}: {error}") from error
         if not all(callable(getattr(made, method, None)) for method in ("update", "compute")):
             raise RecipeError(f"{key}.{name}: {component.class_path} has no update(scores, labels) and compute()")
         found[name] = partial(component.build)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hotbed.checkpoint.single_files import read_limited
+from hotbed.checks import is_int
 from hotbed.comm import Link
 from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import Source
@@ -40,7 +41,7 @@ from hotbed.plan.search import Found, search
 from hotbed.plan.tiers import place_in_tiers, with_cache
 from hotbed.plan.tiling import Tier
 from hotbed.plan.workload import DensePart, Workload
-from hotbed.specs import Table, is_int
+from hotbed.specs import Table
 from hotbed.store.memory import refuse_too_many
 from hotbed.train.dense_kernels import arena_launches, dense_kernels
 from hotbed.train.numerics import resolve_device

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from hotbed.checkpoint.importers.dlrm import Layer, dlrm_layers, padded_to_8
 from hotbed.checkpoint.importers.peer import PeerArray, PeerModel, load_pt, named, raw_array
+from hotbed.checks import is_int
 from hotbed.errors import CheckpointError
-from hotbed.specs import is_int
 
 
 def read_nvidia(path: Path, names: Sequence[str] | None) -> PeerModel:
