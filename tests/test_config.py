@@ -326,7 +326,7 @@ def test_a_class_that_does_not_take_what_hotbed_gives() -> None:
 
 
 def test_hotbeds_own_errors_are_passed_on() -> None:
-    with pytest.raises(SpecError, match="rows is 0"):
+    with pytest.raises(SpecError, match="rows: got 0"):
         component("hotbed.specs.Table", name="a", rows=0, dim=4).build()
     assert component("hotbed.specs.Table", name="a", rows=1, dim=4).build() == Table("a", 1, 4)
 

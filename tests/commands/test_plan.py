@@ -157,7 +157,7 @@ def test_a_recipe_trains_with_plan_auto(recipe: Path):
     [
         (["--ranks", "5", "--replicas", "2"], "--ranks is 5, must be a multiple of parallel.replicas 2"),
         (["--ranks", "0"], "--ranks is 0, must be a multiple of parallel.replicas 1, and at least 1"),
-        (["--ranks", "2", "--hardware", "a100"], "there is no hardware profile 'a100'"),
+        (["--ranks", "2", "--hardware", "a100"], "hardware profile: got 'a100', expected one of"),
         (["--ranks", "2", "--plan", "{file}"], "there is nothing to search for"),
         (["--ranks", "2", "--plan", "{list}"], "list.yaml holds list, must be a plan, or schemes by table"),
         (["--ranks", "2", "--memory.device_bytes", "1000", "--memory.tier", "host"], None),
