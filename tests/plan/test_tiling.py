@@ -50,7 +50,7 @@ def test_a_plan_is_valid_exactly_if_every_cell_is_in_one_tile(data, rows, blocks
                 lambda rows=rows: Plan.from_dict(
                     {"world_size": 1, "tiles": [{"table": "t", "owner": 0, "rows": rows, "cols": [0, 4]}]}
                 ),
-                "bounds are below 2\\^63, a step is not 0",
+                r"below 2\^63, and a step not 0",
             )
             for rows in ([0, 9, 0], [0, 10**20])
         ],
