@@ -131,7 +131,7 @@ ONE = torch.tensor([1, 2])
         (lambda: jagged(a=ONE, b=torch.tensor([1])), "feature 'b' has 1 samples but 'a' has 2$"),
         (lambda: jagged(a=torch.zeros(1, 2, 3).long()), r"ids must be \[B\] or \[B, k\], got int64 \[1, 2, 3\]"),
         (lambda: jagged(a=(ONE, torch.zeros(1, 1).long())), r"offsets must be \[B \+ 1\]"),
-        (lambda: Jagged.from_dict({"a": ONE}, {"b": ONE}), "weights are given for feature 'b', which has no ids"),
+        (lambda: Jagged.from_dict({"a": ONE}, {"b": ONE}), "feature in weights: got 'b', expected one of a"),
         (lambda: Jagged.from_dict({"a": ONE}, {"a": torch.ones(3)}), "has 2 ids but 3 weights"),
         (lambda: Jagged.from_keyed(["a", "b"], ONE, torch.tensor([1, 1, 1])), r"lengths must be \[2 keys"),
         (lambda: Jagged.from_keyed(["a"], ONE, torch.tensor([3, -1])), "feature 'a': length -1 at sample 1"),

@@ -251,7 +251,7 @@ BAD_OPTIONS = [
     (
         SGD,
         {"groups": [{"tables": ["a"], "lrs": 1}]},
-        r"option 'lrs' does not exist; use \['lr', .*; did you mean 'lr'\?",
+        r"option: got 'lrs', expected .*lr.*; did you mean 'lr'\?",
     ),
     (SGD, {"groups": [{"tables": ["a"], "betas": (0, 0)}]}, "option 'betas' does not exist"),
     (SGD, {"groups": [{"tables": ["a"]}, {"tables": ["a"]}]}, "table 'a' is in two optimizer groups"),

@@ -30,6 +30,7 @@ from hotbed.bags import (
     take_bags,
     weights_of,
 )
+from hotbed.checks import check_known
 from hotbed.errors import BatchError, did_you_mean
 from hotbed.torch_hooks import Numbered
 from hotbed.torch_private import version
@@ -300,10 +301,7 @@ class Jagged(Numbered):
         bags = bags_of_features(features)
         if weights:
             for name in weights:
-                if name not in bags:
-                    raise BatchError(
-                        f"weights are given for feature '{name}', which has no ids{did_you_mean(name, bags)}"
-                    )
+                check_known("feature in weights", name, bags, BatchError)
             for name, b in bags.items():
                 given = weights.get(name)
                 w = weights_of(b) if given is None else (given.values() if given.is_nested else given.reshape(-1))

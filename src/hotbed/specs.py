@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeGuard, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
-from hotbed.errors import SpecError, did_you_mean
+from hotbed.checks import Count, NotNegative, Range, Section, Size, check_known, check_unique
+from hotbed.errors import SpecError
 from hotbed.pooling import Pooling
 
 RowDtype = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
@@ -36,11 +37,6 @@ MAX_DIM = 1024
 """Largest number of columns of a table."""
 
 
-def is_int(value: object) -> TypeGuard[int]:
-    """Say whether a value is an integer; True and False are not."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def row_bytes(dtype: RowDtype, cols: int) -> int:
     """Count the bytes of a row, with the scales of an int8 row (one byte per 128 columns)."""
     return cols * _CELL_BYTES[dtype] + (-(-cols // 128) if dtype == "int8" else 0)
@@ -50,7 +46,7 @@ _CELL_BYTES: dict[RowDtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, 
 
 
 @dataclass(frozen=True)
-class Dynamic:
+class Dynamic(Section, where="a dynamic table: ", error=SpecError):
     """A table whose ids are any integers; an id gets a row when it is first seen.
 
     Parameters
@@ -71,22 +67,14 @@ class Dynamic:
         If a value is out of range.
     """
 
-    capacity_bytes: int
-    admit_after: int = 1
+    capacity_bytes: Count
+    admit_after: Count = 1
     evict: Literal["lru", "lfu"] = "lru"
-    ttl_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        for field in ("capacity_bytes", "admit_after", "ttl_steps"):
-            value = getattr(self, field)
-            if (value is not None or field != "ttl_steps") and (not is_int(value) or value < 1):
-                raise SpecError(f"a dynamic table has {field} {value!r}, must be an integer of at least 1")
-        if self.evict not in ("lru", "lfu"):
-            raise SpecError(f"a dynamic table has evict {self.evict!r}, must be lru or lfu")
+    ttl_steps: Count | None = None
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(Section, error=SpecError):
     """One embedding table: a rectangle of ``rows`` × ``dim`` values.
 
     Parameters
@@ -124,13 +112,13 @@ class Table:
     """
 
     name: str
-    rows: int
-    dim: int
-    init_bound: float | None = None
-    init_version: int = 1
-    init_seed: int | None = None
+    rows: Count
+    dim: Annotated[int, Range(least=1, most=MAX_DIM)]
+    init_bound: NotNegative | None = None
+    init_version: Literal[1] = 1
+    init_seed: Annotated[int, Range(least=0, below=2**32)] | None = None
     dtype: RowDtype = "fp32"
-    fp32_rows: int = 0
+    fp32_rows: Size = 0
     frozen: bool = False
     dynamic: Dynamic | None = None
 
@@ -151,51 +139,37 @@ class Table:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise SpecError("a table needs a non-empty name")
         if cast(object, self.rows) == "dynamic" or self.dynamic is not None:
-            self._make_dynamic()
-        for field in ("rows", "dim", "fp32_rows"):
-            value = getattr(self, field)
-            if not is_int(value):
-                raise SpecError(f"table '{self.name}': {field} is {value!r}, must be an integer")
-        if self.rows < 1:
-            raise SpecError(f"table '{self.name}': rows is {self.rows:,}, must be at least 1")
-        if not 1 <= self.dim <= MAX_DIM:
-            raise SpecError(f"table '{self.name}': dim is {self.dim:,}, must be between 1 and {MAX_DIM:,}")
-        if self.init_bound is not None and not (math.isfinite(self.init_bound) and self.init_bound >= 0):
-            raise SpecError(f"table '{self.name}': init_bound is {self.init_bound}, must be finite and not negative")
-        if self.init_version != 1:
-            raise SpecError(f"table '{self.name}': init_version is {self.init_version}, this release knows only 1")
-        if self.init_seed is not None and not (is_int(self.init_seed) and 0 <= self.init_seed < 1 << 32):
-            raise SpecError(f"table '{self.name}': init_seed is {self.init_seed!r}, must be an integer of 32 bits")
-        if self.dtype not in get_args(RowDtype):
-            known = get_args(RowDtype)
-            raise SpecError(
-                f"table '{self.name}': dtype is {self.dtype!r}, must be one of {', '.join(known)}"
-                f"{did_you_mean(str(self.dtype), known)}"
-            )
-        if not 0 <= self.fp32_rows <= self.rows:
-            raise SpecError(
-                f"table '{self.name}': fp32_rows is {self.fp32_rows:,}, must be between 0 and rows {self.rows:,}"
-            )
+            for found in self._make_dynamic():
+                raise SpecError(f"{self.where()}{found}")
+        super().__post_init__()
 
-    def _make_dynamic(self) -> None:
+    def where(self) -> str:
+        """Return the text in front of a field's name in messages."""
+        return f"table '{self.name}': "
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a message for an empty name, and for more rows in float32 than there are."""
+        if not self.name:
+            yield "a table needs a non-empty name"
+        if self.fp32_rows > self.rows:
+            yield f"{self.where()}fp32_rows: got {self.fp32_rows:,}, expected at most rows {self.rows:,}"
+
+    def _make_dynamic(self) -> Iterator[str]:
+        """Set the number of rows to what there is room for; yield a message for each reason why it cannot be."""
         if self.dynamic is None:
-            raise SpecError(f"table '{self.name}': rows is 'dynamic'; say how much room it has: dynamic=Dynamic(…)")
+            yield "rows is 'dynamic'; say how much room it has: dynamic=Dynamic(…)"
+            return
         if self.init_bound is None:
-            raise SpecError(f"table '{self.name}': rows is 'dynamic', so init_bound has no default; set it")
+            yield "rows is 'dynamic', so init_bound has no default; set it"
         if self.fp32_rows:
-            raise SpecError(f"table '{self.name}': fp32_rows is {self.fp32_rows!r}, but dynamic rows have no order")
+            yield f"fp32_rows is {self.fp32_rows!r}, but dynamic rows have no order"
         nbytes, capacity = row_bytes(self.dtype, self.dim), self.dynamic.capacity_bytes
         room = capacity // (nbytes * DYNAMIC_WAYS) * DYNAMIC_WAYS
         if not room:
-            raise SpecError(
-                f"table '{self.name}': capacity_bytes is {capacity:,}, must hold {DYNAMIC_WAYS} rows of {nbytes:,} "
-                "bytes"
-            )
+            yield f"capacity_bytes is {capacity:,}, must hold {DYNAMIC_WAYS} rows of {nbytes:,} bytes"
         if self.rows not in ("dynamic", room):
-            raise SpecError(f"table '{self.name}': rows is {self.rows!r}, with `dynamic` it must be 'dynamic'")
+            yield f"rows is {self.rows!r}, with `dynamic` it must be 'dynamic'"
         object.__setattr__(self, "rows", room)
 
     @property
@@ -212,7 +186,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Feature:
+class Feature(Section, error=SpecError):
     """One sparse input: bags of ids that are looked up in a table and pooled.
 
     Parameters
@@ -241,27 +215,23 @@ class Feature:
     name: str
     table: str
     pooling: Pooling = "sum"
-    max_len: int | None = None
+    max_len: Count | None = None
     on_too_long: OnTooLong = "error"
     on_bad_id: OnBadId = "error"
     padding: Padding | None = None
 
-    def __post_init__(self) -> None:
+    def where(self) -> str:
+        """Return the text in front of a field's name in messages."""
+        return f"feature '{self.name}': "
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a message for an empty name, and for a padding without a length."""
         if not self.name:
-            raise SpecError("a feature needs a non-empty name")
-        literals = {"pooling": Pooling, "on_too_long": OnTooLong, "on_bad_id": OnBadId}
-        if self.padding is not None:
-            literals["padding"] = Padding
-        for field, choices in ((name, get_args(kind)) for name, kind in literals.items()):
-            value = getattr(self, field)
-            if value not in choices:
-                raise SpecError(f"feature '{self.name}': {field} is {value!r}, must be one of {', '.join(choices)}")
-        if self.max_len is not None and not (is_int(self.max_len) and self.max_len >= 1):
-            raise SpecError(f"feature '{self.name}': max_len is {self.max_len!r}, must be an integer of at least 1")
+            yield "a feature needs a non-empty name"
         if self.padding is not None and (self.is_pooled or self.max_len is None):
-            raise SpecError(
-                f"feature '{self.name}': padding is {self.padding!r}, pooling {self.pooling!r} and max_len "
-                f"{self.max_len}; only features with pooling='none' and a max_len are padded, to its length"
+            yield (
+                f"{self.where()}padding is {self.padding!r}, pooling {self.pooling!r} and max_len {self.max_len}; only "
+                "features with pooling='none' and a max_len are padded, to its length"
             )
 
     @property
@@ -274,17 +244,10 @@ def check_specs(tables: Sequence[Table], features: Sequence[Feature]) -> None:
     """Raise `SpecError` unless names are unique, every feature has its table and every table a feature."""
     if not features:
         raise SpecError("an embedding collection needs at least one feature")
-    for kind, names in (("table", [t.name for t in tables]), ("feature", [f.name for f in features])):
-        twice = sorted({n for n in names if names.count(n) > 1})
-        if twice:
-            raise SpecError(f"{kind} '{twice[0]}' is defined {names.count(twice[0])} times; names must be unique")
     known = [t.name for t in tables]
+    check_unique("table", known, SpecError)
+    check_unique("feature", [f.name for f in features], SpecError)
     for feature in features:
-        if feature.table not in known:
-            raise SpecError(
-                f"feature '{feature.name}' uses table '{feature.table}', which is not among the tables "
-                f"({', '.join(known) or 'none'}){did_you_mean(feature.table, known)}"
-            )
-    for name in known:
-        if not any(f.table == name for f in features):
-            raise SpecError(f"table '{name}' has no feature; remove it or add a Feature(…, table='{name}')")
+        check_known(f"feature '{feature.name}': table", feature.table, known, SpecError)
+    if unused := [name for name in known if not any(f.table == name for f in features)]:
+        raise SpecError(f"table '{unused[0]}' has no feature; remove it or add a Feature(…, table='{unused[0]}')")

@@ -60,7 +60,7 @@ def test_a_dynamic_table_is_trained_resumed_evaluated_and_predicted_with(tmp_pat
 @pytest.mark.parametrize(
     ("dynamic", "message"),
     [
-        ({"usr": DYNAMIC["user"]}, "data.dynamic names table 'usr', which does not exist; did you mean 'user'?"),
+        ({"usr": DYNAMIC["user"]}, "table in data.dynamic: got 'usr', expected one of"),
         ({"user": {"capacity_bytes": 9}}, "the recipe lacks 'data.dynamic.user.init_bound', which is required"),
         (
             {"user": {**DYNAMIC["user"], "init_bound": -1}},

@@ -183,7 +183,7 @@ OPTIMIZER, TABLES, MODEL, SOURCE = (
         ("model.init_args.x.y", 1, "hotbed.nn.DLRM takes no 'x'"),
         ("data.path", "absent", "'absent' is neither a file nor one of"),
         ("data.path", "/dev/zero", "/dev/zero is longer than"),
-        ("data.test_split", "nope", "data.test_split is 'nope', but the data has only train, test"),
+        ("data.test_split", "nope", "data.test_split: got 'nope', expected one of train, test"),
         ("train", 5, "train: got 5, expected a mapping"),
         ("data", "x", "'x' is neither a file nor one of"),  # short for data.path
         ("model.init_args", "x", "model.init_args: got 'x', expected a mapping"),
@@ -217,7 +217,7 @@ def test_values_that_cannot_be(key: str, value: object, message: str, folder: Pa
         (["init", "folder"], "folder"),
         (["init", "r.yaml"], "r.yaml"),
         (["prepare", "/dev/null", "out"], "/dev/null"),
-        (["prepare", "absent", "out", "--memory", "much"], "--memory is 'much', must be a number of bytes"),
+        (["prepare", "absent", "out", "--memory", "much"], "--memory: got 'much', expected a number of bytes"),
         (["prepare", "absent", "out", "--schema", "rows.yaml"], "rows.yaml has no schema; give a recipe of `hotbed"),
         (["prepare", "absent", "out", "--schema", "absent.yaml"], "there is no recipe absent.yaml"),
         (["demo", "/dev/null", "--out", "demo"], "/dev/null is neither a file nor a directory; give a raw Criteo log"),

@@ -63,7 +63,7 @@ from tests.commands.cases import Output, refused, train
         ),
         (["--data.source.class_path", "hotbed.specs.Feature"], "data.source"),
         (["--data.path", "nowhere"], "nowhere"),
-        (["--data.valid_split", "vaild"], "data.valid_split is 'vaild', but the data has only train, valid, test; did"),
+        (["--data.valid_split", "vaild"], "data.valid_split: got 'vaild', expected one of train, valid, test; did"),
         (["--data.dim", "{C1: 8}"], "dim leaves out table 'C2'"),
         (["--train.eval_every", "5"], "set data.valid_split"),
         (["--resume", "nowhere"], "nowhere"),

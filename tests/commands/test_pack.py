@@ -14,8 +14,8 @@ from hotbed.embed import plan_tables
 from hotbed.errors import DataError
 from hotbed.plan.cost import tile_bytes
 from hotbed.train.build import new_model, open_source
-from hotbed.train.parallel import planned, read_hot_rows
 from hotbed.train.parameter_groups import moments_by_table
+from hotbed.train.plan_search import planned, read_hot_rows
 from tests.commands.cases import Output, inspected, refused
 
 ROW = 4 * (8 + 1)  # bytes of a row and its moment

@@ -16,7 +16,7 @@ from hotbed.commands.plan import plan_for, samples_per_s
 from hotbed.config import Recipe
 from hotbed.plan import Plan
 from hotbed.plan.hardware import Hardware
-from hotbed.train import parallel
+from hotbed.train import plan_search
 from hotbed.train.build import new_model, open_source
 from hotbed.train.plan_search import dense_part, searched_ranks
 
@@ -142,7 +142,7 @@ def test_training_searches_as_hotbed_plan_does(recipe: Path, own: str | dict[str
     source = open_source(read.data)
     with torch.device("meta"):
         model = new_model(read, source)
-    assert parallel.planned(model, read, 4, source).to_dict() == shown
+    assert plan_search.planned(model, read, 4, source).to_dict() == shown
     if own == "auto":
         copied = [t for t in shown["tiles"] if t["table"].startswith("wide.")]
         assert copied and all(len(t["readers"]) == 3 for t in copied)
@@ -157,7 +157,7 @@ def test_a_recipe_trains_with_plan_auto(recipe: Path):
     [
         (["--ranks", "5", "--replicas", "2"], "--ranks is 5, must be a multiple of parallel.replicas 2"),
         (["--ranks", "0"], "--ranks is 0, must be a multiple of parallel.replicas 1, and at least 1"),
-        (["--ranks", "2", "--hardware", "a100"], "there is no hardware profile 'a100'"),
+        (["--ranks", "2", "--hardware", "a100"], "hardware profile: got 'a100', expected one of"),
         (["--ranks", "2", "--plan", "{file}"], "there is nothing to search for"),
         (["--ranks", "2", "--plan", "{list}"], "list.yaml holds list, must be a plan, or schemes by table"),
         (["--ranks", "2", "--memory.device_bytes", "1000", "--memory.tier", "host"], None),

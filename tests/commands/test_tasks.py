@@ -94,7 +94,7 @@ def test_each_task_has_a_score_where_it_is_served(run: Path, tmp_path: Path) -> 
     [
         (
             ["--tasks.incom.weight", "2"],
-            "tasks has 'incom', which is no label; name one of income, marital_stat, or add",
+            "label in tasks: got 'incom', expected one of income, marital_stat",
         ),
         (["--tasks.income.weight", "-1"], "tasks.income.weight: got -1.0, expected a finite number at least 0"),
         (["--tasks.income.wait", "1"], "unknown argument --tasks.income.wait; did you mean '--tasks.income.weight'?"),

@@ -41,7 +41,7 @@ def test_train_writes_a_run_and_eval_reads_it(recipe: Path, capsys: Output) -> N
     assert main(["eval", "--checkpoint", str(run), "--json", str(file)]) == 0
     assert json.loads(file.read_text())["test"] == summary["test"]
     assert main(["eval", "--checkpoint", str(run), "--split", "train"]) == 0
-    assert "--split is 'tset', but the data has only" in refused(
+    assert "--split: got 'tset', expected one of" in refused(
         ["eval", "--checkpoint", str(run), "--split", "tset"], capsys
     )
 

@@ -163,12 +163,12 @@ def test_sharders_have_optimizers_and_number_formats() -> None:
     [
         (
             lambda: ParameterConstraints(sharding_types=["diagonal"]).scheme("t1"),
-            "sharding_types has 'diagonal', expected one of data_parallel",
+            "sharding_types: got 'diagonal', expected one of data_parallel",
         ),
-        (lambda: ParameterConstraints(compute_kernels=["fused_uvm"]).scheme("t1"), "compute_kernels has 'fused_uvm'"),
+        (lambda: ParameterConstraints(compute_kernels=["fused_uvm"]).scheme("t1"), "compute_kernels: got 'fused_uvm'"),
         (
             lambda: EmbeddingShardingPlanner(constraints={"t9": ParameterConstraints()}).plan(Model()),
-            "constraints has table 't9', expected one of t1, t2",
+            "table in constraints: got 't9', expected one of t1, t2",
         ),
         (
             lambda: DistributedModelParallel(Model(), env=ShardingEnv.from_local(8, 0)),
@@ -184,7 +184,7 @@ def test_sharders_have_optimizers_and_number_formats() -> None:
             lambda: DistributedModelParallel(
                 Model(), sharders=[EmbeddingBagCollectionSharder(fused_params={"optimizer": "lars"})]
             ),
-            "fused_params has optimizer 'lars'",
+            "optimizer in fused_params: got 'lars'",
         ),
         (
             lambda: DistributedModelParallel(

@@ -30,7 +30,7 @@ from hotbed.data.prepare import prepare
 from hotbed.data.split_binary import SplitBinaryWriter
 from hotbed.data.vocabulary import Vocabulary, read_vocabulary, write_vocabulary
 from hotbed.errors import DataError, HotbedError, SpecError
-from hotbed.train.parallel import read_hot_rows, read_skew
+from hotbed.train.plan_search import read_hot_rows, read_skew
 
 EXAMPLES = int(os.environ.get("HOTBED_FUZZ", "40"))
 Fuzz = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))

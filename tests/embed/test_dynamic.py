@@ -258,10 +258,10 @@ def test_a_checkpoint_of_another_capacity_and_another_model(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"capacity_bytes": 0}, "a dynamic table has capacity_bytes 0, must be an integer of at least 1"),
-        ({"capacity_bytes": 1, "admit_after": 0}, "a dynamic table has admit_after 0"),
-        ({"capacity_bytes": 1, "ttl_steps": 0}, "a dynamic table has ttl_steps 0"),
-        ({"capacity_bytes": 1, "evict": "fifo"}, "a dynamic table has evict 'fifo', must be lru or lfu"),
+        ({"capacity_bytes": 0}, "a dynamic table: capacity_bytes: got 0, expected at least 1"),
+        ({"capacity_bytes": 1, "admit_after": 0}, "a dynamic table: admit_after: got 0"),
+        ({"capacity_bytes": 1, "ttl_steps": 0}, "a dynamic table: ttl_steps: got 0"),
+        ({"capacity_bytes": 1, "evict": "fifo"}, "a dynamic table: evict: got 'fifo', expected one of lru, lfu"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:

@@ -288,9 +288,9 @@ def test_options_of_tiers_are_checked() -> None:
         hb.MemoryOptions(cache_tier="hbm")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"host is 'uvm', must be one of records, uva.*did you mean 'uva'"):
         hb.MemoryOptions(host="uvm")  # type: ignore[arg-type]
-    with pytest.raises(hb.HotbedError, match=r"a cut has tier 'dsk', must be one of device, host, disk"):
+    with pytest.raises(hb.HotbedError, match=r"a cut: tier: got 'dsk', expected one of device, host, disk"):
         hb.Cut(tier="dsk")  # type: ignore[arg-type]
-    with pytest.raises(hb.HotbedError, match="a cut has cache_rows -1"):
+    with pytest.raises(hb.HotbedError, match="a cut: cache_rows: got -1"):
         hb.Cut(cache_rows=-1)
     assert Path(tempfile.gettempdir()).is_dir()
 

@@ -23,8 +23,7 @@ from hotbed.measure.rank_exchanges import rates, seconds_per_message
 from hotbed.measure.step_jobs import Measured, StepJob
 from hotbed.measure.step_overheads import StepSizes, averaged_rows, measure_overheads
 from hotbed.plan.cost import CostModel
-from hotbed.plan.hardware import OVERHEADS, Hardware
-from hotbed.plan.profile_files import DIMENSIONS
+from hotbed.plan.hardware import DIMENSIONS, OVERHEADS, Hardware
 from hotbed.plan.step import estimate_step
 from tests.commands.cases import Output, refused
 from tests.ranks import Ranks

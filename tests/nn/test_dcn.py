@@ -134,9 +134,9 @@ def test_it_learns_and_can_be_exported() -> None:
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(SpecError, match="CrossNetwork: layers is 0, must be at least 1"):
+    with pytest.raises(SpecError, match="CrossNetwork: layers: got 0, expected at least 1"):
         DCNv2(TABLES, FEATURES, 3, layers=0)
-    with pytest.raises(SpecError, match="low_rank is 0, must be at least 1, or null for whole matrices"):
+    with pytest.raises(SpecError, match="CrossNetwork: low_rank: got 0, expected at least 1"):
         DCNv2(TABLES, FEATURES, 3, low_rank=0)
     with pytest.raises(SpecError, match="CrossLayer: low_rank is 9, must be from 1 to the 8 inputs"):
         CrossLayer(8, 9)

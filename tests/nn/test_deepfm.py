@@ -86,7 +86,7 @@ def test_what_it_cannot_be_made_of() -> None:
         DeepFM([TABLES[0], hb.Table("items", 12, 8)], FEATURES)
     with pytest.raises(SpecError, match="DeepFM: top is empty; it needs at least one width, the number of labels"):
         DeepFM(TABLES, FEATURES, top=())
-    with pytest.raises(SpecError, match="DeepFM: top ends with 0, must be between 1 and 1,024"):
+    with pytest.raises(SpecError, match="DeepFM: last width of top: got 0, expected at least 1 and at most 1,024"):
         DeepFM(TABLES, FEATURES, top=(4, 0))
     with pytest.raises(SpecError, match="DeepFM: feature 'user' is not pooled"):
         DeepFM(TABLES, [hb.Feature("user", "users", pooling="none"), *FEATURES[1:]])

@@ -110,11 +110,11 @@ def test_attention_has_no_gradient_where_there_is_no_id() -> None:
     ("options", "message"),
     [
         ({"histories": {}}, "DIN: there is no history; name its feature and that of the candidate"),
-        ({"histories": {"histroy": "item"}}, "the history 'histroy' is no feature; .*did you mean 'history'"),
-        ({"histories": {"history": "itm"}}, "the candidate 'itm' is no feature; .*did you mean 'item'"),
+        ({"histories": {"histroy": "item"}}, "the history: got 'histroy', .*did you mean 'history'"),
+        ({"histories": {"history": "itm"}}, "the candidate: got 'itm', .*did you mean 'item'"),
         ({"histories": {"history": "shop"}}, "'history' has table 'items' and its candidate 'shop' 'shops'; they must"),
         ({"histories": {"history": "item", "item": "history"}}, "the candidate 'item' is a sequence; it must have one"),
-        ({"max_len": 0}, "DIN: max_len is 0, must be at least 1"),
+        ({"max_len": 0}, "DIN: max_len: got 0, expected at least 1"),
     ],
 )
 def test_what_histories_cannot_be(options: dict[str, object], message: str) -> None:

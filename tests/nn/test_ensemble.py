@@ -117,7 +117,7 @@ def test_logits_of_another_shape_are_refused_also_those_of_members_outside_train
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(SpecError, match=r"members is 1, must be at least 2; a single one is hotbed\.nn\.DLRM"):
+    with pytest.raises(SpecError, match=r"members: got 1, expected at least 2\. A single one is hotbed\.nn\.DLRM"):
         DLRMEnsemble(tables(8), FEATURES, 2, members=1)
     with pytest.raises(SpecError, match="bottom is empty"):
         DLRMEnsemble(tables(8), FEATURES, 2, bottom=[])

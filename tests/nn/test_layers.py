@@ -133,5 +133,5 @@ def test_only_mlps_can_compute_activations_again():
 
 @pytest.mark.parametrize("dropout", [-0.1, 1.0, float("nan")])
 def test_mlp_refuses_dropout_that_cannot_be(dropout):
-    with pytest.raises(SpecError, match=f"dropout is {dropout}, must be at least 0 and below 1"):
+    with pytest.raises(SpecError, match=f"dropout: got {dropout}, expected a finite number at least 0 and below 1"):
         MLP(4, [2], dropout=dropout)

@@ -170,5 +170,5 @@ def test_a_traced_layer_has_the_product_of_torch():
 
 
 def test_there_is_no_other_library():
-    with pytest.raises(SpecError, match=re.escape("library is 'mkl', must be one of auto, torch, onednn")):
+    with pytest.raises(SpecError, match=re.escape("library: got 'mkl', expected one of auto, torch, onednn")):
         MLP(4, (3,), library="mkl")

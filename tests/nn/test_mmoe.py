@@ -125,7 +125,7 @@ def test_it_can_be_exported_as_plain_torch() -> None:
 def test_what_cannot_be() -> None:
     with pytest.raises(SpecError, match=r"has 3 experts and 0 gates \(one per task\), must have at least 1"):
         model_of(tasks=0)
-    with pytest.raises(SpecError, match="MixtureOfExperts has 0 experts and 2 gates"):
+    with pytest.raises(SpecError, match="MixtureOfExperts: experts: got 0, expected at least 1"):
         MixtureOfExperts(4, [3], experts=0, gates=2)
     with pytest.raises(SpecError, match=r"MLP\(116, \[\]\): needs at least one layer"):
         MMoE(TABLES, FEATURES, planted.DENSE, expert=[])

@@ -123,7 +123,7 @@ def test_what_they_cannot_be_made_of() -> None:
         make(SASRec, heads=3)
     with pytest.raises(SpecError, match="SequentialTransduction: heads is 0, must divide the 8 columns"):
         make(HSTU, heads=0)
-    with pytest.raises(SpecError, match="SASRec: dropout is 1, must be at least 0 and below 1"):
+    with pytest.raises(SpecError, match="SASRec: dropout: got 1, expected a finite number at least 0 and below 1"):
         make(SASRec, dropout=1)
-    with pytest.raises(SpecError, match="SASRec: the history 'past' is no feature; there are history, item"):
+    with pytest.raises(SpecError, match="SASRec: the history: got 'past', expected one of history, item"):
         SASRec(ITEMS, FEATURES, history="past", item="item")

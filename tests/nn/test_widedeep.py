@@ -226,8 +226,8 @@ def test_under_autocast_the_deep_part_is_computed_in_its_dtype_and_the_wide_part
     ("top", "message"),
     [
         ((), "WideDeep: top is empty; it needs at least one width, the number of labels"),
-        ((8, 0), "WideDeep: top ends with 0, must be between 1 and 1,024"),
-        ((8, 2000), "WideDeep: top ends with 2,000, must be between 1 and 1,024"),
+        ((8, 0), "WideDeep: last width of top: got 0, expected at least 1 and at most 1,024"),
+        ((8, 2000), "WideDeep: last width of top: got 2,000, expected at least 1 and at most 1,024"),
         ((0, 1), r"MLP\(29, \[0, 1\]\): needs at least one layer and positive widths"),
     ],
 )

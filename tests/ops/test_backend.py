@@ -58,7 +58,7 @@ def test_every_backend_has_every_operation_and_counts_it(backend):
 @pytest.mark.parametrize(
     ("device", "name", "message"),
     [
-        ("cpu", "tritn", "backend 'tritn' does not exist; choose auto, reference, cpu, triton; did you mean 'triton'?"),
+        ("cpu", "tritn", "backend: got 'tritn', expected one of auto, reference, cpu, triton; did you mean 'triton'?"),
         ("meta", "auto", "no kernels for device 'meta'; move the model to cpu or cuda, or pass backend='reference'"),
         ("cuda", "cpu", "backend 'cpu' cannot work on 'cuda' tensors; use 'triton' or 'reference'"),
     ],

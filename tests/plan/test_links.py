@@ -52,7 +52,7 @@ def test_ranks_that_two_hops_cannot_have_are_refused() -> None:
     with pytest.raises(PlanError, match="ranks_per_node is 8, must divide the 12 ranks of a group"):
         CostModel(work, 12, A100)
     assert CostModel(work, 4, A100).links is not None  # fewer are on one node
-    with pytest.raises(PlanError, match="ranks_per_node is 0, must be None or an integer of at least 1"):
+    with pytest.raises(PlanError, match="ranks_per_node: got 0, expected at least 1"):
         Workload.of([], ranks_per_node=0)
 
 

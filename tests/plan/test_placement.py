@@ -164,19 +164,37 @@ def test_what_crosses_the_wire_is_chosen_for_all_tables_or_by_table():
     [
         (lambda: make_plan(TABLES, 2, "dp", wire="pooled"), "wire of table 'a' is 'pooled', but ranks hold copies"),
         (lambda: make_plan(TABLES, 2, Cut(hot_rows=1), wire={"c": "pooled"}), "wire of table 'c' is 'pooled', but"),
-        (lambda: make_plan(TABLES, 2, wire="vectors"), "wire of table 'a' is 'vectors', must be rows or pooled"),
-        (lambda: make_plan(TABLES, 2, wire={"x": "rows"}), "wire names a table 'x', which the plan has not"),
-        (lambda: make_plan(TABLES, 0), "world_size is 0, must be an integer of at least 1"),
-        (lambda: make_plan(TABLES, 2.0, "column"), "world_size is 2.0, must be an integer of at least 1"),
-        (lambda: make_plan(TABLES, 2, None), "no scheme None; use table, row"),
-        (lambda: make_plan(TABLES, 2, ids={"a": -3.0}), "ids of table 'a' are -3.0 per sample, must be finite"),
-        (lambda: make_plan(TABLES, 2, ids={"a": float("nan")}), "ids of table 'a' are nan per sample"),
-        (lambda: make_plan(TABLES, 2, "rows"), "no scheme 'rows'; use table, row, .* did you mean 'row'"),
-        (lambda: make_plan(TABLES, 2, {"aa": "row"}), "schemes name a table 'aa', .* did you mean 'a'"),
-        (lambda: make_plan(TABLES, 2, ids={"x": 2.0}), "ids name a table 'x', which the model has not"),
-        (lambda: Cut(rows=-1), "a cut has rows -1, must be an integer of at least 0"),
-        (lambda: Cut(cols=1.5), "a cut has cols 1.5"),
-        (lambda: Cut(hot_rows=-2), "a cut has hot_rows -2"),
+        (
+            lambda: make_plan(TABLES, 2, wire="vectors"),
+            "wire of table 'a': got 'vectors', expected one of rows, pooled",
+        ),
+        (lambda: make_plan(TABLES, 2, wire={"x": "rows"}), "table in wire: got 'x', expected one of a, b, c, d"),
+        (lambda: make_plan(TABLES, 0), "world_size: got 0, expected at least 1"),
+        (lambda: make_plan(TABLES, 2.0, "column"), "world_size: got 2.0, expected an integer"),
+        (
+            lambda: make_plan(TABLES, 2, None),
+            "scheme: got None, expected one of table, row, column, grid, dp, auto. Or",
+        ),
+        (
+            lambda: make_plan(TABLES, 2, ids={"a": -3.0}),
+            "ids of table 'a' per sample: got -3.0, expected a finite number at least 0",
+        ),
+        (
+            lambda: make_plan(TABLES, 2, ids={"a": float("nan")}),
+            "ids of table 'a' per sample: got nan, expected a finite number at least 0",
+        ),
+        (
+            lambda: make_plan(TABLES, 2, "rows"),
+            "scheme: got 'rows', expected one of table, row, column, grid, dp, auto.*did you mean 'row'",
+        ),
+        (
+            lambda: make_plan(TABLES, 2, {"aa": "row"}),
+            "table in schemes: got 'aa', expected one of a, b, c, d.*did you mean 'a'",
+        ),
+        (lambda: make_plan(TABLES, 2, ids={"x": 2.0}), "table in ids: got 'x', expected one of a, b, c, d"),
+        (lambda: Cut(rows=-1), "a cut: rows: got -1, expected at least 0"),
+        (lambda: Cut(cols=1.5), "a cut: cols: got 1.5, expected an integer"),
+        (lambda: Cut(hot_rows=-2), "a cut: hot_rows: got -2, expected at least 0"),
     ],
 )
 def test_what_cannot_be_is_refused(make, message):

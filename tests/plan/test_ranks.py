@@ -100,10 +100,10 @@ def test_replicas_that_are_averaged_seldom_cost_less():
     ("options", "message"),
     [
         ({"ranks": [1]}, r"the tables fit none of 1 ranks; with 1: rows and moments take 1\.21 GiB"),
-        ({"ranks": [2, 4], "replicas": 3}, "ranks are 2, 4, none of which 3 replicas divide"),
-        ({"ranks": []}, r"ranks are \[\], must be 'auto' or a list of integers of at least 1"),
-        ({"ranks": [0, 2]}, r"ranks are \[0, 2\], must be 'auto' or a list"),
-        ({"replicas": 0}, "replicas is 0, must be 'auto' or an integer of at least 1"),
+        ({"ranks": [2, 4], "replicas": 3}, "none of 2, 4 ranks; 3 replicas divide none"),
+        ({"ranks": []}, r"ranks: got \(\), expected an integer\. Give 'auto', or a list of numbers\."),
+        ({"ranks": [0, 2]}, "ranks: got 0, expected at least 1. Give 'auto', or a list of numbers."),
+        ({"replicas": 0}, "replicas: got 0, expected at least 1"),
     ],
 )
 def test_what_cannot_be_chosen_is_said(options: dict[str, Any], message: str):

@@ -283,9 +283,12 @@ def test_the_integer_program_finds_the_best_placement(loads: tuple[int, ...]):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"users": {"row": 2}}, "plan.yaml: a cut of table 'users' has no 'row'; .* did you mean 'rows'"),
+        (
+            {"users": {"row": 2}},
+            "plan.yaml: a cut of table 'users': got 'row', expected one of rows, .* did you mean 'rows'",
+        ),
         ({"users": 3}, "plan.yaml: table 'users' has 3, must be one of table, row, .*, auto, or the fields of a cut"),
-        ({"users": {"rows": -1}}, "a cut has rows -1"),
+        ({"users": {"rows": -1}}, "a cut: rows: got -1, expected at least 0"),
     ],
 )
 def test_what_is_no_scheme_is_refused(values: dict[str, Any], message: str):

@@ -213,10 +213,10 @@ def test_a_price_is_that_of_all_nodes():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"share": 1.5}, "stragglers.share is 1.5, must be between 0 and 1"),
-        ({"slowdown": 0.5}, "stragglers.slowdown is 0.5, must be finite and at least 1"),
-        ({"slowdown": float("nan")}, "stragglers.slowdown is nan, must be finite and at least 1"),
-        ({"seed": -1}, "stragglers.seed is -1, must be at least 0"),
+        ({"share": 1.5}, "stragglers.share: got 1.5, expected a finite number at least 0 and at most 1"),
+        ({"slowdown": 0.5}, "stragglers.slowdown: got 0.5, expected a finite number at least 1"),
+        ({"slowdown": float("nan")}, "stragglers.slowdown: got nan, expected a finite number at least 1"),
+        ({"seed": -1}, "stragglers.seed: got -1, expected at least 0"),
     ],
 )
 def test_stragglers_that_cannot_be_are_refused(values: dict[str, Any], message: str):

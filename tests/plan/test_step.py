@@ -145,13 +145,16 @@ def test_a_file_may_have_overheads(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("figures", "message"),
     [
-        ({"overheads": {"steps": {1: 1}}}, "overheads has 'steps', must be of step, arena, .* did you mean 'step'"),
-        ({"overheads": {"step": {0: 1}}}, "figures.overheads.step has the key 0, must be a whole number of at least 1"),
-        ({"overheads": {"step": "1 s"}}, "figures.overheads.step is '1 s', must be a mapping by number of ranks"),
-        ({"overheads": "1 s"}, "figures.overheads is '1 s', must be a mapping by what they are of"),
-        ({"overheads": {"step": {1: -1}}}, r"overheads\[step, 1\] is -1 s, must be not negative"),
-        ({"efficiency": {1: 0}}, r"efficiency\[1\] is 0, must be above 0"),
-        ({"mlp": {1: {64: 0}}}, r"mlp\[1, 64\] is 0 FLOP/s, must be above 0"),
+        (
+            {"overheads": {"steps": {1: 1}}},
+            "overheads: got 'steps', expected one of step, .* did you mean 'step'",
+        ),
+        ({"overheads": {"step": {0: 1}}}, "overheads.step: got 0, expected at least 1"),
+        ({"overheads": {"step": "1 s"}}, "overheads.step: got 1.0, expected a mapping from an integer to a number"),
+        ({"overheads": "1 s"}, "overheads: got 1.0, expected a mapping"),
+        ({"overheads": {"step": {1: -1}}}, r"overheads.step.1: got -1.0, expected a finite number at least 0"),
+        ({"efficiency": {1: 0}}, r"efficiency.1: got 0.0, expected a finite number above 0"),
+        ({"mlp": {1: {64: 0}}}, r"mlp.1.64: got 0.0, expected a finite number above 0"),
     ],
 )
 def test_overheads_that_cannot_be(figures: dict[str, Any], message: str) -> None:

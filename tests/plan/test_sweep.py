@@ -8,8 +8,7 @@ import pytest
 
 from hotbed.errors import PlanError
 from hotbed.optim import RowWiseAdagrad
-from hotbed.plan.hardware import Hardware
-from hotbed.plan.profile_files import DIMENSIONS
+from hotbed.plan.hardware import DIMENSIONS, Hardware
 from hotbed.plan.search import Found, search
 from hotbed.plan.simulate import simulate
 from hotbed.plan.sweep import MOST_RANKS, RANKS, Sweep, elasticities
@@ -58,7 +57,7 @@ def test_every_figure_makes_a_machine_or_is_refused_before_the_search(figure: st
 )
 def test_curves_are_varied_by_factors_only(text: str) -> None:
     figure = text.partition("=")[0]
-    with pytest.raises(PlanError, match=rf"must be a number, like 8; {figure} is a curve, .*: {figure}=0.5..2"):
+    with pytest.raises(PlanError, match=rf"expected a number, like 8; {figure} is a curve, .*: {figure}=0.5..2"):
         Sweep.parse(text)
 
 

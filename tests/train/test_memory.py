@@ -15,7 +15,7 @@ from hotbed.commands.main import main
 from hotbed.config import Component, MemoryRecipe, Recipe
 from hotbed.errors import DataError, RecipeError
 from hotbed.train.build import new_model, open_source
-from hotbed.train.parallel import planned, read_skew
+from hotbed.train.plan_search import planned, read_skew
 from hotbed.train.report import RunDirectory
 from hotbed.train.run import train
 

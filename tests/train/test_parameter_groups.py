@@ -308,7 +308,7 @@ def test_moments_and_memory_are_those_of_each_tables_optimizer() -> None:
 
 def test_a_table_that_is_not_there_cannot_be_selected() -> None:
     model = trainer().model
-    with pytest.raises(SpecError, match=r"table 'wide\.usr' does not exist; tables are embeddings\.user, .*wide\.user"):
+    with pytest.raises(SpecError, match=r"table: got 'wide\.usr', expected one of embeddings\.user, .*wide\.user"):
         TableSelection(model, ["wide.usr"])
     with pytest.raises(SpecError, match=r"no table is selected; tables are embeddings\.user"):
         TableSelection(model, [])

@@ -19,7 +19,7 @@ from hotbed.config import ParallelRecipe
 from hotbed.errors import CommError, StoreError
 from hotbed.optim import Moment
 from hotbed.store import memory
-from hotbed.train.parallel import _refuse_too_many
+from hotbed.train.plan_search import _refuse_too_many
 from hotbed.train.process_group import Started, fresh_store, process_group, run_local, started
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

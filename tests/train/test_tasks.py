@@ -112,7 +112,7 @@ def test_without_tasks_it_is_the_loss_of_ever() -> None:
     [
         (
             {"bui": task("torch.nn.MSELoss")},
-            r"tasks has 'bui', which is no label; name one of click, buy, .*; did you mean 'buy'\?",
+            r"label in tasks: got 'bui', expected one of click, buy.*; did you mean 'buy'\?",
         ),
         ({name: TaskRecipe(weight=0.0) for name in LABELS}, r"the weight of every task is 0, .*; raise tasks.LABEL.w"),
         ({"buy": task("torch.nn.NoLoss")}, r"tasks.buy.loss: module 'torch.nn' has no class 'NoLoss'"),

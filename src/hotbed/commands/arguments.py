@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, cast, get_args,
 
 from typing_extensions import override
 
-from hotbed.config import Recipe, check_trust, import_from
-from hotbed.config.fields import (
+from hotbed.checks import (
     annotation_at,
     annotations_of,
     as_declared,
@@ -31,6 +30,7 @@ from hotbed.config.fields import (
     section_of,
     settings,
 )
+from hotbed.config import Recipe, check_trust, import_from
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.files import json_text, read_yaml
 from hotbed.locations import location

@@ -9,9 +9,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from hotbed.checks import annotation_at, choices_of
 from hotbed.commands.arguments import Override, Parser
 from hotbed.config import Recipe
-from hotbed.config.fields import annotation_at, choices_of
 from hotbed.errors import RecipeError
 
 _PATHS = {

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from hotbed.checks import Size
 from hotbed.commands.arguments import Parser, add_json, console, write_json
 from hotbed.config import Recipe
-from hotbed.config.fields import Size
 from hotbed.errors import CommError, DataError, RecipeError
 from hotbed.locations import local
 

@@ -113,7 +113,7 @@ def _stages(to: Console) -> Generator[Callable[[str], None]]:
 def print_profile(to: Console, profile: Mapping[str, Any]) -> None:
     """Print a line for each figure, and for each point of a curve, with its spread and its source."""
     from hotbed.commands.report_page import Table, print_table
-    from hotbed.plan.profile_files import DIMENSIONS
+    from hotbed.plan.hardware import DIMENSIONS
     from hotbed.plan.quantities import show
 
     rows: list[list[str]] = []

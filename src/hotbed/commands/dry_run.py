@@ -29,8 +29,8 @@ from hotbed.train.build import new_model, open_source
 from hotbed.train.forecast import Forecast
 from hotbed.train.idle_settings import idle_settings
 from hotbed.train.numerics import resolve_device
-from hotbed.train.parallel import planned
 from hotbed.train.parameter_groups import moments_by_table, sparse_components
+from hotbed.train.plan_search import planned
 from hotbed.train.process_group import started
 from hotbed.train.report import size
 

@@ -13,6 +13,7 @@ from rich.table import Table as RichTable
 
 from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, runs_in, verify_checkpoint
 from hotbed.checkpoint.single_files import read_yaml, write_text
+from hotbed.checks import is_int
 from hotbed.commands import data_page, run_page
 from hotbed.commands.arguments import Parser, add_json, add_parameters, add_trust, console, write_json
 from hotbed.commands.report_page import Table, check_html, print_table
@@ -28,7 +29,6 @@ from hotbed.data.schema_checks import SchemaChecks, faults_error
 from hotbed.data.stored_rows import SourceRows, StoredRows, open_rows
 from hotbed.errors import DataError, RecipeError
 from hotbed.locations import is_storage, location
-from hotbed.specs import is_int
 from hotbed.train.build import new_source
 from hotbed.train.report import RECIPE, SUMMARY, StageProgress, size
 from hotbed.train.stored import FEATURES

@@ -40,8 +40,7 @@ from hotbed.plan.step import estimate_step, parts_of_busiest, terms_of
 from hotbed.plan.sweep import RANKS, Point, Sweep, assumed_range, elasticities, first_that_fits
 from hotbed.plan.timeline import chrome_trace
 from hotbed.train.build import new_model, open_source
-from hotbed.train.parallel import plan_or_schemes
-from hotbed.train.plan_search import hardware_of, searched, searched_ranks
+from hotbed.train.plan_search import hardware_of, plan_or_schemes, searched, searched_ranks
 
 
 @dataclass(frozen=True, kw_only=True)

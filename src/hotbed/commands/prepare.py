@@ -67,10 +67,7 @@ def run(parsed: Namespace) -> None:
 
 
 def _bytes(text: str) -> int:
-    try:
-        return int(parse(text, "bytes"))
-    except ValueError as error:
-        raise RecipeError(f"--memory {error}") from None
+    return int(parse("--memory", text, "bytes"))
 
 
 def _schema(path: Path) -> Mapping[str, object]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from hotbed.checkpoint import Directory, directory, runs_in
 from hotbed.checkpoint.single_files import read_yaml
+from hotbed.checks import is_int
 from hotbed.commands.report_page import (
     TIER_COLORS,
     Figures,
@@ -25,7 +26,6 @@ from hotbed.commands.report_page import (
 from hotbed.errors import DataError, PlanError
 from hotbed.parsing import TextError, parse_json
 from hotbed.plan import Plan
-from hotbed.specs import is_int
 from hotbed.train.report import METRIC_NAMES, METRICS, PLAN, RECIPE, SUMMARY, size
 from hotbed.train.throughput import SETTLING_STEPS
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from typing_extensions import override
 
-from hotbed.config.fields import Section
+from hotbed.checks import Section
 from hotbed.errors import HotbedError, RecipeError, did_you_mean
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from typing_extensions import override
 
-from hotbed.config.fields import MAY_DIFFER, Count, Range, Section, Size
+from hotbed.checks import MAY_DIFFER, Count, Range, Section, Size
 from hotbed.errors import SpecError
 from hotbed.specs import Tier
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 
 from typing_extensions import override
 
-from hotbed.config.fields import (
+from hotbed.checks import (
     MAY_DIFFER,
     Count,
     NotNegative,

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, cast, get_args
 
+from hotbed.checks import is_int
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.pooling import Pooling
-from hotbed.specs import OnTooLong, Padding, is_int
+from hotbed.specs import OnTooLong, Padding
 
 Rule: TypeAlias = Literal["as_is", "standard", "log", "quantile", "asinh"]
 Missing: TypeAlias = Literal["error", "center", "indicator"]

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
+from hotbed.checks import is_int
 from hotbed.data.columns import SparseColumn, check_keys, check_values
 from hotbed.errors import SpecError
-from hotbed.specs import is_int
 
 MOST_BUCKETS = 1 << 20
 

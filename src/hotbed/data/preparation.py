@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
+from hotbed.checks import is_int
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
 from hotbed.data.criteo import complaint, hexadecimal, logarithm
@@ -33,7 +34,6 @@ from hotbed.data.schema import Schema
 from hotbed.data.source import Place
 from hotbed.data.vocabulary import VOCABULARY, read_vocabulary, vocabulary_file
 from hotbed.errors import DataError, SpecError, did_you_mean
-from hotbed.specs import is_int
 
 Kind = Literal["hexadecimal", "integers", "text"]
 MOST_ROWS = 1 << 40

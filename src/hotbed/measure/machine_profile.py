@@ -41,8 +41,7 @@ from hotbed.measure.step_overheads import StepSizes, measure_overheads
 from hotbed.ops import RuleStep
 from hotbed.optim import RowWiseAdagrad
 from hotbed.plan.cost import table_bytes
-from hotbed.plan.hardware import Hardware
-from hotbed.plan.profile_files import DIMENSIONS
+from hotbed.plan.hardware import DIMENSIONS, Hardware
 from hotbed.plan.quantities import show
 from hotbed.specs import Table
 from hotbed.store import DenseStore

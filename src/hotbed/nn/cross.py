@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from hotbed.checks import Count, check
 from hotbed.config import LinearLibrary
 from hotbed.errors import SpecError
 from hotbed.nn.linear import Linear
@@ -70,10 +71,8 @@ class CrossNetwork(nn.ModuleList):
     """
 
     def __init__(self, width: int, layers: int, low_rank: int | None = None) -> None:
-        if layers < 1:
-            raise SpecError(f"CrossNetwork: layers is {layers}, must be at least 1")
-        if low_rank is not None and low_rank < 1:
-            raise SpecError(f"CrossNetwork: low_rank is {low_rank}, must be at least 1, or null for whole matrices")
+        check("CrossNetwork: layers", layers, Count, SpecError)
+        check("CrossNetwork: low_rank", low_rank, Count | None, SpecError)
         rank = low_rank if low_rank is not None and low_rank < width else None
         super().__init__([CrossLayer(width, rank) for _ in range(layers)])
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Annotated, cast
 
 import torch
 from torch import Tensor, nn
 
 from hotbed.batch import Batch
+from hotbed.checks import Range, check
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import SpecError
 from hotbed.nn.layers import MLP, DotInteraction
@@ -58,8 +59,8 @@ class DLRMEnsemble(nn.Module):
         backend: BackendName = "auto",
     ) -> None:
         super().__init__()
-        if members < 2:
-            raise SpecError(f"DLRMEnsemble: members is {members}, must be at least 2; a single one is hotbed.nn.DLRM")
+        fix = "A single one is hotbed.nn.DLRM."
+        check("DLRMEnsemble: members", members, Annotated[int, Range(least=2)], SpecError, fix)
         if not bottom:
             raise SpecError("DLRMEnsemble: bottom is empty; it needs at least one width, the columns of a member")
         refuse_sequences(self, features)

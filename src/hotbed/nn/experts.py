@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from hotbed.checks import Count, check
 from hotbed.config import LinearLibrary
 from hotbed.errors import SpecError
 from hotbed.nn.layers import MLP
@@ -51,10 +52,8 @@ class MixtureOfExperts(nn.Module):
         library: LinearLibrary = "auto",
     ) -> None:
         super().__init__()
-        if experts < 1 or gates < 1:
-            raise SpecError(
-                f"MixtureOfExperts has {experts} experts and {gates} gates (one per task), must have at least 1"
-            )
+        check("MixtureOfExperts: experts", experts, Count, SpecError)
+        check("MixtureOfExperts: gates (one per task)", gates, Count, SpecError)
         mlps = [MLP(inputs, widths, dropout=dropout, library=library) for _ in range(experts)]
         self.experts, self.shape = nn.ModuleList(mlps), (gates, experts)
         device = torch.get_default_device()

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hotbed.batch import Batch
+from hotbed.checks import Count, Probability, check, check_known
 from hotbed.embed import EmbeddingCollection
-from hotbed.errors import SpecError, did_you_mean
+from hotbed.errors import SpecError
 from hotbed.nn.linear import draw_normal
 from hotbed.ops import BackendName
 from hotbed.specs import Feature, Table
@@ -32,13 +33,9 @@ def history_features(
     name, by_name = type(model).__name__, {feature.name: feature for feature in features}
     if not histories:
         raise SpecError(f"{name}: there is no history; name its feature and that of the candidate: {{history: item}}")
-    if max_len < 1:
-        raise SpecError(f"{name}: max_len is {max_len}, must be at least 1")
+    check(f"{name}: max_len", max_len, Count, SpecError)
     for role, one in (*(("history", h) for h in histories), *(("candidate", c) for c in histories.values())):
-        if one not in by_name:
-            raise SpecError(
-                f"{name}: the {role} '{one}' is no feature; there are {', '.join(by_name)}{did_you_mean(one, by_name)}"
-            )
+        check_known(f"{name}: the {role}", one, by_name, SpecError)
     for history, candidate in histories.items():
         if candidate in histories or not by_name[candidate].is_pooled:
             raise SpecError(f"{name}: the candidate '{candidate}' is a sequence; it must have one vector per sample")
@@ -106,8 +103,7 @@ class NextItem(nn.Module, ABC):
                 f"{name} scores '{item}' by '{history}' alone, not by {what}; leave other columns out of the "
                 "schema, or use DIN"
             )
-        if not 0 <= dropout < 1:
-            raise SpecError(f"{name}: dropout is {dropout}, must be at least 0 and below 1")
+        check(f"{name}: dropout", dropout, Probability, SpecError)
         self.history, self.item = history, item
         self.embeddings = EmbeddingCollection(tables, specs, seed=seed, backend=backend)
         self.dim = tables[0].dim

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from hotbed import ops
+from hotbed.checks import Probability, check
 from hotbed.config import LinearLibrary
 from hotbed.errors import BatchError, SpecError
 from hotbed.nn.fused_relu import can_fuse, linear_relu
@@ -73,8 +74,7 @@ class MLP(nn.Sequential):
     ) -> None:
         if not widths or min(inputs, *widths) < 1:
             raise SpecError(f"MLP({inputs}, {list(widths)}): needs at least one layer and positive widths")
-        if not 0 <= dropout < 1:
-            raise SpecError(f"MLP: dropout is {dropout}, must be at least 0 and below 1")
+        check("MLP: dropout", dropout, Probability, SpecError)
         layers: list[nn.Module] = []
         for fan_in, fan_out in zip([inputs, *widths], widths, strict=False):
             device = torch.get_default_device()

@@ -12,13 +12,14 @@ with its ReLU are in `hotbed.nn.fused_relu`.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from hotbed.checks import check
 from hotbed.config import LinearLibrary
 from hotbed.errors import SpecError
 from hotbed.machine import cpu
@@ -64,8 +65,7 @@ class Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if library not in get_args(LinearLibrary):
-            raise SpecError(f"library is '{library}', must be one of {', '.join(get_args(LinearLibrary))}")
+        check("library", library, LinearLibrary, SpecError)
         self.library = library
         self.use(faster_library() if library == "auto" else library)
         super().__init__(in_features, out_features, device=device, dtype=dtype)

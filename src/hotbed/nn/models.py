@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from hotbed.batch import Batch
+from hotbed.checks import Range, check
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
@@ -28,11 +30,8 @@ def linear_tables(model: nn.Module, tables: Sequence[Table], top: Sequence[int])
     name = type(model).__name__
     if not top:
         raise SpecError(f"{name}: top is empty; it needs at least one width, the number of labels")
-    if not 1 <= top[-1] <= MAX_DIM:
-        raise SpecError(
-            f"{name}: top ends with {top[-1]:,}, must be between 1 and {MAX_DIM:,}; end it with the number of labels, "
-            "the dim of the wide tables"
-        )
+    fix = "End it with the number of labels, the dim of the wide tables."
+    check(f"{name}: last width of top", top[-1], Annotated[int, Range(least=1, most=MAX_DIM)], SpecError, fix)
     return [replace(table, dim=top[-1], init_bound=0.0, dtype="fp32", fp32_rows=0) for table in tables]
 
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hotbed.batch import Batch
+from hotbed.checks import check_known
 from hotbed.embed import EmbeddingCollection
-from hotbed.errors import SpecError, did_you_mean
+from hotbed.errors import SpecError
 from hotbed.nn.layers import MLP
 from hotbed.nn.models import dense_inputs, refuse_sequences
 from hotbed.ops import BackendName
@@ -54,8 +55,8 @@ class TwoTower(nn.Module):
         super().__init__()
         refuse_sequences(self, features)
         dims = {f.name: table.dim for f in features for table in tables if table.name == f.table}
-        if unknown := [name for name in item if name not in dims]:
-            raise SpecError(f"TwoTower: item names '{unknown[0]}', no feature{did_you_mean(unknown[0], dims)}")
+        for name in item:
+            check_known("TwoTower: item", name, dims, SpecError)
         if not 0 < len(item) < len(dims) or not temperature > 0:
             raise SpecError(
                 f"TwoTower: item is {list(item)} of {list(dims)} and temperature {temperature}; both towers need a "

@@ -8,12 +8,13 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Literal, Protocol, cast, get_args
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from hotbed.errors import BackendError, did_you_mean
+from hotbed.checks import check
+from hotbed.errors import BackendError
 from hotbed.ops.layout import BagLayout, CacheTags, Groups, Occurrences, Rows, RuleStep
 from hotbed.optim import Rule
 
@@ -118,9 +119,7 @@ def select(device: torch.device | str, name: BackendName = "auto") -> Backend:
     ``"reference"`` runs on any device. ``"triton"`` runs on CPU tensors only with ``TRITON_INTERPRET=1``.
     """
     kind = torch.device(device).type
-    if name not in get_args(BackendName):
-        names = get_args(BackendName)
-        raise BackendError(f"backend {name!r} does not exist; choose {', '.join(names)}{did_you_mean(name, names)}")
+    check("backend", name, BackendName, BackendError)
     if name == "auto":
         if kind not in ("cpu", "cuda"):
             raise BackendError(

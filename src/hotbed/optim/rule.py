@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from hotbed.checks import check_known
 from hotbed.errors import SpecError
 
 Steps = Generator[Tensor, Tensor, Tensor]
@@ -93,8 +94,7 @@ class Rule:
                 f"rule '{self.name}' has moments {names}; it can have {MOST_MOMENTS} at most, of different names"
             )
         for name in self.corrected:
-            if name not in self.hyper:
-                raise SpecError(f"rule '{self.name}' corrects '{name}', which is not in its hyper {list(self.hyper)}")
+            check_known(f"rule '{self.name}' corrects", name, self.hyper, SpecError)
         known = _formulas.get(self.name, self.formula)
         if _path(known) != _path(self.formula):
             raise SpecError(

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from hotbed.errors import SpecError, did_you_mean
+from hotbed.checks import check_known
+from hotbed.errors import SpecError
 from hotbed.optim.rule import SparseModule
 
 
@@ -42,10 +43,7 @@ class TableSelection(nn.Module):
         if not self.tables:
             raise SpecError(f"no table is selected; tables are {', '.join(known)}")
         for name in self.tables:
-            if name not in known:
-                raise SpecError(
-                    f"table '{name}' does not exist; tables are {', '.join(known)}{did_you_mean(name, known)}"
-                )
+            check_known("table", name, known, SpecError)
 
     @override
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -74,18 +72,15 @@ def resolve_groups(
     for group in groups:
         options = {key: value for key, value in group.items() if key != "tables"}
         for key in options:
-            if key not in known:
-                raise SpecError(
-                    f"optimizer option '{key}' does not exist; use {sorted(known)}{did_you_mean(key, known)}"
-                )
+            check_known("optimizer option", key, sorted(known), SpecError)
         names: list[str] = []
         for name in group.get("tables", ()):
             found = [full for full, (_, table) in places.items() if name in (full, table)]
-            if len(found) != 1:
-                what = "is ambiguous: " + ", ".join(found) if found else "does not exist"
-                raise SpecError(f"table '{name}' {what}; tables are {', '.join(places)}{did_you_mean(name, places)}")
-            if found[0] not in rest:
-                raise SpecError(f"table '{name}' is in two optimizer groups")
+            if not found:
+                check_known("table", name, places, SpecError)
+            if len(found) > 1 or found[0] not in rest:
+                what = "in two optimizer groups" if len(found) == 1 else f"ambiguous: {', '.join(found)}"
+                raise SpecError(f"table '{name}' is {what}")
             rest.remove(found[0])
             names.append(found[0])
         if not names:

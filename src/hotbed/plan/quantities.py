@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Literal
+
+from hotbed.errors import HotbedError, RecipeError
 
 Dimension = Literal["bytes", "bytes/s", "FLOP/s", "s", "number"]
 
@@ -36,18 +39,19 @@ _EXAMPLES: Mapping[Dimension, str] = {
 _QUANTITY = re.compile(r"([+-]?[\d.]+(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)")
 
 
-def parse(text: object, dimension: Dimension) -> float:
-    """Read a quantity."""
-    if isinstance(text, bool) or not isinstance(text, int | float | str):
-        raise ValueError(_refused(text, dimension))
-    match = _QUANTITY.fullmatch(str(text).strip())
+def parse(
+    what: str, text: object, dimension: Dimension, error: type[HotbedError] = RecipeError, fix: str = ""
+) -> float:
+    """Read a quantity; the error names it by ``what`` and ends with a ``fix``."""
+    number = isinstance(text, int | float | str) and not isinstance(text, bool)
+    match = _QUANTITY.fullmatch(str(text).strip()) if number else None
     scale = {"": 1.0, **UNITS[dimension]}.get(match[2]) if match else None
-    try:
+    value = math.nan
+    with suppress(ValueError):  # as 1.2.3 is
         value = float(match[1]) * scale if match and scale is not None else math.nan
-    except ValueError:  # as 1.2.3 is
-        value = math.nan
     if not math.isfinite(value):
-        raise ValueError(_refused(text, dimension))
+        kind = "a number" if dimension == "number" else f"a number of {dimension}, or one with a unit"
+        raise error(f"{what}: got {text!r}, expected {kind}, like {_EXAMPLES[dimension]}{fix}")
     return value
 
 
@@ -57,8 +61,3 @@ def show(value: float, dimension: Dimension) -> str:
     fitting = [(scale, unit) for unit, scale in units.items() if scale <= abs(value)]
     scale, unit = max(fitting, default=min(((s, u) for u, s in units.items()), default=(1.0, "")))
     return f"{value / scale:.4g} {unit}".strip()
-
-
-def _refused(text: object, dimension: Dimension) -> str:
-    what = "a number" if dimension == "number" else f"a number of {dimension}, or one with a unit"
-    return f"is {text!r}, must be {what}, like {_EXAMPLES[dimension]}"

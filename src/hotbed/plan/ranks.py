@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from hotbed.checks import Count, check
 from hotbed.errors import PlanError
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found, search
 from hotbed.plan.step import estimate_step
 from hotbed.plan.workload import Workload
-from hotbed.specs import is_int
 
 MOST_RANKS = 1024
 """That are tried where nobody lists them."""
@@ -81,8 +81,7 @@ def search_ranks(
         return workload(count) if callable(workload) else workload
 
     allowed = _allowed(of_ranks(1), hardware, ranks)
-    if replicas != "auto" and (not is_int(replicas) or replicas < 1):
-        raise PlanError(f"replicas is {replicas!r}, must be 'auto' or an integer of at least 1")
+    check("replicas", replicas, Count | Literal["auto"], PlanError)
     goal = "samples" if hardware.price_per_hour is None else "cost"
     heuristics = {**options, "integer_program": False}
     tried: list[Tried] = []
@@ -93,12 +92,9 @@ def search_ranks(
                 break  # groups of fewer ranks have less memory
     fitting = [t for t in tried if t.found is not None]
     if not fitting:
-        if not tried:
-            raise PlanError(f"ranks are {', '.join(map(str, allowed))}, none of which {replicas} replicas divide")
-        last = next(t for t in tried if t.ranks == tried[-1].ranks)
-        raise PlanError(
-            f"the tables fit none of {', '.join(map(str, allowed))} ranks; with {last.ranks}: {last.refused}"
-        )
+        last = next((t for t in tried if t.ranks == tried[-1].ranks), None)
+        why = f"{replicas} replicas divide none of them" if last is None else f"with {last.ranks}: {last.refused}"
+        raise PlanError(f"the tables fit none of {', '.join(map(str, allowed))} ranks; {why}")
     if goal == "cost":
         fitting = [t for t in fitting if (t.cost or 0.0) <= ALIKE * min(other.cost or 0.0 for other in fitting)]
     else:
@@ -117,8 +113,8 @@ def _allowed(workload: Workload, hardware: Hardware, ranks: Sequence[int] | Lite
         inside = [2**i for i in range(node.bit_length()) if 2**i < node]
         nodes = [node * 2**i for i in range(max(most // node, 1).bit_length())]
         return [count for count in (*inside, *nodes) if count <= most]
-    if not ranks or not all(is_int(count) and count >= 1 for count in ranks):
-        raise PlanError(f"ranks are {ranks!r}, must be 'auto' or a list of integers of at least 1")
+    for count in ranks or ((),):
+        check("ranks", count, Count, PlanError, "Give 'auto', or a list of numbers.")
     return sorted(set(ranks))
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
-from hotbed.errors import PlanError, did_you_mean
+from hotbed.checks import Section, Size, check_known
+from hotbed.errors import PlanError
 from hotbed.plan.tiling import Tier, column_unit
-from hotbed.specs import Table, is_int
+from hotbed.specs import Table
 
 
 @dataclass(frozen=True)
-class Cut:
+class Cut(Section, where="a cut: ", error=PlanError):
     """How a table is cut.
 
     Parameters
@@ -36,20 +37,12 @@ class Cut:
         Rows of a cache in memory before each tile that is not in the device's memory.
     """
 
-    rows: int = 1
-    cols: int = 1
+    rows: Size = 1
+    cols: Size = 1
     replicated: bool = False
-    hot_rows: int = 0
+    hot_rows: Size = 0
     tier: Tier = "device"
-    cache_rows: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (("rows", 0), ("cols", 0), ("hot_rows", 0), ("cache_rows", 0)):
-            value = getattr(self, name)
-            if not is_int(value) or value < least:
-                raise PlanError(f"a cut has {name} {value!r}, must be an integer of at least {least}")
-        if self.tier not in get_args(Tier):
-            raise PlanError(f"a cut has tier {self.tier!r}, must be one of {', '.join(get_args(Tier))}")
+    cache_rows: Size = 0
 
 
 SCHEMES: Mapping[str, Cut] = {
@@ -77,8 +70,8 @@ def cuts_of(tables: Iterable[Table], schemes: Schemes) -> dict[str, Cut | Litera
         return dict.fromkeys(names, cut)
     cuts: dict[str, Cut | Literal["auto"]] = {key: _cut_of(scheme) for key, scheme in schemes.items()}
     for key in cuts:
-        if not any(key == name or fnmatchcase(name, key) for name in names):
-            raise PlanError(f"schemes name a table '{key}', which the model has not{did_you_mean(key, names)}")
+        if not any(fnmatchcase(name, key) for name in names):
+            check_known("table in schemes", key, names, PlanError)
     found: dict[str, Cut | Literal["auto"]] = {}
     for name in names:
         matching = [key for key in (name, *cuts) if key in cuts and fnmatchcase(name, key)]
@@ -91,11 +84,7 @@ def _cut_of(scheme: Scheme) -> Cut | Literal["auto"]:
         return scheme
     if scheme == AUTO:
         return "auto"
-    if scheme not in SCHEMES:
-        raise PlanError(
-            f"no scheme {scheme!r}; use {', '.join(SCHEMES)}, {AUTO} or a Cut"
-            f"{did_you_mean(str(scheme), [*SCHEMES, AUTO])}"
-        )
+    check_known("scheme", scheme, [*SCHEMES, AUTO], PlanError, "Or give a Cut.")
     return SCHEMES[scheme]
 
 
@@ -110,11 +99,7 @@ def schemes_from(values: Mapping[str, Any], where: str) -> dict[str, Scheme]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             for key in cast("Mapping[str, Any]", value):
-                if key not in known:
-                    raise PlanError(
-                        f"{where}: a cut of table '{name}' has no '{key}'; it has {', '.join(known)}"
-                        f"{did_you_mean(str(key), known)}"
-                    )
+                check_known(f"{where}: a cut of table '{name}'", key, known, PlanError)
             found[str(name)] = Cut(**cast("Mapping[str, Any]", value))
         elif isinstance(value, str):
             found[str(name)] = value

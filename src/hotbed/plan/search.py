@@ -19,6 +19,7 @@ from typing import cast
 
 import numpy as np
 
+from hotbed.checks import Count, check
 from hotbed.errors import PlanError
 from hotbed.optim import Moment
 from hotbed.plan import milp
@@ -34,7 +35,7 @@ from hotbed.plan.step import arenas_of, optional_s
 from hotbed.plan.tiers import place_in_tiers
 from hotbed.plan.tiling import Plan, Tier, Tile, WireFormat
 from hotbed.plan.workload import Workload
-from hotbed.specs import Table, is_int
+from hotbed.specs import Table
 
 WORTHWHILE = 1.01
 """How far from the bound the best plan of the heuristics must be, that the mixed integer program is tried."""
@@ -364,8 +365,7 @@ def make_plan(
     TypeError
         If an option of the search is given without the scheme ``"auto"``.
     """
-    if not is_int(world_size) or world_size < 1:
-        raise PlanError(f"world_size is {world_size!r}, must be an integer of at least 1")
+    check("world_size", world_size, Count, PlanError)
     cuts = cuts_of(tables, schemes)
     by_table: Mapping[str, WireFormat] = wire if isinstance(wire, Mapping) else {}
     if not isinstance(wire, Mapping) and wire != "rows":

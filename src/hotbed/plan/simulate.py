@@ -16,13 +16,13 @@ are ranks that take longer for what they compute, drawn anew for each step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from hotbed.checks import Range, Section, Size
 from hotbed.errors import PlanError
 from hotbed.plan.cost import (
     COPIES,
@@ -65,7 +65,7 @@ DRAWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stragglers:
+class Stragglers(Section, where="stragglers.", error=PlanError):
     """Ranks that are slow for a step.
 
     Attributes
@@ -78,17 +78,9 @@ class Stragglers:
         The same gives the same ranks and steps.
     """
 
-    share: float = 0.0
-    slowdown: float = 1.5
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise PlanError(f"stragglers.share is {self.share:g}, must be between 0 and 1")
-        if not (math.isfinite(self.slowdown) and self.slowdown >= 1):
-            raise PlanError(f"stragglers.slowdown is {self.slowdown:g}, must be finite and at least 1")
-        if self.seed < 0:
-            raise PlanError(f"stragglers.seed is {self.seed}, must be at least 0")
+    share: Annotated[float, Range(least=0, most=1)] = 0.0
+    slowdown: Annotated[float, Range(least=1)] = 1.5
+    seed: Size = 0
 
 
 @dataclass(frozen=True, kw_only=True)

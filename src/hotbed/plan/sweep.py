@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hotbed.errors import PlanError, did_you_mean
+from hotbed.checks import check_known
+from hotbed.errors import PlanError
 from hotbed.plan.cost import CostModel
-from hotbed.plan.hardware import Hardware
-from hotbed.plan.profile_files import COUNTS, DIMENSIONS
+from hotbed.plan.hardware import COUNTS, DIMENSIONS, Hardware
 from hotbed.plan.quantities import parse, show
 from hotbed.plan.search import Found
 from hotbed.plan.simulate import Simulation, Stragglers, simulate
@@ -52,16 +52,10 @@ class Sweep:
         known = [RANKS, *(name for name in DIMENSIONS if name not in _NO_PART)]
         if not equals or not dots:
             raise PlanError(f"--sweep is {text!r}, must be like ranks=8..4096 or network=100Gbit/s..800Gbit/s")
-        if what not in known:
-            raise PlanError(
-                f"--sweep: there is no '{what}' to vary; there are {', '.join(known)}{did_you_mean(what, known)}"
-            )
+        check_known("--sweep", what, known, PlanError)
         dimension = "number" if what == RANKS or what in _CURVES else DIMENSIONS[what]
         curve = f"; {what} is a curve, all of which is multiplied: {what}=0.5..2" if what in _CURVES else ""
-        try:
-            low, high = parse(low_text, dimension), parse(high_text, dimension)
-        except ValueError as error:
-            raise PlanError(f"--sweep: {what} {error}{curve}") from None
+        low, high = (parse(f"--sweep: {what}", bound, dimension, PlanError, curve) for bound in (low_text, high_text))
         if not 0 < low <= high:
             raise PlanError(f"--sweep is {text!r}: the first value must be above 0, and the second not below it")
         if what != RANKS:

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
+from hotbed.checks import Size, check
 from hotbed.errors import PlanError
 from hotbed.optim import Moment
 from hotbed.plan.cost import tile_bytes
@@ -37,8 +38,7 @@ def place_in_tiers(
     are numbered, which has to be that of falling popularity, as `hotbed.prepare` makes it.
     """
     for tier, budget in budgets.items():
-        if budget < 0:
-            raise PlanError(f"the budget of tier '{tier}' is {budget:,} bytes, must be at least 0")
+        check(f"bytes of tier '{tier}'", budget, Size, PlanError)
     by_name = {t.name: t for t in tables}
     known = {t.name: (popularity or {}).get(t.name) or Zipf(t.rows) for t in tables}
 

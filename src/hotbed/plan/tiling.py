@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import combinations, pairwise, product
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
-from hotbed.errors import PlanError, did_you_mean
+from hotbed.checks import Count, check, check_known, is_int
+from hotbed.errors import PlanError
 from hotbed.ops.layout import BLOCK, SCALE_BLOCK
 from hotbed.parsing import TextError, parse_json
-from hotbed.specs import Table, Tier, is_int
+from hotbed.specs import Table, Tier
 
 
 def first_common(a: range, b: range) -> int | None:
@@ -153,8 +154,7 @@ class Plan:
         if not isinstance(self.wire, Mapping):
             raise PlanError(f"wire of a plan is {self.wire!r}, must be an object of tables and wire formats")
         object.__setattr__(self, "wire", dict(self.wire))
-        if not is_int(self.world_size) or self.world_size < 1:
-            raise PlanError(f"world_size is {self.world_size!r}, must be an integer of at least 1")
+        check("world_size", self.world_size, Count, PlanError)
         for tile in self.tiles:
             last = max(tile.owner, tile.readers[-1]) if tile.readers else tile.owner
             if last >= self.world_size:
@@ -192,8 +192,7 @@ class Plan:
         """
         known = {t.name: t for t in tables}
         for name in self.by_table:
-            if name not in known:
-                raise PlanError(f"the plan has a table '{name}', the model has not{did_you_mean(name, known)}")
+            check_known("table in the plan", name, known, PlanError, "Make a plan for this model.")
         for table in tables:
             if table.name not in self.by_table:
                 raise PlanError(f"the plan has no tile of table '{table.name}'; make a plan for this model")
@@ -221,17 +220,14 @@ class Plan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
         """A plan from what `to_dict` gives; keys that are left out have their defaults."""
-        required = {"world_size", "tiles"}
-        _refuse_unknown("a plan", values, required | {"wire"})
-        if not required <= values.keys():
-            raise PlanError(f"a plan needs {' and '.join(sorted(required))}, got {', '.join(values) or 'nothing'}")
-        wire = values.get("wire", {})
-        if not isinstance(wire, dict):
-            raise PlanError(f"wire of a plan is {wire!r}, must be an object of tables and wire formats")
+        for key in values:
+            check_known("key of a plan", key, ("world_size", "tiles", "wire"), PlanError)
+        if not {"world_size", "tiles"} <= values.keys():
+            raise PlanError(f"a plan needs tiles and world_size, got {', '.join(values) or 'nothing'}")
         tiles = values["tiles"]
         if not isinstance(tiles, list) or not all(isinstance(t, dict) for t in tiles):
             raise PlanError(f"the tiles of a plan must be a list of objects, got {str(tiles)[:80]}")
-        return cls(values["world_size"], tuple(_tile_from_dict(t) for t in tiles), wire)
+        return cls(values["world_size"], tuple(_tile_from_dict(t) for t in tiles), values.get("wire", {}))
 
     def to_json(self) -> str:
         """JSON, one tile per line."""
@@ -267,12 +263,6 @@ def column_unit(table: Table) -> int:
     return SCALE_BLOCK if table.dtype == "int8" else BLOCK
 
 
-def _refuse_unknown(what: str, values: Mapping[str, Any], known: set[str]) -> None:
-    for key in values:
-        if key not in known:
-            raise PlanError(f"{what} has no '{key}'; it has {', '.join(sorted(known))}{did_you_mean(key, known)}")
-
-
 def _tile_to_dict(tile: Tile) -> dict[str, Any]:
     rows, cols = tile.rows, tile.cols
     return asdict(tile) | {
@@ -283,19 +273,19 @@ def _tile_to_dict(tile: Tile) -> dict[str, Any]:
 
 
 def _tile_from_dict(values: Mapping[str, Any]) -> Tile:
-    _refuse_unknown("a tile", values, set(Tile.__dataclass_fields__))
+    for key in values:
+        check_known("key of a tile", key, Tile.__dataclass_fields__, PlanError)
     table, owner, readers = values.get("table"), values.get("owner"), values.get("readers", [])
-    if not isinstance(table, str) or not is_int(owner):
-        raise PlanError(f"a tile needs a table and an owner, got {dict(values)}")
+    if not isinstance(table, str) or not is_int(owner) or not isinstance(readers, list):
+        raise PlanError(f"a tile needs a table, an owner and readers that are a list of ranks, got {dict(values)}")
     for key, lengths in (("rows", (2, 3)), ("cols", (2,))):
         bounds = values.get(key)
-        if not (isinstance(bounds, list) and len(bounds) in lengths and all(is_int(b) for b in bounds)):
+        found = cast("list[int]", bounds if isinstance(bounds, list) and all(map(is_int, bounds)) else [])
+        if len(found) not in lengths or max(map(abs, found)) > _MOST_ROWS or not all(found[2:]):
             form = "[start, stop, step]" if key == "rows" else "[start, stop]"
-            raise PlanError(f"a tile of table '{table}' has {key} {bounds!r}, must be integers {form}")
-        if max(map(abs, bounds)) > _MOST_ROWS or not all(bounds[2:]):
-            raise PlanError(f"a tile of table '{table}' has {key} {bounds!r}; bounds are below 2^63, a step is not 0")
-    if not isinstance(readers, list) or not all(is_int(r) for r in readers):
-        raise PlanError(f"a tile of table '{table}' has readers {readers!r}, must be a list of ranks")
+            raise PlanError(
+                f"a tile of table '{table}' has {key} {bounds!r}, must be integers {form} below 2^63, and a step not 0"
+            )
     return Tile(
         table=table,
         rows=range(*values["rows"]),
@@ -308,10 +298,8 @@ def _tile_from_dict(values: Mapping[str, Any]) -> Tile:
 
 
 def _check_wire(table: str, form: str, by_table: Mapping[str, Sequence[Tile]]) -> None:
-    if table not in by_table:
-        raise PlanError(f"wire names a table '{table}', which the plan has not{did_you_mean(table, by_table)}")
-    if form not in get_args(WireFormat):
-        raise PlanError(f"wire of table '{table}' is {form!r}, must be {' or '.join(get_args(WireFormat))}")
+    check_known("table in wire", table, by_table, PlanError)
+    check(f"wire of table '{table}'", form, WireFormat, PlanError)
     if form == "pooled" and any(tile.readers for tile in by_table[table]):
         raise PlanError(f"wire of table '{table}' is 'pooled', but ranks hold copies of its rows; use 'rows'")
 

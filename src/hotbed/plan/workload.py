@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from hotbed.checks import Count, NotNegative, Section, check, check_known
 from hotbed.config.parallel_memory import Codec, Layout
-from hotbed.errors import PlanError, did_you_mean
+from hotbed.errors import PlanError
 from hotbed.optim import Moment
 from hotbed.plan.popularity import ExpectedRows, Popularity, Scaled, Zipf
 from hotbed.plan.tiling import Tier, WireFormat
-from hotbed.specs import Table, is_int
+from hotbed.specs import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,7 @@ class TableUse:
     """Of its rows; Zipf's law with exponent 1.05 where it is not known."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.ids) and self.ids >= 0):
-            raise PlanError(
-                f"ids of table '{self.table.name}' are {self.ids} per sample, must be finite and at least 0"
-            )
+        check(f"ids of table '{self.table.name}' per sample", self.ids, NotNegative, PlanError)
 
     @property
     def row_sums(self) -> int:
@@ -98,18 +95,18 @@ class DensePart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(Section, error=PlanError):
     """What a training step does, wherever rows are."""
 
     uses: tuple[TableUse, ...]
-    batch_size: int = 1
+    batch_size: Count = 1
     """Samples of a step, over all ranks of all replicas."""
-    replicas: int = 1
-    sync_every: int = 1
+    replicas: Count = 1
+    sync_every: Count = 1
     """Steps between averages of replicas."""
     layout: Layout = "groups"
     """What neighbouring ranks, as on a node, are: of one of the ``groups``, or ``replicas`` of the same tiles."""
-    ranks_per_node: int | None = None
+    ranks_per_node: Count | None = None
     """Ranks of the first of two hops in which rows, ids and gradients are exchanged; None: one hop."""
     forward_codec: Codec = "fp32"
     backward_codec: Codec = "fp32"
@@ -117,14 +114,6 @@ class Workload:
     dense: DensePart = DensePart()
     arena_launches: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
     """Launches of a step for each arena whose rows are in this memory; `hotbed.plan.cost.LAUNCHES` where not given."""
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "replicas", "sync_every"):
-            value = getattr(self, name)
-            if not is_int(value) or value < 1:
-                raise PlanError(f"{name} is {value!r}, must be an integer of at least 1")
-        if self.ranks_per_node is not None and not (is_int(self.ranks_per_node) and self.ranks_per_node >= 1):
-            raise PlanError(f"ranks_per_node is {self.ranks_per_node!r}, must be None or an integer of at least 1")
 
     @cached_property
     def by_table(self) -> dict[str, TableUse]:
@@ -146,8 +135,7 @@ class Workload:
         by_table = moments if isinstance(moments, Mapping) else dict.fromkeys(known, moments)
         for what, named in (("ids", ids), ("moments", by_table), ("popularity", popularity)):
             for name in named or ():
-                if name not in known:
-                    raise PlanError(f"{what} name a table '{name}', which the model has not{did_you_mean(name, known)}")
+                check_known(f"table in {what}", name, known, PlanError)
         uses = tuple(
             TableUse(
                 table=table,

@@ -13,27 +13,35 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hotbed.checks import check_known, naming
 from hotbed.config import Component, DataRecipe, Recipe, TaskRecipe
 from hotbed.config.validation import checkpoint_policy, patience
 from hotbed.data import Source
 from hotbed.data.hot_loader import COLD, HOT
 from hotbed.embed import Distributed, tables_on_meta
 from hotbed.embed.dense_shards import is_sharded
-from hotbed.errors import DataError, HotbedError, RecipeError, SpecError, did_you_mean
+from hotbed.errors import DataError, HotbedError, RecipeError, SpecError
 from hotbed.nn.loss import SummedLoss, summed_cross_entropy
 from hotbed.nn.normalization import normalize
 from hotbed.optim import SparseOptimizer, TableSelection
 from hotbed.specs import Table
 from hotbed.torch_private import has_cuda_kernel
-from hotbed.train.callbacks import refuse_monitor
 from hotbed.train.hot_batches import HotSplit
 from hotbed.train.idle_settings import warn_of_idle_settings
-from hotbed.train.metrics import metrics_of
+from hotbed.train.metrics import metrics_of, refuse_monitor
 from hotbed.train.numerics import resolve_device
-from hotbed.train.parallel import Ranks, distributed, needs_a_plan, refuse_impossible
+from hotbed.train.parallel import Ranks
 from hotbed.train.parameter_groups import group_parameters, group_tables
 from hotbed.train.pipeline import Divide, whole
-from hotbed.train.retrieval import Retrieval, model_source, refuse_no_positive, refuse_retrieval, retrieval_of
+from hotbed.train.plan_search import distributed, needs_a_plan, refuse_impossible
+from hotbed.train.retrieval import (
+    Retrieval,
+    build_loss,
+    model_source,
+    refuse_no_positive,
+    refuse_retrieval,
+    retrieval_of,
+)
 from hotbed.train.trainer import Trainer
 
 _log = logging.getLogger("hotbed")
@@ -70,8 +78,7 @@ def tables_of(source: Source, data: DataRecipe) -> list[Table]:
     named["data.dynamic"] = data.dynamic
     for key, given in named.items():
         for name in given if isinstance(given, dict | list) else ():
-            if name not in known:
-                raise RecipeError(f"{key} names table '{name}', which does not exist{did_you_mean(name, known)}")
+            check_known(f"table in {key}", name, known, RecipeError)
 
     def stored(table: Table) -> Table:
         dtype = data.dtype.get(table.name, "fp32") if isinstance(data.dtype, dict) else data.dtype
@@ -288,11 +295,9 @@ def fused(component: Component, trained: Sequence[Tensor]) -> Component:
 
 def build_component(key: str, component: Component, kind: type[Any], *args: Any, **given: Any) -> Any:
     """Make a component, which must be of a kind; errors say which of the recipe's it is."""
-    try:
+    with naming(key):
         if issubclass(component.load(), kind):
             return component.build(*args, **given)
-    except RecipeError as error:
-        raise RecipeError(f"{key}: {error}") from error
     raise RecipeError(f"{key} is {component.class_path}, which is not a {_NAMES[kind]}")
 
 
@@ -336,14 +341,9 @@ def _refuse_unsuited(key: str, component: Component) -> None:
 
 def check_split(key: str, split: str, source: Source) -> None:
     """Raise `RecipeError` if the data has no such split."""
-    if split not in source.splits:
-        names = f"{', '.join(source.splits)}{did_you_mean(split, source.splits)}"
-        problem = f"the data has only {names}; give one of these, or other data"
-    elif not source.samples(split):
-        problem = "no sample of the data is in it; give other data, or another split"
-    else:
-        return
-    raise RecipeError(f"{key} is '{split}', but {problem}")
+    check_known(key, split, source.splits, RecipeError, "Give one of the data's splits, or other data.")
+    if not source.samples(split):
+        raise RecipeError(f"{key} is '{split}', but no sample of the data is in it; give other data, or another split")
 
 
 # -- losses of tasks ---------------------------------------------------------------------------------------------------
@@ -373,11 +373,7 @@ class TaskLosses:
 def losses_of(tasks: Mapping[str, TaskRecipe], labels: Sequence[str], device: torch.device) -> SummedLoss:
     """Build the loss of a recipe's tasks; the default is binary cross-entropy."""
     for name in tasks:
-        if name not in labels:
-            raise RecipeError(
-                f"tasks has '{name}', which is no label; name one of {', '.join(labels)}, or add it to the schema"
-                f"{did_you_mean(name, labels)}"
-            )
+        check_known("label in tasks", name, labels, RecipeError, "Or add it to the schema.")
     chosen = [tasks.get(label, TaskRecipe()) for label in labels]
     if all(task.is_default for task in chosen):
         return summed_cross_entropy
@@ -390,16 +386,10 @@ def losses_of(tasks: Mapping[str, TaskRecipe], labels: Sequence[str], device: to
 def _loss(key: str, component: Component) -> nn.Module:
     """Make a loss and try it; a `RecipeError` says which of the recipe's it is."""
     name = component.class_path
-    try:
-        cls = component.load()
-        if not issubclass(cls, nn.Module):
-            raise RecipeError(f"{name} is not a torch.nn.Module")
-        with torch.device("cpu"):
-            loss = Component(class_path=name, init_args=_with_tensors(cls, component.init_args)).build(reduction="none")
-    except RecipeError as error:
-        raise RecipeError(f"{key}: {error}") from error
-    if any(True for _ in loss.parameters()):
-        raise RecipeError(f"{key}: {name} has parameters, which no optimizer trains; make them part of the model")
+    with naming(key), torch.device("cpu"):
+        given = _with_tensors(component.load(), component.init_args)
+    with torch.device("cpu"):
+        loss = build_loss(key, Component(class_path=name, init_args=given), reduction="none")
     logits = torch.tensor([-2.0, 0.5, 3.0], device="cpu", requires_grad=True)
     labels = torch.tensor([0.0, 1.0, 1.0], device="cpu")
     try:

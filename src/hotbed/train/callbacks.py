@@ -24,16 +24,17 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from hotbed.checkpoint import MANIFEST, Directory, checkpoints_in, directory, load_checkpoint
 from hotbed.checkpoint.manifest import base_of, step_of
+from hotbed.checks import naming
 from hotbed.config import HIGHER_IS_BETTER, Monitor, Recipe
 from hotbed.config.validation import monitored
 from hotbed.errors import RecipeError
 from hotbed.files import without_nan
 from hotbed.train.checkpointing import remove_checkpoint
-from hotbed.train.metrics import Metrics
+from hotbed.train.metrics import Metrics, refuse_monitor
 from hotbed.train.trainer import Callback, Trainer
 
 if TYPE_CHECKING:
@@ -121,10 +122,8 @@ class TensorBoard(Callback):
 def refuse_callbacks(recipe: Recipe) -> None:
     """Raise `RecipeError` for a callback of a recipe that is none."""
     for name, component in recipe.callbacks.items():
-        try:
+        with naming(f"callbacks.{name}"):
             cls = component.load()
-        except RecipeError as error:
-            raise RecipeError(f"callbacks.{name}: {error}") from error
         if not issubclass(cls, Callback):
             raise RecipeError(f"callbacks.{name} is {component.class_path}, which is not a hotbed.Callback")
 
@@ -143,20 +142,9 @@ def own_callbacks(recipe: Recipe, directory: Path, *, is_first: bool) -> list[Ca
         known = signature(cls).parameters
         wanted = known.keys() - component.init_args.keys()
         given = {key: value for key, value in (("recipe", recipe), ("directory", directory)) if key in wanted}
-        try:
+        with naming(f"callbacks.{name}"):
             made.append(component.build(**given))
-        except RecipeError as error:
-            raise RecipeError(f"callbacks.{name}: {error}") from error
     return made
-
-
-def refuse_monitor(monitor: Monitor, reason: str) -> NoReturn:
-    """Raise `RecipeError`: by this metric no evaluation can be the best."""
-    other = "set train.monitor to logloss, or " if monitor == "auc" else ""
-    raise RecipeError(
-        f"train.monitor is '{monitor}', which is not defined on the valid split: {reason}; {other}evaluate on other "
-        f"data (data.valid_split)"
-    )
 
 
 class BestSoFar:

@@ -38,6 +38,7 @@ from hotbed.checkpoint import MANIFEST, Directory, checkpoints_in, directory, re
 from hotbed.checkpoint.changes import count_ids, export_changes
 from hotbed.checkpoint.manifest import step_of
 from hotbed.checkpoint.storage import LocalDirectory
+from hotbed.checks import Count, check
 from hotbed.config import Recipe
 from hotbed.data import Loader, Source
 from hotbed.data.stability import BINS, bins_of, stability_index
@@ -431,8 +432,7 @@ class Days:
             problem = f"which is no pattern of days ({error}); write {{date}}"
         if problem:
             raise RecipeError(f"data.path is {self.data!r}, {problem}")
-        if self.keep is not None and self.keep < 1:
-            raise RecipeError(f"--keep is {self.keep:,}, must be at least 1")
+        check("--keep", self.keep, Count | None, RecipeError)
         if self.first is not None and self.last is not None and self.last < self.first:
             raise RecipeError(f"--until is {self.last}, which is before --from {self.first}")
 

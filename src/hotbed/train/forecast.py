@@ -42,7 +42,7 @@ from hotbed.specs import Table
 from hotbed.torch_private import TorchDispatchMode, storage_id, tree_leaves
 from hotbed.train.build import new_model, tables_of, trainer_of
 from hotbed.train.numerics import bf16_instructions, resolve_device
-from hotbed.train.parallel import read_skew
+from hotbed.train.plan_search import read_skew
 from hotbed.train.retrieval import Retrieval
 
 TRACED_SAMPLES = 1024

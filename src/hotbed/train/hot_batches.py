@@ -25,7 +25,7 @@ from hotbed.data import Schema
 from hotbed.data.hot_loader import HotColdLoader
 from hotbed.data.pack import by_feature, hot_inputs
 from hotbed.train.metrics import Metrics
-from hotbed.train.parallel import read_hot_rows
+from hotbed.train.plan_search import read_hot_rows
 from hotbed.train.trainer import Callback, Trainer
 
 

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import torch
 
+from hotbed.checks import settings
 from hotbed.config import Recipe
-from hotbed.config.fields import settings
 from hotbed.config.validation import checkpoint_policy
 from hotbed.large_tensors import HUGE_PAGES, huge_pages_are_off
 from hotbed.plan import Plan

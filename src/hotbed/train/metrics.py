@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from hotbed.auc import auc, check_labels, grouped_auc
 from hotbed.batch import Batch
-from hotbed.config import Component, Recipe
+from hotbed.checks import naming
+from hotbed.config import Component, Monitor, Recipe
 from hotbed.data import Schema
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, HotbedError, NonFiniteError, RecipeError, SpecError
@@ -83,10 +84,8 @@ def own_metrics(components: Mapping[str, Component], key: str = "metrics") -> di
     for name, component in components.items():
         if name in OWN_NAMES:
             raise RecipeError(f"{key} has '{name}', which every evaluation has already; give the metric another name")
-        try:
+        with naming(f"{key}.{name}"):
             made = component.build()
-        except RecipeError as error:
-            raise RecipeError(f"{key}.{name}: {error}") from error
         if not all(callable(getattr(made, method, None)) for method in ("update", "compute")):
             raise RecipeError(f"{key}.{name}: {component.class_path} has no update(scores, labels) and compute()")
         found[name] = partial(component.build)
@@ -439,3 +438,12 @@ def checked_logits(logits: Tensor, labels: Tensor | None, *, training: bool = Fa
             "one logit per sample and label (an ensemble in training: for each member)"
         )
     return logits, labels if members is None else labels.expand_as(logits)
+
+
+def refuse_monitor(monitor: Monitor, reason: str) -> NoReturn:
+    """Raise `RecipeError`: by this metric no evaluation can be the best."""
+    other = "set train.monitor to logloss, or " if monitor == "auc" else ""
+    raise RecipeError(
+        f"train.monitor is '{monitor}', which is not defined on the valid split: {reason}; {other}evaluate on other "
+        f"data (data.valid_split)"
+    )

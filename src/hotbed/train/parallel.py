@@ -1,46 +1,25 @@
-"""Train over several ranks: exchange losses, predictions and names (`Ranks`), and distribute a model by its recipe.
+"""Exchange losses, predictions and names between the ranks that train a model.
 
-What the model itself exchanges, ids, rows and gradients, is in `hotbed.embed`. `read_hot_rows` and `read_skew` read
-the files that commands write about the tables of a dataset: ``{"tables": [{"table": …}, …]}``. ``hot_rows.json`` of
-``hotbed pack`` has the number of hot rows of each table, ``skew.json`` of ``hotbed inspect --skew`` their popularity.
+What the model itself exchanges, ids, rows and gradients, is in `hotbed.embed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hotbed.batch import Batch
-from hotbed.checkpoint.single_files import read_limited
 from hotbed.comm import Link, reason
-from hotbed.config import ParallelRecipe, Recipe
-from hotbed.data import Source
 from hotbed.data.loader import share_of
-from hotbed.embed import Distributed, distribute, plan_for, plan_tables
-from hotbed.embed.agreed_plan import is_searched, plan_of_first
-from hotbed.embed.replicas import check_replicas
-from hotbed.errors import CommError, DataError, HotbedError, PlanError, RecipeError
+from hotbed.embed import Distributed
+from hotbed.errors import CommError, HotbedError
 from hotbed.model_parallel_input import ModelParallelInput
-from hotbed.optim import Moment
-from hotbed.parsing import TextError, parse_json, parse_yaml
-from hotbed.plan import Plan
-from hotbed.plan.cost import table_bytes, tile_bytes
-from hotbed.plan.popularity import Curve
-from hotbed.plan.schemes import AUTO, SCHEMES, Schemes, schemes_from
-from hotbed.plan.tiers import place_in_tiers, with_cache
-from hotbed.plan.tiling import Tier
-from hotbed.specs import Table, is_int
-from hotbed.store.memory import refuse_too_many, to_device
-from hotbed.train.parameter_groups import moments_by_table, moments_of
-from hotbed.train.process_group import started
+from hotbed.store.memory import to_device
 
 
 class Ranks:
@@ -192,188 +171,3 @@ def _of_a_collective(error: RuntimeError) -> bool:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "one of ranks ") + ", ".join(map(str, ranks))
-
-
-# -- the model over ranks and memories ---------------------------------------------------------------------------------
-
-
-def distributed(model: nn.Module, recipe: Recipe, device: torch.device, source: Source | None = None) -> nn.Module:
-    """Distribute a model over all processes and memories, as a recipe says; unchanged where there is one of each."""
-    parallel = recipe.parallel
-    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    timeout = timedelta(seconds=parallel.timeout_s)
-
-    def make() -> Plan:
-        return planned(model, recipe, size, source)
-
-    plan = plan_of_first(Link(None, timeout), make) if size > 1 and _is_of_this_machine(recipe) else make()
-    if parallel.replicas == 1:
-        _refuse_too_many(plan, plan_tables(model), moments_by_table(model, recipe), device)
-    return distribute(model, plan, parallel, recipe.memory, device=device, timeout=timeout)
-
-
-def _is_of_this_machine(recipe: Recipe) -> bool:
-    """Whether ranks on unlike hosts could plan differently: a search depends on the machine."""
-    return recipe.hot.rows is None and is_searched(plan_or_schemes(recipe.parallel))
-
-
-def _refuse_too_many(
-    plan: Plan, tables: Sequence[Table], moments: Mapping[str, Sequence[Moment]], device: torch.device
-) -> None:
-    """Raise `StoreError` if rows and moments in memory of all processes of this host are more than is free there."""
-    here = started()
-    local = range(here.rank - here.local_rank, here.rank - here.local_rank + here.local_size)
-    by_tier: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
-    for table in tables:
-        for tile in plan.by_table[table.name]:
-            by_tier[tile.tier] += tile_bytes(table, tile, moments[table.name]) * (tile.owner in local)
-            by_tier[tile.tier] += tile_bytes(table, tile) * sum(rank in local for rank in tile.readers)
-    refuse_too_many(by_tier["device"], device, by_tier)
-
-
-def refuse_impossible(recipe: Recipe, tables: Sequence[Table], device: torch.device) -> None:
-    """Raise `StoreError` if one process cannot hold these tables and their moments at once."""
-    moments = moments_of(recipe.sparse_optimizer)
-    nbytes = sum(table_bytes(table, moments) for table in tables if table.dynamic is None)
-    refuse_too_many(nbytes, device, {"device": nbytes, "host": 0, "disk": 0})
-
-
-def needs_a_plan(recipe: Recipe) -> bool:
-    """Whether a model has to be distributed: over several processes, or over memories."""
-    several = dist.is_available() and dist.is_initialized()
-    plan = plan_or_schemes(recipe.parallel)
-    outside = recipe.memory.tier != "device" or recipe.hot.rows is not None
-    return several or outside or (isinstance(plan, Plan) and not plan.is_in_device_memory)
-
-
-def planned(model: nn.Module, recipe: Recipe, world_size: int, source: Source | None = None) -> Plan:
-    """The plan that `distributed` would use for so many processes; a file's own may be for another number.
-
-    A search counts the ids per sample of a ``source``, as `hotbed plan` does; without one there is one per feature.
-    """
-    parallel, memory = recipe.parallel, recipe.memory
-    plan = plan_or_schemes(parallel)
-    if world_size > 1:
-        check_replicas(world_size, parallel)
-    size = max(world_size // parallel.replicas, 1)
-    if recipe.hot.rows is not None:
-        return _plan_of_hot_rows(model, recipe, size, recipe.hot.rows)
-    if is_searched(plan):
-        from hotbed.train.plan_search import searched  # which needs metrics, and these this file
-
-        return searched(model, recipe, size, source).plan
-    if not isinstance(plan, Plan):
-        plan = plan_for(model, size, plan)
-    if memory.tier == "device":
-        return plan
-    budgets: dict[Tier, int] = {"device": memory.device_bytes, "host": memory.host_bytes}
-    if memory.tier == "host":
-        del budgets["host"]
-    tables = plan_tables(model)
-    return place_in_tiers(
-        plan,
-        tables,
-        budgets,
-        memory.tier,
-        popularity=None if memory.skew is None else read_skew(memory.skew, {t.name: t.rows for t in tables}),
-        moments=moments_by_table(model, recipe),
-        cache_rows=memory.cache_rows,
-        cached=memory.cached_tiers,
-    )
-
-
-def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: str) -> Plan:
-    """The first rows of each table are on all ranks, the others cut by the recipe's scheme, in the recipe's memory."""
-    scheme, memory = recipe.parallel.plan, recipe.memory
-    if not isinstance(scheme, str) or scheme not in SCHEMES:
-        raise RecipeError(
-            f"hot.rows is set, so parallel.plan must be a scheme ({', '.join(SCHEMES)}) for the other rows, not the "
-            f"plan {scheme}; leave one of them out"
-        )
-    hot = read_hot_rows(file, {table.name: table.rows for table in plan_tables(model)})
-    cuts = {name: replace(SCHEMES[scheme], hot_rows=rows, tier=memory.tier) for name, rows in hot.items()}
-    return with_cache(plan_for(model, world_size, cuts), memory.cache_rows, memory.cached_tiers)
-
-
-def plan_or_schemes(parallel: ParallelRecipe) -> Plan | Schemes:
-    """What ``parallel.plan`` says: a scheme for all tables, schemes by table, or a file with these or a plan."""
-    if isinstance(parallel.plan, dict):
-        return schemes_from(parallel.plan, "parallel.plan")
-    return parallel.plan if parallel.plan in (*SCHEMES, AUTO) else read_plan(parallel.plan)
-
-
-def read_plan(file: str) -> Plan | Schemes:
-    """A plan's file, or one with schemes by table, in JSON or YAML; a `PlanError` says what else a plan can be."""
-    try:
-        text = read_limited(file)
-        values = parse_yaml(text.decode()) if file.endswith((".yaml", ".yml")) else parse_json(text)
-    except FileNotFoundError:
-        raise PlanError(
-            f"there is no plan {file}; give a JSON or YAML file, or a scheme: {', '.join(SCHEMES)}, {AUTO}"
-        ) from None
-    except (TextError, ValueError) as error:
-        raise PlanError(f"plan {file} {error}; give another file") from None
-    if not isinstance(values, dict):
-        raise PlanError(f"plan {file} holds {type(values).__name__}, must be a plan, or schemes by table")
-    found = cast("dict[str, Any]", values)
-    return Plan.from_dict(found) if {"tiles", "world_size"} & found.keys() else schemes_from(found, file)
-
-
-# -- files about the tables of a dataset -------------------------------------------------------------------------------
-
-T = TypeVar("T")
-
-
-def _read_tables(
-    file: str | Path, rows: Mapping[str, int], take: Callable[[Any, Any], T], command: str, again: str, for_model: str
-) -> dict[str, T]:
-    """Read the entries of the model's tables, by ``take`` of the file's content and an entry.
-
-    ``again`` mends a damaged file that ``command`` wrote, ``for_model`` a file about another model.
-    """
-    try:
-        content: Any = parse_json(read_limited(file))
-        found = {entry["table"]: (int(entry["rows"]), take(content, entry)) for entry in content["tables"]}
-    except FileNotFoundError:
-        raise DataError(f"{file} does not exist; make it with {command}") from None
-    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
-        what = f"is not what {command} writes ({type(error).__name__}: {error})"
-        raise DataError(f"{file} {error if isinstance(error, TextError) else what}; {again}") from None
-    entries: dict[str, T] = {}
-    for name, expected in rows.items():
-        own = name if name in found else name.rpartition(".")[2]
-        if own not in found:
-            raise DataError(f"{file} has no table '{name}', which the model has; {for_model}")
-        counted, entries[name] = found[own]
-        if counted != expected:
-            has = f"{counted:,} rows, the model's has {expected:,}"
-            raise DataError(f"{file}: table '{name}' has {has}; {for_model}")
-    return entries
-
-
-def read_hot_rows(file: str | Path, rows: Mapping[str, int]) -> dict[str, int]:
-    """Read how many of the first rows of each table are hot."""
-
-    def hot_rows(_: Any, entry: Any) -> int:
-        hot, counted = entry["hot_rows"], entry["rows"]
-        if not (is_int(hot) and is_int(counted) and 0 <= hot <= counted):
-            raise ValueError(f"table '{entry['table']}' has {hot!r} hot rows of {counted!r}")
-        return hot
-
-    return _read_tables(file, rows, hot_rows, "hotbed pack", "pack again", "pack this model's data")
-
-
-def read_skew(file: str | Path, rows: Mapping[str, int]) -> dict[str, Curve]:
-    """Read how often the first rows of each table are accessed, where rows are numbered by falling popularity."""
-
-    def curve(content: Any, entry: Any) -> Curve:
-        samples, counts, counted = max(int(content["samples"]), 1), entry["cache_rows"], int(entry["rows"])
-        shares = [share or 0.0 for share in entry["accesses_of_top_rows"]]  # null where there was no access
-        if len(counts) != len(shares) or counts != sorted(counts) or counts[-1:] != [counted]:
-            table = entry["table"]
-            raise ValueError(
-                f"cache_rows of table '{table}' must rise to its {counted:,} rows, with as many accesses_of_top_rows"
-            )
-        return Curve(counts, [share * entry["accesses"] / samples for share in shares])
-
-    return _read_tables(file, rows, curve, "hotbed inspect --skew", "make it again", "inspect this model's data")

@@ -22,9 +22,10 @@ from torch import nn
 from hotbed.batch import Batch
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.single_files import exists, new_output, suffix
+from hotbed.checks import check_known
 from hotbed.data import Loader, Source
 from hotbed.data.arrow import NoColumnError
-from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError, SpecError, did_you_mean
+from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError, SpecError
 from hotbed.locations import location
 from hotbed.nn.export import DensePart
 from hotbed.serve.scorer import Scorer
@@ -186,9 +187,8 @@ def _split(source: Source, split: str | None, data: str) -> str:
         raise RecipeError(
             f"{data} has the splits {', '.join(source.splits)}; name one with --split, or give the path of one"
         )
-    if split is not None and split not in source.splits:
-        hint = did_you_mean(split, source.splits)
-        raise RecipeError(f"--split is '{split}', but {data} has only {', '.join(source.splits)}{hint}")
+    if split is not None:
+        check_known(f"--split of {data}", split, source.splits, RecipeError)
     return next(name for name in source.splits if split in (None, name))
 
 
@@ -197,10 +197,7 @@ def _refuse_keep(
 ) -> None:
     """Raise unless the columns to keep are among those that are there, once, and the file can hold them."""
     for name, count in Counter(keep).items():
-        if name not in there:
-            raise DataError(
-                f"--keep names '{name}', but {data} has {', '.join(there) or 'no rows'}{did_you_mean(name, there)}"
-            )
+        check_known(f"--keep of {data}", name, there, DataError)
         if count > 1:
             raise RecipeError(f"--keep names '{name}' {count} times; once will do")
         if name in names:

@@ -32,8 +32,8 @@ from hotbed.checkpoint import (
     read_manifest,
 )
 from hotbed.checkpoint.manifest import NAME, step_of
+from hotbed.checks import is_within, keys_that_may_differ
 from hotbed.config import Recipe
-from hotbed.config.fields import is_within, keys_that_may_differ
 from hotbed.config.validation import monitored, patience
 from hotbed.errors import DamagedError, HotbedError, RecipeError
 from hotbed.files import read_yaml

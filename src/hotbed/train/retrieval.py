@@ -29,13 +29,14 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from hotbed.batch import Batch
+from hotbed.checks import check_known, naming
 from hotbed.comm import Link
 from hotbed.config import Component, Recipe
 from hotbed.data import Schema, Source
 from hotbed.data.items import ItemDraws, ItemSet, item_ids, items_of
 from hotbed.data.loader import share_of
 from hotbed.embed import Distributed
-from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError, did_you_mean
+from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError
 from hotbed.jagged import Jagged
 from hotbed.train.metrics import Metrics, evaluating, refuse_unnormalized, to_device
 from hotbed.train.parallel import Ranks
@@ -288,8 +289,8 @@ def retrieval_of(recipe: Recipe, source: Source, model: nn.Module, device: torch
     asked = recipe.retrieval
     assert asked is not None
     options = options_of(recipe, model)
-    loss = _made("retrieval.loss", _with_temperature(asked.loss, model)).to(device)
-    correction = None if asked.correction is None else _made("retrieval.correction", asked.correction).to(device)
+    loss = build_loss("retrieval.loss", _with_temperature(asked.loss, model)).to(device)
+    correction = None if asked.correction is None else build_loss("retrieval.correction", asked.correction).to(device)
 
     return Retrieval(options, loss, correction, lambda: all_items(recipe, source, options.item), Ranks(model))
 
@@ -375,11 +376,7 @@ def refuse_no_positive(source: Source, found: Sequence[Mapping[str, tuple[float,
 
 def _check_negatives(negatives: str, recipe: Recipe, source: Source) -> None:
     columns = {column.name: column for column in source.schema.sparse}
-    if negatives not in columns:
-        raise RecipeError(
-            f"retrieval.negatives is '{negatives}', which is no sparse column of the schema"
-            f"{did_you_mean(negatives, columns)}; add it there, with the table of the item's column"
-        )
+    check_known("retrieval.negatives", negatives, columns, RecipeError, "Add it to the sparse columns of the schema.")
     item = recipe.model.init_args.get("item", [None])[0]
     if item in columns and columns[negatives].table_name != columns[item].table_name:
         raise RecipeError(
@@ -418,20 +415,17 @@ def item_features(model: nn.Module) -> list[str]:
 def _with_temperature(loss: Component, model: nn.Module) -> Component:
     """Give the loss the model's temperature, unless it has one of its own or takes none."""
     temperature = getattr(model, "temperature", None)
-    try:
+    with naming("retrieval.loss"):
         takes = "temperature" in signature(loss.load()).parameters
-    except RecipeError as error:
-        raise RecipeError(f"retrieval.loss: {error}") from error
     if temperature is None or not takes or "temperature" in loss.init_args:
         return loss
     return replace(loss, init_args={**loss.init_args, "temperature": temperature})
 
 
-def _made(key: str, component: Component) -> nn.Module:
-    try:
-        made: object = component.build()
-    except RecipeError as error:
-        raise RecipeError(f"{key}: {error}") from error
+def build_loss(key: str, component: Component, **given: object) -> nn.Module:
+    """Make a module without parameters, by the key of a recipe where it stands."""
+    with naming(key):
+        made: object = component.build(**given)
     if not isinstance(made, nn.Module):
         raise RecipeError(f"{key}: {component.class_path} is not a torch.nn.Module")
     if any(True for _ in made.parameters()):

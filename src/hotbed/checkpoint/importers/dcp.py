@@ -27,9 +27,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed.checkpoint.importers.peer import PeerArray, existing
+from hotbed.checks import is_int
 from hotbed.errors import CheckpointError
 from hotbed.parsing import TextError, read_limited
-from hotbed.specs import is_int
 
 METADATA = ".metadata"
 MOST_METADATA_BYTES = 1 << 30

@@ -39,8 +39,8 @@ from hotbed.checkpoint.importers.peer import (
     named,
     raw_array,
 )
+from hotbed.checks import is_int
 from hotbed.errors import CheckpointError, did_you_mean
-from hotbed.specs import is_int
 
 Triangle = Literal["lower", "upper"]
 """Which pairs a row of the matrix of products gives: those with vectors before, or those with vectors after."""

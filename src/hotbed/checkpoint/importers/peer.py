@@ -22,9 +22,10 @@ from hotbed.checkpoint.contents import Tensors, plain
 from hotbed.checkpoint.manifest import Manifest, SavedTable, write_manifest
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tensor_files import Array, Chunk, new_directory, rows_per_chunk
+from hotbed.checks import is_int
 from hotbed.errors import CheckpointError, SpecError
 from hotbed.parsing import TextError, map_npy
-from hotbed.specs import Table, is_int
+from hotbed.specs import Table
 
 
 class PeerArray(NamedTuple):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
+from hotbed.checks import check_known
 from hotbed.comm import Link
 from hotbed.compat.torchrec.keyed import CombinedOptimizer, TablesOptimizer
 from hotbed.compat.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
@@ -191,17 +192,12 @@ class ParameterConstraints:
     def scheme(self, table: str) -> str:
         """Return the scheme of hotbed for a table."""
         kinds = [str(getattr(kind, "value", kind)) for kind in self.sharding_types or SCHEMES]
-        if unknown := [kind for kind in kinds if kind not in SCHEMES]:
-            raise SpecError(
-                f"table '{table}': sharding_types has '{unknown[0]}', expected one of {', '.join(SCHEMES)}. Use "
-                "ShardingType.ROW_WISE.value or another of them."
-            )
+        for kind in kinds:
+            check_known(f"table '{table}': sharding_types", kind, SCHEMES, SpecError)
         kernels = [str(getattr(kernel, "value", kernel)) for kernel in self.compute_kernels or ()]
-        if unknown := [kernel for kernel in kernels if kernel not in ("fused", "dense")]:
-            raise SpecError(
-                f"table '{table}': compute_kernels has '{unknown[0]}', expected 'fused' or 'dense'. Place rows in host "
-                "memory or files by a plan: hotbed.Cut(tier='host'), see larger_than_memory.md."
-            )
+        fix = "Place rows in host memory or files by a plan: hotbed.Cut(tier='host'), see larger_than_memory.md."
+        for kernel in kernels:
+            check_known(f"table '{table}': compute_kernels", kernel, ("fused", "dense"), SpecError, fix)
         schemes = {SCHEMES[kind] for kind in kinds}
         return schemes.pop() if len(schemes) == 1 else "auto"
 
@@ -232,11 +228,8 @@ class EmbeddingShardingPlanner:
         """Make a plan for the tables of a model."""
         tables = names_in_plans(module)
         own = {table for _, table in tables}
-        if unknown := [table for table in self._constraints if table not in own]:
-            raise SpecError(
-                f"constraints has table '{unknown[0]}', expected one of {', '.join(sorted(own))}. Use the names of "
-                "EmbeddingBagConfig."
-            )
+        for table in self._constraints:
+            check_known("table in constraints", table, sorted(own), SpecError, "Use the names of EmbeddingBagConfig.")
         machine = self._topology or Topology(_world_size())
         default = ParameterConstraints()
         schemes = {name: self._constraints.get(table, default).scheme(name) for (_, table), name in tables.items()}
@@ -514,6 +507,5 @@ def state_dict_to_device(
 def state_dict_gather(src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
     """Copy a state into the tensors of another one, by name; tensors on ``meta`` stay without values."""
     for name, value in dst.items():
-        if name not in src:
-            raise SpecError(f"the state has no '{name}', expected one of {', '.join(src)}. Gather equal models.")
+        check_known("name in the state", name, src, SpecError, "Gather equal models.")
         value.copy_(src[name])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed import optim
+from hotbed.checks import check_unique
 from hotbed.errors import OptimizerError, SpecError
 
 State = MutableMapping[str, Any]
@@ -304,11 +305,8 @@ class CombinedOptimizer(KeyedOptimizer):
         self.optimizers = [(name, _keyed(of, i)) for i, (name, of) in enumerate(named)]
         self._set_up()
         names = [_joined(prefix, name) for prefix, of in self.optimizers for name in of.params]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise SpecError(
-                f"two optimizers have a parameter '{twice[0]}', expected each name once. Give the optimizers names: "
-                "CombinedOptimizer([('first', optimizer), …])."
-            )
+        fix = "Give the optimizers names: CombinedOptimizer([('first', optimizer), …])."
+        check_unique("parameter of the optimizers", names, SpecError, fix)
 
     @property
     @override

@@ -16,6 +16,7 @@ from typing_extensions import override
 from hotbed import embed
 from hotbed.bags import Bags
 from hotbed.batch import Embeddings
+from hotbed.checks import check_known
 from hotbed.compat.torch_nn import rename_states
 from hotbed.compat.torchrec.keyed_tensor import KeyedTensor, check_names
 from hotbed.compat.torchrec.tables import TableView, optimizers_in_backward, untrained
@@ -102,8 +103,7 @@ class EmbeddingBagConfig(EmbeddingConfig):
 def _table_of(config: EmbeddingConfig) -> Table:
     """Make the table that a config describes; TorchRec's own configs will do."""
     kind: str = config.data_type.value
-    if kind not in _DTYPES:
-        raise SpecError(f"table '{config.name}': data_type is {kind}, must be one of {', '.join(_DTYPES)}")
+    check_known(f"table '{config.name}': data_type", kind, _DTYPES, SpecError)
     if getattr(config, "use_virtual_table", False):
         raise SpecError(f"table '{config.name}': use_virtual_table is not supported; use a table of hotbed.Dynamic")
     bound = config.get_weight_init_max() if _is_symmetric(config) else None
@@ -143,11 +143,9 @@ def _embedding_names(configs: Sequence[Config]) -> dict[str, tuple[str, Config]]
 
 def _pooling_of(config: EmbeddingConfig) -> Pooling:
     kind = getattr(config, "pooling", None)
-    if kind is not None and kind.value not in _POOLINGS:
-        raise SpecError(
-            f"table '{config.name}': pooling is {kind.value}, must be SUM or MEAN; vectors that are not pooled are "
-            "looked up by EmbeddingCollection"
-        )
+    if kind is not None:
+        fix = "Vectors that are not pooled are looked up by EmbeddingCollection."
+        check_known(f"table '{config.name}': pooling", kind.value, _POOLINGS, SpecError, fix)
     return "none" if kind is None else _POOLINGS[kind.value]
 
 
@@ -443,11 +441,8 @@ class KTRegroupAsDict(nn.Module):
         super().__init__()
         del multi_device
         check_names(groups, keys)
-        if emb_dtype is not None and emb_dtype.value not in _CASTS:
-            raise SpecError(
-                f"emb_dtype is not a dtype of vectors: got {emb_dtype.value}, expected {', '.join(_CASTS)}. Use one of "
-                "them."
-            )
+        if emb_dtype is not None:
+            check_known("emb_dtype", emb_dtype.value, _CASTS, SpecError)
         self._groups, self._names = [list(group) for group in groups], list(keys)
         self._dtype = None if emb_dtype is None else _CASTS[emb_dtype.value]
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed import embed, optim
+from hotbed.checks import check_known
 from hotbed.compat.torch_nn import Refused, TableRows
-from hotbed.errors import OptimizerError, SpecError, did_you_mean
+from hotbed.errors import OptimizerError, SpecError
 
 
 @dataclass
@@ -163,10 +164,7 @@ def apply_optimizer_in_backward(
         ``collection.parameters()``: parameters of tables only.
     """
     name = optimizer_class.__name__
-    if name not in _BY_NAME:
-        raise SpecError(
-            f"no optimizer of tables is called '{name}'{did_you_mean(name, _BY_NAME)}; there are {', '.join(_BY_NAME)}"
-        )
+    check_known("optimizer of tables", name, _BY_NAME, SpecError)
     defaults = {"lr": 0.01} if name == "SGD" else {"lr": 0.01, "eps": 1e-8}
     for param in params:
         ref = table_of(param)
@@ -200,11 +198,7 @@ def _of_fused_params(params: Mapping[str, Any]) -> tuple[type[optim.SparseOptimi
     given = dict(params)
     chosen = given.pop("optimizer", "exact_sgd")
     name = str(getattr(chosen, "value", chosen)).lower().replace("rowwise", "row_wise")
-    if name not in _FUSED:
-        raise SpecError(
-            f"fused_params has optimizer '{name}'{did_you_mean(name, _FUSED)}, expected one of {', '.join(_FUSED)}. Or "
-            "leave it out, and call apply_optimizer_in_backward."
-        )
+    check_known("optimizer in fused_params", name, _FUSED, SpecError, "Or call apply_optimizer_in_backward.")
     options: dict[str, Any] = {"lr": given.pop("learning_rate", 0.01)}
     if "beta1" in given or "beta2" in given:
         options["betas"] = given.pop("beta1", 0.9), given.pop("beta2", 0.999)

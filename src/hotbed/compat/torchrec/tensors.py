@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed.bags import check_integers, describe, offsets_of, padding_mask
+from hotbed.checks import check_unique
 from hotbed.errors import BatchError
 from hotbed.torch_private import GetAttrKey, register_pytree_flatten_spec, register_pytree_node
 
@@ -364,8 +365,7 @@ class KeyedJaggedTensor(JaggedBase):
         if not kjt_list:
             raise BatchError("nothing to concatenate: got an empty list. Pass at least one KeyedJaggedTensor.")
         keys = list(chain.from_iterable(part.keys() for part in kjt_list))
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise BatchError(f"key '{twice[0]}' is in several of the KeyedJaggedTensors; names must be unique")
+        check_unique("key of the KeyedJaggedTensors", keys, BatchError)
         for name, kinds in (
             ("weights", {part.weights_or_none() is None for part in kjt_list}),
             ("inverse_indices", {part.inverse_indices_or_none() is None for part in kjt_list}),

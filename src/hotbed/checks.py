@@ -1,16 +1,21 @@
-"""Check the fields of a recipe: annotations declare types, ranges and choices, and one function checks values."""
+"""Check values that come from outside: annotations declare types, ranges and choices, and `check` raises by them.
+
+A dataclass whose fields are checked is a `Section`, e.g. of a recipe. Messages name the value and the limit:
+``problem: got VALUE, expected LIMIT. Fix.``
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from hotbed.errors import HotbedError, RecipeError, did_you_mean
-from hotbed.specs import is_int
 
 MAY_DIFFER = {"may_differ": True}
 """Metadata of a field that a resumed run may change, because it does not change what a training step computes."""
@@ -23,6 +28,7 @@ class Range:
     least: float = -math.inf
     above: float = -math.inf
     most: float = math.inf
+    below: float = math.inf
     note: str = ""
     """Text behind the limits in messages, e.g. ``" (a year)"``."""
 
@@ -30,11 +36,16 @@ class Range:
         """Return the limit that a number of a kind (int or float) breaks, or None."""
         if isinstance(value, int) and value >= 2**64:
             return "below 2**64"
-        if self.above < value <= self.most and value >= self.least and value < math.inf:
+        if self.above < value <= self.most and self.least <= value < self.below:
             return None
         limits = [
             f"{word} {limit:,}"
-            for word, limit in (("at least", self.least), ("above", self.above), ("at most", self.most))
+            for word, limit in (
+                ("at least", self.least),
+                ("above", self.above),
+                ("at most", self.most),
+                ("below", self.below),
+            )
             if math.isfinite(limit)
         ]
         return f"{'a finite number ' if kind is float else ''}{' and '.join(limits)}{self.note}"
@@ -44,6 +55,9 @@ Count = Annotated[int, Range(least=1)]
 Size = Annotated[int, Range(least=0)]
 Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(least=0)]
+Probability = Annotated[float, Range(least=0, below=1)]
+_SHOWN = 40
+"""Number of known names in a message."""
 _NAMES: dict[Any, str] = {
     int: "an integer",
     float: "a number",
@@ -53,6 +67,41 @@ _NAMES: dict[Any, str] = {
     list: "a list",
     Any: "any value",
 }
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Return whether a value is an integer; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check(what: str, value: object, annotation: Any, error: type[HotbedError], fix: str = "") -> None:
+    """Raise an error unless a value is what an annotation declares, e.g. ``check("layers", 0, Count, SpecError)``."""
+    if found := problem(what, value, annotation):
+        raise error(_fixed(found, fix))
+
+
+def check_known(what: str, name: object, known: Iterable[str], error: type[HotbedError], fix: str = "") -> None:
+    """Raise an error with the closest name unless a name is among those that are known."""
+    names = list(known)
+    if name not in names:
+        expected = f"one of {', '.join(names[:_SHOWN])}{', …' * (len(names) > _SHOWN)}" if names else "none"
+        raise error(_fixed(_got(what, name, expected, names), fix))
+
+
+def check_unique(what: str, names: Iterable[str], error: type[HotbedError], fix: str = "") -> None:
+    """Raise an error if a name is there twice."""
+    name, count = next(iter(Counter(names).most_common(1)), ("", 0))
+    if count > 1:
+        raise error(_fixed(f"{what}: got '{name}' {count} times, expected unique names", fix))
+
+
+@contextmanager
+def naming(what: str, error: type[HotbedError] = RecipeError) -> Generator[None]:
+    """Put in front of the errors of a class which part of the input they are about, e.g. the key of a recipe."""
+    try:
+        yield
+    except error as found:
+        raise error(f"{what}: {found}") from found
 
 
 class Section:
@@ -71,11 +120,14 @@ class Section:
         """Raise an error if a field is not what its annotation declares, or fields contradict each other."""
         for name, annotation in annotations_of(type(self)).items():
             value = getattr(self, name)
-            if found := problem(f"{self._where}{name}", value, annotation):
-                raise self._error(found)
+            check(f"{self.where()}{name}", value, annotation, self._error)
             object.__setattr__(self, name, as_declared(value, annotation))
         for found in self.contradictions():
             raise self._error(found)
+
+    def where(self) -> str:
+        """Return the text in front of a field's name in messages."""
+        return self._where
 
     def contradictions(self) -> Iterator[str]:
         """Yield a message for each limit that involves several fields, or that no annotation can declare."""
@@ -145,8 +197,9 @@ def problem(key: str, value: Any, annotation: Any) -> str | None:
     if not _is_of(value, annotation):
         return _got(key, value, describe(annotation), choices_of(annotation))
     entries: list[str | None] = []
-    if origin is dict:
-        entries = [problem(f"{key}.{name}", entry, parts[1]) for name, entry in value.items()]
+    if origin in (dict, Mapping):
+        entries = [problem(key, name, parts[0]) for name in value if parts[0] is not str]
+        entries += [problem(f"{key}.{name}", entry, parts[1]) for name, entry in value.items()]
     elif origin is list:
         entries = [problem(key, entry, parts[0]) for entry in value]
     return next((entry for entry in entries if entry), None)
@@ -189,6 +242,8 @@ def describe(annotation: Any) -> str:
         return describe(parts[0])
     if origin in (Union, UnionType):
         return " or ".join(describe(part) for part in parts)
+    if origin is Mapping:
+        return f"a mapping from {describe(parts[0])} to {describe(parts[1])}"
     if origin is Literal:
         return f"{'one of ' if len(parts) > 1 else ''}{', '.join(map(str, parts))}"
     return _NAMES.get(origin or annotation, "a mapping")
@@ -205,3 +260,7 @@ def _got(key: str, value: Any, expected: str, choices: list[str] | None = None) 
     shown = f"{value:,}" if is_int(value) else repr(value)
     hint = did_you_mean(value, choices) if isinstance(value, str) and choices else ""
     return f"{f'{key}: ' if key else ''}got {shown}, expected {expected}{hint}"
+
+
+def _fixed(message: str, fix: str) -> str:
+    return f"{message}. {fix}" if fix else message
