@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 from hotbed.data import arrow
 from hotbed.data.columns import Label
 from hotbed.data.labels import check_label, read_labels
+from hotbed.data.place import Place
 from hotbed.data.roles import words_of
-from hotbed.data.source import Place
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 LABEL_NAMES = (

@@ -20,8 +20,8 @@ from hotbed.data.columns import Numerical, SparseColumn
 from hotbed.data.derived import Bucket, Cross, Lookup, stored_inputs
 from hotbed.data.encode import raw_numbers, wrong_types
 from hotbed.data.labels import read_labels, read_weights, refuse_null
+from hotbed.data.place import Place
 from hotbed.data.schema import Schema
-from hotbed.data.source import Place
 from hotbed.data.stored_rows import RowsSlice, StoredRows
 from hotbed.errors import DataError, did_you_mean
 

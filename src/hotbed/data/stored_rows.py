@@ -30,10 +30,11 @@ from hotbed.data.encoding import MARKERS
 from hotbed.data.npy import NpySource, find_days, has_days
 from hotbed.data.parquet import ParquetSource
 from hotbed.data.parquet_files import ParquetFile, find_parquet, with_rows
+from hotbed.data.place import Place
 from hotbed.data.row_groups import RowGroup
 from hotbed.data.row_split import SPLITS
 from hotbed.data.schema import Schema
-from hotbed.data.source import Place, Source
+from hotbed.data.source import Source
 from hotbed.data.split_binary import DESCRIPTION, SplitBinarySource
 from hotbed.errors import DataError, SpecError
 from hotbed.locations import location, opened
