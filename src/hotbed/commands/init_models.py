@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hotbed.data.draft import Draft, LeftOut
-from hotbed.data.draft_labels import LABEL_NAMES
-from hotbed.data.roles import words_of
+from hotbed.data.roles import LABEL_NAMES, words_of
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from hotbed.config import Recipe, import_from
 from hotbed.data import NpySource
 from hotbed.data.arrow import Ids
 from hotbed.data.encoding import MARKERS
-from hotbed.data.inspection import DataSummary, compare, summarize
+from hotbed.data.inspection import DataSummary, SchemaChecks, compare, faults_error, summarize
 from hotbed.data.schema import Schema
-from hotbed.data.schema_checks import SchemaChecks, faults_error
 from hotbed.data.stored_rows import SourceRows, StoredRows, open_rows
 from hotbed.errors import DataError, RecipeError
 from hotbed.locations import location

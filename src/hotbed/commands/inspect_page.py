@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotbed.commands.svg import FAINT, INK, box, html_page, html_table, legend, line, svg, text
-from hotbed.data.column_summary import ColumnSummary
 from hotbed.data.inspection import DataSummary
-from hotbed.data.stability import BINS, REACH, upper_edge
+from hotbed.data.profile import BINS, REACH, ColumnProfile, upper_edge
 
 MOST_PANELS = 120
 """Columns that are drawn; of more, those with the largest drift, or the first."""
@@ -184,7 +183,7 @@ def _drawn(after: DataSummary, drift: Mapping[str, Any] | None) -> list[str]:
     return names[:MOST_PANELS]
 
 
-def _panels(columns: Sequence[tuple[ColumnSummary, ColumnSummary | None]], of_two: bool) -> str:
+def _panels(columns: Sequence[tuple[ColumnProfile, ColumnProfile | None]], of_two: bool) -> str:
     top = 26 if of_two else 4
     height = top + _TALL * math.ceil(len(columns) / _ACROSS)
     parts = legend({"now": NOW, "before": BEFORE}, 4, 14) if of_two else []
@@ -194,7 +193,7 @@ def _panels(columns: Sequence[tuple[ColumnSummary, ColumnSummary | None]], of_tw
     return svg(parts, height, "distributions by column")
 
 
-def _panel(now: ColumnSummary, before: ColumnSummary | None, left: float, top: float) -> list[str]:
+def _panel(now: ColumnProfile, before: ColumnProfile | None, left: float, top: float) -> list[str]:
     """One column: its name, its missing share, and a curve of its values or bars of its numbers."""
     low, high, x0, x1 = top + _TALL - 36, top + 28, left + 40, left + _WIDE - 24
     missing = f"{now.missing / max(1, now.rows):.1%} missing" if now.missing else ""
@@ -209,7 +208,7 @@ Across = tuple[float, float]
 Height = Callable[[float], float]
 
 
-def _curve(now: ColumnSummary, before: ColumnSummary | None, at: Across, y: Height, low: float) -> list[str]:
+def _curve(now: ColumnProfile, before: ColumnProfile | None, at: Across, y: Height, low: float) -> list[str]:
     counted = [(of.values, color) for of, color in ((before, BEFORE), (now, NOW)) if of is not None and of.values]
     most = max(2, *(values.ranked for values, _ in counted))
     sizes = [*range(1, most)] if most <= _FEW else [n for n in _SIZES if n < most]
@@ -229,7 +228,7 @@ def _curve(now: ColumnSummary, before: ColumnSummary | None, at: Across, y: Heig
     return parts
 
 
-def _bars(now: ColumnSummary, before: ColumnSummary | None, at: Across, y: Height, low: float) -> list[str]:
+def _bars(now: ColumnProfile, before: ColumnProfile | None, at: Across, y: Height, low: float) -> list[str]:
     shown = [of for of in (now, before) if of is not None]
     shares = [_shares(of.bins) for of in shown]
     there = np.flatnonzero(np.sum(shares, axis=0))
