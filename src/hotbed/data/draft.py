@@ -20,7 +20,7 @@ from hotbed.data.columns import Numerical, SparseColumn
 from hotbed.data.criteo import COLUMNS
 from hotbed.data.delimited import is_delimited
 from hotbed.data.hashing import rows_of
-from hotbed.data.parquet_files import ParquetFile, find_parquet, refuse_same_files, text_columns, with_rows
+from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet, refuse_same_files, text_columns, with_rows
 from hotbed.data.profile import count_distinct, take_sample
 from hotbed.data.roles import (
     LABEL_NAMES,
@@ -37,7 +37,6 @@ from hotbed.data.roles import (
     time_reason,
     words_of,
 )
-from hotbed.data.row_groups import RowGroup
 from hotbed.data.schema import Schema
 from hotbed.data.text_dates import parse_dates
 from hotbed.errors import DataError, SpecError, did_you_mean

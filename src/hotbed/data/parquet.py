@@ -23,10 +23,18 @@ from hotbed.data.column_statistics import ColumnStatistics, quantile_boundaries
 from hotbed.data.columns import Label
 from hotbed.data.encode import Encoder
 from hotbed.data.labels import read_labels
-from hotbed.data.parquet_files import ParquetFile, find_parquet, refuse_same_files, text_columns, with_rows
+from hotbed.data.parquet_files import (
+    ParquetFile,
+    RowGroup,
+    RowSlice,
+    find_parquet,
+    in_slices,
+    refuse_same_files,
+    text_columns,
+    with_rows,
+)
 from hotbed.data.place import Place
 from hotbed.data.preparation import PREPARATION, Preparation, PreparationEntry
-from hotbed.data.row_groups import RowGroup, RowSlice, in_slices
 from hotbed.data.row_split import SPLITS, Rows, RowSplit, divide, row_split
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source

@@ -41,7 +41,7 @@ from torch import Tensor
 from hotbed.data import arrow
 from hotbed.data.column_statistics import SAMPLE, ColumnStatistics
 from hotbed.data.hashing import Hashes, hash_integers
-from hotbed.data.row_groups import RowGroup
+from hotbed.data.parquet_files import RowGroup
 from hotbed.data.zipf_source import RANKED, fitted_exponent
 from hotbed.errors import DataError
 

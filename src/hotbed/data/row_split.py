@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from hotbed.data import arrow
 from hotbed.data.hashing import hash_integers, hash_strings, mix
-from hotbed.data.row_groups import RowGroup, RowsOfGroup
+from hotbed.data.parquet_files import RowGroup, RowsOfGroup
 from hotbed.data.text_dates import UNSORTED, other_zones, parse_dates
 from hotbed.errors import DataError, SpecError, did_you_mean
 
