@@ -121,10 +121,12 @@ def draft_recipe(
 
     if model is not None and model not in MODELS:  # before all of the data are looked at
         raise SpecError(f"--model: got {model!r}, expected one of {', '.join(MODELS)}{did_you_mean(model, MODELS)}")
-    if item and model != "TwoTower":
-        raise SpecError(_needs_two_tower("--item", model))
-    if retrieval and model != "TwoTower":
-        raise SpecError(_needs_two_tower("--retrieval", model))
+    if (item or retrieval) and model != "TwoTower":
+        option = "--item" if item else "--retrieval"
+        got, fix = (
+            ("no --model", "Add --model TwoTower") if model is None else (f"--model {model}", f"Leave {option} out")
+        )
+        raise SpecError(f"{option} works with one model only: got {got}, expected TwoTower. {fix}")
     histories, of_ids = pairs_of(history), pairs_of(weights, "--weights", "IDS=WEIGHTS, such as tags=tag_scores")
     options = {
         "--label": label,
@@ -164,13 +166,6 @@ def draft_recipe(
     return recipe_text(
         found, name=run_name(path), path=str(path), counts=counts, model=model, item=item, retrieval=retrieval
     )
-
-
-def _needs_two_tower(option: str, model: str | None) -> str:
-    """Say that an option is of one model."""
-    if model is None:
-        return f"{option} works with one model only: got no --model, expected TwoTower. Add --model TwoTower"
-    return f"{option} works with one model only: got --model {model}, expected TwoTower. Leave {option} out"
 
 
 def run_name(path: str | Path) -> str:

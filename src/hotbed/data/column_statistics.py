@@ -47,7 +47,7 @@ class ColumnStatistics:
     _sample: Array = field(default_factory=lambda: _none("float64"), repr=False)
 
     def add(self, values: Array, first: int) -> None:
-        """Add values ``[n]`` float64, the first of which has this number in the data; each number once."""
+        """Add values ``[n]`` float64 from position ``first`` of the data on. Each position is added once."""
         finite = np.isfinite(values)
         kept = values[finite]
         part = ColumnStatistics(count=len(kept), missing=len(values) - len(kept))

@@ -1,4 +1,4 @@
-"""Propose what the columns and splits of a dataset are for, as a careful engineer would: `draft`, `draft_schema`."""
+"""Draft a schema and splits for a dataset from names, types and values: `draft`, `draft_schema`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ WEIGHT_NAMES = ("weight", "weights", "sample_weight")
 SMALL = 20_000
 """Rows of train data below which several epochs are drafted, with a validation split that decides which is the best."""
 MANY_REPEATS = 100
-"""How often an id is met in the mean, from which on that is so with any number of rows."""
+"""Mean occurrences of an id, above which several epochs are drafted for any number of rows."""
 _SMALLEST_TABLE = 64
 _LARGEST_TABLE = 1 << 31
 _ROWS_PER_VALUE = ((250_000, 16), (1_000_000, 8), (math.inf, 4))
@@ -74,7 +75,7 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What a recipe says of a dataset, and why."""
+    """Drafted parts of a recipe, with the reasons."""
 
     schema: Schema
     reasons: Mapping[str, str]  # by column
@@ -137,7 +138,8 @@ def draft(
     if not groups:
         raise DataError(f"{path} has no rows")
     names = _names(files.train_files)
-    for option, name in [*(("--drop", name) for name in drop), *([("--time", time)] if time else [])]:
+    asked_for = {"--drop": drop, "--time": [time] if time else [], "--history": [*chain(*(histories or {}).items())]}
+    for option, name in ((option, name) for option, of_option in asked_for.items() for name in of_option):
         if name not in names:
             raise DataError(f"{option} names column '{name}', which {path} does not have{did_you_mean(name, names)}")
     missing = _not_everywhere(files.train_files, names)
@@ -160,8 +162,6 @@ def draft(
             raise
         raise DataError(f"{path}, column '{unlike}': {missing[unlike]}, so it can be no label; write it anew") from None
     of_label = [found.name for found in labels]
-    if time in of_label:
-        raise SpecError(f"--time names '{time}', which is the label; name the column of the rows' times")
     missing |= _not_everywhere(with_rows([*files.train_files, *files.others_with(of_label)]), names)
     used = [n for n in sample.column_names if n not in of_label and n not in drop and n not in missing]
     weight = next((n for n in used if n.lower() in WEIGHT_NAMES and n != time and _may_be_weight(sample[n])), None)
@@ -176,17 +176,19 @@ def draft(
             if roles[column.name].role != "left out" or not i:
                 leak = leak_reason(sample[column.name], values, found.name)
                 roles[column.name] = roles[column.name] if leak is None else role_of(column, leak)
-    roles |= roles_of_histories(str(path), names, profiles, histories or {})
+    roles |= roles_of_histories(str(path), profiles, histories or {})
     _refuse_inexact_ids(str(path), profiles, roles)
     times = [p for p in profiles if roles[p.name].role == "time" or p.name == time]
     if time is not None:
-        chosen = next((p for p in profiles if p.name == time), None)
-        if chosen is None:
-            raise SpecError(f"--time names '{time}', which is left out ({missing.get(time, '--drop')})")
-        if chosen.dates == "other":
-            raise SpecError(
-                f"--time names '{time}', whose text does not sort by time; write it as 2024-12-31, or as times"
-            )
+        chosen, problem = next((p for p in profiles if p.name == time), None), ""
+        if time in of_label:
+            problem = "which is the label; name the column of the rows' times"
+        elif chosen is None:
+            problem = f"which is left out ({missing.get(time, '--drop')})"
+        elif chosen.dates == "other":
+            problem = "but its text does not sort by time; write it as 2024-12-31, or as times"
+        if problem:
+            raise SpecError(f"--time names '{time}', {problem}")
         roles[time] = ColumnRole("time", "the splits are by it")
     schema, reasons = _schema(str(path), labels, weight, profiles, roles, sample, histories or {})
     schema = weighted(str(path), schema, of_ids, sample)
@@ -279,7 +281,7 @@ def _refuse_inexact_ids(path: str, profiles: Sequence[SampledColumn], roles: Map
 
 
 def _repeats(profiles: Sequence[SampledColumn], schema: Schema) -> float:
-    """Ids that are looked up, per distinct one."""
+    """Return the mean number of lookups per distinct id."""
     sparse = {column.name for column in schema.sparse}
     used = [column for column in profiles if column.name in sparse]
     lookups = sum(c.present * (c.length if arrow.is_list(c.type) else 1) for c in used)
@@ -370,14 +372,14 @@ def _sparse(column: SampledColumn, table: str | None) -> SparseColumn:
 
 
 def hashed_rows(distinct: int) -> int:
-    """Compute the rows of a table whose ids so many distinct values are hashed to, see `draft_schema`."""
+    """Compute the rows of a table for this number of distinct values, which are hashed, see `draft_schema`."""
     per_value = next(times for most, times in _ROWS_PER_VALUE if distinct <= most)
     rows = max(_SMALLEST_TABLE, per_value * distinct)
     return min(_LARGEST_TABLE, 1 << (rows - 1).bit_length())
 
 
 def _without_collisions(column: SampledColumn, rows: int) -> int:
-    """A few times more rows where these make all of few values rows of their own."""
+    """Return up to 16 times more rows if each of a few values then has its own row."""
     if column.few is None or column.distinct > len(column.few) or len(column.few) > _FEW_VALUES:
         return rows
     kind = column.type.value_type if arrow.is_list(column.type) or pa.types.is_dictionary(column.type) else column.type
@@ -444,30 +446,28 @@ def shared_tables(
 
 
 def roles_of_histories(
-    path: str, names: Sequence[str], profiles: Sequence[SampledColumn], histories: Mapping[str, str]
+    path: str, profiles: Sequence[SampledColumn], histories: Mapping[str, str]
 ) -> dict[str, ColumnRole]:
     """Check histories, each with its candidate column, and return the roles that both have."""
     found: dict[str, ColumnRole] = {}
     by_name = {column.name: column for column in profiles}
     for pair in histories.items():
         for name in pair:
-            if name not in names:
-                raise DataError(
-                    f"--history names column '{name}', which {path} does not have{did_you_mean(name, names)}"
-                )
             if name not in by_name:
                 raise SpecError(f"--history names '{name}', which is a label, a weight, or left out; name an input")
-        history, candidate = (by_name[name].type for name in pair)
+        (history, candidate), problem = (by_name[name].type for name in pair), ""
         if not arrow.is_list(history) or not _is_of_ids(history.value_type):
-            raise DataError(
-                f"{path}, column '{pair[0]}': a history is a list of integers or strings, this is {history}; write it "
-                "as --history HISTORY=CANDIDATE"
+            problem = (
+                f"'{pair[0]}': a history is a list of integers or strings, this is {history}; write it as --history "
+                "HISTORY=CANDIDATE"
             )
-        if not _is_of_ids(candidate) or arrow.is_text(candidate) != arrow.is_text(history.value_type):
-            raise DataError(
-                f"{path}, column '{pair[1]}': the candidate of '{pair[0]}' has one value in each row, of the kind of "
-                f"the list's, which is {history.value_type}; this is {candidate}"
+        elif not _is_of_ids(candidate) or arrow.is_text(candidate) != arrow.is_text(history.value_type):
+            problem = (
+                f"'{pair[1]}': the candidate of '{pair[0]}' has one value in each row, of the kind of the list's, "
+                f"which is {history.value_type}; this is {candidate}"
             )
+        if problem:
+            raise DataError(f"{path}, column {problem}")
         found[pair[0]] = ColumnRole("list", f"earlier values of {pair[1]}, as --history says")
         found.setdefault(pair[1], ColumnRole("id", f"the candidate of {pair[0]}, as --history says"))
     return found
@@ -482,7 +482,7 @@ def _is_of_ids(kind: pa.DataType) -> bool:
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """Files of a dataset by split, and those of a test split that is elsewhere."""
+    """Files of a dataset by split, and of a separate test split."""
 
     path: str
     by_split: dict[str, list[ParquetFile]]  # result of `find_parquet`
@@ -529,7 +529,7 @@ class DraftFiles:
 
 @dataclass
 class DraftedSplits:
-    """What a recipe says of splits: arguments of the source, why, and which splits there are."""
+    """Drafted splits: arguments of the source, the reason, and the resulting splits."""
 
     init_args: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
@@ -655,7 +655,7 @@ def _starts(
 
 
 def _plain(value: np.generic, kind: pa.DataType) -> object:
-    """A time as a recipe has it."""
+    """Convert a time to a plain value for the recipe."""
     if arrow.is_time(kind):
         time = (_EPOCH + datetime.timedelta(microseconds=int(value))).replace(tzinfo=None)  # pyright: ignore[reportArgumentType]
         return str(time.date()) if time.time() == datetime.time() else str(time)

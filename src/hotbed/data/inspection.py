@@ -44,7 +44,7 @@ _Z = 1.959963984540054  # of a two-sided interval of 95 %
 
 @dataclass
 class Fault:
-    """Something that is wrong with a column."""
+    """A fault of a column."""
 
     column: str
     problem: str  # a word or two, equal for all values with the same fault
@@ -213,7 +213,7 @@ class LabelCounts:
 
 @dataclass
 class DataSummary:
-    """What a dataset holds."""
+    """Summary of a dataset."""
 
     data: StoredRows
     columns: dict[str, ColumnProfile]  # by name, in the order of the files
@@ -246,7 +246,7 @@ def summarize(
 ) -> DataSummary:
     """Read all rows once, and summarize every column.
 
-    Memory is bounded, whatever the number of rows: a few slices of rows, and for each column counts of some values, see
+    Memory does not grow with the number of rows: it holds a few slices of rows, and some counts per column, see
     `most_distinct`.
 
     Parameters
@@ -254,15 +254,15 @@ def summarize(
     data
         The rows, see `open_rows`.
     schema
-        What says which columns are labels; by default they are found by their names.
+        Schema that names the labels (default: they are found by their names).
     checks
-        What each slice of rows is checked by.
+        Checks of each slice of rows.
     label
-        The label column, where its name is not a usual one and there is no schema.
+        Label column, if there is no schema (default: found by its name).
     earlier
         Data to compare with, see `compare`.
     progress
-        Called with the rows read, and those there are.
+        Called with the rows read and the rows in total.
 
     Raises
     ------
@@ -298,7 +298,7 @@ def summarize(
 
 
 def compare(before: DataSummary, after: DataSummary) -> dict[str, Any]:
-    """Say how a dataset differs from the one that was given as ``earlier``, column by column and label by label.
+    """Compare a summary with that of ``earlier`` data, column by column and label by label.
 
     Returns
     -------

@@ -42,7 +42,7 @@ _WAITING = 8
 Partitions = tuple[tuple[str, pa.Scalar], ...]
 
 _DICTIONARIES = frozenset(("PLAIN_DICTIONARY", "RLE_DICTIONARY"))
-"""Encodings by which repeated values are stored once."""
+"""Encodings that store repeated values once."""
 
 
 # -- files of row groups -------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class TableFile(ABC):
         """Return the uncompressed size of a part's columns in bytes."""
 
     def batches(self, row_group: int, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
-        """Read some columns of a part in order, at most so many rows at once."""
+        """Read some columns of a part in order, at most ``rows`` rows at once."""
         whole = self.read(row_group, columns)
         for at in range(0, len(whole), rows):
             yield whole.slice(at, rows)
@@ -122,7 +122,7 @@ class RowGroup:
             raise self._unreadable(error, columns) from error
 
     def batches(self, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
-        """Read some columns in order, at most so many rows at once."""
+        """Read some columns in order, at most ``rows`` rows at once."""
         try:
             yield from self.file.batches(self.index, columns, rows)
         except (pa.ArrowException, OSError) as error:
@@ -159,7 +159,7 @@ class RowGroup:
         return (int(found.min), int(found.max)) if found is not None and isinstance(found.min, int) else None
 
     def statistics(self, column: str) -> pq.Statistics | None:
-        """What the footer says of a column without nulls; None if it does not say the range."""
+        """Return the footer's statistics of a column without nulls; None if they lack the range."""
         found = self.file.statistics(self.index, column)
         complete = found is not None and found.has_min_max and found.has_null_count and found.null_count == 0
         return found if complete else None
@@ -170,7 +170,7 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class RowsOfGroup:
-    """Some rows of a row group; what is read of them is what `RowGroup` reads."""
+    """Some rows of a row group, which are read like a `RowGroup`."""
 
     group: RowGroup
 
@@ -180,7 +180,7 @@ class RowsOfGroup:
         return self.group.file
 
     def integer_range(self, column: str) -> tuple[int, int] | None:
-        """Bounds of a column of integers without nulls, if the row group's footer has them; they may be too wide."""
+        """Return the only value of a column of integers without nulls, if the footer proves that there is one."""
         found = self.group.integer_range(column)
         return found if found is not None and found[0] == found[1] else None
 
@@ -206,7 +206,7 @@ class RowSlice(RowsOfGroup):
 
 
 def in_slices(group: RowGroup, rows: int) -> list[RowGroup | RowSlice]:
-    """A row group as slices of so many rows, or as it is if it has no more."""
+    """Cut a row group into slices of ``rows`` rows; a smaller row group remains as it is."""
     if group.samples <= rows:
         return [group]
     reader = _Reader(group, rows)
@@ -215,7 +215,7 @@ def in_slices(group: RowGroup, rows: int) -> list[RowGroup | RowSlice]:
 
 
 class _Reader:
-    """Reads the slices of a row group; for each selection of columns it goes on where it was."""
+    """Reads the slices of a row group, and keeps a position for each selection of columns."""
 
     def __init__(self, group: RowGroup, rows: int) -> None:
         self.group, self.rows = group, rows
@@ -289,7 +289,7 @@ class ParquetFile(TableFile):
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """Names and types of the columns, those of the folders last; raises `DataError` if two have one name."""
+        """Names and types of the columns, then of the folders; raises `DataError` if two columns have one name."""
         stored = self.metadata.schema.to_arrow_schema()
         for name, count in Counter(stored.names).items():
             if count > 1 and self.metadata.num_rows:
@@ -301,7 +301,7 @@ class ParquetFile(TableFile):
 
     @property
     def state(self) -> tuple[object, ...]:
-        """Path, size and time of change; of one that was converted its name says the state of the text."""
+        """Path, size and time of change. The name of a converted file contains the state of its text file."""
         if self.path != self.shown:  # its time says when it was used last
             return self.shown, self.path
         info = self.filesystem.get_file_info(self.path)
@@ -339,7 +339,7 @@ class ParquetFile(TableFile):
         return self._with_folders(arrow.plain(table, str(self)), columns, rows)
 
     def batches(self, row_group: int, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
-        """Read some columns of a row group in order, at most so many rows at once."""
+        """Read some columns of a row group in order, at most ``rows`` rows at once."""
         with self.filesystem.open_input_file(self.path) as stream:
             # Without a buffer, or with one that is filled beforehand, all columns would be read before the first rows.
             opened = pq.ParquetFile(stream, metadata=self.metadata, buffer_size=_BUFFER_BYTES, pre_buffer=False)
@@ -352,7 +352,7 @@ class ParquetFile(TableFile):
         return self.metadata.row_group(row_group).total_byte_size
 
     def repeated_texts(self, row_group: int, columns: Sequence[str]) -> dict[str, int]:
-        """Name those of the columns whose texts are stored once however often they repeat, with their bytes at most."""
+        """Return columns with dictionary-encoded texts, with an upper limit of the bytes of a text."""
         stored, found = self.metadata.row_group(row_group), dict[str, int]()
         for leaf in (stored.column(i) for i in range(stored.num_columns)):
             names = [n for n in (leaf.path_in_schema, leaf.path_in_schema.partition(".")[0]) if n in columns]
@@ -362,7 +362,7 @@ class ParquetFile(TableFile):
         return found
 
     def statistics(self, row_group: int, column: str) -> pq.Statistics | None:
-        """What the footer says of a column."""
+        """Return the footer's statistics of a column."""
         leaf = self.leaves.get(column)
         return None if leaf is None else self.metadata.row_group(row_group).column(leaf).statistics
 
@@ -371,13 +371,13 @@ class ParquetFile(TableFile):
         return replace(self, partitions=(*self.partitions, *((name, pa.scalar(None)) for name in columns)))
 
     def is_missing(self, column: str) -> bool:
-        """Whether no row has a value of a column; it is read where the footer does not say so."""
+        """Return whether no row has a value of a column. The column is read if the footer does not contain that."""
         if column not in self._missing:
             self._missing[column] = all(self._is_missing_in(group, column) for group in self.row_groups())
         return self._missing[column]
 
     def known_schema(self, columns: Sequence[str]) -> pa.Schema:
-        """The schema, in which those of these columns have the type null that have no values."""
+        """Return the schema, with the type null for those of ``columns`` that have no values."""
         known = [f.with_type(pa.null()) if f.name in columns and self.is_missing(f.name) else f for f in self.schema]
         return pa.schema(known)
 
@@ -389,7 +389,7 @@ class ParquetFile(TableFile):
 
     @cached_property
     def _missing(self) -> dict[str, bool]:
-        """What `is_missing` has found."""
+        """Results of `is_missing` by column."""
         return {}
 
     def _stored(self, columns: Sequence[str]) -> list[str]:
@@ -408,7 +408,7 @@ class ParquetFile(TableFile):
         return {name: value for name, value in self.partitions if name not in stored}
 
     def __getstate__(self) -> dict[str, object]:
-        """What is sent to other processes, which read the footer themselves."""
+        """Return the fields without the footer, which other processes read themselves."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
@@ -431,12 +431,11 @@ def find_parquet(
     """
     store, root = _located(path, filesystem)
     info = store.get_file_info(root)
-    if info.type == fs.FileType.NotFound:
-        raise DataError(f"{path} does not exist; give a Parquet, CSV or TSV file, or a folder of them")
     if info.is_file:
         return {"": [_file(store, root, root.rstrip("/").split("/")[-1], text=text)]}
     if info.type != fs.FileType.Directory:
-        raise DataError(f"{path} is neither a file nor a folder; give a Parquet, CSV or TSV file, or a folder of them")
+        problem = "does not exist" if info.type == fs.FileType.NotFound else "is neither a file nor a folder"
+        raise DataError(f"{path} {problem}; give a Parquet, CSV or TSV file, or a folder of them")
     entries = store.get_file_info(fs.FileSelector(root, recursive=True))
     found = [e.path[len(root) :].strip("/") for e in sorted(entries, key=_in_number_order) if e.is_file]
     others = "vocabulary/" if "source.yaml" in found else "\0"  # of a dataset that `hotbed prepare` made
@@ -530,7 +529,7 @@ def is_table(name: str) -> bool:
 
 
 def _by_split(names: Sequence[str]) -> dict[str, list[str]]:
-    """Names by split, train first; all are under ``""`` where those of no folder are of one split."""
+    """Group names by split, train first. All are under ``""`` if files outside of folders are of one split."""
     top = [name for name in names if "/" not in name]
     ways = {name: (_split_of_file(name, 1), _split_of_file(name, None)) for name in top}
     # A word inside a name says little by itself, but beside train data that is called so, too, it does.

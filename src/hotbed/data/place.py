@@ -106,9 +106,9 @@ def label_ranges(parts: Iterable[tuple[Place, str, NDArray[Any]]]) -> dict[str, 
 
 
 def refuse_other_kind(what: str, column: str, kind: str, trained: str) -> None:
-    """Raise `DataError` if ids are stored otherwise than in training: they would be hashed to other rows.
+    """Raise `DataError` if ids have another kind than in training, because they would be hashed to other rows.
 
-    Kinds are those of `Source.id_kinds`; "" is one that nothing is known of.
+    Kinds are as in `Source.id_kinds`, or "" if unknown.
     """
     if kind and trained and kind != trained:
         raise DataError(

@@ -52,7 +52,7 @@ _OF_ALL_COLUMNS = 1 << 23
 SHOWN = 10
 """Hottest values that are known by their text, and not by their hash alone."""
 TOP = (1, 10, 100, 1_000, 10_000)
-"""Numbers of most frequent values, the share of which `ColumnProfile.to_dict` reports."""
+"""`ColumnProfile.to_dict` reports the share of the 1, 10, … most frequent values."""
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 PER_DOUBLING = 4
 SMALLEST, LARGEST = -30, 64
@@ -226,7 +226,7 @@ def is_counted(kind: pa.DataType) -> bool:
 
 
 def present_values(array: pa.Array) -> pa.Array:
-    """Return the values, those of lists one by one, that are neither null nor NaN, without a dictionary encoding."""
+    """Return all values but null and NaN, without a dictionary encoding. Lists are flattened."""
     values = arrow.decode(array.flatten() if arrow.is_list(array.type) else array).drop_null()
     if pa.types.is_float16(values.type):
         values = values.cast(pa.float32())
@@ -245,7 +245,7 @@ def _time(microseconds: float) -> str:
 
 
 def bins_of(values: Tensor) -> Tensor:
-    """Bin of each number, int64 of the same shape."""
+    """Return the bin of each number, int64 of the same shape."""
     wide = values.double()
     steps = ((wide.abs().log2() - SMALLEST) * PER_DOUBLING).ceil().clamp(1, REACH)
     signed = torch.where(wide < 0, -steps, steps).where(wide != 0, 0)
@@ -253,7 +253,7 @@ def bins_of(values: Tensor) -> Tensor:
 
 
 def upper_edge(number: int) -> float:
-    """The largest number in a bin; the bin of the largest numbers has no end, and that of missing ones no edge."""
+    """Return the largest number in a bin. The bins of the largest numbers and of missing values have none."""
     step = number - REACH
     return math.copysign(2.0 ** (SMALLEST + (step if step > 0 else -step - 1) / PER_DOUBLING), step) if step else 0.0
 
@@ -280,14 +280,14 @@ def _none() -> _Counts:
 
 
 def most_distinct(columns: int) -> int:
-    """Distinct values to count of each of so many columns, so that memory is bounded: some 400 MB for all of them."""
+    """Return the distinct values to count per column, so that all columns together need about 400 MB."""
     return max(FEWEST_DISTINCT, min(MOST_DISTINCT, _OF_ALL_COLUMNS // max(1, columns)))
 
 
 class ValueCounts:
-    """Counts of the values of one column: exact for up to ``most_distinct`` different ones; beyond, as many are kept.
+    """Counts of the values of one column, exact for up to ``most_distinct`` different values. No more are kept.
 
-    ``earlier`` has the counts of all earlier data, in which values may be absent.
+    ``earlier`` has the counts of earlier data, for the share of new values.
     """
 
     def __init__(self, most_distinct: int = MOST_DISTINCT, earlier: ValueCounts | None = None) -> None:
@@ -331,18 +331,18 @@ class ValueCounts:
 
     @property
     def hottest(self) -> list[tuple[str, int]]:
-        """The first `ranked` values as text, `SHOWN` at most, and their counts, see `hottest_error`."""
+        """At most `SHOWN` of the `ranked` values as text, with their counts, see `hottest_error`."""
         hot, count = self._falling(), min(SHOWN, self.ranked)
         return [(self._names[int(h)], int(n)) for h, n in zip(hot.hashes[:count], hot.counts[:count], strict=True)]
 
     @property
     def hottest_error(self) -> int:
-        """Occurrences by which the count of a hot value is too high, at most; 0 where all values were counted."""
+        """Upper limit of the error of hot values' counts, which are never too low; 0 if all values were counted."""
         self._merge()
         return self._taken_off
 
     def top_shares(self, sizes: Sequence[int]) -> list[float]:
-        """Share of all occurrences that so many of the `ranked` values have; NaN where there are none."""
+        """Return the shares of all occurrences of the first ``sizes`` `ranked` values; NaN without values."""
         if not self.total:
             return [math.nan] * len(sizes)
         sums = np.append(0, np.cumsum(self.known_hot()))
@@ -351,22 +351,22 @@ class ValueCounts:
 
     @property
     def ranked(self) -> int:
-        """Number of values of which it is known that they are the most frequent: all, where all were counted."""
+        """Number of values that are known to be the most frequent: all values if all were counted."""
         return len(self.known_hot())
 
     def known_hot(self) -> Integers:
-        """Counts ``[K]``, falling, of the `ranked` values; those that are too high by half at most."""
+        """Return the falling counts ``[K]`` of the `ranked` values. At most half of each count is an error."""
         counts = self._falling().counts
         return counts[counts > 2 * self._taken_off]
 
     def zipf_exponent(self) -> float | None:
-        """Exponent of Zipf's law over the most frequent values, see `fitted_exponent`; None where they are too few."""
+        """Fit the exponent of Zipf's law to the most frequent values; None if they are too few."""
         counts = self.known_hot()
         return fitted_exponent(counts[counts >= RANKED])
 
     @property
     def unseen_share(self) -> Estimate:
-        """Share of the occurrences whose value is not among the earlier ones."""
+        """Share of the occurrences of values that the earlier data lack."""
         self._merge()
         false = self._false_rate
         total = max(1, self.total) * (1 - false)
@@ -381,7 +381,7 @@ class ValueCounts:
         return Estimate(new / rate, math.sqrt((1 - rate) * new) / rate)
 
     def has(self, hashes: Hashes) -> NDArray[np.bool_]:
-        """Whether values of these hashes ``[n]`` occur; see `SeenValues` where not all values were counted."""
+        """Return whether values with these hashes ``[n]`` occur; see `SeenValues` if not all values were counted."""
         known = self._all.hashes
         if self._seen is not None:
             return self._seen.has(hashes)
@@ -394,7 +394,7 @@ class ValueCounts:
         return 0.0 if self._earlier is None or self._earlier._seen is None else self._earlier._seen.false_rate
 
     def shares_beside(self, other: ValueCounts, values: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Counts of the most frequent values of both, here and there, and last of all other values."""
+        """Return both counts of each most frequent value of either column; the last entry counts all other values."""
         mine, others = self._falling(), other._falling()
         hashes = np.union1d(mine.hashes[:values], others.hashes[:values])
         first, second = self._counts_of(hashes), other._counts_of(hashes)
@@ -420,14 +420,14 @@ class ValueCounts:
         return self._sample
 
     def _falling(self) -> _Counts:
-        """The most frequent values, the first of which are certain; counts as they are at most."""
+        """Return values by falling count. The counts are upper limits."""
         self._merge()
         hashes, counts = self._sample if self._hot is None else self._hot
         order = np.argsort(-counts, kind="stable")
         return _Counts(hashes[order], counts[order] + self._taken_off)
 
     def _merge(self) -> None:
-        """Bring in what waits."""
+        """Merge the waiting values."""
         if not self._waiting:
             return
         waiting, self._waiting, self._waiting_values = self._waiting, [], 0
@@ -450,7 +450,7 @@ class ValueCounts:
         self._name(waiting)
 
     def _cut(self, counts: _Counts) -> _Counts:
-        """The most frequent values, as many as fit; what does not is taken off all."""
+        """Keep the most frequent values, and subtract the largest count that does not fit from all counts."""
         most = self._bound // 4
         if len(counts.hashes) <= most:
             return counts
@@ -460,7 +460,7 @@ class ValueCounts:
         return _Counts(counts.hashes[left], counts.counts[left] - off)
 
     def _name(self, waiting: list[tuple[Hashes, Integers, pa.Array]]) -> None:
-        """Remember what the hottest values are: whatever becomes one of them is among those that come in then."""
+        """Store the text of the hottest values. A value that becomes one of them is among the newly added values."""
         hot = self._falling().hashes[:SHOWN]
         self._names = {int(h): self._names[int(h)] for h in hot if int(h) in self._names}
         for hashes, _, values in waiting:
@@ -470,7 +470,7 @@ class ValueCounts:
 
 
 def _hashes(values: pa.Array) -> Hashes:
-    """Hashes by which equal numbers are equal: 5 and 5.0, whatever their type."""
+    """Hash values so that equal numbers of different types have one hash, e.g. 5 and 5.0."""
     if arrow.is_time(values.type):
         values = pc.cast(values, pa.timestamp("us", getattr(values.type, "tz", None)), safe=False).cast(pa.int64())
     if not (pa.types.is_floating(values.type) or pa.types.is_decimal(values.type)):
@@ -504,7 +504,13 @@ def _below(counts: _Counts, threshold: int) -> _Counts:
 
 
 class SeenValues:
-    """A set of values that may take some for seen that are not."""
+    """A Bloom filter over 64-bit hashes in 16 MiB, which finds all added values, and a few others.
+
+    A value that was not added is found if all of its 4 bits are set: with probability (share of set bits)⁴, 0.4 % after
+    10 million values. The positions are h₁ + i h₂ of the two halves of the hash (Bloom, "Space/time trade-offs in hash
+    coding with allowable errors", Communications of the ACM 13(7), 1970; Kirsch and Mitzenmacher, "Less hashing, same
+    performance", ESA 2006).
+    """
 
     def __init__(self) -> None:
         self._bytes = np.zeros(1 << (_BITS - 3), dtype=np.uint8)
@@ -515,7 +521,7 @@ class SeenValues:
             np.bitwise_or.at(self._bytes, byte, bit)
 
     def has(self, hashes: Hashes) -> NDArray[np.bool_]:
-        """Whether each of these values ``[n]`` was added, or is taken for one."""
+        """Return whether each of these values ``[n]`` is found."""
         found = np.ones(len(hashes), dtype=np.bool_)
         for byte, bit in _places(hashes):
             found &= (self._bytes[byte] & bit) != 0
@@ -523,7 +529,7 @@ class SeenValues:
 
     @property
     def false_rate(self) -> float:
-        """Probability that a value that was never added is taken for one that was."""
+        """Probability that a value is found that was never added."""
         return float(_ONES[self._bytes].sum(dtype=np.int64) / (8 * len(self._bytes))) ** _POSITIONS
 
 
@@ -538,7 +544,7 @@ def _places(hashes: Hashes) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint
 
 
 def take_sample(groups: Sequence[RowGroup], names: Sequence[str]) -> pa.Table:
-    """Rows spread evenly over row groups, in their order; they are read in batches, so that memory is bounded."""
+    """Read rows that are spread evenly over row groups, in their order, in batches of bounded memory."""
     total = sum(group.samples for group in groups)
     wanted = min(SAMPLED_ROWS, max(_FEWEST_ROWS, _SAMPLED_CELLS // max(1, len(names))))
     per_group = max(1, total // len(groups))
@@ -573,7 +579,7 @@ def _check_values(part: pa.Table, where: str) -> None:
 
 
 def _batches(group: RowGroup, names: Sequence[str]) -> Iterator[pa.Table]:
-    """A row group's rows in order; a small one is read at once."""
+    """Read the rows of a row group in order. A small one is read at once."""
     if group.samples <= 4 * _BATCH_ROWS:
         yield group.read(names)
     else:
@@ -581,11 +587,11 @@ def _batches(group: RowGroup, names: Sequence[str]) -> Iterator[pa.Table]:
 
 
 def count_distinct(groups: Sequence[RowGroup], kinds: Mapping[str, pa.DataType]) -> dict[str, int]:
-    """Distinct values of columns in all rows, see `ValueCounts`.
+    """Estimate the distinct values of columns in all rows, see `ValueCounts`.
 
-    Where there are more cells than can be counted quickly, row groups that are spread over the data are, and the number
-    is extrapolated by how it grew from the first half of these to all: d · (all ÷ counted)^log₂(d ÷ d of the half).
-    ``kinds`` are the types that values are counted as; those of files may differ, see `arrow.common_type`.
+    If there are too many cells, only some row groups are counted, spread over the data. The number is then extrapolated
+    by its growth from the first half of them to all: d · (all ÷ counted)^log₂(d ÷ d of the half). ``kinds`` are the
+    types in which values are counted, because the types of files may differ, see `arrow.common_type`.
     """
     names = list(kinds)
     total = sum(group.samples for group in groups)

@@ -562,18 +562,18 @@ def _found(path: str, sample: pa.Table, name: str) -> FoundLabel:
         share = arrow.numbers(pc.fill_null(sample[name], False) if pa.types.is_boolean(kind) else sample[name]).mean()
         return FoundLabel(name, None, f"{share:.1%} are positive")
     if arrow.is_text(kind):
-        mapping = _of_text(path, sample, name)
+        mapping = _of_text(sample[name], name)
     elif arrow.is_number(kind):
-        mapping = _of_numbers(path, sample, name)
+        mapping = _of_numbers(sample[name], name)
     else:
-        raise DataError(
-            f"{path}: label column '{name}' is {kind}, must be numbers, booleans or text; name another (--label)"
-        )
+        mapping = f"is {kind}, must be numbers, booleans or text; name another (--label)"
+    if isinstance(mapping, str):
+        raise DataError(f"{path}: label column '{name}' {mapping}")
     return FoundLabel(name, mapping, "" if mapping is None else _share(sample, mapping))
 
 
-def _of_text(path: str, sample: pa.Table, name: str) -> Label:
-    column = sample[name]
+def _of_text(column: pa.ChunkedArray, name: str) -> Label | str:
+    """Return the condition for texts such as yes and no, or the problem of the column."""
     texts = pc.cast(column, column.type.value_type) if pa.types.is_dictionary(column.type) else column
     values = [
         v.decode(errors="replace") if isinstance(v, bytes) else v for v in pc.unique(texts).drop_null().to_pylist()
@@ -584,8 +584,8 @@ def _of_text(path: str, sample: pa.Table, name: str) -> Label:
         return Label(name, f"== {_quoted(positives[0])}")
     shown = ", ".join(repr(v) for v in sorted(values)[:8])
     example = _quoted(sorted(values)[0]) if values else "yes"
-    raise DataError(
-        f"{path}: label column '{name}' is text with {len(values):,} values ({shown}{', …' * (len(values) > 8)}); say "
+    return (
+        f"is text with {len(values):,} values ({shown}{', …' * (len(values) > 8)}); say "
         f'which are positive: --positive "== {example}" (or "in [a, b]"), or name another column with --label NAME'
     )
 
@@ -594,12 +594,12 @@ def _quoted(text: str) -> str:
     return text if text.strip() == text and text.isalnum() else f"'{text}'"
 
 
-def _of_numbers(path: str, sample: pa.Table, name: str) -> Label | None:
-    """A condition for ±1 and for ratings; none for numbers from 0 to 1, and where values are missing."""
-    values = arrow.wide_numbers(sample[name])
+def _of_numbers(column: pa.ChunkedArray, name: str) -> Label | str | None:
+    """Return the condition for ±1 and for ratings, None for numbers from 0 to 1, or the problem of the column."""
+    values = arrow.wide_numbers(column)
     known = values[~np.isnan(values)]
     if not len(known):
-        raise DataError(f"{path}: label column '{name}' is empty; name another with --label NAME")
+        return "is empty; name another with --label NAME"
     if known.min() >= 0 and known.max() <= 1:
         return None
     different = np.unique(known)
@@ -608,8 +608,8 @@ def _of_numbers(path: str, sample: pa.Table, name: str) -> Label | None:
     if len(different) == 2:
         return Label(name, f">= {different[1]:g}")
     if len(different) > _MOST_RATINGS:
-        raise DataError(
-            f"{path}: label column '{name}' has {len(different):,} different numbers from {known.min():g} to "
+        return (
+            f"has {len(different):,} different numbers from {known.min():g} to "
             f"{known.max():g}, and labels are 0 and 1; say which are positive: --positive "
             f'">= {np.median(known):g}", or name another column with --label NAME'
         )
