@@ -173,7 +173,7 @@ OPTIMIZER, TABLES, MODEL, SOURCE = (
             10**12,
             "parallel.timeout_s: got 1,000,000,000,000, expected at least 1 and at most 31,536,000 (a year)",
         ),
-        ("data.source.init_args.train_samples", 0, "train_samples is 0, must be at least 1"),
+        ("data.source.init_args.train_samples", 0, "train_samples is 0, must be an integer of at least 1"),
         ("data.source.init_args.train_samples", 1.5, "train_samples is 1.5, must be an integer"),
         ("data.source.init_args.train_samples", 10**20, "must be at most 1,099,511,627,776"),
         ("model.init_args.bottom", "[]", "DLRM: bottom is empty"),
