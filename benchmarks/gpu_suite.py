@@ -3,7 +3,7 @@
 Parts run one after the other, each in a process of its own with its own time budget (580 s together), so a part that
 hangs, crashes or runs out of time takes nothing else with it. ``gpu_suite.json`` is there from the first moment and is
 written again after each part, with the last lines of those that failed. Needs torch ≥ 2.9, triton, numba, numpy,
-safetensors, rich and pytest; what needs more is skipped, with the reason. No network. Without a CUDA device, or with
+pydantic, safetensors, rich and pytest; what needs more is skipped, with the reason. No network. Without a GPU, or with
 ``HOTBED_TINY=1``, everything runs tiny and to its end, whatever time it takes; timings then mean nothing, and the JSON
 says so.
 
@@ -40,7 +40,7 @@ FUNCTIONS = {"t0": ("benchmarks.gpu_tiers", "t0")}
 INCOMPLETE, SKIPPED = 3, 4
 """Exit statuses of a part that had no time for everything, or lacks a package."""
 STATUSES = {0: "ok", INCOMPLETE: "incomplete", SKIPPED: "skipped"}
-PACKAGES = ("torch", "triton", "numba", "numpy", "safetensors", "rich", "pytest")
+PACKAGES = ("torch", "triton", "numba", "numpy", "pydantic", "safetensors", "rich", "pytest")
 LAST_LINES = 40
 
 

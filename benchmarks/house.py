@@ -5,6 +5,7 @@
 *Source.* Files ``*.py`` of the package that is imported, and their lines, all of them. A function's lines go from its
 ``def`` to its end; its docstring is counted in ``lines`` and not in ``code``. It has an example if the docstring has a
 line with ``>>>``, or one that ends in ``:`` or ``::`` with an indented line after it (blank lines between them or not).
+``raises`` counts the statements that raise an error, in all and per 1,000 lines.
 
 *Step.* Two tables of one dim, one feature each, row-wise AdaGrad: in one process with all rows in memory; in two ranks
 over Gloo, rows cut over both, the first counted; in one process with all rows in a file and a cache that is too small.
@@ -118,13 +119,17 @@ def source(package: Path) -> dict[str, Any]:
     lines = {file: len(text.splitlines()) for file, text in texts.items()}
     of = [(file.split("/")[0] if "/" in file else ".", count) for file, count in lines.items()]
     counts = {package: [count for other, count in of if other == package] for package, _ in of}
+    raises = Counter[str]()
+    for (name, _), text in zip(of, texts.values(), strict=True):
+        raises[name] += sum(isinstance(node, ast.Raise) for node in ast.walk(ast.parse(text)))
     long = [f for file, text in texts.items() for f in functions(file, text) if f.lines > LONG_FUNCTION]
     return {
         "files": len(lines),
         "lines": sum(lines.values()),
         "short_files": [file for file, count in lines.items() if count < SHORT],
         "long_files": [file for file, count in lines.items() if count > LONG],
-        "packages": {name: {"files": len(of), "lines": sum(of)} for name, of in counts.items()},
+        "raises": raises.total(),
+        "packages": {n: {"files": len(of), "lines": sum(of), "raises": raises[n]} for n, of in counts.items()},
         "long_functions": [f._asdict() for f in sorted(long, key=lambda f: (-f.code, f.where))],
     }
 
@@ -480,7 +485,8 @@ def views(results: Mapping[str, Any]) -> list[View]:
     """Everything but the files that a step enters."""
     of, long = results["source"], [Function(**f) for f in results["source"]["long_functions"]]
     bare = [f for f in long if not f.example]
-    counts = [("files", of["files"]), ("lines", of["lines"])]
+    counts = [("files", of["files"]), ("lines", of["lines"]), ("raises", of["raises"])]
+    counts += [("raises per 1,000 lines", round(1000 * of["raises"] / of["lines"], 1))]
     counts += [(f"files under {SHORT} lines", len(of["short_files"]))]
     counts += [(f"files over {LONG} lines", len(of["long_files"]))]
     counts += [(f"functions over {LONG_FUNCTION} lines", len(long)), ("… without an example", len(bare))]
@@ -490,7 +496,7 @@ def views(results: Mapping[str, Any]) -> list[View]:
     steps = [(case, loop, *(found[key] for key in keys)) for case, loop, found in walks]
     return [
         view("source", "what, how many", counts),
-        view("packages", "package, files, lines", [(name, *n.values()) for name, n in of["packages"].items()]),
+        view("packages", "package, files, lines, raises", [(name, *n.values()) for name, n in of["packages"].items()]),
         view(f"functions over {LONG_FUNCTION} lines", "function, where, lines, code, example", long),
         view("one step", "case, of, files, moves, into others, frames, (), calls, threads", steps),
         view("imports", "what, seconds", list(results["imports_s"].items())),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
 
 from hotbed import Table, make_plan
-from hotbed.commands.svg import WIDTH, box, legend, svg, text
 from hotbed.plan import Plan
 
 DOCS = Path(__file__).resolve().parent
@@ -25,20 +25,41 @@ SCHEMES = {
     "grid": "cut by both",
     "dp": "copied",
 }
+WIDTH = 1180
 _BAND, _COLUMN = 13, 2.6
 
 
 def plans() -> str:
     """Draw what each scheme makes of three tables on four ranks: a band per row, a color per owner."""
     wide = WIDTH / len(SCHEMES)
-    parts = legend(COLORS, 10, 18)
+    parts: list[str] = []
+    x = 10
+    for name, color in COLORS.items():
+        parts += [box(x, 8, 12, 12, color, name), text(x + 17, 18, name)]
+        x += 34 + 7 * len(name)
     for i, (scheme, words) in enumerate(SCHEMES.items()):
         left = i * wide + 10
         parts += [text(left, 52, f"{scheme}: {words}", size=14)]
         parts += _plan(make_plan(TABLES, RANKS, scheme), left)
-    drawn = svg(parts, 66 + sum(table.rows * _BAND + 26 for table in TABLES), "three tables on four ranks, by scheme")
-    # A file has no page around it that gives font and background.
-    return drawn.replace("<svg ", '<svg font-family="sans-serif" style="background:white" ', 1)
+    height = 66 + sum(table.rows * _BAND + 26 for table in TABLES)
+    return (
+        f'<svg font-family="sans-serif" style="background:white" xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" '
+        f'height="{height:.0f}" viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
+        f'aria-label="three tables on four ranks, by scheme">{"".join(parts)}</svg>'
+    )
+
+
+def box(x: float, y: float, width: float, height: float, color: str, title: str) -> str:
+    """Return a filled rectangle with a hover text."""
+    return (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{color}" '
+        f'stroke="white" stroke-width="0.4"><title>{escape(title)}</title></rect>'
+    )
+
+
+def text(x: float, y: float, words: str, size: int = 12) -> str:
+    """Return a text that begins at ``x``."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="start" font-size="{size}" fill="#222222">{escape(words)}</text>'
 
 
 def _plan(plan: Plan, left: float) -> list[str]:

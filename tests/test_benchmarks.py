@@ -22,7 +22,7 @@ MODULES = sorted(
 PEERS = ("torchrec", "fbgemm_gpu", "lightning", "accelerate", "pandas", "triton", "matplotlib", "distributed")
 """Packages that some benchmarks compare with or draw with; not everybody has them."""
 UNNEEDED = (
-    *("yaml", "pyarrow", "polars", "pydantic", "hypothesis", "xdist", "moto", "boto3", "obstore"),
+    *("yaml", "pyarrow", "polars", "hypothesis", "xdist", "moto", "boto3", "obstore"),
     *("scipy", "optuna", "matplotlib", "tensorboard", "pandas"),
 )
 """What is installed with hotbed or its tests, and the GPU suite does without."""

@@ -15,7 +15,6 @@ from hotbed.errors import RecipeError, did_you_mean
 from hotbed.ops import BackendName
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Feature, RowDtype, Table
-from hotbed.train.build import build_component
 from hotbed.train.numerics import resolve_device
 
 LEARNING_RATE = 0.01
@@ -109,6 +108,8 @@ class OpsOptions:
                 )
             path = f"hotbed.optim.{path}"
         chosen = Component(class_path=path, init_args={"lr": LEARNING_RATE})
+        from hotbed.train.build import build_component  # here, because GPU machines may lack what data formats need
+
         return build_component("optimizer", chosen, SparseOptimizer, model)
 
     def settings(self) -> dict[str, Any]:

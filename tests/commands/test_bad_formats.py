@@ -112,12 +112,16 @@ def first_nan(labels: Any) -> Any:
 CASES = {
     "hive, cut short": Bad("hive", PART, cut(9), f"{PART} is not a Parquet file, or is cut short"),
     "hive, other ids": Bad("hive", PART, column("cat_0", lambda v: [f"u{x}" for x in v]), "column 'cat_0' is "),
-    "hive, no label": Bad("hive", PART, column("label", put(None)), f"{PART}, row group 1, column 'label': null at"),
+    "hive, no label": Bad(
+        "hive", PART, column("label", put(None)), f"{PART}, row group 1, column 'label': label null at"
+    ),
     "hive, a text for a number": Bad("hive", PART, column("int_0", lambda v: ["a" for _ in v]), "column 'int_0' is"),
     "tsv, cut short": Bad("tsv", "1.tsv", cut(9), "1.tsv cannot be read: CSV parse error: "),
     "tsv, a field more": Bad("tsv", "1.tsv", line(70, lambda f: [*f, "1"]), "1.tsv cannot be read: CSV parse error: "),
     "tsv, a text for a label": Bad("tsv", "1.tsv", line(70, lambda f: ["x", *f[1:]]), "label"),
-    "tsv, no label": Bad("tsv", "1.tsv", line(70, lambda f: ["", *f[1:]]), "row group 0, column 'label': null at row "),
+    "tsv, no label": Bad(
+        "tsv", "1.tsv", line(70, lambda f: ["", *f[1:]]), "row group 0, column 'label': label null at row "
+    ),
     "tsv, zeros": Bad("tsv", "1.tsv", lambda f: f.write_bytes(bytes(99)), "1.tsv has bytes that are zero, so it is no"),
     "gz, cut short": Bad("gz", "1.tsv.gz", cut(30), "1.tsv.gz cannot be read, the file is damaged or cut short"),
     "gz, empty": Bad("gz", "1.tsv.gz", lambda f: f.write_bytes(b""), "1.tsv.gz"),

@@ -104,7 +104,7 @@ CASES = {
         None,
     ),
     "labels that are missing": Bad(
-        values(label=NULLS), "1.parquet, row group 2, column 'label': null at row 50", "column 'label'"
+        values(label=NULLS), "1.parquet, row group 2, column 'label': label null at row 50", "column 'label'"
     ),
     "labels out of range": Bad(values(label=HIGH), "1.parquet, row group 2, column 'label': label 3", None),
     "a label of text": Bad(

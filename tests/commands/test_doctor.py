@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hotbed.commands import checks
+from hotbed.commands import doctor
+from hotbed.commands.doctor import Check
 from hotbed.commands.main import main
 from hotbed.ops import cpu_runtime
 from tests.commands.cases import Output
@@ -56,10 +57,10 @@ def test_huge_pages(tmp_path: Path, text: str, state: str) -> None:
     file = tmp_path / "sys/kernel/mm/transparent_hugepage/enabled"
     file.parent.mkdir(parents=True)
     file.write_text(text)
-    check = checks._huge_pages(tmp_path)
+    check = Check("", *doctor._huge_pages(tmp_path))
     assert check.state == state
     assert ("echo madvise" in check.advice) == (state == "problem")
-    assert checks._huge_pages(tmp_path / "none").state == "absent"
+    assert Check("", *doctor._huge_pages(tmp_path / "none")).state == "absent"
 
 
 def test_cores_of_a_control_group(tmp_path: Path) -> None:
@@ -67,45 +68,45 @@ def test_cores_of_a_control_group(tmp_path: Path) -> None:
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/\n")
     (tmp_path / "sys/fs/cgroup/cpu.max").write_text("100000 100000")
-    assert "; 1 cores" in checks._processor(tmp_path).found
+    assert "; 1 cores" in Check("", *doctor._processor(tmp_path)).found
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_runtime, "_CACHE_DIR", tmp_path)  # elsewhere than it should be
-    check = checks._cache()
+    check = Check("", *doctor._cache())
     assert (check.state, "NUMBA_CACHE_DIR" in check.advice) == ("problem", True)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    assert "is empty" in checks._cache().found
+    assert "is empty" in Check("", *doctor._cache()).found
     (tmp_path / "lookup.nbi").touch()
-    assert checks._cache().found == f"1 kernels in {tmp_path}"
+    assert Check("", *doctor._cache()).found == f"1 kernels in {tmp_path}"
 
 
 def test_openmp_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_runtime.numba.config, "THREADING_LAYER", "workqueue")
-    check = checks._numba()
+    check = Check("", *doctor._numba())
     assert (check.state, "libgomp1" in check.advice) == ("problem", True)
 
 
 def test_triton_and_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_version", lambda package: None)
-    assert checks._triton().state == "absent"
-    monkeypatch.setattr(checks, "_version", lambda package: "3.6.0")
-    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
-    monkeypatch.setattr(checks, "_has_gpu", lambda: True)
-    check = checks._triton()
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    assert Check("", *doctor._triton()).state == "absent"
+    monkeypatch.setattr(doctor, "_version", lambda package: "3.6.0")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor, "_has_gpu", lambda: True)
+    check = Check("", *doctor._triton())
     assert (check.state, "without a C compiler" in check.found) == ("problem", True)
     assert "apt-get install gcc" in check.advice
-    monkeypatch.setattr(checks, "_has_gpu", lambda: False)
-    assert checks._triton().state == "ok"
+    monkeypatch.setattr(doctor, "_has_gpu", lambda: False)
+    assert Check("", *doctor._triton()).state == "ok"
 
 
 def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(checks, "_driver", lambda: "580.1")
+    monkeypatch.setattr(doctor, "_driver", lambda: "580.1")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "CUDA build" in checks._gpus().advice
+    assert "CUDA build" in Check("", *doctor._gpus()).advice
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert checks._gpus().found == "there is one, but torch 12.8 cannot use it"
+    assert Check("", *doctor._gpus()).found == "there is one, but torch 12.8 cannot use it"
 
 
 def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,16 +114,16 @@ def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
-    monkeypatch.setattr(checks, "_driver", lambda: "580.1")
-    assert checks._gpus().found == "2: NVIDIA H200 (141 GB), NVIDIA H200 (141 GB); driver 580.1"
+    monkeypatch.setattr(doctor, "_driver", lambda: "580.1")
+    assert Check("", *doctor._gpus()).found == "2: NVIDIA H200 (141 GB), NVIDIA H200 (141 GB); driver 580.1"
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert "no NCCL" in checks._collectives().found
+    assert "no NCCL" in Check("", *doctor._collectives()).found
 
 
 def test_a_disk_with_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = SimpleNamespace(free=1 << 30, total=1 << 40)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: usage)
-    check = checks._disk(tmp_path / "not" / "there")
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    check = Check("", *doctor._disk(tmp_path / "not" / "there"))
     assert (check.state, str(tmp_path) in check.found) == ("problem", True)
 
 
@@ -139,9 +140,9 @@ def test_extras_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch) -> Non
         "completer": ['shtab>=1.7; extra == "shtab"'],
     }
     versions = {"obstore": "0.8", "completer": "4.5", "shtab": "1.7"}
-    monkeypatch.setattr(checks.metadata, "requires", lambda package: required[package])
-    monkeypatch.setattr(checks, "_version", versions.get)
-    completion, remote = checks._extras()
+    monkeypatch.setattr(doctor.metadata, "requires", lambda package: required[package])
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    completion, remote = doctor._extras()
     assert (completion.state, completion.found) == ("ok", "completer 4.5, shtab 1.7")
     assert (remote.state, remote.found) == ("absent", "without nothing-such")
     assert remote.advice == "pip install 'hotbed[remote]'"

@@ -9,8 +9,8 @@ import pytest
 
 from hotbed.commands import promise
 from hotbed.commands.main import main
-from hotbed.commands.promise import run_promise
-from hotbed.errors import CommError, RecipeError
+from hotbed.errors import CommError
+from tests.commands.cases import Output, refused
 
 
 @pytest.mark.full
@@ -26,9 +26,10 @@ def test_one_process_leaves_the_same_bits_under_every_plan(tmp_path: Path) -> No
     assert Path(result["run"]).parent == tmp_path / "runs" / "promise"
 
 
-def test_a_number_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="--ranks is 0 and --steps is 9, must be at least 1 and 4"):
-        run_promise(None, tmp_path, None, ranks=0, steps=9, seed=0)  # pyright: ignore[reportArgumentType]
+def test_a_number_that_cannot_be_is_refused(tmp_path: Path, capsys: Output) -> None:
+    argv = ["demo", "--promise", "--ranks", "0", "--steps", "9", "--out", str(tmp_path)]
+    assert "--ranks is 0 and --steps is 9, must be at least 1 and 4" in refused(argv, capsys)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_process_wrote_is_shown(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from hotbed.commands.main import main
-from hotbed.commands.run_figures import Figures
-from hotbed.commands.run_records import interval, read_runs
+from hotbed.commands.report_page import drawing
+from hotbed.commands.run_page import draw_plan, interval, read_runs
 from hotbed.data import write_synthetic_log
 from hotbed.plan import Plan, Tile
 from tests.commands.cases import Output, refused
@@ -148,7 +148,8 @@ def test_a_plan_is_a_map_of_tables_ranks_and_tiers() -> None:
         Tile("items", range(0, 10, 2), range(16), 1, readers=(0,)),
         Tile("items", range(1, 10, 2), range(16), 2),
     )
-    svg, note = Figures().plan(Plan(3, tiles))
+    with drawing() as figures:
+        svg, note = draw_plan(figures, Plan(3, tiles))
     assert note == "2 tables in 3 tiles on 3 ranks."
     texts = Page(svg).texts
     for part in ("users", "items", "rank", "disk", "device", "copy"):
@@ -240,5 +241,7 @@ def test_without_matplotlib_the_message_says_what_to_install(
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    message = refused(["inspect", str(runs), "--html", str(tmp_path / "x.html")], capsys)
-    assert "pip install 'hotbed[plot]', or leave --html out" in message
+    recipe = str(runs.parent / "recipe.yaml")
+    for argv in (["inspect", str(runs)], ["inspect", str(runs.parent / "data")], ["plan", recipe]):
+        message = refused([*argv, "--html", str(tmp_path / "x.html")], capsys)
+        assert "pip install 'hotbed[plot]', or leave --html out" in message

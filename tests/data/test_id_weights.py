@@ -23,7 +23,7 @@ from hotbed.data.prepare import prepare
 from hotbed.data.split_binary import check_split_binary
 from hotbed.data.stored_rows import columns_of, open_described, open_rows
 from hotbed.errors import DataError, SpecError
-from hotbed.serve.inputs import record_batch
+from hotbed.serve.requests import record_batch
 from hotbed.testing.source import SourceContract, assert_same
 
 SCHEMA: dict[str, Any] = {

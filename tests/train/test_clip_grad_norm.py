@@ -78,7 +78,7 @@ def test_a_norm_that_is_not_finite_ends_training_before_anything_is_touched(monk
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, math.nan])
 def test_limits_that_cannot_be(norm: float) -> None:
-    with pytest.raises(RecipeError, match=f"train.clip_grad_norm is {norm}"):
+    with pytest.raises(RecipeError, match=f"train.clip_grad_norm: got {norm}, expected a finite number above 0"):
         TrainRecipe(batch_size=8, clip_grad_norm=norm)
 
 

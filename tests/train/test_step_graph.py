@@ -91,7 +91,7 @@ def test_what_is_not_captured_on_a_gpu_says_why(
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [("ever", "is 'ever', must be one of auto, true"), ("true", "the text 'true'")]
+    ("value", "text"), [("ever", "got 'ever', expected true or false or auto"), ("true", "got 'true', expected true")]
 )
 def test_other_values_are_refused(value: Any, text: str) -> None:
     with pytest.raises(RecipeError, match=text):

@@ -142,7 +142,7 @@ def test_tasks_that_cannot_be(tasks: dict[str, TaskRecipe], message: str) -> Non
 
 @pytest.mark.parametrize("weight", [-1, float("inf"), float("nan"), "1", True, None])
 def test_weights_of_tasks_that_are_none(weight: Any) -> None:
-    with pytest.raises(RecipeError, match=r"weight is .*, must be a finite number, at least 0"):
+    with pytest.raises(RecipeError, match=f"weight: got {weight!r}, expected a "):
         TaskRecipe(weight=weight)
 
 

@@ -18,12 +18,8 @@ from hotbed.errors import CommError, DataError, RecipeError
 from hotbed.locations import local
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from hotbed.data.synthetic import Attainable
-
-TEST_FRACTION = 0.1
-THRESHOLD = 2
+    from hotbed.train.report import RunDirectory
 
 
 def add_arguments(parser: Parser) -> None:
@@ -45,22 +41,27 @@ def add_arguments(parser: Parser) -> None:
 
 def run(parsed: Namespace) -> None:
     """Run the demo, or the promise, and print what came out."""
-    data, root = None if parsed.data is None else local("DATA", parsed.data), local("--out", parsed.out)
-    if parsed.promise:
-        from hotbed.commands.promise import print_promise, run_promise
-
-        options = {"ranks": parsed.ranks, "steps": parsed.steps, "seed": parsed.seed}
-        result = run_promise(data, root, console(stderr=True), **options)
-        print_promise(console(), result)
-        write_json(parsed.json, result)
-        if not result["equal"]:
-            raise CommError("a plan changed the model; please report this with the run's directory")
-        return
     from hotbed.train.report import print_summary
+    from hotbed.train.run import train
 
-    summary = run_demo(data, root, console(stderr=True), samples=parsed.samples, seed=parsed.seed)
-    print_summary(console(), summary)
-    write_json(parsed.json, summary)
+    data, root, to = None if parsed.data is None else local("DATA", parsed.data), local("--out", parsed.out), console()
+    if not parsed.promise:
+        recipe, folder, facts = _prepare(data, root, "demo", parsed.samples, parsed.seed, test_fraction=0.1)
+        summary = train(recipe, folder, console(stderr=True), extra=facts)
+        print_summary(to, summary)
+        write_json(parsed.json, summary)
+        return
+    from hotbed.commands.promise import print_promise, run_promise
+
+    ranks, steps = parsed.ranks, parsed.steps
+    if ranks < 1 or steps < 4:
+        raise RecipeError(f"--ranks is {ranks} and --steps is {steps}, must be at least 1 and 4")
+    recipe, folder, _ = _prepare(data, root, "promise", 256 * steps + 4096, parsed.seed, test_fraction=0.01)
+    result = run_promise(recipe, folder, console(stderr=True), ranks=ranks, steps=steps)
+    print_promise(to, result)
+    write_json(parsed.json, result)
+    if not result["equal"]:
+        raise CommError("a plan changed the model; please report this with the run's directory")
 
 
 def demo_recipe(path: str | Path, samples: int, seed: int = 0) -> Recipe:
@@ -80,35 +81,35 @@ def demo_recipe(path: str | Path, samples: int, seed: int = 0) -> Recipe:
     )
 
 
-def run_demo(data: Path | None, root: Path, console: Console, *, samples: int, seed: int) -> dict[str, Any]:
-    """Prepare a raw log, train on it and test on its last 10 %."""
+def _prepare(
+    data: Path | None, root: Path, name: str, samples: int, seed: int, *, test_fraction: float
+) -> tuple[Recipe, RunDirectory, dict[str, Any]]:
+    """Make a run's directory with a prepared log, and return its recipe, the directory, and facts for the summary."""
     from hotbed.data import write_synthetic_log
     from hotbed.data.prepare import prepare
     from hotbed.data.synthetic import FEWEST_SAMPLES
     from hotbed.train.report import RunDirectory, StageProgress, size
-    from hotbed.train.run import train
 
+    to = console(stderr=True)
     if data is not None and not (data.is_file() or data.is_dir()):
         what = "is neither a file nor a directory" if data.exists() else "does not exist"
         raise DataError(f"{data} {what}; give a raw Criteo log (.tsv or .tsv.gz), or none to have one made")
     if data is None and samples < FEWEST_SAMPLES:
         raise RecipeError(f"--samples: got {samples:,}, expected at least {FEWEST_SAMPLES:,}")
-    run = RunDirectory(root, "demo")
-    log = data or run.path / "log.tsv"
-    best: dict[str, float] | None = None
+    folder = RunDirectory(root, name)
+    log = data or folder.path / "log.tsv"
+    facts: dict[str, Any] = {"data": str(log)}
     if data is None:
-        planted = write_synthetic_log(log, samples, seed=seed, test_fraction=TEST_FRACTION)
-        best = best_attainable(planted.test)
-        console.print(f"wrote {samples:,} lines from a planted click model: {log} ({size(log.stat().st_size)})")
-    with StageProgress(console) as progress:
-        made = prepare(log, run.path / "data", threshold=THRESHOLD, test_fraction=TEST_FRACTION, progress=progress)
-    console.print(
+        planted = write_synthetic_log(log, samples, seed=seed, test_fraction=test_fraction)
+        facts["best_attainable"] = best_attainable(planted.test)
+        to.print(f"wrote {samples:,} lines from a planted click model: {log} ({size(log.stat().st_size)})")
+    with StageProgress(to) as progress:
+        made = prepare(log, folder.path / "data", threshold=2, test_fraction=test_fraction, progress=progress)
+    to.print(
         f"prepared {sum(made.samples.values()):,} samples in {made.seconds:.1f} s: {sum(made.rows.values()):,} rows in "
         f"{len(made.rows)} tables"
     )
-    recipe = demo_recipe(run.path / "data", made.samples["train"], seed)
-    extra = {} if best is None else {"best_attainable": best}
-    return train(recipe, run, console, extra={"data": str(log), **extra})
+    return demo_recipe(folder.path / "data", made.samples["train"], seed), folder, facts
 
 
 def best_attainable(test: Attainable) -> dict[str, float]:

@@ -1,31 +1,44 @@
-"""Show what data, a run or a checkpoint hold: ``hotbed inspect``; data: `inspect_data.py`, ``--skew``: `skew.py`."""
+"""Show what data, a run or a checkpoint hold: ``hotbed inspect``; ``--skew``: `skew.py`."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, runs_in, verify_checkpoint
-from hotbed.checkpoint.single_files import write_text
-from hotbed.commands.arguments import Parser, add_json, add_parameters, add_trust, check_json, console, write_json
-from hotbed.commands.inspect_data import DataOptions, add_data_arguments, inspect_data, print_data
-from hotbed.commands.run_page import page
-from hotbed.commands.run_records import read_json, read_runs
+from hotbed.checkpoint.single_files import read_yaml, write_text
+from hotbed.commands import data_page, run_page
+from hotbed.commands.arguments import Parser, add_json, add_parameters, add_trust, console, write_json
+from hotbed.commands.report_page import Table, check_html, print_table
+from hotbed.commands.run_page import read_mapping, read_runs
 from hotbed.commands.skew import SKEW_DEFAULTS, inspect_skew, print_skew
-from hotbed.config import Recipe
-from hotbed.data import Schema
+from hotbed.config import Recipe, import_from
+from hotbed.data import NpySource, Schema
+from hotbed.data.arrow import Ids
 from hotbed.data.derived import Bucket, Cross, Derived, Lookup
+from hotbed.data.encoding import MARKERS
+from hotbed.data.inspection import DataSummary, SchemaChecks, compare, faults_error, summarize
+from hotbed.data.stored_rows import SourceRows, StoredRows, open_rows
 from hotbed.errors import DataError, RecipeError
 from hotbed.locations import is_storage, location
 from hotbed.specs import is_int
-from hotbed.train.report import RECIPE, SUMMARY, size
+from hotbed.train.build import new_source
+from hotbed.train.report import RECIPE, SUMMARY, StageProgress, size
 from hotbed.train.stored import FEATURES
+
+OF_DATA = {
+    "against": "Earlier data, another day's: how do these differ from it?",
+    "recipe": "Recipe that the data must fit: names, types, ids in range.",
+    "label": "Label column, where its name is not a usual one.",
+    "html": "File for a page with figures of data, or of a run (needs matplotlib).",
+}
+"""Options of data, with their help."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -36,7 +49,8 @@ def add_arguments(parser: Parser) -> None:
         help="Data (prepared, Parquet, CSV, TSV, logs, NumPy's arrays), a recipe, run, runs of a name, or checkpoint.",
     )
     parser.add_argument("--skew", action="store_true", help="Count how often each row is looked up.")
-    add_data_arguments(parser)
+    for name, words in OF_DATA.items():
+        parser.add_argument(f"--{name}", help=words)
     add_parameters(parser, inspect_skew, skip=("path", "console", "trust_recipe"))
     add_trust(parser)
     add_json(parser)
@@ -46,10 +60,10 @@ def run(parsed: Namespace) -> None:
     """Show what a path holds, or how skewed the lookups of its samples are."""
     options = dict(vars(parsed))
     path, skew, json = location(options.pop("path")), options.pop("skew"), options.pop("json")
-    of_data = DataOptions(**{field.name: options.pop(field.name) for field in fields(DataOptions)})
+    of_data = {name: value for name in OF_DATA if (value := options.pop(name)) is not None}
     if skew:
-        if of_data.given:
-            raise RecipeError(f"--{of_data.given[0]} does not go with --skew; leave one of them out")
+        if of_data:
+            raise RecipeError(f"--{next(iter(of_data))} does not go with --skew; leave one of them out")
         found = inspect_skew(path, console(stderr=True), **options)
         print_skew(console(), found)
         write_json(json, found)
@@ -57,24 +71,127 @@ def run(parsed: Namespace) -> None:
     for name, default in SKEW_DEFAULTS.items():
         if options[name] != default:
             raise RecipeError(f"--{name} goes with --skew; add --skew, or leave --{name} out")
-    if (described := describe(path)) is not None:
-        kind = described["kind"]
-        for name in of_data.given:
-            if name != "html":
-                raise RecipeError(f"--{name} is for data, and {path} is a {kind}; leave it out")
-            if kind == "checkpoint":
-                raise RecipeError(f"--html draws data and runs, and {path} is a checkpoint; give its run's directory")
-        if of_data.html is not None:
-            check_json(of_data.html, "--html")
-            write_text(of_data.html, page(read_runs(path)))
-        print_description(console(), described)
-        write_json(json, described)
+    if (described := describe(path)) is None:
+        found, error = inspect_data(path, console(stderr=True), **of_data)
+        data_page.print_data(console(), found)
+        write_json(json, found)
+        if error is not None:
+            raise error
         return
-    inspected = inspect_data(path, of_data, console(stderr=True))
-    print_data(console(), inspected.found)
-    write_json(json, inspected.found)
-    if inspected.error is not None:
-        raise inspected.error
+    kind, html = described["kind"], of_data.pop("html", None)
+    if of_data:
+        name = next(iter(of_data))
+        raise RecipeError(f"--{name} is for data, and {path} is a {kind}; leave it out")
+    if html is not None:
+        if kind == "checkpoint":
+            raise RecipeError(f"--html draws data and runs, and {path} is a checkpoint; give its run's directory")
+        check_html(html)
+        write_text(html, run_page.page(read_runs(path)))
+    print_description(console(), described)
+    write_json(json, described)
+
+
+# -- data --------------------------------------------------------------------------------------------------------
+
+
+def inspect_data(
+    path: str | Path,
+    console: Console,
+    *,
+    against: str | None = None,
+    recipe: str | None = None,
+    label: str | None = None,
+    html: str | None = None,
+) -> tuple[dict[str, Any], DataError | None]:
+    """Read all rows of a dataset once, and those of ``against`` before it.
+
+    Returns
+    -------
+    tuple
+        Plain values, and the error that the data do not fit their recipe, or None.
+    """
+    check_html(html)
+    own = _is_recipe(path)
+    if own and recipe is not None:
+        raise RecipeError(f"{path} is a recipe itself; leave out --recipe, or give the data in its place")
+    recipe = str(path) if own else recipe
+    if label is not None and recipe is not None:
+        raise RecipeError("--label and a recipe both say what the label is; leave --label out")
+    expected = None if recipe is None else _expected(recipe, with_source=own)
+    schema = None if expected is None else expected.schema
+    data = expected.rows if expected is not None and expected.rows is not None else _open(path, schema)
+    checks = None if expected is None else SchemaChecks(data, expected.schema, expected.ids)
+    before: DataSummary | None = None
+    with StageProgress(console) as progress:
+        if against is not None:
+            earlier = _open(location(against), schema)
+            before = summarize(earlier, schema=schema, label=label, progress=lambda d, n: progress("against", d, n))
+        after = summarize(
+            data,
+            schema=schema,
+            checks=checks,
+            label=label,
+            earlier=before,
+            progress=lambda d, n: progress("inspect", d, n),
+        )
+    found = after.to_dict()
+    if isinstance(data, SourceRows):
+        found["tables"] = [{"table": name, "rows": rows} for name, rows in data.tables.items()]
+    if before is not None:
+        found["against"] = compare(before, after)
+    if recipe is not None:
+        found |= {"recipe": recipe, "faults": [asdict(fault) for fault in after.faults]}
+    if html is not None:
+        write_text(html, data_page.page(found, after, before))
+    wrong = recipe is not None and after.faults
+    return found, faults_error(str(path), str(recipe), after.faults) if wrong else None
+
+
+def _is_recipe(path: str | Path) -> bool:
+    """Return whether a path is that of a recipe's file, by its name."""
+    if isinstance(path, Path) and not path.is_file():
+        return False
+    name = str(path if isinstance(path, Path) else path.partition("?")[0]).rsplit("/", 1)[-1]
+    return name.endswith((".yaml", ".yml")) and name not in MARKERS.values()
+
+
+def _open(path: str | Path, schema: Schema | None) -> StoredRows:
+    try:
+        return open_rows(path, schema)
+    except DataError as error:
+        raise DataError(
+            f"{path} is no prepared dataset ({', '.join(MARKERS.values())}), run (recipe.yaml), checkpoint "
+            f"({MANIFEST}), Parquet or arrays (day_0_sparse.npy): {error}"
+        ) from None
+
+
+class _Expected(NamedTuple):
+    schema: Schema
+    ids: Ids
+    rows: SourceRows | None = None
+
+
+def _expected(name: str, *, with_source: bool) -> _Expected:
+    """Return what a recipe expects of data, and if required the rows of its own source."""
+    path = location(name)
+    recipe = Recipe.from_dict(read_yaml(path))
+    if isinstance(path, Path):
+        import_from(path.parent)
+    args = recipe.data.source.init_args
+    of_arrays: Ids | None = None
+    if recipe.data.source.class_path.rpartition(".")[2] == NpySource.__name__:
+        of_arrays = "hash" if args.get("modulo") else "raw"
+    if not with_source and isinstance(given := args.get("schema"), Mapping):
+        schema = Schema.from_dict(cast("Mapping[str, object]", given))
+        return _Expected(schema, of_arrays or args.get("ids", "hash"))
+    source = new_source(recipe.data)
+    ids: Ids = getattr(source, "ids", "raw")
+    if not with_source:
+        return _Expected(source.schema, of_arrays or ids)
+    return _Expected(source.schema, ids, SourceRows(recipe.data.path, source, "source of a recipe"))
+
+
+# -- runs and checkpoints ----------------------------------------------------------------------------------------
 
 
 def describe(path: str | Path) -> dict[str, Any] | None:
@@ -160,14 +277,14 @@ def _run(place: Directory) -> dict[str, Any]:
         "kind": "run",
         "path": str(place),
         "finished": finished,
-        "summary": read_json(place, SUMMARY) if finished else None,
+        "summary": dict(read_mapping(place, SUMMARY)) if finished else None,
         "checkpoints": [str(checkpoint) for checkpoint in checkpoints_in(place / "checkpoints")],
     }
 
 
 def print_description(console: Console, description: Mapping[str, Any]) -> None:
     """Print what `describe` found: single values first, then lists of entries as tables."""
-    values = Table(show_header=False, box=None)
+    values = RichTable(show_header=False, box=None)
     values.add_column()
     values.add_column(overflow="fold")
     for name, value in _flat(description):
@@ -176,12 +293,9 @@ def print_description(console: Console, description: Mapping[str, Any]) -> None:
     for name, value in description.items():
         if _is_table(value):
             entries = cast("Sequence[Mapping[str, Any]]", value)
-            table = Table(title=name, title_justify="left")
-            for key, cell in entries[0].items():
-                table.add_column(key, justify="right" if isinstance(cell, int) else "left", overflow="fold")
-            for entry in entries:
-                table.add_row(*(_text(cell) for cell in entry.values()))
-            console.print(table)
+            left = [key for key, cell in entries[0].items() if not isinstance(cell, int)]
+            rows = [[_text(cell) for cell in entry.values()] for entry in entries]
+            print_table(console, Table(name, list(entries[0]), rows, left))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

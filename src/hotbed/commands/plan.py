@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from rich.table import Table as RichTable
 from torch import nn
 
 from hotbed.checkpoint.single_files import write_text
@@ -23,8 +24,8 @@ from hotbed.commands.arguments import (
     recipe_of,
     write_json,
 )
-from hotbed.commands.dry_run import cut_of, owners_of
-from hotbed.commands.plan_simulation import Options, simulated, swept_and_shown
+from hotbed.commands.plan_page import page, print_plan, print_simulation, print_sweep
+from hotbed.commands.report_page import Table, check_html, print_table
 from hotbed.config import Recipe
 from hotbed.data import Source
 from hotbed.errors import PlanError, RecipeError
@@ -34,17 +35,52 @@ from hotbed.plan.hardware import Hardware
 from hotbed.plan.ranks import ALIKE
 from hotbed.plan.schemes import Schemes
 from hotbed.plan.search import Found
-from hotbed.plan.simulate import Stragglers
-from hotbed.plan.step import estimate_step, parts_of_busiest
-from hotbed.plan.sweep import ASSUMED_FACTOR, Sweep, assumed_range, first_that_fits
-from hotbed.plan.tiling import extent
+from hotbed.plan.simulate import Simulation, Stragglers, simulate
+from hotbed.plan.step import estimate_step, parts_of_busiest, terms_of
+from hotbed.plan.sweep import RANKS, Point, Sweep, assumed_range, elasticities, first_that_fits
+from hotbed.plan.timeline import chrome_trace
 from hotbed.train.build import new_model, open_source
 from hotbed.train.parallel import plan_or_schemes
-from hotbed.train.plan_search import searched, searched_ranks
-from hotbed.train.report import size
+from hotbed.train.plan_search import hardware_of, searched, searched_ranks
 
-_MOST_RANKS = 16
-"""Ranks that are shown one by one."""
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of a simulation."""
+
+    stragglers: Stragglers  # ranks that are slow now and then
+    sweep: str | None  # as typed
+    price: float | None  # of a node per hour; else the hardware's
+    trace: str | None  # files to write
+    html: str | None
+
+    @property
+    def of_ranks(self) -> bool:
+        """Whether ranks are varied, and nothing is asked for that only the plan for one number of them has."""
+        varied = self.sweep is not None and Sweep.parse(self.sweep).what == RANKS
+        return varied and self.trace is None and self.html is None
+
+    def check(self, recipe: Recipe) -> None:
+        """Refuse what cannot be, before anything is searched for."""
+        if self.sweep is not None:
+            sweep = Sweep.parse(self.sweep)
+            here = hardware_of(recipe)
+            for value in sweep.values if sweep.what != RANKS else ():
+                sweep.hardware(here, value)
+        if self.trace is not None:
+            check_json(self.trace, "--trace")
+        check_html(self.html)
+        if self.price is not None and not (math.isfinite(self.price) and self.price > 0):
+            raise RecipeError(f"--price is {self.price:g}, must be finite and above 0: what a node costs per hour")
+
+    def check_ranks(self, recipe: Recipe, ranks: int) -> None:
+        """Refuse a sweep that cannot be with so many ranks and the recipe's replicas."""
+        if self.sweep is not None:
+            Sweep.parse(self.sweep).check(hardware_of(recipe), ranks, recipe.parallel.replicas)
+
+    def priced(self, simulation: Simulation) -> Simulation:
+        """Return the simulation with the price that was given."""
+        return simulation if self.price is None else replace(simulation, price_per_hour=self.price)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -67,7 +103,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(parsed: Namespace) -> None:
     """Search, and show what was found."""
-    hardware, ranks, replicas, out, json = parsed.hardware, parsed.ranks, parsed.replicas, parsed.out, parsed.json
+    hardware, ranks, replicas, out = parsed.hardware, parsed.ranks, parsed.replicas, parsed.out
     values, wanted = vars(parsed), parsed.simulate
     stragglers = Stragglers(**{field.name: values[f"stragglers.{field.name}"] for field in fields(Stragglers)})
     names = ("sweep", "price", "trace", "html")
@@ -90,7 +126,7 @@ def run(parsed: Namespace) -> None:
     except PlanError as error:
         if out is not None or not options.of_ranks:
             raise
-        write_json(json, swept_without(recipe, ranks, options, error))
+        write_json(parsed.json, swept_without(recipe, ranks, options, error))
         return
     if out is not None:
         write_text(out, found.plan.to_json())
@@ -100,15 +136,15 @@ def run(parsed: Namespace) -> None:
     for setting, rate in figures["faster"].items():
         to.print(f"faster: {setting} trains {rate:,.0f} samples/s by formula", soft_wrap=True)
     if wanted:
-        figures |= simulated(to, found, recipe, ranks, options, plan_for)
-    write_json(json, figures)
+        figures |= simulated(to, found, recipe, ranks, options)
+    write_json(parsed.json, figures)
 
 
 def swept_without(recipe: Recipe, ranks: int, options: Options, error: PlanError) -> dict[str, Any]:
     """Sweep ranks where no plan fits so many; raises that error again if none fits any."""
     assert options.sweep is not None
     to = console()
-    points, figures = swept_and_shown(to, Sweep.parse(options.sweep), recipe, ranks, options, plan_for)
+    points, figures = swept_and_shown(to, Sweep.parse(options.sweep), recipe, ranks, options)
     if first_that_fits(points) is None:
         raise error
     to.print(f"--ranks {ranks} does not fit: {error}", soft_wrap=True)
@@ -125,19 +161,18 @@ def chosen_ranks(
     schemes = _schemes_of(recipe)
     options: dict[str, Any] = {"schemes": schemes, "others": "auto", "price": price}
     chosen = searched_ranks(_model_of(recipe, source), recipe, ranks, replicas, source, **options)
-    table = RichTable(
-        "ranks",
-        "replicas",
-        "samples/s",
-        "cost of 10⁹ samples",
-        "",
-        title=f"Ranks, by {chosen.goal}; samples/s by formula",
-    )
-    for tried in chosen.tried:
-        rate = f"{tried.samples_per_s:,.0f}" if tried.found else "does not fit"
-        cost = "–" if tried.cost is None else f"{tried.cost:,.4g}"
-        table.add_row(str(tried.ranks), str(tried.replicas), rate, cost, "chosen" if tried is chosen.best else "")
-    console().print(table)
+    rows = [
+        [
+            str(tried.ranks),
+            str(tried.replicas),
+            f"{tried.samples_per_s:,.0f}" if tried.found else "does not fit",
+            "–" if tried.cost is None else f"{tried.cost:,.4g}",
+            "chosen" if tried is chosen.best else "",
+        ]
+        for tried in chosen.tried
+    ]
+    head = ("ranks", "replicas", "samples/s", "cost of 10⁹ samples", "")
+    print_table(console(), Table(f"Ranks, by {chosen.goal}; samples/s by formula", head, rows))
     return chosen.best.ranks, chosen.best.replicas
 
 
@@ -237,56 +272,70 @@ def as_dict(found: Found, others: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def print_plan(to: Console, found: Found, others: dict[str, float], device_bytes: int | None) -> None:
-    """Print tables with their cuts, ranks with their bytes and load, and how good the plan is."""
-    costs, plan = found.costs, found.plan
-    tables = RichTable(title="Tables", title_justify="left")
-    for column in ("table", "rows × columns", "cut", "owners", "memory"):
-        tables.add_column(column, justify="right" if "×" in column else "left")
-    for name, tiles in plan.by_table.items():
-        rows, cols = extent(tiles)
-        tiers = " + ".join(tier for tier in TIERS if any(t.tier == tier for t in tiles))
-        tables.add_row(name, f"{rows:,} × {cols:,}", cut_of(tiles), owners_of(tiles), tiers)
-    to.print(tables)
-    order = costs.load.argsort()[::-1].tolist()
-    shown = range(plan.world_size)
-    if plan.world_size > _MOST_RANKS:
-        shown = [order[0], order[len(order) // 2], order[-1], int(costs.nbytes.argmax())]
-    ranks = RichTable(title="Ranks" if len(shown) == plan.world_size else "Ranks: busiest, median, idlest, fullest")
-    for column in ("rank", "load", *TIERS):
-        ranks.add_column(column, justify="right")
-    for rank in shown:
-        ranks.add_row(
-            str(rank), f"{costs.load[rank] * 1e3:,.4g} ms", *(size(int(costs.memory[tier][rank])) for tier in TIERS)
-        )
-    to.print(ranks)
-    step = estimate_step(plan, costs, found.model)
-    parts = ", ".join(f"{name} {seconds * 1e3:.3g}" for name, seconds in parts_of_busiest(costs).items())
-    to.print(
-        f"step: {step.seconds * 1e3:,.4g} ms, {samples_per_s(found):,.0f} samples/s; tables {step.tables * 1e3:.3g}, "
-        f"dense {step.dense * 1e3:.3g}, messages {step.messages * 1e3:.3g}, launches {step.launches * 1e3:.3g} ms "
-        "(by formula: the parts of the busiest rank, which does not wait for other ranks)",
-        soft_wrap=True,
-    )
-    low, high, assumed = assumed_range(found)
-    if assumed:
-        to.print(
-            f"from {low * 1e3:,.4g} to {high * 1e3:,.4g} ms if all assumed figures were {ASSUMED_FACTOR:g} times "
-            f"better or worse: {', '.join(assumed)}",
-            soft_wrap=True,
-        )
-    to.print(f"busiest rank (ms): {parts}", soft_wrap=True)
-    to.print(
-        f"load: max/mean {costs.imbalance:.3f}; {found.gap:.1%} above the lower bound of "
-        f"{found.bound.load * 1e3:,.4g} ms ({found.bound.binds}); found by {found.method}",
-        soft_wrap=True,
-    )
-    most = int(costs.memory["device"].max())
-    beside = ", ".join(f"{what} {size(nbytes)}" for what, nbytes in found.limits.beside.items() if nbytes)
-    room = f"{size(found.limits.device)} per rank"
-    if found.limits.device == device_bytes:
-        room += " (the recipe's memory.device_bytes)"
-    to.print(f"device memory: rows {size(most)} of {room}; beside: {beside}", soft_wrap=True)
-    for name, seconds in others.items():
-        does = f"{seconds * 1e3:,.4g} ms" if seconds < float("inf") else "does not fit"
-        to.print(f"the recipe's own plan {name}: {does}")
+# -- simulated ---------------------------------------------------------------------------------------------------
+
+
+def simulated(to: Console, found: Found, recipe: Recipe, ranks: int, options: Options) -> dict[str, Any]:
+    """Simulate, show and write what was asked for; return it for ``--json``."""
+    sweep = None if options.sweep is None else Sweep.parse(options.sweep)
+    simulation = options.priced(simulate(found.plan, found.costs, found.model, stragglers=options.stragglers))
+    terms, here = terms_of(found.plan, found.costs, found.model), found.model.hardware
+    assert here is not None
+    print_simulation(to, simulation, terms, here)
+    result: dict[str, Any] = {"simulation": simulation.to_dict()}
+    result["terms"] = [asdict(term) | {"rates": {name: here.said_of(name) for name in term.figures}} for term in terms]
+    points: list[Point] = []
+    if sweep is not None:
+        points, result["sweep"] = swept_and_shown(to, sweep, recipe, ranks, options)
+        if sweep.what != RANKS:
+            result["elasticity"] = found_on = elasticities(found, options.stragglers)
+            shown = ", ".join(f"{figure} {value:.2f}" for figure, value in found_on.items()) or "none"
+            words = "a figure 1 % better makes the step of the plan found so many percent shorter"
+            to.print(f"{words}: {shown}", soft_wrap=True)
+    if options.trace is not None:
+        write_text(options.trace, json.dumps(chrome_trace(simulation.events)))
+    if options.html is not None:
+        if sweep is None or sweep.what != RANKS:
+            sweep = Sweep.around(ranks, recipe.parallel.replicas)
+            points = swept(sweep, recipe, ranks, options)
+        write_text(options.html, page(recipe.name, found, simulation, sweep, points))
+    return result
+
+
+def swept_and_shown(
+    to: Console, sweep: Sweep, recipe: Recipe, ranks: int, options: Options
+) -> tuple[list[Point], dict[str, Any]]:
+    """Sweep, and show the points; return them, and what ``--json`` has of them."""
+    points = swept(sweep, recipe, ranks, options)
+    print_sweep(to, sweep, points)
+    return points, {"of": sweep.what, "points": [point_dict(point, points) for point in points]}
+
+
+def swept(sweep: Sweep, recipe: Recipe, ranks: int, options: Options) -> list[Point]:
+    """Search and simulate at each point."""
+    found: list[Point] = []
+    for value in sweep.values:
+        here, of_ranks, hardware = recipe, ranks, None
+        if sweep.what == RANKS:
+            of_ranks = int(value)
+            batch = max(round(recipe.train.batch_size * of_ranks / ranks), 1)
+            here = replace(recipe, train=replace(recipe.train, batch_size=batch))
+        else:
+            hardware = sweep.hardware(hardware_of(recipe), value)
+        try:
+            plan = plan_for(here, of_ranks, hardware)
+        except PlanError as error:
+            found.append(Point(value, of_ranks, None, str(error)))
+            continue
+        simulation = simulate(plan.plan, plan.costs, plan.model, stragglers=options.stragglers)
+        found.append(Point(value, of_ranks, options.priced(simulation)))
+    return found
+
+
+def point_dict(point: Point, points: list[Point]) -> dict[str, Any]:
+    """Return a point of a sweep for ``--json``."""
+    first = first_that_fits(points)
+    about: dict[str, Any] = {"value": point.value, "ranks": point.ranks, "fits": point.simulation is not None}
+    if point.simulation is None or first is None:
+        return about | {"problem": point.problem}
+    return about | {"efficiency": point.efficiency(first)} | point.simulation.to_dict()

@@ -24,12 +24,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hotbed.checkpoint import load_checkpoint, save_checkpoint
-from hotbed.commands.demo import THRESHOLD, demo_recipe
 from hotbed.config import ParallelRecipe, Recipe
-from hotbed.data import Loader, write_synthetic_log
-from hotbed.data.prepare import prepare
+from hotbed.data import Loader
 from hotbed.embed import collections_of
-from hotbed.errors import RecipeError
 from hotbed.files import read_yaml
 from hotbed.plan import Cut, make_plan
 from hotbed.train.build import build, open_source, tables_of
@@ -61,10 +58,8 @@ KILLED, RESUMED = "on disk, cached", "cut into columns"
 """The plan of a run that is killed, and the plan that it goes on under."""
 
 
-def run_promise(
-    data: Path | None, root: Path, console: Console, *, ranks: int, steps: int, seed: int
-) -> dict[str, Any]:
-    """Train one model under every plan of `PLANS`, kill and resume it, and train it in one process.
+def run_promise(recipe: Recipe, run: RunDirectory, console: Console, *, ranks: int, steps: int) -> dict[str, Any]:
+    """Train the demo's model under every plan of `PLANS`, kill and resume it, and train it in one process.
 
     Returns
     -------
@@ -72,27 +67,19 @@ def run_promise(
         ``plans``: name, samples/s, SHA-256, bytes by rank; ``resumed``; ``one_process``: largest differences of losses
         and of the model; ``equal``: whether all hashes are.
     """
-    if ranks < 1 or steps < 4:
-        raise RecipeError(f"--ranks is {ranks} and --steps is {steps}, must be at least 1 and 4")
-    run = RunDirectory(root, "promise")
-    log = data or run.path / "log.tsv"
-    if data is None:
-        write_synthetic_log(log, 256 * steps + 4096, seed=seed, test_fraction=0.01)
-    made = prepare(log, run.path / "data", threshold=THRESHOLD, test_fraction=0.01)
-    recipe = run.path / "recipe.yaml"
-    demo = demo_recipe(run.path / "data", made.samples["train"], seed).to_dict()
+    demo, file = recipe.to_dict(), run.path / "recipe.yaml"
     demo["data"]["dim"] = demo["model"]["init_args"]["bottom"][-1] = DIM
     # Adam divides by small numbers, so it would make much of a difference in the last bit between worlds.
     demo["dense_optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.02}}
     demo["sparse_optimizer"]["init_args"]["lr"] = 0.02
-    recipe.write_text(recipe_yaml(Recipe.from_dict(demo)), encoding="utf-8")
+    file.write_text(recipe_yaml(Recipe.from_dict(demo)), encoding="utf-8")
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("")
 
         def trained(name: str, size: int, plans: Mapping[str, Any], **options: Any) -> list[dict[str, Any]]:
             progress.update(task, description=f"{name}: {', '.join(plans)}")
-            return _run(run.path / name, size, {"recipe": str(recipe), "plans": plans, "steps": steps, **options})
+            return _run(run.path / name, size, {"recipe": str(file), "plans": plans, "steps": steps, **options})
 
         found = trained("plans", ranks, PLANS)
         at = steps // 2

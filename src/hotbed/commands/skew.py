@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from hotbed.checkpoint import MANIFEST, directory
 from hotbed.checkpoint.single_files import read_yaml
 from hotbed.commands.init_stored import open_stored
+from hotbed.commands.report_page import Table, print_table, require_matplotlib
 from hotbed.config import Recipe, check_trust, import_from
 from hotbed.data import ParquetSource, Source, draft_schema
 from hotbed.data.pack import write_hot_order
 from hotbed.data.popularity import SAMPLED_ROWS, SHARES, Popularity, measure_popularity
-from hotbed.errors import DataError, RecipeError
+from hotbed.errors import DataError
 from hotbed.files import new_directory, write_json
 from hotbed.locations import is_storage, local
 from hotbed.train.build import open_source
@@ -107,7 +107,7 @@ def inspect_skew(
     if out is None:
         return _measure(path, console, split, batch_size, sampled_rows, trust_recipe)[0]
     if picture:
-        _need_matplotlib()
+        require_matplotlib("skew.png", "pass --picture false")
     with new_directory(local("--out", out), marker="skew.json", overwrite=overwrite) as directory:
         found, tables = _measure(path, console, split, batch_size, sampled_rows, trust_recipe)
         write_json(directory / "skew.json", found)
@@ -181,45 +181,27 @@ def print_skew(console: Console, found: Mapping[str, Any]) -> None:
     )
     shares: list[float] = found["shares"]
     one, ten = shares.index(0.01), shares.index(0.1)
-    table = Table(title="tables", title_justify="left")
-    table.add_column("table", overflow="fold")
-    for name in ("rows", "touched", "top 1 %", "Zipf", "LRU 10 %", "static 10 %", "sampled"):
-        table.add_column(name, justify="right")
+    rows: list[list[str]] = []
     for entry in found["tables"]:
         exponent = entry["zipf_exponent"]
-        table.add_row(
+        cells = [
             entry["table"],
             *(f"{entry[key]:,}" for key in ("rows", "touched")),
             _percent(entry["accesses_of_top_rows"][one]),
             "–" if exponent is None else f"{exponent:.2f}",
             *(_percent(entry[curve][ten]) for curve in ("lru", "static")),
             _percent(entry["sample_rate"]),
-        )
-    console.print(table)
-    table = Table(title=f"all tables, batches of {found['batch_size']:,} samples", title_justify="left")
-    for name in ("rows", "their accesses", "LRU hits", "static hits"):
-        table.add_column(name, justify="right")
-    for i, share in enumerate(shares):
-        table.add_row(f"{share:.4g}", *(_percent(found["all"][curve][i]) for curve in CURVES))
-    console.print(table)
+        ]
+        rows.append(cells)
+    head = ("table", "rows", "touched", "top 1 %", "Zipf", "LRU 10 %", "static 10 %", "sampled")
+    print_table(console, Table("tables", head, rows))
+    rows = [[f"{share:.4g}", *(_percent(found["all"][of][i]) for of in CURVES)] for i, share in enumerate(shares)]
+    title = f"all tables, batches of {found['batch_size']:,} samples"
+    print_table(console, Table(title, ("rows", "their accesses", "LRU hits", "static hits"), rows))
 
 
 def _percent(value: float) -> str:
     return "–" if np.isnan(value) else f"{value:.1%}"
-
-
-# -- skew.png ------------------------------------------------------------------------------------------------------
-
-
-def _need_matplotlib() -> None:
-    """Raise `RecipeError` if matplotlib cannot be imported."""
-    try:
-        import matplotlib.figure  # noqa: F401 # pyright: ignore[reportUnusedImport]
-    except ImportError as error:
-        raise RecipeError(
-            f"skew.png needs matplotlib, which cannot be imported ({error}); pip install 'hotbed[plot]', or pass "
-            f"--picture false"
-        ) from None
 
 
 def _draw(found: Mapping[str, Any], path: Path) -> None:

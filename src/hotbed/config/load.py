@@ -16,15 +16,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from typing_extensions import override
 
 from hotbed.config.fields import Section
 from hotbed.errors import HotbedError, RecipeError, did_you_mean
-
-if TYPE_CHECKING:
-    from hotbed.config.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +138,8 @@ SAY_SO = "add --trust_recipe (in Python: trust_recipe=True)"
 """How a user says that a stored recipe may run code."""
 
 
-def check_trust(recipe: Recipe, place: str, *, trusted: bool, say_so: str = SAY_SO) -> None:
-    """Raise `RecipeError` if a recipe names classes of others than hotbed and torch.optim, unless it is trusted.
+def check_trust(recipe: object, place: str, *, trusted: bool, say_so: str = SAY_SO) -> None:
+    """Raise `RecipeError` if a `Recipe` names classes of others than hotbed and torch.optim, unless it is trusted.
 
     Nothing is imported. Where it is trusted, modules in the current directory can be imported from now on. The error
     names the ``place`` that the recipe is in, and how the user can say that it may run code.

@@ -1,6 +1,6 @@
 """Turn stored samples into batches: schemas, sources, preparation, and the loader.
 
-What needs pyarrow, which takes a quarter of a second to import, is imported when it is first used.
+Modules that need pyarrow or pydantic, which take a quarter of a second to import, are imported on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +11,6 @@ from hotbed.data.npy import NpySource
 from hotbed.data.readers import open_readers
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
-from hotbed.data.split_binary import SplitBinarySource, SplitBinaryWriter
 from hotbed.lazy import lazy
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from hotbed.data.pack import read_hot_order
     from hotbed.data.parquet import ParquetSource
     from hotbed.data.popularity import measure_popularity
+    from hotbed.data.split_binary import SplitBinarySource, SplitBinaryWriter
     from hotbed.data.synthetic import PlantedLog, write_synthetic_log
     from hotbed.data.zipf_source import ZipfSource
 
@@ -51,6 +51,8 @@ __getattr__, __dir__ = lazy(
         "Encoder": "hotbed.data.encode",
         "ParquetSource": "hotbed.data.parquet",
         "PlantedLog": "hotbed.data.synthetic",
+        "SplitBinarySource": "hotbed.data.split_binary",
+        "SplitBinaryWriter": "hotbed.data.split_binary",
         "ZipfSource": "hotbed.data.zipf_source",
         "draft_schema": "hotbed.data.draft",
         "measure_popularity": "hotbed.data.popularity",

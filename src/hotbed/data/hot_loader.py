@@ -20,6 +20,9 @@ from hotbed.batch import Batch
 from hotbed.data.loader import Loader
 from hotbed.errors import SpecError
 
+HOT, COLD = "hot", "cold"
+"""Ends of the names of the splits that `pack` makes."""
+
 _NONE = {"cold": 0, "hot": 0}
 _STATE = ("cold", "hot", "given", "begin", "end")
 

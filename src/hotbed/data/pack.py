@@ -25,6 +25,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
+from hotbed.data.hot_loader import COLD, HOT
 from hotbed.data.schema import Schema
 from hotbed.data.split_binary import SplitBinarySource, StoredFile, read_feature_spec
 from hotbed.errors import DataError, SpecError, did_you_mean
@@ -74,9 +75,6 @@ def read_hot_order(directory: str | Path, table: str, rows: int) -> NDArray[Any]
 def _dtype(rows: int) -> np.dtype[Any]:
     return np.dtype("<i4" if rows <= 1 << 31 else "<i8")
 
-
-HOT, COLD = "hot", "cold"
-"""Ends of the names of the splits that `pack` makes."""
 
 HOT_ROWS = "hot_rows.json"
 """Name of the file that says which rows are hot."""

@@ -34,10 +34,9 @@ from hotbed.data.plain_rows import InputColumn
 from hotbed.errors import BatchError, DataError, RequestError, SpecError, did_you_mean
 from hotbed.machine import release
 from hotbed.serve.batching import Batcher, Scored, explained
-from hotbed.serve.bodies import Bodies
-from hotbed.serve.inputs import parse_rows, record_batch
 from hotbed.serve.metrics import ServerMetrics
 from hotbed.serve.options import ServeOptions
+from hotbed.serve.requests import Bodies, parse_rows, record_batch
 from hotbed.serve.tensors import HEADER_LENGTH, input_metadata, output_names, read_tensors, write_scores
 
 LOG = logging.getLogger("hotbed.serve")

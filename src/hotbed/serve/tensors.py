@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, NonNegativeInt, StrictBool, StrictStr
 
 from hotbed.errors import RequestError, did_you_mean
-from hotbed.serve.inputs import parse, refuse_many, shown, validate
+from hotbed.serve.requests import parse, refuse_many, shown, validate
 
 if TYPE_CHECKING:
     from hotbed.data.plain_rows import InputColumn

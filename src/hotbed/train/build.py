@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hotbed.config import Component, DataRecipe, Recipe, TaskRecipe
 from hotbed.config.validation import checkpoint_policy, patience
 from hotbed.data import Source
-from hotbed.data.pack import COLD, HOT
+from hotbed.data.hot_loader import COLD, HOT
 from hotbed.embed import Distributed, tables_on_meta
 from hotbed.embed.dense_shards import is_sharded
 from hotbed.errors import DataError, HotbedError, RecipeError, SpecError, did_you_mean

@@ -12,8 +12,7 @@ from hotbed.batch import Batch
 from hotbed.config import Recipe
 from hotbed.data import Loader, Source, open_readers
 from hotbed.data.executors import Tasks
-from hotbed.data.hot_loader import HotColdLoader
-from hotbed.data.pack import COLD, HOT
+from hotbed.data.hot_loader import COLD, HOT, HotColdLoader
 from hotbed.embed import Distributed
 from hotbed.errors import RecipeError
 from hotbed.train.broadcast import BroadcastLoader

@@ -6,7 +6,6 @@ Progress of training, and of work in stages, is bars on a terminal and plain lin
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -33,7 +32,6 @@ from hotbed.train.callbacks import Callback, KeepBest
 from hotbed.train.checkpointing import are_same
 from hotbed.train.metrics import OWN_NAMES, Metrics
 from hotbed.train.parallel import Ranks
-from hotbed.train.stored import bad_ids
 from hotbed.train.throughput import Balance
 from hotbed.train.trainer import Trainer
 
@@ -354,47 +352,15 @@ def _shown(metrics: Metrics, name: str) -> str:
 # -- summary -----------------------------------------------------------------------------------------------------------
 
 
-class IdCounts:
-    """Number of ids out of range, of all ranks, in the run and in the runs that it resumes."""
-
-    def __init__(self, trainer: Trainer, recipe: Recipe) -> None:
-        self._trainer, self._recipe = trainer, recipe
-        self._before: dict[str, int] = {}
-
-    def total(self) -> dict[str, int]:
-        """Return the counts by feature; all ranks must call this."""
-        own = self._trainer.ranks.add_counts(_own_bad_ids(self._trainer, self._recipe))
-        return dict(Counter(self._before) + Counter(own))
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the counts so far."""
-        return self.total()
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Add the counts of the run that is resumed."""
-        self._before = dict(state)
-
-
-def _own_bad_ids(trainer: Trainer, recipe: Recipe) -> dict[str, int]:
-    """Count this rank's invalid ids, skipping those that another owner of the table also counts."""
-    counts = bad_ids(trainer.model)
-    if recipe.parallel.reader != "owners" or not isinstance(trainer.model, Distributed):
-        return counts
-    first_owner = {table: tiles[0].owner for table, tiles in trainer.model.plan.by_table.items()}
-    collections = collections_of(trainer.model).values()
-    own = {f.name for c in collections for f in c.features if first_owner[f.table] == trainer.ranks.rank}
-    return {feature: count for feature, count in counts.items() if feature in own}
-
-
 def summary_of(
     recipe: Recipe,
     trainer: Trainer,
     run: RunDirectory,
-    ids: IdCounts,
+    ids: Mapping[str, int],
     taken: Sequence[Taken],
     tested: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Summarize a run: ``taken`` from another model, ``tested`` at the end; all ranks must call this."""
+    """Summarize a run: its `ids` out of range, tables `taken`, metrics `tested`; all ranks call this."""
     return {
         "name": recipe.name,
         "seed": recipe.train.seed,
@@ -407,7 +373,7 @@ def summary_of(
         **trainer.numerics.summary(),
         "best_step": best_step(trainer),
         "test": tested,
-        "ids_out_of_range": ids.total(),
+        "ids_out_of_range": dict(ids),
         "checkpoints": of_checkpoints(trainer),
         **({"init": [t.to_dict() for t in taken]} if taken else {}),
         **of_ranks(trainer),

@@ -6,6 +6,7 @@ functions of this file are in the order of their calls.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from hotbed.config import Recipe
 from hotbed.config.validation import checkpoint_policy, monitored, notice, patience
 from hotbed.data import Loader, Source
 from hotbed.data.hot_loader import HotColdLoader
-from hotbed.embed import Distributed
+from hotbed.embed import Distributed, collections_of
 from hotbed.errors import StoppedError
 from hotbed.nn.normalization import normalization_of
 from hotbed.train.build import build, open_source, train_splits
@@ -40,9 +41,17 @@ from hotbed.train.checkpointing import refuse_other_checkpoints
 from hotbed.train.hot_batches import HotSchedule
 from hotbed.train.loaders import TrainingLoader, evaluation_loader, readers_of, training_loader
 from hotbed.train.process_group import Watchdog, limit_of, on_first
-from hotbed.train.report import METRICS, IdCounts, RunDirectory, ShowProgress, StageProgress, print_taken, summary_of
+from hotbed.train.report import METRICS, RunDirectory, ShowProgress, StageProgress, print_taken, summary_of
 from hotbed.train.resume import Resume, finished_run, resume_from, resume_newest
-from hotbed.train.stored import FEATURES, FeaturesState, begin_with, go_on_with, has_features, unknown_vocabularies
+from hotbed.train.stored import (
+    FEATURES,
+    FeaturesState,
+    bad_ids,
+    begin_with,
+    go_on_with,
+    has_features,
+    unknown_vocabularies,
+)
 from hotbed.train.trainer import Trainer
 
 if TYPE_CHECKING:  # half a second of imports, for runs that publish alone
@@ -168,7 +177,7 @@ def train(
         with job.watchdog():
             tested = None if test is None else trainer.evaluate(test).to_dict()
         # 10. Write the summary.
-        summary = {**summary_of(recipe, trainer, run, ids, taken, tested), **(extra or {})}
+        summary = {**summary_of(recipe, trainer, run, ids.total(), taken, tested), **(extra or {})}
         if ranks.is_first:
             run.finish(summary)
         return summary
@@ -354,3 +363,35 @@ def measure_buckets(trainer: Trainer, source: Source, splits: Sequence[str], con
         own = [*encoder.boundaries[bucket.name], 0.0] if ranks.is_first else []  # one more, for there may be none
         found = ranks.gather(torch.tensor(own, dtype=torch.float64, device=trainer.device))
         encoder.boundaries[bucket.name] = found[:-1].tolist()
+
+
+class IdCounts:
+    """Number of ids out of range, of all ranks, in the run and in the runs that it resumes."""
+
+    def __init__(self, trainer: Trainer, recipe: Recipe) -> None:
+        self._trainer, self._recipe = trainer, recipe
+        self._before: dict[str, int] = {}
+
+    def total(self) -> dict[str, int]:
+        """Return the counts by feature; all ranks must call this."""
+        own = self._trainer.ranks.add_counts(_own_bad_ids(self._trainer, self._recipe))
+        return dict(Counter(self._before) + Counter(own))
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counts so far."""
+        return self.total()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Add the counts of the run that is resumed."""
+        self._before = dict(state)
+
+
+def _own_bad_ids(trainer: Trainer, recipe: Recipe) -> dict[str, int]:
+    """Count this rank's invalid ids, skipping those that another owner of the table also counts."""
+    counts = bad_ids(trainer.model)
+    if recipe.parallel.reader != "owners" or not isinstance(trainer.model, Distributed):
+        return counts
+    first_owner = {table: tiles[0].owner for table, tiles in trainer.model.plan.by_table.items()}
+    collections = collections_of(trainer.model).values()
+    own = {f.name for c in collections for f in c.features if first_owner[f.table] == trainer.ranks.rank}
+    return {feature: count for feature, count in counts.items() if feature in own}
