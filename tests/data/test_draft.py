@@ -307,7 +307,7 @@ def test_the_share_of_positives_is_said(tmp_path: Path) -> None:
         ({"label": CLICK}, {"drop": ["usr"]}, "--drop names column 'usr', which .* does not have; did you mean 'user'"),
         ({"label": CLICK}, {"time": "label"}, "--time names 'label', which is the label; name the column of the rows"),
         ({"label": CLICK, "t": USER}, {"time": "t", "drop": ["t"]}, r"--time names 't', which is left out \(--drop\)"),
-        ({"label": CLICK, "t": ["1/2/2024"] * N}, {"time": "t"}, "--time names 't', whose text does not sort by time"),
+        ({"label": CLICK, "t": ["1/2/2024"] * N}, {"time": "t"}, "--time names 't', but its text does not sort"),
         ({"label": CLICK}, {"label": "label", "drop": ["label"]}, "--label and --drop both name 'label'; leave one"),
         ({"label": CLICK}, {"drop": ["label"]}, "no column named like a label"),
         ({"label": [[1]] * N}, {}, r"no column .*, but 'label', which is list<.*> and can be none; it has label, user"),

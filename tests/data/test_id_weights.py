@@ -17,9 +17,9 @@ import hotbed as hb
 from hotbed.data import NpySource, SparseColumn
 from hotbed.data.columns import SparseColumn as Column
 from hotbed.data.derived import Cross
+from hotbed.data.inspection import SchemaChecks
 from hotbed.data.join import join
 from hotbed.data.prepare import prepare
-from hotbed.data.schema_checks import SchemaChecks
 from hotbed.data.split_binary import check_split_binary
 from hotbed.data.stored_rows import columns_of, open_described, open_rows
 from hotbed.errors import DataError, SpecError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hotbed.data import Label, ParquetSource, Schema, SparseColumn
 from hotbed.data.labels import read_labels
-from hotbed.data.source import Place
+from hotbed.data.place import Place
 from hotbed.errors import DataError, SpecError
 
 

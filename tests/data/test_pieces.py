@@ -15,7 +15,7 @@ LIMIT, ROWS = 1 << 20, 6_000
 
 def pieces_of(file: Path, table: pa.Table, row_group: int) -> list[Piece]:
     pq.write_table(table, file, row_group_size=row_group)
-    groups = ParquetFile(fs.LocalFileSystem(), str(file), file.name, str(file)).row_groups()
+    groups = ParquetFile(filesystem=fs.LocalFileSystem(), path=str(file), name=file.name, shown=str(file)).row_groups()
     return in_order([Piece(group) for group in groups])
 
 

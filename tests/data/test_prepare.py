@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from hotbed.batch import Batch
 from hotbed.data import Source, SplitBinarySource, SplitBinaryWriter, write_synthetic_log
 from hotbed.data.criteo import LineChecker, read_blocks
+from hotbed.data.place import Place
 from hotbed.data.prepare import prepare
-from hotbed.data.source import Place
 from hotbed.data.vocabulary import read_vocabulary
 from hotbed.errors import DataError, SpecError
 from hotbed.testing.source import SourceContract

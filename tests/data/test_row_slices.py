@@ -10,8 +10,7 @@ import pytest
 
 from hotbed.data import ParquetSource, Schema, SparseColumn
 from hotbed.data import parquet as parquet_source
-from hotbed.data.parquet_files import RowGroup, find_parquet
-from hotbed.data.row_groups import RowSlice, in_slices
+from hotbed.data.parquet_files import RowGroup, RowSlice, find_parquet, in_slices
 from hotbed.errors import DataError
 
 N = 1000

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotbed.data.stability import BINS, bins_of
+from hotbed.data.profile import BINS, bins_of
 from hotbed.train.daily import stability
 
 

@@ -24,9 +24,8 @@ from hotbed.commands.report_page import (
     print_table,
     shorten,
 )
-from hotbed.data.column_summary import ColumnSummary
 from hotbed.data.inspection import DataSummary
-from hotbed.data.stability import BINS, REACH, upper_edge
+from hotbed.data.profile import BINS, REACH, ColumnProfile, upper_edge
 
 MOST_PANELS = 120
 """Columns that are drawn, which takes 4 s of a core; of more, those with the largest drift, or the first."""
@@ -213,7 +212,7 @@ def _drawn(after: DataSummary, drift: Mapping[str, Any] | None) -> list[str]:
     return list(dict.fromkeys([*order, *names]))[:MOST_PANELS]
 
 
-def _panel(figures: Figures, now: ColumnSummary, before: ColumnSummary | None) -> str:
+def _panel(figures: Figures, now: ColumnProfile, before: ColumnProfile | None) -> str:
     """Draw one column: its name, its missing share, and a curve of its values or bars of its numbers."""
     axes = figures.axes(shorten(now.name, 30), height=1.9)
     axes.figure.set_layout_engine(None)  # a constrained layout takes twice the time
@@ -224,7 +223,7 @@ def _panel(figures: Figures, now: ColumnSummary, before: ColumnSummary | None) -
     return figures.svg(axes.figure, f"distribution of {now.name}")
 
 
-def _curve(axes: Any, now: ColumnSummary, before: ColumnSummary | None) -> None:
+def _curve(axes: Any, now: ColumnProfile, before: ColumnProfile | None) -> None:
     counted = [(of.values, color) for of, color in ((before, ORANGE), (now, BLUE)) if of is not None and of.values]
     most = max(2, *(values.ranked for values, _ in counted))
     sizes = [*range(1, most)] if most <= _FEW else [n for n in _SIZES if n < most]
@@ -241,7 +240,7 @@ def _curve(axes: Any, now: ColumnSummary, before: ColumnSummary | None) -> None:
     axes.set_yticks([0, 0.5, 1], ["0%", "50%", "100%"])
 
 
-def _bars(axes: Any, now: ColumnSummary, before: ColumnSummary | None) -> None:
+def _bars(axes: Any, now: ColumnProfile, before: ColumnProfile | None) -> None:
     shares = [_shares(of.bins) for of in (now, before) if of is not None]
     there = np.flatnonzero(np.sum(shares, axis=0))
     if not len(there):

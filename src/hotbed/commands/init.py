@@ -19,47 +19,49 @@ def add_arguments(parser: Parser) -> None:
     parser.usage = "hotbed init PATH [options]"
     parser.add_argument(
         "path",
-        help="Parquet, CSV, TSV, or a folder; also of a dataset; a path or a URI.",
+        help="Path or URI of Parquet, CSV or TSV, of a folder of them, or of a prepared dataset.",
     )
     parser.add_argument(
         "--label",
         nargs="+",
         default=[],
         metavar="COL",
-        help="Label column, where its name is not a usual one; or several, of a task each.",
+        help="Label column (default: guessed, e.g. label, click); several for a multi-task model.",
     )
-    parser.add_argument("--positive", help="Which values of the label are positive, as '>= 4', '== yes', 'in [a, b]'.")
+    parser.add_argument(
+        "--positive", help="Condition of a positive label, e.g. '>= 4', '== yes', 'in [a, b]' (default: guessed)."
+    )
     parser.add_argument("--drop", nargs="+", default=[], metavar="COL", help="Columns to leave out.")
-    parser.add_argument("--time", help="Column of the rows' times, to split by.")
-    parser.add_argument("--test", help="File or folder of the test split, where it is elsewhere.")
-    parser.add_argument("--valid", action="store_true", help="Cut off a validation split, as tuning needs it.")
+    parser.add_argument("--time", help="Column of times for the splits (default: guessed).")
+    parser.add_argument("--test", help="File or folder of a separate test split.")
+    parser.add_argument("--valid", action="store_true", help="Add a validation split, which tuning needs.")
     parser.add_argument(
         "--model",
-        help="Model, such as DIN, where the columns have what it needs. Default: by the data.",
+        help="Model class, e.g. DIN (default: chosen from the columns).",
     )
     parser.add_argument(
         "--history",
         nargs="+",
         default=[],
         metavar="COL=COL",
-        help="History and candidate, as watched=movie, where their names do not tell.",
+        help="History and candidate column, e.g. watched=movie (default: guessed from names).",
     )
     parser.add_argument(
         "--weights",
         nargs="+",
         default=[],
         metavar="COL=COL",
-        help="Ids and the weights of each, as tags=tag_scores.",
+        help="Column of ids and column of their weights, e.g. tags=tag_scores.",
     )
     parser.add_argument(
-        "--item", nargs="+", default=[], metavar="COL", help="Columns of TwoTower's item; others: the user."
+        "--item", nargs="+", default=[], metavar="COL", help="Item columns of TwoTower; all others describe the user."
     )
     parser.add_argument(
         "--retrieval",
         action="store_true",
-        help="Let TwoTower find items among all, in the place of a label's probability; so it is without a label.",
+        help="Train TwoTower to retrieve items instead of predicting a label (default without a label).",
     )
-    parser.add_argument("--out", help="Recipe to write; it must not exist. Default: stdout.")
+    parser.add_argument("--out", help="Recipe file to write, which must not exist (default: stdout).")
 
 
 def run(parsed: Namespace) -> None:
@@ -121,10 +123,12 @@ def draft_recipe(
 
     if model is not None and model not in MODELS:  # before all of the data are looked at
         raise SpecError(f"--model: got {model!r}, expected one of {', '.join(MODELS)}{did_you_mean(model, MODELS)}")
-    if item and model != "TwoTower":
-        raise SpecError(_needs_two_tower("--item", model))
-    if retrieval and model != "TwoTower":
-        raise SpecError(_needs_two_tower("--retrieval", model))
+    if (item or retrieval) and model != "TwoTower":
+        option = "--item" if item else "--retrieval"
+        got, fix = (
+            ("no --model", "Add --model TwoTower") if model is None else (f"--model {model}", f"Leave {option} out")
+        )
+        raise SpecError(f"{option} works with one model only: got {got}, expected TwoTower. {fix}")
     histories, of_ids = pairs_of(history), pairs_of(weights, "--weights", "IDS=WEIGHTS, such as tags=tag_scores")
     options = {
         "--label": label,
@@ -164,13 +168,6 @@ def draft_recipe(
     return recipe_text(
         found, name=run_name(path), path=str(path), counts=counts, model=model, item=item, retrieval=retrieval
     )
-
-
-def _needs_two_tower(option: str, model: str | None) -> str:
-    """Say that an option is of one model."""
-    if model is None:
-        return f"{option} works with one model only: got no --model, expected TwoTower. Add --model TwoTower"
-    return f"{option} works with one model only: got --model {model}, expected TwoTower. Leave {option} out"
 
 
 def run_name(path: str | Path) -> str:

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hotbed.data.draft import Draft, LeftOut
-from hotbed.data.draft_labels import LABEL_NAMES
-from hotbed.data.roles import words_of
+from hotbed.data.roles import LABEL_NAMES, words_of
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 if TYPE_CHECKING:
@@ -52,18 +51,20 @@ def draft_for(
 ) -> Draft:
     """Leave out what a model of `MODELS` does not take."""
     schema = draft.schema
+    labels, problem = ", ".join(schema.labels) or "no label", ""
     if model in _OF_ONE_LABEL and len(schema.labels) > 1:
-        raise DataError(
-            f"{path} has the labels {', '.join(schema.labels)}, and {model} predicts one; name it with --label, and "
-            "leave out the others with --drop"
+        problem = (
+            f"has the labels {labels}, and {model} predicts one; name it with --label, and leave out the others with "
+            "--drop"
         )
-    if model == "MMoE" and len(schema.labels) < 2:
-        there = ", ".join(schema.labels) or "no label"
-        raise DataError(
-            f"{path} lacks what MMoE needs: labels of several tasks, columns of 0 and 1 that are named like labels "
-            f"({', '.join(LABEL_NAMES[:10])}, …); there is {there} alone. Name all, as "
+    elif model == "MMoE" and len(schema.labels) < 2:
+        problem = (
+            "lacks what MMoE needs: labels of several tasks, columns of 0 and 1 that are named like labels "
+            f"({', '.join(LABEL_NAMES[:10])}, …); there is {labels} alone. Name all, as "
             f"--label {schema.labels[0] if schema.labels else 'ONE'} OTHER, or draft for DCNv2"
         )
+    if problem:
+        raise DataError(f"{path} {problem}")
     if model == "TwoTower":
         _check_towers(schema, path, item)
     if model not in ("DIN", *OF_NEXT_ITEMS):
@@ -99,19 +100,20 @@ def _items_of(schema: Schema, item: Sequence[str]) -> list[str]:
 
 def _check_towers(schema: Schema, path: str, item: Sequence[str]) -> None:
     names = [column.name for column in schema.sparse]
-    for name in item:
-        if name not in names:
-            raise DataError(
-                f"--item names column '{name}', which is no categorical input of {path}; there are "
-                f"{', '.join(names)}{did_you_mean(name, names)}"
-            )
-    items = _items_of(schema, item)
-    if not items or len(items) == len(names):
-        tower = "user" if items else "item"
-        raise DataError(
-            f"{path} lacks what TwoTower needs: categorical columns of the {tower}; there are {', '.join(names)}"
-            f"{', all of the item' if items else ''}. Where names do not tell, name the item's: --item COL"
+    items, problem = _items_of(schema, item), ""
+    if other := next((name for name in item if name not in names), None):
+        problem = (
+            f"--item names column '{other}', which is no categorical input of {path}; there are {', '.join(names)}"
+            f"{did_you_mean(other, names)}"
         )
+    elif not items or len(items) == len(names):
+        problem = (
+            f"{path} lacks what TwoTower needs: categorical columns of the {'user' if items else 'item'}; there are "
+            f"{', '.join(names)}{', all of the item' if items else ''}. Where names do not tell, name the item's: "
+            "--item COL"
+        )
+    if problem:
+        raise DataError(problem)
 
 
 def arguments_of(

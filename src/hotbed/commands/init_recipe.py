@@ -89,7 +89,7 @@ def recipe_text(
         "#   hotbed train THIS_FILE",
         f"name: {yaml_text(name)}",
         *_data(draft, path, counts, training),
-        *(_model(draft, training) if model is None else _named_model(model, draft, training, item)),
+        *_model(draft, training, model, item),
         *(_retrieval(draft) if retrieval else ()),
         *_optimizers(training),
         *_train(training),
@@ -179,55 +179,38 @@ def _entries(key: str, entries: Sequence[Any], reasons: Mapping[str, str]) -> It
 # -- model and training --------------------------------------------------------------------------------------------
 
 
-def _model(draft: Draft, training: Training) -> Iterator[str]:
-    schema = draft.schema
-    features, tasks = len(schema.sparse), len(schema.labels)
+def _model(draft: Draft, training: Training, named: str | None, item: Sequence[str]) -> Iterator[str]:
+    """Write the model that ``--model`` names, else the one that fits the data."""
+    schema, dim = draft.schema, training.dim
+    features = len(schema.sparse)
     pairs = (features + 1) * features // 2
-    width = sum(training.dim for _ in schema.sparse) + schema.dense_features
-    own = "or a class of yours: made with tables=, features=, dense_features=, seed="
     yield "model:"
+    name, top = named or ("DLRM" if pairs <= _MOST_PAIRS else "DCNv2"), training.top
     if training.members > 1:
         yield from _comment("Few samples: the mean of several models errs less than one of them does.", 2)
-        yield _beside("  class_path: hotbed.nn.DLRMEnsemble", own)
-        yield "  init_args:"
-        yield f"    members: {training.members}"
-        yield _beside(f"    bottom: [64, {training.dim // training.members}]", "ends with data.dim ÷ members")
-        yield _beside(f"    top: {[*training.top, tasks]}", "ends with the number of labels")
-        yield from _dropout(training)
-        return
-    if pairs <= _MOST_PAIRS:
-        yield _beside("  class_path: hotbed.nn.DLRM", own)
-        yield "  init_args:"
-        yield _beside(f"    bottom: [64, {training.dim}]", "ends with data.dim")
-        yield _beside(f"    top: {[*training.top, tasks]}", "ends with the number of labels")
-        yield _beside("    embeddings_to_top: true", "the top MLP sees the vectors beside their products")
-        yield from _dropout(training)
-        return
-    yield from _comment(
-        f"{features:,} features have {pairs:,} pairs, whose products are too many inputs for DLRM; the cross layers of "
-        f"DCNv2 take the {width:,} inputs by matrices of low rank.",
-        2,
-    )
-    yield _beside("  class_path: hotbed.nn.DCNv2", own)
+        name = "DLRMEnsemble"
+        arguments = [
+            ("members", training.members, ""),
+            ("bottom", [64, dim // training.members], "ends with data.dim ÷ members"),
+            ("top", [*top, len(schema.labels)], "ends with the number of labels"),
+        ]
+    else:
+        arguments = arguments_of(name, schema, dim, top, item)
+    if named is None and name == "DCNv2":
+        yield from _comment(
+            f"{features:,} features have {pairs:,} pairs, whose products are too many inputs for DLRM; the cross "
+            f"layers of DCNv2 take the {dim * features + schema.dense_features:,} inputs by matrices of low rank.",
+            2,
+        )
+    own = "" if named else "or a class of yours: made with tables=, features=, dense_features=, seed="
+    yield _beside(f"  class_path: hotbed.nn.{name}", own)
     yield "  init_args:"
-    yield _beside("    layers: 2", "cross layers")
-    yield "    low_rank: 64"
-    yield _beside(f"    top: {[*training.top, tasks]}", "ends with the number of labels")
-    yield from _dropout(training)
-
-
-def _named_model(model: str, draft: Draft, training: Training, item: Sequence[str]) -> Iterator[str]:
-    """The model that was asked for."""
-    yield "model:"
-    yield f"  class_path: hotbed.nn.{model}"
-    yield "  init_args:"
-    arguments = arguments_of(model, draft.schema, training.dim, training.top, item)
-    for name, value, remark in arguments:
+    for argument, value, remark in arguments:
         is_plain = not isinstance(value, list | dict)
         text = yaml_text(value) if is_plain else yaml_text([value], width=1 << 30).removeprefix("- ")
-        yield _beside(f"    {name}: {text}", remark)
-    if model not in OF_NEXT_ITEMS:
-        yield from _dropout(training)
+        yield _beside(f"    {argument}: {text}", remark)
+    if training.dropout and name not in OF_NEXT_ITEMS:
+        yield _beside(f"    dropout: {training.dropout}", "of the MLPs, for there are few samples")
 
 
 def _retrieval(draft: Draft) -> Iterator[str]:
@@ -240,11 +223,6 @@ def _retrieval(draft: Draft) -> Iterator[str]:
     yield "retrieval:"
     yield _beside("  sampled: 256", "items that are drawn for each batch, negatives beside the batch's own items")
     yield _beside("  k: [10, 100]", "recall@k and ndcg@k among all items are measured")
-
-
-def _dropout(training: Training) -> Iterator[str]:
-    if training.dropout:
-        yield _beside(f"    dropout: {training.dropout}", "of the MLPs, for there are few samples")
 
 
 def _optimizers(training: Training) -> Iterator[str]:

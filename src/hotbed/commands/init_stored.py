@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from hotbed.data import NpySource, Source
-from hotbed.data.draft import Draft, hashed_rows
-from hotbed.data.draft_splits import DraftedSplits
+from hotbed.data.draft import Draft, DraftedSplits, hashed_rows
 from hotbed.data.npy import has_days
 from hotbed.data.profile import count_distinct
 from hotbed.data.stored_rows import open_described, source_files

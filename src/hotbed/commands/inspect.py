@@ -24,8 +24,7 @@ from hotbed.data import NpySource, Schema
 from hotbed.data.arrow import Ids
 from hotbed.data.derived import Bucket, Cross, Derived, Lookup
 from hotbed.data.encoding import MARKERS
-from hotbed.data.inspection import DataSummary, compare, summarize
-from hotbed.data.schema_checks import SchemaChecks, faults_error
+from hotbed.data.inspection import DataSummary, SchemaChecks, compare, faults_error, summarize
 from hotbed.data.stored_rows import SourceRows, StoredRows, open_rows
 from hotbed.errors import DataError, RecipeError
 from hotbed.locations import is_storage, location

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hotbed.data.columns import Scaling, SparseColumn
 from hotbed.data.hashing import Hashes, hash_integers, hash_strings, rows_of
-from hotbed.data.source import Place
+from hotbed.data.place import Place
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 Ids = Literal["hash", "raw"]

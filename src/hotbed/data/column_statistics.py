@@ -21,7 +21,7 @@ from hotbed.data.derived import Bucket
 from hotbed.data.hashing import mix
 
 SAMPLE = 1 << 16
-"""Most values of a column that are kept for quantiles."""
+"""Values of a column that are kept for quantiles, unless the caller sets another limit."""
 _LARGEST = 1e307
 """Differences of numbers up to here are finite."""
 
@@ -42,11 +42,12 @@ class ColumnStatistics:
     squares: float = 0.0  # sum of squared differences from the mean
     low: float = math.inf
     high: float = -math.inf
+    limit: int = SAMPLE  # values that are kept for quantiles
     _hashes: Array = field(default_factory=lambda: _none("uint64"), repr=False)
     _sample: Array = field(default_factory=lambda: _none("float64"), repr=False)
 
     def add(self, values: Array, first: int) -> None:
-        """Add values ``[n]`` float64, the first of which has this number in the data; each number once."""
+        """Add values ``[n]`` float64 from position ``first`` of the data on. Each position is added once."""
         finite = np.isfinite(values)
         kept = values[finite]
         part = ColumnStatistics(count=len(kept), missing=len(values) - len(kept))
@@ -71,12 +72,12 @@ class ColumnStatistics:
             self.mean += delta * (other.count / count)
         self.count, self.low, self.high = count, min(self.low, other.low), max(self.high, other.high)
         hashes, sample = other._hashes, other._sample
-        if len(self._hashes) == SAMPLE:  # most of what comes later is not kept
+        if len(self._hashes) == self.limit:  # most of what comes later is not kept
             small = hashes < self._hashes.max()
             hashes, sample = hashes[small], sample[small]
         hashes, sample = np.concatenate([self._hashes, hashes]), np.concatenate([self._sample, sample])
-        if len(hashes) > SAMPLE:
-            small = np.argpartition(hashes, SAMPLE - 1)[:SAMPLE]
+        if len(hashes) > self.limit:
+            small = np.argpartition(hashes, self.limit - 1)[: self.limit]
             hashes, sample = hashes[small], sample[small]
         self._hashes, self._sample = hashes, sample
 

@@ -14,8 +14,8 @@ from hotbed.data.columns import SparseColumn
 from hotbed.data.derived import Bucket, Cross, Derived, Lookup
 from hotbed.data.hashing import Hashes, mix, rows_of
 from hotbed.data.lookup_table import LookupTable
+from hotbed.data.place import Place
 from hotbed.data.schema import Schema
-from hotbed.data.source import Place
 from hotbed.errors import DataError, SpecError
 
 MOST_PAIRS = 4_096

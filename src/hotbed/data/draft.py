@@ -1,12 +1,15 @@
-"""Propose what the columns and splits of a dataset are for, as a careful engineer would: `draft`, `draft_schema`."""
+"""Draft a schema and splits for a dataset from names, types and values: `draft`, `draft_schema`."""
 
 from __future__ import annotations
 
+import datetime
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,14 +18,28 @@ from pyarrow import fs
 
 from hotbed.data import arrow
 from hotbed.data.columns import Numerical, SparseColumn
-from hotbed.data.draft_labels import LABEL_NAMES, FoundLabel, find_labels, sample_labels
-from hotbed.data.draft_splits import DraftedSplits, DraftFiles, draft_splits
+from hotbed.data.criteo import COLUMNS
+from hotbed.data.delimited import is_delimited
 from hotbed.data.hashing import rows_of
-from hotbed.data.parquet_files import ParquetFile, with_rows
-from hotbed.data.profile import ColumnProfile, count_distinct, profile, take_sample
-from hotbed.data.roles import ColumnRole, is_named_like_time, leak_reason, role_of, rule_of, time_reason, words_of
-from hotbed.data.row_groups import RowGroup
+from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet, refuse_same_files, text_columns, with_rows
+from hotbed.data.profile import count_distinct, take_sample
+from hotbed.data.roles import (
+    LABEL_NAMES,
+    ColumnRole,
+    FoundLabel,
+    SampledColumn,
+    find_labels,
+    is_named_like_time,
+    leak_reason,
+    role_of,
+    rule_of,
+    sample_labels,
+    time_rank,
+    time_reason,
+    words_of,
+)
 from hotbed.data.schema import Schema
+from hotbed.data.text_dates import parse_dates
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 _log = logging.getLogger("hotbed")
@@ -31,11 +48,18 @@ WEIGHT_NAMES = ("weight", "weights", "sample_weight")
 SMALL = 20_000
 """Rows of train data below which several epochs are drafted, with a validation split that decides which is the best."""
 MANY_REPEATS = 100
-"""How often an id is met in the mean, from which on that is so with any number of rows."""
+"""Mean occurrences of an id, above which several epochs are drafted for any number of rows."""
 _SMALLEST_TABLE = 64
 _LARGEST_TABLE = 1 << 31
 _ROWS_PER_VALUE = ((250_000, 16), (1_000_000, 8), (math.inf, 4))
 """By the most distinct values. Of 4 × a fifth of the ids that training never saw fall on a row of one that it saw."""
+FEWEST_ROWS = 50
+"""Of fewer rows none are cut off."""
+_SHARE = 0.1
+_FEW_ROWS, _SHARE_OF_FEW = 5_000, 0.2  # a tenth of so few says little
+_SMALLEST, _LARGEST = 0.03, 0.3  # shares that a split by time may have where many rows have one time
+_MISSING = 0.01
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _INDICATOR = 0.005
 _FEW_VALUES = 50
 
@@ -51,7 +75,7 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What a recipe says of a dataset, and why."""
+    """Drafted parts of a recipe, with the reasons."""
 
     schema: Schema
     reasons: Mapping[str, str]  # by column
@@ -114,7 +138,8 @@ def draft(
     if not groups:
         raise DataError(f"{path} has no rows")
     names = _names(files.train_files)
-    for option, name in [*(("--drop", name) for name in drop), *([("--time", time)] if time else [])]:
+    asked_for = {"--drop": drop, "--time": [time] if time else [], "--history": [*chain(*(histories or {}).items())]}
+    for option, name in ((option, name) for option, of_option in asked_for.items() for name in of_option):
         if name not in names:
             raise DataError(f"{option} names column '{name}', which {path} does not have{did_you_mean(name, names)}")
     missing = _not_everywhere(files.train_files, names)
@@ -137,32 +162,33 @@ def draft(
             raise
         raise DataError(f"{path}, column '{unlike}': {missing[unlike]}, so it can be no label; write it anew") from None
     of_label = [found.name for found in labels]
-    if time in of_label:
-        raise SpecError(f"--time names '{time}', which is the label; name the column of the rows' times")
     missing |= _not_everywhere(with_rows([*files.train_files, *files.others_with(of_label)]), names)
     used = [n for n in sample.column_names if n not in of_label and n not in drop and n not in missing]
     weight = next((n for n in used if n.lower() in WEIGHT_NAMES and n != time and _may_be_weight(sample[n])), None)
     of_ids = dict(weights or {})
     inputs = [n for n in used if n != weight and n not in of_ids.values()]
     distinct = count_distinct(groups, {n: sample[n].type for n in inputs if _is_counted(sample[n])})
-    profiles = profile(sample.select(inputs), total, distinct, sample_labels(sample, labels[0]) if labels else None)
-    roles = {p.name: role_of(p, of_label[0] if of_label else "") for p in profiles}
-    for found in labels[1:]:  # a column may give away another label than the first
-        kept = sample.select([name for name in inputs if roles[name].role != "left out"])
-        by_label = profile(kept, total, distinct, sample_labels(sample, found))
-        leaks = {p.name: reason for p in by_label if (reason := leak_reason(p, found.name)) is not None}
-        roles |= {name: ColumnRole("left out", reason) for name, reason in leaks.items()}
-    roles |= roles_of_histories(str(path), names, profiles, histories or {})
+    profiles = [SampledColumn(name, sample[name], total, distinct.get(name)) for name in inputs]
+    roles = {p.name: role_of(p, None) for p in profiles}
+    for i, found in enumerate(labels):
+        values = sample_labels(sample, found)
+        for column in profiles:  # the first label decides before the type of the column does
+            if roles[column.name].role != "left out" or not i:
+                leak = leak_reason(sample[column.name], values, found.name)
+                roles[column.name] = roles[column.name] if leak is None else role_of(column, leak)
+    roles |= roles_of_histories(str(path), profiles, histories or {})
     _refuse_inexact_ids(str(path), profiles, roles)
     times = [p for p in profiles if roles[p.name].role == "time" or p.name == time]
     if time is not None:
-        chosen = next((p for p in profiles if p.name == time), None)
-        if chosen is None:
-            raise SpecError(f"--time names '{time}', which is left out ({missing.get(time, '--drop')})")
-        if chosen.dates == "other":
-            raise SpecError(
-                f"--time names '{time}', whose text does not sort by time; write it as 2024-12-31, or as times"
-            )
+        chosen, problem = next((p for p in profiles if p.name == time), None), ""
+        if time in of_label:
+            problem = "which is the label; name the column of the rows' times"
+        elif chosen is None:
+            problem = f"which is left out ({missing.get(time, '--drop')})"
+        elif chosen.dates == "other":
+            problem = "but its text does not sort by time; write it as 2024-12-31, or as times"
+        if problem:
+            raise SpecError(f"--time names '{time}', {problem}")
         roles[time] = ColumnRole("time", "the splits are by it")
     schema, reasons = _schema(str(path), labels, weight, profiles, roles, sample, histories or {})
     schema = weighted(str(path), schema, of_ids, sample)
@@ -225,7 +251,7 @@ def _not_everywhere(files: Sequence[ParquetFile], names: Sequence[str]) -> dict[
     return found
 
 
-def _unused_times(profiles: Sequence[ColumnProfile], roles: Mapping[str, ColumnRole], time: str | None) -> list[str]:
+def _unused_times(profiles: Sequence[SampledColumn], roles: Mapping[str, ColumnRole], time: str | None) -> list[str]:
     """Describe columns that are named like the time of their row, or have dates, but hold no time that is known."""
     found: list[str] = []
     for column in profiles:
@@ -243,7 +269,7 @@ def _unused_times(profiles: Sequence[ColumnProfile], roles: Mapping[str, ColumnR
     return found
 
 
-def _refuse_inexact_ids(path: str, profiles: Sequence[ColumnProfile], roles: Mapping[str, ColumnRole]) -> None:
+def _refuse_inexact_ids(path: str, profiles: Sequence[SampledColumn], roles: Mapping[str, ColumnRole]) -> None:
     """Raise `DataError` if ids were written as floats that do not hold them exactly."""
     for column in profiles:
         if roles[column.name].role in ("id", "category") and (value := column.inexact) is not None:
@@ -254,8 +280,8 @@ def _refuse_inexact_ids(path: str, profiles: Sequence[ColumnProfile], roles: Map
             )
 
 
-def _repeats(profiles: Sequence[ColumnProfile], schema: Schema) -> float:
-    """Ids that are looked up, per distinct one."""
+def _repeats(profiles: Sequence[SampledColumn], schema: Schema) -> float:
+    """Return the mean number of lookups per distinct id."""
     sparse = {column.name for column in schema.sparse}
     used = [column for column in profiles if column.name in sparse]
     lookups = sum(c.present * (c.length if arrow.is_list(c.type) else 1) for c in used)
@@ -289,7 +315,7 @@ def _schema(
     path: str,
     labels: Sequence[FoundLabel],
     weight: str | None,
-    profiles: Sequence[ColumnProfile],
+    profiles: Sequence[SampledColumn],
     roles: Mapping[str, ColumnRole],
     sample: pa.Table,
     histories: Mapping[str, str],
@@ -303,10 +329,10 @@ def _schema(
     shared = shared_tables(profiles, roles, sample) | {h: c for h, c in histories.items() if h in roles}
     for column in profiles:
         role = roles[column.name]
-        absent = f"; {column.missing:.1%} are missing" if column.missing else ""
+        absent = f"; {column.missing_share:.1%} are missing" if column.missing_share else ""
         if role.role == "number":
             rule, why = rule_of(column)
-            missing = "indicator" if column.missing > _INDICATOR else "center"
+            missing = "indicator" if column.missing_share > _INDICATOR else "center"
             numericals.append(Numerical(name=column.name, rule=rule, missing=missing))
             reasons[column.name] = why + (f" ({role.reason})" if role.reason else "") + absent
         elif role.role in ("id", "category", "list"):
@@ -334,11 +360,11 @@ def _schema(
     return schema, reasons
 
 
-def _sparse(column: ColumnProfile, table: str | None) -> SparseColumn:
+def _sparse(column: SampledColumn, table: str | None) -> SparseColumn:
     kind = column.type
     ragged = arrow.is_list(kind)
     ids = None if ragged else 1
-    if pa.types.is_fixed_size_list(kind) and not column.missing:
+    if pa.types.is_fixed_size_list(kind) and not column.missing_share:
         ids = int(kind.list_size)
     rows = _without_collisions(column, hashed_rows(column.distinct))
     pooling = "mean" if ragged and ids is None else "sum"
@@ -346,14 +372,14 @@ def _sparse(column: ColumnProfile, table: str | None) -> SparseColumn:
 
 
 def hashed_rows(distinct: int) -> int:
-    """Compute the rows of a table whose ids so many distinct values are hashed to, see `draft_schema`."""
+    """Compute the rows of a table for this number of distinct values, which are hashed, see `draft_schema`."""
     per_value = next(times for most, times in _ROWS_PER_VALUE if distinct <= most)
     rows = max(_SMALLEST_TABLE, per_value * distinct)
     return min(_LARGEST_TABLE, 1 << (rows - 1).bit_length())
 
 
-def _without_collisions(column: ColumnProfile, rows: int) -> int:
-    """A few times more rows where these make all of few values rows of their own."""
+def _without_collisions(column: SampledColumn, rows: int) -> int:
+    """Return up to 16 times more rows if each of a few values then has its own row."""
     if column.few is None or column.distinct > len(column.few) or len(column.few) > _FEW_VALUES:
         return rows
     kind = column.type.value_type if arrow.is_list(column.type) or pa.types.is_dictionary(column.type) else column.type
@@ -396,7 +422,7 @@ def weighted(path: str, schema: Schema, weights: Mapping[str, str], sample: pa.T
 
 
 def shared_tables(
-    profiles: Sequence[ColumnProfile], roles: Mapping[str, ColumnRole], sample: pa.Table
+    profiles: Sequence[SampledColumn], roles: Mapping[str, ColumnRole], sample: pa.Table
 ) -> dict[str, str]:
     """Find lists whose elements are values of another column (``history`` of ``item_id``), with the table of that."""
     found: dict[str, str] = {}
@@ -420,30 +446,28 @@ def shared_tables(
 
 
 def roles_of_histories(
-    path: str, names: Sequence[str], profiles: Sequence[ColumnProfile], histories: Mapping[str, str]
+    path: str, profiles: Sequence[SampledColumn], histories: Mapping[str, str]
 ) -> dict[str, ColumnRole]:
     """Check histories, each with its candidate column, and return the roles that both have."""
     found: dict[str, ColumnRole] = {}
     by_name = {column.name: column for column in profiles}
     for pair in histories.items():
         for name in pair:
-            if name not in names:
-                raise DataError(
-                    f"--history names column '{name}', which {path} does not have{did_you_mean(name, names)}"
-                )
             if name not in by_name:
                 raise SpecError(f"--history names '{name}', which is a label, a weight, or left out; name an input")
-        history, candidate = (by_name[name].type for name in pair)
+        (history, candidate), problem = (by_name[name].type for name in pair), ""
         if not arrow.is_list(history) or not _is_of_ids(history.value_type):
-            raise DataError(
-                f"{path}, column '{pair[0]}': a history is a list of integers or strings, this is {history}; write it "
-                "as --history HISTORY=CANDIDATE"
+            problem = (
+                f"'{pair[0]}': a history is a list of integers or strings, this is {history}; write it as --history "
+                "HISTORY=CANDIDATE"
             )
-        if not _is_of_ids(candidate) or arrow.is_text(candidate) != arrow.is_text(history.value_type):
-            raise DataError(
-                f"{path}, column '{pair[1]}': the candidate of '{pair[0]}' has one value in each row, of the kind of "
-                f"the list's, which is {history.value_type}; this is {candidate}"
+        elif not _is_of_ids(candidate) or arrow.is_text(candidate) != arrow.is_text(history.value_type):
+            problem = (
+                f"'{pair[1]}': the candidate of '{pair[0]}' has one value in each row, of the kind of the list's, "
+                f"which is {history.value_type}; this is {candidate}"
             )
+        if problem:
+            raise DataError(f"{path}, column {problem}")
         found[pair[0]] = ColumnRole("list", f"earlier values of {pair[1]}, as --history says")
         found.setdefault(pair[1], ColumnRole("id", f"the candidate of {pair[0]}, as --history says"))
     return found
@@ -451,3 +475,191 @@ def roles_of_histories(
 
 def _is_of_ids(kind: pa.DataType) -> bool:
     return (arrow.is_whole(kind) and not pa.types.is_boolean(kind)) or arrow.is_text(kind)
+
+
+# -- splits ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DraftFiles:
+    """Files of a dataset by split, and of a separate test split."""
+
+    path: str
+    by_split: dict[str, list[ParquetFile]]  # result of `find_parquet`
+    test_path: str | None = None  # a separate test split
+    test_files: tuple[ParquetFile, ...] = ()
+
+    @staticmethod
+    def find(path: str | Path, test: str | Path | None, filesystem: fs.FileSystem | None) -> DraftFiles:
+        """Find the files; `DataError` if there is nothing to train on."""
+        files = find_parquet(path, filesystem)
+        if "" not in files and "train" not in files:
+            raise DataError(
+                f"{path} has no train split, only {', '.join(files)}; add one, or give one of these by itself"
+            )
+        if test is None:
+            return DraftFiles(str(path), files)
+        if "test" in files:
+            raise SpecError(f"--test is {test}, but {path} has a test split; leave --test out, or give the train files")
+        found = find_parquet(test, filesystem, text_columns(file for of in files.values() for file in of))
+        of_test = found.get("test", next(iter(found.values())))
+        refuse_same_files("test", of_test, files)
+        return DraftFiles(str(path), files, str(test), tuple(of_test))
+
+    @property
+    def train_files(self) -> Sequence[ParquetFile]:
+        """Files to train on, and to cut other splits off."""
+        return with_rows(self.by_split.get("", self.by_split.get("train", [])))
+
+    @property
+    def train(self) -> list[RowGroup]:
+        """Row groups of these files."""
+        return [group for file in self.train_files for group in file.row_groups()]
+
+    @property
+    def others(self) -> dict[str, Sequence[ParquetFile]]:
+        """Files of the other splits."""
+        there = {split: files for split, files in self.by_split.items() if split not in ("", "train")}
+        return {**there, **({"test": self.test_files} if self.test_path else {})}
+
+    def others_with(self, labels: Sequence[str]) -> list[ParquetFile]:
+        """Files of the other splits that have labels: those without are not used."""
+        return [f for of in self.others.values() for f in with_rows(of) if not {*labels} - {*f.schema.names}]
+
+
+@dataclass
+class DraftedSplits:
+    """Drafted splits: arguments of the source, the reason, and the resulting splits."""
+
+    init_args: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""
+    has_valid: bool = False
+    has_test: bool = False
+    in_time_order: bool = False
+    """Whether the rows are known to be stored in the order of time."""
+    notes: list[str] = field(default_factory=list)
+
+
+def draft_splits(
+    files: DraftFiles,
+    labels: Sequence[str],  # a split without one of these columns is not used
+    sample: pa.Table,  # of the train data
+    times: Sequence[SampledColumn],  # columns of times in the sample
+    *,
+    total: int,  # rows of the train data
+    time: str | None = None,  # column of times to cut by, if it is known
+    valid: bool = False,  # whether a validation split is wanted
+) -> DraftedSplits:
+    """Keep the splits that there are, and cut the others off the train data: the last in time, else by a hash."""
+    found = DraftedSplits()
+    paths: dict[str, str | None] = {}
+    there: set[str] = set()
+    for split, of_split in files.others.items():
+        lacking = next((f for f in with_rows(of_split) if any(name not in f.schema.names for name in labels)), None)
+        if lacking is None:
+            there.add(split)
+            if split == "test" and files.test_path:
+                paths["test"] = files.test_path
+        elif split == "test" and files.test_path:
+            raise DataError(f"--test is {files.test_path}, but {lacking} has no column {labels[0]!r} to test by")
+        else:
+            paths[split] = None
+            found.notes.append(f"The {split} files ({lacking.name}) have no column {labels[0]!r} and are not used.")
+    found.has_valid, found.has_test = "valid" in there, "test" in there
+    wanted = [split for split in ("valid", "test") if split not in there and (split == "test" or valid)]
+    if wanted and total < FEWEST_ROWS:
+        found.reason = f"{total:,} rows are too few to cut off some"
+    elif wanted:
+        shares = {split: _SHARE_OF_FEW if split == "valid" and total < _FEW_ROWS else _SHARE for split in wanted}
+        split, found.reason = _cut(files, sample, times, shares, time)
+        found.init_args["split"] = split
+        ordered = {column.name for column in times if column.is_sorted}
+        found.in_time_order = split["by"] == "order" or split.get("column") in ordered
+        found.has_valid, found.has_test = found.has_valid or "valid" in wanted, True
+    if paths:
+        found.init_args["split_paths"] = paths
+    return found
+
+
+def _cut(
+    files: DraftFiles, sample: pa.Table, times: Sequence[SampledColumn], wanted: dict[str, float], time: str | None
+) -> tuple[dict[str, object], str]:
+    """How to cut splits off the train data, and why so."""
+    shares: dict[str, object] = dict(wanted)
+    if time is None and all(is_delimited(f.shown) and tuple(f.schema.names) == COLUMNS for f in files.train_files):
+        return {"by": "order", **shares}, "the last rows: logs of Criteo are in the order of time"
+    ranked = sorted(times, key=lambda c: (-time_rank(c.name), -c.distinct))
+    unfit: list[str] = []
+    for column in ranked if time is None else [c for c in times if c.name == time]:
+        if time is None and (why := _unfit(column)):
+            unfit.append(why)
+            continue
+        starts = _starts(sample[column.name], wanted, column.date_format)
+        if starts is not None:
+            by_time = {"by": "time", "column": column.name, **{f"{s}_from": t for s, t in starts.items()}}
+            by_time |= {} if column.date_format is None else {"format": column.date_format}
+            return by_time, f"the latest rows by '{column.name}': a model is to predict what comes after its training"
+        if time is not None:
+            raise DataError(
+                f"--time is {time}, but the latest of its values are in fewer than {_SMALLEST:.0%} or more than "
+                f"{_LARGEST:.0%} of the rows, so it makes no test split; leave --time out"
+            )
+        unfit.append(
+            f"'{column.name}' has no value that the latest {_SMALLEST:.0%} to {_LARGEST:.0%} of the rows begin with"
+        )
+    why = f" ({'; '.join(unfit)})" if unfit else ", for there is no column of time"
+    return {"by": "hash", **shares}, f"drawn by a hash of the rows' places{why}"
+
+
+def _unfit(column: SampledColumn) -> str:
+    """Why rows are not to be split by a column of times that nobody named for it; "" where they may be."""
+    if column.missing_share >= _MISSING:
+        return f"{column.missing_share:.1%} of '{column.name}' are missing"
+    if not time_rank(column.name) and not column.is_sorted:
+        return f"'{column.name}' may not be the time of the row; if it is: --time"
+    return ""
+
+
+def _starts(
+    column: pa.ChunkedArray, wanted: dict[str, float], date_format: str | None = None
+) -> dict[str, object] | None:
+    """Return first times of the splits, so that each has about its share of the rows; None if there are none."""
+    column = pc.drop_null(column)
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column = pc.cast(column, kind.value_type)
+    if date_format is not None:
+        kind = pa.timestamp("us")
+        column = pc.cast(parse_dates(column, date_format), kind)
+    if arrow.is_time(kind):
+        values = arrow.microseconds(column).to_numpy()
+    elif arrow.is_text(column.type):
+        values = np.array(pc.cast(column, pa.string()).to_pylist(), dtype=np.str_)
+    else:
+        values = arrow.wide_numbers(column)
+        values = values[np.isfinite(values)]
+    if not len(values):
+        return None
+    values = np.sort(values)
+    different, firsts = np.unique(values, return_index=True)
+    left = 1 - firsts / len(values)  # share of the rows from each value on
+    starts: dict[str, object] = {}
+    total = 0.0
+    for split, share in reversed(wanted.items()):
+        at = int(np.abs(left - (total + share)).argmin())
+        if not _SMALLEST <= left[at] - total <= _LARGEST:
+            return None
+        total = float(left[at])
+        starts[split] = _plain(different[at], kind)
+    return dict(reversed(starts.items()))
+
+
+def _plain(value: np.generic, kind: pa.DataType) -> object:
+    """Convert a time to a plain value for the recipe."""
+    if arrow.is_time(kind):
+        time = (_EPOCH + datetime.timedelta(microseconds=int(value))).replace(tzinfo=None)  # pyright: ignore[reportArgumentType]
+        return str(time.date()) if time.time() == datetime.time() else str(time)
+    if isinstance(value, np.str_):
+        return str(value)
+    number = float(value)  # pyright: ignore[reportArgumentType]
+    return int(number) if number.is_integer() else number

@@ -24,10 +24,10 @@ from hotbed.data.derived import Bucket, Cross, Lookup, stored_inputs
 from hotbed.data.derived_columns import Columns, check_derived_types, not_measured
 from hotbed.data.labels import check_group, check_label, read_group, read_labels, weights_by_label
 from hotbed.data.lookup_table import LookupTable
+from hotbed.data.place import ROWS, Place, place_of_row, refuse_other_kind
 from hotbed.data.plain_rows import InputColumn, typed_table
 from hotbed.data.preparation import Preparation, hint_for_text
 from hotbed.data.schema import Schema
-from hotbed.data.source import ROWS, Place, place_of_row, refuse_other_kind
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 

@@ -1,31 +1,176 @@
-"""Summarize all rows of a dataset, and compare two: `summarize`, `compare`; what ``hotbed inspect DATA`` shows."""
+"""Summarize all rows of a dataset, check them by a schema, and compare two datasets, for ``hotbed inspect DATA``.
+
+Training stops at the first bad value. `SchemaChecks` runs the same checks over all rows. It reports each fault once per
+column, with its first place and the number of such values.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from hotbed.data import arrow
-from hotbed.data.column_summary import ColumnSummary, drift
-from hotbed.data.columns import Label
-from hotbed.data.draft_labels import LABEL_NAMES, RATING_NAMES, find_labels
-from hotbed.data.labels import check_label, read_labels
-from hotbed.data.profile import take_sample
+from hotbed.data.arrow import Ids
+from hotbed.data.columns import Label, Numerical, SparseColumn
+from hotbed.data.derived import Bucket, Cross, Lookup, stored_inputs
+from hotbed.data.encode import raw_numbers, wrong_types
+from hotbed.data.labels import check_label, read_labels, read_weights, refuse_null
+from hotbed.data.place import Place
+from hotbed.data.profile import ColumnProfile, most_distinct, take_sample
+from hotbed.data.roles import LABEL_NAMES, RATING_NAMES, find_labels
 from hotbed.data.schema import Schema
-from hotbed.data.schema_checks import Fault, SchemaChecks
-from hotbed.data.stability import Interval, rate, rate_change
 from hotbed.data.stored_rows import FileRows, RowsSlice, SourceRows, StoredRows, ahead
-from hotbed.data.value_counts import most_distinct
-from hotbed.errors import DataError, SpecError
+from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.machine import usable_cores
 
 Progress = Callable[[int, int], None]
+COMPARED = 100
+"""Most frequent values of each of two data sets that are compared one by one; all others are taken together."""
+_LEAST = 0.5
+"""Samples that a bin has at least, in an index."""
+_Z = 1.959963984540054  # of a two-sided interval of 95 %
+
+
+# -- faults --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Fault:
+    """A fault of a column."""
+
+    column: str
+    problem: str  # a word or two, equal for all values with the same fault
+    message: str  # the first value, its place, the limit and the fix
+    values: int = 0  # number of such values; 0 if the whole column is wrong
+
+
+@dataclass(frozen=True)
+class _CountingPlace(Place):
+    """A place whose bad values are counted, instead of raising an error at the first."""
+
+    faults: list[Fault] = field(default_factory=list[Fault])
+
+    def refuse(
+        self,
+        column: str,
+        problem: str,
+        bad: NDArray[np.bool_],
+        values: Any,
+        shown: str,
+        fix: str | Callable[[object], str],
+    ) -> None:
+        if bad.any():
+            fault = next((f for f in self.faults if (f.column, f.problem) == (column, problem)), None)
+            if fault is None:
+                message = self.message(column, int(bad.argmax()), values, shown, fix)
+                self.faults.append(fault := Fault(column, problem, message))
+            fault.values += int(bad.sum())
+
+
+class SchemaChecks:
+    """Checks a dataset by a schema: the columns and types of all files at once, then values, slice by slice."""
+
+    def __init__(self, data: StoredRows, schema: Schema, ids: Ids) -> None:
+        self.schema = schema
+        self.ids: Ids = ids
+        self.faults: list[Fault] = []
+        files = dict(data.schemas)
+        for what, fields in files.items():
+            self._check_columns(what, fields)
+        for column in schema.stored[0] if ids == "hash" else ():
+            first: dict[str, str] = {}
+            for what, fields in files.items():
+                if column.name in fields.names and (kind := arrow.kind_of_ids(fields.field(column.name).type)):
+                    first.setdefault(kind, what)
+            if len(first) > 1:
+                of_files = " and ".join(f"{kind} in {what}" for kind, what in first.items())
+                self._of_column(
+                    column.name,
+                    "types differ",
+                    f"column '{column.name}' is {of_files}, which are other ids (5 and '5' are hashed to different "
+                    "rows); write it as one of them in all files",
+                )
+        self._wrong = {fault.column for fault in self.faults}
+
+    def look_at(self, found: RowsSlice) -> None:
+        """Check the values of some rows."""
+        schema, place = self.schema, _CountingPlace(found.place.name, found.place.row_of, self.faults)
+        usable = {*found.table.column_names} - self._wrong
+        table = arrow.plain(found.table.select([name for name in found.table.column_names if name in usable]))
+        for column in (c for c in schema.stored[0] if c.name in usable):
+            lengths = self._ids(table, column, place)
+            if column.weights in usable:
+                arrow.id_weights(column, table[column.weights].combine_chunks(), lengths, place)
+        ruled = {of.name: of for of in schema.numericals} | {of.name: Numerical(name=of.name) for of in schema.scaling}
+        for name in (n for n in schema.stored[1] if n in usable):
+            if name in ruled:
+                raw_numbers(table[name], ruled[name], place)
+                continue
+            numbers = arrow.wide_numbers(table[name])  # null becomes 0, but the model gets NaN and infinity as float32
+            bad = ~(np.abs(numbers) <= np.finfo(np.float32).max) & ~arrow.nulls(table[name])
+            fix = (
+                "numbers that no rule normalizes must be finite as float32: mend the data, or give the column a rule "
+                "and `missing`"
+            )
+            place.refuse(name, "numbers not finite", bad, numbers, "{}", fix)
+        mapped = {of.column: of for of in schema.positives}
+        for name in (n for n in schema.labels if n in usable):
+            read_labels(table[name], name, mapped.get(name), place, check=True)
+        for name in (n for n in schema.weight_columns if n in usable):
+            read_weights(table[name], name, place)
+        if schema.group is not None and schema.group in usable:
+            refuse_null(table[schema.group], schema.group, place, "groups")
+
+    def _ids(self, table: pa.Table, column: SparseColumn, place: Place) -> NDArray[Any]:
+        """Check the ids of a column, and return how many each row has."""
+        stored = table[column.name].combine_chunks()
+        values, lengths = arrow.checked_ids(stored, column, self.ids, place)
+        each = np.ones(len(table), np.int64) if lengths is None else lengths
+        if self.ids == "raw":
+            rows = arrow.rows(values, column, "raw")
+            fix = (
+                f"table '{column.table_name}' has the rows 0 to {column.rows - 1:,}: raise its rows, prepare the data "
+                "again, or hash values (ids: hash)"
+            )
+            bad = (rows < 0) | (rows >= column.rows)
+            place.of_lists(each).refuse(column.name, "ids out of range", bad, values, "id {:,}", fix)
+        return each
+
+    def _check_columns(self, what: str, fields: pa.Schema) -> None:
+        """Find columns that are absent, or have a type that does not fit their role."""
+        schema, names = self.schema, fields.names
+        sparse, dense = schema.stored
+        made_of = stored_inputs(schema.derived, (Cross, Lookup, Bucket))
+        others = [*schema.weight_columns, *schema.id_weights, *([schema.group] if schema.group is not None else [])]
+        for name in dict.fromkeys([*(c.name for c in sparse), *dense, *schema.labels, *others, *made_of]):
+            if name not in names:
+                hint = did_you_mean(name, names) or f"; it has {', '.join(names[:20])}{', …' * (len(names) > 20)}"
+                self._of_column(name, "missing column", f"{what} has no column '{name}'{hint}")
+        for name, error in wrong_types(schema, self.ids, fields, what):
+            self._of_column(name, "wrong type", str(error))
+
+    def _of_column(self, name: str, problem: str, message: str) -> None:
+        if not any((fault.column, fault.problem) == (name, problem) for fault in self.faults):
+            self.faults.append(Fault(name, problem, message))
+
+
+def faults_error(what: str, by: str, faults: Sequence[Fault]) -> DataError:
+    """Return an error about data that are not what a recipe says; the message has the first fault in full."""
+    wrong = ", ".join(dict.fromkeys(fault.column for fault in faults))
+    return DataError(
+        f"{what} is not what {by} says: {len(faults):,} fault{'s' * (len(faults) > 1)} ({wrong}); {faults[0].message}"
+    )
+
+
+# -- summaries -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -68,10 +213,10 @@ class LabelCounts:
 
 @dataclass
 class DataSummary:
-    """What a dataset holds."""
+    """Summary of a dataset."""
 
     data: StoredRows
-    columns: dict[str, ColumnSummary]  # by name, in the order of the files
+    columns: dict[str, ColumnProfile]  # by name, in the order of the files
     labels: dict[str, LabelCounts]  # by label column
     no_label: str = ""  # why no label is known
     faults: list[Fault] = field(default_factory=list[Fault])  # where the data contradict the schema
@@ -101,7 +246,7 @@ def summarize(
 ) -> DataSummary:
     """Read all rows once, and summarize every column.
 
-    Memory is bounded, whatever the number of rows: a few slices of rows, and for each column counts of some values, see
+    Memory does not grow with the number of rows: it holds a few slices of rows, and some counts per column, see
     `most_distinct`.
 
     Parameters
@@ -109,15 +254,15 @@ def summarize(
     data
         The rows, see `open_rows`.
     schema
-        What says which columns are labels; by default they are found by their names.
+        Schema that names the labels (default: they are found by their names).
     checks
-        What each slice of rows is checked by.
+        Checks of each slice of rows.
     label
-        The label column, where its name is not a usual one and there is no schema.
+        Label column, if there is no schema (default: found by its name).
     earlier
         Data to compare with, see `compare`.
     progress
-        Called with the rows read, and those there are.
+        Called with the rows read and the rows in total.
 
     Raises
     ------
@@ -130,7 +275,7 @@ def summarize(
     most = most_distinct(len(types))
     measures = () if schema is None else schema.stored[1]
     before = {} if earlier is None else earlier.columns
-    columns = {n: ColumnSummary(n, most, as_numbers=n in measures, earlier=before.get(n)) for n in types}
+    columns = {n: ColumnProfile(n, most, as_numbers=n in measures, earlier=before.get(n)) for n in types}
 
     def add(found: RowsSlice, name: str) -> None:
         if name in found.table.column_names:
@@ -153,7 +298,7 @@ def summarize(
 
 
 def compare(before: DataSummary, after: DataSummary) -> dict[str, Any]:
-    """Say how a dataset differs from the one that was given as ``earlier``, column by column and label by label.
+    """Compare a summary with that of ``earlier`` data, column by column and label by label.
 
     Returns
     -------
@@ -222,3 +367,97 @@ def _can_be(data: StoredRows, name: str, mapping: Label | None) -> bool:
     except SpecError:
         return False
     return bool(kinds)
+
+
+# -- figures of drift ----------------------------------------------------------------------------------------------
+
+
+def drift(before: ColumnProfile, after: ColumnProfile) -> dict[str, Any]:
+    """Compare the values of a column in two data sets; ``after`` must have had ``before`` as `earlier`.
+
+    ``unseen_share`` and ``unseen_values`` concern values that the earlier data lack; measures have neither. The
+    stability index and the Jensen-Shannon divergence compare the bins of measures. For other columns they compare the
+    most frequent values of both data sets, all others together, and missing ones. Times are not compared.
+    """
+    found: dict[str, Any] = {
+        "column": after.name,
+        "missing": [before.missing_share, after.missing_share],
+    }
+    if before.values is None or after.values is None:
+        return found
+    if before.is_time or after.is_time:  # whose values are later in later data
+        return found
+    if before.is_measure or after.is_measure:
+        first, second = before.bins, after.bins
+        there = (first > 0) | (second > 0)
+        first, second = first[there], second[there]
+    else:
+        share, number = after.values.unseen_share, after.values.unseen_values
+        found |= {
+            "unseen_share": share.value,
+            "unseen_share_error": share.error,
+            "unseen_values": round(number.value),
+            "unseen_values_error": number.error,
+        }
+        first, second = before.values.shares_beside(after.values, COMPARED)
+        first, second = np.append(first, before.missing), np.append(second, after.missing)
+    return found | {"stability_index": stability_index(first, second), "jensen_shannon": jensen_shannon(first, second)}
+
+
+class Interval(NamedTuple):
+    """A figure and its confidence interval of 95 %."""
+
+    value: float
+    low: float
+    high: float
+
+
+def stability_index(first: NDArray[Any], second: NDArray[Any]) -> float:
+    """Population stability index of counts ``[bins]``: Σ (p − q) ln(p / q), where p and q are shares of all.
+
+    Below 0.1 two distributions are taken to be alike, above 0.25 they are not, as a rule of thumb (Siddiqi, "Credit
+    Risk Scorecards", 2006). A bin counts as half a sample at least, so that empty ones do not make it infinite.
+    """
+    p, q = np.maximum(first, _LEAST), np.maximum(second, _LEAST)
+    p, q = p / p.sum(), q / q.sum()
+    return float(((p - q) * np.log(p / q)).sum())
+
+
+def jensen_shannon(first: NDArray[Any], second: NDArray[Any]) -> float:
+    """Jensen-Shannon divergence of counts ``[bins]`` in bits, from 0 (alike) to 1 (no bin in common).
+
+    ½ Σ p log₂(p / m) + ½ Σ q log₂(q / m) with m = (p + q) / 2 (Lin, "Divergence measures based on the Shannon entropy",
+    IEEE Transactions on Information Theory 37(1), 1991). NaN where one of both has no counts.
+    """
+    if not first.sum() or not second.sum():
+        return math.nan
+    shares = [counts / counts.sum() for counts in (first, second)]
+    middle = (shares[0] + shares[1]) / 2
+    parts = [float((s[s > 0] * np.log2(s[s > 0] / middle[s > 0])).sum()) for s in shares]
+    return max(0.0, sum(parts) / 2)
+
+
+def rate(positives: float, samples: int) -> Interval:
+    """Share of positives with its interval by Wilson's score.
+
+    (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n) (Wilson, Journal of the American Statistical Association 22,
+    1927). Of labels between 0 and 1, whose variance is smaller than p(1−p), the interval is wider than it need be.
+    """
+    if not samples:
+        return Interval(math.nan, math.nan, math.nan)
+    p, z = positives / samples, _Z
+    middle, divisor = p + z * z / (2 * samples), 1 + z * z / samples
+    reach = z * math.sqrt(max(0.0, p * (1 - p)) / samples + z * z / (4 * samples * samples))
+    return Interval(p, max(0.0, (middle - reach) / divisor), min(1.0, (middle + reach) / divisor))
+
+
+def rate_change(before: Interval, after: Interval) -> Interval:
+    """Difference of two independent rates, after − before, with its interval.
+
+    By their own intervals: Δ − √((p₂ − l₂)² + (u₁ − p₁)²) to Δ + √((u₂ − p₂)² + (p₁ − l₁)²) (Newcombe, "Interval
+    estimation for the difference between independent proportions", Statistics in Medicine 17, 1998, method 10).
+    """
+    change = after.value - before.value
+    down = math.hypot(after.value - after.low, before.high - before.value)
+    up = math.hypot(after.high - after.value, before.value - before.low)
+    return Interval(change, change - down, change + up)

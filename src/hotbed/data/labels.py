@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 
 from hotbed.data import arrow
 from hotbed.data.columns import Label, Positive
+from hotbed.data.place import Place, refuse_labels
 from hotbed.data.schema import Schema
-from hotbed.data.source import Place, refuse_labels
 from hotbed.errors import SpecError
 
 _COMPARED: Mapping[str, Callable[[Any, Any], Any]] = {

@@ -17,7 +17,7 @@ from hotbed.data import arrow
 from hotbed.data.derived import Lookup
 from hotbed.data.hashing import Hashes
 from hotbed.data.parquet_files import find_parquet, with_rows
-from hotbed.data.source import Place
+from hotbed.data.place import Place
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 _STORED = ("key", "value", "hash")

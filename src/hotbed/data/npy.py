@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 
 from hotbed.batch import Batch
 from hotbed.data.columns import SparseColumn
+from hotbed.data.place import Place, label_ranges
 from hotbed.data.schema import Schema
-from hotbed.data.source import Place, Source, label_ranges
+from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
 from hotbed.locations import location

@@ -23,12 +23,21 @@ from hotbed.data.column_statistics import ColumnStatistics, quantile_boundaries
 from hotbed.data.columns import Label
 from hotbed.data.encode import Encoder
 from hotbed.data.labels import read_labels
-from hotbed.data.parquet_files import ParquetFile, find_parquet, refuse_same_files, text_columns, with_rows
+from hotbed.data.parquet_files import (
+    ParquetFile,
+    RowGroup,
+    RowSlice,
+    find_parquet,
+    in_slices,
+    refuse_same_files,
+    text_columns,
+    with_rows,
+)
+from hotbed.data.place import Place
 from hotbed.data.preparation import PREPARATION, Preparation, PreparationEntry
-from hotbed.data.row_groups import RowGroup, RowSlice, in_slices
 from hotbed.data.row_split import SPLITS, Rows, RowSplit, divide, row_split
 from hotbed.data.schema import Schema
-from hotbed.data.source import Place, Source
+from hotbed.data.source import Source
 from hotbed.data.vocabulary import VOCABULARY
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.locations import location
@@ -134,7 +143,7 @@ class ParquetSource(Source):
         self._raw_encoder = None if preparation is None else Encoder(self.schema, ids=ids, preparation=preparation)
 
     def column_types(self) -> dict[str, str]:
-        """Type of every column of the files, also of those that the schema does not name."""
+        """Type of every column of the files, also of columns outside of the schema."""
         fields = next(iter(self._groups.values()))[0].file.schema
         return {field.name: str(field.type) for field in fields}
 
@@ -232,7 +241,7 @@ def _said(file: ParquetFile) -> bytes | None:
 
 
 def _preparation(path: str | Path, files: Mapping[str, Sequence[ParquetFile]], schema: Schema) -> Preparation | None:
-    """How raw values became what prepared files have; None for others, and where raw rows cannot become theirs."""
+    """Return the preparation of prepared files; None for other files, and if raw rows cannot be prepared alike."""
     said = {_said(file) for of_split in files.values() for file in of_split}
     text, place = next(iter(said)), location(str(path))
     if len(said) > 1 or text is None or not isinstance(place, Path) or schema.derived:
@@ -305,44 +314,52 @@ def _with_paths(
     filesystem: fs.FileSystem | None,
     text: Collection[str],
 ) -> dict[str, list[ParquetFile]]:
-    """Files by split with those that are elsewhere, and without those that are not used."""
+    """Add split paths to the files by split, and remove unused splits."""
     found = dict(files)
     text = {*text, *text_columns(file for of_split in files.values() for file in of_split)}
+    problem = ""
     for split, place in split_paths.items():
+        of_place: dict[str, list[ParquetFile]] = {}
         if split not in SPLITS:
-            raise SpecError(f"split_paths has '{split}', which is no split; there are {', '.join(SPLITS)}")
-        if place is None and found.pop(split, None) is None:
-            raise SpecError(f"split_paths leaves out '{split}', but {path} has no such split; remove it")
-        if place is not None:
-            if split in found:
-                raise SpecError(
-                    f"split_paths says where '{split}' is, but {path} has this split; leave one of them out"
-                )
+            problem = f"split_paths has '{split}', which is no split; there are {', '.join(SPLITS)}"
+        elif place is None and found.pop(split, None) is None:
+            problem = f"split_paths leaves out '{split}', but {path} has no such split; remove it"
+        elif place is not None and split in found:
+            problem = f"split_paths says where '{split}' is, but {path} has this split; leave one of them out"
+        elif place is not None:
             of_place = find_parquet(place, filesystem, text)
             if len(of_place) > 1 and split not in of_place:
-                raise SpecError(f"{place} has the splits {', '.join(of_place)}, none of which is '{split}'")
+                problem = f"{place} has the splits {', '.join(of_place)}, none of which is '{split}'"
+        if problem:
+            break
+        if of_place:
             of_split = of_place[split] if split in of_place else next(iter(of_place.values()))
             refuse_same_files(split, of_split, found)
             found[split] = of_split
-    if "train" in split_paths and "" in found:
-        raise SpecError(f"split_paths says where 'train' is, but {path} has samples of no split; leave one of them out")
-    if not found:
-        raise SpecError(f"split_paths leaves out all splits of {path}; keep one")
+    if not problem and "train" in split_paths and "" in found:
+        problem = f"split_paths says where 'train' is, but {path} has samples of no split; leave one of them out"
+    elif not problem and not found:
+        problem = f"split_paths leaves out all splits of {path}; keep one"
+    if problem:
+        raise SpecError(problem)
     return found
 
 
 def _by_rows(path: str, groups: Groups, split: RowSplit, fractions: float) -> Groups:
     """Rows without a split, or those to train on, divided; the splits that there are already."""
-    if fractions:
-        raise SpecError("there are both split and valid_fraction or test_fraction; leave one of them out")
     whole = [group for group in groups.get("", groups.get("train", [])) if isinstance(group, RowGroup)]
     others = {name: of_split for name, of_split in groups.items() if name not in ("", "train")}
     both = next((name for name in split.names if name in others), None)
-    if both is not None:
-        raise SpecError(
+    problem = ""
+    if fractions:
+        problem = "there are both split and valid_fraction or test_fraction; leave one of them out"
+    elif both is not None:
+        problem = (
             f"split makes a split '{both}', which {path} has already; leave it out of split, or say split_paths: "
             f"{{{both}: null}} not to use that of the path"
         )
+    if problem:
+        raise SpecError(problem)
     for file in {group.file.shown: group.file for group in whole}.values():
         split.check(file.schema, file.shown)
     divided: Groups = {name: [*of_split] for name, of_split in divide(split, whole).items()}

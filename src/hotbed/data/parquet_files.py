@@ -1,22 +1,29 @@
-"""Find the files of a dataset by split, on any filesystem that pyarrow knows, and read their row groups."""
+"""Find the files of a dataset by split, on any filesystem of pyarrow, and read their row groups in parts.
+
+Some writers make one row group of a whole file. `in_slices` cuts a row group into slices, so that memory does not grow
+with it. A slice is read from the end of the one before it if the same columns are wanted, and otherwise from the start
+of the row group. Slices that several threads request out of order wait in memory.
+"""
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from urllib.parse import unquote
+from threading import Lock
+from typing import Any, ClassVar
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import fs
 
 from hotbed.data import arrow
 from hotbed.data.delimited import is_blank, is_delimited, parquet_of
-from hotbed.data.row_groups import RowGroup
 from hotbed.errors import DataError
 from hotbed.locations import opened
 
@@ -29,24 +36,232 @@ _PARQUET = (".parquet", ".parq", ".pq")
 _FEW_ROWS, _ROWS_PER_BYTE = 1 << 24, 100
 """A row group of more rows than both is no log: its rows are all the same, or its footer lies."""
 _BUFFER_BYTES = 1 << 20
-_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+_WAITING = 8
+"""Slices that are kept for readers that request them later, at most."""
 
 Partitions = tuple[tuple[str, pa.Scalar], ...]
 
 _DICTIONARIES = frozenset(("PLAIN_DICTIONARY", "RLE_DICTIONARY"))
-"""Encodings by which repeated values are stored once."""
+"""Encodings that store repeated values once."""
+
+
+# -- files of row groups -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFile(ABC):
+    """A file of samples that is read as Arrow columns, one part after another: of Parquet, or a split of a `Source`."""
+
+    name: str
+    """Its path below the dataset's, which does not change when the whole dataset is moved."""
+    shown: str
+    """Its name in messages: its path, or that of the text file which it was made from."""
+    unit: ClassVar[str] = "row group"
+    """Name of a part in messages."""
+
+    @cached_property
+    @abstractmethod
+    def schema(self) -> pa.Schema:
+        """Names and types of the columns."""
+
+    @property
+    def may_be_away(self) -> bool:
+        """Whether it is on another machine, so that it cannot be read while that one does not answer."""
+        return False
+
+    @property
+    @abstractmethod
+    def state(self) -> tuple[object, ...]:
+        """Plain values that change when the file does."""
+
+    @abstractmethod
+    def row_groups(self) -> list[RowGroup]:
+        """List the parts that hold samples."""
+
+    @abstractmethod
+    def read(self, row_group: int, columns: Sequence[str]) -> pa.Table:
+        """Read some columns of a part; safe from several threads."""
+
+    @abstractmethod
+    def nbytes(self, row_group: int) -> int:
+        """Return the uncompressed size of a part's columns in bytes."""
+
+    def batches(self, row_group: int, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
+        """Read some columns of a part in order, at most ``rows`` rows at once."""
+        whole = self.read(row_group, columns)
+        for at in range(0, len(whole), rows):
+            yield whole.slice(at, rows)
+
+    def repeated_texts(self, row_group: int, columns: Sequence[str]) -> dict[str, int]:
+        """Return columns whose texts are stored once however often they repeat, with the largest size of a text."""
+        return {}
+
+    def statistics(self, row_group: int, column: str) -> pq.Statistics | None:
+        """Return what the footer contains about a column of a part, if anything."""
+        return None
+
+    def __str__(self) -> str:
+        return self.shown
 
 
 @dataclass(frozen=True)
-class ParquetFile:
-    """One file with its footer, which is read once; a `TableFile`."""
+class RowGroup:
+    """One row group of a file, or part of it."""
+
+    file: TableFile
+    index: int
+    samples: int
+    first_row: int
+    """Number of its first row in the file."""
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        """Read some columns; safe from several threads."""
+        try:
+            return self.file.read(self.index, columns)
+        except (pa.ArrowException, OSError) as error:
+            raise self._unreadable(error, columns) from error
+
+    def batches(self, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
+        """Read some columns in order, at most ``rows`` rows at once."""
+        try:
+            yield from self.file.batches(self.index, columns, rows)
+        except (pa.ArrowException, OSError) as error:
+            raise self._unreadable(error, columns) from error
+
+    def _unreadable(self, error: Exception, columns: Sequence[str]) -> DataError:
+        said = " ".join(str(error).split())
+        if isinstance(error, FileNotFoundError):
+            return DataError(f"{self}: {self.file.shown} does not exist, or no longer ({said})")
+        damaged = "the file is damaged or cut short"
+        if self.file.may_be_away:
+            damaged += ", or where it is does not answer"
+        column = next((name for name in columns if not self._is_readable(name)), None)
+        where = str(self) if column is None else f"{self}, column '{column}'"
+        return DataError(f"{where}: cannot be read, {damaged} ({said}); write it again")
+
+    def _is_readable(self, column: str) -> bool:
+        try:
+            self.file.read(self.index, [column])
+        except (pa.ArrowException, OSError):
+            return False
+        return True
+
+    def place(self, at: int) -> str:
+        """Where the row is that `read` gives at this position."""
+        return f"row {at:,} (row {self.first_row + at:,} of the file)"
+
+    def integer_range(self, column: str) -> tuple[int, int] | None:
+        """Smallest and largest value of a column of integers or booleans without nulls, if the footer has them.
+
+        Footers tell nothing of NaN, so a column of floats has to be read.
+        """
+        found = self.statistics(column)
+        return (int(found.min), int(found.max)) if found is not None and isinstance(found.min, int) else None
+
+    def statistics(self, column: str) -> pq.Statistics | None:
+        """Return the footer's statistics of a column without nulls; None if they lack the range."""
+        found = self.file.statistics(self.index, column)
+        complete = found is not None and found.has_min_max and found.has_null_count and found.null_count == 0
+        return found if complete else None
+
+    def __str__(self) -> str:
+        return f"{self.file.shown}, {self.file.unit} {self.index}"
+
+
+@dataclass(frozen=True)
+class RowsOfGroup:
+    """Some rows of a row group, which are read like a `RowGroup`."""
+
+    group: RowGroup
+
+    @property
+    def file(self) -> Any:
+        """The file of the row group."""
+        return self.group.file
+
+    def integer_range(self, column: str) -> tuple[int, int] | None:
+        """Return the only value of a column of integers without nulls, if the footer proves that there is one."""
+        found = self.group.integer_range(column)
+        return found if found is not None and found[0] == found[1] else None
+
+    def __str__(self) -> str:
+        return str(self.group)
+
+
+@dataclass(frozen=True)
+class RowSlice(RowsOfGroup):
+    """Consecutive rows of a row group."""
+
+    reader: _Reader
+    index: int
+    samples: int
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        """Read some columns of these rows; safe from several threads."""
+        return self.reader.read(tuple(columns), self.index)
+
+    def place(self, at: int) -> str:
+        """Where the row is that `read` gives at this position."""
+        return self.group.place(self.index * self.reader.rows + at)
+
+
+def in_slices(group: RowGroup, rows: int) -> list[RowGroup | RowSlice]:
+    """Cut a row group into slices of ``rows`` rows; a smaller row group remains as it is."""
+    if group.samples <= rows:
+        return [group]
+    reader = _Reader(group, rows)
+    starts = range(0, group.samples, rows)
+    return [RowSlice(group, reader, i, min(rows, group.samples - at)) for i, at in enumerate(starts)]
+
+
+class _Reader:
+    """Reads the slices of a row group, and keeps a position for each selection of columns."""
+
+    def __init__(self, group: RowGroup, rows: int) -> None:
+        self.group, self.rows = group, rows
+        self._lock = Lock()
+        self._at: dict[tuple[str, ...], _Position] = {}
+
+    def read(self, columns: tuple[str, ...], index: int) -> pa.Table:
+        """Read a slice."""
+        with self._lock:
+            at = self._at.get(columns)
+            if at is None or (index < at.next and index not in at.waiting):
+                at = self._at[columns] = _Position(self._slices(columns), 0, {})
+            while at.next <= index:
+                at.waiting[at.next] = next(at.slices)
+                at.next += 1
+                if len(at.waiting) > _WAITING:
+                    del at.waiting[min(at.waiting)]
+            return at.waiting.pop(index)
+
+    def _slices(self, columns: tuple[str, ...]) -> Iterator[pa.Table]:
+        parts: list[pa.Table] = []
+        for part in self.group.batches(columns, self.rows):
+            while (short := self.rows - sum(map(len, parts))) <= len(part):
+                yield pa.concat_tables([*parts, part.slice(0, short)])
+                parts, part = [], part.slice(short)
+            parts.append(part)
+        if sum(map(len, parts)):
+            yield pa.concat_tables(parts)
+
+
+@dataclass
+class _Position:
+    slices: Iterator[pa.Table]
+    next: int
+    waiting: dict[int, pa.Table]
+
+
+# -- Parquet -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParquetFile(TableFile):
+    """One file with its footer, which is read once."""
 
     filesystem: fs.FileSystem
     path: str
-    name: str
-    """Its path below the dataset's, which does not change when all of it is moved."""
-    shown: str
-    """What messages call it: its path, or that of the text file which it was made from."""
     partitions: Partitions = ()
     """Columns that its folders stand for (``day=2024-01-01/``), with the value in all of its rows."""
 
@@ -74,7 +289,7 @@ class ParquetFile:
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """Names and types of the columns, those of the folders last; raises `DataError` if two have one name."""
+        """Names and types of the columns, then of the folders; raises `DataError` if two columns have one name."""
         stored = self.metadata.schema.to_arrow_schema()
         for name, count in Counter(stored.names).items():
             if count > 1 and self.metadata.num_rows:
@@ -85,13 +300,8 @@ class ParquetFile:
         return found
 
     @property
-    def unit(self) -> str:
-        """A row group."""
-        return "row group"
-
-    @property
     def state(self) -> tuple[object, ...]:
-        """Path, size and time of change; of one that was converted its name says the state of the text."""
+        """Path, size and time of change. The name of a converted file contains the state of its text file."""
         if self.path != self.shown:  # its time says when it was used last
             return self.shown, self.path
         info = self.filesystem.get_file_info(self.path)
@@ -120,15 +330,16 @@ class ParquetFile:
             row += count
         return found
 
-    def read(self, row_group: int, columns: Sequence[str], rows: int) -> pa.Table:
+    def read(self, row_group: int, columns: Sequence[str]) -> pa.Table:
         """Read some columns of a row group; safe from several threads, each call opens the file for itself."""
         with self.filesystem.open_input_file(self.path) as stream:
             opened = pq.ParquetFile(stream, metadata=self.metadata)
             table = opened.read_row_group(row_group, columns=self._stored(columns), use_threads=False)
+        rows = self.metadata.row_group(row_group).num_rows
         return self._with_folders(arrow.plain(table, str(self)), columns, rows)
 
     def batches(self, row_group: int, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
-        """Read some columns of a row group in order, at most so many rows at once."""
+        """Read some columns of a row group in order, at most ``rows`` rows at once."""
         with self.filesystem.open_input_file(self.path) as stream:
             # Without a buffer, or with one that is filled beforehand, all columns would be read before the first rows.
             opened = pq.ParquetFile(stream, metadata=self.metadata, buffer_size=_BUFFER_BYTES, pre_buffer=False)
@@ -141,7 +352,7 @@ class ParquetFile:
         return self.metadata.row_group(row_group).total_byte_size
 
     def repeated_texts(self, row_group: int, columns: Sequence[str]) -> dict[str, int]:
-        """Name those of the columns whose texts are stored once however often they repeat, with their bytes at most."""
+        """Return columns with dictionary-encoded texts, with an upper limit of the bytes of a text."""
         stored, found = self.metadata.row_group(row_group), dict[str, int]()
         for leaf in (stored.column(i) for i in range(stored.num_columns)):
             names = [n for n in (leaf.path_in_schema, leaf.path_in_schema.partition(".")[0]) if n in columns]
@@ -151,7 +362,7 @@ class ParquetFile:
         return found
 
     def statistics(self, row_group: int, column: str) -> pq.Statistics | None:
-        """What the footer says of a column."""
+        """Return the footer's statistics of a column."""
         leaf = self.leaves.get(column)
         return None if leaf is None else self.metadata.row_group(row_group).column(leaf).statistics
 
@@ -160,13 +371,13 @@ class ParquetFile:
         return replace(self, partitions=(*self.partitions, *((name, pa.scalar(None)) for name in columns)))
 
     def is_missing(self, column: str) -> bool:
-        """Whether no row has a value of a column; it is read where the footer does not say so."""
+        """Return whether no row has a value of a column. The column is read if the footer does not contain that."""
         if column not in self._missing:
             self._missing[column] = all(self._is_missing_in(group, column) for group in self.row_groups())
         return self._missing[column]
 
     def known_schema(self, columns: Sequence[str]) -> pa.Schema:
-        """The schema, in which those of these columns have the type null that have no values."""
+        """Return the schema, with the type null for those of ``columns`` that have no values."""
         known = [f.with_type(pa.null()) if f.name in columns and self.is_missing(f.name) else f for f in self.schema]
         return pa.schema(known)
 
@@ -178,7 +389,7 @@ class ParquetFile:
 
     @cached_property
     def _missing(self) -> dict[str, bool]:
-        """What `is_missing` has found."""
+        """Results of `is_missing` by column."""
         return {}
 
     def _stored(self, columns: Sequence[str]) -> list[str]:
@@ -197,11 +408,11 @@ class ParquetFile:
         return {name: value for name, value in self.partitions if name not in stored}
 
     def __getstate__(self) -> dict[str, object]:
-        """What is sent to other processes, which read the footer themselves."""
-        return {name: getattr(self, name) for name in ("filesystem", "path", "name", "shown", "partitions")}
+        """Return the fields without the footer, which other processes read themselves."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def __str__(self) -> str:
-        return self.shown
+
+# -- finding files -------------------------------------------------------------------------------------------------
 
 
 def find_parquet(
@@ -220,12 +431,11 @@ def find_parquet(
     """
     store, root = _located(path, filesystem)
     info = store.get_file_info(root)
-    if info.type == fs.FileType.NotFound:
-        raise DataError(f"{path} does not exist; give a Parquet, CSV or TSV file, or a folder of them")
     if info.is_file:
         return {"": [_file(store, root, root.rstrip("/").split("/")[-1], text=text)]}
     if info.type != fs.FileType.Directory:
-        raise DataError(f"{path} is neither a file nor a folder; give a Parquet, CSV or TSV file, or a folder of them")
+        problem = "does not exist" if info.type == fs.FileType.NotFound else "is neither a file nor a folder"
+        raise DataError(f"{path} {problem}; give a Parquet, CSV or TSV file, or a folder of them")
     entries = store.get_file_info(fs.FileSelector(root, recursive=True))
     found = [e.path[len(root) :].strip("/") for e in sorted(entries, key=_in_number_order) if e.is_file]
     others = "vocabulary/" if "source.yaml" in found else "\0"  # of a dataset that `hotbed prepare` made
@@ -243,12 +453,11 @@ def find_parquet(
     }
     # A split of nothing but blank files is refused when the first one is read.
     names = {split: [name for name in of if name not in blank] or of for split, of in names.items()}
-    numbers = _numbers([name for of_split in names.values() for name in of_split])
-    base = root.rstrip("/")
+    partitions, base = _partitions([name for of_split in names.values() for name in of_split]), root.rstrip("/")
 
     def files(text: Collection[str]) -> dict[str, list[ParquetFile]]:
         return {
-            split: [_file(store, f"{base}/{name}", name, _partitions(name, numbers), text) for name in of_split]
+            split: [_file(store, f"{base}/{name}", name, partitions[name], text) for name in of_split]
             for split, of_split in names.items()
         }
 
@@ -272,7 +481,7 @@ def _located(path: str | Path, filesystem: fs.FileSystem | None) -> tuple[fs.Fil
 def _file(
     store: fs.FileSystem, path: str, name: str, partitions: Partitions = (), text: Collection[str] = ()
 ) -> ParquetFile:
-    file = ParquetFile(store, path, name, path, partitions)
+    file = ParquetFile(filesystem=store, path=path, name=name, shown=path, partitions=partitions)
     if is_delimited(name):
         file = replace(file, filesystem=fs.LocalFileSystem(), path=str(parquet_of(store, path, text)))
     return file
@@ -320,7 +529,7 @@ def is_table(name: str) -> bool:
 
 
 def _by_split(names: Sequence[str]) -> dict[str, list[str]]:
-    """Names by split, train first; all are under ``""`` where those of no folder are of one split."""
+    """Group names by split, train first. All are under ``""`` if files outside of folders are of one split."""
     top = [name for name in names if "/" not in name]
     ways = {name: (_split_of_file(name, 1), _split_of_file(name, None)) for name in top}
     # A word inside a name says little by itself, but beside train data that is called so, too, it does.
@@ -343,22 +552,21 @@ def _split_of_file(name: str, words: int | None) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def _partitions(name: str, numbers: Collection[str]) -> Partitions:
-    """Columns that the folders of a file stand for; of ``numbers`` all values are integers."""
-    kinds = {column: pa.int64() if column in numbers else pa.string() for column in _folders(name)}
-    return tuple((column, pa.scalar(value).cast(kinds[column])) for column, value in _folders(name).items())
+def _partitions(names: Sequence[str]) -> dict[str, Partitions]:
+    """Return the columns that the folders of each file stand for, as in Hive.
 
-
-def _folders(name: str) -> dict[str, str | None]:
-    pairs = [folder.partition("=") for folder in name.split("/")[:-1]]
-    values = {column: unquote(value) for column, equals, value in pairs if equals and column}
-    return {column: None if value == _NO_VALUE else value for column, value in values.items()}
-
-
-def _numbers(names: Sequence[str]) -> set[str]:
-    """Columns of folders whose values are all integers that are written as such (``2``, not ``02``)."""
-    values: dict[str, set[str]] = {}
-    for column, value in (pair for name in names for pair in _folders(name).items()):
-        values.setdefault(column, set()).update([] if value is None else [value])
-    integer = re.compile(r"0|-?[1-9]\d{0,17}")
-    return {column for column, of in values.items() if of and all(integer.fullmatch(value) for value in of)}
+    They are integers if all values are integers that are written as such (``2``, not ``02``), else text.
+    """
+    folders = [folder for name in names for folder in name.split("/")[:-1]]
+    fields = [field for field in dict.fromkeys(f.partition("=")[0] for f in folders if "=" in f) if field]
+    hive = ds.HivePartitioning(pa.schema([(field, pa.string()) for field in fields]))
+    values = {name: ds.get_partition_keys(hive.parse(name)) for name in names}
+    kinds: dict[str, pa.DataType] = {}
+    for field in fields:
+        known = {of[field] for of in values.values() if of.get(field) is not None}
+        is_number = known and all(re.fullmatch(r"0|-?[1-9]\d{0,17}", value) for value in known)
+        kinds[field] = pa.int64() if is_number else pa.string()
+    return {
+        name: tuple((field, pa.scalar(of[field]).cast(kinds[field])) for field in fields if field in of)
+        for name, of in values.items()
+    }

@@ -12,9 +12,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotbed.data import arrow
-from hotbed.data.row_groups import RowGroup
+from hotbed.data.parquet_files import RowGroup
+from hotbed.data.place import Place
 from hotbed.data.row_split import SPLITS, Position, RowSplit
-from hotbed.data.source import Place
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 _TEST_FRACTION = 0.1

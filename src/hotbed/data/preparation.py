@@ -30,8 +30,8 @@ from hotbed.data.columns import SparseColumn
 from hotbed.data.criteo import complaint, hexadecimal, logarithm
 from hotbed.data.hashing import mix, rows_of
 from hotbed.data.lookup_table import LookupTable, content_sha256
+from hotbed.data.place import Place
 from hotbed.data.schema import Schema
-from hotbed.data.source import Place
 from hotbed.data.vocabulary import VOCABULARY, read_vocabulary, vocabulary_file
 from hotbed.errors import DataError, SpecError, did_you_mean
 

@@ -36,9 +36,8 @@ from hotbed.data.delimited import has_header, is_delimited
 from hotbed.data.draft import draft
 from hotbed.data.encode import Encoder
 from hotbed.data.executors import Tasks
-from hotbed.data.parquet_files import ParquetFile, find_parquet, is_table, with_rows
+from hotbed.data.parquet_files import ParquetFile, TableFile, find_parquet, is_table, with_rows
 from hotbed.data.pieces import Piece
-from hotbed.data.row_groups import TableFile
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.data.stored_rows import is_source, source_files
@@ -115,7 +114,9 @@ def parsed_pieces(parts: Sequence[LogPart]) -> tuple[list[Piece], Counter[str], 
     pieces: list[Piece] = []
     skipped, replaced = Counter[str](), Counter[str]()
     for part in parts:
-        file = ParquetFile(fs.LocalFileSystem(), str(part.spool), part.file.name, str(part.file))
+        file = ParquetFile(
+            filesystem=fs.LocalFileSystem(), path=str(part.spool), name=part.file.name, shown=str(part.file)
+        )
         for counts, key in ((skipped, _SKIPPED), (replaced, _REPLACED)):
             counts.update(json.loads((file.metadata.metadata or {}).get(key, b"{}")))
         pieces += [Piece(rows) for rows in file.row_groups()]

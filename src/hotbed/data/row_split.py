@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from hotbed.data import arrow
 from hotbed.data.hashing import hash_integers, hash_strings, mix
-from hotbed.data.row_groups import RowGroup, RowsOfGroup
+from hotbed.data.parquet_files import RowGroup, RowsOfGroup
 from hotbed.data.text_dates import UNSORTED, other_zones, parse_dates
 from hotbed.errors import DataError, SpecError, did_you_mean
 
@@ -113,18 +113,21 @@ def row_split(values: Mapping[str, object]) -> RowSplit:
     """Make a split of a recipe's plain values: ``{by: time, column: …, valid_from: …, test_from: …}``, or of others."""
     kinds: dict[str, type[RowSplit]] = {"time": TimeSplit, "hash": HashSplit, "order": OrderSplit}
     by = values.get("by") if isinstance(values, Mapping) else None
-    if by not in kinds:
-        raise SpecError(
-            f"split is {values!r}, must be a mapping with `by`: {{by: time, column: ts, test_from: 2024-06-01}}, "
+    kind = kinds.get(str(by), RowSplit)
+    known = [f.name for f in fields(cast("Any", kind))] if by in kinds else []
+    other = next((key for key in values if key not in ("by", *known)), None) if known else None
+    problem = ""
+    if not known:
+        problem = (
+            f" is {values!r}, must be a mapping with `by`: {{by: time, column: ts, test_from: 2024-06-01}}, "
             "{by: hash, test: 0.1} or {by: order, test: 0.1}"
         )
-    kind = kinds[str(by)]
-    known = [f.name for f in fields(cast("Any", kind))]
-    for key in values:
-        if key not in ("by", *known):
-            raise SpecError(f"split by {by} has no '{key}'; it may have {', '.join(known)}{did_you_mean(key, known)}")
-    if "column" in known and "column" not in values:
-        raise SpecError(f"split by {by} needs 'column', the name of the column of times")
+    elif other is not None:
+        problem = f" by {by} has no '{other}'; it may have {', '.join(known)}{did_you_mean(other, known)}"
+    elif "column" in known and "column" not in values:
+        problem = f" by {by} needs 'column', the name of the column of times"
+    if problem:
+        raise SpecError(f"split{problem}")
     return kind(**cast("dict[str, Any]", {key: value for key, value in values.items() if key != "by"}))
 
 
@@ -144,19 +147,21 @@ class TimeSplit(RowSplit):
     format: str | None = None
 
     def __post_init__(self) -> None:
+        problem, format_ = "", cast("object", self.format)
         if not isinstance(self.column, str) or not self.column:
-            raise SpecError(f"split by time: column is {self.column!r}, must be the name of a column, in quotes")
+            problem = f": column is {self.column!r}, must be the name of a column, in quotes"
+        elif format_ is not None and (not isinstance(format_, str) or "%" not in format_):
+            problem = f": format is {format_!r}, must be text such as '%Y-%m-%d %H:%M', or null"
+        elif self.valid_from is None and self.test_from is None:
+            problem = " needs valid_from or test_from, the first time of that split"
         for key in ("valid_from", "test_from"):
             value = getattr(self, key)
             if isinstance(value, datetime.date):  # YAML's
                 object.__setattr__(self, key, value.isoformat())
             elif value is not None and not _is_time(value):
-                raise SpecError(f"split by time: {key} is {value!r}, must be a finite number or text")
-        format_: object = self.format
-        if format_ is not None and (not isinstance(format_, str) or "%" not in format_):
-            raise SpecError(f"split by time: format is {format_!r}, must be text such as '%Y-%m-%d %H:%M', or null")
-        if self.valid_from is None and self.test_from is None:
-            raise SpecError("split by time needs valid_from or test_from, the first time of that split")
+                problem = problem or f": {key} is {value!r}, must be a finite number or text"
+        if problem:
+            raise SpecError(f"split by time{problem}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -173,12 +178,13 @@ class TimeSplit(RowSplit):
                 f"{where} has no column '{column}' to split by; it has {', '.join(schema.names)}"
                 f"{did_you_mean(column, schema.names)}"
             )
-        kind = schema.field(column).type
+        kind, problem = schema.field(column).type, ""
         if self.format is not None and not arrow.is_text(kind):
-            raise SpecError(f"split by time: format is {self.format!r}, but column '{column}' is {kind}, not text")
-        starts = self._starts(kind)
-        if len(starts) > 1 and not starts[0][0] < starts[1][0]:
-            raise SpecError(f"split by time: valid_from {self.valid_from} must be before test_from {self.test_from}")
+            problem = f"format is {self.format!r}, but column '{column}' is {kind}, not text"
+        elif len(starts := self._starts(kind)) > 1 and not starts[0][0] < starts[1][0]:
+            problem = f"valid_from {self.valid_from} must be before test_from {self.test_from}"
+        if problem:
+            raise SpecError(f"split by time: {problem}")
 
     def whole(self, group: RowGroup) -> int | None:
         """By the footer's smallest and largest value, of integers, dates and times."""
@@ -301,16 +307,14 @@ class _ShareSplit(RowSplit):
     by: ClassVar[str]
 
     def __post_init__(self) -> None:
-        for key in ("valid", "test"):
-            share: object = getattr(self, key)
+        problem = ""
+        for key, share in (("valid", cast("object", self.valid)), ("test", cast("object", self.test))):
             if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
-                raise SpecError(
-                    f"split by {self.by}: {key} is {share!r}, must be a share from 0 to below 1, such as 0.1"
-                )
-        if not 0 < self.valid + self.test < 1:
-            raise SpecError(
-                f"split by {self.by}: valid {self.valid} and test {self.test} must be above 0 and below 1 together"
-            )
+                problem = problem or f"{key} is {share!r}, must be a share from 0 to below 1, such as 0.1"
+        if not problem and not 0 < self.valid + self.test < 1:
+            problem = f"valid {self.valid} and test {self.test} must be above 0 and below 1 together"
+        if problem:
+            raise SpecError(f"split by {self.by}: {problem}")
 
     @property
     def names(self) -> tuple[str, ...]:

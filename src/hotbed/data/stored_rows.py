@@ -29,11 +29,11 @@ from hotbed.batch import Batch
 from hotbed.data.encoding import MARKERS
 from hotbed.data.npy import NpySource, find_days, has_days
 from hotbed.data.parquet import ParquetSource
-from hotbed.data.parquet_files import ParquetFile, find_parquet, with_rows
-from hotbed.data.row_groups import RowGroup
+from hotbed.data.parquet_files import ParquetFile, RowGroup, TableFile, find_parquet, with_rows
+from hotbed.data.place import Place
 from hotbed.data.row_split import SPLITS
 from hotbed.data.schema import Schema
-from hotbed.data.source import Place, Source
+from hotbed.data.source import Source
 from hotbed.data.split_binary import DESCRIPTION, SplitBinarySource
 from hotbed.errors import DataError, SpecError
 from hotbed.locations import location, opened
@@ -276,25 +276,14 @@ def _slices(group: RowGroup, names: Sequence[str], split: str) -> Iterator[RowsS
 # -- a source as files of columns -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """A split of a source as a `TableFile`; its parts are chunks, ids are int64, and numbers are as they are read."""
+@dataclass(frozen=True, kw_only=True)
+class SourceFile(TableFile):
+    """A split of a source; its parts are chunks, ids are int64, and numbers are as they are read."""
 
+    unit = "chunk"
     source: Source
     split: str
-    name: str  # name of the file that the split stands for
-    shown: str  # name in messages
     files: tuple[Path, ...]  # files that the source reads
-
-    @property
-    def unit(self) -> str:
-        """A chunk."""
-        return "chunk"
-
-    @property
-    def may_be_away(self) -> bool:
-        """Sources say themselves where something cannot be read."""
-        return False
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -321,7 +310,7 @@ class SourceFile:
         starts = np.cumsum([0, *sizes]).tolist()
         return [RowGroup(self, i, n, start) for i, (n, start) in enumerate(zip(sizes, starts, strict=False)) if n]
 
-    def read(self, row_group: int, columns: Sequence[str], rows: int) -> pa.Table:
+    def read(self, row_group: int, columns: Sequence[str]) -> pa.Table:
         """Read some columns of a chunk."""
         batch = self.source.read(self.split, row_group)
         schema = self.source.schema
@@ -335,28 +324,12 @@ class SourceFile:
         found = columns_of(batch, schema)
         return pa.table({name: found[name].cast(self.schema.field(name).type) for name in columns})
 
-    def batches(self, row_group: int, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
-        """Give some columns of a chunk, which is read whole, at most so many rows at once."""
-        whole = self.read(row_group, columns, rows)
-        for at in range(0, len(whole), rows):
-            yield whole.slice(at, rows)
-
     def nbytes(self, row_group: int) -> int:
         """Bytes of a chunk, with one id where their number varies."""
         s = self.source.schema
         numbers = len(s.dense) * (8 if s.numericals else 4) + 4 * len(s.labels)
         ids = 8 * sum(column.ids or 1 for column in s.sparse)
         return (numbers + ids) * self.source.chunks(self.split)[row_group]
-
-    def repeated_texts(self, row_group: int, columns: Sequence[str]) -> dict[str, int]:
-        """Name none: a batch has no texts."""
-        return {}
-
-    def statistics(self, row_group: int, column: str) -> None:
-        """Tell nothing: it is not known before it is read."""
-
-    def __str__(self) -> str:
-        return self.shown
 
 
 def source_files(
@@ -372,8 +345,8 @@ def source_files(
     if (other := next((split for split in source.splits if split not in SPLITS), None)) is not None:
         raise DataError(f"{_shown(raw)} has a split '{other}'; only {', '.join(SPLITS)} can be prepared")
     _check_labels(source)
-    stored = tuple(source.files())
-    return source.schema, {s: [SourceFile(source, s, s, f"{_shown(raw)}/{s}", stored)] for s in source.splits}
+    stored = source.files()
+    return source.schema, {s: [_source_file(source, s, raw, stored)] for s in source.splits}
 
 
 def _days(path: Path, schema: Schema | Mapping[str, object] | None) -> tuple[Schema, dict[str, list[SourceFile]]]:
@@ -382,10 +355,15 @@ def _days(path: Path, schema: Schema | Mapping[str, object] | None) -> tuple[Sch
     rows = 1 << 30 if schema is None else None
     source = NpySource(path, schema, rows=rows, splits={day.name: [day.name] for day in days})
     _check_labels(source)
-    files = {day.name: SourceFile(source, day.name, day.name, f"{path}/{day.name}", tuple(day.files)) for day in days}
+    files = {day.name: _source_file(source, day.name, path, day.files) for day in days}
     if files.keys() <= set(SPLITS):
         return source.schema, {split: [file] for split, file in files.items()}
     return source.schema, {"": list(files.values())}
+
+
+def _source_file(source: Source, split: str, raw: Path | Source, files: Sequence[Path]) -> SourceFile:
+    shown = f"{_shown(raw)}/{split}"
+    return SourceFile(name=split, shown=shown, source=source, split=split, files=tuple(files))
 
 
 def _check_labels(source: Source) -> None:

@@ -1,9 +1,9 @@
-"""Find how dates are written in text or digits, and parse text: `date_format`, `digit_layout`, `parse_dates`."""
+"""Find how dates are written in text or digits, and parse text: `find_dates`, `parse_dates`."""
 
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +29,13 @@ _ZONED = r"^.*\d:\d\d(?:[.,]\d+)? ?(Z|UTC|[+-]\d\d:?\d\d)$"
 _FIRST = 20  # values by which most formats are ruled out
 _YEARS = (1900, 2100)
 
+_CLOCK = r"([T ,]+\d{1,2}:\d\d.{0,20})?$"
+_PADDED_CLOCK = r"([T ,]+\d\d:\d\d(:\d\d([.,]\d+)?)?( ?(Z|UTC|[+-]\d\d:?\d\d))?)?$"
+_SORTABLE_DATE = r"^(19|20)\d\d[-/.](0\d|1[0-2])([-/.][0-3]\d" + _PADDED_CLOCK + "|$)"
+_YEAR_FIRST_DATE = r"^(19|20)\d\d([-/]\d\d?[-/]|[.]\d\d[.])[0-3]?\d" + _CLOCK
+_DAY_AND_MONTH = r"[0-3]?\d[-/. ]([01]?\d|[A-Z][a-z]{2})|[01]?\d[-/.][0-3]?\d"
+_OTHER_DATE = rf"^(({_DAY_AND_MONTH})[-/. ](19|20)\d\d|\d\d?/\d\d?/\d\d){_CLOCK}"
+
 _PARTS = {"S": (0, 59), "M": (0, 59), "H": (0, 23), "D": (1, 31), "N": (1, 12)}
 _LAYOUTS = {
     "YYYYMMDDHHMMSS": ("SMHDN", 1990, 2100),
@@ -38,6 +45,32 @@ _LAYOUTS = {
     "YYYYMM": ("N", 1990, 2100),
     "YYMMDDHH": ("HDN", 1, 99),
 }
+
+
+class DatesFound(NamedTuple):
+    """How all texts of a column write dates."""
+
+    # sortable: 2024-12-31; format: 31/12/2024, see `date_format`; other: ambiguous, or of several formats
+    dates: Literal["", "sortable", "format", "other"] = ""
+    format: str | None = None
+    layout: str = ""  # layout of dates as digits, see `digit_layout`
+
+
+def find_dates(values: pa.Array) -> DatesFound:
+    """Find the way in which all of these distinct texts ``[u]`` write dates."""
+
+    def are(pattern: str) -> bool:
+        return bool(len(values)) and pc.all(pc.match_substring_regex(values, pattern)).as_py()
+
+    if are(r"^\d{6,14}$") and len(pc.unique(pc.binary_length(values))) == 1:
+        digits = pc.cast(pc.cast(values, pa.large_string()), pa.int64()).to_numpy()
+        return DatesFound(layout=digit_layout(digits))
+    if are(_SORTABLE_DATE) and not pc.any(other_zones(pc.cast(values, pa.large_string()))).as_py():
+        return DatesFound("sortable")
+    if are(_YEAR_FIRST_DATE) or are(_OTHER_DATE):
+        found = date_format(values)
+        return DatesFound("other" if found is None else "format", found)
+    return DatesFound()
 
 
 def digit_layout(values: arrow.Array) -> str:

@@ -41,7 +41,8 @@ from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.checks import Count, check
 from hotbed.config import Recipe
 from hotbed.data import Loader, Source
-from hotbed.data.stability import BINS, bins_of, stability_index
+from hotbed.data.inspection import stability_index
+from hotbed.data.profile import BINS, bins_of
 from hotbed.errors import CheckpointError, DamagedError, DataError, RecipeError, StoppedError
 from hotbed.files import new_file, read_text, write_json, write_text
 from hotbed.locations import location, remote_files
@@ -240,7 +241,7 @@ class DayCounts:
     """Count a day's ids that were never seen before, its labels, and the distributions of its numbers.
 
     Batches are counted on their way to an evaluation. Counts of ranks and of days add up. Two days are compared by the
-    population stability index (`hotbed.data.stability`).
+    population stability index (`hotbed.data.inspection`).
     """
 
     def __init__(self, source: Source, seen: Mapping[str, np.ndarray[Any, Any]]) -> None:

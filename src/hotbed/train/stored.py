@@ -18,7 +18,7 @@ from hotbed.config import Component, ParallelRecipe, Recipe, TaskRecipe, check_t
 from hotbed.data import Encoder, Loader, NpySource, ParquetSource, Schema, Source, SplitBinarySource
 from hotbed.data.items import ItemSet, items_of, merged
 from hotbed.data.parquet import is_prepared
-from hotbed.data.source import refuse_other_kind
+from hotbed.data.place import refuse_other_kind
 from hotbed.data.split_binary import DESCRIPTION
 from hotbed.errors import CheckpointError, DataError, RecipeError
 from hotbed.locations import is_storage, location
