@@ -355,7 +355,7 @@ def _journey_process(_: int, name: str, folder: str) -> None:
     Path("found.json").write_text(json.dumps(JOURNEYS[name]()), encoding="utf-8")
 
 
-def travelled(name: str) -> dict[str, Any]:
+def count_journey(name: str) -> dict[str, Any]:
     """Count a journey in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_journey_process, (name, folder), nprocs=1)
@@ -511,7 +511,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=5, help="processes that time each import")
     parser.add_argument("--json", type=Path, help="write results here")
     args = parser.parse_args(argv)
-    journeys = {name: travelled(name) for name in JOURNEYS}
+    journeys = {name: count_journey(name) for name in JOURNEYS}
     results: dict[str, Any] = {"journeys": journeys, "python": sys.version}
     steps: dict[str, Any] = {}
     if args.only is None:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cache
+from numbers import Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeGuard, Union, get_args, get_origin, get_type_hints
 
@@ -31,6 +32,8 @@ class Range:
     below: float = math.inf
     note: str = ""
     """Text behind the limits in messages, e.g. ``" (a year)"``."""
+    name: str = ""
+    """What the number is, where another type is found, e.g. ``"a number of ranks"``."""
 
     def unmet(self, value: float, kind: type[float]) -> str | None:
         """Return the limit that a number of a kind (int or float) breaks, or None."""
@@ -65,6 +68,7 @@ _NAMES: dict[Any, str] = {
     bool: "true or false",
     NoneType: "null",
     list: "a list",
+    tuple: "a list",
     Any: "any value",
 }
 
@@ -198,19 +202,19 @@ def problem(key: str, value: Any, annotation: Any) -> str | None:
         return _got(key, value, describe(annotation), choices_of(annotation))
     entries: list[str | None] = []
     if origin in (dict, Mapping):
-        entries = [problem(key, name, parts[0]) for name in value if parts[0] is not str]
+        entries = [problem(f"key of {key}", name, parts[0]) for name in value if parts[0] is not str]
         entries += [problem(f"{key}.{name}", entry, parts[1]) for name, entry in value.items()]
-    elif origin is list:
+    elif origin in (list, tuple):
         entries = [problem(key, entry, parts[0]) for entry in value]
     return next((entry for entry in entries if entry), None)
 
 
 def as_declared(value: Any, annotation: Any) -> Any:
-    """Return a value as its annotation declares it: an integer as a float, where only that is declared."""
+    """Return a value as its annotation declares it: an integer or NumPy scalar as a float, if only that is declared."""
     origin, parts = get_origin(annotation), get_args(annotation)
     kinds = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in parts or [annotation]]
     is_float = origin in (None, Annotated, Union, UnionType) and float in kinds and int not in kinds
-    return float(value) if is_float and is_int(value) else value
+    return float(value) if is_float and isinstance(value, Real) and not isinstance(value, bool) else value
 
 
 def keys_that_may_differ(cls: type[Any]) -> set[str]:
@@ -231,15 +235,15 @@ def _is_of(value: Any, annotation: Any) -> bool:
     if kind is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(annotation))
     if kind in (int, float):
-        return is_int(value) or (kind is float and isinstance(value, float))
-    return isinstance(value, (list, tuple) if kind is list else kind)
+        return is_int(value) or (kind is float and isinstance(value, Real) and not isinstance(value, bool))
+    return isinstance(value, (list, tuple) if kind in (list, tuple) else kind)
 
 
 def describe(annotation: Any) -> str:
     """Return the types and choices of an annotation as messages and help name them."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return describe(parts[0])
+        return parts[1].name or describe(parts[0])
     if origin in (Union, UnionType):
         return " or ".join(describe(part) for part in parts)
     if origin is Mapping:
@@ -263,4 +267,4 @@ def _got(key: str, value: Any, expected: str, choices: list[str] | None = None) 
 
 
 def _fixed(message: str, fix: str) -> str:
-    return f"{message}. {fix}" if fix else message
+    return f"{message}{'' if message.endswith('?') else '.'} {fix}" if fix else message

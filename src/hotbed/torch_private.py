@@ -1,7 +1,4 @@
-"""The private symbols of torch that hotbed uses, each behind a name of ours; no other file uses any.
-
-``tests/test_torch_private.py`` calls each of them, and lists the releases of torch in which it was seen to work.
-"""
+"""Private symbols of torch that hotbed uses. `tests/test_torch_private.py` tests each, and lists releases of torch."""
 
 from __future__ import annotations
 
@@ -10,24 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass as NoSubclasses  # pyright: ignore[reportPrivateImportUsage]
 from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportMissingModuleSource]
 from torch.autograd import forward_ad
-from torch.fx._pytree import register_pytree_flatten_spec
-from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import GetAttrKey, TreeSpec, register_pytree_node, tree_leaves
+from torch.fx._pytree import register_pytree_flatten_spec as register_pytree_flatten_spec
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import GetAttrKey as GetAttrKey
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import register_pytree_node as register_pytree_node
+from torch.utils._pytree import tree_leaves as tree_leaves
 
-__all__ = [
-    "GetAttrKey",
-    "NoSubclasses",
-    "TorchDispatchMode",
-    "TreeSpec",
-    "register_pytree_flatten_spec",
-    "register_pytree_node",
-    "tree_leaves",
-]
 EXPORT_LOGGER = "torch.export.pt2_archive._package"  # warns in torch 2.11 of what its own loader does
+NoSubclasses = torch._C.DisableTorchFunctionSubclass
 
 
 def running_backward() -> int:
@@ -113,7 +103,17 @@ def _make_number(context: Any) -> None:
         _ = variable.value.number
 
 
-def hooks_of(of: nn.Module | Optimizer | Tensor) -> list[Callable[..., Any]]:
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether ``torch.compile`` has the model, whose one graph hooks of its modules would break."""
+    return model._compiled_call_impl is not None
+
+
+def count_step(optimizer: torch.optim.Optimizer) -> None:
+    """Have schedules count a step of an optimizer although it is skipped because gradients overflowed."""
+    vars(optimizer)["_opt_called"] = True
+
+
+def hooks_of(of: nn.Module | torch.optim.Optimizer | Tensor) -> list[Callable[..., Any]]:
     """List what torch calls around a forward or backward pass, a step, or the gradient of a tensor."""
     names = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
     names += ("optimizer_step_pre_hooks", "optimizer_step_post_hooks", "post_accumulate_grad_hooks")

@@ -201,7 +201,7 @@ def test_values_that_cannot_be(key: str, value: object, message: str, folder: Pa
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["train"], "the recipe lacks 'name', which is required"),
+        (["train"], "no recipe: got neither a file nor options"),
         (["train", "r.yaml", "r.yaml"], "unknown argument r.yaml"),
         (["train", "r.yaml", "--json", "folder"], "--json is 'folder', which is a directory; give a file"),
         (["train", "r.yaml", "--json", ""], "--json is '', which is a directory; give a file"),

@@ -129,7 +129,7 @@ def test_figures_are_changed_for_sweeps(tmp_path: Path) -> None:
         ({"stream": {"value": 1, "src": "a"}}, {}, "figures.stream: got 'src', expected one of value, peak"),
         ({"stream": {"value": 1, "source": "a"}}, {}, "figures.stream.source: got 'a', expected none. Explain"),
         ({"stream": {}}, {}, "figures.stream must have either"),
-        ({"gather": "1 GB/s"}, {}, "gather: got 1000000000.0, expected a mapping from an integer to a number"),
+        ({"gather": "1 GB/s"}, {}, "gather: got 1000000000.0, expected a mapping from a number of bytes to a number"),
         ({"gather": {}}, {}, "gather"),
         ({"gather": {"wide": 1}}, {}, "gather: got 'wide', expected an integer"),
         ({"gather": {64: 0}}, {}, r"gather.64: got 0.0, expected a finite number above 0"),

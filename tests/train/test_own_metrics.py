@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from hotbed.config import Recipe, TaskRecipe, check_trust
-from hotbed.config.load import Component
+from hotbed.config.component import Component
 from hotbed.errors import RecipeError
 from hotbed.nn.loss import summed_cross_entropy
 from hotbed.train import Callback, Trainer

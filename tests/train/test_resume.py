@@ -197,7 +197,7 @@ def test_under_torchrun_a_run_of_this_recipe_is_gone_on_with(recipe: Path, capsy
     status, _, run = train(recipe, *OFTEN)
     shown = capsys.readouterr().err
     assert (status, run) == (0, first)
-    assert "under torchrun a run of this recipe is gone on with (--resume none begins a new one)" in shown
+    assert "under torchrun, the newest run of this recipe is resumed (--resume none begins a new one)" in shown
     assert f"resumed from {first}/checkpoints/last-00000009 at step 9" in shown
     assert train(recipe, *OFTEN, "--train.seed", "1")[2] == other
     capsys.readouterr()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hotbed.batch import Batch
 from hotbed.config import TaskRecipe, TrainRecipe
-from hotbed.config.load import Component
+from hotbed.config.component import Component
 from hotbed.errors import BatchError, RecipeError
 from hotbed.jagged import Jagged
 from hotbed.nn.loss import summed_cross_entropy

@@ -70,9 +70,7 @@ def restarted(recipe: Path, folder: Path, model: type[DiesOnce]) -> list[str]:
     _, stderr = output_of(done)
     assert done.returncode == 0, stderr
     run = the_run(folder)
-    assert stderr.count("under torchrun a run of this recipe is gone on with (--resume none begins a new one)") == (
-        len(model.deaths) + 1
-    )
+    assert stderr.count("under torchrun, the newest run of this recipe is resumed") == (len(model.deaths) + 1)
     assert stderr.count("there is no checkpoint to go on from") == 1
     assert stderr.count("resumed from ") == len(model.deaths)
     lines = lines_of(run)

@@ -16,7 +16,7 @@ from hotbed.checkpoint import checkpoints_in
 from hotbed.commands.main import main
 from hotbed.commands.skew import open_data
 from hotbed.config import Component, Recipe, check_trust
-from hotbed.config.load import components
+from hotbed.config.component import components
 from hotbed.errors import RecipeError
 from hotbed.train.predict import predict
 from hotbed.train.stored import evaluate_checkpoint

@@ -78,7 +78,7 @@ class Parser(ArgumentParser):
             if get_origin(annotation) is Literal:
                 options["choices"] = get_args(annotation)
         action = super().add_argument(*names, **options)
-        if action.help and action.default not in (None, SUPPRESS, False, [], ""):
+        if action.help and action.default is not False and action.default not in (None, SUPPRESS, [], ""):
             action.help += f" (default: {action.default})".replace("%", "%%")
         return action
 
@@ -159,13 +159,16 @@ def _read(text: str, annotation: Any) -> Any:
     if annotation is str:
         return text
     is_text = get_origin(annotation) in (Union, UnionType) and str in get_args(annotation)
+    if not text.strip() and not is_text and annotation is not Any:
+        raise TextError("is empty; write null for no value")
     try:
         value = parse_yaml(text)
     except TextError:
         if is_text:
             return text
         raise
-    return text if is_text and (not text or problem("", value, annotation)) else as_declared(value, annotation)
+    is_plain = is_text and (not text or isinstance(value, str) or problem("", value, annotation) is not None)
+    return text if is_plain else as_declared(value, annotation)
 
 
 def _checked(text: str, annotation: Any) -> Any:
@@ -264,13 +267,13 @@ def load(path: str) -> Any:
 
 def set_key(values: dict[str, Any], key: str, text: str) -> None:
     """Set a dotted key of a recipe's plain values to what the text of an option says."""
+    if key == "data" and not (text.startswith("{") and text.endswith("}")):
+        key = "data.path"
     annotation = annotation_at(Recipe, key)
     try:
         value = _read(text, annotation)
     except TextError as error:
-        raise RecipeError(f"--{key} {error}") from None
-    if key == "data" and not isinstance(value, dict):
-        key, value = "data.path", text
+        raise RecipeError(f"--{key}: got {text[:100]!r}, which {str(error).splitlines()[0]}") from None
     *parents, last = key.split(".")
     at = values
     for i, parent in enumerate(parents):
@@ -286,6 +289,8 @@ def recipe_of(parsed: Namespace) -> Recipe:
     """Return the recipe that parsed options ask for: its file, overridden by options, checked once."""
     if len(parsed.recipe) > 1:
         raise RecipeError(f"unknown argument {parsed.recipe[1]}; the recipe is {parsed.recipe[0]} already")
+    if not parsed.recipe and not parsed.overrides:
+        raise RecipeError("no recipe: got neither a file nor options. Name one, or draft one with `hotbed init DATA`")
     values = load(parsed.recipe[0]) if parsed.recipe else {}
     if isinstance(values, dict):
         for key, text in parsed.overrides:

@@ -55,7 +55,7 @@ def print_data(console: Console, found: Mapping[str, Any]) -> None:
 def page(found: Mapping[str, Any], after: DataSummary, before: DataSummary | None) -> str:
     """Return the page of a dataset, and of its drift from an earlier one."""
     drift: Mapping[str, Any] | None = found.get("against")
-    names = _drawn(after, drift)
+    names = _columns_to_draw(after, drift)
     few = f" {len(names):,} of {len(after.columns):,} columns; no times." if len(names) < len(after.columns) else ""
     legend = f'<p><span style="color:{BLUE}">■</span> now <span style="color:{ORANGE}">■</span> before</p>'
     about = (
@@ -205,7 +205,7 @@ def _drift_bars(figures: Figures, drift: Mapping[str, Any]) -> list[str]:
 # -- distributions -----------------------------------------------------------------------------------------------
 
 
-def _drawn(after: DataSummary, drift: Mapping[str, Any] | None) -> list[str]:
+def _columns_to_draw(after: DataSummary, drift: Mapping[str, Any] | None) -> list[str]:
     """Return the columns that are drawn, those with the largest drift first."""
     names = [name for name, column in after.columns.items() if column.values is not None and not column.is_time]
     order = [] if drift is None else [column["column"] for column in drift["columns"] if column["column"] in names]

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, runs_in, verify_checkpoint
-from hotbed.checkpoint.single_files import read_yaml, write_text
+from hotbed.checkpoint.single_files import write_text
 from hotbed.checks import is_int
 from hotbed.commands import data_page, run_page
-from hotbed.commands.arguments import Parser, add_json, add_parameters, add_trust, console, write_json
+from hotbed.commands.arguments import Parser, add_json, add_parameters, add_trust, console, load, write_json
 from hotbed.commands.report_page import Table, check_html, print_table
 from hotbed.commands.run_page import read_mapping, read_runs
 from hotbed.commands.skew import SKEW_DEFAULTS, inspect_skew, print_skew
@@ -174,7 +174,7 @@ class _Expected(NamedTuple):
 def _expected(name: str, *, with_source: bool) -> _Expected:
     """Return what a recipe expects of data, and if required the rows of its own source."""
     path = location(name)
-    recipe = Recipe.from_dict(read_yaml(path))
+    recipe = Recipe.from_dict(load(str(path)))
     if isinstance(path, Path):
         import_from(path.parent)
     args = recipe.data.source.init_args

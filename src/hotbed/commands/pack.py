@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from hotbed.checkpoint.single_files import exists, read_yaml
-from hotbed.commands.arguments import Parser, add_json, add_parameters, console, write_json
+from hotbed.checkpoint.single_files import exists
+from hotbed.commands.arguments import Parser, add_json, add_parameters, console, load, write_json
 from hotbed.config import Recipe, import_from
 from hotbed.data import SplitBinarySource
 from hotbed.data.access_counts import count_accesses
@@ -147,7 +147,7 @@ def recipe_in(file: str | Path, data: str | None = None) -> Recipe:
         raise RecipeError(f"{file} does not exist; give a recipe, which says what a row of each table takes")
     if isinstance(place := location(str(file)), Path):
         import_from(place.parent)
-    recipe = Recipe.from_dict(read_yaml(file))
+    recipe = Recipe.from_dict(load(str(file)))
     return recipe if data is None else replace(recipe, data=replace(recipe.data, path=data))
 
 

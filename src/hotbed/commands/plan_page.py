@@ -295,7 +295,7 @@ def _memory(figures: Figures, found: Found, shown: Sequence[int]) -> str:
     if limit <= most:
         axes.axhline(limit, color=RED, linestyle="--", linewidth=1)
     axes.set_title(words, loc="right", color=RED if limit <= most else "#666666")
-    return _drawn(figures, axes, "memory of ranks")
+    return _with_legend(figures, axes, "memory of ranks")
 
 
 def _stack(at: Sequence[int], heights: Sequence[int], bottom: NDArray[np.float64]) -> list[float]:
@@ -318,7 +318,7 @@ def _load(figures: Figures, found: Found, shown: Sequence[int]) -> str:
     mean = 1e3 * float(found.costs.load.mean())
     axes.axhline(mean, color="#222222", linestyle="--", linewidth=1)
     axes.set_title(f"mean {mean:.4g} ms (dashed)", loc="right", color="#666666")
-    return _drawn(figures, axes, "load of ranks")
+    return _with_legend(figures, axes, "load of ranks")
 
 
 def _rank_axes(figures: Figures, title: str, shown: Sequence[int]) -> Any:
@@ -330,7 +330,7 @@ def _rank_axes(figures: Figures, title: str, shown: Sequence[int]) -> Any:
     return axes
 
 
-def _drawn(figures: Figures, axes: Any, label: str) -> str:
+def _with_legend(figures: Figures, axes: Any, label: str) -> str:
     """Add a legend below the axes, and return the figure."""
     axes.figure.legend(loc="outside lower center", ncols=6, frameon=False)
     return html_figures([figures.svg(axes.figure, label)])
@@ -364,7 +364,7 @@ def _timeline(figures: Figures, simulation: Simulation) -> str:
     axes.set_yticks(range(len(rows)), [f"rank {ranks[rank]} {THREADS[thread]}" for rank, thread in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, whole or 1)
-    return _drawn(figures, axes, "timeline")
+    return _with_legend(figures, axes, "timeline")
 
 
 def _scaling(figures: Figures, sweep: Sweep, points: Sequence[Point]) -> list[str]:

@@ -10,7 +10,7 @@ optimizers and data sources are named by import path, so a user's own classes ne
 Importing this module is cheap and loads no class that a recipe names.
 """
 
-from hotbed.config.load import Component, check_trust, import_from
+from hotbed.config.component import Component, check_trust, import_from
 from hotbed.config.parallel_memory import HotRecipe, MemoryOptions, MemoryRecipe, ParallelOptions, ParallelRecipe
 from hotbed.config.recipe import (
     HIGHER_IS_BETTER,

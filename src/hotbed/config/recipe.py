@@ -23,7 +23,7 @@ from hotbed.checks import (
     annotations_of,
     section_of,
 )
-from hotbed.config.load import Component
+from hotbed.config.component import Component
 from hotbed.config.parallel_memory import HotRecipe, MemoryRecipe, ParallelRecipe
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.specs import Dynamic, OnBadId, RowDtype

@@ -83,7 +83,10 @@ OVERHEADS = (
 
 Curve = Mapping[int, float]
 """Rates by bytes: of a row, or of a message."""
-_Curve = Mapping[Count, Positive]
+_Ranks = Annotated[int, Range(least=1, name="a number of ranks")]
+_Bytes = Annotated[int, Range(least=1, name="a number of bytes")]
+_Operations = Annotated[int, Range(least=1, name="a number of operations")]
+_Curve = Mapping[_Bytes, Positive]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,17 +142,17 @@ class Hardware(Section, error=RecipeError):
     """Fixed cost of a message to one other rank."""
     launch_s: NotNegative
     """Fixed cost of launching a kernel."""
-    all_to_all: Mapping[Count, _Curve] = field(default_factory=dict[int, Curve])
+    all_to_all: Mapping[_Ranks, _Curve] = field(default_factory=dict[int, Curve])
     """Measured, by ranks, then by bytes that a rank sends to each other one: bytes that it sends in all ÷ seconds."""
-    all_reduce: Mapping[Count, _Curve] = field(default_factory=dict[int, Curve])
+    all_reduce: Mapping[_Ranks, _Curve] = field(default_factory=dict[int, Curve])
     """Measured, of dense gradients in rank order, by ranks, then by bytes of the tensor: these bytes ÷ seconds."""
-    overheads: Mapping[str, Mapping[Count, NotNegative]] = field(default_factory=dict[str, Curve])
+    overheads: Mapping[str, Mapping[_Ranks, NotNegative]] = field(default_factory=dict[str, Curve])
     """Measured seconds of what is neither bytes nor products, by `OVERHEADS` and number of ranks: interpreter,
     autograd, optimizers, exchanges of next to nothing."""
-    efficiency: _Curve = field(default_factory=dict[int, float])
+    efficiency: Mapping[_Ranks, Positive] = field(default_factory=dict[int, float])
     """Measured, by number of ranks: rate at which a step moves rows ÷ what ``gather`` and ``scatter`` say; above 1
     where rows are still in a cache."""
-    mlp: Mapping[Count, _Curve] = field(default_factory=dict[int, Curve])
+    mlp: Mapping[_Ranks, Mapping[_Operations, Positive]] = field(default_factory=dict[int, Curve])
     """Measured, of what each rank computes of dense layers (forward and backward pass, update), by ranks that do so at
     once, then by operations of a layer's forward pass."""
     cores_per_node: Count
@@ -185,7 +188,7 @@ class Hardware(Section, error=RecipeError):
         if str(name_or_file) not in profiles():
             path = Path(name_or_file)
             if not path.is_file():
-                fix = "Or give a YAML file as `hotbed doctor --measure FILE` writes it."
+                fix = f"There is no file {path} either; `hotbed doctor --measure FILE` writes one."
                 check_known("hardware profile", str(name_or_file), profiles(), RecipeError, fix)
         return cls.from_dict(read_yaml(path), path.stem if path.parent == PROFILES else str(path))
 

@@ -375,10 +375,8 @@ def make_plan(
         samples = batch_size or BATCH_PER_RANK * world_size
         work = Workload.of(tables, ids=ids, moments=moments, popularity=popularity, wire=by_table, batch_size=samples)
         fixed = {name: cut for name, cut in cuts.items() if isinstance(cut, Cut)}
-        found = search(
-            work, world_size, hardware, fixed=fixed, capacity_bytes=capacity_bytes, tiers=tiers or ("device",)
-        )
-        return found.plan
+        allowed: Sequence[Tier] = ("device",) if tiers is None else tiers
+        return search(work, world_size, hardware, fixed=fixed, capacity_bytes=capacity_bytes, tiers=allowed).plan
     if given := [name for name, value in options.items() if value is not None]:
         raise TypeError(f"make_plan() takes '{given[0]}' with the scheme 'auto' only")
     chosen = cast("dict[str, Cut]", cuts)

@@ -282,10 +282,8 @@ def _tile_from_dict(values: Mapping[str, Any]) -> Tile:
         bounds = values.get(key)
         found = cast("list[int]", bounds if isinstance(bounds, list) and all(map(is_int, bounds)) else [])
         if len(found) not in lengths or max(map(abs, found)) > _MOST_ROWS or not all(found[2:]):
-            form = "[start, stop, step]" if key == "rows" else "[start, stop]"
-            raise PlanError(
-                f"a tile of table '{table}' has {key} {bounds!r}, must be integers {form} below 2^63, and a step not 0"
-            )
+            form = "[start, stop, step] below 2^63, and a step not 0" if key == "rows" else "[start, stop] below 2^63"
+            raise PlanError(f"a tile of table '{table}' has {key} {bounds!r}, must be integers {form}")
     return Tile(
         table=table,
         rows=range(*values["rows"]),

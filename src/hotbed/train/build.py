@@ -326,17 +326,15 @@ def _refuse_unsuited(key: str, component: Component) -> None:
     closure = signature(cls.step).parameters.get("closure")
     other = "use another, such as torch.optim.Adam"
     if issubclass(cls, SparseOptimizer):
-        problem = f" is {name}, which trains tables; {other}"
-    elif not (isinstance(lr, Tensor | int | float) and abs(lr) <= torch.finfo(torch.float32).max):
-        problem = f".init_args.lr is {lr!r}, must be a finite number, also as a float32"
-    elif issubclass(cls, torch.optim.SparseAdam):
+        raise RecipeError(f"{key} is {name}, which trains tables; {other}")
+    if not (isinstance(lr, Tensor | int | float) and abs(lr) <= torch.finfo(torch.float32).max):
+        raise RecipeError(f"{key}.init_args.lr is {lr!r}, must be a finite number, also as a float32")
+    if issubclass(cls, torch.optim.SparseAdam):
         needs = "sparse gradients, which dense parameters do not have; tables have a sparse_optimizer of their own"
-        problem = f": {name} needs {needs}; {other}"
-    elif closure is not None and closure.default is Parameter.empty:
-        problem = f": {name} needs a closure that computes the loss again, which a step does once; {other}"
-    else:
-        return
-    raise RecipeError(key + problem)
+        raise RecipeError(f"{key}: {name} needs {needs}; {other}")
+    if closure is not None and closure.default is Parameter.empty:
+        needs = "a closure that computes the loss again, which a step does once"
+        raise RecipeError(f"{key}: {name} needs {needs}; {other}")
 
 
 def check_split(key: str, split: str, source: Source) -> None:
@@ -387,7 +385,8 @@ def _loss(key: str, component: Component) -> nn.Module:
     """Make a loss and try it; a `RecipeError` says which of the recipe's it is."""
     name = component.class_path
     with naming(key), torch.device("cpu"):
-        given = _with_tensors(component.load(), component.init_args)
+        cls = component.load()
+        given = _with_tensors(cls, component.init_args) if issubclass(cls, nn.Module) else component.init_args
     with torch.device("cpu"):
         loss = build_loss(key, Component(class_path=name, init_args=given), reduction="none")
     logits = torch.tensor([-2.0, 0.5, 3.0], device="cpu", requires_grad=True)

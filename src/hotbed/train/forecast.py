@@ -289,8 +289,8 @@ class _Trace:
         if isinstance(retrieval, Retrieval):  # the sample's items stand for all, which nobody reads for this
             batch = retrieval.among(items_in(batch.sparse, retrieval.options.item)).prepared(batch, 1)
 
-        def compute_gradients() -> None:  # and nothing else: the step has not been given its optimizers
-            self._trainer.training_step.queue([batch], lambda: "a step", lambda: (False, False))
+        def compute_gradients() -> None:
+            self._trainer.training_step.gradients([batch], lambda: "a step", lambda: (False, False))
 
         return [compute_gradients, *(optimizer.step for optimizer in optimizers)]
 

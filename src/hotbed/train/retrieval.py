@@ -425,9 +425,9 @@ def _with_temperature(loss: Component, model: nn.Module) -> Component:
 def build_loss(key: str, component: Component, **given: object) -> nn.Module:
     """Make a module without parameters, by the key of a recipe where it stands."""
     with naming(key):
-        made: object = component.build(**given)
-    if not isinstance(made, nn.Module):
-        raise RecipeError(f"{key}: {component.class_path} is not a torch.nn.Module")
+        if not issubclass(component.load(), nn.Module):
+            raise RecipeError(f"{component.class_path} is not a torch.nn.Module")
+        made: nn.Module = component.build(**given)
     if any(True for _ in made.parameters()):
         raise RecipeError(
             f"{key}: {component.class_path} has parameters, which no optimizer trains; make them part of the model"

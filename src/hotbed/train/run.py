@@ -186,7 +186,7 @@ def train(
 def _finished(run: Run, wanted: Resume) -> dict[str, Any] | None:
     """Return the summary of the run to resume if it is finished."""
     if wanted.by_recipe:
-        run.print("under torchrun a run of this recipe is gone on with (--resume none begins a new one)")
+        run.print("under torchrun, the newest run of this recipe is resumed (--resume none begins a new one)")
     summary = finished_run(run.trainer, run.recipe, run.directory, wanted) if wanted.auto else None
     if summary is not None:
         run.print(

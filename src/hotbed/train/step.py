@@ -37,6 +37,7 @@ from hotbed.embed.clip import clip_factor, gradient_norm, scale_gradients_
 from hotbed.errors import NonFiniteError
 from hotbed.optim import SparseOptimizer
 from hotbed.store.memory import staging
+from hotbed.torch_private import count_step, is_compiled
 from hotbed.train.numerics import Numerics
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import RowPrefetcher
@@ -97,11 +98,23 @@ class TrainingStep:
         ``requests`` returns whether this rank requests a checkpoint, and the end of training. It is called when the
         forward pass is queued. If the host decides, this raises `NonFiniteError` before anything is updated.
         """
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        pending = self.gradients(parts, place, requests)
+        self.logged.at_gradients(self._optimizers)
+        if self._max_norm is not None:
+            self._clip(self._max_norm, place)
+        self._update()
+        self.logged.end()
+        return pending
+
+    def gradients(
+        self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
+    ) -> Pending:
+        """Queue the forward and backward passes of a step, part by part."""
         ranks, gate, scaler, logged = self._ranks.size, self.gate, self.numerics.scaler, self.logged
         pending = Pending(parts, [], [], place)
         samples = sum(map(trained_samples, parts))
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
         for number, (part, following) in enumerate(zip(parts, [*parts[1:], None], strict=True)):
             # Rows of the next part are fetched while this part is computed. Gradients of parts are added before ranks
             # average them.
@@ -136,11 +149,6 @@ class TrainingStep:
             if rows is not None:
                 rows.result()
             logged.mark("backward")
-        logged.at_gradients(self._optimizers)
-        if self._max_norm is not None:
-            self._clip(self._max_norm, place)
-        self._update()
-        logged.end()
         return pending
 
     def read(self, pending: Pending) -> Done:
@@ -206,7 +214,7 @@ class TrainingStep:
         else:
             for optimizer in self._optimizers:
                 if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-                    vars(optimizer)["_opt_called"] = True  # schedules count steps that overflow, too
+                    count_step(optimizer)
                     scaler.step(optimizer)
                 else:  # it has nothing that could overflow
                     optimizer.step()
@@ -332,7 +340,7 @@ class LoggedStep:
         self.end()
         self._found.clear()
         self._seconds.clear()
-        if not _is_compiled(self._model):
+        if not is_compiled(self._model):
             for path, collection in collections_of(self._model).items():
                 self._hooks += [
                     collection.register_forward_pre_hook(self._before_lookup),
@@ -419,8 +427,3 @@ def dense_gradient_norm(optimizers: Iterable[Optimizer]) -> dict[str, float]:
     if not grads or any(isinstance(grad, DTensor) for grad in grads):
         return {}
     return {"grad_norm_dense": nn.utils.get_total_norm(grads).item()}
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Whether ``torch.compile`` has the model, whose one graph hooks of its modules would break."""
-    return model._compiled_call_impl is not None

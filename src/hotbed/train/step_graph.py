@@ -327,7 +327,7 @@ class StepGraph:
         if any(store.on_change is not None or store.changes is not None for store in stores):
             return "a checkpoint is told which rows change"
         hooked = next(filter(None, map(_hook_of, chain(self._model.modules(), self._optimizers))), None)
-        if hooked is None and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._model.parameters()):
+        if hooked is None and any(map(hooks_of, self._model.parameters())):
             hooked = "a parameter"
         return None if hooked is None else f"{hooked} has hooks, which a graph would not call"
 
