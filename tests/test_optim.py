@@ -246,14 +246,14 @@ BAD_OPTIONS = [
     (LAMB, {"weight_decay": float("inf")}, "LAMB: weight_decay is inf"),
     (FTRL, {"lr": 0.0}, f"FTRL: lr is 0.0 for {TABLES}; it must be positive"),
     (FTRL, {"l1": -1.0}, "FTRL: l1 is -1.0"),
-    (SGD, {"groups": [{"tables": ["c"]}]}, "table 'c' does not exist"),
+    (SGD, {"groups": [{"tables": ["c"]}]}, "table: got 'c', expected one of embeddings.a, embeddings.b"),
     (SGD, {"groups": [{"lr": 1.0}]}, "an optimizer group needs 'tables'"),
     (
         SGD,
         {"groups": [{"tables": ["a"], "lrs": 1}]},
         r"option: got 'lrs', expected .*lr.*; did you mean 'lr'\?",
     ),
-    (SGD, {"groups": [{"tables": ["a"], "betas": (0, 0)}]}, "option 'betas' does not exist"),
+    (SGD, {"groups": [{"tables": ["a"], "betas": (0, 0)}]}, "optimizer option: got 'betas', expected one of lr"),
     (SGD, {"groups": [{"tables": ["a"]}, {"tables": ["a"]}]}, "table 'a' is in two optimizer groups"),
 ]
 

@@ -67,7 +67,7 @@ def test_parquet_is_read_from_a_store_that_is_busy(server: Unreliable) -> None:
     server.faults = ["busy"]
     (file,) = find_parquet(server.uri)[""]
     server.faults = ["busy"]
-    assert file.read(0, ["a"], 10)["a"].to_pylist() == list(range(10))
+    assert file.read(0, ["a"])["a"].to_pylist() == list(range(10))
     assert server.faults == []
 
 

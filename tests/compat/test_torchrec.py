@@ -350,7 +350,7 @@ def test_keyed_jagged_tensors() -> None:
         {"a": first["f1"], "b": JaggedTensor(torch.arange(3), lengths=first.lengths())}
     )
     assert weighted.weights()[-1] == 1.0
-    with pytest.raises(BatchError, match="key 'f1' is in several"):
+    with pytest.raises(BatchError, match="got 'f1' 2 times, expected unique names"):
         KeyedJaggedTensor.concat([first, first])
     with pytest.raises(BatchError, match="3 bags for 2 keys and 1 samples"):
         KeyedJaggedTensor(["f", "g"], torch.arange(2), lengths=torch.tensor([1, 1, 0]))
@@ -388,7 +388,7 @@ def no_loss(model: nn.Module, **options: Any) -> object:
         (
             lambda: apply_optimizer_in_backward(torch.optim.RMSprop, [], {}),
             SpecError,
-            "is called 'RMSp",
+            "got 'RMSp",
         ),
         (
             lambda: apply_optimizer_in_backward(torch.optim.SGD, nn.Linear(2, 3).parameters(), {}),
@@ -409,14 +409,14 @@ def no_loss(model: nn.Module, **options: Any) -> object:
         (
             lambda: EmbeddingBagCollection([config("t", 4, ["f"], pooling=PoolingType.NONE)]),
             SpecError,
-            "must be SUM",
+            "got 'NONE', expected one of SUM, MEAN",
         ),
         (
             lambda: EmbeddingBagCollection([config("t", 4, ["f"], weight_init_min=0.0)], device="meta"),
             SpecError,
             "cannot fill a table on 'meta'; make the collection on 'cpu'",
         ),
-        (lambda: CombinedOptimizer([adam(), adam()]), SpecError, "have a parameter 'w', expected each name once"),
+        (lambda: CombinedOptimizer([adam(), adam()]), SpecError, "got 'w' 2 times, expected unique names"),
         (lambda: Model()(two_features(("f1", "f3"))), BatchError, "no feature 'f2'"),
     ],
 )

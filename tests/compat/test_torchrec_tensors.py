@@ -355,7 +355,11 @@ VECTORS = KeyedTensor(["a"], [2], torch.rand(1, 2))
         (lambda: KeyedTensor.regroup([VECTORS, VECTORS], [["a"]]), BatchError, "'a' .*got 2 with it"),
         (lambda: KeyedTensor.regroup_as_dict([VECTORS], [["a"]], []), SpecError, "got 1 groups and 0 keys"),
         (lambda: KTRegroupAsDict([["a"]], ["x", "y"]), SpecError, "got 1 groups and 2 keys"),
-        (lambda: KTRegroupAsDict([["a"]], ["x"], emb_dtype=DataType.INT8), SpecError, "got INT8, expected FP32"),
+        (
+            lambda: KTRegroupAsDict([["a"]], ["x"], emb_dtype=DataType.INT8),
+            SpecError,
+            "got 'INT8', expected one of FP32",
+        ),
         (lambda: KTRegroupAsDict([["a"]], ["x"])([]), BatchError, "got an empty list"),
         (
             lambda: KTRegroupAsDict([["a"]], ["x"])([VECTORS, KeyedTensor(["b"], [1], torch.rand(1, 2), 0)]),

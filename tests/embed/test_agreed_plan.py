@@ -97,8 +97,8 @@ def test_plans_that_differ_are_refused_on_all_ranks(ranks: Ranks, tmp_path: Path
 
 def test_a_rank_without_a_plan_is_said_on_all(ranks: Ranks):
     found = ranks.run(SIZE, refused, "", "one rank's is none")
-    assert "schemes name a table 'nobody'" in found[1]
+    assert "table in schemes: got 'nobody'" in found[1]
     assert found[0] == found[2] == "rank 1 cannot use the plan; its own output says why"
     found = ranks.run(SIZE, refused, "", "nothing to be found")
-    assert "schemes name a table 'nobody'" in found[0]
+    assert "table in schemes: got 'nobody'" in found[0]
     assert found[1] == found[2] == "rank 0 could not find a plan; its own output says why"

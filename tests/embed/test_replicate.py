@@ -28,8 +28,8 @@ from tests.ranks import Ranks
 
 BAD = [
     ((8, 3, 1, False), "replicas is 3, must divide the 8 ranks; choose one of 1, 2, 4, 8, or start other processes"),
-    ((4, 0, 1, False), "replicas is 0, must divide the 4 ranks"),
-    ((4, 2, 0, False), "sync_every is 0, must be at least 1; 1 averages replicas after every step"),
+    ((4, 0, 1, False), "replicas: got 0, expected at least 1"),
+    ((4, 2, 0, False), "sync_every: got 0, expected at least 1"),
     ((4, 1, 5, False), "sync_every is 5, but replicas is 1; set replicas, or leave sync_every out"),
     ((4, 1, 1, True), "exact is True, but replicas is 1; set replicas, or leave exact out"),
     ((4, 2, 5, True), "sync_every is 5, but exact replicas are equal after every step; leave one of the two out"),
@@ -61,7 +61,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
 def test_plans_for_all_ranks_and_unknown_layouts_are_refused(ranks: Ranks):
     for plan, layout in ranks.run(4, refused):
         assert plan.startswith("the plan is for 4 ranks, each of 2 replicas has 2; make a plan for 2")
-        assert layout == "layout is 'group', must be one of groups, replicas; did you mean 'groups'?"
+        assert layout == "layout: got 'group', expected one of groups, replicas; did you mean 'groups'?"
 
 
 # -- links ---------------------------------------------------------------------------------------------------------

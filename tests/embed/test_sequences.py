@@ -124,7 +124,7 @@ def test_only_limited_sequences_are_padded():
     for feature in ({"pooling": "none"}, {"max_len": 3}):
         with pytest.raises(SpecError, match="only features with pooling='none' and a max_len are padded"):
             Feature("h", table="items", padding="right", **feature)
-    with pytest.raises(SpecError, match="padding is 'middle', must be one of right, left"):
+    with pytest.raises(SpecError, match="padding: got 'middle', expected one of right, left"):
         Feature("h", table="items", pooling="none", max_len=3, padding="middle")
 
 

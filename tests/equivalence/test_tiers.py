@@ -282,11 +282,11 @@ def _on_meta(tables: list[hb.Table]) -> EmbeddingCollection:
 
 
 def test_options_of_tiers_are_checked() -> None:
-    with pytest.raises(SpecError, match=r"cache_policy is 'lur', must be one of lru, lfu.*did you mean"):
+    with pytest.raises(SpecError, match=r"cache_policy: got 'lur', expected one of lru, lfu.*did you mean"):
         hb.MemoryOptions(cache_policy="lur")  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match=r"cache_tier is 'hbm', must be one of device, host"):
+    with pytest.raises(SpecError, match=r"cache_tier: got 'hbm', expected one of device, host"):
         hb.MemoryOptions(cache_tier="hbm")  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match=r"host is 'uvm', must be one of records, uva.*did you mean 'uva'"):
+    with pytest.raises(SpecError, match=r"host: got 'uvm', expected one of records, uva.*did you mean 'uva'"):
         hb.MemoryOptions(host="uvm")  # type: ignore[arg-type]
     with pytest.raises(hb.HotbedError, match=r"a cut: tier: got 'dsk', expected one of device, host, disk"):
         hb.Cut(tier="dsk")  # type: ignore[arg-type]

@@ -138,5 +138,5 @@ def test_popular_rows_come_first() -> None:
 
 
 def test_a_cut_that_cannot_be_is_said() -> None:
-    with pytest.raises(PlanError, match="a job of steps: a cut of table 't0' has no 'row'; it has"):
+    with pytest.raises(PlanError, match="a job of steps: a cut of table 't0': got 'row', expected one of rows"):
         StepJob(plan={"t0": {"row": 2}}).placed(1)

@@ -123,7 +123,7 @@ def test_it_can_be_exported_as_plain_torch() -> None:
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(SpecError, match=r"has 3 experts and 0 gates \(one per task\), must have at least 1"):
+    with pytest.raises(SpecError, match=r"gates \(one per task\): got 0, expected at least 1"):
         model_of(tasks=0)
     with pytest.raises(SpecError, match="MixtureOfExperts: experts: got 0, expected at least 1"):
         MixtureOfExperts(4, [3], experts=0, gates=2)

@@ -239,7 +239,9 @@ def test_top_must_end_with_the_number_of_labels(top: tuple[int, ...], message: s
 def test_features_must_be_pooled_and_have_tables() -> None:
     with pytest.raises(SpecError, match="WideDeep: feature 'user' is not pooled; give it pooling='sum' or 'mean'"):
         WideDeep(TABLES, [replace(FEATURES[0], pooling="none"), *FEATURES[1:]], DENSE)
-    with pytest.raises(SpecError, match=r"feature 'f' uses table 'itms'.*did you mean 'items'"):
+    with pytest.raises(
+        SpecError, match=r"feature 'f': table: got 'itms', expected one of users, items, words.*did you mean 'items'"
+    ):
         WideDeep(TABLES, [*FEATURES, Feature("f", table="itms")], DENSE)
 
 

@@ -153,6 +153,11 @@ def test_activations_that_are_computed_again_are_not_counted(tmp_path: Path) -> 
     assert 4096 * 256 * 4 < steps[0] - steps[1] < 4096 * 256 * 4 * 4
 
 
+def test_steps_with_scaled_or_clipped_gradients_are_forecast(tmp_path: Path) -> None:
+    run = Run([100] * 2, 16, 64, *SMALL, train={"precision": "fp16", "clip_grad_norm": 1.0, "device": "cpu"})
+    assert memory_plan(recipe_of(tmp_path, run))["table_bytes"] > 0
+
+
 def test_free_pieces_are_counted_of_a_heap_that_keeps_what_is_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
