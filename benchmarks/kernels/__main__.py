@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     try:
         given = vars(parser.parse_args(sys.argv[1:] if argv is None else argv))
+        if given["command"] is None:
+            parser.error(f"no command: got none, expected one of {', '.join(OPTIONS)}")
         command, file = given.pop("command"), given.pop("json")
         found = bench(command, given, Console(), Console(stderr=True))
     except HotbedError as error:

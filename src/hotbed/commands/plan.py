@@ -95,7 +95,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--sweep", help="ranks=8..4096, or a figure of the hardware: network=100Gbit/s..800Gbit/s.")
     parser.add_argument("--price", type=float | None, help="Of a node per hour, for the price of a billion samples.")
     parser.add_argument("--trace", help="File for the timeline of some ranks, for Chrome or Perfetto.")
-    parser.add_argument("--html", help="File for a page with pictures of plan, timeline and scaling.")
+    parser.add_argument("--html", help="File for a page with figures of plan, timeline and scaling (needs matplotlib).")
     parser.add_argument("--out", help="File to write the plan to, for --plan of hotbed train.")
     add_json(parser)
 

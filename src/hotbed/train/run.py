@@ -183,58 +183,58 @@ def train(
         return summary
 
 
-def _finished(run: Run, wanted: Resume) -> dict[str, Any] | None:
+def _finished(job: Run, wanted: Resume) -> dict[str, Any] | None:
     """Return the summary of the run to resume if it is finished."""
     if wanted.by_recipe:
-        run.print("under torchrun, the newest run of this recipe is resumed (--resume none begins a new one)")
-    summary = finished_run(run.trainer, run.recipe, run.directory, wanted) if wanted.auto else None
+        job.print("under torchrun, the newest run of this recipe is resumed (--resume none begins a new one)")
+    summary = finished_run(job.trainer, job.recipe, job.directory, wanted) if wanted.auto else None
     if summary is not None:
-        run.print(
+        job.print(
             f"{summary['run']} is finished: {summary['steps']:,} steps are trained and tested, and nothing is left to "
             "train; raise train.steps or train.epochs to go on, or begin a new run with --resume none"
         )
     return summary
 
 
-def _resume(run: Run, wanted: Resume, batches: TrainingLoader, *, other_data: bool) -> Directory | None:
+def _resume(job: Run, wanted: Resume, batches: TrainingLoader, *, other_data: bool) -> Directory | None:
     """Load the checkpoint to resume from, and set the loader to its position; None if a run begins."""
-    recipe, trainer = run.recipe, run.trainer
+    recipe, trainer = job.recipe, job.trainer
     if wanted.auto:
-        resumed = resume_newest(trainer, recipe, run.directory, wanted, run.console)
+        resumed = resume_newest(trainer, recipe, job.directory, wanted, job.console)
     else:
         resumed = None if wanted.path is None else resume_from(wanted.path, trainer, recipe)
     if resumed is None:
         if wanted.auto:
-            run.print("there is no checkpoint to go on from; a new run begins")
+            job.print("there is no checkpoint to go on from; a new run begins")
         return None
     with trainer.ranks.together(f"compare {recipe.data.path} with the data of {resumed}"):
-        go_on_with(run.source, read_manifest(resumed), recipe.data.path, are_others=other_data)
-    _warn_of_unknown_vocabularies(run, resumed)
+        go_on_with(job.source, read_manifest(resumed), recipe.data.path, are_others=other_data)
+    _warn_of_unknown_vocabularies(job, resumed)
     trainer.resume_data(OtherData(batches) if other_data else batches)
-    run.print(f"resumed from {resumed} at step {trainer.step:,}")
+    job.print(f"resumed from {resumed} at step {trainer.step:,}")
     return resumed
 
 
-def _init(run: Run, checkpoint: str) -> list[Taken]:
+def _init(job: Run, checkpoint: str) -> list[Taken]:
     """Load what a new model takes from a checkpoint of another; return what it took."""
-    recipe, ranks = run.recipe, run.trainer.ranks
+    recipe, ranks = job.recipe, job.trainer.ranks
     with ranks.together("find the checkpoint to begin with"):
         found = [str(find_checkpoint(checkpoint))] if ranks.is_first else []
     place, init = directory(ranks.names(found)[0]), recipe.init
-    parts = run.trainer.parts()
+    parts = job.trainer.parts()
     taken = init_from(place, parts, rename=init.rename, leave=init.leave, optimizers=init.optimizers)
     with ranks.together("compare the vocabularies"):
-        begin_with(run.source, read_manifest(place), taken, init.rename)
+        begin_with(job.source, read_manifest(place), taken, init.rename)
     if ranks.is_first:
-        print_taken(run.console, str(place), taken)
-    _warn_of_unknown_vocabularies(run, place)
+        print_taken(job.console, str(place), taken)
+    _warn_of_unknown_vocabularies(job, place)
     return taken
 
 
-def _warn_of_unknown_vocabularies(run: Run, checkpoint: Directory) -> None:
-    first = run.trainer.ranks.is_first
-    if first and (problem := unknown_vocabularies(run.source, read_manifest(checkpoint))) is not None:
-        run.print(f"warning: {checkpoint}: {problem}")
+def _warn_of_unknown_vocabularies(job: Run, checkpoint: Directory) -> None:
+    first = job.trainer.ranks.is_first
+    if first and (problem := unknown_vocabularies(job.source, read_manifest(checkpoint))) is not None:
+        job.print(f"warning: {checkpoint}: {problem}")
 
 
 class OtherData:
@@ -254,40 +254,40 @@ class OtherData:
         self._loader.load_state_dict(state)
 
 
-def _lock_checkpoints(run: Run, resumed: Directory | None) -> None:
+def _lock_checkpoints(job: Run, resumed: Directory | None) -> None:
     """Create the run's directory, and lock the one of its checkpoints."""
-    run.directory.share(run.trainer.ranks)
-    if run.recipe.train.checkpoint != "none":
-        run.trainer.saver.lock(run.checkpoints)  # before looking: another run may be about to begin there
-        refuse_other_checkpoints(run.checkpoints, resumed)
+    job.directory.share(job.trainer.ranks)
+    if job.recipe.train.checkpoint != "none":
+        job.trainer.saver.lock(job.checkpoints)  # before looking: another run may be about to begin there
+        refuse_other_checkpoints(job.checkpoints, resumed)
 
 
-def _fit(run: Run, batches: TrainingLoader, valid: Loader | None, kept: Collection[int]) -> None:
+def _fit(job: Run, batches: TrainingLoader, valid: Loader | None, kept: Collection[int]) -> None:
     """Train with the callbacks of the recipe; raise `StoppedError` if a signal ended training."""
-    trainer, is_first = run.trainer, run.trainer.ranks.is_first
-    progress = ShowProgress(run.console) if is_first else Callback()
-    trainer.callbacks += [*_callbacks(run, kept, _publisher(run)), progress]
+    trainer, is_first = job.trainer, job.trainer.ranks.is_first
+    progress = ShowProgress(job.console) if is_first else Callback()
+    trainer.callbacks += [*_callbacks(job, kept, _publisher(job)), progress]
     if isinstance(batches, HotColdLoader):
-        trainer.callbacks.append(HotSchedule(batches, run.recipe.hot))
+        trainer.callbacks.append(HotSchedule(batches, job.recipe.hot))
     with signals_to(trainer) as signals:
         if is_first:
-            run.directory.begin(run.recipe, trainer.model.plan if isinstance(trainer.model, Distributed) else None)
+            job.directory.begin(job.recipe, trainer.model.plan if isinstance(trainer.model, Distributed) else None)
         try:
-            with run.watchdog():
+            with job.watchdog():
                 trainer.fit(batches, valid)
         finally:
             if isinstance(progress, ShowProgress):
                 progress.close()
     if trainer.told_to_stop:
         where = "no checkpoint was saved, for train.checkpoint is 'none'"
-        if run.recipe.train.checkpoint != "none":
-            where = f"go on with --resume {run.checkpoints / f'last-{trainer.step:08d}'}"
+        if job.recipe.train.checkpoint != "none":
+            where = f"go on with --resume {job.checkpoints / f'last-{trainer.step:08d}'}"
         raise StoppedError(f"stopped by a signal after step {trainer.step:,}; {where}", signals.stopped_by or SIGTERM)
 
 
-def _publisher(run: Run) -> Publisher | None:
+def _publisher(job: Run) -> Publisher | None:
     """Create, on the first rank, the publisher of the run's checkpoints if the recipe has one."""
-    train, ranks = run.recipe.train, run.trainer.ranks
+    train, ranks = job.recipe.train, job.trainer.ranks
     if train.publish is None:
         return None
     from hotbed.train.export import Exporter
@@ -296,13 +296,13 @@ def _publisher(run: Run) -> Publisher | None:
     with ranks.together(f"publish to {train.publish}"):
         if not ranks.is_first:
             return None
-        made = Publisher(directory(train.publish), Exporter(run.recipe, run.source), train.publish_full_every)
-        made.begin(run.trainer.step, run.checkpoints)
+        made = Publisher(directory(train.publish), Exporter(job.recipe, job.source), train.publish_full_every)
+        made.begin(job.trainer.step, job.checkpoints)
         return made
 
 
-def _callbacks(run: Run, kept: Collection[int], publisher: Publisher | None) -> list[Callback]:
-    recipe, path, is_first = run.recipe, run.directory.path, run.trainer.ranks.is_first
+def _callbacks(job: Run, kept: Collection[int], publisher: Publisher | None) -> list[Callback]:
+    recipe, path, is_first = job.recipe, job.directory.path, job.trainer.ranks.is_first
     train, policy, enough = recipe.train, checkpoint_policy(recipe), patience(recipe)
     callbacks: list[Callback] = [JsonLines(path / METRICS)] if is_first else []
     callbacks += own_callbacks(recipe, path, is_first=is_first)
@@ -312,7 +312,7 @@ def _callbacks(run: Run, kept: Collection[int], publisher: Publisher | None) -> 
     if train.checkpoint != "none":
         callbacks.append(
             KeepLast(
-                run.checkpoints,
+                job.checkpoints,
                 recipe,
                 train.checkpoint_every,
                 minutes=train.checkpoint_minutes,
@@ -325,7 +325,7 @@ def _callbacks(run: Run, kept: Collection[int], publisher: Publisher | None) -> 
             )
         )
     if policy == "best":
-        callbacks.append(KeepBest(run.checkpoints, recipe, background=background, publisher=publisher))
+        callbacks.append(KeepBest(job.checkpoints, recipe, background=background, publisher=publisher))
     if enough is not None:
         callbacks.append(EarlyStop(enough, monitored(recipe)))
     return callbacks
