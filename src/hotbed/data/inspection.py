@@ -104,7 +104,8 @@ class SchemaChecks:
         """Check the values of some rows."""
         schema, place = self.schema, _CountingPlace(found.place.name, found.place.row_of, self.faults)
         usable = {*found.table.column_names} - self._wrong
-        table = arrow.plain(found.table.select([name for name in found.table.column_names if name in usable]))
+        chosen = found.table.select([name for name in found.table.column_names if name in usable])
+        table = arrow.plain(chosen, place.name)
         for column in (c for c in schema.stored[0] if c.name in usable):
             lengths = self._ids(table, column, place)
             if column.weights in usable:
