@@ -34,10 +34,12 @@ from hotbed.data.place import Place
 from hotbed.data.schema import Schema
 from hotbed.data.vocabulary import VOCABULARY, read_vocabulary, vocabulary_file
 from hotbed.errors import DataError, SpecError, did_you_mean
+from hotbed.parsing import fault_of
 
 Kind = Literal["hexadecimal", "integers", "text"]
 MOST_ROWS = 1 << 40
 SEEDS = 1 << 64
+_LIMITS = {"sha256": "64 hexadecimal digits"}
 
 
 class Entry(BaseModel):
@@ -111,9 +113,7 @@ class PreparationEntry(Entry):
                 return PreparationEntry.model_validate_json(values)
             return PreparationEntry.model_validate(values)
         except ValidationError as error:
-            fault = error.errors()[0]
-            path = ".".join(map(str, fault["loc"]))
-            raise DataError(f"{where}: {path or 'it'}: {fault['msg']}; prepare the data again") from None
+            raise DataError(f"{where}: {fault_of(error, _LIMITS)}. Prepare the data again") from None
 
 
 class Preparation:
