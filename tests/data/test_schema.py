@@ -74,7 +74,7 @@ def test_bad_dims() -> None:
         MIXED_SCHEMA.tables({"item": 4, "user": 8})
     with pytest.raises(SpecError, match="dim leaves out table 'user'"):
         MIXED_SCHEMA.tables({"items": 4})
-    with pytest.raises(SpecError, match="dim is -1"):
+    with pytest.raises(SpecError, match="dim: got -1"):
         MIXED_SCHEMA.tables(-1)
 
 

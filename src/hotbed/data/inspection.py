@@ -133,7 +133,7 @@ class SchemaChecks:
     def _ids(self, table: pa.Table, column: SparseColumn, place: Place) -> NDArray[Any]:
         """Check the ids of a column, and return how many each row has."""
         stored = table[column.name].combine_chunks()
-        values, lengths = arrow.checked_ids(stored, column, self.ids, place)
+        values, lengths = arrow.check_ids(stored, column, self.ids, place)
         each = np.ones(len(table), np.int64) if lengths is None else lengths
         if self.ids == "raw":
             rows = arrow.rows(values, column, "raw")

@@ -116,18 +116,15 @@ def row_split(values: Mapping[str, object]) -> RowSplit:
     kind = kinds.get(str(by), RowSplit)
     known = [f.name for f in fields(cast("Any", kind))] if by in kinds else []
     other = next((key for key in values if key not in ("by", *known)), None) if known else None
-    problem = ""
     if not known:
-        problem = (
-            f" is {values!r}, must be a mapping with `by`: {{by: time, column: ts, test_from: 2024-06-01}}, "
+        raise SpecError(
+            f"split is {values!r}, must be a mapping with `by`: {{by: time, column: ts, test_from: 2024-06-01}}, "
             "{by: hash, test: 0.1} or {by: order, test: 0.1}"
         )
-    elif other is not None:
-        problem = f" by {by} has no '{other}'; it may have {', '.join(known)}{did_you_mean(other, known)}"
-    elif "column" in known and "column" not in values:
-        problem = f" by {by} needs 'column', the name of the column of times"
-    if problem:
-        raise SpecError(f"split{problem}")
+    if other is not None:
+        raise SpecError(f"split by {by} has no '{other}'; it may have {', '.join(known)}{did_you_mean(other, known)}")
+    if "column" in known and "column" not in values:
+        raise SpecError(f"split by {by} needs 'column', the name of the column of times")
     return kind(**cast("dict[str, Any]", {key: value for key, value in values.items() if key != "by"}))
 
 
@@ -156,7 +153,7 @@ class TimeSplit(RowSplit):
             problem = " needs valid_from or test_from, the first time of that split"
         for key in ("valid_from", "test_from"):
             value = getattr(self, key)
-            if isinstance(value, datetime.date):  # YAML's
+            if isinstance(value, datetime.date):  # from Python
                 object.__setattr__(self, key, value.isoformat())
             elif value is not None and not _is_time(value):
                 problem = problem or f": {key} is {value!r}, must be a finite number or text"
