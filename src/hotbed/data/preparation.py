@@ -264,7 +264,7 @@ class Preparation:
             good = missing | (np.isfinite(values) & (values == np.floor(values)) & (values >= least))
             limit = "" if negatives == "zero" else " of at least −3, because ln(x + 3) is stored"
             fix = f"expected an integer{limit}; mend it, or leave it missing"
-            place.refuse(name, "numbers of no log", ~good, column, "{}", fix)
+            place.refuse(name, "numbers of no log", ~good, column, "{:.15g}", fix)
             import polars as pl
 
             found = pl.Series(values).to_frame("x").select(logarithm(pl.col("x"), negatives)).to_series().to_numpy()
