@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, Field, ValidationError
 
 from hotbed.errors import PlanError, RecipeError
 from hotbed.files import read_yaml
-from hotbed.parsing import MOST_DEPTH, TextError, parse_json, parse_yaml, read_limited
+from hotbed.parsing import MOST_DEPTH, TextError, fault_of, parse_json, parse_yaml, read_limited
 from hotbed.plan import Plan
 from hotbed.train.plan_search import read_plan
 
@@ -151,3 +152,35 @@ def test_a_plan_with_one_entry_changed_is_one_or_refused(key: str, value: Any) -
         Plan.from_json(json.dumps(plan, default=str))
     except PlanError as error:
         assert str(error)
+
+
+class _Entry(BaseModel):
+    kind: Literal["a"] = "a"
+    rows: int = Field(1, ge=1, strict=True)
+    names: list[str] = Field(["x"], min_length=1)
+
+
+class _Private(BaseModel):
+    entries: dict[Annotated[str, Field(pattern="^[a-z]+$")], _Entry]
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        (3, "got 3, expected a mapping"),
+        ({"entrys": {}}, "entries is missing; did you mean 'entrys'?"),
+        ({"entries": 5}, "entries: got 5, expected a mapping"),
+        ({"entries": {"a": 5}}, "entries.a: got 5, expected a mapping"),
+        ({"entries": {"a": {"rows": "many"}}}, "entries.a.rows: got 'many', expected an integer"),
+        ({"entries": {"a": {"rows": 0, "kind": "a"}}}, "entries.a.rows: got 0, expected at least 1"),
+        ({"entries": {"a": {"rows": 0, "kind": "b"}}}, "entries.a.kind: got 'b', expected 'a' (1 more)"),
+        ({"entries": {"a": {"names": 1}}}, "entries.a.names: got 1, expected a list"),
+        ({"entries": {"a": {"names": [1]}}}, "entries.a.names.0: got 1, expected text"),
+        ({"entries": {"a": {"names": []}}}, "entries.a.names: got [], expected a length of at least 1"),
+        ({"entries": {"A": {}}}, "entries.A: got 'A', expected a plain name"),
+    ],
+)
+def test_faults_name_key_value_and_limit(values: object, fault: str):
+    with pytest.raises(ValidationError) as raised:
+        _Private.model_validate(values)
+    assert fault_of(raised.value, {"[key]": "a plain name"}) == fault

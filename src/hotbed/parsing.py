@@ -18,8 +18,13 @@ from typing import TYPE_CHECKING, Any, cast
 import yaml
 from typing_extensions import override
 
+from hotbed.errors import did_you_mean
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
+    from pydantic import ValidationError
 
 MOST_BYTES = 64 << 20
 """Largest file of JSON or YAML that is read; recipes and the manifests of checkpoints have limits of their own."""
@@ -29,6 +34,34 @@ MOST_VALUES = 1 << 18
 """Keys and values of a YAML document; those behind an alias count wherever it stands."""
 MOST_DIGITS = 400
 """Characters of a number in YAML."""
+_EXPECTED = {
+    "model_type": "a mapping",
+    "dict_type": "a mapping",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "string_type": "text",
+    "bytes_type": "text",
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "none_required": "null",
+    "literal_error": "{expected}",
+    "extra_forbidden": "no such key",
+    "greater_than_equal": "at least {ge:,}",
+    "greater_than": "above {gt:,}",
+    "less_than_equal": "at most {le:,}",
+    "less_than": "below {lt:,}",
+    "too_short": "a length of at least {min_length:,}",
+    "too_long": "a length of at most {max_length:,}",
+    "string_too_short": "at least {min_length:,} characters",
+    "string_too_long": "at most {max_length:,} characters",
+}
+"""Limits in messages, by pydantic's type of an error."""
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 
 
@@ -109,6 +142,27 @@ def _depth(value: object) -> int:
         level = [v for of in inner for v in of if isinstance(v, (dict, list))]
         depth += 1
     return depth
+
+
+def fault_of(error: ValidationError, limits: Mapping[str, str] | None = None) -> str:
+    """Describe the first fault that pydantic has found: ``KEY: got VALUE, expected LIMIT``.
+
+    ``limits`` replace limits that pydantic describes by a regular expression or not in plain English. They are by the
+    last part of a value's key, e.g. ``{"sha256": "64 hexadecimal digits"}``; the names in a mapping have ``"[key]"``.
+    """
+    faults = error.errors(include_url=False)
+    first, more = faults[0], f" ({len(faults) - 1:,} more)" * (len(faults) > 1)
+    path, found = [str(key) for key in first["loc"]], cast("object", first["input"])
+    key = ".".join(key for key in path if key != "[key]")
+    if first["type"] == "missing":
+        return f"{key} is missing{did_you_mean(path[-1], map(str, cast('Mapping[object, object]', found)))}{more}"
+    got = f"{f'{key}: ' if key else ''}got {reprlib.repr(found)}"
+    limit = (limits or {}).get(path[-1] if path else "")
+    if limit is None and first["type"] in _EXPECTED:
+        limit = _EXPECTED[first["type"]].format(**first.get("ctx", {}))
+    if limit is None:
+        return f"{got}: {first['msg'][:1].lower()}{first['msg'][1:]}{more}"
+    return f"{got}, expected {limit}{more}"
 
 
 def yaml_text(value: object, *, width: int | None = None) -> str:

@@ -112,18 +112,22 @@ def test_rows_that_cannot_be_prepared_are_told(tmp_path: Path, trained: Run, cap
         (
             "hex",
             pl.lit("xyz").alias("C3"),
-            "column 'C3', row 0 (row 0 of the file): 'xyz' is not a hexadecimal number of at most 8 digits",
+            "column 'C3': 'xyz' at row 0 (row 0 of the file); expected a hexadecimal number of at most 8 digits",
         ),
-        ("long", pl.lit("123456789").alias("C3"), "'123456789' is not a hexadecimal number of at most 8 digits"),
+        (
+            "long",
+            pl.lit("123456789").alias("C3"),
+            "'123456789' at row 0 (row 0 of the file); expected a hexadecimal number of at most 8 digits",
+        ),
         (
             "low",
             pl.lit(-4).alias("I2"),
-            "column 'I2', row 0 (row 0 of the file): -4 is out of range: ln(x + 3) needs x ≥ −3",
+            "column 'I2': -4 at row 0 (row 0 of the file); expected an integer of at least −3, because ln(x + 3)",
         ),
         (
             "part",
             pl.lit(1.5).alias("I2"),
-            "row 0 (row 0 of the file): '1.5' is not an integer; mend it, or leave it missing",
+            "1.5 at row 0 (row 0 of the file); expected an integer of at least −3, because ln(x + 3) is stored; mend",
         ),
         ("ids", pl.lit(7).alias("C1"), "column 'C1' is int32, and its raw values are hexadecimal, as they were before"),
     ]:
@@ -159,7 +163,7 @@ def test_vocabularies_that_are_not_there_or_others_are_told(
     assert "do not say how raw values became ids: another program prepared them" in refused(argv, capsys)
     values["metadata"]["preparation"] = {**entry, "numericals": "cube"}
     description.write_text(yaml.safe_dump(values))
-    assert "metadata.preparation: numericals: Input should be 'log', 'log_zero' or 'as_is'" in refused(argv, capsys)
+    assert "metadata.preparation: numericals: got 'cube', expected 'log', 'log_zero' or 'as_is'" in refused(argv, capsys)
     other = {**entry["vocabularies"], "C2": {**entry["vocabularies"]["C2"], "sha256": "0" * 64}}
     values["metadata"]["preparation"] = {**entry, "vocabularies": other}
     description.write_text(yaml.safe_dump(values))

@@ -6,12 +6,13 @@ import decimal
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from data_cases import assert_same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -220,6 +221,16 @@ def test_plain_rows_are_typed_alike_alone_and_together(data: st.DataObject, n: i
 def test_values_of_another_kind_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         plain().table({**ROWS, **change})
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
+def test_tuples_of_a_class_are_lists() -> None:
+    given = plain().table({**ROWS, "history": [Pair(1, 2), None, torch.Size([3])]})
+    assert given["history"].to_pylist() == [[1, 2], None, [3]]
 
 
 def test_a_column_that_is_missing_is_named() -> None:

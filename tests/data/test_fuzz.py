@@ -230,7 +230,7 @@ def test_a_split_is_no_path(split: str, tmp_path: Path) -> None:
     values = described(tmp_path)
     values["source_spec"][split] = values["source_spec"].pop("test")
     (tmp_path / "feature_spec.yaml").write_text(yaml.safe_dump(values))
-    with pytest.raises(DataError, match=r"source_spec.*String should match pattern"):
+    with pytest.raises(DataError, match=r"source_spec.*: got .*, expected a plain name, as of a directory"):
         SplitBinarySource(tmp_path)
 
 

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotbed.data import Label, ParquetSource, Schema, SparseColumn
+from hotbed.data.inspection import SchemaChecks
 from hotbed.data.labels import read_labels
 from hotbed.data.place import Place
+from hotbed.data.stored_rows import open_rows
 from hotbed.errors import DataError, SpecError
 
 
@@ -94,6 +96,20 @@ def test_a_missing_label_is_not_taken_for_a_negative(tmp_path: Path, check: str,
     made = source(tmp_path, pa.array([1.0, 2, 3, 4, 5, value]), ">= 4")
     with pytest.raises(DataError, match=rf"log.parquet, row group 1, column 'y': {shown}"):
         made.check_labels("train") if check == "check_labels" else made.read("train", 1)
+
+
+@pytest.mark.parametrize("positive", [">= true", "== true", "in [true]"])
+@pytest.mark.parametrize("kind", [pa.bool_(), pa.dictionary(pa.int8(), pa.bool_())])
+def test_missing_labels_of_truth_are_counted(tmp_path: Path, positive: str, kind: pa.DataType) -> None:
+    labels = pa.array([True, None, False, None])
+    made = source(tmp_path, labels.cast(kind) if pa.types.is_boolean(kind) else labels.dictionary_encode(), positive)
+    with pytest.raises(DataError, match="column 'y': label null at row 1"):
+        made.read("train", 0)
+    rows = open_rows(tmp_path / "log.parquet")
+    checks = SchemaChecks(rows, made.schema, "hash")
+    for found in rows.read():
+        checks.look_at(found)
+    assert [(fault.column, fault.values) for fault in checks.faults] == [("y", 2)]
 
 
 @pytest.mark.parametrize("positive", ["4", ">=", "=> 4", "in", "in 4", "in []", "in [[1]]", "in {a", True, 4, "is yes"])

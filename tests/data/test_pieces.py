@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
 from hotbed.data.parquet_files import ParquetFile
-from hotbed.data.pieces import Piece, Splits, in_order, read_parts
+from hotbed.data.pieces import Part, Piece, Splits, in_order, read_parts
+from hotbed.errors import DataError
 
 LIMIT, ROWS = 1 << 20, 6_000
 
@@ -40,3 +42,12 @@ def test_small_row_groups_are_read_at_once(tmp_path: Path) -> None:
     pieces = pieces_of(tmp_path / "texts.parquet", table, 100)
     (part,) = read_parts(pieces, ["text"], Splits(("train",), ends=(ROWS, ROWS)))
     assert (len(part.tables), len(part.codes)) == (60, ROWS)
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_bad_ids_are_named_by_their_row(is_list: bool) -> None:
+    values = [[1.0, 2.0], None, [], [3.0], [4.0, 0.5]] if is_list else [1.0, 2.0, None, 3.0, 0.5]
+    part = Part([pa.table({"x": values})], ["log.parquet"], [np.arange(100, 105)], np.array([0, 1, 0, 0, 0]))
+    for of in (part, part.only(part.codes == 0)):
+        with pytest.raises(DataError, match=r"^log.parquet, column 'x': id 0.5 at row 104;"):
+            of.values("x", pa.int64())

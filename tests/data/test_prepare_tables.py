@@ -215,7 +215,7 @@ def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"sparse column 'item' is struct<id: int64>, must be integers, strings"):
         prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=[i + 0.5 * (i == 50) for i in range(60)]))
-    with pytest.raises(DataError, match=r"b.parquet, row group 1, column 'item': id 50.5 at value 10; ids of double"):
+    with pytest.raises(DataError, match=r"b.parquet, row group 1, column 'item': id 50.5 at row 10; ids of double"):
         prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=pa.array([i + (1 << 63) for i in range(60)], pa.uint64())))
     with pytest.raises(DataError, match=r"b.parquet, row group 0, column 'item': .*; write it as int64, as in other"):

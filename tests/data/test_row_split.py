@@ -16,7 +16,7 @@ from test_parquet import table_of, unweighted
 
 from hotbed.batch import Batch
 from hotbed.data import ParquetSource, Schema, Source, SparseColumn
-from hotbed.data.parquet_files import RowGroup
+from hotbed.data.parquet_files import RowGroup, find_parquet
 from hotbed.errors import DataError, SpecError
 from hotbed.testing.source import SourceContract
 
@@ -283,6 +283,14 @@ def test_folders_of_hive_are_columns(tmp_path: Path) -> None:
     text = Schema(sparse=(SparseColumn(name="country", rows=1000),), labels=())
     hashed = [ParquetSource(tmp_path, text).read("train", i).sparse.values.unique().tolist() for i in range(9)]
     assert len({tuple(x) for x in hashed}) == 2 and all(len(x) == 1 for x in hashed)
+
+
+@pytest.mark.parametrize(("folder", "column", "value"), [("my%20day=1", "my%20day", 1), ("a=x%FFy", "a", "x\ufffdy")])
+def test_only_values_of_folders_are_decoded(tmp_path: Path, folder: str, column: str, value: object) -> None:
+    (tmp_path / folder).mkdir()
+    pq.write_table(pa.table({"row": [1, 2]}), tmp_path / folder / "x.parquet")
+    (file,) = find_parquet(tmp_path)[""]
+    assert [(name, of.as_py()) for name, of in file.partitions] == [(column, value)]
 
 
 def test_a_folder_of_no_value_is_null(tmp_path: Path) -> None:

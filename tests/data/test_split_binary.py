@@ -140,12 +140,12 @@ def test_missing_files(tmp_path: Path) -> None:
         (
             "cardinality: 4",
             "cardinality: -4",
-            "cat_1.bin.cardinality: Input should be greater than or .* got -4",
+            "cat_1.bin.cardinality: got -4, expected at least 1. Write the number of its ids",
         ),
-        ("cardinality: 4", "cardinality: many", "cardinality: Input should be a valid integer, got 'many'"),
+        ("cardinality: 4", "cardinality: many", "cardinality: got 'many', expected an integer"),
         ("dtype: int8", "dtype: uint8", "'cat_1.bin' has dtype 'uint8', must be one of int8, int16, int32, int64"),
         ("dtype: bool", "dtype: int64", "column 'label' has dtype 'int64', must be one of bool"),
-        ("source_spec:", "source_specs:", "has no `source_spec`; did you mean 'source_specs'"),
+        ("source_spec:", "source_specs:", ": source_spec is missing; did you mean 'source_specs'"),
         (
             "  label: {dtype: bool}",
             "  lable: {dtype: bool}",
@@ -154,7 +154,7 @@ def test_missing_files(tmp_path: Path) -> None:
         (
             "[test/cat_1.bin], type: split_binary",
             "[test/cat_1.bin], type: csv",
-            "type: Input should be 'split_binary', got 'csv'",
+            "type: got 'csv', expected 'split_binary'",
         ),
         (
             "{features: [label], files: [test/label.bin], type: split_binary}",
@@ -178,6 +178,32 @@ def test_bad_description(tmp_path: Path, old: str, new: str, message: str) -> No
     with pytest.raises(DataError, match=message) as caught:
         SplitBinarySource(tmp_path / "set")
     assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"feature_spec": 3}, "feature_spec: got 3, expected a mapping"),
+        ({"feature_spec": {"label": 3}}, "feature_spec.label: got 3, expected a mapping"),
+        ({"source_spec": {}}, "source_spec: got {}, expected a mapping with at least `train`"),
+        ({"channel_spec": {"label": "y"}}, "channel_spec.label: got 'y', expected a list"),
+    ],
+)
+def test_a_part_that_is_none(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    file = nvidia_dataset(tmp_path / "set") / "feature_spec.yaml"
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), **change}))
+    with pytest.raises(DataError) as caught:
+        SplitBinarySource(tmp_path / "set")
+    assert str(caught.value) == f"{file}: {message}"
+
+
+def test_what_is_not_used_is_not_checked(tmp_path: Path) -> None:
+    file = nvidia_dataset(tmp_path / "set") / "feature_spec.yaml"
+    given = yaml.safe_load(file.read_text())
+    given["feature_spec"] |= {"unused": {"cardinality": "many"}}
+    given["feature_spec"]["label"]["cardinality"] = 0
+    file.write_text(yaml.safe_dump(given))
+    assert SplitBinarySource(tmp_path / "set").splits
 
 
 def test_what_the_format_cannot_hold(tmp_path: Path) -> None:

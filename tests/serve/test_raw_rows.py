@@ -76,8 +76,8 @@ def test_raw_values_are_answered_with_the_scores_of_predict(exported: Exported) 
         assert answer["outputs"][0]["data"] == exported.scores
         for wrong, message in [
             ({"C1": 5}, "column 'C1', row 0: 5 is not text, as this column was in training"),
-            ({"C1": "no"}, "column 'C1', row 0: 'no' is not a hexadecimal number of at most 8 digits"),
-            ({"I1": -7}, "column 'I1', row 0: -7 is out of range: ln(x + 3) needs x ≥ −3"),
+            ({"C1": "no"}, "column 'C1': 'no' at row 0; expected a hexadecimal number of at most 8 digits"),
+            ({"I1": -7}, "column 'I1': -7 at row 0; expected an integer of at least −3, because ln(x + 3)"),
         ]:
             answer = client.ask("POST", "/score", [{**exported.raw[0], **wrong}])
             assert answer.status == 400

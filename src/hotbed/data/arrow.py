@@ -310,7 +310,7 @@ def hashable(values: pa.Array, column: str, place: Place) -> pa.Array:
     return pa.array(np.where(missing | bad, 0, numbers).astype(np.int64), mask=missing)
 
 
-def checked_ids(array: pa.Array, column: SparseColumn, ids: Ids, place: Place) -> tuple[pa.Array, Array | None]:
+def check_ids(array: pa.Array, column: SparseColumn, ids: Ids, place: Place) -> tuple[pa.Array, Array | None]:
     """Return ids ``[N]`` that can be hashed or are rows, and the ids per sample ``[n]``, or None if each has one.
 
     A null list is an empty bag. In a column of one id per sample it is a missing id.

@@ -18,15 +18,14 @@ Missing: TypeAlias = Literal["error", "center", "indicator"]
 Comparison: TypeAlias = Literal[">=", "<=", "==", "!=", ">", "<", "in"]
 
 
-def check_values(where: str, values: Mapping[str, object], **rules: tuple[bool, str]) -> None:
-    """Raise `SpecError` at the first of these values that is not right; a rule also says what a value must be."""
+def check_values(where: str, values: Mapping[str, object], **rules: tuple[bool, str | tuple[str, ...]]) -> None:
+    """Raise `SpecError` at the first of these values that is not right; a rule has the limit, or the choices."""
     for name, (is_right, wanted) in rules.items():
         if not is_right:
             value = values[name]
-            hint = (
-                did_you_mean(str(value), wanted.removeprefix(_ONE_OF).split(", ")) if wanted.startswith(_ONE_OF) else ""
-            )
-            raise SpecError(f"{where}: {name} is {value!r}, must be {wanted}{hint}")
+            if isinstance(wanted, tuple):
+                wanted = f"one of {', '.join(wanted)}{did_you_mean(str(value), wanted)}"
+            raise SpecError(f"{where}: {name} is {value!r}, must be {wanted}")
 
 
 def check_keys(where: str, given: Mapping[str, object], known: Sequence[str], required: Sequence[str]) -> None:
@@ -46,11 +45,8 @@ def is_at_least(value: object, least: int) -> bool:
     return is_int(value) and value >= least
 
 
-_ONE_OF = "one of "
-
-
-def _choice(value: object, choices: object) -> tuple[bool, str]:
-    return value in get_args(choices), _ONE_OF + ", ".join(get_args(choices))
+def _choice(value: object, choices: object) -> tuple[bool, tuple[str, ...]]:
+    return value in get_args(choices), get_args(choices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +110,8 @@ class SparseColumn:
                 f"null, or one of {paddings} in a column with pooling none and max_len",
             ),
         )
-        is_limited = self.on_too_long == "error" or limit is not None
-        wanted = "error without max_len, because nothing is too long; set max_len"
-        check_values(where, vars(self), on_too_long=(is_limited, wanted))
+        if self.on_too_long != "error" and limit is None:
+            raise SpecError(f"{where}: on_too_long {self.on_too_long!r} needs max_len; set it")
 
     @property
     def table_name(self) -> str:
@@ -191,13 +186,16 @@ class Numerical:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        where, rules = f"numerical column '{self.name}'", "standard, log or asinh"
+        where = f"numerical column '{self.name}'"
         check_values(where, vars(self), rule=_choice(self.rule, Rule), missing=_choice(self.missing, Missing))
-        has_both, is_ruled = (self.center is None) == (self.scale is None), self.rule not in ("as_is", "quantile")
+        has_both = (self.center is None) == (self.scale is None)
         wanted = f"given together with scale, which is {self.scale}; leave out both to have them measured"
         check_values(where, vars(self), center=(has_both, wanted))
-        wanted = f"left out, and scale, with rule {self.rule}; constants are of the rules {rules}"
-        check_values(where, vars(self), center=(self.center is None or is_ruled, wanted))
+        if self.center is not None and self.rule in ("as_is", "quantile"):
+            raise SpecError(
+                f"{where}: center is set, but rule {self.rule} has no constants. Leave out center and scale, or use "
+                "standard, log or asinh"
+            )
         if self.center is not None and self.scale is not None:
             Scaling(name=self.name, center=self.center, scale=self.scale)
 

@@ -67,7 +67,7 @@ class Columns:
         return self._made[name]
 
     def bags(self, column: SparseColumn, ids: arrow.Ids) -> tuple[arrow.Array, arrow.Array | None]:
-        """Rows ``[N]`` of the table, and for a ragged column the ids per row ``[n]``, see `arrow.checked_ids`."""
+        """Rows ``[N]`` of the table, and for a ragged column the ids per row ``[n]``, see `arrow.check_ids`."""
         derived = self.derived.get(column.name)
         if isinstance(derived, Bucket):
             values = self[column.name].fill_null(0).combine_chunks()
@@ -81,7 +81,7 @@ class Columns:
                 arrow.refuse_lengths(found.lengths, column, self.place)
             return rows, found.lengths if column.ids is None else None
         how = ids if derived is None else "hash"
-        values, lengths = arrow.checked_ids(self[column.name].combine_chunks(), column, how, self.place)
+        values, lengths = arrow.check_ids(self[column.name].combine_chunks(), column, how, self.place)
         return arrow.rows(values, column, how), lengths if column.ids is None else None
 
     def numbers(self, name: str) -> arrow.Array:

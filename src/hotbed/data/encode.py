@@ -148,8 +148,8 @@ class Encoder:
         }
         self.boundaries: dict[str, Sequence[float]] = {}  # one of all copies, see `of`
         self._inputs = self._input_columns()
-        self._checked: pa.Schema | None = None  # columns that passed `check`
-        self._is_plain = False  # whether these have types that need no conversion
+        # columns that passed `check`, and whether these have types that need no conversion
+        self._checked: tuple[pa.Schema, bool] | None = None
 
     @property
     def hashed(self) -> list[str]:
@@ -422,12 +422,13 @@ class Encoder:
     def _columns(self, table: pa.Table | pa.RecordBatch, place: Place, *, check: bool = True) -> Columns:
         if isinstance(table, pa.RecordBatch):
             table = pa.Table.from_batches([table])
-        is_known = self._checked is not None and table.schema.equals(self._checked)
+        checked = self._checked  # read once, because other threads replace it
+        is_known = checked is not None and table.schema.equals(checked[0])
         if not check:
             table = arrow.without_empty_types(table, table.column_names)
         elif not is_known:
             table = self._checked_table(table, place.name)
-        if not (check and is_known and self._is_plain):
+        if checked is None or not (check and is_known and checked[1]):
             table = arrow.plain(table, place.name)
         if self.preparation is not None:
             table = self.preparation.stored(table, self.schema.dense, place)
@@ -442,8 +443,8 @@ class Encoder:
             table = arrow.without_empty_types(table, [column.name for column in self.columns()])
             self.check(table.schema, place)
         else:
-            self._is_plain = all(arrow.plain_type(field.type) == field.type for field in table.schema)
-            self._checked = table.schema
+            is_plain = all(arrow.plain_type(field.type) == field.type for field in table.schema)
+            self._checked = table.schema, is_plain
         return table
 
     @property

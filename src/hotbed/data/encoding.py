@@ -21,7 +21,6 @@ from hotbed.data.columns import SparseColumn
 from hotbed.data.executors import task_directory
 from hotbed.data.labels import read_labels, read_weights, refuse_null
 from hotbed.data.pieces import Part, Piece, Splits, read_parts
-from hotbed.data.place import Place
 from hotbed.data.preparation import PREPARATION, PreparationEntry
 from hotbed.data.row_split import SPLITS
 from hotbed.data.schema import Schema
@@ -134,8 +133,7 @@ def _ids(job: EncodeJob, part: Part, column: SparseColumn) -> NDArray[np.int64]:
 def _check(job: EncodeJob, part: Part) -> None:
     """Raise `DataError` for a label, weight or group that training would refuse, while its place is known."""
     mapped = {label.column: label for label in job.schema.positives}
-    for table, name, start in zip(part.tables, part.places, part.starts, strict=True):
-        place = Place(name, lambda at, start=start: f"row {start + at:,}")
+    for table, place in part.placed():
         for name in job.schema.labels:
             read_labels(table[name], name, mapped.get(name), place, check=True)
         for name in job.schema.weight_columns:

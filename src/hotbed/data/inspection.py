@@ -104,7 +104,8 @@ class SchemaChecks:
         """Check the values of some rows."""
         schema, place = self.schema, _CountingPlace(found.place.name, found.place.row_of, self.faults)
         usable = {*found.table.column_names} - self._wrong
-        table = arrow.plain(found.table.select([name for name in found.table.column_names if name in usable]))
+        chosen = found.table.select([name for name in found.table.column_names if name in usable])
+        table = arrow.plain(chosen, place.name)
         for column in (c for c in schema.stored[0] if c.name in usable):
             lengths = self._ids(table, column, place)
             if column.weights in usable:
@@ -132,7 +133,7 @@ class SchemaChecks:
     def _ids(self, table: pa.Table, column: SparseColumn, place: Place) -> NDArray[Any]:
         """Check the ids of a column, and return how many each row has."""
         stored = table[column.name].combine_chunks()
-        values, lengths = arrow.checked_ids(stored, column, self.ids, place)
+        values, lengths = arrow.check_ids(stored, column, self.ids, place)
         each = np.ones(len(table), np.int64) if lengths is None else lengths
         if self.ids == "raw":
             rows = arrow.rows(values, column, "raw")

@@ -105,6 +105,8 @@ def _mapped(column: pa.ChunkedArray, name: str, label: Label, place: Place) -> a
     wanted = _numbers(name, values.type, condition)
     if pa.types.is_decimal(values.type):
         values = pc.cast(values, pa.float64(), safe=False)
+    elif pa.types.is_boolean(values.type):
+        values = values.fill_null(False)  # `hotbed inspect` counts nulls, and goes on
     numbers = values.to_numpy(zero_copy_only=False)
     if numbers.dtype.kind == "f" and (missing := np.isnan(numbers)).any():
         refuse_labels(np.where(missing & ~arrow.nulls(column), np.nan, 0), name, place, values=column, can_map=True)

@@ -466,14 +466,13 @@ def _chosen(days: Sequence[Day], splits: Mapping[str, Sequence[str]], path: str)
         raise SpecError(f"splits is {splits!r}, must be none, or days by split: {{train: [{days[0].name}]}}")
     used: dict[str, str] = {}
     for split, names in splits.items():
-        problem = f"{split} is {names!r}, must be a list of days; write [{names}]" if isinstance(names, str) else ""
-        for name in () if problem else names:
+        if isinstance(names, str):
+            raise SpecError(f"splits: {split} is {names!r}, must be a list of days; write [{names}]")
+        for name in names:
             if name not in by_name:
-                problem = f"{path} has no day '{name}'{did_you_mean(str(name), by_name)}"
-            elif (other := used.setdefault(name, split)) != split:
-                problem = f"'{name}' is in {other} and in {split}; leave it in one of them"
-        if problem:
-            raise SpecError(f"splits: {problem}")
+                raise SpecError(f"splits: {path} has no day '{name}'{did_you_mean(str(name), by_name)}")
+            if (other := used.setdefault(name, split)) != split:
+                raise SpecError(f"splits: '{name}' is in {other} and in {split}; leave it in one of them")
     if not used:
         raise SpecError(f"splits is {dict(splits)}, must name days: {{train: [{days[0].name}]}}")
     return {split: [_Part(by_name[n], 0, by_name[n].rows) for n in names] for split, names in splits.items()}

@@ -317,31 +317,25 @@ def _with_paths(
     """Add split paths to the files by split, and remove unused splits."""
     found = dict(files)
     text = {*text, *text_columns(file for of_split in files.values() for file in of_split)}
-    problem = ""
     for split, place in split_paths.items():
-        of_place: dict[str, list[ParquetFile]] = {}
         if split not in SPLITS:
-            problem = f"split_paths has '{split}', which is no split; there are {', '.join(SPLITS)}"
-        elif place is None and found.pop(split, None) is None:
-            problem = f"split_paths leaves out '{split}', but {path} has no such split; remove it"
-        elif place is not None and split in found:
-            problem = f"split_paths says where '{split}' is, but {path} has this split; leave one of them out"
-        elif place is not None:
-            of_place = find_parquet(place, filesystem, text)
-            if len(of_place) > 1 and split not in of_place:
-                problem = f"{place} has the splits {', '.join(of_place)}, none of which is '{split}'"
-        if problem:
-            break
-        if of_place:
-            of_split = of_place[split] if split in of_place else next(iter(of_place.values()))
-            refuse_same_files(split, of_split, found)
-            found[split] = of_split
-    if not problem and "train" in split_paths and "" in found:
-        problem = f"split_paths says where 'train' is, but {path} has samples of no split; leave one of them out"
-    elif not problem and not found:
-        problem = f"split_paths leaves out all splits of {path}; keep one"
-    if problem:
-        raise SpecError(problem)
+            raise SpecError(f"split_paths has '{split}', which is no split; there are {', '.join(SPLITS)}")
+        if place is None:
+            if found.pop(split, None) is None:
+                raise SpecError(f"split_paths leaves out '{split}', but {path} has no such split; remove it")
+            continue
+        if split in found:
+            raise SpecError(f"split_paths says where '{split}' is, but {path} has this split; leave one of them out")
+        of_place = find_parquet(place, filesystem, text)
+        if len(of_place) > 1 and split not in of_place:
+            raise SpecError(f"{place} has the splits {', '.join(of_place)}, none of which is '{split}'")
+        of_split = of_place[split] if split in of_place else next(iter(of_place.values()))
+        refuse_same_files(split, of_split, found)
+        found[split] = of_split
+    if "train" in split_paths and "" in found:
+        raise SpecError(f"split_paths says where 'train' is, but {path} has samples of no split; leave one of them out")
+    if not found:
+        raise SpecError(f"split_paths leaves out all splits of {path}; keep one")
     return found
 
 
@@ -350,16 +344,13 @@ def _by_rows(path: str, groups: Groups, split: RowSplit, fractions: float) -> Gr
     whole = [group for group in groups.get("", groups.get("train", [])) if isinstance(group, RowGroup)]
     others = {name: of_split for name, of_split in groups.items() if name not in ("", "train")}
     both = next((name for name in split.names if name in others), None)
-    problem = ""
     if fractions:
-        problem = "there are both split and valid_fraction or test_fraction; leave one of them out"
-    elif both is not None:
-        problem = (
+        raise SpecError("there are both split and valid_fraction or test_fraction; leave one of them out")
+    if both is not None:
+        raise SpecError(
             f"split makes a split '{both}', which {path} has already; leave it out of split, or say split_paths: "
             f"{{{both}: null}} not to use that of the path"
         )
-    if problem:
-        raise SpecError(problem)
     for file in {group.file.shown: group.file for group in whole}.values():
         split.check(file.schema, file.shown)
     divided: Groups = {name: [*of_split] for name, of_split in divide(split, whole).items()}

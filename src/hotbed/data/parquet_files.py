@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import fs
 
@@ -39,6 +39,7 @@ _BUFFER_BYTES = 1 << 20
 _WAITING = 8
 """Slices that are kept for readers that request them later, at most."""
 
+_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 Partitions = tuple[tuple[str, pa.Scalar], ...]
 
 _DICTIONARIES = frozenset(("PLAIN_DICTIONARY", "RLE_DICTIONARY"))
@@ -557,16 +558,20 @@ def _partitions(names: Sequence[str]) -> dict[str, Partitions]:
 
     They are integers if all values are integers that are written as such (``2``, not ``02``), else text.
     """
-    folders = [folder for name in names for folder in name.split("/")[:-1]]
-    fields = [field for field in dict.fromkeys(f.partition("=")[0] for f in folders if "=" in f) if field]
-    hive = ds.HivePartitioning(pa.schema([(field, pa.string()) for field in fields]))
-    values = {name: ds.get_partition_keys(hive.parse(name)) for name in names}
+    values = {name: _folders(name) for name in names}
     kinds: dict[str, pa.DataType] = {}
-    for field in fields:
-        known = {of[field] for of in values.values() if of.get(field) is not None}
+    for field in {field for of in values.values() for field in of}:
+        known = {value for of in values.values() if (value := of.get(field)) is not None}
         is_number = known and all(re.fullmatch(r"0|-?[1-9]\d{0,17}", value) for value in known)
         kinds[field] = pa.int64() if is_number else pa.string()
     return {
-        name: tuple((field, pa.scalar(of[field]).cast(kinds[field])) for field in fields if field in of)
+        name: tuple((field, pa.scalar(value).cast(kinds[field])) for field, value in of.items())
         for name, of in values.items()
     }
+
+
+def _folders(name: str) -> dict[str, str | None]:
+    """Return the columns that the folders of a file stand for; Arrow would decode ``%20`` in their names, too."""
+    pairs = [folder.partition("=") for folder in name.split("/")[:-1]]
+    values = {column: unquote(value) for column, equals, value in pairs if equals and column}
+    return {column: None if value == _NO_VALUE else value for column, value in values.items()}

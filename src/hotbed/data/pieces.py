@@ -173,7 +173,7 @@ class Part:
 
     tables: Sequence[pa.Table]  # by piece
     places: Sequence[str]  # by piece, for messages
-    starts: Sequence[int]  # by piece, position of its first row
+    rows: Sequence[NDArray[np.int64]]  # by piece, positions of its rows
     codes: NDArray[np.int64]  # number in `SPLITS` of the split of each row ``[n]``
 
     def column(self, name: str, kind: pa.DataType) -> pa.ChunkedArray:
@@ -195,16 +195,24 @@ class Part:
     def only(self, mask: NDArray[np.bool_]) -> Part:
         """The rows where a mask ``[n]`` is true."""
         ends = np.cumsum([len(table) for table in self.tables])[:-1]
-        tables = [t.filter(pa.array(m)) for t, m in zip(self.tables, np.split(mask, ends), strict=True)]
-        return Part(tables, self.places, self.starts, self.codes[mask])
+        masks = np.split(mask, ends)
+        tables = [table.filter(pa.array(kept)) for table, kept in zip(self.tables, masks, strict=True)]
+        rows = [of[kept] for of, kept in zip(self.rows, masks, strict=True)]
+        return Part(tables, self.places, rows, self.codes[mask])
+
+    def placed(self) -> list[tuple[pa.Table, Place]]:
+        """The tables, each with its place for messages."""
+        return [
+            (table, Place(name, lambda at, rows=rows: f"row {rows[at]:,}"))
+            for table, name, rows in zip(self.tables, self.places, self.rows, strict=True)
+        ]
 
     def values(self, column: str, kind: pa.DataType, *, is_list: bool = False) -> pa.Array:
         """All values of a column, those of lists one after the other, as the type in which they are counted.
 
         A file that has only missing values does not say whether they are lists: ``is_list`` does.
         """
-        places = [Place(f"{place}, column '{column}'", lambda at: f"value {at:,}") for place in self.places]
-        found = [_values(t[column], kind, p, is_list=is_list) for t, p in zip(self.tables, places, strict=True)]
+        found = [_values(table[column], column, kind, place, is_list=is_list) for table, place in self.placed()]
         return pa.concat_arrays(found)
 
 
@@ -214,13 +222,14 @@ def read_parts(group: Sequence[Piece], columns: Sequence[str], splits: Splits) -
     if sum(piece.rows.samples for piece in group) <= _GROUP_ROWS and sum(sizes) <= _GROUP_BYTES:
         tables = [piece.rows.read(columns) for piece in group]
         codes = np.concatenate([splits.codes(piece) for piece in group])
-        yield Part(tables, [str(piece.rows) for piece in group], [0] * len(group), codes)
+        yield Part(tables, [str(piece.rows) for piece in group], [np.arange(len(table)) for table in tables], codes)
         return
     for piece, nbytes in zip(group, sizes, strict=True):
         codes, start = splits.codes(piece), 0
         rows = max(_FEWEST_ROWS, min(_GROUP_ROWS, _GROUP_BYTES * piece.rows.samples // max(1, nbytes)))
         for table in piece.rows.batches(columns, rows):
-            yield Part([table], [str(piece.rows)], [start], codes[start : start + len(table)])
+            rows_of_table = np.arange(start, start + len(table))
+            yield Part([table], [str(piece.rows)], [rows_of_table], codes[start : start + len(table)])
             start += len(table)
 
 
@@ -239,12 +248,16 @@ def _bytes_read(piece: Piece, columns: Sequence[str]) -> int:
     return piece.bytes + first.nbytes * rows.samples // max(1, len(first))
 
 
-def _values(column: pa.ChunkedArray, kind: pa.DataType, place: Place, *, is_list: bool) -> pa.Array:
+def _values(column: pa.ChunkedArray, name: str, kind: pa.DataType, place: Place, *, is_list: bool) -> pa.Array:
     array = column.combine_chunks()
     if pa.types.is_null(array.type):
         return pa.nulls(0 if is_list else len(array), kind)
-    values = arrow.hashable(array.flatten() if arrow.is_list(array.type) else array, "", place)
+    if arrow.is_list(array.type):
+        array, place = array.flatten(), place.of_lists(arrow.lengths(array))
+    values = arrow.hashable(array, name, place)
     try:
         return arrow.decode(values).cast(kind)
     except pa.ArrowInvalid as error:
-        raise DataError(f"{place.name}: {error}; its values must be {kind}, as in the other files") from None
+        raise DataError(
+            f"{place.name}, column '{name}': {error}; its values must be {kind}, as in the other files"
+        ) from None

@@ -64,11 +64,12 @@ def typed_table(rows: Mapping[str, Sequence[object]], columns: Sequence[InputCol
 
 def _lists(column: InputColumn, values: Sequence[object]) -> pa.Array:
     if not set(map(type, values)) <= {list, tuple, type(None)}:
-        row = next(row for row, value in enumerate(values) if not isinstance(value, list | tuple | None))
-        raise DataError(
-            f"column '{column.name}', row {row:,}: {_shown(values[row])} is no list of ids, which this column has; "
-            "write [ … ], also around one"
-        )
+        row = next((row for row, value in enumerate(values) if not isinstance(value, list | tuple | None)), None)
+        if row is not None:
+            raise DataError(
+                f"column '{column.name}', row {row:,}: {_shown(values[row])} is no list of ids, which this column has; "
+                "write [ … ], also around one"
+            )
     lists = [value or () for value in cast("Sequence[Sequence[object] | None]", values)]
     rows = chain.from_iterable([row] * len(value) for row, value in enumerate(lists))
     array = _array(column, [entry for value in lists for entry in value], rows)

@@ -27,17 +27,19 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from hotbed.checks import is_int
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
-from hotbed.data.criteo import complaint, hexadecimal, logarithm
+from hotbed.data.criteo import hexadecimal, logarithm
 from hotbed.data.hashing import mix, rows_of
 from hotbed.data.lookup_table import LookupTable, content_sha256
 from hotbed.data.place import Place
 from hotbed.data.schema import Schema
 from hotbed.data.vocabulary import VOCABULARY, read_vocabulary, vocabulary_file
 from hotbed.errors import DataError, SpecError, did_you_mean
+from hotbed.parsing import fault_of
 
 Kind = Literal["hexadecimal", "integers", "text"]
 MOST_ROWS = 1 << 40
 SEEDS = 1 << 64
+_LIMITS = {"sha256": "64 hexadecimal digits"}
 
 
 class Entry(BaseModel):
@@ -111,9 +113,7 @@ class PreparationEntry(Entry):
                 return PreparationEntry.model_validate_json(values)
             return PreparationEntry.model_validate(values)
         except ValidationError as error:
-            fault = error.errors()[0]
-            path = ".".join(map(str, fault["loc"]))
-            raise DataError(f"{where}: {path or 'it'}: {fault['msg']}; prepare the data again") from None
+            raise DataError(f"{where}: {fault_of(error, _LIMITS)}. Prepare the data again") from None
 
 
 class Preparation:
@@ -262,14 +262,9 @@ class Preparation:
             values, negatives = arrow.wide_numbers(column), "zero" if self.entry.numericals == "log_zero" else "keep"
             least = -np.inf if negatives == "zero" else -3
             good = missing | (np.isfinite(values) & (values == np.floor(values)) & (values >= least))
-            if not good.all():
-                at = int((~good).argmax())
-                value = float(values[at])
-                shown = str(int(value)) if value.is_integer() else str(value)
-                raise DataError(
-                    f"{place.name}, column '{name}', {place.row_of(at)}: {complaint('numerical', shown)}; mend it, or "
-                    "leave it missing"
-                )
+            limit = "" if negatives == "zero" else " of at least −3, because ln(x + 3) is stored"
+            fix = f"expected an integer{limit}; mend it, or leave it missing"
+            place.refuse(name, "numbers of no log", ~good, column, "{:.15g}", fix)
             import polars as pl
 
             found = pl.Series(values).to_frame("x").select(logarithm(pl.col("x"), negatives)).to_series().to_numpy()
@@ -277,13 +272,11 @@ class Preparation:
             return pa.array(found, mask=missing)
         with np.errstate(over="ignore"):
             rounded = np.where(missing, 0, found).astype(self.entry.dtype)
-        if (bad := ~np.isfinite(rounded)).any():
-            at = int(bad.argmax())
-            raise DataError(
-                f"{place.name}, column '{name}', {place.row_of(at)}: {found[at]} must be finite and at most "
-                f"{np.finfo(self.entry.dtype).max:,.0f} in size, as prepared data are {self.entry.dtype}; mend it, or "
-                "leave it missing"
-            )
+        fix = (
+            f"it must be finite and at most {np.finfo(self.entry.dtype).max:,.0f} in size, as prepared data are "
+            f"{self.entry.dtype}; mend it, or leave it missing"
+        )
+        place.refuse(name, "numbers not finite", ~np.isfinite(rounded), found, "{}", fix)
         return pa.array(rounded.astype(np.float32))
 
     def _table(self, name: str) -> LookupTable:
@@ -333,15 +326,13 @@ def _parsed(array: pa.Array, name: str, place: Place) -> pa.Array:
     """Hexadecimal text ``[n]`` as integers; null where it is missing or empty, as in a log."""
     import polars as pl
 
-    where = f"{place.name}, column '{name}'"
     try:
         text = pl.Series("x", array.cast(pa.large_string()))
     except pa.ArrowInvalid as error:
-        raise DataError(f"{where}: its values are no text ({error}); write UTF-8") from None
+        raise DataError(f"{place.name}, column '{name}': its values are no text ({error}); write UTF-8") from None
     text = text.set(text == "", None)
     parsed = text.to_frame().select(hexadecimal(pl.col("x")))["x"]
-    if parsed.null_count() != text.null_count():
-        at = int((parsed.is_null() & text.is_not_null()).arg_max() or 0)
-        fault = complaint("categorical", text[at])
-        raise DataError(f"{where}, {place.row_of(at)}: {fault}; mend it, or leave it missing")
+    bad = (parsed.is_null() & text.is_not_null()).to_numpy()
+    fix = "expected a hexadecimal number of at most 8 digits; mend it, or leave it missing"
+    place.refuse(name, "ids not hexadecimal", bad, text, "{!r}", fix)
     return parsed.to_arrow()

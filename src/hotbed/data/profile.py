@@ -27,7 +27,6 @@ import datetime
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -190,7 +189,7 @@ class ColumnProfile:
         """Largest finite number or time; NaN if there is none."""
         return math.nan if self.numbers is None or not self.numbers.count else self.numbers.high
 
-    @cached_property
+    @property
     def quantiles(self) -> tuple[float, ...]:
         """The `QUANTILES` of finite numbers and times; empty if there are none."""
         if self.numbers is None or not self.numbers.count:

@@ -116,18 +116,15 @@ def row_split(values: Mapping[str, object]) -> RowSplit:
     kind = kinds.get(str(by), RowSplit)
     known = [f.name for f in fields(cast("Any", kind))] if by in kinds else []
     other = next((key for key in values if key not in ("by", *known)), None) if known else None
-    problem = ""
     if not known:
-        problem = (
-            f" is {values!r}, must be a mapping with `by`: {{by: time, column: ts, test_from: 2024-06-01}}, "
+        raise SpecError(
+            f"split is {values!r}, must be a mapping with `by`: {{by: time, column: ts, test_from: 2024-06-01}}, "
             "{by: hash, test: 0.1} or {by: order, test: 0.1}"
         )
-    elif other is not None:
-        problem = f" by {by} has no '{other}'; it may have {', '.join(known)}{did_you_mean(other, known)}"
-    elif "column" in known and "column" not in values:
-        problem = f" by {by} needs 'column', the name of the column of times"
-    if problem:
-        raise SpecError(f"split{problem}")
+    if other is not None:
+        raise SpecError(f"split by {by} has no '{other}'; it may have {', '.join(known)}{did_you_mean(other, known)}")
+    if "column" in known and "column" not in values:
+        raise SpecError(f"split by {by} needs 'column', the name of the column of times")
     return kind(**cast("dict[str, Any]", {key: value for key, value in values.items() if key != "by"}))
 
 
@@ -147,21 +144,19 @@ class TimeSplit(RowSplit):
     format: str | None = None
 
     def __post_init__(self) -> None:
-        problem, format_ = "", cast("object", self.format)
+        format_ = cast("object", self.format)
         if not isinstance(self.column, str) or not self.column:
-            problem = f": column is {self.column!r}, must be the name of a column, in quotes"
-        elif format_ is not None and (not isinstance(format_, str) or "%" not in format_):
-            problem = f": format is {format_!r}, must be text such as '%Y-%m-%d %H:%M', or null"
-        elif self.valid_from is None and self.test_from is None:
-            problem = " needs valid_from or test_from, the first time of that split"
+            raise SpecError(f"split by time: column is {self.column!r}, must be the name of a column, in quotes")
+        if format_ is not None and (not isinstance(format_, str) or "%" not in format_):
+            raise SpecError(f"split by time: format is {format_!r}, must be text such as '%Y-%m-%d %H:%M', or null")
+        if self.valid_from is None and self.test_from is None:
+            raise SpecError("split by time needs valid_from or test_from, the first time of that split")
         for key in ("valid_from", "test_from"):
             value = getattr(self, key)
-            if isinstance(value, datetime.date):  # YAML's
+            if isinstance(value, datetime.date):  # from Python
                 object.__setattr__(self, key, value.isoformat())
             elif value is not None and not _is_time(value):
-                problem = problem or f": {key} is {value!r}, must be a finite number or text"
-        if problem:
-            raise SpecError(f"split by time{problem}")
+                raise SpecError(f"split by time: {key} is {value!r}, must be a finite number or text")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -307,14 +302,12 @@ class _ShareSplit(RowSplit):
     by: ClassVar[str]
 
     def __post_init__(self) -> None:
-        problem = ""
+        where = f"split by {self.by}"
         for key, share in (("valid", cast("object", self.valid)), ("test", cast("object", self.test))):
             if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
-                problem = problem or f"{key} is {share!r}, must be a share from 0 to below 1, such as 0.1"
-        if not problem and not 0 < self.valid + self.test < 1:
-            problem = f"valid {self.valid} and test {self.test} must be above 0 and below 1 together"
-        if problem:
-            raise SpecError(f"split by {self.by}: {problem}")
+                raise SpecError(f"{where}: {key} is {share!r}, must be a share from 0 to below 1, such as 0.1")
+        if not 0 < self.valid + self.test < 1:
+            raise SpecError(f"{where}: valid {self.valid} and test {self.test} must be above 0 and below 1 together")
 
     @property
     def names(self) -> tuple[str, ...]:

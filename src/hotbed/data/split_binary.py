@@ -21,7 +21,6 @@ by role: categorical, numerical, label), ``source_spec`` (per split the files an
 from __future__ import annotations
 
 import os
-import reprlib
 import shutil
 import threading
 import weakref
@@ -39,6 +38,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from hotbed.batch import Batch
+from hotbed.checks import Count, check
 from hotbed.data.columns import SparseColumn
 from hotbed.data.place import Place, label_ranges
 from hotbed.data.schema import Schema
@@ -47,7 +47,7 @@ from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
 from hotbed.large_tensors import empty
 from hotbed.locations import location
-from hotbed.parsing import TextError, parse_yaml, read_limited
+from hotbed.parsing import TextError, fault_of, parse_yaml, read_limited
 from hotbed.torch_private import copy_all_
 
 if TYPE_CHECKING:  # it needs pyarrow
@@ -124,8 +124,8 @@ def read_feature_spec(path: str | Path) -> FeatureSpec:
 
 
 class _ColumnEntry(BaseModel):
-    dtype: str
-    cardinality: int | None = Field(None, ge=1, lt=1 << 63, strict=True)
+    dtype: Any = None
+    cardinality: Any = None
 
 
 class _Channels(BaseModel):
@@ -140,6 +140,13 @@ class _FileEntry(BaseModel):
     files: list[str] = Field(min_length=1, max_length=1)
 
 
+_LIMITS = {
+    "[key]": "a plain name, as of a directory",
+    "source_spec": "a mapping with at least `train`",
+    "files": "a list of one file",
+}
+
+
 class _Description(BaseModel, coerce_numbers_to_str=True):
     feature_spec: dict[str, _ColumnEntry]
     channel_spec: _Channels
@@ -147,23 +154,15 @@ class _Description(BaseModel, coerce_numbers_to_str=True):
     metadata: object = None
 
 
-def _parse(values: object, file: Path) -> _Description:
-    try:
-        return _Description.model_validate(values)
-    except ValidationError as error:
-        fault = error.errors(include_url=False, include_context=False)[0]
-        path, found = [str(key) for key in fault["loc"]], cast(object, fault["input"])
-        if fault["type"] == "missing":
-            hint = did_you_mean(path[-1], map(str, cast("Mapping[object, object]", found)))
-            raise DataError(f"{file}{': '.join(['', *path[:-1]])} has no `{path[-1]}`{hint}") from None
-        raise DataError(f"{file}: {'.'.join(path) or 'it'}: {fault['msg']}, got {reprlib.repr(found)}") from None
-
-
 class _Reader:
     """The checks of one description, each error naming the file."""
 
     def __init__(self, file: Path, content: object) -> None:
-        self.file, self.given = file, _parse(content, file)
+        self.file = file
+        try:
+            self.given = _Description.model_validate(content)
+        except ValidationError as error:
+            raise DataError(f"{file}: {fault_of(error, _LIMITS)}") from None
         channels = self.given.channel_spec
         self.channels: dict[str, list[str]] = {role: getattr(channels, role) or [] for role in _DTYPES}
         self.role = {name: role for role, names in self.channels.items() for name in names}
@@ -185,23 +184,21 @@ class _Reader:
                 f"{self.file}: channel_spec names column '{name}', which feature_spec does not describe"
                 f"{did_you_mean(name, columns)}"
             )
-        given, cardinality, allowed = columns[name].dtype, columns[name].cardinality, _DTYPES[self.role[name]]
-        problem = ""
+        where, given, allowed = f"{self.file}: column '{name}'", columns[name].dtype, _DTYPES[self.role[name]]
         if given not in allowed:
-            problem = f"dtype {given!r}, must be one of {', '.join(allowed)} for a {self.role[name]} column"
-        elif self.role[name] == "categorical" and cardinality is None:
-            problem = "no cardinality; write the number of its ids"
-        elif self.role[name] == "categorical" and int(cardinality or 0) - 1 > (most := np.iinfo(given).max):
-            problem = (
-                f"cardinality {cardinality:,}, but its dtype {given} holds ids up to {most:,}; correct one of them, or "
-                "prepare the dataset again"
+            raise DataError(
+                f"{where} has dtype {given!r}, must be one of {', '.join(allowed)} for a {self.role[name]} column"
             )
-        if problem:
-            raise DataError(f"{self.file}: column '{name}' has {problem}")
+        if self.role[name] == "categorical":
+            cardinality = columns[name].cardinality
+            key = f"{self.file}: feature_spec.{name}.cardinality"
+            check(key, cardinality, Count, DataError, "Write the number of its ids")
+            if cardinality - 1 > (most := np.iinfo(given).max):
+                raise DataError(
+                    f"{where} has cardinality {cardinality:,}, but its dtype {given} holds ids up to {most:,}; correct "
+                    "one of them, or prepare the dataset again"
+                )
         return np.dtype(given).newbyteorder("<")
-
-    def _rows(self, name: str) -> int:
-        return self.given.feature_spec[name].cardinality or 0
 
     def _files(
         self, split: str, entries: Sequence[_FileEntry], dtypes: Mapping[str, np.dtype[Any]]
@@ -247,7 +244,8 @@ class _Reader:
         kept = self._metadata("schema")
         try:
             sparse = tuple(
-                SparseColumn(name=_plain(name), rows=self._rows(name)) for name in self.channels["categorical"]
+                SparseColumn(name=_plain(name), rows=self.given.feature_spec[name].cardinality)
+                for name in self.channels["categorical"]
             )
             dense, labels = (tuple(map(_plain, self.channels[role])) for role in ("numerical", "label"))
             plain = Schema(sparse=sparse, dense=dense, labels=labels)

@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from hotbed.batch import Batch
-from hotbed.data.columns import SparseColumn, check_keys, check_values, is_at_least
+from hotbed.checks import Count, Range, Size, check, check_known
+from hotbed.data.columns import SparseColumn
 from hotbed.data.hashing import Hashes, mix
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
@@ -220,17 +221,14 @@ class ZipfSource(Source):
         seed: int = 0,
         chunk_samples: int = 65_536,
     ) -> None:
-        for name, value, least in (
-            ("chunk_samples", chunk_samples, 1),
-            ("train_samples", train_samples, 1),
-            ("valid_samples", valid_samples, 0),
-            ("test_samples", test_samples, 0),
-            ("seed", seed, 0),
+        for name, value, limit in (
+            ("chunk_samples", chunk_samples, Range(least=1, most=MOST_SAMPLES)),
+            ("train_samples", train_samples, Range(least=1, most=MOST_SAMPLES)),
+            ("valid_samples", valid_samples, Range(least=0, most=MOST_SAMPLES)),
+            ("test_samples", test_samples, Range(least=0, most=MOST_SAMPLES)),
+            ("seed", seed, Range(least=0)),
         ):
-            good, wanted = is_at_least(value, least), f"an integer of at least {least}"
-            check_values("ZipfSource", {name: value}, **{name: (good, wanted)})
-            if value > MOST_SAMPLES and name != "seed":
-                raise SpecError(f"{name} is {value:,}, must be at most {MOST_SAMPLES:,}")
+            check(f"ZipfSource: {name}", value, Annotated[int, limit], SpecError)
         shape = _shape(path)
         self.schema = Schema(
             sparse=tuple(
@@ -306,23 +304,27 @@ def _shape(path: str | Path) -> _Shape:
         raise DataError(
             f"'{path}' is neither a file nor one of {', '.join(CRITEO_1TB)}{did_you_mean(str(path), CRITEO_1TB)}"
         ) from None
-    except (UnicodeDecodeError, TextError) as error:
+    except UnicodeDecodeError as error:
         raise DataError(f"{path} is neither YAML nor JSON: {error}") from None
+    except TextError as error:
+        raise DataError(f"{path} {error}") from None
     given = cast("dict[str, Any]", values) if isinstance(values, dict) else {}
     rows, dense = given.get("rows"), given.get("dense", 13)
     ids, times = given.get("ids", 1), given.get("times", 1)
     by_column = cast("list[Any]", ids) if isinstance(ids, list) else [ids]
-    try:
-        check_keys(str(path), given, _KEYS, ("rows",))
-        wanted = "a list or mapping with at least one column, such as {C1: 1000, C2: 50}"
-        check_values(str(path), given, rows=(isinstance(rows, list | dict) and bool(rows), wanted))
-        least = "an integer of at least"
-        numbers = {"dense": (is_at_least(dense, 0), f"{least} 0"), "times": (is_at_least(times, 1), f"{least} 1")}
-        check_values(str(path), {"dense": dense, "times": times}, **numbers)
-        for each in by_column:
-            check_values(str(path), {"ids": each}, ids=(is_at_least(each, 1), f"{least} 1"))
-    except SpecError as error:
-        raise DataError(str(error)) from None
+    if "rows" not in given:
+        raise DataError(f"{path} has no 'rows'; write for example rows: {{C1: 1000, C2: 50}}")
+    for key in given:
+        check_known(f"{path}: key", key, _KEYS, DataError)
+    if not isinstance(rows, list | dict) or not rows:
+        raise DataError(
+            f"{path}: rows: got {rows!r}, expected a list or mapping with at least one column, such as "
+            "{C1: 1000, C2: 50}"
+        )
+    check(f"{path}: dense", dense, Size, DataError)
+    check(f"{path}: times", times, Count, DataError)
+    for each in by_column:
+        check(f"{path}: ids", each, Count, DataError)
     if isinstance(rows, list) and len(cast("list[Any]", rows)) * times > MOST_COLUMNS:
         raise DataError(f"{path}: rows and times make more than {MOST_COLUMNS:,} columns; lower times")
     if isinstance(rows, list):
