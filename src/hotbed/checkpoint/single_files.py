@@ -67,7 +67,11 @@ def read_yaml(path: str | Path) -> Any:
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a file that appears whole or not at all."""
-    folder, name = file_at(path)
+    place = location(str(path))
+    if isinstance(place, Path):  # its folders may be ones that this process may not list, so they are not synchronized
+        files.write_text(place, text)
+        return
+    folder, name = file_at(place)
     folder.make()
     folder.write(name, text)
 

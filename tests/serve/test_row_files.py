@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hotbed.errors import StoreError
-from hotbed.serve.stored_rows import ChangedRecords, RecordFile, RecordFiles
+from hotbed.serve.row_files import ChangedRecords, RecordFile, RecordFiles
 from tests.matrix import examples
 
 SIZE = 12
