@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from hotbed.checkpoint.manifest import PlanEntry, SavedMoment, SavedTable, validate
+from hotbed.checkpoint.manifest import PlanEntry, SavedMoment, SavedTable
 from hotbed.checkpoint.snapshot import Snapshot, rows_of
 from hotbed.checkpoint.tensor_files import Array, Chunk, rows_per_chunk
 from hotbed.comm import Link
@@ -169,10 +169,11 @@ def model_tables(parts: Mapping[str, Stateful]) -> dict[str, ModelTable]:
                     f"part '{part}' trains table '{trained.table}', whose model is not among the parts; give the "
                     'model, too: {"model": model, …}'
                 )
-            here, moments = found[name], dict[str, SavedMoment]()
-            for m in rule.moments:
-                values = {"per": m.per, "initial": trained.initial[m.name], "optimizer": part, "rule": rule.name}
-                moments[m.name] = validate(SavedMoment, values, f"moment '{m.name}' of table '{name}'")
+            moments = {
+                m.name: SavedMoment(per=m.per, initial=trained.initial[m.name], optimizer=part, rule=rule.name)
+                for m in rule.moments
+            }
+            here = found[name]
             saved = here.saved.model_copy(update={"moments": {**here.saved.moments, **moments}})
             found[name] = here._replace(saved=saved)
     return found
