@@ -131,7 +131,8 @@ def save_checkpoint(
     plains, tensors = states_of(parts, is_first=link is None or link.rank == 0)
     place = directory(path)
     saved_tables = {name: table.saved for name, table in tables.items()}
-    values = {"step": step, "recipe": recipe, "plan": plan_of(parts), "parts": plains, "tables": saved_tables}
+    plain_recipe = None if recipe is None else dict(recipe)
+    values = {"step": step, "recipe": plain_recipe, "plan": plan_of(parts), "parts": plains, "tables": saved_tables}
     manifest = validate(Manifest, values, str(place))
     token = from_first(link, lambda: make_directory(place, shared=check is not None))
     if background:
