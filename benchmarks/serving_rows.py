@@ -43,7 +43,7 @@ from hotbed.batch import Batch
 from hotbed.data.columns import SparseColumn
 from hotbed.data.encode import Encoder
 from hotbed.files import write_json
-from hotbed.nn.export import DensePart, traced
+from hotbed.nn.export import DensePart, trace_dense_part
 from hotbed.serve.model import ServedModel
 from hotbed.serve.model_files import (
     MANIFEST,
@@ -195,7 +195,7 @@ def write(place: Path, rows: int) -> None:
     """Write an exported model of random rows."""
     (place / "tables").mkdir(parents=True)
     part = DensePart(Sums(rows))
-    torch.export.save(traced(part, 0), place / "dense.pt2")
+    torch.export.save(trace_dense_part(part, 0), place / "dense.pt2")
     collection = part.collections["embeddings"]
     tables: dict[str, TableEntry] = {}
     features: dict[str, FeatureEntry] = {}

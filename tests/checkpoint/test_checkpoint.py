@@ -209,6 +209,12 @@ def test_what_a_checkpoint_cannot_hold_is_refused(tmp_path: Path, state: Any) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_manifest_cannot_hold_is_refused_before_a_directory_is_made(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"c: recipe\.3: got 3, expected text"):
+        save_checkpoint(tmp_path / "c", {"part": Part({})}, recipe={3: "x"})  # type: ignore[dict-item]
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("when", ["write", "finish"])
 def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     def full(*_: Any) -> None:

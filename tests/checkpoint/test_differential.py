@@ -127,7 +127,7 @@ def test_any_tiles_load_differences_of_any_tiles(data: st.DataObject) -> None:
             saved.fill(i + 2, data.draw(rows))
         save(folder / "d", saved, ranks=data.draw(st.integers(1, 3)), base="base")
         save(folder / "full", saved)
-        convert(folder / "d", folder / "whole")
+        assert convert(folder / "d", folder / "whole").base_files == {}
         assert read_manifest(folder / "whole").base is None
         for spec in (table, other):
             tiling = data.draw(tilings_of(spec))

@@ -20,6 +20,7 @@ from hotbed.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from hotbed.checkpoint.single_files import write_text
 from hotbed.checkpoint.storage import PART_BYTES, LocalDirectory
 from hotbed.errors import CheckpointError
 from hotbed.train.callbacks import KeepLast
@@ -60,6 +61,21 @@ def test_files_are_written_listed_read_in_parts_and_removed(place: Directory) ->
     place.remove("b.json")
     place.remove("b.json")
     assert place.names() == ["a.bin"]
+
+
+def test_text_at_a_local_path_needs_no_directory_that_can_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def refuse(path: Any, *args: Any, **options: Any) -> int:
+        if Path(path).is_dir():
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    write_text(tmp_path / "a" / "b.txt", "x")
+    assert (tmp_path / "a" / "b.txt").read_text() == "x"
 
 
 def test_folders(place: Directory) -> None:

@@ -60,7 +60,10 @@ def test_a_dynamic_table_is_trained_resumed_evaluated_and_predicted_with(tmp_pat
 @pytest.mark.parametrize(
     ("dynamic", "message"),
     [
-        ({"usr": DYNAMIC["user"]}, "table in data.dynamic: got 'usr', expected one of"),
+        (
+            {"usr": DYNAMIC["user"]},
+            "table in data.dynamic: got 'usr', expected one of user, item; did you mean 'user'",
+        ),
         ({"user": {"capacity_bytes": 9}}, "the recipe lacks 'data.dynamic.user.init_bound', which is required"),
         (
             {"user": {**DYNAMIC["user"], "init_bound": -1}},

@@ -16,7 +16,7 @@ from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn import DIN, DLRM, WideDeep
-from hotbed.nn.export import plain_model, traced_whole
+from hotbed.nn.export import plain_model, trace_whole
 from hotbed.specs import Feature, OnBadId, Table
 
 SCHEMA = Schema(
@@ -66,7 +66,7 @@ def test_a_program_gives_the_logits_of_the_model(kind: str, on_bad_id: OnBadId) 
     batches = [inputs(size, bad=on_bad_id != "error") for size in (1, 4, 9)]
     with torch.no_grad():
         expected = [model(Batch(sparse=jagged(ids), dense=dense)) for dense, ids in batches]
-    program = traced_whole(plain_model(model), SCHEMA).module()
+    program = trace_whole(plain_model(model), SCHEMA).module()
     for (dense, ids), logits in zip(batches, expected, strict=True):
         torch.testing.assert_close(program(dense, ids), logits, rtol=1e-5, atol=1e-6)
 
@@ -86,7 +86,7 @@ def test_a_model_without_dense_inputs() -> None:
     ids = {"user": torch.tensor([[3], [49], [0]]), "item": torch.tensor([[3], [29], [0]])}
     with torch.no_grad():
         expected = model(Batch(sparse=Jagged.from_dict(ids)))
-    program = traced_whole(plain_model(model), schema).module()
+    program = trace_whole(plain_model(model), schema).module()
     torch.testing.assert_close(program(None, ids), expected)
     torch.testing.assert_close(program(None, {name: of[:1] for name, of in ids.items()}), expected[:1])
 
@@ -105,10 +105,10 @@ class ByValue(nn.Module):
 
 def test_what_cannot_be_exported_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"ByValue cannot be traced: .*; its forward must not branch on values"):
-        traced_whole(plain_model(ByValue()), SCHEMA)
+        trace_whole(plain_model(ByValue()), SCHEMA)
     quoted = Schema(sparse=(SparseColumn(name="it's", rows=50),))
     with pytest.raises(CheckpointError, match=r"column \"it's\" has a quote in its name, .*; rename it"):
-        traced_whole(plain_model(model_of("DLRM")), quoted)
+        trace_whole(plain_model(model_of("DLRM")), quoted)
     feature = Feature("f", "t", pooling="none")
     with pytest.raises(SpecError, match=r"feature 'f' has pooling 'none' and no max_len, so its vectors have no shape"):
         plain_model(nn.Sequential(EmbeddingCollection([Table("t", 9, 8)], [feature])))
@@ -166,7 +166,7 @@ def test_models_of_histories(kind: str, on_bad_id: OnBadId) -> None:
     if kind != "DIN":
         batches = [(None, {name: ids[name] for name in ("item", "history")}, {}) for _, ids, _ in batches]
     expected = [scored(model.eval(), *batch) for batch in batches]
-    program = traced_whole(plain_model(model), schema).module()
+    program = trace_whole(plain_model(model), schema).module()
     for batch, logits in zip(batches, expected, strict=True):
         given = batch if batch[2] else batch[:2]
         torch.testing.assert_close(program(*given), logits, rtol=1e-5, atol=1e-6)
@@ -201,7 +201,7 @@ def test_vectors_of_features_with_a_limit_are_the_same_bits(pooling: Any, on_too
         _, ids, weights = histories(30, bad=on_bad_id != "error", longest=4 if on_too_long == "error" else 7)
         given = {"history": ids["history"]}, {"history": weights["history"]}
         expected = scored(model, None, *given)
-        program = traced_whole(plain_model(model), schema).module()
+        program = trace_whole(plain_model(model), schema).module()
         found = program(None, *given)
         assert torch.equal(found, expected) if pooling == "none" else torch.allclose(found, expected, atol=1e-6)
         if on_too_long == "error":

@@ -11,7 +11,7 @@ from hotbed.data import Encoder, Schema, SparseColumn
 from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
 from hotbed.nn import DLRM, MLP, DCNv2, DLRMEnsemble, WideDeep
-from hotbed.nn.export import DensePart, traced
+from hotbed.nn.export import DensePart, trace_dense_part
 from hotbed.serve.model_files import ExportedModel
 from hotbed.specs import Feature, Table
 from hotbed.train.export import Model
@@ -99,7 +99,7 @@ FORMS = [
 def described(model: nn.Module) -> tuple[Model, Any]:
     """What is exported of a model whose tables stay where they are, and its program."""
     part = DensePart(model)
-    program = traced(part, 0)
+    program = trace_dense_part(part, 0)
     columns = [SparseColumn(name=f.name, rows=300) for _, f in part.features.values()]
     encoder = Encoder(Schema(sparse=tuple(columns), labels=("y",)), ids="raw")
     given = {"encoder": encoder, "hash": None, "collections": part.collections, "state": part.state_dict()}

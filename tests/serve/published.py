@@ -16,7 +16,7 @@ from hotbed.checkpoint.storage import directory
 from hotbed.data import Schema
 from hotbed.data.columns import SparseColumn
 from hotbed.data.encode import Encoder
-from hotbed.nn.export import DensePart, traced
+from hotbed.nn.export import DensePart, trace_dense_part
 from hotbed.serve.model_files import ChangeSet, ExportedModel
 from hotbed.serve.scorer import Scorer
 from hotbed.train.export import Model, write_change, write_model
@@ -112,7 +112,7 @@ class Publisher:
         """Export the newest checkpoint, which is of the model as it is."""
         place = self.published / f"model-{self.step:012}"
         part = DensePart(_copied(self.model))
-        write_model(place, directory(self.checkpoint(self.step)), self._described(), traced(part, 0))
+        write_model(place, directory(self.checkpoint(self.step)), self._described(), trace_dense_part(part, 0))
         return ExportedModel.open(place)
 
     def change(

@@ -19,7 +19,7 @@ from hotbed.commands.main import main
 from hotbed.data import Encoder, Loader, ParquetSource, Schema, SparseColumn
 from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
-from hotbed.nn.export import DensePart, traced
+from hotbed.nn.export import DensePart, trace_dense_part
 from hotbed.plan import Cut, make_plan
 from hotbed.serve.model_files import ChangeSet, ExportedModel
 from hotbed.serve.scorer import Scorer
@@ -250,7 +250,7 @@ def test_models_of_all_kinds_are_exported(tmp_path: Path) -> None:
         columns = tuple(SparseColumn(name=t.name, rows=t.rows) for t in TABLES)
         encoder = Encoder(Schema(sparse=columns, labels=("y",)), ids="raw")
         about = Model("m", ("y",), encoder, None, part.collections, part.state_dict(), 2, torch.float32)
-        write_model(tmp_path / kind / "out", directory(tmp_path / kind / "c"), about, traced(part, 2))
+        write_model(tmp_path / kind / "out", directory(tmp_path / kind / "c"), about, trace_dense_part(part, 2))
         exported = ExportedModel.open(tmp_path / kind / "out")
         features = {
             n: (f.collection, f.spec(f.table.rpartition(".")[2])) for n, f in exported.manifest.features.items()

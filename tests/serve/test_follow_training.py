@@ -217,7 +217,7 @@ def test_a_lookup_that_is_not_the_one_of_training_is_refused(exported: Path, tmp
             (parquet_of(table.rename_columns(["key", "other"])), {}, "'encoder' cannot be used: "),
             (parquet_of(pa.concat_tables([table, table])), {}, "'encoder' cannot be used: "),
             (None, {"lookups": without}, "'lookups' has no table for feature 'kind'; export the model again"),
-            (None, {"lookups": {**original["lookups"], "kind": "../items.parquet"}}, "'lookups.kind' is '../items"),
+            (None, {"lookups": {**original["lookups"], "kind": "../items.parquet"}}, "lookups.kind: got '../items"),
             (None, {"lookups": {**original["lookups"], "kind": "lookups/x.parquet"}}, "which 'files' does not list"),
         ]
     ):

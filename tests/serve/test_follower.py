@@ -317,7 +317,7 @@ def test_a_thread_follows(publisher: Publisher) -> None:
 
 KILLED = """
 import os, signal, sys
-from hotbed.serve import stored_rows, tables
+from hotbed.serve import row_files, tables
 from hotbed.serve.follower import Follower, open_newest
 
 def killed(*_):
@@ -328,7 +328,7 @@ Follower(served, sys.argv[1]).look()
 assert served.step == 20
 point = sys.argv[2]
 if point == "stage":
-    stored_rows.write_all = killed
+    row_files.write_all = killed
 elif point == "swap":
     tables.ServedIds.swap = killed
 else:

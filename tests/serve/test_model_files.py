@@ -11,7 +11,7 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import directory, save_checkpoint
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError, DamagedError, SpecError
-from hotbed.nn.export import DensePart, traced
+from hotbed.nn.export import DensePart, trace_dense_part
 from hotbed.serve.model_files import ExportedModel
 from hotbed.specs import Feature, Table
 from hotbed.train.export import write_model
@@ -48,7 +48,7 @@ class Sequences(nn.Module):
 )
 def test_what_cannot_be_a_program_is_refused(model: nn.Module, message: str) -> None:
     with pytest.raises((CheckpointError, SpecError), match=message):
-        traced(DensePart(model), 0)
+        trace_dense_part(DensePart(model), 0)
 
 
 @pytest.fixture(name="made")
@@ -65,11 +65,11 @@ def _made(tmp_path: Path) -> Path:
     [
         ({"format": "hotbed-change"}, "'format' is 'hotbed-change', must be 'hotbed-model'; give a directory that"),
         ({"version": 2}, "'version' is 2, must be 1; use the release that wrote it"),
-        ({"labels": "y"}, "'labels' is 'y': "),
+        ({"labels": "y"}, "labels: got 'y', expected a list"),
         ({"encoder": {}}, "'encoder.schema' is missing"),
-        ({"extra": 1}, "'extra' is 1: extra inputs are not permitted"),
+        ({"extra": 1}, "extra: got 1, expected no such key"),
         ({"tables.embeddings.fp32.rows": 299}, "'files.tables/embeddings.fp32.rows.bytes' is 8,400, but table"),
-        ({"tables.embeddings.fp32.file": "../x"}, "'tables.embeddings.fp32.file' is '../x'"),
+        ({"tables.embeddings.fp32.file": "../x"}, "tables.embeddings.fp32.file: got '../x': string should match"),
         ({"tables.embeddings.fp32.file": "gone"}, "file' is gone, which 'files' does not list"),
         ({"tables.embeddings.fp32.record_bytes": 32}, "record_bytes' is 32, but fp32 rows of 7 columns take 28"),
         ({"tables.embeddings.fp32.fp32_rows": 301}, "fp32_rows' is 301, must be at most rows 300"),

@@ -19,7 +19,7 @@ from hotbed.serve.model import ServedModel
 from hotbed.serve.redis_records import RedisRecords
 from tests.serve.published import Planted, Publisher, batch_of, scores_of
 from tests.serve.redis_server import RedisServer
-from tests.serve.test_stored_rows import ROWS, SIZE, files, records_of
+from tests.serve.test_row_files import ROWS, SIZE, files, records_of
 
 STATE = "ab" * 32
 TABLES = [(f"embeddings.{i}", rows) for i, rows in enumerate(ROWS)]

@@ -15,7 +15,7 @@ import torch
 
 import hotbed as hb
 from hotbed.errors import StoreError
-from hotbed.serve import stored_rows
+from hotbed.serve import row_files
 from hotbed.serve.model import RefusedError, ServedModel
 from hotbed.serve.model_files import ChangeSet, ExportedModel, TableChange
 from tests.serve.published import DYNAMIC, Planted, Publisher, batch_of, scores_of
@@ -158,9 +158,9 @@ def test_a_full_disk_refuses_a_change_until_there_is_room(
         written.append(len(numbers))
         write_all(file, numbers[:3], records[:3])
 
-    write_all = stored_rows.write_all
+    write_all = row_files.write_all
     with monkeypatch.context() as patch:
-        patch.setattr(stored_rows, "write_all", full)
+        patch.setattr(row_files, "write_all", full)
         case.refused(case.change, "disk_full", r"not taken over: the disk of changed rows is full")
     case.goes_on()
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hotbed.batch import Batch
 from hotbed.errors import BatchError
-from hotbed.nn.export import DensePart, RowWiseLinear, traced
+from hotbed.nn.export import DensePart, RowWiseLinear, trace_dense_part
 from hotbed.serve.scorer import BLOCK_ROWS, LARGER_BLOCKS, Scorer
 from tests.serve.models import MODELS, batch_of, model_of
 
@@ -30,7 +30,7 @@ def test_a_row_s_score_is_its_own(kind: str) -> None:
         np.testing.assert_array_equal(scorer(batch.take(shuffled)), scores[shuffled.numpy()])
         for rows in ([0], [100], [7, 7, 7], list(range(31)), list(range(40, 73))):
             np.testing.assert_array_equal(scorer(batch.take(torch.tensor(rows))), scores[rows])
-        program = traced(part, 2).module()
+        program = trace_dense_part(part, 2).module()
         scorer.replace_dense(program)
         np.testing.assert_array_equal(scorer(batch), scores)
     with Scorer(program, dict(part.collections), part.features, threads=1) as scorer:

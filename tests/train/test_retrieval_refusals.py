@@ -49,7 +49,11 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], None], type[HotbedError], str]] =
         "hot.batches is 'split', but retrieval needs all samples of a batch",
     ),
     (_set("parallel.reader", "owners"), RecipeError, "parallel.reader is 'owners', but retrieval needs all samples"),
-    (_set("retrieval.negatives", "refusd"), RecipeError, "retrieval.negatives: got 'refusd', "),
+    (
+        _set("retrieval.negatives", "refusd"),
+        RecipeError,
+        r"retrieval.negatives: got 'refusd', .*did you mean",
+    ),
     (_set("retrieval.negatives", "genre"), RecipeError, "whose table is 'genre', and that of the item's column 'item'"),
     (_set("retrieval.sampled", -1), RecipeError, "retrieval.sampled: got -1, expected at least 0"),
     (

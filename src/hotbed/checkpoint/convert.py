@@ -87,8 +87,8 @@ def convert(
             name: SavedTable.of(specs[name], table.moments, sorted(tiles[name], key=_place))
             for name, table in tables.items()
         }
-        changed = {"base": None, "attempt": "", "parts": kept, "tables": made, "files": writer.entries()}
-        manifest = old.model_copy(update=changed)
+        changed = {"parts": kept, "tables": made, "files": writer.entries()}
+        manifest = old.model_copy(update={"base": None, "base_files": {}, "attempt": "", **changed})
         write_manifest(new, manifest)
     return manifest
 

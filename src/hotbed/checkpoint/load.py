@@ -156,7 +156,7 @@ def faults_named(place: str, name: str, part: Stateful) -> Generator[None]:
 
 def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Raise `CheckpointError` for a state that torch would load, but that fails in the next step."""
-    for fault in _faults_of_optimizer(optimizer, state):
+    if fault := next(_faults_of_optimizer(optimizer, state), None):
         raise CheckpointError(fault)
 
 

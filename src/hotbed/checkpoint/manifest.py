@@ -21,6 +21,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -35,11 +36,10 @@ from pydantic import (
     ValidationError,
     model_serializer,
 )
-from pydantic_core import ErrorDetails
 
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.errors import CheckpointError, DamagedError, PlanError
-from hotbed.parsing import TextError, parse_json
+from hotbed.parsing import TextError, fault_of, parse_json
 from hotbed.plan import Plan, Tile
 from hotbed.specs import MAX_DIM, RowDtype, Table, row_bytes
 
@@ -164,9 +164,9 @@ class SavedTable(Entry):
             tiles=tuple(tiles),
         )
 
-    @property
+    @cached_property
     def spec(self) -> Table:
-        """The table."""
+        """The table, which is built once because each chunk of its rows asks for it."""
         return Table(
             self.name,
             self.rows,
@@ -370,8 +370,8 @@ def _read(place: Directory) -> Manifest:
         raise DamagedError(f"{file} is damaged (its content has changed); use another checkpoint")
     if missing := [key for key in _REQUIRED if key not in values]:
         raise CheckpointError(f"{file}: '{missing[0]}' is missing")
-    manifest = validated(Manifest, {**values, "sha256": sha256}, file)
-    for fault in _faults(manifest):
+    manifest = validate(Manifest, {**values, "sha256": sha256}, file)
+    if fault := next(_faults(manifest), None):
         raise CheckpointError(f"{file}: {fault}")
     for name, table in manifest.tables.items():
         table.check(name, file)
@@ -447,16 +447,18 @@ def parsed(data: bytes, where: str) -> dict[str, Any]:
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def validated(kind: type[Model], values: object, where: str) -> Model:
+def validate(kind: type[Model], values: object, where: str) -> Model:
     """Make a model of parsed values; raise `CheckpointError` with the key, its value and its limit."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise CheckpointError(fault_of(error, where)) from None
+        raise CheckpointError(f"{where}: {fault_of(error)}") from None
 
 
 def _faults(manifest: Manifest) -> Iterator[str]:
     """Yield what is wrong where the entries of a manifest do not agree with each other."""
+    if "base_files" in manifest.model_fields_set:
+        yield f"base_files: got {reprlib.repr(manifest.base_files)}, expected no such key"
     for name, file in manifest.files.items():
         if len(file.sha256) != -(-file.bytes // file.block_bytes):
             yield (
@@ -466,6 +468,8 @@ def _faults(manifest: Manifest) -> Iterator[str]:
     seen: set[tuple[str, str]] = set()
     needed: Counter[str] = Counter()
     for name, table in manifest.tables.items():
+        if "base" in table.model_fields_set:
+            yield f"tables.{name}.base: got {reprlib.repr(table.base)}, expected no such key"
         if table.fp32_rows > table.rows:
             yield f"'tables.{name}.fp32_rows' is {table.fp32_rows:,}, must be at most rows {table.rows:,}"
         for i, tile in enumerate(table.tiles):
@@ -487,7 +491,7 @@ def _faults(manifest: Manifest) -> Iterator[str]:
 
 
 def _faults_of_state(value: object, key: str) -> Iterator[str]:
-    """Yield what is wrong with a state that `hotbed.checkpoint.contents.plain` does not return."""
+    """Yield faults of a stored state (see `hotbed.checkpoint.contents.plain`)."""
     if isinstance(value, list):
         for i, entry in enumerate(cast("list[object]", value)):
             yield from _faults_of_state(entry, f"{key}.{i}")
@@ -521,20 +525,6 @@ _STATES: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "$items": (_is_items, "a list of pairs of different keys, text or integers, and values"),
 }
 """Kinds of values that JSON lacks, and what JSON has in their place."""
-
-
-def fault_of(error: ValidationError, where: str) -> str:
-    """Say what is wrong first: key, value and what it must be."""
-    errors = error.errors(include_url=False, include_context=False)
-    return f"{where}: {_fault(errors[0])}" + (f" ({len(errors) - 1} more)" if len(errors) > 1 else "")
-
-
-def _fault(error: ErrorDetails) -> str:
-    key = ".".join(map(str, error["loc"]))
-    if error["type"] == "missing":
-        return f"'{key}' is missing"
-    message = error["msg"][:1].lower() + error["msg"][1:]
-    return f"'{key}' is {reprlib.repr(error['input'])}: {message}"
 
 
 def _json(values: Mapping[str, Any]) -> str:

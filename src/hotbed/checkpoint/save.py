@@ -46,7 +46,7 @@ from hotbed.checkpoint.manifest import (
     Report,
     SavedTile,
     parsed,
-    validated,
+    validate,
     write_manifest,
 )
 from hotbed.checkpoint.snapshot import Snapshot
@@ -130,6 +130,10 @@ def save_checkpoint(
             raise CheckpointError(f"a part is called '{name}'; names may have letters, digits, '_', '-' and '.'")
     plains, tensors = states_of(parts, is_first=link is None or link.rank == 0)
     place = directory(path)
+    saved_tables = {name: table.saved for name, table in tables.items()}
+    plain_recipe = None if recipe is None else dict(recipe)
+    values = {"step": step, "recipe": plain_recipe, "plan": plan_of(parts), "parts": plains, "tables": saved_tables}
+    manifest = validate(Manifest, values, str(place))
     token = from_first(link, lambda: make_directory(place, shared=check is not None))
     if background:
         refuse_while_saved(tables)
@@ -137,7 +141,6 @@ def save_checkpoint(
     # Asked for here: it waits for averages of replicas, which a thread must not do beside training.
     owned = owned_tiles(tables)
     stores = list(dict.fromkeys(tile.arena.store for _, _, tile in owned))
-    saved_tables = {name: table.saved for name, table in tables.items()}
     changed = None if base is None else changed_since(base.baseline, place, stores, saved_tables, link)
     if changed is None and track:
         for store in stores:
@@ -145,14 +148,11 @@ def save_checkpoint(
     saving = Saving(
         place,
         token,
-        Manifest(
-            step=step,
-            base=None if changed is None or base is None else base.baseline.base,
-            recipe=None if recipe is None else dict(recipe),
-            plan=plan_of(parts),
-            parts=plains,
-            tables=saved_tables,
-            attempt="" if check is None else token[:ATTEMPT_DIGITS],
+        manifest.model_copy(
+            update={
+                "base": None if changed is None or base is None else base.baseline.base,
+                "attempt": "" if check is None else token[:ATTEMPT_DIGITS],
+            }
         ),
         owned,
         tensors if link is None or link.rank == 0 else {},
@@ -474,7 +474,7 @@ class RankReports:
                 where = f"{self._place}/{name}"
                 values = parsed(self._place.read(name, MOST_BYTES), where)
                 if values.get("token") == self._token:
-                    report = validated(Report, values, where)
+                    report = validate(Report, values, where)
                     if report.error is not None:
                         raise OtherRankError(f"{self._place} was not saved: rank {rank} failed: {report.error}")
                     return report

@@ -11,16 +11,13 @@ from typing import Any, BinaryIO, cast
 from typing_extensions import Buffer, override
 
 from hotbed import files, parsing
-from hotbed.checkpoint.storage import Directory, LocalDirectory, Writer, directory
+from hotbed.checkpoint.storage import Directory, Writer, directory
 from hotbed.errors import CheckpointError
 from hotbed.locations import location
 
 
-def file_at(path: str | Path) -> tuple[Directory, str]:
-    """Return the directory of the file at a path or URI, and its name there."""
-    uri = location(str(path))
-    if isinstance(uri, Path):
-        return LocalDirectory(uri.parent), uri.name
+def file_at(uri: str) -> tuple[Directory, str]:
+    """Return the directory of the file at a URI, and its name there."""
     address, mark, query = uri.partition("?")
     folder, _, name = address.rpartition("/")
     if not name or folder.endswith(":/"):
@@ -67,7 +64,11 @@ def read_yaml(path: str | Path) -> Any:
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a file that appears whole or not at all."""
-    folder, name = file_at(path)
+    place = location(str(path))
+    if isinstance(place, Path):  # not by a `LocalDirectory`, which must open the directory
+        files.write_text(place, text)
+        return
+    folder, name = file_at(place)
     folder.make()
     folder.write(name, text)
 

@@ -51,7 +51,7 @@ def check_tables(tables: Iterable[SavedTable], files: TensorFiles) -> None:
     """Raise `CheckpointError` unless the arrays of all tiles have the dtypes and shapes that hold their rows."""
     for of, of_files in (layer for saved in tables for layer in layers(saved, files)):
         for tile in of.tiles:
-            for fault in _faults(tile, of, of_files):
+            if fault := next(_faults(tile, of, of_files), None):
                 raise CheckpointError(f"{of_files.place}/{tile.file}: '{tile.key}/{fault}")
 
 

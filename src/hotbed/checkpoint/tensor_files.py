@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 from torch import Tensor
 
 from hotbed.checkpoint.blocks import BlockReader, BlockWriter, BlockWriters, VerifiedFiles
-from hotbed.checkpoint.manifest import MANIFEST, Count, FileEntry, SavedTile, fault_of, file_name, parsed
+from hotbed.checkpoint.manifest import MANIFEST, Count, FileEntry, SavedTile, file_name, parsed, validate
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.errors import CheckpointError
 
@@ -74,7 +74,7 @@ class _ArrayEntry(BaseModel):
     data_offsets: Annotated[tuple[Count, Count], Field(strict=False)]
 
 
-_HEADER = TypeAdapter(dict[str, _ArrayEntry])
+_Header = RootModel[dict[str, _ArrayEntry]]
 
 
 class Array(NamedTuple):
@@ -394,11 +394,8 @@ def header_of(text: bytes, first: int, size: int, where: str) -> dict[str, Store
     values = parsed(text, f"the header of {where}")
     values.pop("__metadata__", None)
     wrong = f"{where} is no safetensors file that can be read here"
-    try:
-        entries = _HEADER.validate_python(values)
-    except ValidationError as error:
-        raise CheckpointError(fault_of(error, wrong)) from None
-    for fault in _faults(entries, size - first):
+    entries = validate(_Header, values, wrong).root
+    if fault := next(_faults(entries, size - first), None):
         raise CheckpointError(f"{wrong}: {fault}")
     return {
         key: Stored(_DTYPES[entry.dtype], tuple(entry.shape), first + entry.data_offsets[0])

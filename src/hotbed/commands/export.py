@@ -33,16 +33,14 @@ def run(parsed: Namespace) -> None:
     """Write what is asked for, with progress, and say what there is."""
     single, since = parsed.single is not None, parsed.since is not None
     target = local("--single", parsed.single) if single else None
-    faults = {
-        "give one of a directory to make, and --single FILE.pt2: hotbed export RUN DIR": single
-        == (parsed.target is not None),
-        "--towers writes both towers and all items; leave --single and --since out": parsed.towers
-        and (single or since),
-        f"--single is {target}, must end in .pt2": target is not None and target.suffix != ".pt2",
-        "--since has no effect with --single, which writes all rows; leave one of them out": single and since,
-    }
-    for fault in (message for message, is_wrong in faults.items() if is_wrong):
-        raise RecipeError(fault)
+    if single == (parsed.target is not None):
+        raise RecipeError("give one of a directory to make, and --single FILE.pt2: hotbed export RUN DIR")
+    if parsed.towers and (single or since):
+        raise RecipeError("--towers writes both towers and all items; leave --single and --since out")
+    if target is not None and target.suffix != ".pt2":
+        raise RecipeError(f"--single is {target}, must end in .pt2")
+    if single and since:
+        raise RecipeError("--since has no effect with --single, which writes all rows; leave one of them out")
     start = time.perf_counter()
     made = _towers(parsed) if parsed.towers else _exported(parsed) if parsed.single is None else _single(parsed)
     seconds = time.perf_counter() - start

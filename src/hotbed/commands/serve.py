@@ -116,17 +116,19 @@ def _row_options(given: dict[str, Any], environment: Mapping[str, str] = os.envi
     memory_gib, redis, folder = found.pop("memory_gib"), found["redis"], found["directory"]
     what = REDIS_VARIABLE if redis is None else "--redis"
     found["redis"] = environment.get(REDIS_VARIABLE) if redis is None else redis
-    faults = {
-        f"--memory_gib is {memory_gib}, must be above 0": memory_gib is not None and not 0 < memory_gib < math.inf,
-        f"--device is {found['device']!r}, must be cpu or cuda": found["device"] not in ("cpu", "cuda"),
-        f"--threads is {found['threads']}, must be at least 1": found["threads"] is not None and found["threads"] < 1,
-        f"--directory is {folder}, which is no directory; make it first": folder is not None
-        and not Path(folder).is_dir(),
-        f"{what} is for rows in files, but without --memory_gib all rows are in memory; give --memory_gib, or leave "
-        f"{what} out": found["redis"] is not None and memory_gib is None,
-    }
-    for fault in (message for message, is_wrong in faults.items() if is_wrong):
-        raise RecipeError(fault)
+    if memory_gib is not None and not 0 < memory_gib < math.inf:
+        raise RecipeError(f"--memory_gib is {memory_gib}, must be above 0")
+    if found["device"] not in ("cpu", "cuda"):
+        raise RecipeError(f"--device is {found['device']!r}, must be cpu or cuda")
+    if found["threads"] is not None and found["threads"] < 1:
+        raise RecipeError(f"--threads is {found['threads']}, must be at least 1")
+    if folder is not None and not Path(folder).is_dir():
+        raise RecipeError(f"--directory is {folder}, which is no directory; make it first")
+    if found["redis"] is not None and memory_gib is None:
+        raise RecipeError(
+            f"{what} is for rows in files, but without --memory_gib all rows are in memory; give --memory_gib, or "
+            f"leave {what} out"
+        )
     return {"memory_bytes": None if memory_gib is None else int(memory_gib * 2**30), **found}
 
 

@@ -266,7 +266,7 @@ class DensePart(nn.Module):
         return self.model(_Inputs(_Given(vectors, rest), dense, rest))
 
 
-def traced(part: DensePart, inputs: int) -> torch.export.ExportedProgram:
+def trace_dense_part(part: DensePart, inputs: int) -> torch.export.ExportedProgram:
     """Trace a dense part, on the CPU, to a program for any number of samples and ``inputs`` dense inputs.
 
     ``torch.export.load(…).module()(dense, vectors)`` has the arguments of `DensePart.forward`. Raise `SpecError` if a
@@ -417,7 +417,7 @@ def plain_model(model: nn.Module) -> PlainModel:
     return PlainModel(_replace(model, new))
 
 
-def traced_whole(model: PlainModel, schema: Schema) -> torch.export.ExportedProgram:
+def trace_whole(model: PlainModel, schema: Schema) -> torch.export.ExportedProgram:
     """Trace a plain model to a program for any number of samples of this schema.
 
     Raise `CheckpointError` if torch cannot trace it, or a column name cannot be an argument name.

@@ -233,8 +233,8 @@ class ServedModel:
         Raise `RefusedError` if the changes are for another version or cannot be applied. Then nothing has changed.
         """
         with self._changing, _refusing(self, str(change)):
-            for message, reason in self._against_change(change):
-                raise RefusedError(message, reason)
+            if fault := next(self._against_change(change), None):
+                raise RefusedError(*fault)
             self.tables.stage(change, check)
             dense = self._model.dense().to(self._device)
             _load(dense, change)
@@ -269,8 +269,8 @@ class ServedModel:
         """
         manifest = model.manifest
         with self._changing, _refusing(self, str(model)):
-            for message, reason in self._against_model(model):
-                raise RefusedError(message, reason)
+            if fault := next(self._against_model(model), None):
+                raise RefusedError(*fault)
             if verify:
                 model.verify(lambda done, total: check())
             encoder = self._encoder_of(model)

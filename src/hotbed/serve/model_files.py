@@ -40,14 +40,13 @@ from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hotbed.checkpoint.manifest import Count, Digest, InitEntry, Step, Text, fault_of, parsed
+from hotbed.checkpoint.manifest import Count, Digest, Entry, InitEntry, Step, Text, parsed, validate
 from hotbed.checkpoint.storage import Directory, LocalDirectory, Reader, directory
-from hotbed.checkpoint.tables import NO_ID as NO_ID
 from hotbed.data import Encoder, Schema
 from hotbed.data.derived import Lookup
 from hotbed.data.lookup_table import LookupTable
@@ -76,12 +75,6 @@ Seconds = Annotated[float, Field(ge=0)]
 
 
 # -- manifests ------------------------------------------------------------------------------------------------------
-
-
-class Entry(BaseModel):
-    """A part of a manifest. Unknown keys are errors."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
 class FileEntry(Entry):
@@ -197,7 +190,7 @@ class ModelManifest(Entry):
                 if file is not None:
                     named[f"'tables.{name}.{key}'"] = file
                     sizes.append((name, file, table.rows * nbytes))
-        yield from _unlisted(named, self.files)
+        yield from _missing_files(named, self.files)
         for name, file, nbytes in sizes:
             if file in self.files and self.files[file].bytes != nbytes:
                 yield f"'files.{file}.bytes' is {self.files[file].bytes:,}, but table '{name}' needs {nbytes:,}"
@@ -236,10 +229,10 @@ class ChangeManifest(Entry):
 
     def faults(self) -> Iterator[str]:
         """Yield the files that are missing."""
-        return _unlisted({f"file {name}": name for name in (ROWS, DENSE)}, self.files)
+        return _missing_files({f"file {name}": name for name in (ROWS, DENSE)}, self.files)
 
 
-def _unlisted(named: Mapping[str, str], files: Mapping[str, FileEntry]) -> Iterator[str]:
+def _missing_files(named: Mapping[str, str], files: Mapping[str, FileEntry]) -> Iterator[str]:
     return (f"{key} is {file}, which 'files' does not list" for key, file in named.items() if file not in files)
 
 
@@ -261,12 +254,8 @@ def read_manifest(kind: type[Manifest], place: Directory) -> Manifest:
         wanted = kind.model_fields[key].default
         if values.get(key) != wanted:
             raise CheckpointError(f"{where}: '{key}' is {reprlib.repr(values.get(key))}, must be {wanted!r}; {fix}")
-    try:
-        manifest = kind.model_validate(values)
-        fault = next(manifest.faults(), None)
-    except ValidationError as error:
-        raise CheckpointError(fault_of(error, where)) from None
-    if fault is not None:
+    manifest = validate(kind, values, where)
+    if fault := next(manifest.faults(), None):
         raise CheckpointError(f"{where}: {fault}")
     return manifest
 
@@ -474,7 +463,7 @@ class ExportedModel(Published):
         return np.memmap(self.path(entry.file), np.uint8, "r", shape=(entry.rows, entry.record_bytes))
 
     def ids(self, table: str) -> NDArray[np.int64] | None:
-        """Return the id of each row of a dynamic table ``[R]``, `NO_ID` where none; None for other tables."""
+        """Return the id of each row of a dynamic table ``[R]``, −1 where none; None for other tables."""
         entry = self.manifest.tables[table]
         return None if entry.ids is None else np.memmap(self.path(entry.ids), "<i8", "r", shape=(entry.rows,))
 

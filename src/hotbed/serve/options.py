@@ -96,7 +96,7 @@ class ServeOptions:
     access_log: bool = True
 
     def __post_init__(self) -> None:
-        for fault in self._faults():
+        if fault := next(self._faults(), None):
             raise RecipeError(fault)
 
     def _faults(self) -> Iterator[str]:

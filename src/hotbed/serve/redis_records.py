@@ -3,7 +3,7 @@
 A key holds some neighbouring rows of a table, about a kilobyte, as they are in its file: less than a row per key takes,
 where each key costs Redis some 100 bytes, and much less than a disk reads for one row. What Redis does not have is read
 from the file and put there. A key carries the state of the model that was exported, whose rows never change, so two
-models never mix; rows that changed since are read before Redis is asked (`hotbed.serve.stored_rows`)::
+models never mix; rows that changed since are read before Redis is asked (`hotbed.serve.row_files`)::
 
     hotbed:STATE:TABLE:17    rows 17 · 8 … 17 · 8 + 7 of 128 bytes
 

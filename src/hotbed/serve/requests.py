@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from hotbed.errors import RequestError, did_you_mean
-from hotbed.parsing import TextError, parse_json
+from hotbed.parsing import TextError, fault_of, parse_json
 from hotbed.serve.options import ServeOptions
 
 M = TypeVar("M", bound=BaseModel)
@@ -21,6 +21,7 @@ M = TypeVar("M", bound=BaseModel)
 JSON_TYPES = ("application/json", "application/x-www-form-urlencoded", "text/json", "")
 """Content types of JSON bodies; curl sends the second where nothing is said."""
 LINES_TYPES = ("application/x-ndjson", "application/jsonl", "application/x-jsonlines")
+_LIMITS = {"rows": "a list of objects, one per row", "columns": "an object with a list per column"}
 _MORE_THAT_IS_TAKEN = 4
 """A body that is too long is read on up to so many times its limit: clients that send first then read the answer."""
 
@@ -210,9 +211,8 @@ def validate(model: type[M], values: object) -> M:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the request"
-        raise RequestError(f"{place}: {first['msg']}; it is {shown(cast(object, first['input']))}") from None
+        where = "" if error.errors()[0]["loc"] else "the request: "
+        raise RequestError(f"{where}{fault_of(error, _LIMITS)}") from None
 
 
 def shown(value: object) -> str:

@@ -1,7 +1,7 @@
 """Look up the features of an exported model, read only, and apply changes of its tables.
 
 Tables are in memory if all of them fit. Otherwise the smallest tables are, in up to half of the memory, and the other
-tables share the rest as caches over their files, in proportion to their bytes (`hotbed.serve.stored_rows`).
+tables share the rest as caches over their files, in proportion to their bytes (`hotbed.serve.row_files`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hotbed.jagged import Jagged
 from hotbed.ops import BackendName, cpu_cache
 from hotbed.ops.cpu_runtime import launch
 from hotbed.serve.model_files import ChangeSet, ExportedModel, ModelManifest, TableEntry
-from hotbed.serve.stored_rows import CHANGED_ROWS, FileRows, FileStorage, ResidentRows, records_of
+from hotbed.serve.row_files import CHANGED_ROWS, FileRows, FileStorage, ResidentRows, records_of
 from hotbed.specs import ANY_ID, DYNAMIC_WAYS, Feature, Table
 from hotbed.store import LazyStore, Storage, Traffic
 from hotbed.store.keyed import positions

@@ -41,7 +41,7 @@ from hotbed.data.lookup_table import LookupTable
 from hotbed.embed import EmbeddingCollection, tables_on_meta
 from hotbed.errors import CheckpointError
 from hotbed.files import new_file
-from hotbed.nn.export import DensePart, dense_dtype, plain_model, traced, traced_whole, vectors_name
+from hotbed.nn.export import DensePart, dense_dtype, plain_model, trace_dense_part, trace_whole, vectors_name
 from hotbed.nn.normalization import normalization_of, take_raw
 from hotbed.serve.model_files import (
     CHUNK_BYTES,
@@ -89,7 +89,7 @@ class Exporter:
         self._recipe, self._source = recipe, source
         self._labels = labels_of(recipe, source)
         self._part = DensePart(model)
-        self._program = traced(self._part, len(source.schema.dense))
+        self._program = trace_dense_part(self._part, len(source.schema.dense))
 
     def write_model(
         self, target: str | Path | Directory, checkpoint: Directory, progress: Progress = lambda done, total: None
@@ -480,7 +480,7 @@ def export_single(
     model = build_model(recipe, origin, torch.device("cpu"))
     load_checkpoint(source, {"model": model})
     take_raw(model, origin.schema)
-    program = traced_whole(plain_model(model), origin.schema)
+    program = trace_whole(plain_model(model), origin.schema)
     found = _described(origin, raw=normalization_of(model) is not None)
     text = json.dumps(found, indent=1)
     if file is not None:

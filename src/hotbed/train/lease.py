@@ -109,7 +109,7 @@ class FileLock:
                     end = time.monotonic() + self.PATIENCE_S
                     _log.warning("%s; waiting %.0f s for its lock to end", _belongs(self.where, owner), self.PATIENCE_S)
                 if end is None or time.monotonic() > end:
-                    raise _running(self.where, owner) from None
+                    raise _running_error(self.where, owner) from None
                 time.sleep(1)
 
     def __exit__(self, *_: object) -> None:
@@ -120,7 +120,7 @@ class FileLock:
     def check(self) -> None:
         """Raise `NotOursError` if the directory was taken over by another run, or was given back."""
         if self._descriptor is None:
-            raise _released(self.where)
+            raise _released_error(self.where)
         try:
             os.pread(self._descriptor, 1, 0)  # fails over NFS once its server has given the lock to another host
             with self._file.open("rb") as there:
@@ -178,7 +178,7 @@ class Lease:
     def check(self) -> None:
         """Raise `NotOursError` if the directory was taken over by another run, or was given back."""
         if self._over.is_set() and self._lost is None:
-            raise _released(self.where)
+            raise _released_error(self.where)
         if self._thread is not None and self._lost is None:
             with self._writes:
                 self._compare(self.where.read_tagged(OWNER))
@@ -214,7 +214,7 @@ class Lease:
     def _wait_for_the_end_of(self, lease: Tagged, owner: Mapping[str, Any]) -> None:
         """Return when a lease was not renewed for its time to live; `CheckpointError` if it was."""
         if owner.get("system") == system():
-            raise _running(self.where, owner)
+            raise _running_error(self.where, owner)
         live = owner.get("time_to_live_s")
         live = min(float(live), _LONGEST_S) if isinstance(live, int | float) and live > 0 else self._seconds
         seconds = live * RENEWAL if _seems_of_an_earlier_attempt(owner) else live
@@ -226,7 +226,7 @@ class Lease:
             if found is None or _parsed(found.content).get("released"):
                 return
             if found.tag != lease.tag:
-                raise _running(self.where, owner)
+                raise _running_error(self.where, owner)
         _log.warning("%s was not renewed for %.0f s and is taken over", f"{self.where}/{OWNER}", seconds)
 
     # -- holding it ------------------------------------------------------------------------------------------------
@@ -303,14 +303,14 @@ def _belongs(where: Directory, owner: Mapping[str, Any]) -> str:
     return f"{where} belongs to {named} since {owner.get('since', '?')}"
 
 
-def _running(where: Directory, owner: Mapping[str, Any]) -> CheckpointError:
+def _running_error(where: Directory, owner: Mapping[str, Any]) -> CheckpointError:
     """Make the error for a directory whose owner is running."""
     return CheckpointError(
         f"{_belongs(where, owner)}, which is running; choose another train.checkpoint_dir, or end that run"
     )
 
 
-def _released(where: Directory) -> NotOursError:
+def _released_error(where: Directory) -> NotOursError:
     """Make the error for a directory that this process has released."""
     return NotOursError(
         f"{where} is this run's no more: it is over, and has given it back; nothing more is published there"

@@ -72,7 +72,7 @@ def _refuse_difference(what: str, stored: Mapping[str, Any], recipe: Recipe) -> 
 def _differing(
     stored: Mapping[str, Any], recipe: Recipe, compared: Collection[str] = ()
 ) -> dict[str, tuple[object, object]]:
-    """Return the values before and now of settings that differ and must not, or are to be ``compared`` all the same."""
+    """Return the old and new values of settings that must not differ, and of the ``compared`` ones that do."""
     # Both as recipes, so that options which are not set have their defaults; and through JSON, which has no tuples.
     before, now = (_by_key(json.loads(json.dumps(r.to_dict()))) for r in (Recipe.from_dict(stored), recipe))
     both = {key: (before.get(key), now.get(key)) for key in {**before, **now}}

@@ -30,7 +30,7 @@ from hotbed.data import Encoder, ParquetSource, Schema, Source
 from hotbed.data.items import ItemSet, item_ids
 from hotbed.errors import CheckpointError, DataError
 from hotbed.nn import TwoTower
-from hotbed.nn.export import PlainEmbeddings, PlainModel, traced_whole
+from hotbed.nn.export import PlainEmbeddings, PlainModel, trace_whole
 from hotbed.nn.normalization import normalization_of, take_raw
 from hotbed.parsing import parse_json, read_limited
 from hotbed.torch_hooks import load_program
@@ -125,7 +125,7 @@ def _program(model: TwoTower, name: str, schema: Schema) -> torch.export.Exporte
     own = schema.only(model.towers[name])
     if name == "item":
         own = replace(own, dense=(), scaling=(), numericals=())
-    return traced_whole(PlainModel(Tower(model, name)), own)
+    return trace_whole(PlainModel(Tower(model, name)), own)
 
 
 def _encoder(recipe: Recipe, source: Source, manifest: Manifest, model: TwoTower) -> Encoder:

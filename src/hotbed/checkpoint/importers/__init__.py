@@ -1,4 +1,4 @@
-"""Import models that other libraries saved as checkpoints (`dlrm`)."""
+"""Import models of other libraries, and write them as checkpoints (`dlrm`)."""
 
 from __future__ import annotations
 

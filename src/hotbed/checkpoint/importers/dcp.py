@@ -114,7 +114,7 @@ def _array(path: Path, key: str, entry: _Record, storage: Mapping[Any, _Record])
                 f"{math.prod(sizes) * dtype.itemsize:,} at least; copy the whole checkpoint"
             )
         chunks.append(_Chunk(offsets, sizes, path / name, start, length))
-    for fault in _faults(size, chunks):
+    if fault := next(_faults(size, chunks), None):
         raise CheckpointError(f"{where} {fault}")
 
     def rows(first: int, last: int) -> Tensor:

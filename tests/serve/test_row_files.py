@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hotbed.errors import StoreError
-from hotbed.serve.stored_rows import ChangedRecords, RecordFile, RecordFiles
+from hotbed.serve.row_files import ChangedRecords, RecordFile, RecordFiles
 from tests.matrix import examples
 
 SIZE = 12
@@ -112,6 +112,8 @@ def test_a_file_that_ends_early_is_told(tmp_path: Path) -> None:
         read(opened, torch.tensor([48, 3]))
     with pytest.raises(StoreError, match="read only"):
         opened.write(torch.tensor([1]), records_of(0, 1))
+    with pytest.raises(StoreError, match="read only"):
+        opened.clear()
 
 
 def test_a_directory_that_no_file_can_be_made_in_is_told(tmp_path: Path) -> None:

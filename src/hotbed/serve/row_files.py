@@ -164,7 +164,7 @@ class RecordFiles(Records):
 
     @override
     def clear(self) -> None:
-        self.write(torch.empty(0), torch.empty(0))
+        raise StoreError("the rows of an exported model are read only; they cannot be cleared")
 
     @override
     def close(self) -> None:
