@@ -163,7 +163,8 @@ def test_vocabularies_that_are_not_there_or_others_are_told(
     assert "do not say how raw values became ids: another program prepared them" in refused(argv, capsys)
     values["metadata"]["preparation"] = {**entry, "numericals": "cube"}
     description.write_text(yaml.safe_dump(values))
-    assert "metadata.preparation: numericals: got 'cube', expected 'log', 'log_zero' or 'as_is'" in refused(argv, capsys)
+    message = "metadata.preparation: numericals: got 'cube', expected 'log', 'log_zero' or 'as_is'"
+    assert message in refused(argv, capsys)
     other = {**entry["vocabularies"], "C2": {**entry["vocabularies"]["C2"], "sha256": "0" * 64}}
     values["metadata"]["preparation"] = {**entry, "vocabularies": other}
     description.write_text(yaml.safe_dump(values))
