@@ -37,7 +37,7 @@ class Range:
 
     def unmet(self, value: float, kind: type[float]) -> str | None:
         """Return the limit that a number of a kind (int or float) breaks, or None."""
-        if isinstance(value, int) and value >= 2**64:
+        if isinstance(value, int) and value >= 2**64 <= min(self.most, self.below):
             return "below 2**64"
         if self.above < value <= self.most and self.least <= value < self.below:
             return None

@@ -150,7 +150,10 @@ def test_a_file_may_have_overheads(tmp_path: Any) -> None:
             "overheads: got 'steps', expected one of step, .* did you mean 'step'",
         ),
         ({"overheads": {"step": {0: 1}}}, "overheads.step: got 0, expected at least 1"),
-        ({"overheads": {"step": "1 s"}}, "overheads.step: got 1.0, expected a mapping from an integer to a number"),
+        (
+            {"overheads": {"step": "1 s"}},
+            "overheads.step: got 1.0, expected a mapping from a number of ranks to a number",
+        ),
         ({"overheads": "1 s"}, "overheads: got 1.0, expected a mapping"),
         ({"overheads": {"step": {1: -1}}}, r"overheads.step.1: got -1.0, expected a finite number at least 0"),
         ({"efficiency": {1: 0}}, r"efficiency.1: got 0.0, expected a finite number above 0"),
