@@ -100,6 +100,19 @@ class InitEntry(Entry):
     bound: Annotated[float, Field(ge=0, le=_LARGEST)]
     version: Literal[1]
 
+    def table(self, name: str, rows: int, dim: int, dtype: RowDtype, fp32_rows: int) -> Table:
+        """Return a table with these initial values."""
+        return Table(
+            name,
+            rows,
+            dim,
+            init_bound=self.bound,
+            init_seed=self.seed,
+            init_version=self.version,
+            dtype=dtype,
+            fp32_rows=fp32_rows,
+        )
+
 
 class SavedMoment(Entry):
     """A moment of a table: ``initial`` is its value in untouched rows, ``optimizer`` the part that updates it."""
@@ -167,16 +180,7 @@ class SavedTable(Entry):
     @cached_property
     def spec(self) -> Table:
         """The table, which is built once because each chunk of its rows asks for it."""
-        return Table(
-            self.name,
-            self.rows,
-            self.dim,
-            init_bound=self.init.bound,
-            init_seed=self.init.seed,
-            init_version=self.init.version,
-            dtype=self.dtype,
-            fp32_rows=self.fp32_rows,
-        )
+        return self.init.table(self.name, self.rows, self.dim, self.dtype, self.fp32_rows)
 
     @property
     def without_moments(self) -> SavedTable:

@@ -105,16 +105,7 @@ class TableEntry(Entry):
 
     def spec(self, name: str) -> Table:
         """Return the table under its name in its collection. A dynamic table has its capacity as rows."""
-        return Table(
-            name,
-            self.rows,
-            self.dim,
-            init_bound=self.init.bound,
-            init_seed=self.init.seed,
-            init_version=self.init.version,
-            dtype=self.dtype,
-            fp32_rows=self.fp32_rows,
-        )
+        return self.init.table(name, self.rows, self.dim, self.dtype, self.fp32_rows)
 
     def is_wide(self, rows: Tensor) -> Tensor:
         """Return which rows ``[n]`` are stored as float32, ``[n]`` bool."""
