@@ -10,8 +10,8 @@ SECONDS ?= 60
 TRITON ?=
 OTHER = .triton/$(TRITON)
 TORCH ?= $(shell grep '^torch==' constraints.txt)
-JOURNEYS := tests/test_lowest.py tests/test_readme.py tests/test_public_names.py tests/test_config.py tests/commands/test_main.py \
-	tests/commands/test_train.py tests/examples tests/commands/test_checkpoint.py tests/data tests/nn tests/train/test_own_model.py \
+JOURNEYS := tests/test_lowest.py tests/test_readme.py tests/test_public_names.py tests/test_config.py tests/cli/test_main.py \
+	tests/cli/test_train.py tests/examples tests/cli/test_checkpoint.py tests/data tests/nn tests/train/test_own_model.py \
 	tests/train/test_report.py tests/train/test_golden.py tests/checkpoint/test_checkpoint.py tests/embed/test_collection.py
 
 .PHONY: help setup demo test test-all test-clusters test-lowest test-newest check format gpu-report gpu-limits fuzz audit sbom tutorials docs gpu-suite bench-peers bench-net bench-ablation conformance clean

@@ -37,13 +37,13 @@ from torch.nn import functional as F
 import hotbed as hb
 from benchmarks.json_lines import CHUNK as JSON_CHUNK
 from benchmarks.json_lines import write_json_lines
-from hotbed.commands.demo import demo_recipe
+from hotbed.cli.demo import demo_recipe
 from hotbed.data import write_synthetic_log
-from hotbed.data.prepare import prepare
+from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.embed import tables_on_meta
 from hotbed.files import write_json
 from hotbed.machine import cpu
-from hotbed.train.report import environment
+from hotbed.train.runs.report import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 BOTTOM, TOP = (512, 256, 128), (1024, 1024, 512, 256, 1)

@@ -77,7 +77,7 @@ def train(file: str, seconds: float) -> None:
     """Train for so long, and print samples per second."""
     import hotbed as hb
     from hotbed.files import read_yaml
-    from hotbed.train.build import build, open_source
+    from hotbed.train.runs.build import build, open_source
 
     class Clock(hb.Callback):
         def on_step(self, trainer: hb.Trainer, loss: float) -> None:
@@ -100,9 +100,9 @@ def make_recipe(folder: Path, samples: int, log: Path | None = None) -> Path:
     """The demo's recipe, on a log that is made here or given; it never ends by itself."""
     import yaml
 
-    from hotbed.commands.demo import demo_recipe
+    from hotbed.cli.demo import demo_recipe
     from hotbed.data import write_synthetic_log
-    from hotbed.data.prepare import prepare
+    from hotbed.data.preparation.prepare_dataset import prepare
 
     if log is None:
         write_synthetic_log(log := folder / "log.tsv", samples, seed=0)
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from rich.progress import track
 
     from hotbed.machine import usable_cores
-    from hotbed.train.report import environment
+    from hotbed.train.runs.report import environment
 
     cores, before = usable_cores(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from hotbed.files import write_text
-from hotbed.train.report import environment
+from hotbed.train.runs.report import environment
 from tests.crashes.campaign import Campaign, Commands, Outcome
 from tests.crashes.wants import KINDS, Want
 from tests.crashes.workloads import WORKLOADS, Workload, make_data

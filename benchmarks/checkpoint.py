@@ -29,9 +29,9 @@ from rich.table import Table as RichTable
 
 import hotbed as hb
 from benchmarks.process_memory import peak_extra_kib
-from hotbed.data.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import Zipf
 from hotbed.plan.cost import table_bytes
-from hotbed.train.report import environment
+from hotbed.train.runs.report import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES, DIM, DENSE = 26, 128, 13

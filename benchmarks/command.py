@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from hotbed.errors import HotbedError
 
 

@@ -26,7 +26,7 @@ from benchmarks.kernels.meter import Limit, Meter
 from benchmarks.kernels.ops import Job, copy_rate, measured
 from benchmarks.kernels.options import OpsOptions
 from hotbed import optim
-from hotbed.data.zipf_source import CRITEO_1TB, Zipf
+from hotbed.data.formats.zipf_source import CRITEO_1TB, Zipf
 from hotbed.measure import kernel_times
 
 ZIPF = 1.05

@@ -21,7 +21,7 @@ import hotbed as hb
 from benchmarks.gpu import LR, OPTIMIZERS, Sizes, draw_ids
 from benchmarks.gpu_suite import INCOMPLETE
 from hotbed.config import Component, ScheduleRecipe, TrainRecipe
-from hotbed.train.build import fused
+from hotbed.train.runs.build import fused
 from hotbed.train.trainer import Callback, Trainer
 
 WARM_STEPS, STEPS = 4, 7

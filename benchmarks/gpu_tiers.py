@@ -34,11 +34,11 @@ import hotbed as hb
 from benchmarks.gpu import Record, Sizes, draw_ids
 from benchmarks.kernels.meter import Limit, Way
 from benchmarks.kernels.ops import Job
-from hotbed.data.zipf_source import CRITEO_1TB
+from hotbed.data.formats.zipf_source import CRITEO_1TB
 from hotbed.embed import tables_on_meta
 from hotbed.ops import BagLayout, CacheTags, select
 from hotbed.ops.layout import FREE
-from hotbed.plan.tiers import place_in_tiers
+from hotbed.plan.tier_choice import place_in_tiers
 from hotbed.specs import RowDtype, row_bytes
 from hotbed.store import Span, Storage, memory
 

@@ -300,7 +300,7 @@ def write_tiny() -> None:
 
 def train_until(name: str, kernels: Collection[str]) -> dict[str, Any]:
     """Count the files from ``hotbed train recipe.yaml`` to the first call of one of these kernels on CPUs."""
-    from hotbed.commands.main import main as hotbed
+    from hotbed.cli.main import main as hotbed
 
     write_tiny()
     return journey(
@@ -310,9 +310,9 @@ def train_until(name: str, kernels: Collection[str]) -> dict[str, Any]:
 
 def request_to_score() -> dict[str, Any]:
     """Count the files from the arrival of a request at a server to the answer with its score, in all threads."""
-    from hotbed.commands.main import main as hotbed
-    from hotbed.serve.model import ServedModel
+    from hotbed.cli.main import main as hotbed
     from hotbed.serve.options import ServeOptions
+    from hotbed.serve.served_model import ServedModel
     from hotbed.serve.server import Served, Server, listen
 
     write_tiny()

@@ -15,7 +15,7 @@ import torch
 
 import hotbed as hb
 from hotbed.data import Schema, Source, SparseColumn
-from hotbed.data.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import Zipf
 
 SPARSE, DENSE, ROWS = 26, 13, 10_000
 CHUNK = 8_192

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 
 import hotbed as hb
 from benchmarks import loader_rates
-from hotbed.commands.demo import demo_recipe
-from hotbed.data.prepare import prepare
-from hotbed.train.report import environment
+from hotbed.cli.demo import demo_recipe
+from hotbed.data.preparation.prepare_dataset import prepare
+from hotbed.train.runs.report import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 SUBJECTS = ("rates", "stalls", "pool")

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from hotbed.data import Loader, ParquetSource, Schema, SparseColumn, SplitBinarySource, SplitBinaryWriter
-from hotbed.data.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import Zipf
 
 FEATURES, NUMERICALS, ROWS = 26, 13, 100_000
 CHUNK = 65_536

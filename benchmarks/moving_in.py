@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 import hotbed as hb
 from benchmarks.pages import measured_on, put_between
 from hotbed.files import write_json
-from hotbed.train.report import environment
+from hotbed.train.runs.report import environment
 
 BEGIN, END = "<!-- moving_in: begin -->", "<!-- moving_in: end -->"
 LR = 0.1

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from hotbed.files import write_text
-from hotbed.train.report import environment
+from hotbed.train.runs.report import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 

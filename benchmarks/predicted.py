@@ -36,8 +36,8 @@ from hotbed.plan import Plan
 from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import search
-from hotbed.plan.step import estimate_step, parts_of_busiest
-from hotbed.train.report import environment
+from hotbed.plan.step_time import estimate_step, parts_of_busiest
+from hotbed.train.runs.report import environment
 
 STEPS = 16
 TIMEOUT_S = 300
@@ -116,7 +116,7 @@ HAND_MADE: Mapping[str, str | Mapping[str, Any]] = {
 """What `--auto` is held against; tables 0, 1, 4 and 5 are the small ones where rows differ."""
 
 DEFINITIONS = {
-    "predicted_ms": "hotbed.plan.step.estimate_step of the profile, made before anything ran",
+    "predicted_ms": "hotbed.plan.step_time.estimate_step of the profile, made before anything ran",
     "measured_ms": "a training step of the slowest rank: median over the steps of a round, median over rounds",
     "error": "predicted ÷ measured − 1",
     "same_plans": "hand-made plans that plan auto equals: what they differ by is the noise of the measurement",

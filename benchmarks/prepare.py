@@ -40,10 +40,10 @@ from rich.table import Table
 
 from benchmarks.prepare_scripts import SCRIPTS
 from benchmarks.soak import family
+from hotbed.data.formats.zipf_source import Zipf, uniform
+from hotbed.data.formats.zipf_source import stream as stream_key
 from hotbed.data.hashing import mix
-from hotbed.data.zipf_source import Zipf, uniform
-from hotbed.data.zipf_source import stream as stream_key
-from hotbed.train.report import environment, size
+from hotbed.train.runs.report import environment, size
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTENDERS = ("hotbed", "hotbed_processes", *SCRIPTS)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from hotbed.data.criteo import COLUMNS, DENSE, LABEL, SPARSE
+from hotbed.data.files.criteo import COLUMNS, DENSE, LABEL, SPARSE
 
 THRESHOLD, TEST_FRACTION = 15, 0.1
 HASHED_ROWS = 1 << 20

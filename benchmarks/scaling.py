@@ -25,7 +25,7 @@ from hotbed.optim import RowWiseAdagrad
 from hotbed.plan.cost import CostModel, table_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found, search
-from hotbed.plan.simulate import simulate
+from hotbed.plan.simulation.simulate import simulate
 from hotbed.plan.workload import DensePart, Workload
 from hotbed.specs import Table
 

@@ -37,13 +37,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import run
-from hotbed.data.encode import Encoder
+from hotbed.data.encoding.encoder import Encoder
 from hotbed.serve.logs import json_logs
-from hotbed.serve.model import ServedModel
 from hotbed.serve.model_files import ExportedModel
 from hotbed.serve.options import ServeOptions
+from hotbed.serve.served_model import ServedModel
 from hotbed.serve.server import Served, Server, listen
-from hotbed.train.report import environment
+from hotbed.train.runs.report import environment
 
 SPARSE, DENSE, BODIES = 26, 13, 64
 SHARES = (0.5, 0.9)

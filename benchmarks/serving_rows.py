@@ -41,10 +41,9 @@ import hotbed as hb
 from benchmarks.process_memory import memory_group
 from hotbed.batch import Batch
 from hotbed.data.columns import SparseColumn
-from hotbed.data.encode import Encoder
+from hotbed.data.encoding.encoder import Encoder
 from hotbed.files import write_json
-from hotbed.nn.export import DensePart, trace_dense_part
-from hotbed.serve.model import ServedModel
+from hotbed.nn.dense_program import DensePart, trace_dense_part
 from hotbed.serve.model_files import (
     MANIFEST,
     DenseEntry,
@@ -57,7 +56,8 @@ from hotbed.serve.model_files import (
     record_format,
 )
 from hotbed.serve.redis_records import RedisRecords
-from hotbed.train.report import environment
+from hotbed.serve.served_model import ServedModel
+from hotbed.train.runs.report import environment
 
 GIB = 1 << 30
 DIM, TABLES = 32, 8

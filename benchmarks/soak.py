@@ -141,7 +141,7 @@ def soak(folder: Path, seconds: float, every_s: float, ranks: int, samples: int)
     import torch
 
     from hotbed.checkpoint import checkpoints_in, directory, verify_checkpoint
-    from hotbed.train.report import environment
+    from hotbed.train.runs.report import environment
 
     recipe = make_recipe(folder, samples)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []

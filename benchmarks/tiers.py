@@ -39,7 +39,7 @@ from hotbed.files import write_json
 from hotbed.plan.tiling import Tier
 from hotbed.store import LazyStore
 from hotbed.store.file_records import FileRecords
-from hotbed.train.report import environment
+from hotbed.train.runs.report import environment
 
 WARM_UP = 2
 """Times that all batches are trained on before they are timed: rows are made, caches fill, kernels are compiled."""

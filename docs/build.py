@@ -75,7 +75,7 @@ def api_page(package: str) -> str:
 
 def help_of(words: list[str]) -> str:
     """Ask the program for a command's help."""
-    from hotbed.commands.main import main
+    from hotbed.cli.main import main
 
     text = io.StringIO()
     with contextlib.redirect_stdout(text):

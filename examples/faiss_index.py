@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import dataset, parquet
 
-from hotbed.train.towers import VECTOR, VECTORS, UserTower
+from hotbed.train.workflows.towers import VECTOR, VECTORS, UserTower
 
 GRAPH_FROM = 1_000_000
 """Number of items from which on a graph (HNSW) replaces exact search; it compares only a part of the items."""

@@ -19,8 +19,8 @@ from rich.console import Console
 
 import hotbed as hb
 from hotbed.errors import NonFiniteError
-from hotbed.train.build import build, open_source
-from hotbed.train.run import measure_buckets, measure_numericals
+from hotbed.train.runs.build import build, open_source
+from hotbed.train.runs.run import measure_buckets, measure_numericals
 
 
 def search_space(values: dict) -> dict:

@@ -89,7 +89,7 @@ def _log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(name="prepared", scope="session")
 def _prepared(log: Path) -> Path:
-    from hotbed.commands.main import main
+    from hotbed.cli.main import main
 
     out = log.parent / "prepared"
     argv = ["prepare", str(log), str(out), "--threshold", "5", "--valid_fraction", "0.1", "--json", str(out) + ".json"]

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from hotbed import pairwise
-from hotbed.train.process_group import end_groups
+from hotbed.train.ranks.process_group import end_groups
 
 TIMEOUT_S = 300
 """After which a rank that waits for another gives up: the other may be compiling kernels on a busy machine."""
 ANSWER_S = 15
 """The same for a rank that is meant to wait in vain; the others, with their kernels compiled, answer sooner."""
-PRELOADED = ["torch._dynamo", "hotbed.commands.main", "hotbed.ops.cpu", "hotbed.train.run", "tests.ranks"]
+PRELOADED = ["torch._dynamo", "hotbed.cli.main", "hotbed.ops.cpu", "hotbed.train.runs.run", "tests.ranks"]
 """What is imported once, by the process that ranks are forked from."""
 SIZES = (1, 3, 4)
 """World sizes that tests ask for; 2 proves nothing for sums, which have one order then. 3 ranks exchange by sockets."""

@@ -16,7 +16,7 @@ from hotbed.config import Recipe, ScheduleRecipe
 from hotbed.data import Loader
 from hotbed.files import read_yaml
 from hotbed.plan.hardware import Hardware
-from hotbed.train.build import open_source
+from hotbed.train.runs.build import open_source
 
 CLAIM: dict[str, Any] = {"source": "neo", "claim": "it is fast", "published": "2 ×"}
 

@@ -14,7 +14,7 @@ import pytest
 
 import hotbed.errors
 from hotbed.checkpoint.manifest import FORMAT
-from hotbed.commands.main import COMMANDS, main
+from hotbed.cli.main import COMMANDS, main
 from hotbed.serve.model_files import VERSION
 
 ROOT = Path(__file__).parents[1]

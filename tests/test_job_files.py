@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hotbed.commands.main import make_parser
+from hotbed.cli.main import make_parser
 
 ROOT = Path(__file__).parent.parent
 JOBS = ROOT / "docs" / "jobs"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hotbed.checkpoint import directory
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from hotbed.config import MemoryRecipe
-from hotbed.data.parquet import find_parquet
+from hotbed.data.formats.parquet import find_parquet
 from hotbed.errors import CheckpointError, DataError, RecipeError
 from hotbed.locations import _S3, local, location, object_store, opened
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hotbed import machine
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from tests.matrix import full
 
 WATCH = """
@@ -29,9 +29,9 @@ sys.meta_path.insert(0, Watch())
 """
 WAYS = {
     "import": "import hotbed; hotbed.Trainer",
-    "command": "import sys; sys.argv = ['hotbed', 'prepare', '--help']; from hotbed.commands.main import main; main()",
+    "command": "import sys; sys.argv = ['hotbed', 'prepare', '--help']; from hotbed.cli.main import main; main()",
     "module": "import sys, runpy; sys.argv = ['hotbed', 'prepare', '--help']; runpy.run_module('hotbed')",
-    "rank": "import hotbed.commands.promise",
+    "rank": "import hotbed.cli.promise",
 }
 KERNEL = """
 import torch

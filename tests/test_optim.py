@@ -7,7 +7,7 @@ from torch import nn
 from hotbed.errors import OptimizerError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.optim import FTRL, LAMB, SGD, Adagrad, Adam, AdamW, PartialRowWiseAdam, RowWiseAdagrad, SparseOptimizer
-from hotbed.testing.rule import RuleContract
+from hotbed.testing.rule_contract import RuleContract
 from tests.ops.naive_rules import RULES
 from tests.optim_cases import OPTIMIZERS, Tower, batch, loss, state, train
 

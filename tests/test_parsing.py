@@ -17,7 +17,7 @@ from hotbed.errors import PlanError, RecipeError
 from hotbed.files import read_yaml
 from hotbed.parsing import MOST_DEPTH, TextError, fault_of, parse_json, parse_yaml, read_limited
 from hotbed.plan import Plan
-from hotbed.train.plan_search import read_plan
+from hotbed.train.runs.plan_search import read_plan
 
 EXAMPLES = int(os.environ.get("HOTBED_FUZZ", "50"))
 Fuzz = settings(max_examples=EXAMPLES)

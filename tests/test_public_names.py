@@ -64,7 +64,7 @@ def test_importing_hotbed_leaves_the_slow_libraries_for_later():
     assert imported("import hotbed, hotbed.config; hotbed.Table") == set()
     # Numba imports scipy where it is installed.
     assert not imported("import hotbed; hotbed.Trainer") & {"pyarrow", "polars", "matplotlib"}
-    assert "polars" not in imported("from hotbed.data import ParquetSource; from hotbed.train.run import train")
+    assert "polars" not in imported("from hotbed.data import ParquetSource; from hotbed.train.runs.run import train")
 
 
 def test_subpackages_are_names_too():

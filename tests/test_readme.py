@@ -15,7 +15,7 @@ def test_the_example_trains():
 
 
 def test_every_command_of_the_readme_exists():
-    from hotbed.commands.main import COMMANDS
+    from hotbed.cli.main import COMMANDS
 
     text = README.read_text(encoding="utf-8")
     commands = set(re.findall(r"^hotbed ([\w-]+)", text, re.MULTILINE))

@@ -23,10 +23,10 @@ import yaml
 from rich.console import Console
 
 from benchmarks.pages import put_between
-from hotbed.data.zipf_source import CRITEO_1TB
+from hotbed.data.formats.zipf_source import CRITEO_1TB
 from hotbed.errors import HotbedError
 from hotbed.files import write_json
-from hotbed.plan.popularity import ExpectedRows, Zipf
+from hotbed.plan.hit_rates import ExpectedRows, Zipf
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = Path(__file__).parent / "claims.yaml"

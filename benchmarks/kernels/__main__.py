@@ -18,11 +18,11 @@ from rich.table import Table as RichTable
 from benchmarks.kernels.ops import bench_ops
 from benchmarks.kernels.options import OPTIONS, OpsOptions, StepOptions
 from benchmarks.kernels.step import bench_step
-from hotbed.commands.arguments import Command, Parser, add_json, add_parameters
+from hotbed.cli.arguments import Command, Parser, add_json, add_parameters
 from hotbed.errors import HotbedError
 from hotbed.files import write_json
 from hotbed.machine import fit_threads
-from hotbed.train.report import environment
+from hotbed.train.runs.report import environment
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 _NUMBERS = ("ms", "GB/s", "of copy", "of fp32")

@@ -34,7 +34,7 @@ from hotbed.ops.rows import places
 from hotbed.optim import Rule
 from hotbed.plan.cost import table_bytes
 from hotbed.store.memory import available_bytes
-from hotbed.train.report import size
+from hotbed.train.runs.report import size
 
 ROWS_PER_TASK = 1024
 NO_MOMENT = np.empty((1, 0), np.int32)

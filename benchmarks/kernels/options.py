@@ -10,7 +10,7 @@ from torch import nn
 
 from hotbed import optim
 from hotbed.config import Component, Device
-from hotbed.data.zipf_source import MAX_EXPONENT
+from hotbed.data.formats.zipf_source import MAX_EXPONENT
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.ops import BackendName
 from hotbed.optim import SparseOptimizer
@@ -108,7 +108,9 @@ class OpsOptions:
                 )
             path = f"hotbed.optim.{path}"
         chosen = Component(class_path=path, init_args={"lr": LEARNING_RATE})
-        from hotbed.train.build import build_component  # here, because GPU machines may lack what data formats need
+        from hotbed.train.runs.build import (
+            build_component,  # here, because GPU machines may lack what data formats need
+        )
 
         return build_component("optimizer", chosen, SparseOptimizer, model)
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.options import OpsOptions
-from hotbed.data.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import Zipf
 from hotbed.jagged import Jagged
 from hotbed.measure.kernel_times import bag_layout
 from hotbed.ops import BagLayout, Groups, Rows

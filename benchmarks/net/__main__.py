@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.net.hosts import Hosts, available, run_ranks
 from benchmarks.net.step_worker import BATCH, DIM, ROWS, TABLES
-from hotbed.train.report import environment
+from hotbed.train.runs.report import environment
 
 CODECS = {"fp32": ("fp32", "fp32"), "bf16": ("bf16", "bf16"), "int8 / bf16": ("int8", "bf16")}
 """Forward and backward."""

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import hotbed as hb
 from benchmarks.net.traffic import step_traffic
-from hotbed.data.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import Zipf
 from hotbed.embed import replicas as embed_replicas
 from hotbed.plan.cost import table_bytes
 

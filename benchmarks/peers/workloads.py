@@ -134,7 +134,7 @@ def write_ids(workload: Workload, batches: int, path: Path) -> None:
 
     Popular ids are scattered over the rows, as in hashed vocabularies.
     """
-    from hotbed.data.zipf_source import Zipf
+    from hotbed.data.formats.zipf_source import Zipf
 
     shape = (batches, workload.tables, workload.batch * workload.pooling)
     ids, numbers = np.empty(shape, np.int64), np.arange(np.prod(shape), dtype=np.uint64).reshape(shape)

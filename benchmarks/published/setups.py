@@ -17,14 +17,14 @@ from hotbed.files import read_yaml
 from hotbed.plan import Cut, Plan
 from hotbed.plan.cost import LAUNCHES, CostModel, RankCosts, table_bytes
 from hotbed.plan.hardware import Hardware
+from hotbed.plan.hit_rates import Curve
 from hotbed.plan.limits import limits_of
-from hotbed.plan.popularity import Curve
 from hotbed.plan.search import search
-from hotbed.plan.simulate import Overlap, Simulation, simulate
-from hotbed.plan.step import arenas_of
+from hotbed.plan.simulation.simulate import Overlap, Simulation, simulate
+from hotbed.plan.step_time import arenas_of
 from hotbed.plan.workload import Workload
-from hotbed.train.build import new_model, open_source
-from hotbed.train.plan_search import tiers_of, workload_of
+from hotbed.train.runs.build import new_model, open_source
+from hotbed.train.runs.plan_search import tiers_of, workload_of
 
 ACTIVATION_PASSES, LAUNCHES_PER_LAYER = 6.2, 60
 """Of frameworks that are not hotbed: how often a step on a GPU moves the bytes of activations that it keeps, and

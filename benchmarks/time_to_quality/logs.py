@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import hotbed as hb
 from hotbed.data import Loader, SplitBinarySource
-from hotbed.data.prepare import prepare
+from hotbed.data.preparation.prepare_dataset import prepare
 
 Split = Literal["train", "test"]
 

@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hotbed as hb
 from hotbed.config import ParallelRecipe
-from hotbed.train.process_group import process_group
+from hotbed.train.ranks.process_group import process_group
 
 ROWS = 512
 

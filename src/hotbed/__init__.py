@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hotbed.compat import swap_embeddings
     from hotbed.config import MemoryOptions, ParallelOptions, Recipe
     from hotbed.data import Loader, ParquetSource, Schema, Source, SplitBinarySource
-    from hotbed.data.prepare import prepare
+    from hotbed.data.preparation.prepare_dataset import prepare
     from hotbed.embed import EmbeddingCollection, clip_grad_norm_, distribute, mean_over_ranks
     from hotbed.errors import HotbedError
     from hotbed.jagged import Jagged
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hotbed.plan import Cut, Plan, Tile, make_plan
     from hotbed.specs import Dynamic, Feature, Table
     from hotbed.train import Callback, Trainer, evaluate
-    from hotbed.train.predict import predict
+    from hotbed.train.workflows.prediction import predict
 
 __all__ = [
     "Batch",
@@ -99,8 +99,8 @@ __getattr__, __dir__ = lazy(
         "mean_over_ranks": "hotbed.embed",
         "nn": "hotbed",
         "optim": "hotbed",
-        "predict": "hotbed.train.predict",
-        "prepare": "hotbed.data.prepare",
+        "predict": "hotbed.train.workflows.prediction",
+        "prepare": "hotbed.data.preparation.prepare_dataset",
         "save_checkpoint": "hotbed.checkpoint",
         "swap_embeddings": "hotbed.compat",
     },

@@ -2,6 +2,6 @@
 
 import sys
 
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 
 sys.exit(main())

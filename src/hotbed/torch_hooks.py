@@ -1,7 +1,7 @@
 """Exclude tables from ``state_dict``; number objects, so that graphs of ``torch.compile`` can name them; load programs.
 
 A checkpoint stores tables by tile, as each rank has them; ``state_dict()`` would gather them whole on every rank, so
-checkpoints take states `without_tables`. Batches of ids and collections have numbers, see `hotbed.embed.traced`.
+checkpoints take states `without_tables`. Batches of ids and collections have numbers, see `hotbed.embed.compile_ops`.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ import torch
 import hotbed as hb
 from hotbed.embed.beside import Beside
 from hotbed.optim import SparseOptimizer
-from hotbed.train import step_graph
+from hotbed.train import cuda_graph as step_graph
+from hotbed.train.cuda_graph import Rates, StepGraph, columns
 from hotbed.train.step import TrainingStep
-from hotbed.train.step_graph import Rates, StepGraph, columns
 from hotbed.train.trainer import Trainer
 from tests.census.graphs import GRAPHS
 from tests.census.record import RECORD, asked_for, recorded

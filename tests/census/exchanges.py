@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from hotbed.comm import Handle, Link, Sizes, Tensors
-from hotbed.embed import dense
+from hotbed.embed import dense_parallel as dense
 from tests.census.device import CUDA, OnDevice, host_of
 from tests.census.record import RECORD
 from tests.census.streams import MODEL

@@ -17,10 +17,10 @@ import hotbed as hb
 from hotbed.config import Component, ScheduleRecipe, TrainRecipe
 from hotbed.config.recipe import CudaGraph
 from hotbed.plan.schemes import SCHEMES
-from hotbed.train.broadcast import BroadcastLoader
-from hotbed.train.build import fused
-from hotbed.train.hot_batches import HotSplit
 from hotbed.train.metrics import check
+from hotbed.train.ranks.broadcast import BroadcastLoader
+from hotbed.train.runs.build import fused
+from hotbed.train.runs.hot_batches import HotSplit
 from hotbed.train.step import Pending, TrainingStep
 from hotbed.train.trainer import Trainer
 from tests.census.device import CUDA

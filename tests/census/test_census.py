@@ -20,7 +20,7 @@ from hotbed.config import TrainRecipe
 from hotbed.plan.tiling import Tier
 from hotbed.plan.workload import Kernel
 from hotbed.train import Trainer
-from hotbed.train.dense_kernels import arena_launches, dense_kernels
+from hotbed.train.runs.dense_kernels import arena_launches, dense_kernels
 from tests.census.cases import CASES
 from tests.census.kernels import multi_tensor_launches
 from tests.census.steps import BATCH, ROWS, STEPS, Case, batch_of
@@ -240,7 +240,7 @@ def test_samples_of_one_reader_go_from_device_to_device(two_ranks: list[dict[str
     (case,) = names("two ranks", reader="first")
     for found in two_ranks:
         assert found[case]["exchanges"].count("batches") == 1
-        sent = [place for place in found[case]["copies"] if "train/broadcast.py" in place]
+        sent = [place for place in found[case]["copies"] if "train/ranks/broadcast.py" in place]
         assert len(sent) == (found is two_ranks[0])  # only the reader has them on its host
         assert all(place.startswith("host to device") and "pageable" not in place for place in sent)
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from triton.runtime.jit import JITFunction
 
 import hotbed.ops.backend as backend
-from hotbed.embed import dense
+from hotbed.embed import dense_parallel as dense
 from hotbed.ops import (
     reference,
     triton,

@@ -19,12 +19,12 @@ import hotbed as hb
 from hotbed.checkpoint import changes, differential, read_manifest, save_checkpoint
 from hotbed.checkpoint.changes import export_changes
 from hotbed.checkpoint.convert import convert
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from hotbed.errors import CheckpointError
 from tests.checkpoint.test_fuzz import manifest_of, sign
 from tests.checkpoint.test_tiles import tables, tilings_of
 from tests.checkpoint.tiles import Tiles, save
-from tests.commands.cases import Output, refused
+from tests.cli.cases import Output, refused
 from tests.fixtures.models import CASES, build, embeddings, train
 from tests.matrix import examples
 from tests.ranks import Ranks

@@ -14,7 +14,7 @@ from hotbed.checkpoint import convert, directory, read_manifest, save_checkpoint
 from hotbed.checkpoint import convert as convert_module
 from hotbed.checkpoint.convert import content_hashes
 from hotbed.checkpoint.differential import opened
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 
 TABLES = [hb.Table("user", 300, 16, dtype="bf16", fp32_rows=20, init_seed=1), hb.Table("item", 90, 16, init_seed=2)]
 FEATURES = [hb.Feature("user", "user"), hb.Feature("item", "item")]

@@ -13,7 +13,7 @@ from torch import nn
 
 from hotbed.checkpoint import Manifest, load_checkpoint, read_manifest, save_checkpoint, verify_checkpoint
 from hotbed.checkpoint import convert as convert_module
-from hotbed.checkpoint import tables as tables_module
+from hotbed.checkpoint import saved_tables as tables_module
 from hotbed.checkpoint import tensor_files as tensors_module
 from hotbed.checkpoint.convert import convert
 from hotbed.embed import EmbeddingCollection

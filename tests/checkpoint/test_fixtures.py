@@ -22,7 +22,7 @@ from torch import Tensor
 import hotbed as hb
 from hotbed.checkpoint import load_checkpoint, read_manifest, verify_checkpoint
 from hotbed.checkpoint.manifest import FORMAT
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from tests.fixtures.make import FOLDER, RANKS, RUN, make, make_difference, make_tiles
 from tests.fixtures.models import CASES, STEPS, build, embeddings, sha256, state, train
 from tests.ranks import Ranks

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import hotbed as hb
-from hotbed.checkpoint import convert, tables, tensor_files
+from hotbed.checkpoint import convert, tensor_files
+from hotbed.checkpoint import saved_tables as tables
 from hotbed.checkpoint.convert import content_hashes
 from hotbed.checkpoint.tensor_files import TensorFiles
 

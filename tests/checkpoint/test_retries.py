@@ -16,8 +16,8 @@ from torch import nn
 from hotbed.checkpoint import MANIFEST, directory, load_checkpoint, save_checkpoint, storage
 from hotbed.checkpoint.single_files import new_output
 from hotbed.checkpoint.storage import PART_BYTES
-from hotbed.commands.main import main
-from hotbed.data.parquet import find_parquet
+from hotbed.cli.main import main
+from hotbed.data.formats.parquet import find_parquet
 from hotbed.errors import CheckpointError, DataError
 from tests.unreliable import Unreliable, unreliable
 

@@ -23,7 +23,7 @@ from hotbed.checkpoint import (
 from hotbed.checkpoint.single_files import write_text
 from hotbed.checkpoint.storage import PART_BYTES, LocalDirectory
 from hotbed.errors import CheckpointError
-from hotbed.train.callbacks import KeepLast
+from hotbed.train.runs.callbacks import KeepLast
 from tests.checkpoint.test_checkpoint import bits, narrow_model, train
 from tests.train import planted
 from tests.train.parallel_cases import RECIPE

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hotbed.checkpoint import tables as tables_module
+from hotbed.checkpoint import saved_tables as tables_module
 from hotbed.checkpoint import tensor_files as tensors_module
 from hotbed.checkpoint import tensor_files as writing_module
 from hotbed.errors import CheckpointError

@@ -14,8 +14,8 @@ from hotbed.checkpoint.contents import ModelTable, owned_tiles
 from hotbed.checkpoint.differential import opened
 from hotbed.checkpoint.manifest import Base, Manifest, SavedMoment, SavedTable, read_manifest
 from hotbed.checkpoint.save import Saving
+from hotbed.checkpoint.saved_tables import check_tables, load_tile
 from hotbed.checkpoint.storage import directory
-from hotbed.checkpoint.tables import check_tables, load_tile
 from hotbed.checkpoint.tensor_files import make_directory
 from hotbed.embed import LocalTile
 from hotbed.embed.arena import Arena, Shard

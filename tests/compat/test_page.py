@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "moving_in.md").read_text(encoding="utf-8")
 

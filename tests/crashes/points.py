@@ -25,16 +25,16 @@ from torch.optim.adam import Adam
 from hotbed.checkpoint import save, storage, tensor_files
 from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.comm import Handle, Link
-from hotbed.data import counting
-from hotbed.data.split_binary import SplitBinaryWriter
+from hotbed.data.encoding.prepared_dataset import counting
+from hotbed.data.formats.split_binary import SplitBinaryWriter
 from hotbed.embed import dynamic, replicas
 from hotbed.store.cached import CachedRecords
 from hotbed.store.dense import DenseStore
 from hotbed.store.file_records import FileRecords
 from hotbed.store.lazy_rows import LazyRows
-from hotbed.train import resume
-from hotbed.train.callbacks import JsonLines
-from hotbed.train.report import RunDirectory
+from hotbed.train.runs import resume
+from hotbed.train.runs.callbacks import JsonLines
+from hotbed.train.runs.report import RunDirectory
 from hotbed.train.trainer import Trainer
 
 PHASES = (

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hotbed.commands.main import main
-from tests.commands.cases import Output, refused, train
+from hotbed.cli.main import main
+from tests.cli.cases import Output, refused, train
 from tests.crashes.workloads import make_recipe
 from tests.matrix import full
 

@@ -12,7 +12,7 @@ import pytest
 from hotbed.errors import DataError
 from hotbed.files import new_directory, new_file
 from hotbed.train import Trainer
-from hotbed.train.callbacks import JsonLines
+from hotbed.train.runs.callbacks import JsonLines
 
 MARKER = "made.txt"
 

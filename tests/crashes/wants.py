@@ -18,7 +18,7 @@ from typing import Any
 from hotbed import files
 from hotbed.checkpoint import storage
 from hotbed.ops import cpu_cache
-from hotbed.train.callbacks import JsonLines
+from hotbed.train.runs.callbacks import JsonLines
 
 
 @dataclass(frozen=True)

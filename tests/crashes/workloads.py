@@ -115,7 +115,7 @@ WORKLOADS = (
 def make_data(folder: Path) -> Path:
     """A small log, its dataset, and a recipe of a run of seconds."""
     from hotbed.data import write_synthetic_log
-    from hotbed.data.prepare import prepare
+    from hotbed.data.preparation.prepare_dataset import prepare
 
     folder.mkdir(parents=True, exist_ok=True)
     write_synthetic_log(folder / "log.tsv", 1500, seed=1)

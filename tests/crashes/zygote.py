@@ -17,14 +17,14 @@ import torch
 from numba.core.registry import cpu_target
 
 from hotbed.checkpoint import differential
-from hotbed.commands.main import main as command
+from hotbed.cli.main import main as command
 from hotbed.store.file_records import FileRecords
 from hotbed.train import Trainer
 from tests.crashes import exchanges, points, wants
 from tests.crashes.points import COUNTING, COUNTS, DEATH, DIGESTS, Point
 from tests.ranks import PRELOADED
 
-MORE = ("hotbed.data.prepare", "hotbed.checkpoint.changes", "torch.distributed.fsdp")
+MORE = ("hotbed.data.preparation.prepare_dataset", "hotbed.checkpoint.changes", "torch.distributed.fsdp")
 
 
 def digest_of(trainer: Trainer) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def run(task: dict[str, Any], rank: int) -> int:
 
 def serve() -> None:
     """Answer each task with the exit code of every rank (negative: the signal that ended it), and how long it took."""
-    for name in (*PRELOADED, "hotbed.commands.train", "hotbed.commands.checkpoint", *MORE):
+    for name in (*PRELOADED, "hotbed.cli.train", "hotbed.cli.checkpoint", *MORE):
         import_module(name)
     cpu_target.typing_context.refresh()  # what every first kernel waits for
     cpu_target.target_context.refresh()

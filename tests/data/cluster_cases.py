@@ -201,5 +201,8 @@ def dying(folder: Path, module: str, name: str, job: Any) -> Any:
 
 def kill_workers_at(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let the tasks of preparations kill their workers at the moments of a folder."""
-    for module, name in (("counting", "count"), ("counting", "merge"), ("encoding", "encode")):
-        patch.setattr(f"hotbed.data.prepare.{name}", partial(dying, folder, f"hotbed.data.{module}", name))
+    for module, name in (("counting", "count"), ("counting", "merge"), ("encoded_rows", "encode")):
+        patch.setattr(
+            f"hotbed.data.preparation.prepare_dataset.{name}",
+            partial(dying, folder, f"hotbed.data.preparation.{module}", name),
+        )

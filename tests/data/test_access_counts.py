@@ -5,15 +5,15 @@ import pytest
 import torch
 from data_cases import MIXED_SCHEMA, NUMBERED_SCHEMA, ListSource, mixed_batch, numbered_batch
 
-import hotbed.data.access_counts
-from hotbed.data.access_counts import count_accesses
+import hotbed.data.skew.access_counts
+from hotbed.data.skew.access_counts import count_accesses
 from hotbed.errors import DataError, SpecError
 
 
 def test_all_ids_of_all_features_of_a_table_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = mixed_batch(500)
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr(hotbed.data.access_counts, "_PIECE", 200)
+    monkeypatch.setattr(hotbed.data.skew.access_counts, "_PIECE", 200)
     source = ListSource(batch, [200, 1, 299], MIXED_SCHEMA)
     found = count_accesses(source, "train", progress=lambda done, total: seen.append((done, total)))
     assert seen == [(200, 500), (400, 500), (500, 500)]
@@ -43,7 +43,7 @@ def test_a_sample_is_of_all_parts_and_repeatable() -> None:
 def test_only_the_first_rows_of_large_tables_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     source = ListSource(numbered_batch(9000), [9000])
     whole = count_accesses(source, "train")
-    monkeypatch.setattr(hotbed.data.access_counts, "COUNTED_ROWS", 50)
+    monkeypatch.setattr(hotbed.data.skew.access_counts, "COUNTED_ROWS", 50)
     found = count_accesses(source, "train")
     assert found.accesses == whole.accesses
     for table, counts in found.counted.items():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hotbed.data.column_statistics import SAMPLE, ColumnStatistics
+from hotbed.data.files.column_statistics import SAMPLE, ColumnStatistics
 
 SHARES = np.linspace(0, 1, 65)
 ODD = st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.7e9, 2.0**62, 5e-324])

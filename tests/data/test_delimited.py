@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from pyarrow import fs
 
 from hotbed.data import ParquetSource, Schema, SparseColumn, draft_schema
-from hotbed.data.criteo import COLUMNS as OF_LOG
-from hotbed.data.delimited import _convert, parquet_of
+from hotbed.data.files.criteo import COLUMNS as OF_LOG
+from hotbed.data.files.delimited import _convert, parquet_of
 from hotbed.data.hashing import hash_integers, rows_of
 from hotbed.errors import DataError
 from tests.ranks import Ranks
@@ -115,7 +115,7 @@ def test_types_of_columns(tmp_path: Path, kind: str) -> None:
 
 
 def test_signs_show_in_any_row_that_a_plus_makes_no_telephone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotbed.data.delimited._BLOCK_BYTES", 1000)
+    monkeypatch.setattr("hotbed.data.files.delimited._BLOCK_BYTES", 1000)
     rows = "".join(f"+{i}\n" for i in range(1, 2000))
     assert str(table(tmp_path, f"change\n{rows}").schema.field("change").type) == "string"
     assert str(table(tmp_path, f"change\n{rows}-1\n").schema.field("change").type) == "int64"
@@ -132,7 +132,7 @@ def test_line_ends_in_quotes_are_kept_at_any_border_of_blocks(
     content = gzip.compress(text.encode()) if name.endswith("gz") else text.encode()
     for block in range(48, 130):
         (tmp_path / name).write_bytes(content)
-        monkeypatch.setattr("hotbed.data.delimited._BLOCK_BYTES", block)
+        monkeypatch.setattr("hotbed.data.files.delimited._BLOCK_BYTES", block)
         made = tmp_path / f"{block}.parquet"
         _convert(fs.LocalFileSystem(), str(tmp_path / name), made, ["y"])
         assert pq.read_table(made).to_pydict() == {"x": [*range(len(texts))], "y": texts}, block
@@ -181,7 +181,7 @@ def test_blank_files_of_a_folder_are_ignored(tmp_path: Path, blank: bytes, name:
 
 
 def test_types_are_those_of_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotbed.data.delimited._BLOCK_BYTES", 1000)
+    monkeypatch.setattr("hotbed.data.files.delimited._BLOCK_BYTES", 1000)
     rows = "".join(f"{i},{i}\n" for i in range(5000))
     found = table(tmp_path, f"a,b\n{rows}5000,x5000\n")
     assert str(found.schema.field("a").type) == "int64"
@@ -315,7 +315,7 @@ def made_by(rank: int, path: Path) -> tuple[str, int]:
 
     os.environ["HOTBED_TABLES"] = str(path.parent / "tables")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hotbed.data.delimited._convert", convert)
+        patch.setattr("hotbed.data.files.delimited._convert", convert)
         return str(parquet_of(fs.LocalFileSystem(), str(path))), len(made)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from hotbed.data import Loader, ParquetSource, Schema, SparseColumn, draft_schema
 from hotbed.data.columns import Label, Numerical
-from hotbed.data.draft import Draft, draft
+from hotbed.data.drafting.draft import Draft, draft
 from hotbed.errors import DataError, SpecError
 from hotbed.nn import Normalization
 
@@ -212,7 +212,7 @@ def test_rows_are_sixteen_times_the_values_in_any_order_of_the_rows(
     pq.write_table(table, tmp_path / "log.parquet", row_group_size=2000)
     assert draft_schema(tmp_path / "log.parquet").rows == {"user": 131_072, "item": 65_536}
     # The same where only a third of the rows can be counted.
-    monkeypatch.setattr("hotbed.data.profile._COUNTED_CELLS", 40_000)
+    monkeypatch.setattr("hotbed.data.drafting.profile._COUNTED_CELLS", 40_000)
     assert draft_schema(tmp_path / "log.parquet").rows == {"user": 131_072, "item": 65_536}
 
 

@@ -11,8 +11,8 @@ import pytest
 from test_draft import N, drafted, role, write
 
 from hotbed.data import ParquetSource, Schema, SparseColumn
-from hotbed.data.draft import draft
-from hotbed.data.encode import Encoder
+from hotbed.data.drafting.draft import draft
+from hotbed.data.encoding.encoder import Encoder
 from hotbed.errors import DataError, SpecError
 
 RNG = np.random.default_rng(0)

@@ -12,7 +12,7 @@ import pytest
 from test_draft import CLICK, USER, N, drafted, role, write
 
 from hotbed.data import ParquetSource, Schema, SparseColumn, draft_schema
-from hotbed.data.draft import draft
+from hotbed.data.drafting.draft import draft
 from hotbed.errors import DataError, SpecError
 
 RNG = np.random.default_rng(0)

@@ -16,9 +16,9 @@ from prepare_cases import SMALL, dataset, digests
 
 from hotbed.data.clusters import versions
 from hotbed.data.executors import Tasks, open_tasks
-from hotbed.data.prepare import prepare
+from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.errors import DataError, SpecError, WorkerError
-from hotbed.testing.executor import ExecutorContract, double
+from hotbed.testing.executor_contract import ExecutorContract, double
 
 
 class TestThreads(ExecutorContract):
@@ -38,7 +38,7 @@ class TestProcesses(ExecutorContract):
 def small_groups() -> Iterator[None]:
     """Several tasks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hotbed.data.pieces._GROUP_ROWS", 300)
+        patch.setattr("hotbed.data.preparation.pieces._GROUP_ROWS", 300)
         yield
 
 

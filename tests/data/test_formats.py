@@ -27,15 +27,15 @@ from prepare_cases import digests
 
 from hotbed.batch import Batch
 from hotbed.data import NpySource, ParquetSource, Source, SplitBinarySource
-from hotbed.data.criteo import find_files
-from hotbed.data.delimited import has_header
-from hotbed.data.prepare import prepare
-from hotbed.data.raw_inputs import Logs
-from hotbed.data.vocabulary import read_vocabulary
+from hotbed.data.encoding.vocabulary import read_vocabulary
+from hotbed.data.files.criteo import find_files
+from hotbed.data.files.delimited import has_header
+from hotbed.data.preparation.prepare_dataset import prepare
+from hotbed.data.preparation.raw_inputs import Logs
 from hotbed.errors import DataError, SpecError
 from hotbed.files import read_yaml
 from hotbed.locations import opened
-from hotbed.testing.source import assert_same
+from hotbed.testing.source_contract import assert_same
 
 Make = Callable[[Path, list[Day]], Path]
 TABLES: dict[str, Make] = {

@@ -7,9 +7,9 @@ from data_cases import log_line, write_log
 from prepare_cases import SMALL, dataset, digests
 
 from hotbed.data import Loader, ParquetSource, open_readers
-from hotbed.data.draft import draft
-from hotbed.data.prepare import prepare
-from hotbed.testing.source import assert_same
+from hotbed.data.drafting.draft import draft
+from hotbed.data.preparation.prepare_dataset import prepare
+from hotbed.testing.source_contract import assert_same
 
 fsspec = pytest.importorskip("fsspec")
 local = pytest.importorskip("fsspec.implementations.local")

@@ -25,12 +25,12 @@ from hypothesis import strategies as st
 
 from hotbed.data import NpySource, ParquetSource, Schema, SplitBinarySource, draft_schema, write_synthetic_log
 from hotbed.data.columns import SparseColumn
-from hotbed.data.pack import read_hot_order, write_hot_order
-from hotbed.data.prepare import prepare
-from hotbed.data.split_binary import SplitBinaryWriter
-from hotbed.data.vocabulary import Vocabulary, read_vocabulary, write_vocabulary
+from hotbed.data.encoding.vocabulary import Vocabulary, read_vocabulary, write_vocabulary
+from hotbed.data.formats.split_binary import SplitBinaryWriter
+from hotbed.data.preparation.prepare_dataset import prepare
+from hotbed.data.skew.hot_cold import read_hot_order, write_hot_order
 from hotbed.errors import DataError, HotbedError, SpecError
-from hotbed.train.plan_search import read_hot_rows, read_skew
+from hotbed.train.runs.plan_search import read_hot_rows, read_skew
 
 EXAMPLES = int(os.environ.get("HOTBED_FUZZ", "40"))
 Fuzz = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))

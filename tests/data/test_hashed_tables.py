@@ -13,9 +13,9 @@ from data_cases import log_line, write_log
 from prepare_cases import SMALL, dataset, digests
 
 from hotbed.data import Encoder, ParquetSource, SplitBinarySource
+from hotbed.data.encoding.prepared_dataset import HashEntry
 from hotbed.data.hashing import hash_integers, hash_strings, mix, rows_of
-from hotbed.data.preparation import HashEntry
-from hotbed.data.prepare import prepare
+from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.errors import DataError, SpecError
 from hotbed.files import read_yaml
 

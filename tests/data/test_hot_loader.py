@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hotbed.batch import Batch
 from hotbed.data import Loader
-from hotbed.data.hot_loader import HotColdLoader
+from hotbed.data.skew.hot_loader import HotColdLoader
 from hotbed.errors import SpecError
 
 HOT_BELOW = 1000  # samples of the hot loader have ids 0 …, those of the cold one ids 1000 …

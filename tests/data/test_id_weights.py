@@ -16,15 +16,15 @@ from torch.nn.functional import embedding_bag
 import hotbed as hb
 from hotbed.data import NpySource, SparseColumn
 from hotbed.data.columns import SparseColumn as Column
-from hotbed.data.derived import Cross
+from hotbed.data.derived_features import Cross
+from hotbed.data.formats.split_binary import check_split_binary
 from hotbed.data.inspection import SchemaChecks
 from hotbed.data.join import join
-from hotbed.data.prepare import prepare
-from hotbed.data.split_binary import check_split_binary
-from hotbed.data.stored_rows import columns_of, open_described, open_rows
+from hotbed.data.preparation.prepare_dataset import prepare
+from hotbed.data.preparation.stored_rows import columns_of, open_described, open_rows
 from hotbed.errors import DataError, SpecError
 from hotbed.serve.requests import record_batch
-from hotbed.testing.source import SourceContract, assert_same
+from hotbed.testing.source_contract import SourceContract, assert_same
 
 SCHEMA: dict[str, Any] = {
     "labels": ["click"],

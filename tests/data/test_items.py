@@ -14,7 +14,7 @@ import hotbed as hb
 from hotbed.config import Recipe
 from hotbed.data.items import ItemDraws, ItemSet, item_ids, items_of
 from hotbed.errors import BatchError
-from hotbed.train.build import open_source
+from hotbed.train.runs.build import open_source
 from tests.train.retrieval_cases import catalogue, log, recipe_for
 
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotbed.data import Label, ParquetSource, Schema, SparseColumn
+from hotbed.data.encoding.labels import read_labels
 from hotbed.data.inspection import SchemaChecks
-from hotbed.data.labels import read_labels
 from hotbed.data.place import Place
-from hotbed.data.stored_rows import open_rows
+from hotbed.data.preparation.stored_rows import open_rows
 from hotbed.errors import DataError, SpecError
 
 

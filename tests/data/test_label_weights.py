@@ -16,8 +16,8 @@ from hotbed.data import SparseColumn
 from hotbed.data.batch_ipc import batch_from_buffer, batch_to_buffer
 from hotbed.data.columns import Label, LabelWeight
 from hotbed.data.join import join
-from hotbed.data.prepare import prepare
-from hotbed.data.stored_rows import columns_of
+from hotbed.data.preparation.prepare_dataset import prepare
+from hotbed.data.preparation.stored_rows import columns_of
 from hotbed.errors import DataError, SpecError
 
 N = 60

@@ -12,7 +12,7 @@ import yaml
 from data_cases import NUMBERED_SCHEMA, numbered_batch
 
 from hotbed.data import ParquetSource, Schema, SparseColumn, SplitBinarySource, SplitBinaryWriter, ZipfSource
-from hotbed.data.parquet import RowGroup
+from hotbed.data.formats.parquet import RowGroup
 from hotbed.errors import DataError, SpecError
 
 
@@ -121,7 +121,7 @@ def test_a_nested_column_of_the_same_path_is_not_taken_for_the_label(tmp_path: P
 def test_labels_of_split_binary_files(
     tmp_path: Path, dtype: str, value: float, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotbed.data.split_binary._LABELS_AT_ONCE", 8)
+    monkeypatch.setattr("hotbed.data.formats.split_binary._LABELS_AT_ONCE", 8)
     with SplitBinaryWriter(tmp_path, NUMBERED_SCHEMA, ["train", "test"]) as writer:
         writer.append("train", numbered_batch(20))
         writer.append("test", numbered_batch(5))

@@ -14,7 +14,7 @@ from hotbed.data import Loader
 from hotbed.data.join import join
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
-from hotbed.testing.source import assert_same
+from hotbed.testing.source_contract import assert_same
 
 MIXED = mixed_batch(40)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hotbed.batch import Batch
 from hotbed.data import Loader
 from hotbed.errors import SpecError
-from hotbed.testing.source import assert_same
+from hotbed.testing.source_contract import assert_same
 
 MIXED = mixed_batch(40)
 

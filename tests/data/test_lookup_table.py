@@ -16,9 +16,9 @@ from data_cases import assert_same
 from derived_cases import ITEMS, crossed, encoder, ids, items, of_items, row_of
 
 from hotbed.data import Encoder, Numerical
-from hotbed.data.encode import described_features, encoding_of
+from hotbed.data.encoding.encoder import described_features, encoding_of
+from hotbed.data.encoding.lookup_table import LookupTable
 from hotbed.data.hashing import mix
-from hotbed.data.lookup_table import LookupTable
 from hotbed.errors import DataError, SpecError
 
 # -- values of tables --------------------------------------------------------------------------------------------------
@@ -198,6 +198,6 @@ def test_tables_that_json_cannot_hold(tmp_path: Path, monkeypatch: pytest.Monkey
     made = encoder(of_items(items(tmp_path / "items.parquet", id=pa.array([b"\xff", b"b", b"c", b"d"]))))
     with pytest.raises(SpecError, match=r"feature 'kind': .* has bytes that are no UTF-8"):
         described_features(made)
-    monkeypatch.setattr("hotbed.data.encode.MOST_KEYS", 3)
+    monkeypatch.setattr("hotbed.data.encoding.encoder.MOST_KEYS", 3)
     with pytest.raises(SpecError, match=r"'kind' looks values up in 4 keys of .* holds at most 3; leave out keys"):
         described_features(made)

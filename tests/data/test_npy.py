@@ -16,7 +16,7 @@ from hotbed.batch import Batch
 from hotbed.data import NpySource, Source
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
-from hotbed.testing.source import SourceContract, assert_same
+from hotbed.testing.source_contract import SourceContract, assert_same
 
 Splits = dict[str, Batch]
 

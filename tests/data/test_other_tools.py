@@ -16,9 +16,9 @@ import torch
 
 from hotbed.batch import Batch
 from hotbed.data import ParquetSource, Schema
-from hotbed.data.draft import Draft, draft
+from hotbed.data.drafting.draft import Draft, draft
 from hotbed.data.hashing import hash_integers, hash_strings, rows_of
-from hotbed.data.prepare import prepare
+from hotbed.data.preparation.prepare_dataset import prepare
 
 FILES = Path(__file__).parent / "tables"
 """Files of 60 rows that other tools wrote, with columns of `rows`; tests/data/tables/write.py says how."""

@@ -10,10 +10,10 @@ from data_cases import mixed_batch
 
 from hotbed.batch import Batch
 from hotbed.data import Schema, SparseColumn, SplitBinarySource, SplitBinaryWriter
-from hotbed.data.pack import hot_inputs, pack
+from hotbed.data.skew.hot_cold import hot_inputs, pack
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
-from hotbed.testing.source import assert_same
+from hotbed.testing.source_contract import assert_same
 
 SCHEMA = Schema(
     sparse=(SparseColumn(name="a", rows=40, table="t"), SparseColumn(name="b", rows=40, table="t"),

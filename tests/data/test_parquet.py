@@ -17,7 +17,7 @@ from hotbed.data import Label, Numerical, ParquetSource, Schema, Source, SparseC
 from hotbed.data.hashing import hash_integers, hash_strings, rows_of
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
-from hotbed.testing.source import SourceContract
+from hotbed.testing.source_contract import SourceContract
 
 
 def table_of(batch: Batch) -> pa.Table:

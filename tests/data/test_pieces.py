@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from hotbed.data.parquet_files import ParquetFile
-from hotbed.data.pieces import Part, Piece, Splits, in_order, read_parts
+from hotbed.data.files.parquet_files import ParquetFile
+from hotbed.data.preparation.pieces import Part, Piece, Splits, in_order, read_parts
 from hotbed.errors import DataError
 
 LIMIT, ROWS = 1 << 20, 6_000
@@ -26,7 +26,7 @@ def pieces_of(file: Path, table: pa.Table, row_group: int) -> list[Piece]:
 def test_texts_that_repeat_are_read_in_small_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_group: int, is_list: bool
 ) -> None:
-    monkeypatch.setattr("hotbed.data.pieces._GROUP_BYTES", LIMIT)
+    monkeypatch.setattr("hotbed.data.preparation.pieces._GROUP_BYTES", LIMIT)
     texts = [f"{i % 10}" * 2_000 for i in range(ROWS)]
     table = pa.table({"text": [[t] for t in texts] if is_list else texts, "label": [i % 2 for i in range(ROWS)]})
     pieces = pieces_of(tmp_path / "texts.parquet", table, row_group)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from data_cases import MIXED_SCHEMA, ListSource, mixed_batch
 
-import hotbed.data.access_counts
+import hotbed.data.skew.access_counts
 from hotbed.batch import Batch
 from hotbed.data import Schema, SparseColumn, measure_popularity, read_hot_order
-from hotbed.data.pack import hot_order_file, write_hot_order
-from hotbed.data.popularity import SHARES, Popularity
-from hotbed.data.stack_distance import StackDistances
-from hotbed.data.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import Zipf
+from hotbed.data.skew.hot_cold import hot_order_file, write_hot_order
+from hotbed.data.skew.row_popularity import SHARES, Popularity
+from hotbed.data.skew.stack_distance import StackDistances
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 
@@ -34,7 +34,7 @@ def test_counts_of_shared_ragged_and_multi_hot_features(
     batch_size: int, sizes: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`items` is looked up by a feature with two ids per sample and by one with any number."""
-    monkeypatch.setattr(hotbed.data.access_counts, "_PIECE", piece)
+    monkeypatch.setattr(hotbed.data.skew.access_counts, "_PIECE", piece)
     batch = mixed_batch(60)
     tables = measure_popularity(ListSource(batch, sizes, MIXED_SCHEMA), "train", batch_size=batch_size)
     assert [t.table for t in tables] == ["user", "items"]
@@ -122,7 +122,7 @@ def test_the_exponent_of_exact_counts() -> None:
 
 @pytest.mark.parametrize(("bad", "position"), [(1000, 41), (-1, 3)])
 def test_an_id_that_is_no_row(bad: int, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotbed.data.access_counts, "_PIECE", 16)
+    monkeypatch.setattr(hotbed.data.skew.access_counts, "_PIECE", 16)
     batch = mixed_batch(60)
     batch.sparse["user"].values[position] = bad
     message = f"split 'train', feature 'user': id {bad:,} at sample {position} is not within the 1,000 rows of table"

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from hotbed.data import Encoder, Schema, SparseColumn
-from hotbed.data.lookup_table import LookupTable
-from hotbed.data.preparation import Preparation, PreparationEntry, VocabularyEntry
+from hotbed.data.encoding.lookup_table import LookupTable
+from hotbed.data.encoding.prepared_dataset import Preparation, PreparationEntry, VocabularyEntry
 from hotbed.errors import DataError, SpecError
 
 VALUES = {"item": pa.array(["pen", "", "ink"]), "user": pa.array([5, -7, 2**40])}

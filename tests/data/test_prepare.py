@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from hotbed.batch import Batch
 from hotbed.data import Source, SplitBinarySource, SplitBinaryWriter, write_synthetic_log
-from hotbed.data.criteo import LineChecker, read_blocks
+from hotbed.data.encoding.vocabulary import read_vocabulary
+from hotbed.data.files.criteo import LineChecker, read_blocks
 from hotbed.data.place import Place
-from hotbed.data.prepare import prepare
-from hotbed.data.vocabulary import read_vocabulary
+from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.errors import DataError, SpecError
-from hotbed.testing.source import SourceContract
+from hotbed.testing.source_contract import SourceContract
 
 VALUES = ["0000000a", "0000000b", "0000000c"]
 
@@ -96,9 +96,9 @@ def test_tomorrow_keeps_yesterdays_ids(tmp_path: Path) -> None:
 
 def set_block_bytes(patch: pytest.MonkeyPatch, block_bytes: int) -> None:
     """Make blocks, parts of files and groups of samples so small that lines, counts and splits cross them."""
-    patch.setattr("hotbed.data.raw_inputs.read_blocks", partial(read_blocks, block_bytes=block_bytes))
-    patch.setattr("hotbed.data.raw_inputs.PART_BYTES", 3 * block_bytes)
-    patch.setattr("hotbed.data.pieces._GROUP_ROWS", 10)
+    patch.setattr("hotbed.data.preparation.raw_inputs.read_blocks", partial(read_blocks, block_bytes=block_bytes))
+    patch.setattr("hotbed.data.preparation.raw_inputs.PART_BYTES", 3 * block_bytes)
+    patch.setattr("hotbed.data.preparation.pieces._GROUP_ROWS", 10)
 
 
 columns = st.lists(st.sampled_from(["", "0", "1", "2", "0000000a", "ffffffff"]), min_size=1, max_size=60)

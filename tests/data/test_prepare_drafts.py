@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from hotbed.commands.main import main
-from hotbed.commands.prepare import print_prepared
-from hotbed.data.prepare import prepare
+from hotbed.cli.main import main
+from hotbed.cli.prepare import print_prepared
+from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.errors import DataError
 
 N = 600

@@ -20,17 +20,17 @@ from prepare_cases import SMALL, dataset, digests
 
 from hotbed.data import executors, write_synthetic_log
 from hotbed.data.executors import Tasks
-from hotbed.data.prepare import prepare
+from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.errors import DataError, WorkerError
 
 PLACES = [
-    ("hotbed.data.raw_inputs", "_parse", 2),
-    ("hotbed.data.raw_inputs", "_parse", 0),
-    ("hotbed.data.counting", "_summed", 40),
-    ("hotbed.data.counting", "write_vocabulary", 5),
-    ("hotbed.data.encoding", "_write_binary", 1),
-    ("hotbed.data.split_binary", "SplitBinaryWriter.append_dataset", 1),
-    ("hotbed.data.prepare", "rmtree", 1),
+    ("hotbed.data.preparation.raw_inputs", "_parse", 2),
+    ("hotbed.data.preparation.raw_inputs", "_parse", 0),
+    ("hotbed.data.preparation.counting", "_summed", 40),
+    ("hotbed.data.preparation.counting", "write_vocabulary", 5),
+    ("hotbed.data.preparation.encoded_rows", "_write_binary", 1),
+    ("hotbed.data.formats.split_binary", "SplitBinaryWriter.append_dataset", 1),
+    ("hotbed.data.preparation.prepare_dataset", "rmtree", 1),
 ]
 """Functions, and how often they are called before the process is killed in one."""
 
@@ -39,7 +39,7 @@ import importlib, os, signal, sys
 sys.path.insert(0, {tests!r})
 from test_prepare_restart import prepared
 from pathlib import Path
-import hotbed.data.prepare
+import hotbed.data.preparation.prepare_dataset
 for module, name, calls in {places!r}:
     owner = importlib.import_module(module)
     *classes, name = name.split(".")
@@ -63,8 +63,8 @@ for module, name, calls in {places!r}:
 def prepared(log: Path, out: Path, **options: Any) -> None:
     """Prepare in parts of 32 KiB, and groups of 300 rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hotbed.data.raw_inputs.PART_BYTES", 1 << 15)
-        patch.setattr("hotbed.data.pieces._GROUP_ROWS", 300)
+        patch.setattr("hotbed.data.preparation.raw_inputs.PART_BYTES", 1 << 15)
+        patch.setattr("hotbed.data.preparation.pieces._GROUP_ROWS", 300)
         prepare(log, out, threshold=2, workers=1, **options)
 
 
@@ -121,7 +121,7 @@ def test_text_files_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (kept,) = (tmp_path / "tables").glob("*.parquet")
     os.utime(kept, (1, 1))
     with monkeypatch.context() as patch:
-        patch.setattr("hotbed.data.counting._Counts", None)  # all is counted
+        patch.setattr("hotbed.data.preparation.counting._Counts", None)  # all is counted
         prepare(tmp_path / "raw.csv", tmp_path / "out", **options)
     assert not list(tmp_path.glob(".out*"))
 
@@ -179,7 +179,7 @@ def test_the_same_bytes_with_little_memory(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "raw").mkdir()
     raw = dataset(tmp_path / "raw")
     prepare(raw, tmp_path / "much/out", **SMALL, workers=1)
-    counting = importlib.import_module("hotbed.data.counting")
+    counting = importlib.import_module("hotbed.data.preparation.counting")
     runs: list[int] = []
     original = counting._merged
 
@@ -191,9 +191,11 @@ def test_the_same_bytes_with_little_memory(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(counting, "_MOST_RUNS", 2)
     monkeypatch.setattr(counting, "_FEWEST_BATCH_ROWS", 3)
     monkeypatch.setattr(counting, "_ROW_BYTES", 1 << 30)  # few rows at once
-    monkeypatch.setattr("hotbed.data.pieces._GROUP_BYTES", 1)  # a task for each of 24 row groups, 20 rows at once
-    monkeypatch.setattr("hotbed.data.pieces._FEWEST_ROWS", 20)
-    monkeypatch.setattr("hotbed.data.prepare.CountJob", lambda *a: counting.CountJob(*a[:-1], 500))
+    monkeypatch.setattr(
+        "hotbed.data.preparation.pieces._GROUP_BYTES", 1
+    )  # a task for each of 24 row groups, 20 rows at once
+    monkeypatch.setattr("hotbed.data.preparation.pieces._FEWEST_ROWS", 20)
+    monkeypatch.setattr("hotbed.data.preparation.prepare_dataset.CountJob", lambda *a: counting.CountJob(*a[:-1], 500))
     prepare(raw, tmp_path / "little/out", **SMALL, workers=1)
     assert min(runs) > 48  # more than two of a task
     little, much = (tmp_path / name / "out/vocabulary" for name in ("little", "much"))
@@ -201,7 +203,7 @@ def test_the_same_bytes_with_little_memory(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_runs_of_long_values_are_read_in_shorter_batches(tmp_path: Path) -> None:
-    counting = importlib.import_module("hotbed.data.counting")
+    counting = importlib.import_module("hotbed.data.preparation.counting")
     rows: list[int] = []
     for length in (1, 4000):
         values = sorted(f"{i:0{length}d}" for i in range(2000))
@@ -215,8 +217,8 @@ def test_runs_of_long_values_are_read_in_shorter_batches(tmp_path: Path) -> None
 
 def test_vocabularies_that_do_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = dataset(tmp_path)
-    counting = importlib.import_module("hotbed.data.counting")
-    monkeypatch.setattr("hotbed.data.prepare.MergeJob", lambda *a: counting.MergeJob(*a[:-1], 1000))
+    counting = importlib.import_module("hotbed.data.preparation.counting")
+    monkeypatch.setattr("hotbed.data.preparation.prepare_dataset.MergeJob", lambda *a: counting.MergeJob(*a[:-1], 1000))
     message = "table 'user': the values seen at least 2 times take more than the 1,000 bytes that a task may have;"
     with pytest.raises(DataError, match=message):
         prepare(raw, tmp_path / "out", **SMALL)

@@ -16,8 +16,8 @@ import yaml
 from data_cases import log_line, write_log
 
 from hotbed.data import ParquetSource, Schema, SparseColumn, SplitBinarySource
-from hotbed.data.prepare import prepare
-from hotbed.data.vocabulary import read_vocabulary
+from hotbed.data.encoding.vocabulary import read_vocabulary
+from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.errors import DataError, SpecError
 
 SCHEMA = Schema(
@@ -67,7 +67,7 @@ def source_of(out: Path) -> ParquetSource:
 
 
 def test_against_a_plain_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotbed.data.pieces._GROUP_ROWS", 70)
+    monkeypatch.setattr("hotbed.data.preparation.pieces._GROUP_ROWS", 70)
     raw = clicks(200)
     report = prepare(write(tmp_path / "raw.parquet", raw), tmp_path / "out", schema=SCHEMA, threshold=3)
     assert report.samples == {"train": 180, "test": 20}

@@ -12,7 +12,7 @@ import yaml
 from prepare_cases import SMALL, dataset
 
 from hotbed.data import ParquetSource
-from hotbed.data.prepare import prepare
+from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.errors import DataError, SpecError
 
 
@@ -113,7 +113,7 @@ def test_lists_that_are_all_missing_in_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int, group_rows: int
 ) -> None:
     """All files of a dataset have the same types, whatever was read at once."""
-    monkeypatch.setattr("hotbed.data.pieces._GROUP_ROWS", group_rows)
+    monkeypatch.setattr("hotbed.data.preparation.pieces._GROUP_ROWS", group_rows)
     dataset(tmp_path, files=2)
     for i in range(missing):
         changed(tmp_path / f"day_{1 - i}.parquet", "tags", pa.nulls(400))

@@ -21,9 +21,9 @@ from rich.console import Console
 
 from hotbed.config import Recipe
 from hotbed.data import Loader, ParquetSource, open_readers
-from hotbed.testing.source import assert_same
-from hotbed.train.report import RunDirectory
-from hotbed.train.run import train
+from hotbed.testing.source_contract import assert_same
+from hotbed.train.runs.report import RunDirectory
+from hotbed.train.runs.run import train
 
 SEED = 25
 WINDOWS = 25

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from reader_cases import Recorded
 
 from hotbed.batch import Batch
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from hotbed.data import Loader, NpySource, ParquetSource, Source, SplitBinarySource, open_readers
 from hotbed.data.executors import Tasks
 from hotbed.errors import DataError, SpecError, WorkerError
-from hotbed.testing.source import assert_same
+from hotbed.testing.source_contract import assert_same
 
 MIXED = mixed_batch(60)
 

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from hotbed.data import ParquetSource, Schema, SparseColumn
-from hotbed.data import parquet as parquet_source
-from hotbed.data.parquet_files import RowGroup, RowSlice, find_parquet, in_slices
+from hotbed.data.files.parquet_files import RowGroup, RowSlice, find_parquet, in_slices
+from hotbed.data.formats import parquet as parquet_source
 from hotbed.errors import DataError
 
 N = 1000

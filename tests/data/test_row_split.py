@@ -16,9 +16,9 @@ from test_parquet import table_of, unweighted
 
 from hotbed.batch import Batch
 from hotbed.data import ParquetSource, Schema, Source, SparseColumn
-from hotbed.data.parquet_files import RowGroup, find_parquet
+from hotbed.data.files.parquet_files import RowGroup, find_parquet
 from hotbed.errors import DataError, SpecError
-from hotbed.testing.source import SourceContract
+from hotbed.testing.source_contract import SourceContract
 
 SCHEMA = Schema(sparse=(SparseColumn(name="row", rows=1 << 20),), labels=())
 HASH = {"by": "hash", "valid": 0.2, "test": 0.1}

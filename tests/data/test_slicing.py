@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hotbed.batch import Batch
 from hotbed.data.join import join
-from hotbed.testing.source import assert_same
+from hotbed.testing.source_contract import assert_same
 
 
 @settings(deadline=None)

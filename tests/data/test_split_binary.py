@@ -10,7 +10,7 @@ from data_cases import MIXED_SCHEMA, NUMBERED_SCHEMA, numbered_batch
 from hotbed.batch import Batch
 from hotbed.data import Scaling, Schema, Source, SparseColumn, SplitBinarySource, SplitBinaryWriter
 from hotbed.errors import DataError, SpecError
-from hotbed.testing.source import SourceContract
+from hotbed.testing.source_contract import SourceContract
 
 
 def write(path: Path, schema: Schema = NUMBERED_SCHEMA, **splits: Batch) -> Path:

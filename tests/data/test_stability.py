@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from hotbed.data.drafting.profile import BINS, bins_of, upper_edge
 from hotbed.data.inspection import jensen_shannon, rate, rate_change, stability_index
-from hotbed.data.profile import BINS, bins_of, upper_edge
 
 
 def test_known_values() -> None:

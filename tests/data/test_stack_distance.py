@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotbed.data.stack_distance import StackDistances, slot_of
-from hotbed.data.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import Zipf
+from hotbed.data.skew.stack_distance import StackDistances, slot_of
 from hotbed.errors import SpecError
 
 SIZES = [0, 1, 2, 3, 5, 8, 13, 50]

@@ -9,7 +9,7 @@ from data_cases import write_log
 
 from hotbed.auc import auc
 from hotbed.data import SplitBinarySource, write_synthetic_log
-from hotbed.data.prepare import prepare
+from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.errors import SpecError
 
 
@@ -83,7 +83,7 @@ def test_a_failed_write_keeps_the_old_log(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(*args: object) -> bytes:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("hotbed.data.synthetic._lines", fail)
+    monkeypatch.setattr("hotbed.data.formats.synthetic._lines", fail)
     with pytest.raises(OSError, match="No space"):
         write_synthetic_log(log, 500)
     assert log.read_text() == "old"

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hotbed.data import ParquetSource, Schema, SparseColumn
-from hotbed.data.draft import Draft, draft
+from hotbed.data.drafting.draft import Draft, draft
 from hotbed.data.hashing import hash_integers, hash_strings, rows_of
-from hotbed.data.raw_inputs import find_input
-from hotbed.data.stored_rows import open_rows
+from hotbed.data.preparation.raw_inputs import find_input
+from hotbed.data.preparation.stored_rows import open_rows
 from hotbed.errors import DataError
 
 N = 120

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from hotbed.data.drafting.profile import SHOWN, SeenValues, ValueCounts
+from hotbed.data.formats.zipf_source import Zipf
 from hotbed.data.hashing import mix
-from hotbed.data.profile import SHOWN, SeenValues, ValueCounts
-from hotbed.data.zipf_source import Zipf
 
 ROWS = 60_000
 
@@ -87,7 +87,7 @@ def test_nothing_is_unseen_in_the_same_values() -> None:
 
 
 def test_values_that_are_taken_for_seen_are_as_many_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotbed.data.profile._BITS", 16)
+    monkeypatch.setattr("hotbed.data.drafting.profile._BITS", 16)
     seen, hashes = SeenValues(), mix(np.arange(60_000, dtype=np.uint64))
     seen.add(hashes[:10_000])
     assert seen.has(hashes[:10_000]).all()

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hotbed.data.vocabulary import (
+from hotbed.data.encoding.vocabulary import (
     Vocabulary,
     lookup_in_file,
     read_vocabulary,
@@ -25,7 +25,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_is_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotbed.data.vocabulary.BATCH_ROWS", 2)
+    monkeypatch.setattr("hotbed.data.encoding.vocabulary.BATCH_ROWS", 2)
     values = KINDS[kind]
     path = vocabulary_file(tmp_path, "C1")
     assert path == tmp_path / "C1.parquet"

@@ -8,9 +8,9 @@ import yaml
 
 from hotbed.batch import Batch
 from hotbed.data import Source, ZipfSource
-from hotbed.data.zipf_source import CRITEO_1TB, Zipf, bits, stream, uniform
+from hotbed.data.formats.zipf_source import CRITEO_1TB, Zipf, bits, stream, uniform
 from hotbed.errors import DataError, SpecError
-from hotbed.testing.source import SourceContract, assert_same
+from hotbed.testing.source_contract import SourceContract, assert_same
 
 ROWS = [1000, 1, 7, 50, 3, 2, 100_000, 4, 60]
 

@@ -14,7 +14,7 @@ from hotbed.config import Recipe
 from hotbed.embed import plan_for
 from hotbed.errors import HotbedError
 from hotbed.plan import Plan
-from hotbed.train.plan_search import distributed
+from hotbed.train.runs.plan_search import distributed
 from tests.ranks import Ranks
 
 from .distributed_cases import SIZE, Model

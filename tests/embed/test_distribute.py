@@ -13,7 +13,7 @@ import hotbed as hb
 from hotbed import ops, optim
 from hotbed.comm import Link
 from hotbed.embed import plan_for, plan_tables
-from hotbed.embed.dense import mean_over_ranks_
+from hotbed.embed.dense_parallel import mean_over_ranks_
 from hotbed.errors import PlanError
 from hotbed.hops import in_hops, messages_per_exchange
 from hotbed.jagged import Jagged

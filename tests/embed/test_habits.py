@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hotbed as hb
-from hotbed.embed.tables import CALLS_BEFORE_WARNING
+from hotbed.embed.embedding_tables import CALLS_BEFORE_WARNING
 from hotbed.errors import BatchError, OptimizerError, SpecError
 from hotbed.optim import SGD, TableSelection
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hotbed as hb
-from hotbed.embed.traced import _Calls
+from hotbed.embed.compile_ops import _Calls
 from hotbed.errors import BatchError, OptimizerError
 from hotbed.nn.loss import summed_cross_entropy
 from hotbed.optim import SGD, Adam

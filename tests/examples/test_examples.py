@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 
 FOLDER = Path(__file__).parents[2] / "examples"
 

@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-PARSERS = ["hotbed.parsing", "hotbed.plan.tiling", "hotbed.checkpoint", "hotbed.data.split_binary", "yaml"]
+PARSERS = ["hotbed.parsing", "hotbed.plan.tiling", "hotbed.checkpoint", "hotbed.data.formats.split_binary", "yaml"]
 """Whose branches lead the search; all of hotbed would have its kernels compiled with them."""
 
 

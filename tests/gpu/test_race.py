@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from triton.runtime.errors import InterpreterError
 
-from hotbed.embed.dense import mean_of_rows
+from hotbed.embed.dense_parallel import mean_of_rows
 from hotbed.ops import (
     CacheTags,
     reference,

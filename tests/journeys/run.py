@@ -24,7 +24,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import yaml
 
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from tests.journeys.inputs import write_inputs
 from tests.serve.processes import running
 

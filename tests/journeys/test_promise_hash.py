@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from hotbed.commands.main import main
-from hotbed.commands.promise import KILLED, PLANS, RESUMED
+from hotbed.cli.main import main
+from hotbed.cli.promise import KILLED, PLANS, RESUMED
 from hotbed.machine import cpu
 
 HASHES = Path(__file__).parent / "recorded" / "promise.json"

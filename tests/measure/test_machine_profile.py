@@ -12,9 +12,9 @@ import torch.distributed as dist
 import yaml
 from rich.console import Console
 
+from hotbed.cli.doctor import print_profile
+from hotbed.cli.main import main
 from hotbed.comm import Link
-from hotbed.commands.doctor import print_profile
-from hotbed.commands.main import main
 from hotbed.errors import RecipeError
 from hotbed.measure import disk_reads, machine_profile, rank_exchanges, step_overheads
 from hotbed.measure.disk_reads import disk_rates
@@ -24,8 +24,8 @@ from hotbed.measure.step_jobs import Measured, StepJob
 from hotbed.measure.step_overheads import StepSizes, averaged_rows, measure_overheads
 from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import DIMENSIONS, OVERHEADS, Hardware
-from hotbed.plan.step import estimate_step
-from tests.commands.cases import Output, refused
+from hotbed.plan.step_time import estimate_step
+from tests.cli.cases import Output, refused
 from tests.ranks import Ranks
 
 STEPS = StepSizes(table_bytes=1 << 20, batch=64, slow_rows=100, steps=1, repeats=2)

@@ -28,7 +28,7 @@ from hotbed.measure.step_overheads import (
 from hotbed.plan import make_plan
 from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import OVERHEADS, Hardware
-from hotbed.plan.step import estimate_step
+from hotbed.plan.step_time import estimate_step
 
 SIZES = StepSizes(table_bytes=1 << 20, batch=64, slow_rows=100, steps=1, repeats=2)
 CPU = Hardware.load("epyc-7742x2").with_(cores_per_node=2)

@@ -14,8 +14,8 @@ from hotbed.errors import BatchError, SpecError
 from hotbed.files import read_yaml
 from hotbed.jagged import Jagged
 from hotbed.nn import CrossLayer, DCNv2
-from hotbed.nn.export import plain_model
-from hotbed.train.build import new_model, open_source
+from hotbed.nn.dense_program import plain_model
+from hotbed.train.runs.build import new_model, open_source
 
 from .parity import Weights, assert_parity, mlp, pooled
 

@@ -13,9 +13,9 @@ from hotbed.config import TrainRecipe
 from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn import DLRM, DLRMEnsemble
-from hotbed.nn.export import plain_model
+from hotbed.nn.dense_program import plain_model
 from hotbed.train.numerics import Numerics
-from hotbed.train.parallel import Ranks
+from hotbed.train.ranks.parallel import Ranks
 
 FEATURES = [hb.Feature("x", "a"), hb.Feature("y", "b"), hb.Feature("z", "a")]
 MEMBERS, COLUMNS = 3, 4

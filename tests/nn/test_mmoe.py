@@ -14,7 +14,7 @@ import hotbed as hb
 from hotbed.config import TrainRecipe
 from hotbed.errors import SpecError
 from hotbed.nn import MixtureOfExperts, MMoE
-from hotbed.nn.export import plain_model
+from hotbed.nn.dense_program import plain_model
 from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.conftest import one_thread as one_thread

@@ -16,7 +16,7 @@ from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn import DIN, DLRM, WideDeep
-from hotbed.nn.export import plain_model, trace_whole
+from hotbed.nn.dense_program import plain_model, trace_whole
 from hotbed.specs import Feature, OnBadId, Table
 
 SCHEMA = Schema(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hotbed.embed.dense import mean_of_rows
+from hotbed.embed.dense_parallel import mean_of_rows
 from hotbed.ops import launches
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from hotbed.errors import PlanError
 from hotbed.optim import Moment
-from hotbed.plan.popularity import Counted
-from hotbed.plan.tiers import hot_rows
+from hotbed.plan.hit_rates import Counted
+from hotbed.plan.tier_choice import hot_rows
 from hotbed.specs import Table
 
 

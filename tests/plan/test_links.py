@@ -11,8 +11,8 @@ from hotbed.plan.hardware import Hardware
 from hotbed.plan.links import HOP_COPIES, Links
 from hotbed.plan.schemes import Cut
 from hotbed.plan.search import search
-from hotbed.plan.simulate import simulate
-from hotbed.plan.step import BUCKET_BYTES, estimate_step
+from hotbed.plan.simulation.simulate import simulate
+from hotbed.plan.step_time import BUCKET_BYTES, estimate_step
 from hotbed.plan.workload import DensePart, Workload
 from hotbed.specs import Table
 

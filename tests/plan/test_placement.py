@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hotbed.commands.dry_run import plan_view
+from hotbed.cli.dry_run import plan_view
 from hotbed.errors import PlanError
 from hotbed.optim import Moment, RowWiseAdagrad
 from hotbed.plan import Cut, Plan, make_plan

@@ -18,11 +18,11 @@ from hotbed.plan import Cut, make_plan, milp
 from hotbed.plan.candidates import form_for, form_of, hot_prefix
 from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import Hardware
+from hotbed.plan.hit_rates import Counted, Zipf
 from hotbed.plan.limits import limits_of
-from hotbed.plan.popularity import Counted, Zipf
 from hotbed.plan.schemes import schemes_from
 from hotbed.plan.search import ALIKE_LOAD, WORTHWHILE, search
-from hotbed.plan.step import estimate_step
+from hotbed.plan.step_time import estimate_step
 from hotbed.plan.workload import DensePart, TableUse, Workload
 from hotbed.specs import Table
 

@@ -11,22 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotbed.embed import dense
+from hotbed.embed import dense_parallel as dense
 from hotbed.errors import PlanError
 from hotbed.optim import RowWiseAdagrad
 from hotbed.plan import Plan, make_plan
 from hotbed.plan.cost import POOLING, CostModel, RankCosts
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found, search
-from hotbed.plan.simulate import MEASURED, Overlap, Simulation, Stragglers, simulate
-from hotbed.plan.step import BUCKET_BYTES, BUCKET_MESSAGES, estimate_step
+from hotbed.plan.simulation.simulate import MEASURED, Overlap, Simulation, Stragglers, simulate
+from hotbed.plan.step_time import BUCKET_BYTES, BUCKET_MESSAGES, estimate_step
 from hotbed.plan.workload import DensePart, Workload
 from hotbed.specs import Table
 
 A100 = Hardware.load("a100-40")
 CPU = Hardware.load("epyc-7742x2")
 IN_ORDER = Overlap(ids=False, averages=False, buckets=False)
-"""As `hotbed.plan.step` counts."""
+"""As `hotbed.plan.step_time` counts."""
 RATES = ["gather", "scatter", "flops", "host_link", "host_stream", "node_link", "network"]
 Layout = Literal["groups", "replicas"]
 

@@ -12,7 +12,7 @@ from hotbed.optim import RowWiseAdagrad
 from hotbed.plan import Cut, make_plan
 from hotbed.plan.cost import GROUPING, LOOKUP, POOLING, ROWS, UPDATE, CostModel
 from hotbed.plan.hardware import Hardware
-from hotbed.plan.step import StepEstimate, estimate_step
+from hotbed.plan.step_time import StepEstimate, estimate_step
 from hotbed.plan.workload import DensePart, Workload
 from hotbed.specs import Table
 

@@ -10,8 +10,8 @@ from hotbed.errors import PlanError
 from hotbed.optim import RowWiseAdagrad
 from hotbed.plan.hardware import DIMENSIONS, Hardware
 from hotbed.plan.search import Found, search
-from hotbed.plan.simulate import simulate
-from hotbed.plan.sweep import MOST_RANKS, RANKS, Sweep, elasticities
+from hotbed.plan.simulation.simulate import simulate
+from hotbed.plan.simulation.sweep import MOST_RANKS, RANKS, Sweep, elasticities
 from hotbed.plan.workload import DensePart, Workload
 from hotbed.specs import Table
 

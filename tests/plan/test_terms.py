@@ -8,7 +8,7 @@ from hotbed.optim import RowWiseAdagrad
 from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import make_plan
-from hotbed.plan.step import CENSUS, Term, estimate_step, kernel_s, terms_of
+from hotbed.plan.step_time import CENSUS, Term, estimate_step, kernel_s, terms_of
 from hotbed.plan.workload import DensePart, Kernel, Workload
 from hotbed.specs import Table
 

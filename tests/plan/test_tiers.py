@@ -11,8 +11,8 @@ from hotbed.errors import PlanError
 from hotbed.optim import RowWiseAdagrad
 from hotbed.plan import Cut, Tile, make_plan
 from hotbed.plan.cost import tile_bytes
-from hotbed.plan.popularity import Counted, Curve, Zipf
-from hotbed.plan.tiers import hot_rows, place_in_tiers, with_cache
+from hotbed.plan.hit_rates import Counted, Curve, Zipf
+from hotbed.plan.tier_choice import hot_rows, place_in_tiers, with_cache
 from hotbed.specs import Table
 
 TABLES = [Table("a", 1000, 32), Table("b", 40, 16, dtype="int8", fp32_rows=5), Table("c", 300, 32)]

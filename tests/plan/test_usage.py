@@ -11,8 +11,8 @@ from hotbed.plan import make_plan
 from hotbed.plan.cost import LAUNCHES, CostModel
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import search
-from hotbed.plan.simulate import Simulation, Usage, link_of, simulate, usage_of
-from hotbed.plan.step import arenas_of, estimate_step
+from hotbed.plan.simulation.simulate import Simulation, Usage, link_of, simulate, usage_of
+from hotbed.plan.step_time import arenas_of, estimate_step
 from hotbed.plan.workload import DensePart, Workload
 from hotbed.specs import Table
 

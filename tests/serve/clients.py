@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 from hotbed.serve.follower import Follower
-from hotbed.serve.model import ServedModel
 from hotbed.serve.options import ServeOptions
+from hotbed.serve.served_model import ServedModel
 from hotbed.serve.server import Served, Server, listen
 from tests.serve.fake_model import FakeFollower, FakeModel
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from hotbed.data.plain_rows import InputColumn
+from hotbed.data.encoding.json_rows import InputColumn
 from hotbed.errors import DataError, StoreError
 
 COLUMNS = (

@@ -11,10 +11,10 @@ from hotbed.data import Encoder, Schema, SparseColumn
 from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
 from hotbed.nn import DLRM, MLP, DCNv2, DLRMEnsemble, WideDeep
-from hotbed.nn.export import DensePart, trace_dense_part
+from hotbed.nn.dense_program import DensePart, trace_dense_part
 from hotbed.serve.model_files import ExportedModel
 from hotbed.specs import Feature, Table
-from hotbed.train.export import Model
+from hotbed.train.runs.model_export import Model
 
 TABLES = [
     Table("user", 50, 16),

@@ -15,11 +15,11 @@ from hotbed.checkpoint import save_checkpoint
 from hotbed.checkpoint.storage import directory
 from hotbed.data import Schema
 from hotbed.data.columns import SparseColumn
-from hotbed.data.encode import Encoder
-from hotbed.nn.export import DensePart, trace_dense_part
+from hotbed.data.encoding.encoder import Encoder
+from hotbed.nn.dense_program import DensePart, trace_dense_part
 from hotbed.serve.model_files import ChangeSet, ExportedModel
 from hotbed.serve.scorer import Scorer
-from hotbed.train.export import Model, write_change, write_model
+from hotbed.train.runs.model_export import Model, write_change, write_model
 
 DYNAMIC = hb.Table("users", rows="dynamic", dim=4, init_bound=0.5, dynamic=hb.Dynamic(256 * 16))
 TABLES = [

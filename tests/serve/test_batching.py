@@ -10,7 +10,7 @@ import pytest
 
 from hotbed.errors import BatchError, DataError
 from hotbed.serve.batching import Batcher, Scored, explained
-from hotbed.serve.model import ServedModel
+from hotbed.serve.served_model import ServedModel
 from tests.serve.clients import LONG_S, ROW
 from tests.serve.fake_model import COLUMNS, KINDS, FakeModel, score_of
 

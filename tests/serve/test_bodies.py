@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from hotbed.serve import app
-from hotbed.serve.tensors import HEADER_LENGTH
+from hotbed.serve.request_tensors import HEADER_LENGTH
 from tests.serve.clients import LONG_S, ROW, fake, serving
 from tests.serve.fake_model import FakeEncoder, FakeModel, score_of
 

@@ -15,18 +15,18 @@ import hotbed as hb
 from hotbed.batch import Batch
 from hotbed.checkpoint import directory, find_checkpoint, save_checkpoint
 from hotbed.checkpoint.differential import MOST_SHARE
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from hotbed.data import Encoder, Loader, ParquetSource, Schema, SparseColumn
 from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
-from hotbed.nn.export import DensePart, trace_dense_part
+from hotbed.nn.dense_program import DensePart, trace_dense_part
 from hotbed.plan import Cut, make_plan
 from hotbed.serve.model_files import ChangeSet, ExportedModel
 from hotbed.serve.scorer import Scorer
 from hotbed.specs import Dynamic, Table
-from hotbed.train import export as writing
-from hotbed.train.export import Model, write_change, write_model
-from tests.commands.cases import Output, refused, train
+from hotbed.train.runs import model_export as writing
+from hotbed.train.runs.model_export import Model, write_change, write_model
+from tests.cli.cases import Output, refused, train
 from tests.serve.models import FORMS, TABLES, Wide, batch_of, described, model_of, vectors_of
 from tests.train.numbers import POSITIVE
 from tests.train.numbers import recipe_of_numbers as recipe_of

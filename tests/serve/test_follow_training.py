@@ -18,11 +18,11 @@ import torch
 from pyarrow import parquet
 
 from hotbed.checkpoint import find_checkpoint, read_manifest
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from hotbed.errors import CheckpointError, DamagedError
 from hotbed.serve.follower import Follower, open_newest
 from hotbed.serve.model_files import ExportedModel
-from tests.commands.cases import Output, refused, train
+from tests.cli.cases import Output, refused, train
 from tests.serve.clients import LONG_S
 from tests.serve.processes import Running, running
 from tests.train.test_features import features, log, write_recipe

@@ -19,8 +19,8 @@ import hotbed as hb
 from hotbed.errors import CheckpointError
 from hotbed.serve import follower, model_files
 from hotbed.serve.follower import Follower, open_newest
-from hotbed.serve.model import ServedModel
 from hotbed.serve.model_files import ChangeSet, ExportedModel
+from hotbed.serve.served_model import ServedModel
 from tests.serve.published import Planted, Publisher, batch_of, scores_of
 
 TABLES = [hb.Table("items", rows=300, dim=4), hb.Table("users", rows="dynamic", dim=4, init_bound=0.5,

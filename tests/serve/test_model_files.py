@@ -11,10 +11,10 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import directory, save_checkpoint
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError, DamagedError, SpecError
-from hotbed.nn.export import DensePart, trace_dense_part
+from hotbed.nn.dense_program import DensePart, trace_dense_part
 from hotbed.serve.model_files import ExportedModel
 from hotbed.specs import Feature, Table
-from hotbed.train.export import write_model
+from hotbed.train.runs.model_export import write_model
 from tests.serve.models import FORMS, Wide, described
 
 

@@ -13,18 +13,18 @@ import yaml
 from hotbed.checkpoint import find_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.storage import directory
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from hotbed.config import Recipe
 from hotbed.errors import CheckpointError, RecipeError
 from hotbed.serve.follower import Follower, open_newest
 from hotbed.serve.model_files import ChangeSet, ExportedModel
-from hotbed.train import export
-from hotbed.train.build import new_source
-from hotbed.train.export import Exporter
-from hotbed.train.predict import predict
-from hotbed.train.publish import WENT_BACK, Publisher
-from tests.commands.cases import Output, train
-from tests.commands.test_daily import write_day, write_recipe
+from hotbed.train.runs import model_export as export
+from hotbed.train.runs.build import new_source
+from hotbed.train.runs.model_export import Exporter
+from hotbed.train.runs.publish import WENT_BACK, Publisher
+from hotbed.train.workflows.prediction import predict
+from tests.cli.cases import Output, train
+from tests.cli.test_daily import write_day, write_recipe
 from tests.serve.models import vectors_of
 from tests.train.numbers import POSITIVE
 from tests.train.numbers import recipe_of_numbers as recipe_of

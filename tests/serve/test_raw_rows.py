@@ -16,15 +16,15 @@ import pytest
 import yaml
 
 from hotbed.checkpoint.storage import directory
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from hotbed.data import SplitBinarySource
-from hotbed.data.criteo import COLUMNS, DENSE, LABEL, SPARSE
+from hotbed.data.files.criteo import COLUMNS, DENSE, LABEL, SPARSE
 from hotbed.errors import CheckpointError, DataError, SpecError
 from hotbed.serve.follower import open_newest
-from hotbed.serve.model import RefusedError, ServedModel
 from hotbed.serve.model_files import ChangeSet, ExportedModel
-from tests.commands.cases import Output, refused, train
-from tests.commands.test_raw_rows import recipe_of
+from hotbed.serve.served_model import RefusedError, ServedModel
+from tests.cli.cases import Output, refused, train
+from tests.cli.test_raw_rows import recipe_of
 from tests.serve.processes import running
 
 ROWS = 60

@@ -12,8 +12,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from hotbed.commands.main import main
-from tests.commands.cases import train
+from hotbed.cli.main import main
+from tests.cli.cases import train
 from tests.train.numbers import POSITIVE
 from tests.train.numbers import recipe_of_numbers as recipe_of
 

@@ -15,8 +15,8 @@ from torch import Tensor
 import hotbed as hb
 from hotbed.errors import StoreError
 from hotbed.serve import redis_records
-from hotbed.serve.model import ServedModel
 from hotbed.serve.redis_records import RedisRecords
+from hotbed.serve.served_model import ServedModel
 from tests.serve.published import Planted, Publisher, batch_of, scores_of
 from tests.serve.redis_server import RedisServer
 from tests.serve.test_row_files import ROWS, SIZE, files, records_of

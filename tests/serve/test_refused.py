@@ -16,8 +16,8 @@ import torch
 import hotbed as hb
 from hotbed.errors import StoreError
 from hotbed.serve import row_files
-from hotbed.serve.model import RefusedError, ServedModel
 from hotbed.serve.model_files import ChangeSet, ExportedModel, TableChange
+from hotbed.serve.served_model import RefusedError, ServedModel
 from tests.serve.published import DYNAMIC, Planted, Publisher, batch_of, scores_of
 
 TABLES = [hb.Table("items", rows=300, dim=4), DYNAMIC]

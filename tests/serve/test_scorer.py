@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hotbed.batch import Batch
 from hotbed.errors import BatchError
-from hotbed.nn.export import DensePart, RowWiseLinear, trace_dense_part
+from hotbed.nn.dense_program import DensePart, RowWiseLinear, trace_dense_part
 from hotbed.serve.scorer import BLOCK_ROWS, LARGER_BLOCKS, Scorer
 from tests.serve.models import MODELS, batch_of, model_of
 

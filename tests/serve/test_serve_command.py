@@ -13,10 +13,10 @@ import numpy as np
 import polars as pl
 import pytest
 
-from hotbed.commands.main import main
-from hotbed.commands.serve import _path_name, _row_options
+from hotbed.cli.main import main
+from hotbed.cli.serve import _path_name, _row_options
 from hotbed.errors import RecipeError
-from tests.commands.cases import Output, refused, train
+from tests.cli.cases import Output, refused, train
 from tests.serve.clients import LONG_S
 from tests.serve.processes import running
 from tests.train.numbers import POSITIVE, recipe_of_numbers

@@ -11,7 +11,7 @@ from torch import Tensor
 from hotbed.embed.dynamic import Vocabulary
 from hotbed.errors import DamagedError
 from hotbed.ops import cpu_cache
-from hotbed.serve.tables import ServedIds
+from hotbed.serve.served_tables import ServedIds
 from hotbed.specs import Dynamic, Table
 from tests.matrix import examples
 

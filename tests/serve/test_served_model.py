@@ -14,7 +14,7 @@ import torch
 import hotbed as hb
 from hotbed.errors import CheckpointError, DataError, StoreError
 from hotbed.ops.backend import launches
-from hotbed.serve.model import ServedModel
+from hotbed.serve.served_model import ServedModel
 from hotbed.store import DenseStore, LazyStore
 from tests.serve.published import FEATURES, SMALL, TABLES, Planted, Publisher, batch_of, scores_of
 

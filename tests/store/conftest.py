@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotbed.testing.store import Format
+from hotbed.testing.store_contract import Format
 
 FEW = (Format("fp32", (0, 0)), Format("int8", (5, 8)))
 

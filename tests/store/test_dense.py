@@ -12,7 +12,7 @@ from hotbed.ops import launches
 from hotbed.optim import Adam, Moment
 from hotbed.optim.sgd import PLAIN
 from hotbed.store import DenseStore, Span, Storage
-from hotbed.testing.store import BYTES, DIM, SLOTS, Format, StoreContract, bits
+from hotbed.testing.store_contract import BYTES, DIM, SLOTS, Format, StoreContract, bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

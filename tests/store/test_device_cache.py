@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hotbed.store.cached import CachedRecords
-from hotbed.store.keyed import MemoryRecords
+from hotbed.store.hash_index import MemoryRecords
 from hotbed.store.records import Traffic
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hotbed.errors import StoreError
 from hotbed.ops import cpu_cache
 from hotbed.store.file_records import FileRecords
-from hotbed.store.keyed import MemoryRecords, positions
+from hotbed.store.hash_index import MemoryRecords, positions
 from hotbed.store.segments import Segments
 
 

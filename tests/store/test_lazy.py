@@ -22,7 +22,7 @@ from hotbed.optim.sgd import PLAIN
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore, Span, Storage
 from hotbed.store.tiers import RECORDS
-from hotbed.testing.store import OWN, Format, StoreContract
+from hotbed.testing.store_contract import OWN, Format, StoreContract
 from tests.matrix import full
 
 STORAGES = {

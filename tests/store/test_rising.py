@@ -7,8 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotbed.store import keyed, rising
-from hotbed.store.keyed import MemoryRecords
+from hotbed.store import hash_index as keyed
+from hotbed.store import rising
+from hotbed.store.hash_index import MemoryRecords
 from hotbed.store.rising import ListedSlots, MarkedSlots, RisingSlots
 from hotbed.store.touched import TouchedMask
 from tests.matrix import examples

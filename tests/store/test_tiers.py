@@ -14,7 +14,7 @@ from hotbed.store import LazyStore, Span, Storage
 from hotbed.store.records import Records, Use
 from hotbed.store.rising import ListedSlots, RisingSlots
 from hotbed.store.tiers import RECORDS, TierRecords
-from hotbed.testing.store import Format, StoreContract
+from hotbed.testing.store_contract import Format, StoreContract
 
 
 def test_every_tier_that_a_recipe_or_plan_may_name_is_registered() -> None:

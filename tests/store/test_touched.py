@@ -13,7 +13,7 @@ from hotbed.optim import Moment, RowWiseAdagrad
 from hotbed.specs import RowDtype
 from hotbed.store import LazyStore, Span, Storage
 from hotbed.store.touched import TouchedMask, TouchedSlots
-from hotbed.testing.store import StoreContract
+from hotbed.testing.store_contract import StoreContract
 from tests.matrix import examples
 
 STORAGES = {"dense": Storage(), "host": Storage("host"), "disk-lru": Storage("disk", cache_rows=7)}

@@ -26,7 +26,7 @@ ENDLESS = ["--train.steps", "100000", "--train.epochs", "100000", "--train.log_e
 # seconds, and so none starts so much later than the others that these give up waiting.
 LAUNCHER = """
 import json, os, signal, sys
-import torch._dynamo, hotbed.commands.main, hotbed.ops.cpu, hotbed.train.run, tests.train.rank_models
+import torch._dynamo, hotbed.cli.main, hotbed.ops.cpu, hotbed.train.runs.run, tests.train.rank_models
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 for line in sys.stdin:
     if not os.fork():
@@ -54,7 +54,7 @@ for rank in range(size):
         os.dup2(os.open(f"{folder}/{rank}.{name}", os.O_CREAT | os.O_WRONLY, 0o600), stream.fileno())
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    sys.exit(hotbed.commands.main.main(args))
+    sys.exit(hotbed.cli.main.main(args))
 while ranks:
     pid, status = os.wait()
     note(f"{ranks.pop(pid)}.code", os.waitstatus_to_exitcode(status))

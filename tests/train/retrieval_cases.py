@@ -17,7 +17,7 @@ from hotbed.config import Recipe
 from hotbed.data import Schema, SparseColumn
 from hotbed.data.items import ItemSet
 from hotbed.data.loader import share_of
-from hotbed.train.build import build, open_source
+from hotbed.train.runs.build import build, open_source
 
 SCHEMA = Schema(
     sparse=(

@@ -18,8 +18,8 @@ from hotbed.data import Loader, Schema, SparseColumn
 from hotbed.data.source import Source
 from hotbed.errors import CommError, DataError
 from hotbed.jagged import Jagged
-from hotbed.train.broadcast import BroadcastLoader, SentBatch
-from hotbed.train.step_graph import columns
+from hotbed.train.cuda_graph import columns
+from hotbed.train.ranks.broadcast import BroadcastLoader, SentBatch
 from tests.batches import content
 from tests.matrix import full
 from tests.ranks import ANSWER_S, TIMEOUT_S, Ranks

@@ -14,8 +14,8 @@ from hotbed.checkpoint import checkpoints_in, load_checkpoint, read_manifest
 from hotbed.config import Recipe, TrainRecipe
 from hotbed.errors import RecipeError
 from hotbed.train import Callback, Metrics, Trainer
-from hotbed.train.callbacks import BestSoFar, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard
-from hotbed.train.report import ShowProgress, StageProgress
+from hotbed.train.runs.callbacks import BestSoFar, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard
+from hotbed.train.runs.report import ShowProgress, StageProgress
 from tests.train import planted
 from tests.train.planted import Losses
 

@@ -16,9 +16,9 @@ import hotbed as hb
 from hotbed.config import TrainRecipe
 from hotbed.errors import NonFiniteError, RecipeError
 from hotbed.train import Trainer
-from hotbed.train.hot_batches import HotSplit
-from hotbed.train.pipeline import Divide, whole
-from tests.commands.cases import train
+from hotbed.train.prefetch import Divide, whole
+from hotbed.train.runs.hot_batches import HotSplit
+from tests.cli.cases import train
 from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.parallel_cases import TRAIN, make_trainer, shares

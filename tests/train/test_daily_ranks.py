@@ -16,9 +16,10 @@ from rich.console import Console
 
 from hotbed.config import Recipe
 from hotbed.errors import CommError, DataError
-from hotbed.train import daily, process_group
-from hotbed.train.daily import Days
-from tests.commands.test_daily import (
+from hotbed.train.ranks import process_group
+from hotbed.train.workflows import daily_training as daily
+from hotbed.train.workflows.daily_training import Days
+from tests.cli.test_daily import (
     FIRST,
     arguments,
     assert_equal,

@@ -10,7 +10,7 @@ from torch import nn
 
 import hotbed as hb
 from hotbed.plan.workload import Kernel
-from hotbed.train.dense_kernels import arena_launches, dense_kernels
+from hotbed.train.runs.dense_kernels import arena_launches, dense_kernels
 
 TABLES = [hb.Table(f"t{i}", rows=100, dim=16) for i in range(3)]
 FEATURES = [hb.Feature(f"f{i}", table=t.name) for i, t in enumerate(TABLES)]

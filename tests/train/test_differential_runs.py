@@ -11,7 +11,7 @@ from hotbed.checkpoint import differential, load_checkpoint, read_manifest, veri
 from hotbed.checkpoint.manifest import base_of
 from hotbed.checkpoint.storage import directory
 from hotbed.train import Callback, Trainer
-from hotbed.train.callbacks import EarlyStop, KeepBest, KeepLast, remove_unneeded
+from hotbed.train.runs.callbacks import EarlyStop, KeepBest, KeepLast, remove_unneeded
 from tests.fixtures.models import sha256
 from tests.train import planted
 from tests.train.parallel_cases import RECIPE
@@ -106,7 +106,7 @@ def test_differences_are_removed_before_their_base(tmp_path: Path, monkeypatch: 
     planted.trainer(EVERY_THIRD, callbacks=[keep]).fit(planted.batches(4))
     places = [directory(tmp_path / name) for name in names(tmp_path)]
     removed: list[str] = []
-    monkeypatch.setattr("hotbed.train.callbacks.remove_checkpoint", lambda place: removed.append(place.name))
+    monkeypatch.setattr("hotbed.train.runs.callbacks.remove_checkpoint", lambda place: removed.append(place.name))
     remove_unneeded(directory(tmp_path), places[:3])
     assert removed == ["last-00000003", "last-00000002", "last-00000001"]
     removed.clear()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotbed.data.profile import BINS, bins_of
-from hotbed.train.daily import stability
+from hotbed.data.drafting.profile import BINS, bins_of
+from hotbed.train.workflows.daily_training import stability
 
 
 def index(a: Tensor, b: Tensor) -> float:

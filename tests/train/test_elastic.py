@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands.cases import train
+from tests.cli.cases import train
 from tests.train.launcher import PATIENCE_S, ROOT, lines_of, the_run, unused_port
 
 STEPS = 300

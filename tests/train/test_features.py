@@ -16,14 +16,14 @@ from rich.console import Console
 
 import hotbed as hb
 from hotbed.checkpoint import find_checkpoint, read_manifest
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from hotbed.config import Recipe
 from hotbed.errors import DataError
-from hotbed.train.build import open_source
-from hotbed.train.report import RunDirectory
-from hotbed.train.run import train
-from hotbed.train.stored import encoder_of, evaluate_checkpoint, take_features
-from tests.commands.cases import Output, inspected, refused
+from hotbed.train.runs.build import open_source
+from hotbed.train.runs.report import RunDirectory
+from hotbed.train.runs.run import train
+from hotbed.train.runs.stored_model import encoder_of, evaluate_checkpoint, take_features
+from tests.cli.cases import Output, inspected, refused
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")

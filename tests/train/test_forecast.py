@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from hotbed import large_tensors
-from hotbed.commands.dry_run import memory_plan
-from hotbed.commands.main import main
+from hotbed.cli.dry_run import memory_plan
+from hotbed.cli.main import main
 from hotbed.config import Recipe
-from hotbed.train.forecast import HEAP_KEEPS, TAG_BYTES, nbytes_of, peak_of, peaks_of
-from tests.commands.cases import Output
+from hotbed.train.runs.memory_estimate import HEAP_KEEPS, TAG_BYTES, nbytes_of, peak_of, peaks_of
+from tests.cli.cases import Output
 from tests.matrix import full
 
 MIB = 1 << 20
@@ -164,7 +164,7 @@ def test_free_pieces_are_counted_of_a_heap_that_keeps_what_is_freed(
     run = Run([2000], 4096, 40_960, [256, 256, 16], [256, 256, 1], train={"precision": "fp32", "eval_batch_size": 64})
     parts: list[dict[str, int]] = []
     for kept in (False, True):
-        monkeypatch.setattr("hotbed.train.forecast.heap_is_kept", lambda kept=kept: kept)  # pyright: ignore[reportUnknownLambdaType]
+        monkeypatch.setattr("hotbed.train.runs.memory_estimate.heap_is_kept", lambda kept=kept: kept)  # pyright: ignore[reportUnknownLambdaType]
         (found,) = memory_plan(recipe_of(tmp_path, run))["memory"]
         assert sum(found["parts"].values()) == found["peak_bytes"]["host"] + found["peak_bytes"]["device"]
         parts.append(found["parts"])
@@ -207,8 +207,8 @@ def test_what_does_not_fit_is_said(
     shown = capsys.readouterr().out
     assert "at its peak: tables" in shown
     assert "does not fit" not in shown
-    monkeypatch.setattr("hotbed.commands.dry_run.available_bytes", lambda device: 1 << 20)  # pyright: ignore[reportUnknownLambdaType]
-    monkeypatch.setattr("hotbed.commands.dry_run.resident_bytes", lambda: 2 << 20)
+    monkeypatch.setattr("hotbed.cli.dry_run.available_bytes", lambda device: 1 << 20)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr("hotbed.cli.dry_run.resident_bytes", lambda: 2 << 20)
     assert main(argv) == 0
     shown = capsys.readouterr().out
     assert "and 3.0 MiB are free here" in shown  # what this process has is in what is needed, too
@@ -225,8 +225,8 @@ def test_what_fits_with_the_memory_of_this_process_is_not_refused(
     recipe = recipe_of(tmp_path, Run([3000], 64, 640, [16], [8, 1]))
     (peaks,) = (found["peak_bytes"]["host"] for found in memory_plan(recipe)["memory"])
     (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
-    monkeypatch.setattr("hotbed.commands.dry_run.available_bytes", lambda device: peaks // 4)  # pyright: ignore[reportUnknownLambdaType]
-    monkeypatch.setattr("hotbed.commands.dry_run.resident_bytes", lambda: peaks)
+    monkeypatch.setattr("hotbed.cli.dry_run.available_bytes", lambda device: peaks // 4)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr("hotbed.cli.dry_run.resident_bytes", lambda: peaks)
     assert main(["train", str(tmp_path / "recipe.json"), "--dry_run"]) == 0
     assert "does not fit" not in capsys.readouterr().out
 

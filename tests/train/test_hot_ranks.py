@@ -12,12 +12,12 @@ from torch import Tensor
 
 from hotbed.config import Recipe
 from hotbed.data import Schema, SparseColumn, SplitBinaryWriter
-from hotbed.data.pack import pack
+from hotbed.data.skew.hot_cold import pack
 from hotbed.embed import EmbeddingCollection
 from hotbed.train import Callback
-from hotbed.train.build import build, open_source
-from hotbed.train.hot_batches import HotSchedule
-from hotbed.train.loaders import evaluation_loader, training_loader
+from hotbed.train.runs.build import build, open_source
+from hotbed.train.runs.hot_batches import HotSchedule
+from hotbed.train.runs.loaders import evaluation_loader, training_loader
 from tests.matrix import full
 from tests.ranks import TIMEOUT_S, Ranks
 from tests.train import planted

@@ -11,13 +11,13 @@ import pytest
 import torch
 import yaml
 
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from hotbed.config import HotRecipe
 from hotbed.data import Loader, SplitBinarySource
-from hotbed.data.hot_loader import HotColdLoader
-from hotbed.train.build import build, open_source
-from hotbed.train.hot_batches import HotSchedule
-from tests.commands.cases import Output, refused, train
+from hotbed.data.skew.hot_loader import HotColdLoader
+from hotbed.train.runs.build import build, open_source
+from hotbed.train.runs.hot_batches import HotSchedule
+from tests.cli.cases import Output, refused, train
 from tests.matrix import full
 
 
@@ -110,7 +110,7 @@ def test_where_rows_are_changes_nothing(packed: Path) -> None:
 
 
 def test_the_same_batches_from_a_list_train_the_same_model(packed: Path, tmp_path: Path) -> None:
-    from hotbed.commands.pack import recipe_in
+    from hotbed.cli.pack import recipe_in
 
     recipe = recipe_in(packed)
     source = open_source(recipe.data)

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import hotbed as hb
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from hotbed.config import Recipe, TrainRecipe
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import NonFiniteError
 from hotbed.nn import DLRM
 from hotbed.train import Trainer
-from hotbed.train.build import build, open_source
-from hotbed.train.hot_batches import HotSplit
-from hotbed.train.loaders import training_loader
-from hotbed.train.pipeline import Divide, whole
-from tests.commands.cases import Output, refused, train
+from hotbed.train.prefetch import Divide, whole
+from hotbed.train.runs.build import build, open_source
+from hotbed.train.runs.hot_batches import HotSplit
+from hotbed.train.runs.loaders import training_loader
+from tests.cli.cases import Output, refused, train
 from tests.matrix import full
 from tests.ranks import TIMEOUT_S
 from tests.train import planted

@@ -14,11 +14,11 @@ import yaml
 from hotbed import large_tensors
 from hotbed.config import Recipe
 from hotbed.plan import make_plan
-from hotbed.plan.tiers import place_in_tiers
+from hotbed.plan.tier_choice import place_in_tiers
 from hotbed.specs import Table, Tier
-from hotbed.train.build import build
-from hotbed.train.idle_settings import idle_settings
-from tests.commands.cases import Output, train
+from hotbed.train.runs.build import build
+from hotbed.train.runs.idle_settings import idle_settings
+from tests.cli.cases import Output, train
 
 CPU = torch.device("cpu")
 NARROW = [Table("a", rows=100, dim=16), Table("b", rows=1000, dim=16)]

@@ -22,8 +22,8 @@ from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.data import Loader
 from hotbed.plan import Cut
 from hotbed.train import Trainer
-from hotbed.train.callbacks import KeepLast
-from hotbed.train.lease import OWNER
+from hotbed.train.directory_lease import OWNER
+from hotbed.train.runs.callbacks import KeepLast
 from tests.train.parallel_cases import RECIPE, TRAIN, InMemory, make_trainer, state_of
 
 EVENTS: list[tuple[Any, str]] = [

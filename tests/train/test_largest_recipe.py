@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from hotbed.checkpoint import checkpoints_in
-from tests.commands.cases import train
+from tests.cli.cases import train
 from tests.train.test_resume import train_until_killed
 
 RECIPES = Path(__file__).parents[2] / "recipes"

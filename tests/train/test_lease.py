@@ -22,9 +22,10 @@ import pytest
 from hotbed.checkpoint import Directory, checkpoints_in, directory
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.errors import CheckpointError, NotOursError
-from hotbed.train import Trainer, lease
-from hotbed.train.callbacks import KeepLast
-from hotbed.train.lease import OWNER, FileLock, Lease, lock
+from hotbed.train import Trainer
+from hotbed.train import directory_lease as lease
+from hotbed.train.directory_lease import OWNER, FileLock, Lease, lock
+from hotbed.train.runs.callbacks import KeepLast
 from tests.train import planted
 from tests.train.launcher import PATIENCE_S
 from tests.train.parallel_cases import RECIPE
@@ -327,7 +328,7 @@ def test_training_ends_soon_after_a_renewal_has_found_another(
 ) -> None:
     monkeypatch.setattr(lease, "TIME_TO_LIVE_S", LIFE_S)
     monkeypatch.setattr(lease, "lock", lambda where: Lease(where, LIFE_S))
-    monkeypatch.setattr("hotbed.train.checkpointing.lock", lambda where: Lease(where, LIFE_S))
+    monkeypatch.setattr("hotbed.train.checkpoints.lock", lambda where: Lease(where, LIFE_S))
     trainer = planted.trainer(
         TRAIN, callbacks=[KeepLast(store, RECIPE), Do({2: lambda _: (take_over(store), time.sleep(2 * LIFE_S))})]
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hotbed.errors import CommError
-from hotbed.train.process_group import first_failure, run_local
+from hotbed.train.ranks.process_group import first_failure, run_local
 
 
 def test_the_process_that_fails_is_named_and_not_one_that_waits_for_it() -> None:

@@ -15,7 +15,7 @@ from hotbed.batch import Batch, Embeddings
 from hotbed.config import TrainRecipe
 from hotbed.jagged import Jagged
 from hotbed.train import Trainer
-from hotbed.train.report import of_tables
+from hotbed.train.runs.report import of_tables
 from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.planted import Losses

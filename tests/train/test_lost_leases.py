@@ -27,10 +27,12 @@ from hotbed.checkpoint import (
 from hotbed.checkpoint.save import RankReports
 from hotbed.errors import CheckpointError, NotOursError
 from hotbed.locations import CONDITIONAL_S
-from hotbed.train import Trainer, checkpointing, resume
-from hotbed.train.callbacks import KeepLast
-from hotbed.train.lease import OWNER, TIME_TO_LIVE_S, FileLock, lock
-from hotbed.train.report import RunDirectory
+from hotbed.train import Trainer
+from hotbed.train import checkpoints as checkpointing
+from hotbed.train.directory_lease import OWNER, TIME_TO_LIVE_S, FileLock, lock
+from hotbed.train.runs import resume
+from hotbed.train.runs.callbacks import KeepLast
+from hotbed.train.runs.report import RunDirectory
 from tests.fixtures.models import sha256
 from tests.train import planted
 from tests.train.parallel_cases import RECIPE

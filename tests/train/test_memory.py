@@ -11,13 +11,13 @@ import pytest
 import yaml
 from rich.console import Console
 
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from hotbed.config import Component, MemoryRecipe, Recipe
 from hotbed.errors import DataError, RecipeError
-from hotbed.train.build import new_model, open_source
-from hotbed.train.plan_search import planned, read_skew
-from hotbed.train.report import RunDirectory
-from hotbed.train.run import train
+from hotbed.train.runs.build import new_model, open_source
+from hotbed.train.runs.plan_search import planned, read_skew
+from hotbed.train.runs.report import RunDirectory
+from hotbed.train.runs.run import train
 
 
 def recipe_of(folder: Path, memory: dict[str, Any], optimizer: str = "RowWiseAdagrad") -> Recipe:
@@ -151,7 +151,7 @@ def test_a_run_goes_on_in_another_memory(tmp_path: Path) -> None:
 
 
 def test_dry_run_counts_moments_of_the_optimizer_as_it_is_made(tmp_path: Path) -> None:
-    from hotbed.commands.dry_run import memory_plan
+    from hotbed.cli.dry_run import memory_plan
 
     plain = recipe_of(tmp_path, {}, "SGD")
     values = plain.to_dict()

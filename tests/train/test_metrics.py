@@ -17,7 +17,7 @@ from hotbed.optim import SGD
 from hotbed.specs import Feature, Table
 from hotbed.train import Trainer
 from hotbed.train.metrics import Predictions, auc, evaluate, grouped_auc, to_device
-from hotbed.train.stored import bad_ids
+from hotbed.train.runs.stored_model import bad_ids
 from tests.train import planted
 
 

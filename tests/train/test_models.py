@@ -15,9 +15,9 @@ import pytest
 from hotbed import nn
 from hotbed.config import Component
 from hotbed.data import Schema, SparseColumn
-from hotbed.testing.model import RANKS, ModelContract, recipe_of, run_of, trained, under
+from hotbed.testing.model_contract import RANKS, ModelContract, recipe_of, run_of, trained, under
 from hotbed.testing.processes import World
-from hotbed.train.stored import evaluate_checkpoint
+from hotbed.train.runs.stored_model import evaluate_checkpoint
 from tests.ranks import Ranks
 
 USER = SparseColumn(name="user", rows=60)

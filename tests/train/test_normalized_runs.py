@@ -25,9 +25,9 @@ from hotbed.checkpoint.tensor_files import TensorFiles
 from hotbed.config import Recipe
 from hotbed.errors import CommError, DataError, NonFiniteError
 from hotbed.nn import Normalization
-from hotbed.train.build import build_model, open_source
-from hotbed.train.report import RunDirectory
-from hotbed.train.run import train
+from hotbed.train.runs.build import build_model, open_source
+from hotbed.train.runs.report import RunDirectory
+from hotbed.train.runs.run import train
 from tests.ranks import RankError, Ranks
 from tests.train.numbers import POSITIVE, frame, recipe_of_numbers
 

@@ -14,9 +14,9 @@ from hotbed.machine import Cpu
 from hotbed.nn.linear import Linear
 from hotbed.torch_private import has_onednn_linear
 from hotbed.train import Trainer, numerics
-from hotbed.train.build import fused
 from hotbed.train.numerics import Numerics, bf16_instructions
-from hotbed.train.parallel import Ranks
+from hotbed.train.ranks.parallel import Ranks
+from hotbed.train.runs.build import fused
 from tests.train import planted
 from tests.train.parallel_cases import make_trainer
 

@@ -19,10 +19,10 @@ from hotbed.config.component import Component
 from hotbed.errors import RecipeError
 from hotbed.nn.loss import summed_cross_entropy
 from hotbed.train import Callback, Trainer
-from hotbed.train.build import losses_of
-from hotbed.train.callbacks import own_callbacks, refuse_callbacks
 from hotbed.train.metrics import Predictions, evaluate, metrics_of, own_metrics
-from hotbed.train.report import print_metrics
+from hotbed.train.runs.build import losses_of
+from hotbed.train.runs.callbacks import own_callbacks, refuse_callbacks
+from hotbed.train.runs.report import print_metrics
 from hotbed.train.tracking import MLflow
 from tests.train import planted
 from tests.train.test_callbacks import RECIPE, TRAIN

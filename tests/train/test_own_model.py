@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hotbed.batch import Batch
 from hotbed.config import Component
 from hotbed.embed import EmbeddingCollection
-from hotbed.train.build import build_model
+from hotbed.train.runs.build import build_model
 from tests.ranks import Ranks
 
 from .parallel_cases import RECIPE, Group, InMemory

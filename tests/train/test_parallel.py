@@ -17,7 +17,7 @@ from hotbed.comm import Handle, Link
 from hotbed.embed import EmbeddingCollection
 from hotbed.nn import DLRM
 from hotbed.train import Callback, Trainer
-from hotbed.train.stored import bad_ids
+from hotbed.train.runs.stored_model import bad_ids
 from tests.matrix import full
 from tests.ranks import Ranks
 from tests.train import planted

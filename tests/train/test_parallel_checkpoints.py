@@ -13,10 +13,11 @@ from hotbed.checkpoint import checkpoints_in, directory, load_checkpoint, read_m
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.data import Loader
 from hotbed.errors import CommError
-from hotbed.train import Callback, Metrics, Trainer, checkpointing
-from hotbed.train.broadcast import BroadcastLoader
-from hotbed.train.callbacks import KeepBest, KeepLast
-from hotbed.train.lease import OWNER
+from hotbed.train import Callback, Metrics, Trainer
+from hotbed.train import checkpoints as checkpointing
+from hotbed.train.directory_lease import OWNER
+from hotbed.train.ranks.broadcast import BroadcastLoader
+from hotbed.train.runs.callbacks import KeepBest, KeepLast
 from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.planted import Losses

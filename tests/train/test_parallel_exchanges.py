@@ -17,7 +17,7 @@ from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, NonFiniteError
 from hotbed.train import Metrics
 from hotbed.train.metrics import evaluate
-from hotbed.train.parallel import Ranks as TrainingRanks
+from hotbed.train.ranks.parallel import Ranks as TrainingRanks
 from tests.ranks import Ranks
 from tests.train import planted
 

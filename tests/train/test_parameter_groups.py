@@ -30,10 +30,10 @@ from hotbed.nn import WideDeep
 from hotbed.optim import FTRL, RowWiseAdagrad, TableSelection
 from hotbed.specs import Feature, Table
 from hotbed.train import Callback, Trainer
-from hotbed.train.build import build, build_model
 from hotbed.train.parameter_groups import moments_by_table
-from hotbed.train.resume import refuse_another_recipe
-from hotbed.train.stored import bad_ids
+from hotbed.train.runs.build import build, build_model
+from hotbed.train.runs.resume import refuse_another_recipe
+from hotbed.train.runs.stored_model import bad_ids
 from tests.train import planted
 from tests.train.planted import Losses
 

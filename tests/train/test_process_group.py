@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 import hotbed as hb
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from hotbed.config import ParallelRecipe
 from hotbed.errors import CommError, StoreError
 from hotbed.optim import Moment
 from hotbed.store import memory
-from hotbed.train.plan_search import _refuse_too_many
-from hotbed.train.process_group import Started, fresh_store, process_group, run_local, started
+from hotbed.train.ranks.process_group import Started, fresh_store, process_group, run_local, started
+from hotbed.train.runs.plan_search import _refuse_too_many
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -12,17 +12,17 @@ import pytest
 import torch.distributed as dist
 from rich.console import Console
 
-from hotbed.commands.demo import demo_recipe
+from hotbed.cli.demo import demo_recipe
 from hotbed.config import Component, Recipe
 from hotbed.data import Schema, SparseColumn, write_synthetic_log
-from hotbed.data.prepare import prepare
+from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.errors import RecipeError
-from hotbed.testing.model import ModelContract, recipe_of
-from hotbed.train.build import build, open_source
-from hotbed.train.callbacks import Callback
-from hotbed.train.loaders import training_loader
-from hotbed.train.report import RunDirectory
-from hotbed.train.run import train
+from hotbed.testing.model_contract import ModelContract, recipe_of
+from hotbed.train.runs.build import build, open_source
+from hotbed.train.runs.callbacks import Callback
+from hotbed.train.runs.loaders import training_loader
+from hotbed.train.runs.report import RunDirectory
+from hotbed.train.runs.run import train
 from hotbed.train.trainer import Trainer
 from tests.ranks import TIMEOUT_S, Ranks
 

@@ -13,7 +13,7 @@ from hotbed.data import Schema, SparseColumn
 from hotbed.data.source import Source
 from hotbed.embed import plan_tables
 from hotbed.files import read_yaml
-from hotbed.train.build import new_model
+from hotbed.train.runs.build import new_model
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CRITEO = Schema(

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from hotbed.batch import Batch
 from hotbed.checkpoint import checkpoints_in, directory, find_checkpoint, runs_in, save_checkpoint
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from hotbed.nn import DLRM
 from hotbed.train import Trainer
-from hotbed.train.lease import lock
+from hotbed.train.directory_lease import lock
 from hotbed.train.step import TrainingStep
-from tests.commands.cases import Output, refused, train
+from tests.cli.cases import Output, refused, train
 
 AUTO = ["--resume", "auto"]
 OFTEN = ["--train.checkpoint_every", "3", "--train.keep_last", "9", "--train.log_every", "1"]
@@ -326,8 +326,8 @@ def test_a_signal_that_is_ignored_stays_ignored(recipe: Path) -> None:
 
 def test_ctrl_c_outside_of_training_interrupts(recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     for where, argv in (
-        ("hotbed.train.run.build", ["train", str(recipe), "--out", str(recipe.parent / "runs")]),
-        ("hotbed.commands.inspect.describe", ["inspect", str(recipe)]),
+        ("hotbed.train.runs.run.build", ["train", str(recipe), "--out", str(recipe.parent / "runs")]),
+        ("hotbed.cli.inspect.describe", ["inspect", str(recipe)]),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(where, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -10,7 +10,7 @@ from torch import nn
 
 from hotbed.checkpoint import differential, directory, save_checkpoint
 from hotbed.checkpoint.manifest import base_of
-from tests.commands.cases import Output, refused, train
+from tests.cli.cases import Output, refused, train
 from tests.train.test_resume import AUTO, OFTEN, names, runs, train_until_killed
 
 

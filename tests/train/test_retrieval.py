@@ -19,10 +19,10 @@ from hotbed.config import Recipe
 from hotbed.data.items import ItemDraws
 from hotbed.errors import BatchError, SpecError
 from hotbed.nn import InBatchSoftmax, ItemFrequencies, TwoTower
-from hotbed.train.build import build, open_source
-from hotbed.train.loaders import training_loader
-from hotbed.train.parallel import Ranks as TrainerRanks
+from hotbed.train.ranks.parallel import Ranks as TrainerRanks
 from hotbed.train.retrieval import CANDIDATE, LOG_DRAWN, Options, Retrieval
+from hotbed.train.runs.build import build, open_source
+from hotbed.train.runs.loaders import training_loader
 from tests.ranks import Ranks
 from tests.train.planted import Losses
 from tests.train.retrieval_cases import MODEL, catalogue, learned, recipe_for

@@ -19,15 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from hotbed.config import Component, Recipe
 from hotbed.config.validation import monitored
 from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError
 from hotbed.train import retrieval
-from hotbed.train.build import build, open_source
-from hotbed.train.callbacks import BestSoFar
-from hotbed.train.loaders import evaluation_loader
 from hotbed.train.retrieval import FoundMetrics, evaluate_found, places_of, source_of_items
+from hotbed.train.runs.build import build, open_source
+from hotbed.train.runs.callbacks import BestSoFar
+from hotbed.train.runs.loaders import evaluation_loader
 from tests.ranks import Ranks
 
 from .retrieval_cases import log, recipe_for

@@ -13,7 +13,7 @@ import pytest
 
 from hotbed.config import Component, Recipe
 from hotbed.errors import DataError, HotbedError, RecipeError
-from hotbed.train.build import build
+from hotbed.train.runs.build import build
 from tests.train.retrieval_cases import learned, log, recipe_for
 
 

@@ -11,14 +11,14 @@ import torch
 import yaml
 
 from hotbed.checkpoint import MANIFEST, find_checkpoint
-from hotbed.commands.dry_run import memory_plan
-from hotbed.commands.main import main
+from hotbed.cli.dry_run import memory_plan
+from hotbed.cli.main import main
 from hotbed.config import DataRecipe, Recipe
 from hotbed.errors import RecipeError
 from hotbed.specs import Table
-from hotbed.train.build import build, build_model, open_source, tables_of
-from hotbed.train.resume import refuse_another_recipe
-from tests.commands.cases import Output, refused, train
+from hotbed.train.runs.build import build, build_model, open_source, tables_of
+from hotbed.train.runs.resume import refuse_another_recipe
+from tests.cli.cases import Output, refused, train
 
 
 @pytest.fixture(name="data")

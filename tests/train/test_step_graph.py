@@ -13,7 +13,7 @@ from hotbed.config import TrainRecipe
 from hotbed.errors import BatchError, RecipeError
 from hotbed.store import DenseStore
 from hotbed.train import Trainer
-from hotbed.train.step_graph import StepGraph, columns, copy_of
+from hotbed.train.cuda_graph import StepGraph, columns, copy_of
 
 TABLES = [hb.Table("a", rows=40, dim=4), hb.Table("b", rows=9, dim=4)]
 FEATURES = [hb.Feature("x", table="a"), hb.Feature("y", table="b", pooling="mean")]

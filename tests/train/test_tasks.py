@@ -17,8 +17,8 @@ from hotbed.errors import BatchError, RecipeError
 from hotbed.jagged import Jagged
 from hotbed.nn.loss import summed_cross_entropy
 from hotbed.train import Trainer
-from hotbed.train.build import TaskLosses, losses_of
 from hotbed.train.metrics import Predictions
+from hotbed.train.runs.build import TaskLosses, losses_of
 
 CPU = torch.device("cpu")
 HERE = __name__

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from hotbed.checkpoint import load_checkpoint
-from hotbed.commands.main import main
+from hotbed.cli.main import main
 from hotbed.config import Recipe
 from hotbed.errors import CheckpointError, DataError
-from hotbed.train import towers
-from hotbed.train.build import build_model, open_source
-from hotbed.train.towers import UserTower, export_towers
+from hotbed.train.runs.build import build_model, open_source
+from hotbed.train.workflows import towers
+from hotbed.train.workflows.towers import UserTower, export_towers
 
 WORDS = ["alpha", "beta", "gamma", "delta", "it's", "zeta", "eta", "theta"]
 
@@ -210,7 +210,7 @@ def test_a_directory_without_towers(tmp_path: Path) -> None:
 
 
 def test_a_model_without_towers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from hotbed.testing.model import recipe_of, run_of
+    from hotbed.testing.model_contract import recipe_of, run_of
     from tests.train.test_models import TestDeepFM
 
     run = run_of(recipe_of(TestDeepFM, tmp_path), tmp_path / "runs")

@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from hotbed.checkpoint import checkpoints_in
-from hotbed.commands.main import main
-from hotbed.commands.skew import open_data
+from hotbed.cli.main import main
+from hotbed.cli.pages.skew_report import open_data
 from hotbed.config import Component, Recipe, check_trust
 from hotbed.config.component import components
 from hotbed.errors import RecipeError
-from hotbed.train.predict import predict
-from hotbed.train.stored import evaluate_checkpoint
+from hotbed.train.runs.stored_model import evaluate_checkpoint
+from hotbed.train.workflows.prediction import predict
 from tests.checkpoint.test_fuzz import manifest_of, sign
 
 MODEL = """
@@ -159,7 +159,7 @@ def test_every_class_that_a_recipe_names_is_checked(recipe: Path) -> None:
         ("hotbed.nn.DLRM", True),
         ("hotbed.nn.models.DLRM", True),
         ("torch.optim.Adam", True),
-        ("hotbed.commands.main.X", False),
+        ("hotbed.cli.main.X", False),
         ("hotbed_evil.nn.X", False),
         ("torch.hub.X", False),
         ("torch.nn.Linear", False),

@@ -26,7 +26,7 @@ from hotbed.comm import Link
 from hotbed.data import Loader
 from hotbed.embed.replicas import Sync
 from hotbed.train import Callback, Trainer
-from hotbed.train.callbacks import KeepLast
+from hotbed.train.runs.callbacks import KeepLast
 from tests.matrix import full
 from tests.ranks import Ranks
 from tests.train import planted

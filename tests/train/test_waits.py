@@ -19,8 +19,8 @@ from hotbed.data import Loader
 from hotbed.jagged import Jagged
 from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.train import throughput
-from hotbed.train.callbacks import JsonLines
-from hotbed.train.report import ShowProgress, _stalled
+from hotbed.train.runs.callbacks import JsonLines
+from hotbed.train.runs.report import ShowProgress, _stalled
 from hotbed.train.throughput import SETTLING_STEPS, Clock
 from tests.ranks import Ranks
 from tests.train import planted

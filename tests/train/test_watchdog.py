@@ -13,14 +13,14 @@ import pytest
 from hotbed import comm
 from hotbed.config import ParallelRecipe, TrainRecipe
 from hotbed.errors import RecipeError
-from hotbed.train.process_group import Watchdog, limit_of
+from hotbed.train.ranks.process_group import Watchdog, limit_of
 from tests.train.launcher import PATIENCE_S
 from tests.train.parallel_cases import RECIPE
 
 SCRIPT = """
 import os, sys, threading, time
 from pathlib import Path
-from hotbed.train.process_group import Watchdog, end_with_parent
+from hotbed.train.ranks.process_group import Watchdog, end_with_parent
 
 def watched(progress, exempt, where=sys.argv[1]):
     here = lambda: "rank 1 of 3, step 7"

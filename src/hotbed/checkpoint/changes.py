@@ -20,8 +20,8 @@ from torch import Tensor
 from hotbed.checkpoint.convert import Rectangle, read_rectangle, rows_in_memory
 from hotbed.checkpoint.differential import opened
 from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
+from hotbed.checkpoint.saved_tables import NO_ID, check_tables, is_dynamic, layers, row_ids
 from hotbed.checkpoint.storage import Directory, directory
-from hotbed.checkpoint.tables import NO_ID, check_tables, is_dynamic, layers, row_ids
 from hotbed.checkpoint.tensor_files import TensorFiles
 from hotbed.errors import CheckpointError
 from hotbed.files import new_file

@@ -29,8 +29,8 @@ from hotbed.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from hotbed.checkpoint.saved_tables import check_tables, layers, load_tile
 from hotbed.checkpoint.storage import Directory, directory
-from hotbed.checkpoint.tables import check_tables, layers, load_tile
 from hotbed.checkpoint.tensor_files import Array, Chunk, FileWriter, TensorFiles, as_bits, bytes_of, new_directory
 from hotbed.embed import LocalTile
 from hotbed.embed.arena import Arena, Shard, form

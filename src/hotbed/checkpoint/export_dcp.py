@@ -27,8 +27,8 @@ from hotbed.checkpoint.convert import MEMORY_BYTES, Progress, exported_table, ex
 from hotbed.checkpoint.differential import opened
 from hotbed.checkpoint.load import read_states
 from hotbed.checkpoint.manifest import Manifest, read_manifest
+from hotbed.checkpoint.saved_tables import check_tables, is_dynamic
 from hotbed.checkpoint.storage import Directory, directory
-from hotbed.checkpoint.tables import check_tables, is_dynamic
 from hotbed.checkpoint.tensor_files import Array, TensorFiles
 from hotbed.errors import CheckpointError, did_you_mean
 

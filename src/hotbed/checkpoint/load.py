@@ -29,8 +29,8 @@ from hotbed.checkpoint.contents import (
 )
 from hotbed.checkpoint.differential import nbytes_with_base, opened
 from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
+from hotbed.checkpoint.saved_tables import check_tables, load_tile
 from hotbed.checkpoint.storage import Directory, directory
-from hotbed.checkpoint.tables import check_tables, load_tile
 from hotbed.checkpoint.tensor_files import TensorFiles
 from hotbed.embed.dense_shards import sharded_moments
 from hotbed.errors import CheckpointError, DamagedError, HotbedError, did_you_mean

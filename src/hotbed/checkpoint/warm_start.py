@@ -22,8 +22,8 @@ from hotbed.checkpoint.contents import (
 from hotbed.checkpoint.differential import opened
 from hotbed.checkpoint.load import check_optimizer, faults_named, read_states
 from hotbed.checkpoint.manifest import SavedTable, find_checkpoint, read_manifest
+from hotbed.checkpoint.saved_tables import check_tables, load_tile
 from hotbed.checkpoint.storage import Directory
-from hotbed.checkpoint.tables import check_tables, load_tile
 from hotbed.checkpoint.tensor_files import TensorFiles
 from hotbed.embed.dense_shards import sharded_as, sharded_moments
 from hotbed.embed.dynamic import PREFIX

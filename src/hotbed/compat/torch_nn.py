@@ -168,7 +168,7 @@ class _DropIn(nn.Module):
 
     def _look_up(self, bags: Bags, padding_idx: int | None = None) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
-            from hotbed.embed.traced import look_up_feature  # here, because it imports the compiler
+            from hotbed.embed.compile_ops import look_up_feature  # here, because it imports the compiler
 
             return look_up_feature(self.rows, self.feature, bags, padding_idx)
         return look_up(self.rows, self.feature, bags, padding_idx)

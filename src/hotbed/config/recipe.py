@@ -133,7 +133,7 @@ class TrainRecipe(Section, where="train."):
     recompute: bool = field(default=False, metadata=MAY_DIFFER)
     """Compute the activations of MLPs again in backward, instead of keeping them: less memory, the same results."""
     cuda_graph: CudaGraph = field(default=False, metadata=MAY_DIFFER)
-    """Capture steps in CUDA graphs and replay them, the same results (`hotbed.train.step_graph`): ``auto`` where that
+    """Capture steps in CUDA graphs and replay them, the same results (`hotbed.train.cuda_graph`): ``auto`` where that
     can be, ``true`` or not at all. What a model's own Python does from step to step is not repeated (docs/gpu.md)."""
     clip_grad_norm: Positive | None = None
     """Largest norm of the gradients of all parameters and tables together; longer ones are scaled down, as by

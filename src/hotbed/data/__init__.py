@@ -6,22 +6,22 @@ Modules that need pyarrow or pydantic, which take a quarter of a second to impor
 from typing import TYPE_CHECKING
 
 from hotbed.data.columns import Label, Numerical, Scaling, SparseColumn
+from hotbed.data.formats.npy import NpySource
 from hotbed.data.loader import Loader
-from hotbed.data.npy import NpySource
 from hotbed.data.readers import open_readers
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.lazy import lazy
 
 if TYPE_CHECKING:
-    from hotbed.data.draft import draft_schema
-    from hotbed.data.encode import Encoder
-    from hotbed.data.pack import read_hot_order
-    from hotbed.data.parquet import ParquetSource
-    from hotbed.data.popularity import measure_popularity
-    from hotbed.data.split_binary import SplitBinarySource, SplitBinaryWriter
-    from hotbed.data.synthetic import PlantedLog, write_synthetic_log
-    from hotbed.data.zipf_source import ZipfSource
+    from hotbed.data.drafting.draft import draft_schema
+    from hotbed.data.encoding.encoder import Encoder
+    from hotbed.data.formats.parquet import ParquetSource
+    from hotbed.data.formats.split_binary import SplitBinarySource, SplitBinaryWriter
+    from hotbed.data.formats.synthetic import PlantedLog, write_synthetic_log
+    from hotbed.data.formats.zipf_source import ZipfSource
+    from hotbed.data.skew.hot_cold import read_hot_order
+    from hotbed.data.skew.row_popularity import measure_popularity
 
 __all__ = [
     "Encoder",
@@ -48,15 +48,15 @@ __all__ = [
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "Encoder": "hotbed.data.encode",
-        "ParquetSource": "hotbed.data.parquet",
-        "PlantedLog": "hotbed.data.synthetic",
-        "SplitBinarySource": "hotbed.data.split_binary",
-        "SplitBinaryWriter": "hotbed.data.split_binary",
-        "ZipfSource": "hotbed.data.zipf_source",
-        "draft_schema": "hotbed.data.draft",
-        "measure_popularity": "hotbed.data.popularity",
-        "read_hot_order": "hotbed.data.pack",
-        "write_synthetic_log": "hotbed.data.synthetic",
+        "Encoder": "hotbed.data.encoding.encoder",
+        "ParquetSource": "hotbed.data.formats.parquet",
+        "PlantedLog": "hotbed.data.formats.synthetic",
+        "SplitBinarySource": "hotbed.data.formats.split_binary",
+        "SplitBinaryWriter": "hotbed.data.formats.split_binary",
+        "ZipfSource": "hotbed.data.formats.zipf_source",
+        "draft_schema": "hotbed.data.drafting.draft",
+        "measure_popularity": "hotbed.data.skew.row_popularity",
+        "read_hot_order": "hotbed.data.skew.hot_cold",
+        "write_synthetic_log": "hotbed.data.formats.synthetic",
     },
 )

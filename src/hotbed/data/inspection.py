@@ -17,17 +17,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from hotbed.data import arrow
-from hotbed.data.arrow import Ids
+from hotbed.data import arrow_columns as arrow
+from hotbed.data.arrow_columns import Ids
 from hotbed.data.columns import Label, Numerical, SparseColumn
-from hotbed.data.derived import Bucket, Cross, Lookup, stored_inputs
-from hotbed.data.encode import raw_numbers, wrong_types
-from hotbed.data.labels import check_label, read_labels, read_weights, refuse_null
+from hotbed.data.derived_features import Bucket, Cross, Lookup, stored_inputs
+from hotbed.data.drafting.profile import ColumnProfile, most_distinct, take_sample
+from hotbed.data.drafting.roles import LABEL_NAMES, RATING_NAMES, find_labels
+from hotbed.data.encoding.encoder import raw_numbers, wrong_types
+from hotbed.data.encoding.labels import check_label, read_labels, read_weights, refuse_null
 from hotbed.data.place import Place
-from hotbed.data.profile import ColumnProfile, most_distinct, take_sample
-from hotbed.data.roles import LABEL_NAMES, RATING_NAMES, find_labels
+from hotbed.data.preparation.stored_rows import FileRows, RowsSlice, SourceRows, StoredRows, ahead
 from hotbed.data.schema import Schema
-from hotbed.data.stored_rows import FileRows, RowsSlice, SourceRows, StoredRows, ahead
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.machine import usable_cores
 

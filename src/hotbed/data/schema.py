@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from hotbed.data.columns import Label, LabelWeight, Numerical, Scaling, SparseColumn, check_keys
-from hotbed.data.derived import Bucket, Derived, check_derived, parse_feature
+from hotbed.data.derived_features import Bucket, Derived, check_derived, parse_feature
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.specs import Feature, OnBadId, Table
 

@@ -19,7 +19,7 @@ from hotbed.data.schema import Schema
 from hotbed.errors import SpecError, did_you_mean
 
 if TYPE_CHECKING:  # it needs pyarrow
-    from hotbed.data.encode import Encoder
+    from hotbed.data.encoding.encoder import Encoder
 
 
 class Source(ABC):

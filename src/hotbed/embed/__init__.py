@@ -14,8 +14,8 @@ from hotbed.embed.arena import LocalTile
 from hotbed.embed.clip import clip_grad_norm_
 from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.distribute import Distributed, distribute, mean_over_ranks
+from hotbed.embed.embedding_tables import tables_on_meta
 from hotbed.embed.plan_names import collections_of, plan_for, plan_tables
-from hotbed.embed.tables import tables_on_meta
 
 __all__ = [
     "Distributed",

@@ -3,7 +3,7 @@
 The way of a call is `EmbeddingCollection.forward`: ids are checked (`hotbed.embed.ids`), each table group says what to
 look up (`hotbed.embed.table_group`), one autograd function per group pools (`hotbed.embed.gradients`). `prefetch_ids`
 and `prefetch_rows` do the exchanges of a later call ahead of it. In graphs of ``torch.compile`` the same is done by
-`hotbed.embed.traced`.
+`hotbed.embed.compile_ops`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 
 from hotbed.batch import Embeddings
 from hotbed.comm import Link
-from hotbed.embed.dense import refuse_data_parallel
+from hotbed.embed.dense_parallel import refuse_data_parallel
 from hotbed.embed.dynamic import DynamicTables, Reinitialized
+from hotbed.embed.embedding_tables import TableModule
 from hotbed.embed.gradients import VECTOR_DTYPES, PooledLookup, TableUpdater
 from hotbed.embed.id_exchange import IdExchange
 from hotbed.embed.ids import Discarded, checked_ids, refuse_other_ids, verified_ids
 from hotbed.embed.local_tables import LocalTables, storages_of
 from hotbed.embed.sharded_tables import ShardedTables
 from hotbed.embed.table_group import Request, TableGroup
-from hotbed.embed.tables import TableModule
 from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError, OptimizerError, SpecError
 from hotbed.jagged import Jagged
@@ -137,7 +137,7 @@ class EmbeddingCollection(TableModule):
             converted to another dtype, as by ``model.double()``.
         """
         if torch.compiler.is_dynamo_compiling():
-            from hotbed.embed.traced import look_up  # which imports the compiler, seconds of every `import hotbed`
+            from hotbed.embed.compile_ops import look_up  # which imports the compiler, seconds of every `import hotbed`
 
             return look_up(self, ids, room)
         if not isinstance(ids, Jagged):

@@ -22,7 +22,7 @@ from typing_extensions import override
 from hotbed.comm import Link, OneRank
 from hotbed.config.parallel_memory import MemoryOptions, ParallelOptions
 from hotbed.embed.agreed_plan import agreed, is_searched, plan_of_first
-from hotbed.embed.dense import data_parallel, materialize, refuse_sharded, wrapper_of
+from hotbed.embed.dense_parallel import data_parallel, materialize, refuse_sharded, wrapper_of
 from hotbed.embed.dense_shards import gathered, is_sharded, sharded_parameters
 from hotbed.embed.first_values import agree_on_values
 from hotbed.embed.plan_names import collections_of, local_plan, names_in_plans, plan_for, plan_tables

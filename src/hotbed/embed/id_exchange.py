@@ -2,7 +2,7 @@
 
 A GPU does not tell the host how many ids there are unless the host asks, and then the host waits. So all that looks ids
 up adds its numbers to one exchange: they cross the wire together and come to the host in one copy, which it waits for
-once. Where batches are prepared ahead (`hotbed.train.pipeline`) a step lies between `start` and `finish`, and the
+once. Where batches are prepared ahead (`hotbed.train.prefetch`) a step lies between `start` and `finish`, and the
 numbers have arrived long before they are read.
 """
 

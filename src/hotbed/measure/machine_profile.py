@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hotbed.config import Device
-from hotbed.data.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import Zipf
 from hotbed.errors import RecipeError
 from hotbed.machine import memory_bytes, usable_cores
 from hotbed.measure.disk_reads import THREADS, disk_rates
@@ -47,7 +47,7 @@ from hotbed.specs import Table
 from hotbed.store import DenseStore
 from hotbed.store.memory import available_bytes, staging
 from hotbed.train.numerics import resolve_device
-from hotbed.train.report import environment, size
+from hotbed.train.runs.report import environment, size
 
 DIMS = (16, 32, 64, 128)
 """Columns of float32 rows that are moved: 64 to 512 bytes."""

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from hotbed.comm import Link
 from hotbed.config import ParallelRecipe
-from hotbed.embed.dense import mean_over_ranks_
-from hotbed.train.process_group import process_group, run_local
+from hotbed.embed.dense_parallel import mean_over_ranks_
+from hotbed.train.ranks.process_group import process_group, run_local
 
 WARMUP = 2
 """Exchanges before the clock starts: TCP's windows grow, NCCL makes its channels."""

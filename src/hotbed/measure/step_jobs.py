@@ -31,7 +31,7 @@ from hotbed import optim
 from hotbed.batch import Batch
 from hotbed.config import ParallelRecipe
 from hotbed.config.parallel_memory import Codec, ParallelOptions
-from hotbed.data.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import Zipf
 from hotbed.embed.distribute import distribute
 from hotbed.jagged import Jagged
 from hotbed.machine import fit_threads
@@ -40,13 +40,13 @@ from hotbed.nn import DLRM
 from hotbed.nn.layers import MLP
 from hotbed.ops.rows import decode, encode
 from hotbed.plan import Plan
-from hotbed.plan import popularity as popularities
+from hotbed.plan import hit_rates as popularities
 from hotbed.plan.schemes import schemes_from
 from hotbed.plan.search import make_plan
 from hotbed.plan.workload import Workload
 from hotbed.specs import Feature, RowDtype, Table
-from hotbed.train.plan_search import count_dense_part
-from hotbed.train.process_group import Started, process_group
+from hotbed.train.ranks.process_group import Started, process_group
+from hotbed.train.runs.plan_search import count_dense_part
 
 DENSE_FEATURES = 13
 LEARNING_RATE = 0.01

@@ -33,7 +33,7 @@ from hotbed.config.parallel_memory import Codec
 from hotbed.measure.step_jobs import Measured, StepJob, step_seconds
 from hotbed.plan.cost import LOOKUP, POOLING, UPDATE, CostModel
 from hotbed.plan.hardware import Hardware
-from hotbed.plan.step import estimate_step
+from hotbed.plan.step_time import estimate_step
 
 DIMS = (16, 128)
 """Columns of the tables of larger batches."""

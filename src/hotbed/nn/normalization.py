@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed.data import Schema, Source
-from hotbed.data.column_statistics import ColumnStatistics
 from hotbed.data.columns import Numerical
+from hotbed.data.files.column_statistics import ColumnStatistics
 from hotbed.embed import Distributed
 from hotbed.errors import BatchError, DataError, SpecError
 

@@ -15,7 +15,7 @@ from hotbed.checks import Count, check
 from hotbed.errors import PlanError
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found, search
-from hotbed.plan.step import estimate_step
+from hotbed.plan.step_time import estimate_step
 from hotbed.plan.workload import Workload
 
 MOST_RANKS = 1024

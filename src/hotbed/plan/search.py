@@ -27,12 +27,12 @@ from hotbed.plan.bound import Bound, lower_bound
 from hotbed.plan.candidates import GRAINS, Form, column_parts, combinations, form_of
 from hotbed.plan.cost import TIERS, CostModel, RankCosts, gib, tile_bytes
 from hotbed.plan.hardware import Hardware
+from hotbed.plan.hit_rates import Popularity
 from hotbed.plan.limits import Limits, limits_of, refuse_too_large
 from hotbed.plan.parts import Array, Placement, in_order, parts_of, place_parts
-from hotbed.plan.popularity import Popularity
 from hotbed.plan.schemes import AUTO, Cut, Schemes, cuts_of, refuse_uncut
-from hotbed.plan.step import arenas_of, optional_s
-from hotbed.plan.tiers import place_in_tiers
+from hotbed.plan.step_time import arenas_of, optional_s
+from hotbed.plan.tier_choice import place_in_tiers
 from hotbed.plan.tiling import Plan, Tier, Tile, WireFormat
 from hotbed.plan.workload import Workload
 from hotbed.specs import Table

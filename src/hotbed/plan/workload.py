@@ -10,7 +10,7 @@ from hotbed.checks import Count, NotNegative, Section, check, check_known
 from hotbed.config.parallel_memory import Codec, Layout
 from hotbed.errors import PlanError
 from hotbed.optim import Moment
-from hotbed.plan.popularity import ExpectedRows, Popularity, Scaled, Zipf
+from hotbed.plan.hit_rates import ExpectedRows, Popularity, Scaled, Zipf
 from hotbed.plan.tiling import Tier, WireFormat
 from hotbed.specs import Table
 

@@ -29,15 +29,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from hotbed.data.encode import Encoder
-from hotbed.data.plain_rows import InputColumn
+from hotbed.data.encoding.encoder import Encoder
+from hotbed.data.encoding.json_rows import InputColumn
 from hotbed.errors import BatchError, DataError, RequestError, SpecError, did_you_mean
 from hotbed.machine import release
 from hotbed.serve.batching import Batcher, Scored, explained
-from hotbed.serve.metrics import ServerMetrics
 from hotbed.serve.options import ServeOptions
+from hotbed.serve.request_tensors import HEADER_LENGTH, input_metadata, output_names, read_tensors, write_scores
 from hotbed.serve.requests import Bodies, parse_rows, record_batch
-from hotbed.serve.tensors import HEADER_LENGTH, input_metadata, output_names, read_tensors, write_scores
+from hotbed.serve.server_metrics import ServerMetrics
 
 LOG = logging.getLogger("hotbed.serve")
 _INLINE_BYTES, _READERS = 32 << 10, 2

@@ -23,7 +23,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotbed.errors import BatchError, DataError, NonFiniteError, RequestError, SpecError, StoreError
-from hotbed.serve.model import ServedModel
+from hotbed.serve.served_model import ServedModel
 
 LOG = logging.getLogger("hotbed.serve")
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.errors import CheckpointError, HotbedError, StoppedError
-from hotbed.serve.model import Reason, RefusedError, ServedModel
 from hotbed.serve.model_files import MANIFEST, ChangeSet, ExportedModel
+from hotbed.serve.served_model import Reason, RefusedError, ServedModel
 
 LONGEST_WAIT_S = 60.0
 """Most time until a version that was refused is tried again, and until manifests that were read are read again."""
@@ -77,7 +77,7 @@ class Follower:
         self._model, self._place = model, directory(place)
         self._interval_s, self._verify = interval_s, verify
         self._cache = None if cache is None else Path(cache)
-        self.refused: Counter[Reason] = Counter()  # refused versions, by `hotbed.serve.model.Reason`
+        self.refused: Counter[Reason] = Counter()  # refused versions, by `hotbed.serve.served_model.Reason`
         self.applied: Counter[str] = Counter()  # versions loaded: "change" and "model"
         self._retries: dict[str, _Retry] = {}
         self._known: dict[str, _Known] = {}

@@ -48,9 +48,9 @@ from typing_extensions import override
 from hotbed.checkpoint.manifest import Count, Digest, Entry, InitEntry, Step, Text, parsed, validate
 from hotbed.checkpoint.storage import Directory, LocalDirectory, Reader, directory
 from hotbed.data import Encoder, Schema
-from hotbed.data.derived import Lookup
-from hotbed.data.lookup_table import LookupTable
-from hotbed.data.preparation import PreparationEntry
+from hotbed.data.derived_features import Lookup
+from hotbed.data.encoding.lookup_table import LookupTable
+from hotbed.data.encoding.prepared_dataset import PreparationEntry
 from hotbed.errors import CheckpointError, DamagedError, DataError, SpecError
 from hotbed.pooling import Pooling
 from hotbed.specs import MAX_DIM, Feature, OnBadId, OnTooLong, Padding, RowDtype, Table
@@ -158,7 +158,7 @@ class ModelManifest(Entry):
     vocabularies: dict[Text, FilePath] = Field(default_factory=dict)
     hash: str | None  # description of how ids are hashed to rows; None: ids are rows
     dense: DenseEntry  # the dense program
-    # vectors that the program takes, in order, by `COLLECTION.FEATURE`; see `hotbed.nn.export.vectors_name`
+    # vectors that the program takes, in order, by `COLLECTION.FEATURE`; see `hotbed.nn.dense_program.vectors_name`
     features: dict[Text, FeatureEntry]
     tables: dict[Text, TableEntry]  # by `COLLECTION.TABLE`
     files: dict[FilePath, FileEntry]  # size and hash of each file

@@ -28,7 +28,7 @@ from hotbed.batch import Batch, Embeddings
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.machine import single_threads
-from hotbed.nn.export import DensePart, Vectors
+from hotbed.nn.dense_program import DensePart, Vectors
 from hotbed.specs import Feature
 
 LOG = logging.getLogger("hotbed")

@@ -26,9 +26,9 @@ from hotbed.errors import RecipeError, StoppedError
 from hotbed.serve.app import Application, Connection
 from hotbed.serve.batching import Batcher
 from hotbed.serve.follower import Follower
-from hotbed.serve.metrics import ModelState, ServerMetrics
-from hotbed.serve.model import ServedModel
 from hotbed.serve.options import ServeOptions
+from hotbed.serve.served_model import ServedModel
+from hotbed.serve.server_metrics import ModelState, ServerMetrics
 
 LOG = logging.getLogger("hotbed.serve")
 _WAIT_FOR_THREADS_S = 5.0

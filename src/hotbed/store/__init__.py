@@ -3,7 +3,7 @@
 from hotbed.specs import Tier
 from hotbed.store.base import Extent, RowStore, Span, Values
 from hotbed.store.dense import MOMENT, DenseStore
-from hotbed.store.lazy import LazyStore
+from hotbed.store.lazy_store import LazyStore
 from hotbed.store.picked import PickedArray, PickedRows
 from hotbed.store.records import Traffic
 from hotbed.store.rising import RisingSlots, SlotRange

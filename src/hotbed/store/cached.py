@@ -29,7 +29,7 @@ from hotbed.config.parallel_memory import CachePolicy
 from hotbed.ops import BackendName, CacheTags
 from hotbed.ops.layout import FREE
 from hotbed.store import memory
-from hotbed.store.keyed import distinct, gathered
+from hotbed.store.hash_index import distinct, gathered
 from hotbed.store.listing import Listed, Listing
 from hotbed.store.records import InPlace, Records, Use
 from hotbed.store.rising import RisingSlots

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from hotbed.files import unnamed_file
 from hotbed.ops import cpu_cache
-from hotbed.store.keyed import KeyedRecords, gathered, positions
+from hotbed.store.hash_index import KeyedRecords, gathered, positions
 from hotbed.store.records import Use
 from hotbed.store.segments import PER_SEGMENT, Segments
 

@@ -45,7 +45,7 @@ class Initial(NamedTuple):
 
 
 class LazyRows(RowStore):
-    """Serve batches from rows in records; `hotbed.store.lazy.LazyStore` adds the access to whole tables."""
+    """Serve batches from rows in records; `hotbed.store.lazy_store.LazyStore` adds the access to whole tables."""
 
     def __init__(
         self,

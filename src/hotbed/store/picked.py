@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hotbed.store.dense import MOMENT, DenseStore
-from hotbed.store.lazy import LazyStore
+from hotbed.store.lazy_store import LazyStore
 from hotbed.store.rising import RisingSlots, SlotRange
 
 _BYTES_AT_ONCE = 1 << 20

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed.ops import cpu_cache
-from hotbed.store.keyed import distinct, gathered, positions
+from hotbed.store.hash_index import distinct, gathered, positions
 from hotbed.store.records import Records, RecordsAbove, Use
 
 MOST_BATCHES_AHEAD = 32

@@ -151,7 +151,8 @@ class Records(ABC):
     def slots(self) -> RisingSlots:
         """List all slots that have a record here or below now; settles first.
 
-        `hotbed.store.rising.ListedSlots` lists those of a tensor, `hotbed.store.keyed.NumberedSlots` takes less memory.
+        `hotbed.store.rising.ListedSlots` lists those of a tensor, `hotbed.store.hash_index.NumberedSlots` takes less
+        memory.
         """
 
     def touched(self) -> Touched:

@@ -24,8 +24,8 @@ from hotbed.store.base import RowStore, Span
 from hotbed.store.cached import CachedRecords
 from hotbed.store.dense import DenseStore
 from hotbed.store.file_records import FileRecords
-from hotbed.store.keyed import MemoryRecords
-from hotbed.store.lazy import LazyStore
+from hotbed.store.hash_index import MemoryRecords
+from hotbed.store.lazy_store import LazyStore
 from hotbed.store.read_ahead import ReadAhead
 from hotbed.store.records import Records
 

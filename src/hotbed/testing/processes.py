@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from hotbed.train.process_group import end_groups
+from hotbed.train.ranks.process_group import end_groups
 
 TIMEOUT_S = 300
 """After which a rank that waits for another gives up: the other may be compiling kernels on a busy machine."""

@@ -26,8 +26,8 @@ from hotbed.data import Schema
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, HotbedError, NonFiniteError, RecipeError, SpecError
 from hotbed.nn.normalization import normalization_of
-from hotbed.train.broadcast import SentBatch
-from hotbed.train.parallel import Ranks
+from hotbed.train.ranks.broadcast import SentBatch
+from hotbed.train.ranks.parallel import Ranks
 from hotbed.train.size_classes import SizeClasses
 
 Makers: TypeAlias = Mapping[str, Callable[[], Any]]

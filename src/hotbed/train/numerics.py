@@ -29,7 +29,7 @@ from hotbed.nn.loss import SummedLoss, summed_cross_entropy
 from hotbed.nn.normalization import normalization_of
 from hotbed.torch_private import has_onednn_linear
 from hotbed.train.metrics import checked_logits
-from hotbed.train.parallel import Ranks
+from hotbed.train.ranks.parallel import Ranks
 from hotbed.train.retrieval import Retrieval
 
 Library = Literal["torch", "onednn"]

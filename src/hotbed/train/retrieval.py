@@ -39,7 +39,7 @@ from hotbed.embed import Distributed
 from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError
 from hotbed.jagged import Jagged
 from hotbed.train.metrics import Metrics, evaluating, refuse_unnormalized, to_device
-from hotbed.train.parallel import Ranks
+from hotbed.train.ranks.parallel import Ranks
 
 CANDIDATE, LOG_DRAWN = "retrieval.candidate", "retrieval.log_drawn"
 """Columns of `RetrievalBatch.extra`: see `Retrieval.prepared`."""

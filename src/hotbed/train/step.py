@@ -39,8 +39,8 @@ from hotbed.optim import SparseOptimizer
 from hotbed.store.memory import staging
 from hotbed.torch_private import count_step, is_compiled
 from hotbed.train.numerics import Numerics
-from hotbed.train.parallel import Ranks
-from hotbed.train.pipeline import RowPrefetcher
+from hotbed.train.prefetch import RowPrefetcher
+from hotbed.train.ranks.parallel import Ranks
 from hotbed.train.retrieval import trained_samples
 
 

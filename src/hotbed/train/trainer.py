@@ -22,15 +22,15 @@ from hotbed.errors import BatchError, RecipeError
 from hotbed.nn.layers import recompute_activations
 from hotbed.nn.loss import SummedLoss, summed_cross_entropy
 from hotbed.store import Traffic
-from hotbed.train.checkpointing import Saver
+from hotbed.train.checkpoints import Saver
+from hotbed.train.cuda_graph import StepGraph
 from hotbed.train.metrics import Metrics, OwnMetrics, evaluate, refuse_unnormalized, to_device
 from hotbed.train.numerics import Numerics, is_one_graph, resolve_device
-from hotbed.train.parallel import Ranks
-from hotbed.train.pipeline import BatchPrefetcher, Divide, RowPrefetcher, whole
+from hotbed.train.prefetch import BatchPrefetcher, Divide, RowPrefetcher, whole
+from hotbed.train.ranks.parallel import Ranks
 from hotbed.train.retrieval import Retrieval, evaluate_found, trained_samples
 from hotbed.train.size_classes import SizeClasses
 from hotbed.train.step import TrainingStep
-from hotbed.train.step_graph import StepGraph
 from hotbed.train.throughput import Balance, Clock, TierCounters
 
 _COUNTERS = ("step", "epoch", "position", "samples")

@@ -7,7 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hotbed.checkpoint.importers.dlrm import read_dcp, read_embedding_bags, read_facebook, read_nvidia, read_torchrec
+from hotbed.checkpoint.importers.dlrm_checkpoint import (
+    read_dcp,
+    read_embedding_bags,
+    read_facebook,
+    read_nvidia,
+    read_torchrec,
+)
 from hotbed.checkpoint.importers.peer import Names, Peer, PeerModel, write_peer
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.storage import Directory

@@ -24,7 +24,8 @@ from hotbed.compat.torchrec.distributed import (
     state_dict_gather,
     state_dict_to_device,
 )
-from hotbed.compat.torchrec.keyed import (
+from hotbed.compat.torchrec.jagged_tensor import JaggedTensor, KeyedJaggedTensor, jt_is_equal, kjt_is_equal
+from hotbed.compat.torchrec.keyed_jagged import (
     CombinedOptimizer,
     GradientClipping,
     GradientClippingOptimizer,
@@ -47,8 +48,11 @@ from hotbed.compat.torchrec.modules import (
     KTRegroupAsDict,
     PoolingType,
 )
-from hotbed.compat.torchrec.tables import RowWiseAdagrad, apply_optimizer_in_backward, in_backward_optimizer_filter
-from hotbed.compat.torchrec.tensors import JaggedTensor, KeyedJaggedTensor, jt_is_equal, kjt_is_equal
+from hotbed.compat.torchrec.table_configs import (
+    RowWiseAdagrad,
+    apply_optimizer_in_backward,
+    in_backward_optimizer_filter,
+)
 
 __all__ = [
     "CombinedOptimizer",

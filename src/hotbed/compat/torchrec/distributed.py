@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from hotbed.checks import check_known
 from hotbed.comm import Link
-from hotbed.compat.torchrec.keyed import CombinedOptimizer, TablesOptimizer
+from hotbed.compat.torchrec.keyed_jagged import CombinedOptimizer, TablesOptimizer
 from hotbed.compat.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
-from hotbed.compat.torchrec.tables import adopt_optimizers
+from hotbed.compat.torchrec.table_configs import adopt_optimizers
 from hotbed.config.parallel_memory import Codec, MemoryOptions, ParallelOptions
 from hotbed.embed import Distributed, collections_of, distribute
 from hotbed.embed.agreed_plan import plan_of_first

@@ -18,9 +18,9 @@ from hotbed.bags import Bags
 from hotbed.batch import Embeddings
 from hotbed.checks import check_known
 from hotbed.compat.torch_nn import rename_states
+from hotbed.compat.torchrec.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from hotbed.compat.torchrec.keyed_tensor import KeyedTensor, check_names
-from hotbed.compat.torchrec.tables import TableView, optimizers_in_backward, untrained
-from hotbed.compat.torchrec.tensors import JaggedTensor, KeyedJaggedTensor
+from hotbed.compat.torchrec.table_configs import TableView, optimizers_in_backward, untrained
 from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.optim import SparseOptimizer

@@ -1,0 +1,58 @@
+# pyright: reportMissingImports=false
+"""Print a script by which a shell completes commands, options and their values: ``hotbed completion``."""
+
+# shtab is an extra, which need not be installed where types are checked.
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from hotbed.checks import annotation_at, choices_of
+from hotbed.cli.arguments import Override, Parser
+from hotbed.config import Recipe
+from hotbed.errors import RecipeError
+
+_PATHS = {
+    *("checkpoint", "data", "init_from", "json", "out", "path", "raw", "recipe", "resume", "source", "target"),
+    *("vocabulary", "data.path", "hot.rows", "init.checkpoint", "memory.directory", "memory.skew", "parallel.plan"),
+    *("plan", "train.checkpoint_dir"),
+}
+"""Arguments that files are offered for; most are typed as text, for they may be URIs."""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the shell."""
+    parser.usage = "hotbed completion SHELL"
+    parser.add_argument("shell", type=Literal["bash", "zsh", "tcsh"], help="Who is to read the script.")
+
+
+def run(parsed: Namespace) -> None:
+    """Print the script; it needs no Python when it completes."""
+    from hotbed.cli.main import make_parser
+
+    try:
+        import shtab
+    except ImportError as error:
+        raise RecipeError(
+            f"hotbed completion needs shtab, which cannot be imported ({error}); pip install 'hotbed[completion]'"
+        ) from None
+    parser = make_parser()
+    _complete_paths(parser, shtab.FILE)
+    print(shtab.complete(parser, parsed.shell))
+
+
+def _complete_paths(parser: Parser, how: Mapping[Any, Any]) -> None:
+    """Add the arguments of a parser and of its commands, and offer files for paths."""
+    parser.fill()
+    parser.document()
+    if parser.reads_recipe:
+        parser.add_argument("RECIPE")  # which its parser takes out of the arguments that are left
+    for action in parser._actions:
+        if isinstance(action, Override):
+            action.choices = choices_of(annotation_at(Recipe, action.dest)) or None
+        if action.dest.lower() in _PATHS and action.nargs != 0:
+            action.complete = how  # pyright: ignore[reportAttributeAccessIssue]
+    for command in parser.commands.values():
+        _complete_paths(command, how)

@@ -1,0 +1,1 @@
+"""Which recipe does `hotbed init` draft for a data set?"""

@@ -1,0 +1,1 @@
+"""How do data, runs and plans look as text, JSON and HTML?"""

@@ -1,0 +1,621 @@
+"""Profile the columns of any rows, in one pass and bounded memory: `ColumnProfile`.
+
+``hotbed inspect`` profiles all rows. ``hotbed init`` profiles a sample that `take_sample` spreads over all files, and
+counts distinct values with `count_distinct`: a sample of rows is a poor guide to their number, because data may be
+sorted by the very column.
+
+*Theory of operation of `ValueCounts`.* Values are identified by 64-bit hashes. Up to a bound on the number of distinct
+values, each has its exact count. Beyond the bound three summaries are kept:
+
+- *A sample of the values*, those with the smallest hashes, with their exact counts: a value below the last threshold θ
+  (as a share of all hashes) was below all earlier ones, so no occurrence of it was missed. k values below θ stand for
+  k / θ distinct ones, with a relative standard error of 1 / √(k − 1) (Dasgupta, Lang, Rhodes and Thaler, "A framework
+  for estimating stream expression cardinalities", ICDT 2016).
+- *The hottest values*: when there are too many counts, the largest count that does not fit is subtracted from all of
+  them, and values with nothing left are dropped (Misra and Gries, "Finding repeated elements", 1982; merged as in
+  Agarwal et al., "Mergeable summaries", PODS 2012). The subtracted total is added again on reading: counts are then
+  exact for values that were always among the hottest, and otherwise too high by at most that total.
+- *A Bloom filter of the values* (`SeenValues`), for comparison with later data: a value that it does not find is new
+  for certain. It misses a known share f of the new values, so their number is divided by 1 − f.
+
+Results depend on the values and the order of the rows alone, not on a random generator.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hotbed.data import arrow_columns as arrow
+from hotbed.data.files.column_statistics import SAMPLE, ColumnStatistics
+from hotbed.data.files.parquet_files import RowGroup
+from hotbed.data.formats.zipf_source import RANKED, fitted_exponent
+from hotbed.data.hashing import Hashes, hash_integers
+from hotbed.errors import DataError
+
+MOST_DISTINCT = 1 << 18
+"""Distinct values of a column up to which all are counted; sampled ones beyond it."""
+FEWEST_DISTINCT = 1 << 12
+_OF_ALL_COLUMNS = 1 << 23
+SHOWN = 10
+"""Hottest values that are known by their text, and not by their hash alone."""
+TOP = (1, 10, 100, 1_000, 10_000)
+"""`ColumnProfile.to_dict` reports the share of the 1, 10, … most frequent values."""
+QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
+PER_DOUBLING = 4
+SMALLEST, LARGEST = -30, 64
+"""Powers of 2 between which bins separate sizes: ratios of a billionth, times in nanoseconds."""
+REACH = (LARGEST - SMALLEST) * PER_DOUBLING
+BINS = 2 * REACH + 2
+"""Bins of numbers by sign and size, the last for missing values. No bin depends on the data, so counts add up."""
+SAMPLED_ROWS = 200_000
+_SAMPLED_CELLS = 30_000_000  # bounds the sample's memory where there are hundreds of columns
+_FEWEST_ROWS = 5_000
+_BATCH_ROWS = 32_768
+_COUNTED_CELLS = 60_000_000  # some ten seconds
+_READERS = 2
+_MOST_WAITING = 256
+_MOST_LENGTH = 1 << 16
+_ALL = 1 << 64  # hashes that there are
+_EPOCH = datetime.datetime(1970, 1, 1)
+_BITS, _POSITIONS = 27, 4
+_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)  # of each byte
+
+Integers = NDArray[np.int64]
+
+
+# -- columns -------------------------------------------------------------------------------------------------------
+
+
+class ColumnProfile:
+    """Profile of one column of the rows that were added.
+
+    Shares of missing values, extremes and lengths are exact. Estimates come with their errors.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        most_distinct: int = MOST_DISTINCT,
+        *,
+        quantile_sample: int = SAMPLE,  # numbers up to which quantiles are exact
+        as_numbers: bool = False,  # whether integers are measurements instead of ids
+        earlier: ColumnProfile | None = None,  # the same column of earlier data, for drift
+    ) -> None:
+        self.name = name
+        self.rows = 0
+        self.missing = 0  # null, NaN, and the rows of files without the column
+        self.types: list[str] = []  # distinct types of the files
+        # elements of lists count one by one; None for types whose values cannot be compared
+        self.values: ValueCounts | None = None
+        self.numbers: ColumnStatistics | None = None  # of numbers and times (microseconds since 1970)
+        self.bins: Integers = np.zeros(BINS, np.int64)  # see `bins_of`
+        # lists with 0, 1, … elements; the last entry counts all longer ones
+        self.lengths: Integers = np.empty(0, np.int64)
+        self.is_time = False  # whether the values are dates or times
+        self._most_distinct, self._quantile_sample, self._as_numbers = most_distinct, quantile_sample, as_numbers
+        self._has_fractions = False
+        self._elements = 0
+        self._earlier = None if earlier is None else earlier.values
+
+    def add_absent(self, rows: int) -> None:
+        """Count rows of a file that has no such column as missing."""
+        self.rows += rows
+        self.missing += rows
+
+    def add(self, column: pa.ChunkedArray) -> None:
+        """Add the values of consecutive rows ``[n]``."""
+        if str(column.type) not in self.types:
+            self.types.append(str(column.type))
+        array = arrow.decode(column.combine_chunks())
+        missing, of_lists = array.null_count, arrow.is_list(array.type)
+        if of_lists:
+            self._add_lengths(array)
+        if is_counted(array.type):
+            values = present_values(array)
+            if not of_lists:
+                missing = len(array) - len(values)
+                if arrow.is_number(array.type) or arrow.is_time(array.type):
+                    self._add_numbers(pa.chunked_array([array]))
+            self.values = self.values or ValueCounts(self._most_distinct, self._earlier)
+            self.values.add(values)
+        self.rows += len(array)
+        self.missing += missing
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that JSON can hold."""
+        found: dict[str, Any] = {"column": self.name, "type": ", ".join(self.types), "missing": self.missing_share}
+        if (values := self.values) is not None:
+            distinct = values.distinct
+            sizes = [n for n in TOP if n <= values.ranked]
+            found |= {
+                "values": values.total,
+                "distinct": round(distinct.value),
+                "distinct_error": distinct.error / max(1.0, distinct.value),
+                "hottest": [{"value": v, "share": n / values.total} for v, n in values.hottest],
+                "hottest_error": values.hottest_error / max(1, values.total),
+                "top_shares": dict(zip(map(str, sizes), values.top_shares(sizes), strict=True)),
+                "zipf_exponent": None if self.is_measure else values.zipf_exponent(),
+            }
+        if (numbers := self.numbers) is not None and numbers.count:
+            quantiles = zip(QUANTILES, self.quantiles, strict=True)
+            shown = _time if self.is_time else float
+            found["numbers"] = {
+                "low": shown(numbers.low),
+                "high": shown(numbers.high),
+                **({} if self.is_time else {"mean": numbers.mean, "deviation": numbers.deviation}),
+                "infinite": numbers.missing,
+                "quantiles": {f"{at:g}": shown(value) for at, value in quantiles},
+            }
+        if len(self.lengths):
+            lengths = np.flatnonzero(self.lengths)
+            ends = np.cumsum(self.lengths) / max(1, int(self.lengths.sum()))
+            found["lengths"] = {
+                "mean": self.mean_length,
+                "low": int(lengths[0]) if len(lengths) else 0,
+                "high": int(lengths[-1]) if len(lengths) else 0,
+                "quantiles": {f"{at:g}": int(np.searchsorted(ends, at)) for at in QUANTILES},
+            }
+        return found
+
+    @property
+    def missing_share(self) -> float:
+        """Share of the rows without a value."""
+        return self.missing / max(1, self.rows)
+
+    @property
+    def is_measure(self) -> bool:
+        """Whether values are measurements and not ids: floats, decimals, times, and dense columns of a schema."""
+        return self.numbers is not None and (self._as_numbers or self.is_time or self._has_fractions)
+
+    @property
+    def low(self) -> float:
+        """Smallest finite number or time; NaN if there is none."""
+        return math.nan if self.numbers is None or not self.numbers.count else self.numbers.low
+
+    @property
+    def high(self) -> float:
+        """Largest finite number or time; NaN if there is none."""
+        return math.nan if self.numbers is None or not self.numbers.count else self.numbers.high
+
+    @property
+    def quantiles(self) -> tuple[float, ...]:
+        """The `QUANTILES` of finite numbers and times; empty if there are none."""
+        if self.numbers is None or not self.numbers.count:
+            return ()
+        return tuple(self.numbers.quantiles(np.array(QUANTILES)).tolist())
+
+    @property
+    def mean_length(self) -> float:
+        """Mean number of elements of lists; 0 for other columns."""
+        return self._elements / max(1, int(self.lengths.sum()))
+
+    def _add_lengths(self, array: pa.Array) -> None:
+        lengths = arrow.lengths(array.drop_null())
+        self._elements += int(lengths.sum())
+        counts = np.bincount(np.minimum(lengths, _MOST_LENGTH), minlength=max(1, len(self.lengths)))
+        counts[: len(self.lengths)] += self.lengths
+        self.lengths = counts
+
+    def _add_numbers(self, column: pa.ChunkedArray) -> None:
+        self.is_time = arrow.is_time(column.type)
+        self._has_fractions |= pa.types.is_floating(column.type) or pa.types.is_decimal(column.type)
+        numbers = wide_numbers(column)
+        self.numbers = self.numbers or ColumnStatistics(limit=self._quantile_sample)
+        there = numbers[~np.isnan(numbers)]
+        self.numbers.add(there, self.numbers.count + self.numbers.missing)
+        self.bins += np.bincount(bins_of(torch.from_numpy(numbers.copy())).numpy(), minlength=BINS)
+
+
+def is_counted(kind: pa.DataType) -> bool:
+    """Whether values of this type, or elements of lists of it, can be compared and counted."""
+    kind = kind.value_type if arrow.is_list(kind) else kind
+    return arrow.is_number(kind) or arrow.is_text(kind) or arrow.is_time(kind)
+
+
+def present_values(array: pa.Array) -> pa.Array:
+    """Return all values but null and NaN, without a dictionary encoding. Lists are flattened."""
+    values = arrow.decode(array.flatten() if arrow.is_list(array.type) else array).drop_null()
+    if pa.types.is_float16(values.type):
+        values = values.cast(pa.float32())
+    return values.filter(pc.invert(pc.is_nan(values))) if pa.types.is_floating(values.type) else values
+
+
+def wide_numbers(column: pa.ChunkedArray) -> arrow.Array:
+    """Convert numbers and times (as microseconds since 1970) ``[n]`` to float64 with NaN for null."""
+    return arrow.wide_numbers(arrow.microseconds(column) if arrow.is_time(column.type) else column)
+
+
+def _time(microseconds: float) -> str:
+    if not math.isfinite(microseconds):
+        return str(microseconds)
+    return str(_EPOCH + datetime.timedelta(microseconds=round(microseconds)))
+
+
+def bins_of(values: Tensor) -> Tensor:
+    """Return the bin of each number, int64 of the same shape."""
+    wide = values.double()
+    steps = ((wide.abs().log2() - SMALLEST) * PER_DOUBLING).ceil().clamp(1, REACH)
+    signed = torch.where(wide < 0, -steps, steps).where(wide != 0, 0)
+    return torch.where(wide.isnan(), BINS - 1, signed.nan_to_num().long() + REACH)
+
+
+def upper_edge(number: int) -> float:
+    """Return the largest number in a bin. The bins of the largest numbers and of missing values have none."""
+    step = number - REACH
+    return math.copysign(2.0 ** (SMALLEST + (step if step > 0 else -step - 1) / PER_DOUBLING), step) if step else 0.0
+
+
+# -- counts of values ----------------------------------------------------------------------------------------------
+
+
+class Estimate(NamedTuple):
+    """A figure and its standard error, which is 0 where it is exact."""
+
+    value: float
+    error: float
+
+
+class _Counts(NamedTuple):
+    """Values by rising hash, and how often each occurs."""
+
+    hashes: Hashes
+    counts: Integers
+
+
+def _none() -> _Counts:
+    return _Counts(np.empty(0, np.uint64), np.empty(0, np.int64))
+
+
+def most_distinct(columns: int) -> int:
+    """Return the distinct values to count per column, so that all columns together need about 400 MB."""
+    return max(FEWEST_DISTINCT, min(MOST_DISTINCT, _OF_ALL_COLUMNS // max(1, columns)))
+
+
+class ValueCounts:
+    """Counts of the values of one column, exact for up to ``most_distinct`` different values. No more are kept.
+
+    ``earlier`` has the counts of earlier data, for the share of new values.
+    """
+
+    def __init__(self, most_distinct: int = MOST_DISTINCT, earlier: ValueCounts | None = None) -> None:
+        self.total = 0
+        self._earlier, self._unseen, self._unseen_squares = earlier, 0.0, 0.0
+        self._seen: SeenValues | None = None  # once values are sampled
+        self._bound = most_distinct
+        self._sample, self._threshold = _none(), _ALL
+        self._hot: _Counts | None = None  # once values are sampled
+        self._taken_off = 0
+        self._waiting: list[tuple[Hashes, Integers, pa.Array]] = []
+        self._waiting_values = 0
+        self._names: dict[int, str] = {}
+
+    def add(self, values: pa.Array) -> None:
+        """Add values ``[n]`` of a type that has hashes, none of them null."""
+        if not len(values):
+            return
+        counted = values.value_counts()
+        distinct, counts = counted.field("values"), counted.field("counts")
+        self._waiting.append((_hashes(distinct), counts.to_numpy(), distinct))
+        self.total += len(values)
+        self._waiting_values += len(distinct)
+        if self._waiting_values > self._bound // 2 or len(self._waiting) == _MOST_WAITING:
+            self._merge()
+
+    @property
+    def distinct(self) -> Estimate:
+        """Number of distinct values."""
+        kept = len(self._all.hashes)
+        if self.is_exact:
+            return Estimate(kept, 0.0)
+        found = kept / self._rate
+        return Estimate(found, found / math.sqrt(max(1, kept - 1)))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all values were counted."""
+        self._merge()
+        return self._hot is None
+
+    @property
+    def hottest(self) -> list[tuple[str, int]]:
+        """At most `SHOWN` of the `ranked` values as text, with their counts, see `hottest_error`."""
+        hot, count = self._falling(), min(SHOWN, self.ranked)
+        return [(self._names[int(h)], int(n)) for h, n in zip(hot.hashes[:count], hot.counts[:count], strict=True)]
+
+    @property
+    def hottest_error(self) -> int:
+        """Upper limit of the error of hot values' counts, which are never too low; 0 if all values were counted."""
+        self._merge()
+        return self._taken_off
+
+    def top_shares(self, sizes: Sequence[int]) -> list[float]:
+        """Return the shares of all occurrences of the first ``sizes`` `ranked` values; NaN without values."""
+        if not self.total:
+            return [math.nan] * len(sizes)
+        sums = np.append(0, np.cumsum(self.known_hot()))
+        at = np.minimum(np.asarray(sizes, np.int64), len(sums) - 1)
+        return np.minimum(sums[at] / self.total, 1.0).tolist()
+
+    @property
+    def ranked(self) -> int:
+        """Number of values that are known to be the most frequent: all values if all were counted."""
+        return len(self.known_hot())
+
+    def known_hot(self) -> Integers:
+        """Return the falling counts ``[K]`` of the `ranked` values. At most half of each count is an error."""
+        counts = self._falling().counts
+        return counts[counts > 2 * self._taken_off]
+
+    def zipf_exponent(self) -> float | None:
+        """Fit the exponent of Zipf's law to the most frequent values; None if they are too few."""
+        counts = self.known_hot()
+        return fitted_exponent(counts[counts >= RANKED])
+
+    @property
+    def unseen_share(self) -> Estimate:
+        """Share of the occurrences of values that the earlier data lack."""
+        self._merge()
+        false = self._false_rate
+        total = max(1, self.total) * (1 - false)
+        return Estimate(self._unseen / total, math.sqrt(false * self._unseen_squares) / total)
+
+    @property
+    def unseen_values(self) -> Estimate:
+        """Number of distinct values that are not among the earlier ones."""
+        hashes = self._all.hashes
+        new = 0 if self._earlier is None else int((~self._earlier.has(hashes)).sum())
+        rate = self._rate * (1 - self._false_rate)
+        return Estimate(new / rate, math.sqrt((1 - rate) * new) / rate)
+
+    def has(self, hashes: Hashes) -> NDArray[np.bool_]:
+        """Return whether values with these hashes ``[n]`` occur; see `SeenValues` if not all values were counted."""
+        known = self._all.hashes
+        if self._seen is not None:
+            return self._seen.has(hashes)
+        if not len(known):
+            return np.zeros(len(hashes), np.bool_)
+        return known[np.minimum(np.searchsorted(known, hashes), len(known) - 1)] == hashes
+
+    @property
+    def _false_rate(self) -> float:
+        return 0.0 if self._earlier is None or self._earlier._seen is None else self._earlier._seen.false_rate
+
+    def shares_beside(self, other: ValueCounts, values: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return both counts of each most frequent value of either column; the last entry counts all other values."""
+        mine, others = self._falling(), other._falling()
+        hashes = np.union1d(mine.hashes[:values], others.hashes[:values])
+        first, second = self._counts_of(hashes), other._counts_of(hashes)
+        return (
+            np.append(first, max(0, self.total - int(first.sum()))),
+            np.append(second, max(0, other.total - int(second.sum()))),
+        )
+
+    def _counts_of(self, hashes: Hashes) -> Integers:
+        known = self._all if self._hot is None else self._hot
+        at = np.minimum(np.searchsorted(known.hashes, hashes), max(0, len(known.hashes) - 1))
+        if not len(known.hashes):
+            return np.zeros(len(hashes), np.int64)
+        return np.where(known.hashes[at] == hashes, known.counts[at] + self._taken_off, 0)
+
+    @property
+    def _rate(self) -> float:
+        return self._threshold / _ALL
+
+    @property
+    def _all(self) -> _Counts:
+        self._merge()
+        return self._sample
+
+    def _falling(self) -> _Counts:
+        """Return values by falling count. The counts are upper limits."""
+        self._merge()
+        hashes, counts = self._sample if self._hot is None else self._hot
+        order = np.argsort(-counts, kind="stable")
+        return _Counts(hashes[order], counts[order] + self._taken_off)
+
+    def _merge(self) -> None:
+        """Merge the waiting values."""
+        if not self._waiting:
+            return
+        waiting, self._waiting, self._waiting_values = self._waiting, [], 0
+        new = _summed([_Counts(hashes, counts) for hashes, counts, _ in waiting])
+        if self._earlier is not None:
+            unseen = new.counts[~self._earlier.has(new.hashes)].astype(np.float64)
+            self._unseen += float(unseen.sum())
+            self._unseen_squares += float(np.square(unseen).sum())
+        merged = _summed([self._sample, _below(new, self._threshold)])
+        if self._hot is not None and self._seen is not None:
+            self._hot = self._cut(_summed([self._hot, new]))
+            self._seen.add(new.hashes)
+        elif len(merged.hashes) > self._bound:
+            self._hot, self._seen = self._cut(merged), SeenValues()
+            self._seen.add(merged.hashes)
+        if len(merged.hashes) > self._bound:
+            self._threshold = int(merged.hashes[self._bound])
+            merged = _Counts(merged.hashes[: self._bound], merged.counts[: self._bound])
+        self._sample = merged
+        self._name(waiting)
+
+    def _cut(self, counts: _Counts) -> _Counts:
+        """Keep the most frequent values, and subtract the largest count that does not fit from all counts."""
+        most = self._bound // 4
+        if len(counts.hashes) <= most:
+            return counts
+        off = int(np.partition(counts.counts, len(counts.counts) - most - 1)[len(counts.counts) - most - 1])
+        self._taken_off += off
+        left = counts.counts > off
+        return _Counts(counts.hashes[left], counts.counts[left] - off)
+
+    def _name(self, waiting: list[tuple[Hashes, Integers, pa.Array]]) -> None:
+        """Store the text of the hottest values. A value that becomes one of them is among the newly added values."""
+        hot = self._falling().hashes[:SHOWN]
+        self._names = {int(h): self._names[int(h)] for h in hot if int(h) in self._names}
+        for hashes, _, values in waiting:
+            for at in np.flatnonzero(np.isin(hashes, hot)).tolist():
+                if int(hashes[at]) not in self._names:
+                    self._names[int(hashes[at])] = _shown(values[at])
+
+
+def _hashes(values: pa.Array) -> Hashes:
+    """Hash values so that equal numbers of different types have one hash, e.g. 5 and 5.0."""
+    if arrow.is_time(values.type):
+        values = pc.cast(values, pa.timestamp("us", getattr(values.type, "tz", None)), safe=False).cast(pa.int64())
+    if not (pa.types.is_floating(values.type) or pa.types.is_decimal(values.type)):
+        return arrow.hashes(values)
+    numbers = values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    whole = (numbers == np.floor(numbers)) & (np.abs(numbers) <= 2.0**53)
+    return hash_integers(np.where(whole, np.where(whole, numbers, 0).astype(np.int64), numbers.view(np.int64)))
+
+
+def _shown(value: pa.Scalar) -> str:
+    found = value.as_py()
+    return found.decode("utf-8", "backslashreplace") if isinstance(found, bytes) else str(found)
+
+
+def _summed(parts: list[_Counts]) -> _Counts:
+    """One count per hash."""
+    hashes, counts = np.concatenate([p.hashes for p in parts]), np.concatenate([p.counts for p in parts])
+    if not len(hashes):
+        return _none()
+    order = np.argsort(hashes, kind="stable")
+    hashes, counts = hashes[order], counts[order]
+    first = np.flatnonzero(np.append(True, hashes[1:] != hashes[:-1]))
+    return _Counts(hashes[first], np.add.reduceat(counts, first))
+
+
+def _below(counts: _Counts, threshold: int) -> _Counts:
+    if threshold == _ALL:
+        return counts
+    end = int(np.searchsorted(counts.hashes, np.uint64(threshold)))
+    return _Counts(counts.hashes[:end], counts.counts[:end])
+
+
+class SeenValues:
+    """A Bloom filter over 64-bit hashes in 16 MiB, which finds all added values, and a few others.
+
+    A value that was not added is found if all of its 4 bits are set: with probability (share of set bits)⁴, 0.4 % after
+    10 million values. The positions are h₁ + i h₂ of the two halves of the hash (Bloom, "Space/time trade-offs in hash
+    coding with allowable errors", Communications of the ACM 13(7), 1970; Kirsch and Mitzenmacher, "Less hashing, same
+    performance", ESA 2006).
+    """
+
+    def __init__(self) -> None:
+        self._bytes = np.zeros(1 << (_BITS - 3), dtype=np.uint8)
+
+    def add(self, hashes: Hashes) -> None:
+        """Add values ``[n]`` by their hashes."""
+        for byte, bit in _places(hashes):
+            np.bitwise_or.at(self._bytes, byte, bit)
+
+    def has(self, hashes: Hashes) -> NDArray[np.bool_]:
+        """Return whether each of these values ``[n]`` is found."""
+        found = np.ones(len(hashes), dtype=np.bool_)
+        for byte, bit in _places(hashes):
+            found &= (self._bytes[byte] & bit) != 0
+        return found
+
+    @property
+    def false_rate(self) -> float:
+        """Probability that a value is found that was never added."""
+        return float(_ONES[self._bytes].sum(dtype=np.int64) / (8 * len(self._bytes))) ** _POSITIONS
+
+
+def _places(hashes: Hashes) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
+    first, step = hashes & np.uint64(0xFFFFFFFF), hashes >> np.uint64(32) | np.uint64(1)
+    for i in range(_POSITIONS):
+        at = (first + np.uint64(i) * step) & np.uint64((1 << _BITS) - 1)
+        yield (at >> np.uint64(3)).astype(np.int64), np.uint8(1) << (at & np.uint64(7)).astype(np.uint8)
+
+
+# -- samples of rows, and counts over all rows --------------------------------------------------------------------
+
+
+def take_sample(groups: Sequence[RowGroup], names: Sequence[str]) -> pa.Table:
+    """Read rows that are spread evenly over row groups, in their order, in batches of bounded memory."""
+    total = sum(group.samples for group in groups)
+    wanted = min(SAMPLED_ROWS, max(_FEWEST_ROWS, _SAMPLED_CELLS // max(1, len(names))))
+    per_group = max(1, total // len(groups))
+    count = max(1, min(len(groups), 4 * wanted // per_group))
+    picked = [groups[int(i)] for i in np.linspace(0, len(groups) - 1, count).round()]
+    share = min(1.0, wanted / sum(group.samples for group in picked))
+    parts: list[pa.Table] = []
+    for group in picked:
+        rows = np.unique(
+            np.linspace(0, group.samples - 1, max(1, round(share * group.samples))).round().astype(np.int64)
+        )
+        start = 0
+        for batch in _batches(group, names):
+            mine = rows[(rows >= start) & (rows < start + len(batch))] - start
+            parts.append(batch.take(pa.array(mine)))
+            _check_values(parts[-1], str(group))
+            start += len(batch)
+    kinds = {name: arrow.common_type([part.schema.field(name).type for part in parts]) for name in names}
+    alike = [pa.table({name: part[name].cast(kind, safe=False) for name, kind in kinds.items()}) for part in parts]
+    return pa.concat_tables(alike)
+
+
+def _check_values(part: pa.Table, where: str) -> None:
+    """Raise `DataError` if a column has values that its type cannot have, such as text that is no UTF-8."""
+    for name in part.column_names:
+        try:
+            part[name].validate(full=True)
+        except pa.ArrowInvalid as error:
+            raise DataError(
+                f"{where}, column '{name}': it is not what its type says ({error}); write it again"
+            ) from None
+
+
+def _batches(group: RowGroup, names: Sequence[str]) -> Iterator[pa.Table]:
+    """Read the rows of a row group in order. A small one is read at once."""
+    if group.samples <= 4 * _BATCH_ROWS:
+        yield group.read(names)
+    else:
+        yield from group.batches(names, _BATCH_ROWS)
+
+
+def count_distinct(groups: Sequence[RowGroup], kinds: Mapping[str, pa.DataType]) -> dict[str, int]:
+    """Estimate the distinct values of columns in all rows, see `ValueCounts`.
+
+    If there are too many cells, only some row groups are counted, spread over the data. The number is then extrapolated
+    by its growth from the first half of them to all: d · (all ÷ counted)^log₂(d ÷ d of the half). ``kinds`` are the
+    types in which values are counted, because the types of files may differ, see `arrow.common_type`.
+    """
+    names = list(kinds)
+    total = sum(group.samples for group in groups)
+    budget = max(_BATCH_ROWS, _COUNTED_CELLS // max(1, len(names)))
+    count = len(groups) if total <= budget else max(2, len(groups) * budget // total)
+    picked = [groups[int(i)] for i in np.unique(np.linspace(0, len(groups) - 1, min(count, len(groups))).round())]
+    halves = [picked[::2], picked[1::2]]
+    most = most_distinct(len(names))
+    counts = {name: ValueCounts(most) for name in names}
+    at_half: dict[str, float] = {}
+    rows = 0
+
+    def add(name: str, batch: pa.Table) -> None:
+        counts[name].add(present_values(batch[name].cast(kinds[name], safe=False).combine_chunks()))
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        for half in halves:
+            for group in half:
+                rows += group.samples
+                for batch in _batches(group, names):
+                    list(pool.map(add, names, repeat(batch)))
+            at_half = at_half or {name: counted.distinct.value for name, counted in counts.items()}
+    found: dict[str, int] = {}
+    for name in names:
+        counted = counts[name].distinct.value
+        growth = min(1.0, max(0.0, math.log2(max(1.0, counted) / max(1.0, at_half[name])))) if rows < total else 0
+        found[name] = round(counted * (total / max(1, rows)) ** growth)
+    return found

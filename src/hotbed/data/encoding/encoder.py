@@ -1,0 +1,521 @@
+"""Turn raw rows into a batch: `Encoder`, the one way that training, evaluation, prediction and serving take.
+
+Raw rows are Arrow columns as they are stored (`ParquetSource` reads them of files), or lists of plain values as JSON
+has them, which `Encoder.table` checks and types first. What a row becomes does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast, get_args
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from hotbed.batch import Batch
+from hotbed.data import arrow_columns as arrow
+from hotbed.data.arrow_columns import Ids
+from hotbed.data.columns import Numerical
+from hotbed.data.derived_features import Bucket, Cross, Lookup, stored_inputs
+from hotbed.data.encoding.derived_columns import Columns, check_derived_types, not_measured
+from hotbed.data.encoding.json_rows import InputColumn, typed_table
+from hotbed.data.encoding.labels import check_group, check_label, read_group, read_labels, weights_by_label
+from hotbed.data.encoding.lookup_table import LookupTable
+from hotbed.data.encoding.prepared_dataset import Preparation, hint_for_text
+from hotbed.data.place import ROWS, Place, place_of_row, refuse_other_kind
+from hotbed.data.schema import Schema
+from hotbed.errors import DataError, SpecError
+from hotbed.jagged import Jagged
+
+
+def read_numericals(table: Columns, schema: Schema) -> arrow.Array:
+    """Dense columns ``[n, I]``: float32, or float64 if the model is to normalize some of them.
+
+    Float64, because float32 cannot tell one second since 1970 from the next, and because layers of float32 refuse it:
+    raw numbers that nobody normalizes do not pass for inputs. Columns of `Schema.scaling` come out scaled, those of
+    `Schema.numericals` as they are stored with NaN for null, and others as they are with 0 for null.
+    """
+    scaling = {scaling.name: scaling for scaling in schema.scaling}
+    numericals = {numerical.name: numerical for numerical in schema.numericals}
+    columns: list[arrow.Array] = []
+    for name in schema.dense:
+        column = table[name]
+        if name in numericals:
+            columns.append(raw_numbers(column, numericals[name], table.place))
+        elif name in scaling:
+            columns.append(arrow.scaled(column, scaling[name]))
+        else:
+            columns.append(np.where(arrow.nulls(column), np.float32(0), arrow.numbers(column)))
+    return np.stack(columns, axis=1, dtype=np.float64 if numericals else np.float32)
+
+
+def raw_numbers(column: pa.ChunkedArray, numerical: Numerical, place: Place) -> arrow.Array:
+    """Numbers ``[n]`` float64 that a model normalizes, NaN for null."""
+    values = arrow.wide_numbers(column)
+    if numerical.missing == "error":
+        fix = "the schema says missing: error; mend the data, or say missing: center or missing: indicator"
+        place.refuse(numerical.name, "missing numbers", ~np.isfinite(values), column, "{}", fix)
+    return values
+
+
+LISTS_OF = "lists of "
+
+
+def wrong_types(
+    schema: Schema, ids: Ids, fields: pa.Schema, what: str, preparation: Preparation | None = None
+) -> Iterator[tuple[str, SpecError]]:
+    """Find stored columns of a file ``what`` whose types do not fit their roles: their names, and errors."""
+    sparse, dense = schema.stored
+    mapped = {label.column: label for label in schema.positives}
+    kinds = {field.name: field.type for field in fields}
+    checks: list[tuple[str, Callable[[], None]]] = []
+    if preparation is None:
+        plain = {c.name: arrow.plain_type(kinds[c.name]) for c in sparse if c.name in kinds}
+        checks += [(c.name, partial(arrow.check_sparse, c, plain.get(c.name), ids, what)) for c in sparse]
+    else:
+        checks.append((next(iter(kinds), ""), partial(preparation.check, fields, what)))
+    weighted = [c for c in sparse if c.name in kinds and c.weights in kinds]
+    checks += [(str(c.weights), partial(arrow.check_id_weights, c, fields, what)) for c in weighted]
+    for name in (name for name in [*dense, *schema.weight_columns] if name in kinds):
+        if name not in dense or not pa.types.is_null(kinds[name]):
+            checks.append((name, partial(arrow.check_number, name, kinds[name], what)))
+    checks += [(n, partial(check_label, n, kinds.get(n), mapped.get(n), what)) for n in schema.labels]
+    if schema.group is not None:
+        checks.append((schema.group, partial(check_group, schema.group, kinds.get(schema.group), what)))
+    for name, check in checks:
+        if name in kinds:
+            try:
+                check()
+            except SpecError as error:
+                yield name, error
+
+
+class Encoder:
+    """Turn raw rows into a `Batch`.
+
+    Parameters
+    ----------
+    schema
+        Which columns are what. Labels, weight and group are read where it names them; `inputs` reads none.
+    ids
+        ``"hash"`` hashes values to rows; ``"raw"`` takes integers as rows. See `ParquetSource`.
+    id_kinds
+        By column whether its ids are ``"integers"`` or ``"text"``, as in training; others are refused. Of columns that
+        only derived ones are made of also ``"lists of integers"`` and ``"lists of text"``. A column that is not named
+        may be either.
+    tables
+        By feature, columns ``key`` and ``value`` that its values are looked up in; default: those of its file.
+    preparation
+        How raw values become what is stored, where training data were prepared beforehand.
+
+    Attributes
+    ----------
+    boundaries
+        By bucket, those that were measured; all copies of an encoder share them.
+
+    Raises
+    ------
+    SpecError
+        If ``ids`` is none of these, or the file of a feature has types that it cannot have.
+    DataError
+        If the file of a feature cannot be read, or a key is there twice.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        *,
+        ids: Ids = "hash",
+        id_kinds: Mapping[str, str] | None = None,
+        tables: Mapping[str, pa.Table] | None = None,
+        preparation: Preparation | None = None,
+    ) -> None:
+        if ids not in get_args(Ids):
+            raise SpecError(f"ids is {ids!r}, must be one of {', '.join(get_args(Ids))}")
+        self.schema = schema
+        self.ids: Ids = ids
+        self.id_kinds = dict(id_kinds or {})
+        self.preparation = preparation
+        given = tables or {}
+        self._lookups = {
+            d.name: LookupTable.from_table(given[d.name], d) if d.name in given else LookupTable.read(d)
+            for d in schema.derived
+            if isinstance(d, Lookup)
+        }
+        self.boundaries: dict[str, Sequence[float]] = {}  # one of all copies, see `of`
+        self._inputs = self._input_columns()
+        # columns that passed `check`, and whether these have types that need no conversion
+        self._checked: tuple[pa.Schema, bool] | None = None
+
+    @property
+    def hashed(self) -> list[str]:
+        """Stored columns whose values are hashed."""
+        sparse, _ = self.schema.stored
+        others = stored_inputs(self.schema.derived, (Cross, Lookup))
+        names = [c.name for c in sparse]
+        return [name for name in others if name not in names] if self.ids == "raw" else [*names, *others]
+
+    def columns(self) -> tuple[InputColumn, ...]:
+        """The stored columns that inputs are made of: what predictions need."""
+        return self._inputs
+
+    def _input_columns(self) -> tuple[InputColumn, ...]:
+        sparse, dense = self.schema.stored
+        unknown = "integers" if self.ids == "raw" else ""
+        kinds = self.id_kinds if self.preparation is None else self.preparation.kinds
+        found = {c.name: InputColumn(c.name, kinds.get(c.name, unknown), c.ids) for c in sparse}
+        for name in stored_inputs(self.schema.derived, (Cross, Lookup)):
+            kind = self.id_kinds.get(name, "")
+            found.setdefault(
+                name, InputColumn(name, kind.removeprefix(LISTS_OF), None if kind.startswith(LISTS_OF) else 1)
+            )
+        found |= {c.weights: InputColumn(c.weights, "numbers", c.ids) for c in sparse if c.weights is not None}
+        for name in [*dense, *stored_inputs(self.schema.derived, (Bucket,))]:
+            found.setdefault(name, InputColumn(name, "numbers"))
+        return tuple(found.values())
+
+    @property
+    def names(self) -> list[str]:
+        """All columns that are read: those of inputs, then labels, weight and group."""
+        s = self.schema
+        rest = [*s.labels, *s.weight_columns, *([s.group] if s.group else [])]
+        return list(dict.fromkeys([*(column.name for column in self.columns()), *rest]))
+
+    @property
+    def names_of_dense(self) -> list[str]:
+        """The columns that `numericals` reads."""
+        return self.stored_for(self.schema.dense)
+
+    def stored_for(self, names: Sequence[str]) -> list[str]:
+        """The stored columns that columns of these names are, or are made of."""
+        derived = {d.name: d for d in self.schema.derived}
+        found: list[str] = []
+        for name in names:
+            found += self.stored_for(derived[name].inputs) if name in derived else [name]
+        return list(dict.fromkeys(found))
+
+    def of(self, schema: Schema) -> Encoder:
+        """The same for another choice of columns."""
+        other = copy.copy(self)
+        other.schema, other._checked = schema, None
+        other._inputs = other._input_columns()
+        return other
+
+    def with_kinds(self, id_kinds: Mapping[str, str]) -> Encoder:
+        """The same with other kinds of ids."""
+        other = copy.copy(self)
+        other.id_kinds = dict(id_kinds)
+        return other.of(self.schema)
+
+    @property
+    def encoded(self) -> Encoder:
+        """The same for rows whose ids and numbers are as a prepared dataset stores them."""
+        other = copy.copy(self)
+        other.preparation = None
+        return other.of(self.schema)
+
+    @property
+    def inputs(self) -> Encoder:
+        """The same without labels, weight and group."""
+        return self.of(self.schema.inputs)
+
+    def check(self, fields: pa.Schema, what: str) -> None:
+        """Raise unless columns of these names and types can be encoded.
+
+        Raises
+        ------
+        DataError
+            If a column is missing, or its ids are of another kind than in training.
+        SpecError
+            If a column has a type that does not fit its role.
+        """
+        arrow.check_there(self.names, fields, what)
+        for _, error in wrong_types(self.schema, self.ids, fields, what, self.preparation):
+            raise error
+        for name in self.hashed:
+            refuse_other_kind(what, name, self.kind_of(name, fields), self.id_kinds.get(name, ""))
+        check_derived_types(self.schema, fields, self._lookups, what, self._lists)
+
+    def kind_of(self, name: str, fields: pa.Schema) -> str:
+        """What the ids of a column of these types are, see ``id_kinds``."""
+        kind = arrow.plain_type(fields.field(name).type)
+        is_sparse = any(c.name == name for c in self.schema.stored[0])
+        found = arrow.kind_of_ids(kind)
+        return f"{LISTS_OF}{found}" if found and arrow.is_list(kind) and not is_sparse else found
+
+    def table(self, rows: Mapping[str, Sequence[object]]) -> pa.Table:
+        """Type plain values by column, as JSON has them: null, booleans, numbers, text, and lists of these.
+
+        Raises
+        ------
+        DataError
+            If a column is missing or of another length, or a value is of another kind than in training; names column,
+            row and value.
+        """
+        try:
+            return typed_table(rows, self.columns())
+        except DataError as error:
+            encoded = self.schema.stored[0] if self.ids == "raw" and self.preparation is None else ()
+            raise DataError(f"{error}{hint_for_text(rows, encoded)}") from None
+
+    def batch(
+        self, table: pa.Table | pa.RecordBatch, *, place: str = ROWS, row_of: Callable[[int], str] = place_of_row
+    ) -> Batch:
+        """Encode rows.
+
+        Parameters
+        ----------
+        table
+            Columns by name; those that the schema does not name are left alone.
+        place, row_of
+            Where the rows are, and the row of a position, for errors.
+
+        Raises
+        ------
+        DataError
+            If a column is missing, or a value cannot be what its column says.
+        SpecError
+            If a column has a type that does not fit its role.
+        """
+        s, columns = self.schema, self._columns(table, Place(place, row_of))
+        table, where = columns.stored, columns.place
+        bags = [columns.bags(column, self.ids) for column in s.sparse]
+        offsets = [np.concatenate([[0], np.cumsum(lengths)]) for _, lengths in bags if lengths is not None]
+        # Joined by NumPy: torch.cat starts threads, which fight with those of the training step.
+        sparse = Jagged(
+            [c.name for c in s.sparse],
+            torch.from_numpy(np.concatenate([rows for rows, _ in bags])),
+            batch_size=len(table),
+            fixed=[c.ids for c in s.sparse],
+            offsets=torch.from_numpy(np.stack(offsets)) if offsets else None,
+            weights=torch.from_numpy(_id_weights(columns, s, bags)) if s.id_weights else None,
+        )
+        mapped = {label.column: label for label in s.positives}
+        labels = [read_labels(table[name], name, mapped.get(name), where) for name in s.labels]
+        weights = weights_by_label(table, s, where)
+        return Batch(
+            sparse=sparse,
+            dense=torch.from_numpy(read_numericals(columns, s)) if s.dense else None,
+            labels=torch.from_numpy(np.stack(labels, axis=1)) if labels else None,
+            weights=None if weights is None else torch.from_numpy(weights),
+            extra={s.group: torch.from_numpy(read_group(table[s.group], s.group, where))} if s.group else {},
+        )
+
+    def numericals(
+        self, table: pa.Table, *, place: str = ROWS, row_of: Callable[[int], str] = place_of_row
+    ) -> Tensor | None:
+        """The batch's ``dense`` alone, of `names_of_dense`; None where the schema has none."""
+        if not self.schema.dense:
+            return None
+        columns = self._columns(table, Place(place, row_of), check=False)
+        return torch.from_numpy(read_numericals(columns, self.schema))
+
+    def numbers(self, table: pa.Table, names: Sequence[str]) -> dict[str, arrow.Array]:
+        """Numbers ``[n]`` float64 of stored or looked-up columns, of the columns of `stored_for`; NaN for null."""
+        columns = self._columns(table, Place(), check=False)
+        return {name: columns.numbers(name) for name in names}
+
+    # -- what checkpoints keep ---------------------------------------------------------------------------------------
+
+    @property
+    def unmeasured(self) -> list[Bucket]:
+        """Buckets whose boundaries are still to be measured."""
+        return [
+            d
+            for d in self.schema.derived
+            if isinstance(d, Bucket) and d.boundaries is None and d.name not in self.boundaries
+        ]
+
+    def assume_measured(self) -> None:
+        """Take what was not measured for buckets of one interval: for models that nothing is learned from."""
+        self.boundaries.update({bucket.name: [] for bucket in self.unmeasured})
+
+    def state(self) -> dict[str, Any]:
+        """What is known of derived columns beside the schema: boundaries by bucket, SHA-256 of looked-up tables.
+
+        Raises
+        ------
+        SpecError
+            If a bucket is not measured.
+        """
+        if left := self.unmeasured:
+            raise SpecError(not_measured(left[0].name))
+        found: dict[str, Any] = {}
+        for d in self.schema.derived:
+            if isinstance(d, Bucket) and d.boundaries is None:
+                found[d.name] = {**d.entry(), "measured": list(self.boundaries[d.name])}
+            elif isinstance(d, Lookup):
+                table = self._lookups[d.name]
+                found[d.name] = {**d.entry(), "keys": len(table.keys), "sha256": table.sha256}
+        return found if self.preparation is None else found | self.preparation.state()
+
+    def load_state(self, state: Mapping[str, Any], *, other_tables: bool = False) -> None:
+        """Take over what `state` gave, of the features that are the same here.
+
+        Parameters
+        ----------
+        state
+            Of the encoder that a model was trained with.
+        other_tables
+            Whether tables may have changed since.
+
+        Raises
+        ------
+        DataError
+            If the content of a table is another than in training.
+        """
+        for d in self.schema.derived:
+            was = cast("Mapping[str, Any]", state.get(d.name, {}))
+            if isinstance(d, Bucket) and d.entry().items() <= was.items() and "measured" in was:
+                self.boundaries[d.name] = was["measured"]
+            elif isinstance(d, Lookup) and "sha256" in was and not other_tables:
+                self._lookups[d.name].refuse_other(d, was)
+        if self.preparation is not None and not other_tables:
+            self.preparation.refuse_other(state)
+
+    @property
+    def tables(self) -> dict[str, pa.Table]:
+        """By feature, columns ``key`` and ``value`` that its values are looked up in."""
+        return {name: table.to_table() for name, table in self._lookups.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that JSON can hold; with `tables`, `from_dict` is the inverse.
+
+        Raises
+        ------
+        SpecError
+            If a bucket is not measured.
+        """
+        return {
+            "schema": self.schema.to_dict(),
+            "ids": self.ids,
+            "id_kinds": dict(self.id_kinds),
+            "features": self.state(),
+            **({} if self.preparation is None else {"preparation": self.preparation.entry.model_dump()}),
+        }
+
+    @staticmethod
+    def from_dict(
+        values: Mapping[str, Any],
+        tables: Mapping[str, pa.Table] | None = None,
+        vocabulary: Callable[[str], LookupTable] | None = None,
+    ) -> Encoder:
+        """Rebuild an encoder from `to_dict`'s values, `tables`, and what gives the ids of a column's values.
+
+        Raises
+        ------
+        SpecError
+            If a value cannot be right.
+        DataError
+            If a table is not the one that the values are of.
+        """
+        schema = Schema.from_dict(values["schema"])
+        preparation = Preparation.rebuilt(values.get("preparation"), schema, vocabulary)
+        made = Encoder(schema, ids=values["ids"], id_kinds=values["id_kinds"], tables=tables, preparation=preparation)
+        made.load_state(values.get("features", {}))
+        return made
+
+    def _columns(self, table: pa.Table | pa.RecordBatch, place: Place, *, check: bool = True) -> Columns:
+        if isinstance(table, pa.RecordBatch):
+            table = pa.Table.from_batches([table])
+        checked = self._checked  # read once, because other threads replace it
+        is_known = checked is not None and table.schema.equals(checked[0])
+        if not check:
+            table = arrow.without_empty_types(table, table.column_names)
+        elif not is_known:
+            table = self._checked_table(table, place.name)
+        if checked is None or not (check and is_known and checked[1]):
+            table = arrow.plain(table, place.name)
+        if self.preparation is not None:
+            table = self.preparation.stored(table, self.schema.dense, place)
+        derived = {d.name: d for d in self.schema.derived}
+        return Columns(table, derived, self._lookups, self.boundaries, self._lists, place)
+
+    def _checked_table(self, table: pa.Table, place: str) -> pa.Table:
+        """Check the types of a table; inputs without values may have any type, and come back as null."""
+        try:
+            self.check(table.schema, place)
+        except (DataError, SpecError):
+            table = arrow.without_empty_types(table, [column.name for column in self.columns()])
+            self.check(table.schema, place)
+        else:
+            is_plain = all(arrow.plain_type(field.type) == field.type for field in table.schema)
+            self._checked = table.schema, is_plain
+        return table
+
+    @property
+    def _lists(self) -> frozenset[str]:
+        return frozenset(column.name for column in self._inputs if column.is_list)
+
+
+def _id_weights(
+    columns: Columns, schema: Schema, bags: Sequence[tuple[arrow.Array, arrow.Array | None]]
+) -> arrow.Array:
+    """Weights ``[N]`` float32 of the ids of all columns, 1 in those that have none."""
+    found: list[arrow.Array] = []
+    for column, (rows, lengths) in zip(schema.sparse, bags, strict=True):
+        if column.weights is None:
+            found.append(np.ones(len(rows), np.float32))
+        else:
+            each = np.full(len(columns.stored), column.ids or 0) if lengths is None else lengths
+            found.append(arrow.id_weights(column, columns.stored[column.weights].combine_chunks(), each, columns.place))
+    return np.concatenate(found)
+
+
+# -- descriptions for programs without hotbed ----------------------------------------------------------------------
+
+MOST_KEYS = 1_000_000
+"""Most keys of a table that a description holds."""
+
+
+def described_features(encoder: Encoder) -> list[dict[str, Any]]:
+    """How columns are made, in this order: crosses, buckets with their boundaries, lookups with their tables."""
+    found: list[dict[str, Any]] = []
+    for d in encoder.schema.derived:
+        if isinstance(d, Cross):
+            found.append(d.entry())
+        elif isinstance(d, Bucket):
+            boundaries = d.boundaries if d.boundaries is not None else encoder.boundaries[d.name]
+            found.append({"name": d.name, "bucket": d.column, "boundaries": list(boundaries)})
+        else:
+            table = encoder.tables[d.name]
+            if len(table) > MOST_KEYS:
+                raise SpecError(
+                    f"feature '{d.name}' looks values up in {len(table):,} keys of {d.file}, and inputs.json holds "
+                    f"at most {MOST_KEYS:,}; leave out keys that no row has"
+                )
+            key, value = (_plain(table[name], f"feature '{d.name}': {d.file}") for name in ("key", "value"))
+            missing = [] if arrow.is_list(table["value"].type) else None
+            pairs = [[k, missing if v is None else v] for k, v in zip(key, value, strict=True)]
+            found.append({"name": d.name, "lookup": d.column, "table": pairs, "missing": missing})
+    return found
+
+
+def encoding_of(encoder: Encoder, column: str) -> dict[str, str]:
+    """How the ids of a sparse column are made of its values: by a hash, as a cross, as a bucket, or as they are."""
+    derived = next((d for d in encoder.schema.derived if d.name == column), None)
+    if isinstance(derived, Cross | Bucket):
+        return {"encoding": "cross" if isinstance(derived, Cross) else "bucket"}
+    if derived is None and encoder.ids == "raw":
+        return {"encoding": "rows"}
+    if derived is not None:
+        return {"encoding": "hash", "values": arrow.kind_of_ids(encoder.tables[column]["value"].type)}
+    return {"encoding": "hash", "values": encoder.id_kinds.get(column, "")}
+
+
+def _plain(column: pa.ChunkedArray, what: str) -> list[Any]:
+    """Values as JSON has them."""
+
+    def text(value: Any) -> Any:
+        if isinstance(value, list):
+            return [text(entry) for entry in value]
+        return value.decode() if isinstance(value, bytes) else value
+
+    try:
+        return [text(value) for value in column.to_pylist()]
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{what} has bytes that are no UTF-8 ({error}), and JSON holds text only") from None

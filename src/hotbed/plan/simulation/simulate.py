@@ -1,0 +1,439 @@
+"""Simulate training steps of a plan on machines that need not be here: what runs beside what, and who waits for whom.
+
+All seconds are those of `hotbed.plan.cost` and `hotbed.plan.step_time`; this file knows their order only, which is
+that of
+the trainer. Of batch ``b``, threads and what they do (``│``: all ranks of a group, or all ranks, meet)::
+
+    prefetch    input b+1 · (ids b+1 │ · read ahead b+1)                                                  over Gloo
+    step        (ids b │) · launches · slower memories · lookup · rows │ · pooling · forward · loss │
+                  · backward · sums per row · gradients │ · update · sums │ · write back · copies │
+    all-reduce                        bucket by bucket, as backward makes them │
+    average     every `sync_every` steps, until the next reader of rows │                                 over Gloo
+
+Over NCCL exchanges never overlap with each other (`hotbed.comm`): ids are exchanged, and replicas averaged, in the
+step. An all-to-all ends for all ranks when the rank that sends most is done, for all need something from it. Stragglers
+are ranks that take longer for what they compute, drawn anew for each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+
+from hotbed.checks import Range, Section, Size
+from hotbed.errors import PlanError
+from hotbed.plan.cost import (
+    COPIES,
+    DISK,
+    GRADIENTS,
+    HOST,
+    IDS,
+    LOOKUP,
+    POOLING,
+    REPLICAS,
+    ROWS,
+    SUMS,
+    UPDATE,
+    Array,
+    CostModel,
+    RankCosts,
+)
+from hotbed.plan.hardware import Hardware
+from hotbed.plan.links import LinkName
+from hotbed.plan.simulation.timeline import Among, Event, Operation, Timeline
+from hotbed.plan.step_time import (
+    EXCHANGES_OF_COPIES,
+    StepEstimate,
+    all_ranks,
+    average_messages,
+    buckets_of,
+    dense_launches_s,
+    estimate_step,
+    products_s,
+)
+from hotbed.plan.tiling import Plan
+
+MOST_BUCKETS = 16
+"""Buckets that are told apart; of more, several count as one. Ranks that share cores hide nothing of an all-reduce,
+which takes cores, too: theirs begins when backward is over."""
+WARM_UP, MEASURED = 8, 32
+"""Steps before those that count, and at least so many that do."""
+DRAWN = 3
+"""Steps whose events are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stragglers(Section, where="stragglers.", error=PlanError):
+    """Ranks that are slow for a step.
+
+    Attributes
+    ----------
+    share
+        Of ranks and steps.
+    slowdown
+        How many times as long they take for what they compute and read; at least 1.
+    seed
+        The same gives the same ranks and steps.
+    """
+
+    share: Annotated[float, Range(least=0, most=1)] = 0.0
+    slowdown: Annotated[float, Range(least=1)] = 1.5
+    seed: Size = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """What the trainer does beside computing a batch."""
+
+    ids: bool  # ids of the next batch are exchanged, and rows that are in files read ahead
+    averages: bool  # replicas are averaged until the next reader of their rows
+    buckets: bool = True
+    """The all-reduce begins with a bucket when backward has made it; else with the backward pass, as
+    `hotbed.plan.step_time` counts."""
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> Overlap:
+        """What is done on a machine: over NCCL, between GPUs, exchanges do not overlap."""
+        return cls(ids=hardware.cores_shared, averages=hardware.cores_shared)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of one resource, per step and rank."""
+
+    amount: float  # mean over ranks
+    unit: Literal["B", "FLOP", ""]  # of cores nothing is counted but time
+    most: float  # of the rank with most
+    seconds: float  # in which it is used, mean over ranks
+    utilisation: float  # share of the step
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a simulated run did."""
+
+    steps: int  # that were counted
+    step_s: float
+    samples_per_s: float  # of all ranks together
+    critical: Mapping[str, float]
+    """Seconds of a step by what they are spent on, on the rank that waits least; largest first."""
+    waiting: float  # share of a step in which a rank waits for others, or for links: mean over ranks
+    binds: str  # the resource that the critical rank's step is mostly made of; ``"messages"``: their fixed costs
+    usage: Mapping[str, Usage]  # by resource
+    nodes: int  # that are taken
+    price_per_hour: float | None  # of a node
+    closed_form: StepEstimate  # the estimate without order, of the same seconds
+    events: tuple[Event, ...]  # of a few steps and ranks
+
+    @property
+    def per_billion(self) -> float | None:
+        """Price of a billion samples, in the unit of the price per hour."""
+        if self.price_per_hour is None:
+            return None
+        return 1e9 / self.samples_per_s / 3600 * self.nodes * self.price_per_hour
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but events, as JSON has it."""
+        return {
+            "steps": self.steps,
+            "step_s": self.step_s,
+            "samples_per_s": self.samples_per_s,
+            "critical_s": dict(self.critical),
+            "waiting": self.waiting,
+            "binds": self.binds,
+            "usage": {name: asdict(usage) for name, usage in self.usage.items()},
+            "nodes": self.nodes,
+            "price_per_billion_samples": self.per_billion,
+            "closed_form_s": self.closed_form.to_dict(),
+        }
+
+
+def simulate(
+    plan: Plan,
+    costs: RankCosts,
+    model: CostModel,
+    *,
+    stragglers: Stragglers | None = None,
+    overlap: Overlap | None = None,
+) -> Simulation:
+    """Simulate steps of a plan, until what is measured no longer depends on how they began.
+
+    Ranks of equal load are simulated once, as are replicas; with stragglers, all are.
+    """
+    here, work = model.hardware, model.workload
+    if here is None:
+        raise PlanError("a simulation needs hardware; give the cost model a profile")
+    slow = stragglers if stragglers is not None and stragglers.share > 0 and stragglers.slowdown > 1 else None
+    parts, counts, first = costs.parts, np.ones(plan.world_size), np.arange(plan.world_size)
+    if slow is None:  # to twelve digits: sums of the same tiles in another order
+        rounded = np.round(parts / max(float(parts.max()), 1e-300), 12)
+        _, first, counts = np.unique(rounded, axis=0, return_index=True, return_counts=True)
+        parts = parts[first]
+    estimate = estimate_step(plan, costs, model)
+    does = _Trainer(parts, estimate, model, overlap or Overlap.of(here))
+    timeline = Timeline(1 if slow is None else work.replicas, len(parts))
+    random = None if slow is None else np.random.default_rng(slow.seed)
+    every = work.sync_every if work.replicas > 1 else 1
+    measured = -(-MEASURED // every) * every
+    begin = 0.0
+    does.prefetch(timeline, np.ones((1, 1)))
+    for step in range(WARM_UP + measured):
+        factor = np.ones((1, 1))
+        if slow is not None and random is not None:
+            factor = np.where(random.random((work.replicas, len(parts))) < slow.share, slow.slowdown, 1.0)
+        if step == WARM_UP:
+            begin = float(timeline.moment().max())
+            timeline.reset_counts()
+            timeline.watch(_sample(parts, first))
+        if step == WARM_UP + DRAWN:
+            timeline.watch(())
+        does.step(timeline, factor, averages=(step + 1 - WARM_UP) % every == 0)
+    seconds = (float(timeline.moment().max()) - begin) / measured
+    most = [float(busy.max()) for busy in timeline.busy.values()]
+    seconds = max(seconds, *(total / measured for total in most))  # a queue may still have been filling
+    return _result(timeline, does, measured, seconds, counts, costs, estimate, model)
+
+
+class _Trainer:
+    """Operations of a step, and the order in which threads issue them."""
+
+    def __init__(self, parts: Array, estimate: StepEstimate, model: CostModel, overlap: Overlap) -> None:
+        work = model.workload
+        self._overlap = overlap
+        self._ranks = model.world_size * work.replicas
+        self._every = work.sync_every
+        self.buckets = 1
+        if overlap.buckets and not (model.hardware is not None and model.hardware.cores_shared):
+            self.buckets = min(max(buckets_of(model), 1), MOST_BUCKETS)
+        # Fixed costs of messages go with their exchanges, by how many each has.
+        assert model.links is not None
+        peers = model.links.messages
+        messages = {
+            "ids": 2 * peers,
+            "rows": peers,
+            "gradients": peers,
+            "copies": EXCHANGES_OF_COPIES * peers * bool(parts[:, COPIES].any()),
+            "sums": peers * bool(parts[:, SUMS].any()),
+            "average": average_messages(parts, work),
+        }
+        every = sum(messages.values())
+        fixed = estimate.messages / every if every else 0.0
+        beside = 0.0 if every else estimate.messages  # measured, of what has no exchange
+        dense = "cores" if dense_launches_s(model) > products_s(model) else "arithmetic"
+        known = (LOOKUP, POOLING, IDS, ROWS, GRADIENTS, UPDATE, COPIES, SUMS, HOST, DISK, REPLICAS)
+        others = [part for part in range(parts.shape[1]) if part not in known]
+
+        def of(part: int, share: float = 1.0) -> Array:
+            return share * parts[None, :, part]
+
+        def exchange(name: str, part: int, among: Among = "shards", times: float = 1.0) -> Operation:
+            return Operation(name, "links", times * (of(part) + fixed * messages[name]), among)
+
+        def alike(value: float) -> Array:
+            return np.full((1, len(parts)), value)
+
+        memory, whole = "device memory", self._every
+        self._input = Operation("input", "host link", alike(estimate.input))
+        self._ids = exchange("ids", IDS)
+        self._read_ahead = Operation("read from disk", "disk", of(DISK, 1 / 2))
+        self._launches = Operation("launches", "cores", alike(estimate.launches + beside))
+        self._fetch = Operation("read from host", "host link", of(HOST, 1 / 2))
+        self._others = Operation("grouping", memory, parts[None][:, :, others].sum(2))
+        self._lookup = Operation("lookup", memory, of(LOOKUP))
+        self._rows = exchange("rows", ROWS)
+        self._pool = Operation("pooling", memory, of(POOLING, 1 / 2))
+        self._forward = Operation("forward", dense, alike(estimate.dense / 3))
+        self._backward = Operation("backward", dense, alike(2 / 3 * estimate.dense / self.buckets))
+        self._reduce = Operation("all-reduce", "links", alike(estimate.all_reduce / self.buckets), "all")
+        self._segment = Operation("sums per row", memory, of(POOLING, 1 / 2))
+        self._gradients = exchange("gradients", GRADIENTS)
+        self._update = Operation("update", memory, of(UPDATE))
+        self._sums = exchange("sums", SUMS)
+        self._write_host = Operation("write to host", "host link", of(HOST, 1 / 2))
+        self._write_disk = Operation("write to disk", "disk", of(DISK, 1 / 2))
+        self._copies = exchange("copies", COPIES)
+        self._average = exchange("average", REPLICAS, "replicas", whole)
+        ahead = [self._input, *([self._ids, self._read_ahead] if overlap.ids else [])]
+        self.resources = {op.name: op.resource for op in vars(self).values() if isinstance(op, Operation)}
+        self.resources["prefetch"] = max(ahead, key=lambda op: float(op.seconds.max())).resource
+
+    def prefetch(self, on: Timeline, factor: Array) -> None:
+        """Give the next batch to its thread."""
+        on.run(self._input, "prefetch")
+        if self._overlap.ids:
+            on.run(self._ids, "prefetch")
+            on.run(_times(self._read_ahead, factor), "prefetch")
+
+    def step(self, on: Timeline, factor: Array, *, averages: bool) -> None:
+        """Train on a batch; ``factor``: how many times as long ranks take for what they do by themselves."""
+
+        def alone(*operations: Operation) -> None:
+            for operation in operations:
+                on.run(_times(operation, factor))
+
+        asked = on.moment()
+        on.join("step", "prefetch", "prefetch")
+        on.join_at("prefetch", asked)
+        self.prefetch(on, factor)
+        if not self._overlap.ids:
+            on.run(self._ids)
+        alone(self._launches)
+        on.join("step", "average", "average")
+        if not self._overlap.ids:
+            alone(self._read_ahead)
+        alone(self._others, self._fetch, self._lookup)
+        on.run(self._rows)
+        alone(self._pool, self._forward)
+        if self._ranks > 1:
+            on.meet()  # whether the loss is finite, and how many samples there were
+        for _ in range(self.buckets):
+            if not self._overlap.buckets:
+                self._reduced(on)
+            alone(self._backward)
+            if self._overlap.buckets:
+                self._reduced(on)
+        alone(self._segment)
+        on.run(self._gradients)
+        on.join("step", "all-reduce", "all-reduce")
+        alone(self._update)
+        on.run(self._sums)
+        alone(self._write_host, self._write_disk)
+        on.run(self._copies)
+        if averages and self._overlap.averages:
+            on.join("average", "step")
+            on.run(self._average, "average")
+        elif averages:
+            on.run(self._average)
+
+    def _reduced(self, on: Timeline) -> None:
+        on.join("all-reduce", "step")
+        on.run(self._reduce, "all-reduce")
+
+
+def _times(operation: Operation, factor: Array) -> Operation:
+    if factor.size == 1:
+        return operation
+    return Operation(operation.name, operation.resource, operation.seconds * factor, operation.among)
+
+
+def _sample(parts: Array, first: Array) -> list[tuple[int, int, int]]:
+    """The busiest, the median and the idlest rank, of the first replica."""
+    order = parts.sum(1).argsort(kind="stable")[::-1].tolist()
+    columns = dict.fromkeys([order[0], order[len(order) // 2], order[-1]])
+    return [(int(first[column]), 0, column) for column in columns]
+
+
+def _result(
+    timeline: Timeline,
+    does: _Trainer,
+    steps: int,
+    seconds: float,
+    counts: Array,
+    costs: RankCosts,
+    estimate: StepEstimate,
+    model: CostModel,
+) -> Simulation:
+    here, work = model.hardware, model.workload
+    assert here is not None
+    least = np.unravel_index(int(timeline.waited.argmin()), timeline.waited.shape)
+    spent = {name: float(values[least]) / steps for name, values in timeline.spent.items()}
+    by_resource: dict[str, float] = {}
+    for name, value in spent.items():
+        resource = does.resources.get(name) or "links"
+        by_resource[resource] = by_resource.get(resource, 0.0) + value
+    binds = max(by_resource, key=lambda name: by_resource[name], default="cores")
+    if binds == "links":  # bytes, of the exchange that takes longest, or the fixed costs of messages
+        exchanges = [name for name in spent if does.resources.get(name) == "links"]
+        longest = max(exchanges, key=lambda name: spent[name], default="")
+        fixed = estimate.reduce_messages if longest == "all-reduce" else estimate.messages
+        binds = "messages" if fixed > by_resource["links"] / 2 else link_of(model, longest)
+    busy = {name: float((values @ counts).mean() / counts.sum()) / steps for name, values in timeline.busy.items()}
+    ranks = model.world_size * work.replicas
+    return Simulation(
+        steps=steps,
+        step_s=seconds,
+        samples_per_s=work.batch_size / seconds,
+        critical=dict(sorted(((n, s) for n, s in spent.items() if s > 0), key=lambda item: -item[1])),
+        waiting=float((timeline.waited @ counts).mean() / counts.sum()) / steps / seconds,
+        binds=binds,
+        usage=usage_of(busy, seconds, costs, model, estimate.all_reduce - estimate.reduce_messages),
+        nodes=-(-ranks // here.ranks_per_node),
+        price_per_hour=here.price_per_hour,
+        closed_form=estimate,
+        events=tuple(timeline.events),
+    )
+
+
+def link_of(model: CostModel, exchange: str) -> str:
+    """Which link an exchange of the simulation waits for: ``"node link"`` or ``"network"``."""
+    here = model.hardware
+    assert here is not None
+    if exchange == "all-reduce":
+        everyone = all_ranks(model)
+        if everyone.in_two_hops:
+            return everyone.slowest("shards")
+        return "network" if everyone.size > here.ranks_per_node else "node link"
+    assert model.links is not None
+    return model.links.slowest("replicas" if exchange == "average" else "shards")
+
+
+def usage_of(
+    busy: Mapping[str, float], step_s: float, costs: RankCosts, model: CostModel, all_reduce_s: float
+) -> dict[str, Usage]:
+    """By resource; those of which nothing is used are left out.
+
+    Of two links that carry at once the slower is in use for the seconds that an exchange is charged, messages aside.
+    """
+    here, work = model.hardware, model.workload
+    assert here is not None and model.links is not None
+    everyone = all_ranks(model)
+    ranks = everyone.size
+    parts = costs.parts_bytes
+    none, exchanged = np.zeros(len(parts)), [IDS, ROWS, GRADIENTS, COPIES, SUMS]
+    dense = none + 2 * (ranks - 1) / ranks * 4.0 * work.dense.parameters
+    rates = dict(model.links.rates())
+    links, on_links = dict.fromkeys(rates, none), dict.fromkeys(rates, 0.0)
+    all_near = float(ranks <= here.ranks_per_node)
+    over_all: dict[LinkName, float] = {"node link": all_near, "network": 1 - all_near}
+    reduced_s = max(share / rates[name] for name, share in over_all.items())
+    if everyone.in_two_hops:
+        over_all, reduced_s = everyone.shares("shards"), everyone.byte_s("shards")
+    exchanges, averages = model.links.shares("shards"), model.links.shares("replicas")
+    for nbytes, shares, byte_s, charged in (
+        (parts[:, exchanged].sum(1), exchanges, model.links.byte_s("shards"), costs.parts[:, exchanged].sum(1).mean()),
+        (parts[:, REPLICAS], averages, model.links.byte_s("replicas"), costs.parts[:, REPLICAS].mean()),
+        (dense, over_all, reduced_s, all_reduce_s),
+    ):
+        for name, rate in rates.items():
+            links[name] = links[name] + shares[name] * nbytes
+            on_links[name] += float(charged) * shares[name] / rate / byte_s
+    amounts = {
+        "device memory": parts[:, [LOOKUP, POOLING, UPDATE]].sum(1),
+        "arithmetic": none + 3 * work.dense.flops * model.local_batch,
+        **links,
+        "host link": parts[:, HOST] + work.dense.input_bytes * model.local_batch,
+        "disk": parts[:, DISK],
+        "cores": none,
+    }
+    used = {"arithmetic": products_s(model), **busy, **on_links}
+    found: dict[str, Usage] = {}
+    for name, amount in amounts.items():
+        mean = float(amount.mean())
+        seconds = used.get(name, 0.0)
+        if seconds > 0:
+            unit = "FLOP" if name == "arithmetic" else "" if name == "cores" else "B"
+            found[name] = Usage(mean, unit, float(amount.max()), seconds, seconds / step_s)
+    return found
+
+
+def amount_text(value: float, unit: str) -> str:
+    """An amount with a decimal prefix; nothing where nothing is counted."""
+    if not unit:
+        return ""
+    for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:,.3g} {prefix}{unit}"
+    return f"{value:,.3g} {unit}"

@@ -1,0 +1,158 @@
+"""Assign rows to memory tiers by popularity: the most popular rows to the fastest tier that has room."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from hotbed.checks import Size, check
+from hotbed.errors import PlanError
+from hotbed.optim import Moment
+from hotbed.plan.cost import tile_bytes
+from hotbed.plan.hit_rates import Popularity, Zipf
+from hotbed.plan.tiling import Plan, Tier, Tile
+from hotbed.specs import Table
+
+_STEPS = 200
+"""Halvings of the range of densities; far more than a float can tell apart."""
+
+
+def place_in_tiers(
+    plan: Plan,
+    tables: Sequence[Table],
+    budgets: Mapping[Tier, int],  # bytes per rank of "device" and "host" that rows and moments may take
+    rest: Tier,  # where all other rows go
+    *,
+    popularity: Mapping[str, Popularity] | None = None,
+    moments: Mapping[str, Sequence[Moment]] | None = None,
+    cache_rows: int = 0,
+    cached: Sequence[Tier] = ("host", "disk"),
+    keep: Collection[str] = (),  # tables whose tiles stay where they are, with their caches; what they take counts
+) -> Plan:
+    """Cut a plan's tiles by popularity, and put the parts into memories of falling speed.
+
+    Time per batch is the sum of accesses × time per access over memories. As rows of every tile have one size, it is
+    least where no row lies in a slower memory than one with fewer accesses per byte: so one threshold per memory
+    decides (after RecShard, Sethi et al. 2022, arXiv 2201.10095). Nothing is known of rows but the order in which they
+    are numbered, which has to be that of falling popularity, as `hotbed.prepare` makes it.
+    """
+    for tier, budget in budgets.items():
+        check(f"bytes of tier '{tier}'", budget, Size, PlanError)
+    by_name = {t.name: t for t in tables}
+    known = {t.name: (popularity or {}).get(t.name) or Zipf(t.rows) for t in tables}
+
+    def nbytes(tile: Tile) -> int:
+        return tile_bytes(by_name[tile.table], tile, (moments or {}).get(tile.table, ()))
+
+    def stays(tile: Tile) -> bool:
+        return bool(tile.readers) or tile.table in keep
+
+    tiles: list[Tile] = []
+    for rank in range(plan.world_size):
+        own = [t for t in plan.tiles if t.owner == rank]
+        left = [t for t in own if not stays(t)]
+        for tier, budget in budgets.items():
+            held = [t for t in plan.tiles if stays(t) and t.tier == tier and (t.owner == rank or rank in t.readers)]
+            prefixes = _prefixes(left, by_name, known, nbytes, budget - sum(map(nbytes, held)))
+            parts = [_split(tile, prefixes[tile.table]) for tile in left]
+            tiles += [replace(head, tier=tier, cache_rows=0) for head, _ in parts if head is not None]
+            left = [tail for _, tail in parts if tail is not None]
+        tiles += [replace(tile, tier=rest, cache_rows=0) for tile in left]
+        tiles += [t for t in own if stays(t)]
+    order = {t.name: i for i, t in enumerate(tables)}
+    tiles.sort(key=lambda t: (order[t.table], t.cols.start, t.rows.start, t.owner))
+    return with_cache(replace(plan, tiles=tuple(tiles)), cache_rows, cached, keep)
+
+
+def with_cache(
+    plan: Plan, cache_rows: int, cached: Sequence[Tier] = ("host", "disk"), keep: Collection[str] = ()
+) -> Plan:
+    """The plan with so many rows of cache per rank before rows in these memories, but for the tables to ``keep``.
+
+    A rank's tiles share them: each counts for its share of the rank's rows there.
+    """
+    total = dict.fromkeys(range(plan.world_size), 0)
+    for tile in plan.tiles:
+        total[tile.owner] += len(tile.rows) * (tile.tier in cached and tile.table not in keep)
+    tiles = [
+        tile
+        if tile.tier not in cached or tile.table in keep
+        else replace(tile, cache_rows=min(-(-cache_rows * len(tile.rows) // total[tile.owner]), len(tile.rows)))
+        for tile in plan.tiles
+    ]
+    return replace(plan, tiles=tuple(tiles))
+
+
+def hot_rows(
+    tables: Sequence[Table],
+    budget: int,
+    *,
+    popularity: Mapping[str, Popularity] | None = None,
+    moments: Sequence[Moment] = (),
+    beside: Mapping[str, int] | None = None,
+    whole_bytes: int = 0,
+) -> dict[str, int]:
+    """How many of the first rows of each table are worth a byte budget: those with the most accesses per byte.
+
+    Tables of at most ``whole_bytes`` come first: the others share what these leave when all of them are in it whole
+    (Adnan et al. 2021, arXiv 2103.00686, take tables below 1 MB whole). A larger budget gives no table fewer rows. See
+    `place_in_tiers`. ``beside`` is bytes per row that go with a table's: of other tables of the same ids.
+    """
+    whole = [Tile(t.name, range(t.rows), range(t.dim), 0) for t in tables]
+    known = {t.name: (popularity or {}).get(t.name) or Zipf(t.rows) for t in tables}
+    by_name = {t.name: t for t in tables}
+
+    def nbytes(tile: Tile) -> int:
+        own = tile_bytes(by_name[tile.table], tile, moments)
+        return own + len(tile.rows) * (beside or {}).get(tile.table, 0)
+
+    small = [t for t in whole if nbytes(t) <= whole_bytes]
+    others = [t for t in whole if nbytes(t) > whole_bytes]
+    left = max(budget - sum(map(nbytes, small)), 0)
+    found = _prefixes(small, by_name, known, nbytes, budget) | _prefixes(others, by_name, known, nbytes, left)
+    found = {t.name: found[t.name] for t in tables}
+    if budget > 0 and not any(found.values()):
+        raise PlanError(f"a budget of {budget:,} bytes does not hold a row of any table; raise it")
+    return found
+
+
+def _prefixes(
+    tiles: Sequence[Tile],
+    tables: Mapping[str, Table],
+    known: Mapping[str, Popularity],
+    nbytes: Callable[[Tile], int],
+    budget: int,
+) -> dict[str, int]:
+    """Row of each table up to which rows are taken, so that they fit: those of most accesses per byte."""
+    sizes = {t.table: max(nbytes(replace(t, rows=t.rows[-1:])), 1) for t in tiles}
+
+    def taken(density: float) -> dict[str, int]:
+        return {name: known[name].rows_above(density * size) for name, size in sizes.items()}
+
+    def fits(prefixes: Mapping[str, int]) -> bool:
+        heads = [head for t in tiles if (head := _split(t, prefixes[t.table])[0]) is not None]
+        return sum(map(nbytes, heads)) <= budget
+
+    everything = {t.table: tables[t.table].rows for t in tiles}
+    if fits(everything):
+        return everything
+    low, high = -300.0, 300.0  # exponents of ten; at the higher one nothing is taken
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(taken(10**middle)) else (middle, high)
+    found = taken(10**high)
+    # Rows that tie for the rest, and then those without an access, in the order of tables and rows.
+    for name, most in [*taken(10**low).items(), *everything.items()]:
+        least = found[name]
+        found[name] = bisect_left(range(least + 1, most + 1), True, key=lambda n: not fits({**found, name: n})) + least
+        if found[name] < most:
+            break
+    return found
+
+
+def _split(tile: Tile, row: int) -> tuple[Tile | None, Tile | None]:
+    """The rows of a tile before a row, and the others."""
+    count = len(range(tile.rows.start, min(row, tile.rows.stop), tile.rows.step))
+    head, tail = tile.rows[:count], tile.rows[count:]
+    return replace(tile, rows=head) if head else None, replace(tile, rows=tail) if tail else None

@@ -1,0 +1,368 @@
+"""Check a model: the contract of a recipe's ``model``, as tests that any class can run.
+
+A test class of a model subclasses `ModelContract` and says which columns the model is given::
+
+    class TestTwoTower(ModelContract):
+        model = Component(class_path="two_tower.TwoTower", init_args={"width": 16})
+        schema = Schema(sparse=(SparseColumn(name="user", rows=90), SparseColumn(name="item", rows=60)))
+
+Its samples are drawn: ids of all columns, lists of up to `LONGEST` where their number varies, their weights where a
+column has some, and labels that depend on the ids. Tests go the way of ``hotbed train``, ``predict``, ``export`` and
+``serve``, in several processes, too, which must be able to import the test's module.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tempfile
+from abc import ABC
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from rich.console import Console
+
+from hotbed.batch import Batch
+from hotbed.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from hotbed.config import Component, Recipe
+from hotbed.data import Loader, Schema
+from hotbed.serve.model_files import ChangeSet
+from hotbed.serve.served_model import ServedModel
+from hotbed.testing.processes import World, run_in_processes
+from hotbed.train.runs.build import build, open_source
+from hotbed.train.runs.callbacks import Callback
+from hotbed.train.runs.model_export import export_model, export_single
+from hotbed.train.runs.report import RunDirectory
+from hotbed.train.runs.run import train
+from hotbed.train.runs.stored_model import evaluate_checkpoint
+from hotbed.train.trainer import Trainer
+from hotbed.train.workflows.prediction import predict
+
+Group = dist.ProcessGroup | None
+
+RANKS = 3
+"""Processes of a world: of two, sums have one order."""
+BATCH, STEPS = 24, 4
+LONGEST = 5
+"""Ids of a drawn list."""
+DIM = 32
+"""Columns of the tables, so that they can be cut in two."""
+
+PLANS: dict[str, Any] = {
+    "whole tables": "table",
+    "cut into rows": "row",
+    "cut into columns": "column",
+    "grid of rows and columns": "grid",
+    "copies on all ranks": "dp",
+    "popular rows copied": {"*": {"hot_rows": 2, "rows": 0}},
+    "in the host's memory": {"*": {"rows": 0, "tier": "host"}},
+    "on disk, cached": {"*": {"rows": 0, "tier": "disk", "cache_rows": 8}},
+}
+"""What the same model is trained under: values of ``parallel.plan``."""
+
+
+class ModelContract(ABC):
+    """What every model must do; the tests of a subclass run for the model that its attributes name.
+
+    Attributes
+    ----------
+    model
+        As in a recipe: the class, and arguments besides those that hotbed gives.
+    schema
+        Columns; ``labels`` may be several.
+    dim
+        Columns of the tables, or by table; multiples of 32 can be cut into columns.
+    retrieval
+        The recipe's section, of a model that is to find items; None: it is trained for the labels.
+    """
+
+    model: ClassVar[Component]
+    schema: ClassVar[Schema]
+    dim: ClassVar[int | Mapping[str, int]] = DIM
+    retrieval: ClassVar[Mapping[str, Any] | None] = None
+
+    @pytest.fixture
+    def world(self) -> World:
+        """What runs a function in several processes; override it where some are running already."""
+        return run_in_processes
+
+    @pytest.fixture
+    def recipe(self, tmp_path: Path) -> dict[str, Any]:
+        """A recipe of the model, as plain values, with drawn samples."""
+        return recipe_of(self, tmp_path)
+
+    def test_every_plan_trains_the_same_model(self, recipe: dict[str, Any], world: World) -> None:
+        """To the bit, wherever rows are."""
+        found = world(RANKS, trained, under(recipe, PLANS))[0]
+        assert found == dict.fromkeys(PLANS, found["whole tables"])
+
+    def test_replicas_train_the_same_model_under_every_plan(self, recipe: dict[str, Any], world: World) -> None:
+        """Two groups of two processes, whose copies are averaged."""
+        plans = ("whole tables", "cut into rows", "cut into columns")
+        found = world(4, trained, under(recipe | {"parallel": {"replicas": 2}}, plans))[0]
+        assert found == dict.fromkeys(plans, found["whole tables"])
+
+    def test_a_run_goes_on_under_another_plan(self, recipe: dict[str, Any], world: World, tmp_path: Path) -> None:
+        """From a checkpoint, to the bit of the run that was not stopped."""
+        recipes = under(recipe, ("cut into rows", "on disk, cached", "cut into columns"))
+        straight = world(RANKS, trained, {"": recipes.pop("cut into rows")})[0][""]
+        assert world(RANKS, trained_in_two, *recipes.values(), str(tmp_path / "checkpoint"))[0] == straight
+
+    def test_one_process_with_rows_on_disk_trains_the_same_model(self, recipe: dict[str, Any]) -> None:
+        """As with rows in the host's memory; with all in the device's, a model with dropout draws other numbers."""
+        memories = {"host": {"tier": "host"}, "disk": {"tier": "disk", "cache_rows": 8}}
+        found = trained(None, {name: recipe | {"memory": memory} for name, memory in memories.items()})
+        assert found["host"] == found["disk"]
+
+    def test_it_learns(self, recipe: dict[str, Any]) -> None:
+        """Samples that it sees again and again; losses are finite."""
+        recipe["train"] |= {"steps": 80, "epochs": 10}
+        losses = _Losses()
+        _fit(Recipe.from_dict(recipe), losses)
+        first, last = np.mean(losses.found[:8]), np.mean(losses.found[-8:])
+        assert last < 0.95 * first, f"the mean loss is {last:.4f} after ten epochs, and was {first:.4f} in the first"
+
+    def test_a_batch_without_samples(self, recipe: dict[str, Any]) -> None:
+        """As ranks get them where a batch has fewer samples than there are ranks."""
+        source = open_source(Recipe.from_dict(recipe).data)
+        trainer = build(Recipe.from_dict(recipe), source)
+        empty = source.read("train", 0).take(torch.empty(0, dtype=torch.int64))
+        logits = trainer.model.train()(empty)
+        assert logits.shape[-2:] == (0, len(self.schema.labels))
+        logits.sum().backward()
+        assert all(p.isfinite().all() for p in trainer.model.state_dict().values())
+
+    def test_predictions_are_those_that_are_served(self, recipe: dict[str, Any], tmp_path: Path) -> None:
+        """To the bit, by the exported model, whichever rows are beside a row, and without what training has beside."""
+        run = run_of(recipe, tmp_path / "runs")
+        expected = _predicted(run, recipe)
+        assert len(np.unique(expected)) > len(expected) // 2, "nearly all rows have one score"
+        export_model(run, tmp_path / "model", trust_recipe=True)
+        rows = _inputs(recipe)
+        served = ServedModel.open(tmp_path / "model")
+        try:
+            np.testing.assert_array_equal(served.score(rows)[0], expected)
+            for i in (0, 7):
+                np.testing.assert_array_equal(served.score(rows.slice(i, 1))[0], expected[i : i + 1])
+        finally:
+            served.close()
+
+    def test_a_program_of_torch_alone_gives_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
+        """``hotbed export --single``: the same scores, but for the order of sums."""
+        run = run_of(recipe, tmp_path / "runs")
+        export_single(run, tmp_path / "program.pt2", trust_recipe=True)
+        program = torch.export.load(tmp_path / "program.pt2").module()
+        source = open_source(Recipe.from_dict(recipe).data)
+        batch = Batch.concatenate([source.read("train", i) for i in range(len(source.chunks("train")))])
+        ids: dict[str, Any] = {}
+        weights: dict[str, torch.Tensor] = {}
+        for column in self.schema.sparse:
+            bags = batch.sparse[column.name]
+            values = bags.values.long()
+            ids[column.name] = (values, bags.lengths()) if bags.fixed is None else values.view(-1, bags.fixed)
+            if column.weights is not None and bags.weights is not None:
+                weights[column.name] = bags.weights if bags.fixed is None else bags.weights.view(-1, bags.fixed)
+        logits = program(batch.dense, ids, *([weights] if weights else []))
+        np.testing.assert_allclose(logits.detach().double().sigmoid().numpy(), _predicted(run, recipe), atol=1e-6)
+
+    def test_what_is_evaluated_are_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
+        """``hotbed eval``: logloss and AUC of each label are those of the scores of ``hotbed predict``."""
+        run = run_of(recipe, tmp_path / "runs")
+        found = evaluate_checkpoint(run, "train", trust_recipe=True)[2]
+        scores, labels = _predicted(run, recipe), pq.read_table(recipe["data"]["path"])
+        for i, name in enumerate(self.schema.labels):
+            p, y = scores[:, i], labels[name].to_numpy()
+            of_label = found.tasks[name] if found.tasks else found
+            assert of_label.logloss == pytest.approx(-np.mean(np.log(np.where(y > 0, p, 1 - p))), rel=1e-5)
+            assert of_label.auc == pytest.approx(np.mean(_above(p[y > 0], p[y == 0])), abs=1e-5)
+
+    def test_a_resumed_run_is_the_run_that_was_not_stopped(self, recipe: dict[str, Any], tmp_path: Path) -> None:
+        """``hotbed train --resume``: the model, moments and losses, to the bit."""
+        straight = run_of(recipe, tmp_path / "straight")
+        stopped = run_of(recipe, tmp_path / "runs", steps=STEPS // 2)
+        resumed = run_of(recipe, tmp_path / "runs", resume=str(stopped))
+        assert resumed != stopped
+        assert _learned(resumed, recipe) == _learned(straight, recipe) != _learned(stopped, recipe)
+        losses = [json.loads(line) for line in (straight / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        went_on = [json.loads(line) for line in (resumed / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        by_step = {of["step"]: of["loss"] for of in losses if "loss" in of}
+        assert {of["step"]: of["loss"] for of in went_on if "loss" in of} == {
+            step: loss for step, loss in by_step.items() if step > STEPS // 2
+        }
+
+    def test_a_server_follows_what_a_run_publishes(self, recipe: dict[str, Any], tmp_path: Path) -> None:
+        """``train.publish``: with a change applied, an earlier model has the scores of the later one, to the bit."""
+        published, rows = tmp_path / "published", _inputs(recipe)
+        recipe["train"] |= {"publish": str(published)}
+        run = run_of(recipe, tmp_path / "runs", steps=STEPS // 2)
+        served = ServedModel.open(published / f"model-{STEPS // 2:012}")
+        try:
+            before = _predicted(run, recipe)
+            np.testing.assert_array_equal(served.score(rows)[0], before)
+            assert run_of(recipe, tmp_path / "runs", resume="auto") == run
+            served.apply(ChangeSet.open(published / f"change-{STEPS:012}"))
+            after = _predicted(run, recipe)
+            np.testing.assert_array_equal(served.score(rows)[0], after)
+            assert (before != after).any()
+        finally:
+            served.close()
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+def recipe_of(contract: ModelContract | type[ModelContract], folder: Path) -> dict[str, Any]:
+    """Draw samples into a folder, and make a recipe of a contract's model, as plain values."""
+    path = folder / "samples.parquet"
+    pq.write_table(drawn(contract.schema, 8 * BATCH), path)
+    source = {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": contract.schema.to_dict()}}
+    return {
+        "name": "contract",
+        "data": {"path": str(path), "dim": contract.dim, "source": source, "test_split": None},
+        "model": asdict(contract.model),
+        "retrieval": contract.retrieval,
+        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
+        "train": {"batch_size": BATCH, "steps": STEPS, "device": "cpu", "precision": "fp32"},
+    }
+
+
+def drawn(schema: Schema, samples: int, seed: int = 0) -> Any:
+    """Draw samples of a schema, an Arrow table; labels depend on whether ids are odd, and on the first numerical."""
+    rng = np.random.default_rng(seed)
+    columns: dict[str, Any] = {}
+    score = rng.normal(0, 0.2, samples)
+    for column in schema.sparse:
+        most = column.ids or LONGEST
+        ids = rng.integers(0, column.rows, (samples, most))
+        lengths = np.full(samples, most) if column.ids else rng.integers(0, LONGEST + 1, samples)
+        here = np.arange(most) < lengths[:, None]
+        weights = np.ones(ids.shape, np.float32)
+        if column.weights is not None:
+            weights[:] = rng.uniform(-0.5, 2, ids.shape)
+        score += ((ids % 2 * 2 - 1) * weights * here).sum(1) / np.maximum(lengths, 1)
+        stored = {column.name: ids} if column.weights is None else {column.name: ids, column.weights: weights}
+        for name, values in stored.items():
+            columns[name] = values[:, 0] if column.ids == 1 else _lists(values[here], lengths)
+    for i, name in enumerate(schema.dense):
+        values = rng.normal(0, 1, samples).astype(np.float32)
+        score += values * (i == 0)
+        columns[name] = values
+    for i, name in enumerate(schema.labels):
+        columns[name] = (score > 0.3 * i).astype(np.float32)
+    return pa.table(columns)
+
+
+def _lists(values: NDArray[Any], lengths: NDArray[np.int64]) -> Any:
+    return pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), pa.array(values))
+
+
+# -- runs, also as one rank of several -----------------------------------------------------------------------------
+
+
+def under(recipe: Mapping[str, Any], plans: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the recipe with each of these plans, by the plan's name in `PLANS`."""
+    return {n: {**recipe, "parallel": {**recipe.get("parallel", {}), "plan": PLANS[n]}} for n in plans}
+
+
+def trained(_: Group, recipes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Train by each recipe; return the SHA-256 of its losses and of everything that was learned, by the same name."""
+    found: dict[str, str] = {}
+    for name, recipe in recipes.items():
+        losses = _Losses()
+        found[name] = _digest(losses, _fit(Recipe.from_dict(dict(recipe)), losses))
+    return found
+
+
+def trained_in_two(_: Group, first: Mapping[str, Any], second: Mapping[str, Any], checkpoint: str) -> str:
+    """Train half of the steps by each of two recipes, by the second from a checkpoint of the first."""
+    losses = _Losses()
+    half = {**first, "train": {**first["train"], "steps": STEPS // 2}}
+    trainer = _fit(Recipe.from_dict(half), losses)
+    save_checkpoint(checkpoint, trainer.parts(), step=trainer.step).wait()
+    trainer.ranks.add(0)  # nobody reads before it is there
+    return _digest(losses, _fit(Recipe.from_dict(dict(second)), losses, checkpoint))
+
+
+class _Losses(Callback):
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        self.found.append(loss)
+
+
+def _fit(recipe: Recipe, losses: _Losses, checkpoint: str | None = None) -> Trainer:
+    source = open_source(recipe.data)
+    trainer = build(recipe, source)
+    ranks = trainer.ranks
+    loader = Loader(source, "train", recipe.train.batch_size, rank=ranks.rank, world_size=ranks.size)
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, trainer.parts())
+        trainer.resume_data(loader)
+    trainer.callbacks.append(losses)
+    trainer.fit(loader)
+    return trainer
+
+
+def run_of(recipe: Mapping[str, Any], root: Path, *, steps: int = STEPS, resume: str | None = None) -> Path:
+    """Train as ``hotbed train`` does, with a checkpoint at the end; the run's directory."""
+    values = {"checkpoint": "last", "log_every": 1, **recipe["train"], "steps": steps}
+    found = Recipe.from_dict({**recipe, "train": values})
+    summary = train(found, RunDirectory(root, found.name), Console(file=io.StringIO()), resume=resume)
+    return Path(summary["run"])
+
+
+def _learned(run: Path, recipe: Mapping[str, Any]) -> str:
+    """SHA-256 of what a run's newest checkpoint holds."""
+    made = Recipe.from_dict(dict(recipe))
+    trainer = build(made)
+    load_checkpoint(find_checkpoint(run), trainer.parts())
+    return _digest(_Losses(), trainer)
+
+
+def _predicted(run: Path, recipe: Mapping[str, Any]) -> NDArray[np.float64]:
+    """Scores ``[B, T]`` of ``hotbed predict``."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "scores.parquet"
+        predict(run, Path(recipe["data"]["path"]), out, trust_recipe=True)
+        names = _labels(recipe)
+        columns = ["score"] if len(names) == 1 else [f"score_{name}" for name in names]
+        return np.stack([c.to_numpy() for c in pq.read_table(out).select(columns).columns], axis=1)
+
+
+def _inputs(recipe: Mapping[str, Any]) -> Any:
+    """The samples without their labels, an Arrow table."""
+    return pq.read_table(recipe["data"]["path"]).drop_columns(_labels(recipe)).combine_chunks()
+
+
+def _labels(recipe: Mapping[str, Any]) -> list[str]:
+    return list(recipe["data"]["source"]["init_args"]["schema"]["labels"])
+
+
+def _above(positive: NDArray[np.float64], negative: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each pair, 1 where the positive has the higher score, and a half where both have the same."""
+    return (positive[:, None] > negative) + 0.5 * (positive[:, None] == negative)
+
+
+def _digest(losses: _Losses, trainer: Trainer) -> str:
+    state = dict(trainer.model.state_dict())
+    for name, optimizer in trainer.optimizers.items():
+        entries: Mapping[Any, Mapping[str, Any]] = optimizer.state_dict()["state"]
+        state |= {f"{name}.{i}.{key}": t for i, entry in entries.items() for key, t in entry.items()}
+    digest = hashlib.sha256(np.array(losses.found).tobytes())
+    for name in sorted(state):
+        values = state[name].detach().contiguous()
+        digest.update(name.encode() + values.view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

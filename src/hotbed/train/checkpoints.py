@@ -1,0 +1,224 @@
+"""Write a run's checkpoints, one at a time, into a directory that is locked for this run.
+
+`Saver` saves what a trainer gives it; when that is done, and which checkpoints stay, is decided by the callbacks
+`KeepLast` and `KeepBest`. What keeps other runs out of the directory is in `lease.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+from hotbed.checkpoint import MANIFEST, Directory, Saving, Stateful, checkpoints_in, save_checkpoint
+from hotbed.checkpoint.manifest import NAME, step_of
+from hotbed.checkpoint.storage import LocalDirectory
+from hotbed.config import Recipe
+from hotbed.errors import CheckpointError
+from hotbed.train.directory_lease import DirectoryLock, lock
+from hotbed.train.ranks.parallel import Ranks
+from hotbed.train.throughput import Clock
+
+_log = logging.getLogger("hotbed")
+
+
+class Saver:
+    """Save checkpoints of a run, one at a time."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        clock: Clock,
+        parts: Callable[[], Mapping[str, Stateful]],
+        report: Callable[[dict[str, Any]], None],
+        full_every: int = 1,
+    ) -> None:
+        self._ranks, self._clock, self._parts, self._report = ranks, clock, parts, report
+        self._saving: Saving | None = None
+        self._full_every, self._base, self._differences = full_every, cast("Saving | None", None), 0
+        self._step = 0
+        self._waited_s = 0.0
+        self._is_waiting = False
+        self._locks: dict[str, DirectoryLock] = {}
+        # of every checkpoint that this rank has written: step, path, bytes, seconds and stalled_s (delay of training);
+        # with full_every also base, None for a full one
+        self.records: list[dict[str, Any]] = []
+
+    def lock(self, where: Directory, *, remove_unfinished: bool = False) -> None:
+        """Lock a directory for this run until `release`; all ranks must call this.
+
+        ``remove_unfinished`` also removes what killed runs left there without a manifest.
+        """
+        with self._ranks.together(f"use {where}"):
+            if self._ranks.is_first and where.path not in self._locks:
+                self._locks[where.path] = lock(where).__enter__()
+            if self._ranks.is_first and remove_unfinished:
+                _remove_unfinished(where, self._locks[where.path])
+
+    def check(self) -> None:
+        """Raise `NotOursError` if a directory that is locked was taken over by another run."""
+        _check(self._locks.values())
+
+    def release(self) -> None:
+        """Unlock the directories; a checkpoint that is still being written is not published then."""
+        for held in self._locks.values():
+            held.__exit__()
+        self._locks.clear()
+
+    def begin(
+        self,
+        place: Directory,
+        step: int,
+        recipe: Recipe,
+        *,
+        background: bool,
+        then: Callable[[], None] | None = None,  # called on the first rank when the checkpoint is complete
+        may_exist: bool = False,  # save nothing if the checkpoint exists
+    ) -> None:
+        """Save the present state, once the checkpoint before is written; all ranks must call this."""
+        with self._clock.paused(), self.waited_for():
+            start = time.perf_counter()
+            self.finish()
+            self._waited_s = time.perf_counter() - start
+            exists = False
+            with self._ranks.together(f"look at {place}"):
+                exists = may_exist and self._ranks.is_first and place.has(MANIFEST)
+            if any(self._ranks.add(exists)):
+                return
+            check = partial(_check, tuple(self._locks.values()))  # as they are now, also after `release`
+            with self._ranks.together(f"write to {place}"):
+                check()
+            self._step = step
+            self._saving = save_checkpoint(
+                place,
+                self._parts(),
+                step=step,
+                recipe=recipe.to_dict(),
+                base=self._base if self._differences + 1 < self._full_every else None,
+                track=self._full_every > 1,
+                background=background,
+                then=then,
+                check=check,
+            )
+            self._differences += 1
+            if self._saving.base is None:
+                self._base, self._differences = self._saving, 0
+            if not background:
+                self.finish()
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether training waits for a checkpoint at present, however long that takes."""
+        return self._is_waiting or (self._saving is not None and self._saving.holds_up)
+
+    def poll(self) -> None:
+        """Report the checkpoint if this rank has written its files; raise what went wrong here."""
+        for held in self._locks.values():
+            held.check_renewals()
+        if self._saving is not None and not self._saving.under_way:
+            self._record(self._saving)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint under way; all ranks must call this."""
+        saving = self._saving
+        if saving is not None:
+            with self.waited_for():
+                saving.wait()
+            self._record(saving)
+            self._saving = None
+
+    @contextmanager
+    def waited_for(self) -> Generator[None]:
+        """Say that training waits for a checkpoint while the body runs."""
+        before, self._is_waiting = self._is_waiting, True
+        try:
+            yield
+        finally:
+            self._is_waiting = before
+
+    def abandon(self) -> None:
+        """Let the checkpoint under way be written where training has failed."""
+        if self._saving is not None:
+            with self.waited_for():
+                self._saving.abandon()
+
+    def _record(self, saving: Saving) -> None:
+        if self.records and self.records[-1]["path"] == saving.path:
+            return
+        record = {
+            "step": self._step,
+            "path": saving.path,
+            "bytes": saving.nbytes,
+            "seconds": saving.seconds,
+            "stalled_s": saving.stalled_s + self._waited_s,
+            **({} if self._full_every == 1 else {"base": saving.base}),
+        }
+        self.records.append(record)
+        self._report(record)
+
+
+def _check(locks: Iterable[DirectoryLock]) -> None:
+    for held in locks:
+        held.check()
+
+
+def refuse_other_checkpoints(where: Directory, resumed: Directory | None) -> None:
+    """Raise `CheckpointError` if a directory holds checkpoints that a new run would mix its own with.
+
+    A run that goes on from one of them, ``resumed``, may use it if none is newer.
+    """
+    existing = checkpoints_in(where)
+    if not existing:
+        return
+    here = [c for c in existing if resumed is not None and are_same(resumed, c)]
+    if not here:
+        raise CheckpointError(
+            f"{where} holds checkpoints of another run, up to {existing[-1].name}; go on from them with "
+            f"--resume {where}, or choose another train.checkpoint_dir"
+        )
+    newer = [c.name for c in existing if step_of(c) > step_of(here[0])]
+    if newer:
+        raise CheckpointError(
+            f"{where} holds checkpoints that are newer than {here[0].name}: {', '.join(newer)}; remove them, go on "
+            "from the newest, or choose another train.checkpoint_dir"
+        )
+
+
+def are_same(a: Directory, b: Directory) -> bool:
+    """Tell whether two directories are one, however they are written."""
+    if isinstance(a, LocalDirectory) and isinstance(b, LocalDirectory):
+        return a.root.resolve() == b.root.resolve()
+    return a.path == b.path
+
+
+def remove_checkpoint(place: Directory) -> None:
+    """Remove a checkpoint, the manifest first, so that no part of it is taken for all."""
+    place.remove(MANIFEST)
+    place.remove_all()
+
+
+def set_aside(place: Directory) -> str:
+    """Give a damaged checkpoint a name under which no run finds it; say what was done.
+
+    Object stores cannot rename: there it is removed, since the step is saved again under its name.
+    """
+    if not isinstance(place, LocalDirectory):
+        remove_checkpoint(place)
+        return "removed"
+    target = place.root.with_name(f"damaged-{place.root.name}-{uuid.uuid4().hex[:8]}")
+    place.root.rename(target)
+    return f"renamed to {target.name}"
+
+
+def _remove_unfinished(where: Directory, held: DirectoryLock) -> None:
+    """Remove checkpoints without a manifest: killed runs were writing or removing them."""
+    for name in where.names():
+        folder = where / name
+        if NAME.fullmatch(name) and not folder.has(MANIFEST):
+            held.check()
+            folder.remove_all()
+            _log.info("removed %s, which was never finished", folder)

@@ -1,0 +1,1 @@
+"""How do the ranks of a run start, agree, and share batches?"""

@@ -1,0 +1,108 @@
+"""Make the loaders of a recipe: who reads what, for which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TypeAlias
+
+from torch import nn
+
+from hotbed.batch import Batch
+from hotbed.config import Recipe
+from hotbed.data import Loader, Source, open_readers
+from hotbed.data.executors import Tasks
+from hotbed.data.skew.hot_loader import COLD, HOT, HotColdLoader
+from hotbed.embed import Distributed
+from hotbed.errors import RecipeError
+from hotbed.train.ranks.broadcast import BroadcastLoader
+from hotbed.train.metrics import check
+from hotbed.train.numerics import resolve_device
+from hotbed.train.ranks.parallel import Ranks, model_parallel_batch
+
+TrainingLoader: TypeAlias = Loader | BroadcastLoader | HotColdLoader
+
+
+def readers_of(recipe: Recipe) -> AbstractContextManager[Tasks | None]:
+    """Open the executor of this process's loaders; None if they read with threads of their own."""
+    return open_readers(recipe.data.executor, recipe.data.workers)
+
+
+def training_loader(
+    recipe: Recipe, source: Source, ranks: Ranks, model: nn.Module, readers: Tasks | None = None
+) -> TrainingLoader:
+    """Batches of this rank, as `ParallelRecipe.reader` and `HotRecipe.batches` say; read by `readers_of` the recipe."""
+    train = recipe.data.train_split
+
+    def loader(
+        source: Source,
+        rank: int,
+        world_size: int,
+        transform: Callable[[Batch], Batch] | None = None,
+        split: str = train,
+    ) -> Loader:
+        return Loader(
+            source,
+            split,
+            recipe.train.batch_size,
+            shuffle=recipe.data.shuffle,
+            seed=recipe.train.seed,
+            window=recipe.data.window,
+            workers=recipe.data.workers,
+            prefetch=recipe.data.prefetch,
+            transform=transform,
+            rank=rank,
+            world_size=world_size,
+            executor=readers,
+        )
+
+    if recipe.hot.batches == "alternating":
+        kinds = {kind: f"{train}_{kind}" for kind in (HOT, COLD)}
+        for split in kinds.values():
+            if split not in source.splits:
+                raise RecipeError(
+                    f"hot.batches is 'alternating', but the data has no split '{split}', only "
+                    f"{', '.join(source.splits)}; "
+                    f"make it with hotbed pack, and set data.path to what that wrote"
+                )
+        hot, cold = (
+            loader(source, ranks.rank, ranks.size, split=split) if source.samples(split) else None
+            for split in kinds.values()
+        )
+        return HotColdLoader(hot, cold, rate=recipe.hot.rate)
+    if recipe.parallel.reader == "first" and ranks.link is not None:
+        # Batches are divided on the host, and get their candidates there.
+        on_host = recipe.hot.batches == "split" or recipe.retrieval is not None
+        device = None if on_host else resolve_device(recipe.train.device)
+        own = loader(source, 0, 1) if ranks.is_first else None
+        return BroadcastLoader(own, ranks.link, device=device, check=lambda batch: check(batch, model))
+    if recipe.parallel.reader == "owners" and isinstance(model, Distributed):
+        tables = {c.table_name for c in source.schema.sparse}
+        if tables != set(model.plan.by_table):
+            raise RecipeError(
+                f"parallel.reader is 'owners', but the tables of {recipe.model.class_path} are not those of the data, "
+                "once each; use 'each' or 'first'"
+            )
+        cut = [table for table, tiles in model.plan.by_table.items() if any(t.rows != tiles[0].rows for t in tiles)]
+        copied = [table for table, tiles in model.plan.by_table.items() if any(t.readers for t in tiles)]
+        for how, names in (("cut into rows", cut), ("copied", copied)):
+            if names:
+                raise RecipeError(
+                    f"parallel.reader is 'owners', but parallel.plan {recipe.parallel.plan} has tables that are {how} "
+                    f"({', '.join(names[:3])}{' …' * (len(names) > 3)}), whose owners need ids of other samples; "
+                    "use 'each' or 'first', or plan 'table' or 'column'"
+                )
+        own = model.plan.tables_of(ranks.rank) or set(list(model.plan.by_table)[:1])
+        features = [c.name for c in source.schema.sparse if c.table_name in own]
+        return loader(source.only(features), 0, 1, lambda batch: model_parallel_batch(batch, ranks.rank, ranks.size))
+    return loader(source, ranks.rank, ranks.size)
+
+
+def evaluation_loader(
+    recipe: Recipe, source: Source, split: str | None, ranks: Ranks, readers: Tasks | None = None
+) -> Loader | None:
+    """Batches of a split to evaluate on; None for no split."""
+    if split is None:
+        return None
+    size, workers = recipe.train.eval_batch_size, recipe.data.workers
+    return Loader(source, split, size, workers=workers, rank=ranks.rank, world_size=ranks.size, executor=readers)

@@ -1,0 +1,520 @@
+"""Export the model of a checkpoint in parts, as one program, or what has changed in it since an earlier checkpoint.
+
+In parts (`hotbed.serve.model_files`), the model is built by the recipe of the checkpoint, without its tables. Tables
+are copied from file to file, window by window. A directory has its manifest last, so it is complete or absent; files of
+a killed process are removed when the same directory is written again. As one program (``--single``), the model contains
+its tables and needs torch only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import torch
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from hotbed.checkpoint import Directory, find_checkpoint, load_checkpoint, read_manifest
+from hotbed.checkpoint.changes import export_changes
+from hotbed.checkpoint.convert import Rectangle, read_rectangle
+from hotbed.checkpoint.differential import opened
+from hotbed.checkpoint.load import load_dense
+from hotbed.checkpoint.manifest import Manifest, SavedTable, find_earlier
+from hotbed.checkpoint.storage import LocalDirectory, directory
+from hotbed.checkpoint.saved_tables import check_tables, is_dynamic, row_ids
+from hotbed.checkpoint.tensor_files import UNFINISHED, TensorFiles, bytes_of, make_directory, new_directory
+from hotbed.config import MemoryRecipe, Recipe
+from hotbed.data import Encoder, Source, SparseColumn
+from hotbed.data.encoding.encoder import described_features, encoding_of
+from hotbed.data.hashing import HASH
+from hotbed.data.encoding.lookup_table import LookupTable
+from hotbed.embed import EmbeddingCollection, tables_on_meta
+from hotbed.errors import CheckpointError
+from hotbed.files import new_file
+from hotbed.nn.dense_program import DensePart, dense_dtype, plain_model, trace_dense_part, trace_whole, vectors_name
+from hotbed.nn.normalization import normalization_of, take_raw
+from hotbed.serve.model_files import (
+    CHUNK_BYTES,
+    DENSE,
+    MANIFEST,
+    ROWS,
+    ChangeManifest,
+    CountEntry,
+    DenseEntry,
+    FeatureEntry,
+    FileEntry,
+    ModelManifest,
+    StateEntry,
+    TableEntry,
+    encoder_digest,
+    record_format,
+)
+from hotbed.train.runs.build import build_model, new_model
+from hotbed.train.retrieval import model_source
+from hotbed.train.runs.stored_model import FEATURES, encoder_of, id_kinds_of, labels_of, recipe_of, take_features, trained_inputs
+
+WINDOW_BYTES = 8 << 20
+"""Bytes of a table, as float32, that are in memory at once."""
+PROGRAM, TABLES, LOOKUPS, VOCABULARY = "dense.pt2", "tables", "lookups", "vocabulary"
+MODEL, INPUTS = "model.pt2", "inputs.json"
+"""Files of ``--single``."""
+
+Progress = Callable[[int, int], None]
+
+
+class Exporter:
+    """Write the models of a recipe's checkpoints, and changes between them; made once, used for any number of them.
+
+    The model is built and traced here, which draws random numbers and tells all threads that torch traces: so do it
+    before training begins. Writing does neither.
+    """
+
+    def __init__(self, recipe: Recipe, source: Source) -> None:
+        source = model_source(recipe, source)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), tables_on_meta():
+            model = new_model(recipe, source)
+        normalization = normalization_of(model)
+        if normalization is not None:
+            normalization.assume_standard()  # until a checkpoint is loaded
+        self._recipe, self._source = recipe, source
+        self._labels = labels_of(recipe, source)
+        self._part = DensePart(model)
+        self._program = trace_dense_part(self._part, len(source.schema.dense))
+
+    def write_model(
+        self, target: str | Path | Directory, checkpoint: Directory, progress: Progress = lambda done, total: None
+    ) -> ModelManifest:
+        """Write an exported model; see `write_model`."""
+        model = self._loaded(checkpoint)
+        with torch.no_grad():
+            for name, value in self._program.state_dict.items():
+                value.copy_(model.state[name])
+        return write_model(target, checkpoint, model, self._program, progress)
+
+    def write_change(
+        self,
+        target: str | Path | Directory,
+        checkpoint: Directory,
+        since: Directory,
+        progress: Progress = lambda done, total: None,
+    ) -> ChangeManifest:
+        """Write what has changed since an earlier checkpoint; see `write_change`.
+
+        `CheckpointError` also if inputs were made otherwise then: changes have rows and parameters only.
+        """
+        new, old = read_manifest(checkpoint), read_manifest(since)
+        if (new.parts.get(FEATURES), id_kinds_of(new)) != (old.parts.get(FEATURES), id_kinds_of(old)):
+            raise CheckpointError(
+                f"{checkpoint} makes other inputs of rows than {since} (looked-up tables, vocabularies, "
+                "boundaries or kinds of ids have changed, or the earlier one is of a release that recorded no "
+                "vocabularies); leave --since out, so that a full model is written"
+            )
+        return write_change(target, checkpoint, since, self._loaded(checkpoint), progress)
+
+    def encoder_digest(self, checkpoint: Directory) -> str:
+        """What changes to a checkpoint's model say of how its inputs are made."""
+        return encoder_digest(encoder_of(self._recipe, self._source, read_manifest(checkpoint)).to_dict())
+
+    def _loaded(self, checkpoint: Directory) -> Model:
+        """All of a checkpoint's model but its rows."""
+        manifest = load_dense(checkpoint, self._part.model)
+        encoder = encoder_of(self._recipe, self._source, manifest)
+        return Model(
+            name=self._recipe.name,
+            labels=self._labels,
+            encoder=encoder,
+            hash=HASH if encoder.hashed else None,
+            collections=self._part.collections,
+            state=self._part.state_dict(),
+            inputs=len(self._source.schema.dense),
+            dtype=dense_dtype(self._part),
+        )
+
+
+def export_model(
+    # a checkpoint with a recipe, or a run (its best or newest checkpoint); path or URI
+    checkpoint: str | Path | Directory,
+    target: str | Path | Directory,  # path or URI to create
+    *,
+    # earlier checkpoint of the same model, or the step of an adjacent one: write only changes
+    since: str | Path | Directory | None = None,
+    # other data to build the model for; default: the data of the recipe, opened only if the recipe has no schema
+    data: str | None = None,
+    trust_recipe: bool = False,  # import classes outside of hotbed and torch.optim, see `hotbed.config.check_trust`
+    progress: Progress = lambda done, total: None,  # called with the rows done and the total
+) -> ModelManifest | ChangeManifest:
+    """Write the model of a checkpoint as an exported model, or its changes since an earlier one.
+
+    Memory is that of the dense part, of some windows of the tables, and of one table's vocabulary at a time. Raise
+    `CheckpointError` if there is no recipe, the model cannot be traced, its tables differ from those of ``since``, or
+    ``target`` exists; nothing is left there then. Raise `SpecError` if a sequence feature has no ``max_len``, or the
+    model uses ids themselves.
+    """
+    place = find_checkpoint(checkpoint, best=True)
+    earlier = None if since is None else find_earlier(place, since)
+    manifest = read_manifest(place)
+    recipe = recipe_of(manifest, str(place), trusted=trust_recipe)
+    exporter = Exporter(recipe, trained_inputs(recipe, manifest, data))
+    if earlier is not None:
+        return exporter.write_change(target, place, earlier, progress)
+    return exporter.write_model(target, place, progress)
+
+
+def described(manifest: ModelManifest | ChangeManifest) -> dict[str, Any]:
+    """What a command says of what it wrote, as plain values."""
+    files = {name: entry.bytes for name, entry in manifest.files.items()}
+    if isinstance(manifest, ChangeManifest):
+        tables = {name: count.model_dump() for name, count in manifest.tables.items()}
+        return {"base": manifest.base.step, "sequence": manifest.sequence.step, "tables": tables, "files": files}
+    return {"step": manifest.step, "state": manifest.state, "tables": list(manifest.tables), "files": files}
+
+
+# -- writing in parts -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """An exported model except the rows of its tables."""
+
+    name: str  # of the recipe
+    labels: tuple[str, ...]
+    encoder: Encoder  # converts raw rows to inputs
+    hash: str | None  # as in `ModelManifest`
+    collections: Mapping[str, EmbeddingCollection]  # by path; only their tables and features are read
+    state: Mapping[str, Tensor]  # parameters and buffers of the dense part
+    inputs: int  # number of dense inputs of the program
+    dtype: torch.dtype  # of the dense inputs
+
+    @property
+    def ttl_steps(self) -> dict[str, int]:
+        """By dynamic table, after how many steps ids expire that are not seen."""
+        return {
+            _joined(path, name): table.dynamic.ttl_steps
+            for path, collection in self.collections.items()
+            for name, table in collection.tables.items()
+            if table.dynamic is not None and table.dynamic.ttl_steps is not None
+        }
+
+
+def write_model(
+    target: str | Path | Directory,
+    checkpoint: Directory,  # source of the rows
+    model: Model,
+    program: torch.export.ExportedProgram,  # the traced dense part
+    progress: Progress = lambda done, total: None,  # called with the rows done and the total
+) -> ModelManifest:
+    """Write an exported model.
+
+    Raise `CheckpointError` if ``target`` exists, or the checkpoint is damaged or lacks a table. Then nothing is left at
+    ``target``.
+    """
+    manifest = read_manifest(checkpoint)
+    names = _check_tables(model, checkpoint, manifest)
+    total, done = sum(manifest.tables[name].spec.rows for name in names), 0
+
+    def count(rows: int) -> None:
+        nonlocal done
+        done += rows
+        progress(done, total)
+
+    with opened(checkpoint, manifest) as stored, _new(target) as files:
+        check_tables((manifest.tables[name] for name in names), stored)
+        buffer = io.BytesIO()
+        torch.export.save(program, buffer)
+        files.write(PROGRAM, [buffer.getbuffer()])
+        tables: dict[str, TableEntry] = {}
+        for name in names:
+            saved, file = manifest.tables[name], f"{TABLES}/{_file_name(name)}"
+            files.write(f"{file}.rows", _records(saved, stored, count))
+            ids = f"{file}.ids" if is_dynamic(name, manifest) else None
+            if ids is not None:
+                files.write(ids, _ids(name, manifest, stored, model.ttl_steps.get(name)))
+            tables[name] = _table(saved, f"{file}.rows", ids)
+        lookups: dict[str, str] = {}
+        for feature, table in model.encoder.tables.items():
+            lookups[feature] = f"{LOOKUPS}/{_file_name(feature)}.parquet"
+            files.write(lookups[feature], [memoryview(_parquet(table))])
+        preparation = model.encoder.preparation
+        vocabularies: dict[str, str] = {}
+        if preparation is not None:
+            for name in preparation.entry.vocabularies:
+                vocabularies[name] = f"{VOCABULARY}/{_file_name(name)}.arrow"
+                files.write(vocabularies[name], _mapped(preparation.read(name)))
+        made = ModelManifest(
+            name=model.name,
+            step=manifest.step,
+            state=manifest.sha256,
+            written=time.time(),
+            labels=list(model.labels),
+            encoder=model.encoder.to_dict(),
+            lookups=lookups,
+            vocabularies=vocabularies,
+            hash=model.hash,
+            dense=DenseEntry(
+                file=PROGRAM,
+                inputs=model.inputs,
+                dtype=None if not model.inputs else "float64" if model.dtype == torch.float64 else "float32",
+            ),
+            features=_features(model.collections),
+            tables=tables,
+            files=files.entries,
+        )
+        files.finish(made)
+    return made
+
+
+def write_change(
+    target: str | Path | Directory,
+    checkpoint: Directory,
+    since: Directory,
+    model: Model,
+    progress: Progress = lambda done, total: None,
+) -> ChangeManifest:
+    """Write the changes from an earlier checkpoint to a later one, whose dense state ``model`` has.
+
+    Parameters and errors are those of `write_model`; `CheckpointError` also if the checkpoints have other tables.
+    """
+    with tempfile.TemporaryDirectory(prefix="hotbed-") as folder, _new(target) as files:
+        rows = Path(folder) / ROWS
+        found = export_changes(checkpoint, rows, since, ttl_steps=model.ttl_steps, progress=progress)
+        new, old = read_manifest(checkpoint), read_manifest(since)
+        files.write(ROWS, _chunks_of(rows))
+        files.write(DENSE, [memoryview(save_tensors({k: t.contiguous() for k, t in model.state.items()}))])
+        made = ChangeManifest(
+            base=StateEntry(step=old.step, state=old.sha256),
+            sequence=StateEntry(step=new.step, state=new.sha256),
+            written=time.time(),
+            encoder=encoder_digest(model.encoder.to_dict()),
+            tables={name: CountEntry(**count) for name, count in found["tables"].items()},
+            files=files.entries,
+        )
+        files.finish(made)
+    return made
+
+
+def _check_tables(model: Model, checkpoint: Directory, manifest: Manifest) -> list[str]:
+    """Names of the model's tables; a `CheckpointError` unless the checkpoint has them in their shapes."""
+    wanted = {_joined(p, t.name): t for p, c in model.collections.items() for t in c.tables.values()}
+    for name, table in wanted.items():
+        if name not in manifest.tables:
+            raise CheckpointError(f"{checkpoint} has no table '{name}'; it has {', '.join(manifest.tables) or 'none'}")
+        saved = manifest.tables[name].spec
+        if (saved.rows, saved.dim) != (table.rows, table.dim):
+            raise CheckpointError(
+                f"{checkpoint}: table '{name}' is {saved.rows:,} × {saved.dim}, by the recipe and its data "
+                f"{table.rows:,} × {table.dim}; give the data that it was trained on (--data)"
+            )
+    return list(wanted)
+
+
+class _Files:
+    """Files of a directory that is being written, with what its manifest says of them."""
+
+    def __init__(self, place: Directory) -> None:
+        self._place = place
+        self.entries: dict[str, FileEntry] = {}
+
+    def write(self, name: str, chunks: Iterable[memoryview]) -> None:
+        folder, _, last = name.rpartition("/")
+        place = self._place / folder if folder else self._place
+        if folder:
+            place.make()
+        found, size, writer = hashlib.sha256(), 0, place.writer(last)
+        try:
+            for chunk in chunks:
+                writer.write(chunk)
+                found.update(chunk)
+                size += len(chunk)
+        except BaseException:
+            writer.abandon()
+            raise
+        writer.finish()
+        self.entries[name] = FileEntry(bytes=size, sha256=found.hexdigest())
+
+    def finish(self, manifest: ModelManifest | ChangeManifest) -> None:
+        self._place.write(MANIFEST, json.dumps(manifest.model_dump(), indent=1))
+
+
+@contextmanager
+def _new(target: str | Path | Directory) -> Generator[_Files]:
+    """Make a directory where there is nothing, and remove it on errors."""
+    place = directory(target)
+    names = place.names()
+    if UNFINISHED in names and MANIFEST not in names:
+        for folder in (TABLES, LOOKUPS, VOCABULARY):
+            (place / folder).remove_all()
+    make_directory(place)
+    try:
+        yield _Files(place)
+        place.remove(UNFINISHED)
+    except BaseException:
+        place.remove(MANIFEST)
+        place.remove_all()
+        raise
+
+
+def _records(saved: SavedTable, files: TensorFiles, count: Callable[[int], None]) -> Iterator[memoryview]:
+    """Yield the records of a table, window by window."""
+    table, layout = saved.without_moments, record_format(saved.spec)
+    spec, step = saved.spec, max(WINDOW_BYTES // (4 * saved.spec.dim), 1)
+    fp32_rows = spec.rows if spec.dtype == "fp32" else spec.fp32_rows
+    for first in range(0, spec.rows, step):
+        rows = range(first, min(first + step, spec.rows))
+        _, arrays = read_rectangle(Rectangle(rows, range(spec.dim), table), spec, files)
+        wide = torch.arange(rows.start, rows.stop) < fp32_rows
+        found = {"wide": arrays.get("fp32_weight", arrays.get("weight") if layout.has_narrow is False else None)}
+        if layout.has_narrow:
+            found |= {"narrow": arrays.get("weight"), "exponents": arrays.get("exponents")}
+        records = torch.zeros(len(rows), layout.record_bytes, dtype=torch.uint8)
+        layout.put_stored(records, wide, {name: array for name, array in found.items() if array is not None})
+        yield bytes_of(records)
+        count(len(rows))
+
+
+def _ids(name: str, manifest: Manifest, files: TensorFiles, ttl_steps: int | None) -> Iterator[memoryview]:
+    rows = manifest.tables[name].spec.rows
+    for first in range(0, rows, step := WINDOW_BYTES // 8):
+        yield bytes_of(row_ids(name, range(first, min(first + step, rows)), manifest, files, ttl_steps))
+
+
+def _parquet(table: Any) -> Any:
+    """A `pyarrow.Table` as the bytes of a Parquet file."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    stream = pa.BufferOutputStream()
+    parquet.write_table(table, stream)
+    return stream.getvalue()
+
+
+def _mapped(table: LookupTable) -> Iterator[memoryview]:
+    """Yield a file of keys and values that is to be mapped into memory."""
+    with tempfile.TemporaryFile(prefix="hotbed-") as file:
+        table.write_mapped(file)
+        file.seek(0)
+        while chunk := file.read(CHUNK_BYTES):
+            yield memoryview(chunk)
+
+
+def _chunks_of(path: Path) -> Iterator[memoryview]:
+    with path.open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            yield memoryview(chunk)
+
+
+def _table(saved: SavedTable, file: str, ids: str | None) -> TableEntry:
+    return TableEntry(
+        rows=saved.rows,
+        dim=saved.dim,
+        dtype=saved.dtype,
+        fp32_rows=saved.fp32_rows,
+        init=saved.init,
+        record_bytes=record_format(saved.spec).record_bytes,
+        file=file,
+        ids=ids,
+    )
+
+
+def _features(collections: Mapping[str, EmbeddingCollection]) -> dict[str, FeatureEntry]:
+    return {
+        vectors_name(path, feature.name): FeatureEntry(
+            collection=path,
+            feature=feature.name,
+            table=_joined(path, feature.table),
+            pooling=feature.pooling,
+            max_len=feature.max_len,
+            on_too_long=feature.on_too_long,
+            on_bad_id=feature.on_bad_id,
+            padding=feature.padding,
+        )
+        for path, collection in collections.items()
+        for feature in collection.features
+    }
+
+
+def _joined(path: str, name: str) -> str:
+    """How checkpoints call a table of the collection at a path."""
+    return f"{path}.{name}".lstrip(".")
+
+
+def _file_name(table: str) -> str:
+    """A table's name as part of a file's, which has no '/' and is not too long for any file system."""
+    quoted = quote(table, safe="")
+    quoted = f"%2E{quoted[1:]}" if quoted[0] == "." else quoted
+    return quoted if len(quoted) <= 200 else f"{quoted[:150]}-{hashlib.sha256(table.encode()).hexdigest()[:32]}"
+
+
+# -- one program ----------------------------------------------------------------------------------------------------
+
+
+def export_single(
+    checkpoint: str | Path, target: str | Path, data: str | None = None, *, trust_recipe: bool = False
+) -> dict[str, Any]:
+    """Write the model of a checkpoint to a program of torch (``docs/prediction.md``), with twice the model's memory.
+
+    ``checkpoint`` is one with a recipe, or a run (its newest checkpoint). ``target`` is a file ``NAME.pt2``, which has
+    ``inputs.json`` inside (``torch.export.load(FILE, extra_files={"inputs.json": ""})``), or else a directory with
+    ``model.pt2`` and ``inputs.json``. ``data`` and ``trust_recipe`` are as in `export_model`. Raise `CheckpointError`
+    if there is no recipe, the model cannot be traced, or ``target`` exists.
+    """
+    source = find_checkpoint(checkpoint)
+    if not isinstance(directory(target), LocalDirectory):
+        raise CheckpointError(f"{target} is no local directory; torch writes {MODEL} to local disks only")
+    file = Path(target) if str(target).endswith(".pt2") else None
+    if file is not None and file.exists():
+        raise CheckpointError(f"{file} exists already; choose another file")
+    manifest = read_manifest(source)
+    recipe = replace(recipe_of(manifest, str(source), trusted=trust_recipe), memory=MemoryRecipe())
+    origin = trained_inputs(recipe, manifest, data)
+    take_features(origin, manifest)
+    model = build_model(recipe, origin, torch.device("cpu"))
+    load_checkpoint(source, {"model": model})
+    take_raw(model, origin.schema)
+    program = trace_whole(plain_model(model), origin.schema)
+    found = _described(origin, raw=normalization_of(model) is not None)
+    text = json.dumps(found, indent=1)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(file) as unfinished, unfinished.open("wb") as stream:
+            torch.export.save(program, stream, extra_files={INPUTS: text})
+        return found
+    with new_directory(target) as (place, _):
+        torch.export.save(program, Path(place.path) / MODEL)
+        place.write(INPUTS, text)
+    return found
+
+
+def _described(source: Source, *, raw: bool) -> dict[str, Any]:
+    """What ``inputs.json`` says of inputs and outputs."""
+    schema, kinds, encoder = source.schema, source.id_kinds(), source.encoder
+
+    def encoding(column: str) -> dict[str, str]:
+        if encoder is not None:
+            return encoding_of(encoder, column)
+        return {"encoding": "hash", "values": kinds[column]} if column in kinds else {"encoding": "rows"}
+
+    def of_ids(column: SparseColumn) -> dict[str, Any]:
+        weights = {} if column.weights is None else {"weights": column.weights}
+        return {"rows": column.rows, "ids": column.ids, "pooling": column.pooling, **weights, **encoding(column.name)}
+
+    return {
+        "dense": replace(schema, derived=()).to_dict()["dense"],
+        "dense_dtype": "float64" if raw else "float32",
+        "labels": list(schema.labels),
+        "positives": {label.column: label.positive for label in schema.positives},
+        "output": "logits [B, labels]; the probability of a label is 1 / (1 + exp(-logit))",
+        "ids": {c.name: of_ids(c) for c in schema.sparse},
+        "features": [] if encoder is None else described_features(encoder),
+        "hash": HASH if kinds else None,
+        "tables": schema.rows,
+    }

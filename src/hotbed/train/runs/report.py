@@ -1,0 +1,460 @@
+"""Record and show what a run does: its directory and summary, tables on the terminal, and progress.
+
+Progress of training, and of work in stages, is bars on a terminal and plain lines elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table as RichTable
+
+from hotbed.checkpoint import Taken, directory, runs_in
+from hotbed.config import Recipe
+from hotbed.embed import Distributed, collections_of
+from hotbed.files import read_yaml, write_json, write_text
+from hotbed.machine import cpu, release, usable_cores
+from hotbed.optim import SparseOptimizer
+from hotbed.parsing import yaml_text
+from hotbed.plan import Plan
+from hotbed.plan.cost import table_bytes
+from hotbed.store import Traffic
+from hotbed.train.runs.callbacks import Callback, KeepBest
+from hotbed.train.checkpoints import are_same
+from hotbed.train.metrics import OWN_NAMES, Metrics
+from hotbed.train.ranks.parallel import Ranks
+from hotbed.train.throughput import Balance
+from hotbed.train.trainer import Trainer
+
+RECIPE = "recipe.yaml"
+SUMMARY = "summary.json"
+METRICS = "metrics.jsonl"
+PLAN = "plan.json"
+
+
+class RunDirectory:
+    """``ROOT/NAME/TIME/{recipe.yaml, metrics.jsonl, summary.json, checkpoints/}``, new for every run of a recipe."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self._parent = root / name
+
+    def share(self, ranks: Ranks) -> None:
+        """Let all ranks have the directory that the first one makes."""
+        if ranks.size > 1:
+            with ranks.together("make the run's directory"):
+                own = self.path if ranks.is_first else None
+            self.__dict__["path"] = ranks.path(own)
+
+    def earlier(self, checkpoint_dir: str | None) -> Iterator[Path]:
+        """Runs of this name that keep their checkpoints there (None: in their own directories), the newest first.
+
+        A run that did not come to write its recipe does not count.
+        """
+        for run in reversed(runs_in(self._parent)):
+            if not run.has(RECIPE):
+                continue
+            recipe = cast("Mapping[str, Any]", read_yaml(Path(run.path) / RECIPE) or {})
+            kept: str | None = recipe.get("train", {}).get("checkpoint_dir")
+            if kept == checkpoint_dir or (
+                kept and checkpoint_dir and are_same(directory(kept), directory(checkpoint_dir))
+            ):
+                yield Path(run.path)
+
+    def reopen(self, path: Path) -> None:
+        """Take the directory of an earlier run in the place of a new one."""
+        self.__dict__["path"] = path
+
+    @cached_property
+    def path(self) -> Path:
+        """The directory; it is made when it is first asked for, so that a recipe that cannot run leaves none."""
+        time = datetime.now().strftime("%Y%m%d-%H%M%S")
+        for suffix in ("", *(f"-{again}" for again in range(2, 1000))):
+            path = self._parent / f"{time}{suffix}"
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return path
+        raise FileExistsError(f"{self._parent} holds 999 runs that started in this second")
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints go."""
+        return self.path / "checkpoints"
+
+    def begin(self, recipe: Recipe, plan: Plan | None = None) -> None:
+        """Write ``recipe.yaml``, complete, so that the run can be repeated from it, and the plan if there is one.
+
+        A summary of before is removed first: a run that goes on is not finished, and may be killed.
+        """
+        (self.path / SUMMARY).unlink(missing_ok=True)
+        write_text(self.path / RECIPE, recipe_yaml(recipe))
+        if plan is not None:
+            write_text(self.path / PLAN, plan.to_json())
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json``; a run without it did not finish."""
+        write_json(self.path / SUMMARY, summary)
+
+
+def recipe_yaml(recipe: Recipe) -> str:
+    """The complete recipe as YAML."""
+    return yaml_text(_lists(recipe.to_dict())) + "\n"
+
+
+def _lists(value: Any) -> Any:
+    """The same value with lists in place of tuples, which YAML would write with a Python tag."""
+    if isinstance(value, dict):
+        return {key: _lists(v) for key, v in value.items()}
+    return [_lists(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What figures depend on: hardware and versions."""
+    hardware = f"{cpu().name}, {usable_cores()} cores"
+    if device.type == "cuda":
+        hardware = f"{torch.cuda.get_device_name(device)}; {hardware}"
+    return {"hardware": hardware, "device": device.type, "torch": str(torch.__version__), "hotbed": release()}
+
+
+# -- the final table -----------------------------------------------------------------------------------------------
+
+METRIC_NAMES = {
+    "auc": "AUC",
+    "logloss": "logloss",
+    "normalized_entropy": "normalized entropy",
+    "calibration": "calibration",
+    "gauc": "GAUC",
+}
+
+
+def print_metrics(
+    console: Console, title: str, metrics: Mapping[str, Any], best: Mapping[str, float] | None = None
+) -> None:
+    """Print metrics, those of each task where there are several, and the best attainable where that is known."""
+    console.print(title, style="table.title", soft_wrap=True)
+    table = RichTable()
+    table.add_column("metric")
+    tasks: Mapping[str, Mapping[str, Any]] = metrics.get("tasks", {})
+    table.add_column("mean of labels" if tasks else "reached", justify="right")
+    for task in tasks:
+        table.add_column(task, justify="right", overflow="fold")
+    if best:
+        table.add_column("best attainable", justify="right")
+    own = dict.fromkeys(name for of in (metrics, *tasks.values()) for name in of if name not in OWN_NAMES)
+    for name in [*METRIC_NAMES, *own]:
+        if name in metrics or name in own:
+            cells = [
+                metrics.get(name),
+                *(task.get(name) for task in tasks.values()),
+                *([best.get(name)] if best else []),
+            ]
+            table.add_row(METRIC_NAMES.get(name, name), *map(_number, cells))
+    console.print(table)
+    reasons = [(f"label '{label}', ", task) for label, task in tasks.items()] or [("", metrics)]
+    for place, values in reasons:
+        for name, reason in values.get("undefined", {}).items():
+            console.print(f"{place}{METRIC_NAMES[name]}: – ({reason})", highlight=False, soft_wrap=True)
+
+
+def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
+    """Print the end of a run: metrics, rate, and where it is."""
+    if summary["test"] is not None:
+        title = f"{summary['name']}: test, {summary['test']['samples']:,} samples"
+        print_metrics(console, title, summary["test"], summary.get("best_attainable"))
+    console.print(
+        f"{summary['steps']:,} steps, {summary['samples']:,} samples, {summary['samples_per_s']:,.0f} samples/s "
+        f"on {summary['hardware']}",
+        soft_wrap=True,
+    )
+    if summary.get("best_step") not in (None, summary["steps"]):
+        console.print(
+            f"the evaluation after step {summary['best_step']:,} was the best; its model was tested and is kept",
+            soft_wrap=True,
+        )
+    if "precision_because" in summary:
+        several = "s" if summary["threads"] > 1 else ""
+        console.print(
+            f"precision {summary['precision']} ({summary['precision_because']}), {summary['threads']} thread{several} "
+            "per process"
+        )
+    if "ranks" in summary:
+        hidden = summary["ids_exchange_hidden_share"]
+        console.print(f"{summary['ranks']} processes; {hidden:.0%} of the exchange of ids was hidden behind other work")
+    for feature, count in summary["ids_out_of_range"].items():
+        console.print(f"feature {feature}: {count:,} ids were out of range and dropped or hashed (data.on_bad_id)")
+    console.print(f"run: {summary['run']}", soft_wrap=True)
+
+
+def print_taken(console: Console, checkpoint: str, report: Sequence[Taken]) -> None:
+    """Print what a new model begins with: every table, and of the rest what was not taken."""
+    console.print(f"from {checkpoint}", soft_wrap=True)
+    table = RichTable()
+    for name in ("", "name", "taken", "what"):
+        table.add_column(name, overflow="fold")
+    for entry in report:
+        if entry.what != "parameter" or not entry.taken:
+            table.add_row(entry.what, entry.name, "yes" if entry.taken else "no", entry.note)
+    console.print(table)
+    parameters = sum(entry.what == "parameter" and entry.taken for entry in report)
+    console.print(f"{parameters} parameters of the dense part were taken")
+
+
+def _number(value: float | None) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "–" if value is None or math.isnan(value) else f"{value:.5f}"
+
+
+def size(count: int) -> str:
+    """Bytes in the largest binary unit that they fill."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:,.0f} {units[0]}" if units[0] == "B" else f"{value:,.1f} {units[0]}"
+
+
+_STAGES = {
+    "read": "reading the log",
+    "count": "counting values",
+    "write": "writing the dataset",
+    "accesses": "counting accesses",
+    "inspect": "reading all rows",
+    "against": "reading the rows to compare with",
+    "pack": "packing hot and cold samples",
+    "measure": "measuring numericals",
+    "export": "copying rows",
+    "quantiles": "measuring quantiles",
+    "predict": "predicting",
+}
+
+
+class StageProgress:
+    """Progress through named stages, as `hotbed.prepare` reports it; a context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._stage = ""
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.add_task("", total=None)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show how much of a stage is done."""
+        new = stage != self._stage
+        self._stage = stage
+        if self._bar is not None:
+            task = self._bar.task_ids[0]
+            if new:
+                self._bar.reset(task, description=_STAGES[stage])
+            self._bar.update(task, completed=done, total=total)
+        elif new:
+            self._console.print(f"{_STAGES[stage]} …")
+
+
+class ShowProgress(Callback):
+    """A progress bar with loss, rate and time left; plain lines where the output is not a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+
+    def on_numerics(self, trainer: Trainer, chosen: str) -> None:
+        """Print a line."""
+        self._console.print(chosen)
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Show an empty bar."""
+        if self._console.is_terminal:
+            columns = (
+                "training",
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.add_task("train", total=trainer.steps_total, completed=trainer.step, note="")
+            self._bar.start()
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            stalled = _stalled({"stall_share": trainer.clock.stall_share})
+            note = f"loss {loss:.4f}  {trainer.samples_per_s:,.0f} samples/s{stalled}{_time_left(trainer)}"
+            self._bar.update(self._bar.task_ids[0], completed=trainer.step, note=note)
+
+    def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
+        """Print a line."""
+        if self._bar is None:
+            of = f"/{trainer.steps_total:,}" if trainer.steps_total else ""
+            self._console.print(
+                f"step {trainer.step:,}{of}  loss {record['loss']:.4f}  "
+                f"{record['samples_per_s']:,.0f} samples/s{_stalled(record)}{_time_left(trainer)}"
+            )
+
+    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
+        """Print a line."""
+        shown = [f"{label} {_shown(metrics, name)}" for name, label in (("auc", "AUC"), ("logloss", "logloss"))]
+        if trainer.numerics.is_retrieval:
+            shown = [f"{name} {value:.5f}" for name, value in metrics.others.items()]
+        self._console.print(f"step {trainer.step:,}  valid {'  '.join(shown)}", soft_wrap=True)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Take the bar away."""
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away, also where training failed."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _time_left(trainer: Trainer) -> str:
+    """How long the rest takes, where that is known: the first steps, in which kernels are compiled, do not count."""
+    seconds = trainer.clock.seconds_for(trainer.steps_total - trainer.step) if trainer.steps_total else None
+    if seconds is None:
+        return ""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"  {minutes}:{seconds:02d} left"
+
+
+def _stalled(record: Mapping[str, float]) -> str:
+    """How much of the time went by in waits for batches, where it is at least 1 %."""
+    share = record.get("stall_share", 0.0)
+    return f"  {share:.0%} stalled" if share >= 0.01 else ""
+
+
+def _shown(metrics: Metrics, name: str) -> str:
+    value: float = getattr(metrics, name)
+    return f"– ({metrics.undefined.get(name, 'not defined')})" if math.isnan(value) else f"{value:.5f}"
+
+
+# -- summary -----------------------------------------------------------------------------------------------------------
+
+
+def summary_of(
+    recipe: Recipe,
+    trainer: Trainer,
+    run: RunDirectory,
+    ids: Mapping[str, int],
+    taken: Sequence[Taken],
+    tested: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Summarize a run: its `ids` out of range, tables `taken`, metrics `tested`; all ranks call this."""
+    return {
+        "name": recipe.name,
+        "seed": recipe.train.seed,
+        "steps": trainer.step,
+        "epochs": trainer.epoch,
+        "samples": trainer.samples,
+        "samples_per_s": trainer.samples_per_s,
+        "stall_share": trainer.clock.stall_share,
+        "time": trainer.clock.seconds,
+        **trainer.numerics.summary(),
+        "best_step": best_step(trainer),
+        "test": tested,
+        "ids_out_of_range": dict(ids),
+        "checkpoints": of_checkpoints(trainer),
+        **({"init": [t.to_dict() for t in taken]} if taken else {}),
+        **of_ranks(trainer),
+        **of_memory(trainer),
+        "tables": of_tables(trainer),
+        **environment(trainer.device),
+        "run": str(run.path),
+    }
+
+
+def best_step(trainer: Trainer) -> int | None:
+    """Return the step of the best evaluation; None if its model was not kept."""
+    return next((callback.step for callback in trainer.callbacks if isinstance(callback, KeepBest)), None)
+
+
+def of_checkpoints(trainer: Trainer) -> dict[str, Any]:
+    """Count checkpoints, and the seconds that training waited for them."""
+    records = trainer.saver.records
+    return {"saved": len(records), "stalled_s": sum(record["stalled_s"] for record in records)}
+
+
+def of_memory(trainer: Trainer) -> dict[str, Any]:
+    """Describe rows that are not all in the device's memory."""
+    collections, traffic = collections_of(trainer.model).values(), trainer.traffic
+    if traffic == Traffic():
+        return {}
+    held = {"table_bytes": sum(c.nbytes for c in collections), "disk_bytes": sum(c.disk_bytes for c in collections)}
+    return {"memory": {**held, "hit_rate": traffic.hit_rate, **asdict(traffic)}}
+
+
+def of_tables(trainer: Trainer) -> list[dict[str, Any]]:
+    """Describe each table: size, ids per sample, hit rate, norm of gradients; all ranks must call this."""
+    clock = trainer.clock
+    moments = {
+        name: optimizer.rule.moments
+        for optimizer in trainer.optimizers.values()
+        if isinstance(optimizer, SparseOptimizer)
+        for group in optimizer.param_groups
+        for name in group["tables"]
+    }
+    collections = collections_of(trainer.model)
+    norms = trainer.training_step.logged.norms(trainer.ranks.add, trainer.ranks.size)
+    found: list[dict[str, Any]] = []
+    for path, collection in collections.items():
+        served = collection.served
+        counts = iter(trainer.ranks.add(*chain.from_iterable(served.values())))
+        rates = {t: h / (h + m) if h + m else None for t, h, m in zip(served, counts, counts, strict=True)}
+        for table in collection.tables.values():
+            ids = sum(clock.ids[f.name] for f in collection.features if f.table == table.name)
+            whole = f"{path}.{table.name}"
+            found.append(
+                {
+                    "table": whole if len(collections) > 1 else table.name,
+                    "rows": table.rows,
+                    "dim": table.dim,
+                    "dtype": table.dtype,
+                    "bytes": table_bytes(table, moments.get(whole, moments.get(table.name, ()))),
+                    # of the first rank; None where its batches have ids of other ranks
+                    "ids_per_sample": ids / clock.drawn if clock.drawn else None,
+                    "hit_rate": rates[table.name],
+                    "grad_norm": norms[path, table.name],
+                }
+            )
+    return found
+
+
+def of_ranks(trainer: Trainer) -> dict[str, Any]:
+    """Describe the balance of several ranks, and the share of their exchanges that overlapped with steps."""
+    if trainer.ranks.size == 1:
+        return {}
+    replicas = trainer.model.wire.replicas if isinstance(trainer.model, Distributed) else None
+    averaged: dict[str, Any] = {}
+    if replicas is not None:
+        averaged["replicas"] = replicas.link.size
+    if replicas is not None and not replicas.exact:
+        averaged |= {"syncs": replicas.syncs, "sync_waited_s": replicas.waited_s}
+    return {
+        **averaged,
+        **Balance(trainer.model).record(),
+        "ranks": trainer.ranks.size,
+        "ids_exchange_s": trainer.prefetcher.exchange_s,
+        "ids_exchange_hidden_share": trainer.prefetcher.hidden_share,
+    }

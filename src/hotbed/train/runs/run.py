@@ -1,0 +1,397 @@
+"""Train and test the model of a recipe: `train` is what ``hotbed train`` and ``hotbed demo`` call.
+
+Its steps call `hotbed.train.runs.build` (model, optimizers, trainer), `loaders`, `resume`, `Trainer.fit` and `report`. The
+functions of this file are in the order of their calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from signal import SIGTERM
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, init_from, read_manifest
+from hotbed.config import Recipe
+from hotbed.config.validation import checkpoint_policy, monitored, notice, patience
+from hotbed.data import Loader, Source
+from hotbed.data.skew.hot_loader import HotColdLoader
+from hotbed.embed import Distributed, collections_of
+from hotbed.errors import StoppedError
+from hotbed.nn.normalization import normalization_of
+from hotbed.train.runs.build import build, open_source, train_splits
+from hotbed.train.runs.callbacks import (
+    Callback,
+    EarlyStop,
+    JsonLines,
+    KeepBest,
+    KeepLast,
+    TensorBoard,
+    own_callbacks,
+    refuse_callbacks,
+    signals_to,
+)
+from hotbed.train.checkpoints import refuse_other_checkpoints
+from hotbed.train.runs.hot_batches import HotSchedule
+from hotbed.train.runs.loaders import TrainingLoader, evaluation_loader, readers_of, training_loader
+from hotbed.train.ranks.process_group import Watchdog, limit_of, on_first
+from hotbed.train.runs.report import METRICS, RunDirectory, ShowProgress, StageProgress, print_taken, summary_of
+from hotbed.train.runs.resume import Resume, finished_run, resume_from, resume_newest
+from hotbed.train.runs.stored_model import (
+    FEATURES,
+    FeaturesState,
+    bad_ids,
+    begin_with,
+    go_on_with,
+    has_features,
+    unknown_vocabularies,
+)
+from hotbed.train.trainer import Trainer
+
+if TYPE_CHECKING:  # half a second of imports, for runs that publish alone
+    from hotbed.train.runs.publish import Publisher
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """Extra work on resume when the data has changed."""
+
+    # called by all ranks once the model is loaded, before the first step, with the trainer, the source, and batches of
+    # its train split to evaluate on
+    before: Callable[[Trainer, Source, Loader], None]
+    kept: Collection[int] = ()  # steps whose checkpoints are not removed
+
+
+@dataclass(frozen=True)
+class Run:
+    """The objects that the steps of `train` share."""
+
+    recipe: Recipe
+    source: Source
+    trainer: Trainer
+    directory: RunDirectory
+    console: Console
+
+    @property
+    def checkpoints(self) -> Directory:
+        """Directory of the run's checkpoints."""
+        return directory(self.recipe.train.checkpoint_dir or self.directory.checkpoints)
+
+    def print(self, text: str) -> None:
+        """Print a line on the first rank."""
+        if self.trainer.ranks.is_first:
+            self.console.print(text, soft_wrap=True)
+
+    def watchdog(self) -> Watchdog:
+        """Create the watchdog that kills this process when training or evaluation hangs."""
+        trainer, ranks = self.trainer, self.trainer.ranks
+        return Watchdog(
+            lambda: trainer.clock.batches,
+            limit_of(self.recipe, ranks.size),
+            self.directory.path,
+            rank=ranks.rank,
+            here=lambda: f"rank {ranks.rank} of {ranks.size}, step {trainer.step + 1:,}",
+            is_exempt=lambda: trainer.saver.is_waited_for,
+        )
+
+
+def train(
+    recipe: Recipe,
+    run: RunDirectory,
+    console: Console,
+    *,
+    resume: str | Path | None = None,
+    extra: Mapping[str, Any] | None = None,
+    continuation: Continuation | None = None,
+) -> dict[str, Any]:
+    """Train and test the model of a recipe, and write the run's directory.
+
+    Parameters
+    ----------
+    recipe
+        Data, model, optimizers and so on.
+    run
+        Directory to write.
+    console
+        Console for progress.
+    resume
+        Checkpoint to resume from, or a directory whose newest checkpoint is meant. With as many processes as before,
+        training continues bit for bit as in the run that saved it. A recipe that would train another model is refused
+        (`refuse_another_recipe`). ``"auto"`` resumes the newest run of this name in its directory, or begins a run if
+        there is no checkpoint; a finished run is neither trained nor tested again. ``"none"`` begins a run. Without a
+        value a run begins, but under torchrun the newest run of this recipe is resumed (see `Resume`).
+    extra
+        Further entries of the summary.
+    continuation
+        Extra work on resume when the data is not that of the checkpoint.
+
+    Returns
+    -------
+    dict
+        The summary, as in ``summary.json``.
+    """
+    data = recipe.data
+    with readers_of(recipe) as readers:
+        # 1. Open the data source.
+        wanted = Resume.of(resume, recipe)
+        refuse_callbacks(recipe)
+        source = open_source(data)
+        # 2. Build the model, its optimizers and the trainer.
+        trainer = build(recipe, source)
+        job, ranks = Run(recipe, source, trainer, run, console), trainer.ranks
+        # 3. Return the summary of a run that is finished already.
+        if (finished := _finished(job, wanted)) is not None:
+            return finished
+        if continuation is None and (text := notice(recipe)):
+            job.print(text)
+        # 4. Open the loaders of the splits.
+        batches = training_loader(recipe, source, ranks, trainer.model, readers)
+        valid = evaluation_loader(recipe, source, data.valid_split, ranks, readers)
+        test = evaluation_loader(recipe, source, data.test_split, ranks, readers)
+        ids = trainer.other_parts["ids"] = IdCounts(trainer, recipe)
+        if has_features(source):
+            trainer.other_parts[FEATURES] = FeaturesState(source)
+        try:
+            # 5. Resume from a checkpoint, or begin, with the tables of another model if the recipe names one.
+            resumed = _resume(job, wanted, batches, other_data=continuation is not None)
+            taken = [] if resumed is not None or recipe.init.checkpoint is None else _init(job, recipe.init.checkpoint)
+            # 6. Lock the directory of checkpoints.
+            _lock_checkpoints(job, resumed)
+            # 7. Measure the inputs that a checkpoint has not measured.
+            measure_buckets(trainer, source, train_splits(recipe), console)
+            measure_numericals(trainer, source, train_splits(recipe), console)
+            if continuation and (new := evaluation_loader(recipe, source, data.train_split, ranks, readers)):
+                with job.watchdog():
+                    continuation.before(trainer, source, new)
+            # 8. Train.
+            _fit(job, batches, valid, continuation.kept if continuation else ())
+        finally:
+            trainer.saver.release()
+        # 9. Test.
+        with job.watchdog():
+            tested = None if test is None else trainer.evaluate(test).to_dict()
+        # 10. Write the summary.
+        summary = {**summary_of(recipe, trainer, run, ids.total(), taken, tested), **(extra or {})}
+        if ranks.is_first:
+            run.finish(summary)
+        return summary
+
+
+def _finished(job: Run, wanted: Resume) -> dict[str, Any] | None:
+    """Return the summary of the run to resume if it is finished."""
+    if wanted.by_recipe:
+        job.print("under torchrun, the newest run of this recipe is resumed (--resume none begins a new one)")
+    summary = finished_run(job.trainer, job.recipe, job.directory, wanted) if wanted.auto else None
+    if summary is not None:
+        job.print(
+            f"{summary['run']} is finished: {summary['steps']:,} steps are trained and tested, and nothing is left to "
+            "train; raise train.steps or train.epochs to go on, or begin a new run with --resume none"
+        )
+    return summary
+
+
+def _resume(job: Run, wanted: Resume, batches: TrainingLoader, *, other_data: bool) -> Directory | None:
+    """Load the checkpoint to resume from, and set the loader to its position; None if a run begins."""
+    recipe, trainer = job.recipe, job.trainer
+    if wanted.auto:
+        resumed = resume_newest(trainer, recipe, job.directory, wanted, job.console)
+    else:
+        resumed = None if wanted.path is None else resume_from(wanted.path, trainer, recipe)
+    if resumed is None:
+        if wanted.auto:
+            job.print("there is no checkpoint to go on from; a new run begins")
+        return None
+    with trainer.ranks.together(f"compare {recipe.data.path} with the data of {resumed}"):
+        go_on_with(job.source, read_manifest(resumed), recipe.data.path, are_others=other_data)
+    _warn_of_unknown_vocabularies(job, resumed)
+    trainer.resume_data(OtherData(batches) if other_data else batches)
+    job.print(f"resumed from {resumed} at step {trainer.step:,}")
+    return resumed
+
+
+def _init(job: Run, checkpoint: str) -> list[Taken]:
+    """Load what a new model takes from a checkpoint of another; return what it took."""
+    recipe, ranks = job.recipe, job.trainer.ranks
+    with ranks.together("find the checkpoint to begin with"):
+        found = [str(find_checkpoint(checkpoint))] if ranks.is_first else []
+    place, init = directory(ranks.names(found)[0]), recipe.init
+    parts = job.trainer.parts()
+    taken = init_from(place, parts, rename=init.rename, leave=init.leave, optimizers=init.optimizers)
+    with ranks.together("compare the vocabularies"):
+        begin_with(job.source, read_manifest(place), taken, init.rename)
+    if ranks.is_first:
+        print_taken(job.console, str(place), taken)
+    _warn_of_unknown_vocabularies(job, place)
+    return taken
+
+
+def _warn_of_unknown_vocabularies(job: Run, checkpoint: Directory) -> None:
+    first = job.trainer.ranks.is_first
+    if first and (problem := unknown_vocabularies(job.source, read_manifest(checkpoint))) is not None:
+        job.print(f"warning: {checkpoint}: {problem}")
+
+
+class OtherData:
+    """Set a loader of new samples to another loader's position: at the start of an epoch, only its number counts."""
+
+    def __init__(self, loader: TrainingLoader) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's position."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the position; within an epoch the samples must be the same."""
+        if not state["consumed"]:
+            state = {**self._loader.state_dict(), "epoch": state["epoch"], "consumed": 0}
+        self._loader.load_state_dict(state)
+
+
+def _lock_checkpoints(job: Run, resumed: Directory | None) -> None:
+    """Create the run's directory, and lock the one of its checkpoints."""
+    job.directory.share(job.trainer.ranks)
+    if job.recipe.train.checkpoint != "none":
+        job.trainer.saver.lock(job.checkpoints)  # before looking: another run may be about to begin there
+        refuse_other_checkpoints(job.checkpoints, resumed)
+
+
+def _fit(job: Run, batches: TrainingLoader, valid: Loader | None, kept: Collection[int]) -> None:
+    """Train with the callbacks of the recipe; raise `StoppedError` if a signal ended training."""
+    trainer, is_first = job.trainer, job.trainer.ranks.is_first
+    progress = ShowProgress(job.console) if is_first else Callback()
+    trainer.callbacks += [*_callbacks(job, kept, _publisher(job)), progress]
+    if isinstance(batches, HotColdLoader):
+        trainer.callbacks.append(HotSchedule(batches, job.recipe.hot))
+    with signals_to(trainer) as signals:
+        if is_first:
+            job.directory.begin(job.recipe, trainer.model.plan if isinstance(trainer.model, Distributed) else None)
+        try:
+            with job.watchdog():
+                trainer.fit(batches, valid)
+        finally:
+            if isinstance(progress, ShowProgress):
+                progress.close()
+    if trainer.told_to_stop:
+        where = "no checkpoint was saved, for train.checkpoint is 'none'"
+        if job.recipe.train.checkpoint != "none":
+            where = f"go on with --resume {job.checkpoints / f'last-{trainer.step:08d}'}"
+        raise StoppedError(f"stopped by a signal after step {trainer.step:,}; {where}", signals.stopped_by or SIGTERM)
+
+
+def _publisher(job: Run) -> Publisher | None:
+    """Create, on the first rank, the publisher of the run's checkpoints if the recipe has one."""
+    train, ranks = job.recipe.train, job.trainer.ranks
+    if train.publish is None:
+        return None
+    from hotbed.train.runs.model_export import Exporter
+    from hotbed.train.runs.publish import Publisher
+
+    with ranks.together(f"publish to {train.publish}"):
+        if not ranks.is_first:
+            return None
+        made = Publisher(directory(train.publish), Exporter(job.recipe, job.source), train.publish_full_every)
+        made.begin(job.trainer.step, job.checkpoints)
+        return made
+
+
+def _callbacks(job: Run, kept: Collection[int], publisher: Publisher | None) -> list[Callback]:
+    recipe, path, is_first = job.recipe, job.directory.path, job.trainer.ranks.is_first
+    train, policy, enough = recipe.train, checkpoint_policy(recipe), patience(recipe)
+    callbacks: list[Callback] = [JsonLines(path / METRICS)] if is_first else []
+    callbacks += own_callbacks(recipe, path, is_first=is_first)
+    if train.tensorboard and is_first:
+        callbacks.append(TensorBoard(path / "tensorboard"))
+    background = train.checkpoint_in_background
+    if train.checkpoint != "none":
+        callbacks.append(
+            KeepLast(
+                job.checkpoints,
+                recipe,
+                train.checkpoint_every,
+                minutes=train.checkpoint_minutes,
+                keep_last=train.keep_last,
+                keep_every=train.keep_every,
+                kept=kept,
+                background=background,
+                at_end=policy == "last",
+                publisher=publisher,
+            )
+        )
+    if policy == "best":
+        callbacks.append(KeepBest(job.checkpoints, recipe, background=background, publisher=publisher))
+    if enough is not None:
+        callbacks.append(EarlyStop(enough, monitored(recipe)))
+    return callbacks
+
+
+def measure_numericals(trainer: Trainer, source: Source, splits: Sequence[str], console: Console) -> None:
+    """Measure the columns that the trainer's model normalizes and does not know yet; all ranks must call this."""
+    normalization = normalization_of(trainer.model)
+    if normalization is None or not normalization.unmeasured:
+        return
+    ranks = trainer.ranks
+
+    def measure() -> None:
+        with StageProgress(console) as progress, torch.no_grad():
+            normalization.measure(source, splits, progress=partial(progress, "measure"))
+
+    on_first(measure)
+    for statistics in normalization.state_dict().values():
+        statistics.copy_(ranks.gather(statistics if ranks.is_first else statistics[:0]))
+
+
+def measure_buckets(trainer: Trainer, source: Source, splits: Sequence[str], console: Console) -> None:
+    """Measure the boundaries of buckets that are not known yet; all ranks must call this. See `measure_numericals`."""
+    ranks, encoder = trainer.ranks, source.encoder
+    wanted = [] if encoder is None else encoder.unmeasured
+    if encoder is None or not wanted:
+        return
+
+    def measure() -> None:
+        with StageProgress(console) as progress:
+            source.measure(splits, progress=partial(progress, "quantiles"))
+
+    on_first(measure)
+    for bucket in wanted:
+        own = [*encoder.boundaries[bucket.name], 0.0] if ranks.is_first else []  # one more, for there may be none
+        found = ranks.gather(torch.tensor(own, dtype=torch.float64, device=trainer.device))
+        encoder.boundaries[bucket.name] = found[:-1].tolist()
+
+
+class IdCounts:
+    """Number of ids out of range, of all ranks, in the run and in the runs that it resumes."""
+
+    def __init__(self, trainer: Trainer, recipe: Recipe) -> None:
+        self._trainer, self._recipe = trainer, recipe
+        self._before: dict[str, int] = {}
+
+    def total(self) -> dict[str, int]:
+        """Return the counts by feature; all ranks must call this."""
+        own = self._trainer.ranks.add_counts(_own_bad_ids(self._trainer, self._recipe))
+        return dict(Counter(self._before) + Counter(own))
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counts so far."""
+        return self.total()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Add the counts of the run that is resumed."""
+        self._before = dict(state)
+
+
+def _own_bad_ids(trainer: Trainer, recipe: Recipe) -> dict[str, int]:
+    """Count this rank's invalid ids, skipping those that another owner of the table also counts."""
+    counts = bad_ids(trainer.model)
+    if recipe.parallel.reader != "owners" or not isinstance(trainer.model, Distributed):
+        return counts
+    first_owner = {table: tiles[0].owner for table, tiles in trainer.model.plan.by_table.items()}
+    collections = collections_of(trainer.model).values()
+    own = {f.name for c in collections for f in c.features if first_owner[f.table] == trainer.ranks.rank}
+    return {feature: count for feature, count in counts.items() if feature in own}

@@ -1,0 +1,150 @@
+"""Protects that bad files of tables are named, with column and row group, by every command, and leave nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from hotbed.cli.main import main
+from tests.cli.cases import Output, refused
+
+N = 400
+COLUMNS: dict[str, Any] = {
+    "label": np.arange(N) % 2,
+    "user": [f"u{i * 7 % 31}" for i in range(N)],
+    "price": np.arange(N) / 7,
+    "tags": [[i % 5, i % 3] for i in range(N)],
+}
+
+
+def write(folder: Path, *files: dict[str, Any]) -> Path:
+    """Files ``0.parquet`` and so on, of row groups of 100 rows, with these columns changed."""
+    folder.mkdir(exist_ok=True)
+    for i, changed in enumerate(files):
+        pq.write_table(pa.table({**COLUMNS, **changed}), folder / f"{i}.parquet", row_group_size=100)
+    return folder
+
+
+def damage(file: Path, column: str, row_group: int) -> None:
+    """Overwrite what a row group has of a column."""
+    metadata = pq.read_metadata(file)
+    names = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    stored = metadata.row_group(row_group).column(names.index(column))
+    start = stored.dictionary_page_offset or stored.data_page_offset
+    content = bytearray(file.read_bytes())
+    content[start : start + stored.total_compressed_size] = b"\xff" * stored.total_compressed_size
+    file.write_bytes(content)
+
+
+@pytest.fixture(name="recipe")
+def _recipe(tmp_path: Path) -> Path:
+    """A recipe that was drafted when the files were good."""
+    good, out = write(tmp_path / "good", {}, {}), tmp_path / "recipe.yaml"
+    assert main(["init", str(good), "--drop", "price", "--out", str(out)]) == 0
+    values = yaml.safe_load(out.read_text())
+    values["data"]["source"]["init_args"]["schema"]["dense"] = ["price"]
+    out.write_text(yaml.safe_dump(values))
+    return out
+
+
+class Bad(NamedTuple):
+    """What is wrong with files, and what is said of it; init says another text, or drafts without the column."""
+
+    make: Callable[[Path], Any]
+    message: str
+    of_init: str | None
+
+
+def values(**changed: Any) -> Callable[[Path], Any]:
+    return lambda folder: write(folder, {}, changed)
+
+
+def then(change: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    def make(folder: Path) -> None:
+        change(write(folder, {}, {}) / "1.parquet")
+
+    return make
+
+
+NULLS = [None if i == 250 else i % 2 for i in range(N)]
+HIGH = np.where(np.arange(N) == 250, 3, np.arange(N) % 2)
+DAMAGED = "1.parquet, row group 2, column '{}': cannot be read, the file is damaged or cut short"
+CASES = {
+    "cut short": Bad(
+        then(lambda f: f.write_bytes(f.read_bytes()[:-9])), "1.parquet is not a Parquet file, or is cut", ""
+    ),
+    "empty": Bad(then(lambda f: f.write_bytes(b"")), "1.parquet is not a Parquet file, or is cut short", ""),
+    "a damaged column of text": Bad(then(lambda f: damage(f, "user", 2)), DAMAGED.format("user"), ""),
+    "a damaged column of lists": Bad(then(lambda f: damage(f, "tags.list.element", 2)), DAMAGED.format("tags"), ""),
+    "a missing column": Bad(
+        lambda folder: pq.write_table(pa.table(COLUMNS).drop(["user"]), write(folder, {}, {}) / "1.parquet"),
+        "1.parquet has no column 'user'; it has label, price, tags",
+        None,
+    ),
+    "text in one file, integers in another": Bad(values(user=np.arange(N)), "'user'", None),
+    "a number in one file, text in another": Bad(
+        values(price=["cheap"] * N), "1.parquet: column 'price' is string, must be numbers to be a numerical", None
+    ),
+    "a list in one file, a number in another": Bad(
+        values(tags=np.arange(N)),
+        "1.parquet: sparse column 'tags' is int64: got one value per sample",
+        None,
+    ),
+    "a struct": Bad(
+        values(user=[{"id": i, "zip": 1} for i in range(N)]),
+        "1.parquet: sparse column 'user' is struct<id: int64, zip: int64>, must be integers, strings or lists of them; "
+        "write its fields id, zip as columns of their own",
+        None,
+    ),
+    "labels that are missing": Bad(
+        values(label=NULLS), "1.parquet, row group 2, column 'label': label null at row 50", "column 'label'"
+    ),
+    "labels out of range": Bad(values(label=HIGH), "1.parquet, row group 2, column 'label': label 3", None),
+    "a label of text": Bad(
+        values(label=["no", "yes"] * (N // 2)),
+        "1.parquet: label column 'label' is string, and labels are numbers",
+        "bad, column 'label': in 1.parquet it is string, in another file int64, so it can be no label",
+    ),
+    "half ids": Bad(values(user=np.arange(N) + 0.5), "'user'", None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_command_names_it(tmp_path: Path, recipe: Path, capsys: Output, case: str) -> None:
+    bad = CASES[case]
+    folder = tmp_path / "bad"
+    bad.make(folder)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    step = ["--train.steps", "1", "--train.device", "cpu", "--out", str(tmp_path / "runs")]
+    message = refused(["train", str(recipe), "--data", str(folder), *step], capsys)
+    assert bad.message in message
+    message = refused(
+        ["prepare", str(folder), str(tmp_path / "p"), "--schema", str(recipe), "--threshold", "1"], capsys
+    )
+    assert bad.message in message or (bad.message.startswith("1.parquet: ") and "1.parquet, column" in message)
+    drafted = tmp_path / "drafted.yaml"
+    if bad.of_init is None:
+        assert main(["init", str(folder), "--label", "label", "--out", str(drafted)]) == 0
+        assert "Left out" in drafted.read_text() or "positive: " in drafted.read_text()
+        drafted.unlink()
+    else:
+        message = refused(["init", str(folder), "--label", "label", "--out", str(drafted)], capsys)
+        assert (bad.of_init or bad.message) in message
+    left = sorted(path.name for path in tmp_path.iterdir() if path.name != "runs")
+    assert left == before
+
+
+def test_fields_of_structs_are_named(tmp_path: Path, recipe: Path, capsys: Output) -> None:
+    nested = write(tmp_path / "nested", {"user": [{"id": i} for i in range(N)]})
+    text = recipe.read_text().replace("name: user", "name: user.id")
+    recipe.write_text(text)
+    message = refused(["train", str(recipe), "--data", str(nested), "--train.steps", "1"], capsys)
+    assert "has no column 'user.id'" in message
+    assert "fields of structs are not read: write 'id' of 'user' as a column of its own" in message

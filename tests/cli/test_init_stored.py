@@ -1,0 +1,121 @@
+"""Protects that folders which say themselves what they have give recipes that train, without hashing their ids anew."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from hotbed.cli.main import main
+from hotbed.config import Recipe
+from hotbed.data import SplitBinarySource
+from hotbed.errors import DataError
+from hotbed.train.runs.build import open_source
+from tests.cli.cases import Output, refused, train
+from tests.cli.stored_cases import FOLDERS, prepared
+from tests.data.format_cases import days, write_npy
+
+STEP = ("--train.device", "cpu", "--train.steps", "1", "--train.epochs", "1", "--train.checkpoint", "none")
+
+
+def drafted(folder: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path / "drafted.yaml"
+    assert main(["init", str(folder), "--out", str(out)]) == 0
+    return out, yaml.safe_load(out.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("form", FOLDERS)
+def test_a_step_is_trained(tmp_path: Path, form: str) -> None:
+    out, recipe = drafted(FOLDERS[form](tmp_path / "set"), tmp_path)
+    status, summary, _ = train(out, *STEP)
+    assert status == 0
+    assert (summary["test"] is not None) == (form != "split-binary")
+    assert recipe["data"]["source"]["class_path"].startswith("hotbed.data.")
+    assert recipe["data"]["test_split"] == ("test" if summary["test"] else None)
+
+
+def test_ids_of_prepared_data_are_taken_as_they_are(tmp_path: Path) -> None:
+    _, recipe = drafted(prepared(tmp_path / "set"), tmp_path)
+    said = yaml.safe_load((tmp_path / "set/source.yaml").read_text())
+    assert recipe["data"]["source"] == said
+    assert said["init_args"]["ids"] == "raw"
+
+
+def test_rows_of_arrays_are_the_largest_ids(tmp_path: Path) -> None:
+    folder = write_npy(tmp_path / "set", days(3, 400))
+    _, recipe = drafted(folder, tmp_path)
+    largest = np.concatenate([day.ids for day in days(3, 400)]).max(0)
+    source = recipe["data"]["source"]
+    assert source == {"class_path": "hotbed.data.NpySource", "init_args": {"rows": (largest + 1).tolist()}}
+    assert recipe["data"]["valid_split"] == "valid"
+    text = (tmp_path / "drafted.yaml").read_text()
+    assert "# `rows` are the largest id + 1 of 1,203 of 1,203 samples." in text
+
+
+def test_arrays_of_hashes_are_taken_modulo_rows(tmp_path: Path) -> None:
+    folder = write_npy(tmp_path / "set", days(2, 400))
+    for i, day in enumerate(days(2, 400)):
+        ids = day.ids.astype(np.int64)
+        ids[:, 0] = ids[:, 0] * 99_999_989 % (1 << 32)  # as numbers of eight hexadecimal digits
+        np.save(folder / f"day_{i}_sparse.npy", ids)
+    out, recipe = drafted(folder, tmp_path)
+    arguments = recipe["data"]["source"]["init_args"]
+    assert arguments["modulo"] and arguments["rows"][0] == 1024 and arguments["rows"][1] <= 40
+    assert "Larger ids are taken `modulo` the rows" in out.read_text()
+    source = open_source(Recipe.from_dict(yaml.safe_load(out.read_text())).data)
+    assert int(source.read("train", 0).sparse["cat_0"].values.max()) < 1024
+    assert train(out, *STEP)[0] == 0
+
+
+def test_another_folder_of_the_same_kind(tmp_path: Path) -> None:
+    out, _ = drafted(write_npy(tmp_path / "set", days(3, 400)), tmp_path)
+    other = write_npy(tmp_path / "other", days(2, 300))
+    status, summary, _ = train(out, *STEP, "--data", str(other))
+    assert status == 0 and summary["test"]["samples"] == 150
+
+
+def test_new_samples_are_predicted_whole(tmp_path: Path) -> None:
+    out, _ = drafted(write_npy(tmp_path / "set", days(3, 400)), tmp_path)
+    status, _, run = train(out, *STEP[:-1], "last")
+    assert status == 0
+    new = write_npy(tmp_path / "new", days(1, 30))
+    scores = tmp_path / "scores.parquet"
+    assert main(["predict", str(run), str(new), "--out", str(scores), "--device", "cpu"]) == 0
+    assert pq.read_metadata(scores).num_rows == 30
+
+
+def test_what_is_refused(tmp_path: Path, capsys: Output) -> None:
+    folder = prepared(tmp_path / "set")
+    message = refused(["init", str(folder), "--label", "label"], capsys)
+    assert "is a dataset that says itself which columns are what, so --label means nothing; leave it out" in message
+    message = refused(["init", str(folder / "train")], capsys)
+    assert "0.parquet has ids of hotbed prepare, which `ids: hash` would hash once more; take what source.y" in message
+    source = (folder / "source.yaml").read_text()
+    for text, expected in (
+        ("a: [", "source.yaml cannot be read as YAML: "),
+        ("class_path: os.system", "source.yaml must say class_path: hotbed.data.ParquetSource and its init_args"),
+        (source + "  rows: 3\n", "source.yaml: init_args: got an unexpected keyword argument 'rows'; prepare the da"),
+    ):
+        (folder / "source.yaml").write_text(text)
+        assert expected in refused(["init", str(folder)], capsys)
+    (folder / "source.yaml").write_text(source)
+    arrays = write_npy(tmp_path / "arrays", days())
+    np.save(arrays / "day_0_sparse.npy", days()[0].ids - 1)
+    assert "column 'cat_0': id -1 is negative; ids are rows of tables" in refused(["init", str(arrays)], capsys)
+    shutil.rmtree(arrays)
+    arrays.mkdir()
+    with pytest.raises(DataError, match="for data in another format `hotbed init` drafts a recipe"):
+        SplitBinarySource(arrays)
+
+
+def test_bad_arrays_are_named_by_every_command(tmp_path: Path, capsys: Output) -> None:
+    folder = write_npy(tmp_path / "set", days(3, 400))
+    out, _ = drafted(folder, tmp_path)
+    file = folder / "day_1_sparse.npy"
+    file.write_bytes(file.read_bytes()[:-4])
+    for argv in (["init", str(folder)], ["train", str(out), *STEP], ["prepare", str(folder), str(tmp_path / "p")]):
+        assert "day_1_sparse.npy: expected 4,812 bytes (401 rows × 3 of int32), found 4,808" in refused(argv, capsys)
+    assert not list(tmp_path.glob("p*")) + list(tmp_path.glob(".p*"))

@@ -1,0 +1,370 @@
+"""Protects what `hotbed inspect DATA` says of rows, labels, columns and drift, and that it finds every fault."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from hotbed.cli.main import main
+from hotbed.data import SplitBinarySource
+from hotbed.locations import opened
+from tests.cli.cases import Output, inspected, refused
+
+SCHEMA: dict[str, Any] = {
+    "labels": ["click"],
+    "dense": ["price"],
+    "sparse": [{"name": "user", "rows": 64}, {"name": "words", "rows": 64, "ids": None}],
+}
+
+
+def rows(n: int = 1000, seed: int = 0, **columns: Any) -> pa.Table:
+    random = np.random.default_rng(seed)
+    return pa.table(
+        {
+            "click": (np.arange(n) % 4 == 0).astype(np.int8),
+            "user": random.integers(0, 50, n),
+            "words": pa.array([[f"w{j % 7}" for j in range(i % 4)] if i % 10 else None for i in range(n)]),
+            "price": pa.array(random.lognormal(size=n), mask=np.arange(n) % 5 == 0),
+            "when": pa.array(np.arange(n) * 3_600_000_000, pa.timestamp("us")),
+            **columns,
+        }
+    )
+
+
+def write(path: Path, table: pa.Table, row_group: int = 300) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, row_group_size=row_group)
+    return path
+
+
+def write_recipe(path: Path, data: Path, schema: dict[str, Any] | None = None, **init_args: Any) -> Path:
+    source = {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": schema or SCHEMA, **init_args}}
+    recipe = {
+        "name": "checked",
+        "data": {"path": str(data), "dim": 8, "source": source, "test_split": None},
+        "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [8], "top": [1]}},
+        "dense_optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
+        "sparse_optimizer": {"class_path": "hotbed.optim.SGD", "init_args": {"lr": 0.1}},
+        "train": {"batch_size": 100},
+    }
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
+def found_with(tmp_path: Path, *argv: str, status: int = 0) -> dict[str, Any]:
+    file = tmp_path / "found.json"
+    assert main(["inspect", *argv, "--json", str(file)]) == status
+    return json.loads(file.read_text())
+
+
+def column(found: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(of for of in found["columns"] if of["column"] == name)
+
+
+def test_figures_of_parquet_are_those_of_its_rows(tmp_path: Path, capsys: Output) -> None:
+    table = rows()
+    found = inspected(write(tmp_path / "a.parquet", table), tmp_path)
+    assert (found["kind"], found["rows"], found["row_groups"]) == ("Parquet", 1000, 4)
+    (label,) = found["labels"]
+    assert (label["label"], label["rate"], label["samples"]) == ("click", 0.25, 1000)
+    assert label["interval"] == pytest.approx([0.224153, 0.277760], abs=1e-6)
+    user, words, price, when = (column(found, name) for name in ("user", "words", "price", "when"))
+    values, counts = np.unique(table["user"].to_numpy(), return_counts=True)
+    assert (user["type"], user["missing"], user["distinct"], user["distinct_error"]) == ("int64", 0, len(values), 0)
+    assert user["hottest"][0]["share"] == counts.max() / 1000 == user["top_shares"]["1"]
+    assert len(user["hottest"]) == 10
+    assert (words["missing"], words["distinct"]) == (0.1, 3)
+    lengths = [len(w) for w in table["words"].to_pylist() if w is not None]
+    assert words["values"] == sum(lengths)
+    assert (words["lengths"]["low"], words["lengths"]["high"]) == (0, 3)
+    assert words["lengths"]["mean"] == pytest.approx(np.mean(lengths))
+    known = table["price"].drop_null().to_numpy()
+    assert price["missing"] == 0.2
+    assert (price["numbers"]["low"], price["numbers"]["high"]) == (known.min(), known.max())
+    assert price["numbers"]["mean"] == pytest.approx(known.mean())
+    assert price["numbers"]["quantiles"]["0.5"] == pytest.approx(np.median(known))
+    assert (when["numbers"]["low"], when["numbers"]["high"]) == ("1970-01-01 00:00:00", "1970-02-11 15:00:00")
+    output = capsys.readouterr()
+    assert "label click: 25.000% positive (22.415% to 27.776%)" in output.out
+    assert re.search(r"user +.*int64 .* 50 ", output.out)
+    assert "reading all rows" in output.err
+
+
+def arrays(folder: Path, *days: tuple[list[int], list[int]]) -> Path:
+    """Days of NumPy arrays with one id and one number per sample."""
+    folder.mkdir()
+    for i, (labels, ids) in enumerate(days):
+        np.save(folder / f"day_{i}_labels.npy", np.array(labels, np.int32)[:, None])
+        np.save(folder / f"day_{i}_dense.npy", np.array(labels, np.float32)[:, None])
+        np.save(folder / f"day_{i}_sparse.npy", np.array(ids, np.int32)[:, None])
+    return folder
+
+
+@pytest.mark.parametrize("schema", [{}, {"labels": ["click"], "dense": ["n"], "sparse": [{"name": "user", "rows": 9}]}])
+def test_arrays_of_numpy(tmp_path: Path, capsys: Output, schema: dict[str, Any]) -> None:
+    data = arrays(tmp_path / "days", ([0, 1], [3, 3]), ([1, 1], [3, 12]))
+    found = inspected(data, tmp_path)
+    assert (found["kind"], found["samples"], found["tables"]) == (
+        "arrays of NumPy",
+        {"day_0": 2, "day_1": 2},
+        [],
+    )
+    assert [(of["label"], of["rate"], of["rate_by_split"]) for of in found["labels"]] == [
+        ("label", 0.75, {"day_0": 0.5, "day_1": 1.0})
+    ]
+    assert (column(found, "cat_0")["distinct"], column(found, "int_0")["missing"]) == (2, 0)
+    recipe = write_recipe(tmp_path / "recipe.yaml", data, SCHEMA)
+    values = yaml.safe_load(recipe.read_text())
+    args = {"schema": schema} if schema else {"rows": 9}
+    for modulo, faults in ((False, ["user" if schema else "cat_0"]), (True, [])):
+        values["data"]["source"] = {"class_path": "hotbed.data.NpySource", "init_args": {**args, "modulo": modulo}}
+        recipe.write_text(yaml.safe_dump(values))
+        found = found_with(tmp_path, str(data), "--recipe", str(recipe), status=2 if faults else 0)
+        assert [of["column"] for of in found["faults"]] == faults
+        assert ("12" in capsys.readouterr().err) == bool(faults)
+
+
+def test_a_prepared_dataset_and_a_log(prepared: Path, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOTBED_TABLES", str(tmp_path / "tables"))
+    found = inspected(prepared, tmp_path)
+    source = SplitBinarySource(prepared)
+    assert (found["rows"], len(found["columns"])) == (3000, 40)
+    batches = {split: source.read(split, 0) for split in source.splits}
+    ids = np.concatenate([batch.sparse["C7"].values.numpy() for batch in batches.values()])
+    assert column(found, "C7")["distinct"] == len(np.unique(ids))
+    rates = {split: float(b.labels.mean()) for split, b in batches.items() if b.labels is not None}
+    assert found["labels"][0]["rate_by_split"] == pytest.approx(rates)
+    of_log = inspected(log, tmp_path)
+    assert of_log["labels"][0]["rate"] == pytest.approx(found["labels"][0]["rate"])
+    assert column(of_log, "C20")["missing"] == pytest.approx(0.44, abs=0.05)
+    assert column(of_log, "I2")["numbers"]["low"] == -2
+
+
+def test_files_that_differ(tmp_path: Path) -> None:
+    write(tmp_path / "days/train/0.parquet", rows(300))
+    changed = rows(100, user=[f"u{i}" for i in range(100)]).drop_columns(["price"])
+    write(tmp_path / "days/test/0.parquet", changed)
+    found = inspected(tmp_path / "days", tmp_path)
+    assert found["samples"] == {"train": 300, "test": 100}
+    assert column(found, "user")["type"] == "int64, string"
+    assert column(found, "price")["missing"] == (60 + 100) / 400
+    assert set(found["labels"][0]["rate_by_split"]) == {"train", "test"}
+
+
+def test_without_a_label_the_reason_is_told(tmp_path: Path, capsys: Output) -> None:
+    file = write(tmp_path / "a.parquet", rows().rename_columns(["bought_it", "user", "words", "price", "when"]))
+    found = inspected(file, tmp_path)
+    assert found["labels"] == [] and "--label NAME" in found["no_label"]
+    assert "no label: no column is named like a label" in capsys.readouterr().out
+    found = found_with(tmp_path, str(file), "--label", "bought_it")
+    assert found["labels"][0]["rate"] == 0.25
+    assert "has no column 'absent', which --label names" in refused(["inspect", str(file), "--label", "absent"], capsys)
+
+
+def test_drift_between_two_days(tmp_path: Path, capsys: Output) -> None:
+    monday = write(tmp_path / "monday.parquet", rows(4000, 1))
+    random = np.random.default_rng(2)
+    clicks, users = (np.arange(2000) % 2 == 0).astype(np.int8), random.integers(25, 75, 2000)
+    tuesday = write(tmp_path / "tuesday.parquet", rows(2000, 2, click=clicks, user=users, new=users).drop(["words"]))
+    found = found_with(tmp_path, str(tuesday), "--against", str(monday))["against"]
+    assert (found["rows"], found["only_before"], found["only_after"]) == (4000, ["words"], ["new"])
+    (label,) = found["labels"]
+    assert (label["rates"], label["change"]) == ([0.25, 0.5], 0.25)
+    assert 0.22 < label["interval"][0] < 0.25 < label["interval"][1] < 0.28
+    drifts = {of["column"]: of for of in found["columns"]}
+    assert next(iter(drifts)) == "user"
+    assert drifts["user"]["unseen_share"] == (users >= 50).mean()
+    assert (drifts["user"]["unseen_values"], drifts["user"]["unseen_share_error"]) == (25, 0)
+    assert drifts["user"]["stability_index"] > 1 and 0.4 < drifts["user"]["jensen_shannon"] < 0.7
+    assert drifts["price"]["stability_index"] < 0.1 and drifts["price"]["missing"] == [0.2, 0.2]
+    assert "stability_index" not in drifts["when"] and "unseen_share" not in drifts["price"]
+    assert "label click: 25.000% → 50.000%, +25.000%" in capsys.readouterr().out
+
+
+def test_data_that_fit_a_recipe(tmp_path: Path, capsys: Output) -> None:
+    data = write(tmp_path / "a.parquet", rows())
+    recipe = write_recipe(tmp_path / "r.yaml", data)
+    for argv in ([str(data), "--recipe", str(recipe)], [str(recipe)]):
+        found = found_with(tmp_path, *argv)
+        assert (found["rows"], found["faults"], found["recipe"]) == (1000, [], str(recipe))
+        assert "all rows are what" in capsys.readouterr().out
+
+
+def fault(tmp_path: Path, data: pa.Table, schema: dict[str, Any] | None = None, **args: Any) -> dict[str, Any]:
+    """The one fault of data."""
+    file = write(tmp_path / "a.parquet", data)
+    recipe = write_recipe(tmp_path / "r.yaml", file, schema, **args)
+    (found,) = found_with(tmp_path, str(file), "--recipe", str(recipe), status=2)["faults"]
+    return found
+
+
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, int], str]] = {
+    "id above the rows": (
+        {"user": [*range(50), 64, 65, *range(48)]},
+        {"ids": "raw"},
+        ("user", "ids out of range", 2),
+        r"column 'user': id 64 at row 50 \(row 50 of the file\); table 'user' has the rows 0 to 63: raise its rows",
+    ),
+    "negative id": (
+        {"user": [-1, *range(50), *range(49)]},
+        {"ids": "raw"},
+        ("user", "ids out of range", 1),
+        r"id -1 at row 0 .*; table 'user' has the rows 0 to 63",
+    ),
+    "missing id": (
+        {"user": pa.array([None, *range(50), *range(49)], pa.int64())},
+        {"ids": "raw"},
+        ("user", "missing ids", 1),
+        r"id null at row 0 .*; ids that are rows must be there",
+    ),
+    "no whole number": (
+        {"user": [0.5, None, *np.arange(98.0)]},
+        {},
+        ("user", "no whole numbers", 1),
+        r"id 0\.5 at row 0 .*; ids of double must be whole numbers up to 9,007,199,254,740,992",
+    ),
+    "other type": (
+        {"user": pa.array([{"a": 1}] * 100)},
+        {},
+        ("user", "wrong type", 0),
+        r"sparse column 'user' is struct<a: int64>, must be integers, strings or lists of them",
+    ),
+    "label above 1": (
+        {"click": [0, 3] * 50},
+        {},
+        ("click", "labels out of range", 50),
+        r"column 'click': label 3 at row 1 .*; labels must be from 0 to 1: .*positive: '>= 4'",
+    ),
+    "missing label": (
+        {"click": pa.array([0, None] * 50)},
+        {},
+        ("click", "missing labels", 50),
+        r"label null at row 1 .*; labels must be there: drop these rows",
+    ),
+    "number not finite": (
+        {"price": [1.0, np.inf, 1e39, np.nan] * 25},
+        {},
+        ("price", "numbers not finite", 75),
+        r"inf at row 1 .*; numbers that no rule normalizes must be finite as float32",
+    ),
+    "number as text": (
+        {"price": ["1"] * 100},
+        {},
+        ("price", "wrong type", 0),
+        r"column 'price' is string, must be numbers to be a numerical or weight; write it as numbers, or name another",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_fault_is_found_in_all_rows(case: str, tmp_path: Path) -> None:
+    columns, args, (name, problem, values), message = BAD[case]
+    found = fault(tmp_path, rows(100, words=[[1, 2]] * 100, **columns), **args)
+    assert (found["column"], found["problem"], found["values"]) == (name, problem, values)
+    assert re.search(message, found["message"])
+
+
+def test_faults_of_lists_weights_groups_and_rules(tmp_path: Path) -> None:
+    schema = {
+        **SCHEMA,
+        "sparse": [{"name": "words", "rows": 64, "ids": 2}],
+        "dense": [{"name": "price", "rule": "log", "missing": "error"}],
+        "weight": "weight",
+        "group": "user",
+        "labels": [{"column": "click", "positive": "> 1"}],
+    }
+    words = [["a", "b"], ["a", "b", "c"], None, *[["a", "b"]] * 97]
+    users = pa.array([None, *range(99)], pa.int64())
+    table = rows(100, words=words, weight=[-1.0, *[1.0] * 99], click=[float("nan"), *[2.0] * 99], user=users)
+    file = write(tmp_path / "a.parquet", table)
+    recipe = write_recipe(tmp_path / "r.yaml", file, schema)
+    found = found_with(tmp_path, str(file), "--recipe", str(recipe), status=2)["faults"]
+    assert {(of["column"], of["problem"]): of["values"] for of in found} == {
+        ("words", "number of ids"): 2,
+        ("price", "missing numbers"): 20,
+        ("click", "labels out of range"): 1,
+        ("weight", "bad weights"): 1,
+        ("user", "missing groups"): 1,
+    }
+    messages = "\n".join(of["message"] for of in found)
+    assert re.search(r"column 'words': 3 ids at row 1 .*; the schema says 2: cut or fill the lists", messages)
+    assert re.search(r"weight -1\.0 at row 0 .*; weights must be finite and at least 0", messages)
+    assert re.search(r"null at row 0 .*; the schema says missing: error", messages)
+
+
+def test_faults_of_columns_are_printed_with_all_else_and_end_the_command(tmp_path: Path, capsys: Output) -> None:
+    write(tmp_path / "days/0.parquet", rows(100))
+    names = ["click", "usr", "words", "price", "when"]
+    file = write(tmp_path / "days/1.parquet", rows(50, words=[[1]] * 50).rename_columns(names))
+    recipe = write_recipe(tmp_path / "r.yaml", tmp_path / "days")
+    message = refused(
+        ["inspect", str(tmp_path / "days"), "--recipe", str(recipe), "--json", str(tmp_path / "f")], capsys
+    )
+    assert f"days is not what {recipe} says: 2 faults (user, words); {file} has no column 'user'" in message
+    assert "did you mean 'usr'?" in message
+    found = json.loads((tmp_path / "f").read_text())
+    assert found["rows"] == 150
+    assert "is text in" in found["faults"][1]["message"] and "integers in" in found["faults"][1]["message"]
+
+
+def test_a_recipe_of_prepared_data(prepared: Path, recipe: Path, tmp_path: Path, capsys: Output) -> None:
+    found = found_with(tmp_path, str(prepared), "--recipe", str(recipe))
+    assert (found["faults"], found["rows"]) == ([], 3000)
+    assert found_with(tmp_path, str(recipe))["rows"] == 3000
+    assert found["tables"][0] == {"table": "C1", "rows": SplitBinarySource(prepared).schema.rows["C1"]}
+    file = write(tmp_path / "a.parquet", rows())
+    message = refused(["inspect", str(file), "--recipe", str(recipe)], capsys)
+    assert "40 faults" in message and "has no column 'C1'" in message
+
+
+def test_the_page(tmp_path: Path) -> None:
+    monday = write(tmp_path / "<monday>.parquet", rows(2000, 1))
+    tuesday = write(tmp_path / "tuesday.parquet", rows(1000, 2, user=np.arange(1000), click=[0, 5] * 500))
+    recipe = write_recipe(tmp_path / "r.yaml", tuesday)
+    page = tmp_path / "page.html"
+    found_with(tmp_path, str(tuesday), "--against", str(monday), "--recipe", str(recipe), "--html", str(page), status=2)
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<svg") == text.count("</svg>") == 1 + 4  # drift; click, user, words and price
+    assert "&lt;monday&gt;" in text and "<monday>" not in text
+    assert "Not as" in text and "label 5 at row 1" in text
+    assert not re.search(r"https?:|<script|url\([^#]|src=", re.sub(r' xmlns(:xlink)?="[^"]*"', "", text))
+    assert "nan" not in text.lower().replace("dominant", "")
+    for fact in ("≈" if "≈" in text else "1,000", "unseen before", "20.0% missing", "stability index"):
+        assert fact in text
+
+
+def test_an_object_store(s3: str, tmp_path: Path) -> None:
+    filesystem, path = opened(s3.replace("PATH", "inspected/a.parquet"))
+    pq.write_table(rows(), path, filesystem=filesystem, row_group_size=300)
+    at, page = (s3.replace("PATH", f"inspected/{name}") for name in ("a.parquet", "page.html"))
+    found = found_with(tmp_path, at, "--against", at, "--html", page)
+    assert found["labels"][0]["rate"] == 0.25
+    assert {of["stability_index"] for of in found["against"]["columns"] if "stability_index" in of} == {0.0}
+    filesystem, path = opened(page)
+    with filesystem.open_input_stream(path) as stream:
+        assert stream.read().startswith(b"<!DOCTYPE html>")
+
+
+def test_options_that_cannot_be(prepared: Path, recipe: Path, tmp_path: Path, capsys: Output) -> None:
+    data = write(tmp_path / "a.parquet", rows())
+    for argv, message in (
+        ([str(data), "--skew", "--html", "x.html"], "--html does not go with --skew; leave one of them out"),
+        ([str(recipe), "--recipe", str(recipe)], "is a recipe itself; leave out --recipe"),
+        ([str(data), "--recipe", str(recipe), "--label", "click"], "--label and a recipe both say what the label is"),
+        ([str(data), "--html", str(tmp_path)], "which is a directory; give a file"),
+        ([str(data), "--against", str(tmp_path / "absent")], "absent does not exist"),
+        ([str(write(tmp_path / "e.parquet", rows(0)))], "e.parquet has no rows"),
+    ):
+        assert message in refused(["inspect", *argv], capsys)
+    (tmp_path / "cut.parquet").write_bytes(data.read_bytes()[:-100])
+    message = refused(["inspect", str(tmp_path / "cut.parquet"), "--html", str(tmp_path / "x.html")], capsys)
+    assert "cut.parquet is not a Parquet file, or is cut short" in message
+    assert not (tmp_path / "x.html").exists()

@@ -1,0 +1,142 @@
+"""Protects that labels which cannot be trained on or evaluated are refused, with the place where they are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from hotbed.cli.main import main
+from hotbed.config import Recipe
+from hotbed.errors import DataError
+from hotbed.train.runs.build import build
+from tests.cli.cases import Output, refused, train
+from tests.ranks import Ranks
+
+
+def made(path: Path, labels: Any, positive: str | None = None, **data: Any) -> Path:
+    """A recipe for 400 samples in row groups of 100, the last of which is the test split."""
+    rng = np.random.default_rng(0)
+    pq.write_table(
+        pa.table({"click": labels, "user": rng.integers(0, 9, 400)}), path / "log.parquet", row_group_size=100
+    )
+    label = "click" if positive is None else {"column": "click", "positive": positive}
+    schema = {"labels": [label], "sparse": [{"name": "user", "rows": 16}]}
+    source = {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": schema, "test_fraction": 0.25}}
+    values = {
+        "name": "labels",
+        "data": {"path": str(path / "log.parquet"), "dim": 8, "source": source, **data},
+        "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [8], "top": [8, 1]}},
+        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
+        "train": {"batch_size": 100, "device": "cpu"},
+    }
+    (path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return path / "recipe.yaml"
+
+
+@pytest.mark.parametrize("row", [5, 395])  # of the train and of the test split
+def test_a_bad_label_is_refused_before_anything_is_trained(tmp_path: Path, row: int, capsys: Output) -> None:
+    labels = np.arange(400) % 2
+    labels[row] = -1
+    recipe = made(tmp_path, labels)
+    message = refused(["train", str(recipe), "--out", str(tmp_path / "runs")], capsys)
+    assert f"log.parquet, row group {row // 100}, column 'click': label -1 at row {row % 100} (row {row} of" in message
+    assert not (tmp_path / "runs").exists()
+
+
+def test_one_class_is_evaluated_with_a_reason(tmp_path: Path, capsys: Output) -> None:
+    labels = np.arange(400) % 2
+    labels[300:] = 0
+    recipe = made(tmp_path, labels)
+    status, summary, run = train(recipe)
+    assert (status, summary["test"]["auc"]) == (0, None)
+    assert "AUC: – (all 100 labels are 0)" in capsys.readouterr().out
+    file = tmp_path / "eval.json"
+    assert main(["eval", "--checkpoint", str(run), "--json", str(file)]) == 0
+    assert "normalized entropy: – (all 100 labels are 0)" in capsys.readouterr().out
+    assert json.loads(file.read_text())["test"] == summary["test"]
+    monitored = ["--data.valid_split", "test", "--train.monitor", "auc", "--out", str(tmp_path / "others")]
+    for option in (["--train.patience", "1"], ["--train.checkpoint", "best"]):
+        message = refused(["train", str(recipe), *monitored, *option], capsys)
+        assert "train.monitor is 'auc', which is not defined on the valid split: all labels 'click' are 0" in message
+    assert not (tmp_path / "others").exists()
+
+
+def test_a_bad_label_of_other_data_is_refused_by_eval(tmp_path: Path, capsys: Output) -> None:
+    _, _, run = train(made(tmp_path, np.arange(400) % 2))
+    (tmp_path / "other").mkdir()
+    made(tmp_path / "other", np.arange(400) % 2 * 5)
+    message = refused(["eval", "--checkpoint", str(run), "--data", str(tmp_path / "other/log.parquet")], capsys)
+    assert "label 5 at row 1 (row 1 of the file); labels must be from 0 to 1" in message
+
+
+def refused_by(_: object, recipe: Path) -> str:
+    made = Recipe.from_dict(yaml.safe_load(recipe.read_text()))
+    with pytest.raises(DataError) as caught:
+        build(made)
+    return str(caught.value)
+
+
+def test_all_ranks_refuse_a_bad_label_alike(ranks: Ranks, tmp_path: Path) -> None:
+    labels = np.where(np.arange(400) == 123, 0.5, np.nan)
+    first, second = ranks.run(2, refused_by, made(tmp_path, labels))
+    assert first == second
+    assert "row group 0, column 'click': label nan at row 0 (row 0 of the file)" in first
+
+
+@pytest.mark.parametrize(
+    ("labels", "positive"),
+    [
+        (np.arange(400) % 2 * 2 - 1, "> 0"),
+        (np.arange(400) % 2 * 3 + 2.0, ">= 4"),
+        (np.where(np.arange(400) % 2, "yes", "no"), "== yes"),
+        (np.arange(400) % 2 == 1, None),
+    ],
+    ids=["-1 and 1", "ratings", "text", "booleans"],
+)
+def test_labels_of_any_kind_train_the_model_that_0_and_1_train(
+    tmp_path: Path, labels: Any, positive: str | None
+) -> None:
+    (tmp_path / "plain").mkdir()
+    status, expected, _ = train(made(tmp_path / "plain", np.arange(400) % 2))
+    assert status == 0
+    status, summary, run = train(made(tmp_path, labels, positive))
+    assert (status, summary["test"]) == (0, expected["test"])
+    assert 0 < summary["test"]["logloss"] < 1
+    file = tmp_path / "eval.json"
+    assert main(["eval", "--checkpoint", str(run), "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["test"] == summary["test"]
+
+
+def test_nothing_to_learn_is_refused(tmp_path: Path, capsys: Output) -> None:
+    recipe = made(tmp_path, np.arange(400) % 5, ">= 40")
+    message = refused(["train", str(recipe), "--out", str(tmp_path / "runs")], capsys)
+    assert "all labels 'click' (positive: '>= 40') to train on are 0: there is nothing to learn; say which" in message
+    assert not (tmp_path / "runs").exists()
+
+
+def test_several_labels_are_shown_each_with_its_reasons(
+    tmp_path: Path, capsys: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = made(tmp_path, np.arange(400) % 5, ">= 4")
+    table = pq.read_table(tmp_path / "log.parquet").append_column("buy", pa.array(np.zeros(400)))
+    pq.write_table(table, tmp_path / "log.parquet", row_group_size=100)
+    values = yaml.safe_load(recipe.read_text())
+    values["data"]["source"]["init_args"]["schema"]["labels"].append("buy")
+    values["model"]["init_args"]["top"] = [8, 2]
+    values["data"]["valid_split"] = "test"
+    recipe.write_text(yaml.safe_dump(values))
+    status, summary, _ = train(recipe)
+    assert status == 0
+    assert "all labels 'buy' to train on are 0: this task learns nothing but that" in caplog.text
+    captured = capsys.readouterr()
+    assert "label 'buy', AUC: – (all 100 labels are 0)" in captured.out
+    assert "mean of labels" in captured.out
+    assert "valid AUC – (label 'buy': all 100 labels are 0)" in captured.out + captured.err
+    assert summary["test"]["tasks"]["click"]["auc"] is not None
+    assert summary["test"]["tasks"]["buy"]["auc"] is None

@@ -1,0 +1,142 @@
+"""Protects that options override the recipe wherever they stand, and mistakes in either get one clear message."""
+
+import json
+import os
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import yaml
+
+from hotbed.cli.main import main
+from tests.cli.cases import Output, refused, train
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--train.stesp", "3"], "unknown argument --train.stesp; did you mean '--train.steps'?"),
+        (["--dense_optimzer.class_path=torch.optim.SGD"], "did you mean '--dense_optimizer.class_path'?"),
+        (["--train.batch_size", "-5"], "train.batch_size: got -5, expected at least 1"),
+        (["--train.batch_size", "many"], "train.batch_size: got 'many', expected an integer"),
+        (["--train.steps", "2.5"], "train.steps: got 2.5, expected an integer or null"),
+        (["--train.precision", "fp17"], "train.precision: got 'fp17', expected one of auto, fp32, tf32, bf16, fp16"),
+        (["--dense_optimizer.init_args.lrr", "1"], "dense_optimizer: torch.optim.Adam takes no 'lrr'"),
+        (["--dense_optimizer.init_args.lr", "-1"], "dense_optimizer: torch.optim.Adam refused init_args"),
+        (["--dense_optimizer.init_args.x", "1"], "dense_optimizer: torch.optim.Adam takes no 'x'"),
+        (
+            ["--dense_optimizer.class_path", "torch.nn.Linear"],
+            "dense_optimizer is torch.nn.Linear, which is not a torch",
+        ),
+        (["--dense_optimizer.class_path", "torch.optim.LBFGS"], "torch.optim.LBFGS needs a closure that computes the"),
+        (["--dense_optimizer.class_path", "torch.optim.SparseAdam"], "torch.optim.SparseAdam needs sparse gradients"),
+        (["--dense_optimizer.class_path", "torch.optm.Adam"], "no module 'torch.optm'; install it, put it beside"),
+        (["--dense_optimizer.class_path", "torch.optm.Adam"], "to PYTHONPATH; did you mean 'optim'?"),
+        (["--dense_optimizer.class_path", "hotbd.Adam"], "to PYTHONPATH; did you mean 'hotbed'?"),
+        (["--dense_optimizer.class_path", ".Adam"], "dense_optimizer.class_path: got '.Adam', expected an import path"),
+        (["--dense_optimizer.class_path", "torch.optim."], "got 'torch.optim.', expected an import path"),
+        (["--dense_optimizer.class_path", "torch.Size"], "is torch.Size, which is not a torch.optim.Optimizer"),
+        (["--sparse_optimizer.class_path", "torch.Size"], "is torch.Size, which is not a torch.optim.Optimizer"),
+        (["--data.source.class_path", "torch.Size"], "is torch.Size, which is not a hotbed.data.Source"),
+        (["--model.class_path", "torch.Size"], "model is torch.Size, which is not a torch.nn.Module"),
+        (["--train.seed", "18446744073709551616"], "train.seed: got 18,446,744,073,709,551,616, expected below 2**64"),
+        (["--name", ".."], "name is '..', must be a plain directory name of at most 200 bytes; it becomes runs/NAME"),
+        (["--name", "."], "name is '.', must be a plain directory name"),
+        (["--name", "a/b"], "name is 'a/b', must be a plain directory name"),
+        (["--name", "a\nb"], "name is 'a\\nb', must be a plain directory name"),
+        (["--name", " "], "name is ' ', must be a plain directory name"),
+        (["--name", "é" * 101], "must be a plain directory name of at most 200 bytes"),
+        (["--model.class_path", "hotbed.nn.DLRN"], "no class 'DLRN'; did you mean 'DLRM'?"),
+        (
+            ["--model.class_path", "hotbed.specs.Table", "--model.init_args", "{}"],
+            "model is hotbed.specs.Table, which is not",
+        ),
+        (["--model.init_args.bottom", "[16, 4]"], "has dim 8 but the bottom MLP ends with 4"),
+        (["--sparse_optimizer.class_path", "torch.optim.SGD"], "sparse_optimizer: torch.optim.SGD"),
+        (
+            ["--sparse_optimizer_groups.wide.optimizer.init_args.lr", "0.1"],
+            "lacks 'sparse_optimizer_groups.wide.tables', which is required",
+        ),
+        (
+            ["--sparse_optimizer_groups", "{x: {tables: [C1, wide], optimizer: {class_path: hotbed.optim.SGD}}}"],
+            "sparse_optimizer_groups.x: 'wide' matches no table; tables are embeddings.C1, embeddings.C2",
+        ),
+        (["--data.source.class_path", "hotbed.specs.Feature"], "data.source"),
+        (["--data.path", "nowhere"], "nowhere"),
+        (["--data.valid_split", "vaild"], "data.valid_split: got 'vaild', expected one of train, valid, test; did"),
+        (["--data.dim", "{C1: 8}"], "dim leaves out table 'C2'"),
+        (["--train.eval_every", "5"], "set data.valid_split"),
+        (["--resume", "nowhere"], "nowhere"),
+        (["--model.init_args.bottom.x", "1"], "model.init_args.bottom is [16, 8], which has no 'x' to set"),
+        (["--model.init_args.a.b"], "argument --model.init_args.a.b: expected one argument"),
+    ],
+)
+def test_mistakes_in_overrides_get_one_clear_message(
+    args: list[str], message: str, recipe: Path, capsys: Output
+) -> None:
+    argv = ["train", str(recipe), "--out", str(recipe.parent / "runs"), "--train.steps", "1", *args]
+    assert message in refused(argv, capsys)
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_a_misspelt_key_in_the_file_is_found(recipe: Path, capsys: Output) -> None:
+    recipe.write_text(recipe.read_text().replace("batch_size", "batchsize"))
+    message = refused(["train", str(recipe)], capsys)
+    assert "unknown key 'train.batchsize'" in message
+    assert "did you mean 'batch_size'?" in message
+
+
+@pytest.mark.parametrize("how", ["--recipe {}", "--recipe={}", "--train.steps 1 {}", "--dry_run {}"])
+def test_a_misspelt_key_is_found_wherever_the_recipe_is_named(how: str, recipe: Path, capsys: Output) -> None:
+    recipe.write_text(recipe.read_text().replace("batch_size", "batchsize"))
+    assert "unknown key 'train.batchsize'" in refused(["train", *how.format(recipe).split()], capsys)
+
+
+def test_options_override_the_recipe_also_before_it(recipe: Path) -> None:
+    for how in ([str(recipe)], ["--recipe", str(recipe)]):
+        runs = recipe.parent / f"runs{len(how)}"
+        assert main(["train", "--train.steps", "2", "--train.log_every=1", "--out", str(runs), *how]) == 0
+        (written,) = runs.glob("small/*/recipe.yaml")
+        used = yaml.safe_load(written.read_text())["train"]
+        assert (used["steps"], used["log_every"], used["batch_size"]) == (2, 1, 128)
+
+
+def test_a_second_recipe_and_an_option_without_value_are_refused(recipe: Path, capsys: Output) -> None:
+    assert "unknown argument other.yaml" in refused(["train", str(recipe), "other.yaml"], capsys)
+    assert "argument --recipe: expected one argument" in refused(["train", "--recipe"], capsys)
+    assert "--train.steps: expected one argument" in refused(["train", str(recipe), "--train.steps"], capsys)
+
+
+def test_a_recipe_without_an_end_is_refused_and_a_pipe_is_read(
+    recipe: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotbed.files.MOST_TEXT_BYTES", 10_000)
+    message = refused(["train", "/dev/zero"], capsys)
+    assert "/dev/zero is longer than 10,000 bytes, as no recipe is; give another file" in message
+    source = ["--data.source.class_path", "hotbed.data.ZipfSource", "--data.path", "/dev/zero"]
+    source += ["--data.source.init_args.train_samples", "100"]
+    assert "/dev/zero is longer than 10,000 bytes" in refused(["train", str(recipe), *source], capsys)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = Thread(target=lambda: pipe.write_text(recipe.read_text()))
+    writer.start()
+    status = main(["train", str(pipe), "--dry_run", "--json", str(tmp_path / "plan.json")])
+    writer.join()
+    assert (status, len(json.loads((tmp_path / "plan.json").read_text())["tables"])) == (0, 26)
+
+
+def test_the_largest_seed_trains(recipe: Path) -> None:
+    assert train(recipe, "--train.seed", str(2**64 - 1), "--train.steps", "1")[0] == 0
+
+
+def test_a_recipe_that_is_not_yaml_or_lacks_a_key(tmp_path: Path, capsys: Output) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("{")
+    assert main(["train", str(file)]) == 2
+    assert "r.yaml is not YAML" in capsys.readouterr().err
+    file.write_text("name: x\n")
+    assert "lacks 'data.path', which is required" in refused(["train", str(file)], capsys)
+    file.write_text("name: x\ndata: {path: p}\ntrain: {batch_size: 1}\n")
+    assert "lacks 'model.class_path', which is required" in refused(["train", str(file)], capsys)
+    file.write_text("- 1\n")
+    assert "the recipe: got [1], expected a mapping" in refused(["train", str(file)], capsys)

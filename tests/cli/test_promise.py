@@ -1,0 +1,38 @@
+"""Protects `hotbed demo --promise`: every plan, a run that is killed, and what is said if a process fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hotbed.cli import promise
+from hotbed.cli.main import main
+from hotbed.errors import CommError
+from tests.cli.cases import Output, refused
+
+
+@pytest.mark.full
+def test_one_process_leaves_the_same_bits_under_every_plan(tmp_path: Path) -> None:
+    """Two processes: ``tests/journeys/test_promise_hash.py``."""
+    file = tmp_path / "promise.json"
+    options = ["--ranks", "1", "--steps", "4", "--out", str(tmp_path / "runs"), "--json", str(file)]
+    assert main(["demo", "--promise", *options]) == 0
+    result = json.loads(file.read_text())
+    hashes = {plan["sha256"] for plan in result["plans"]} | {result["resumed"]["sha256"]}
+    assert len(hashes) == 1
+    assert result["equal"] is True
+    assert Path(result["run"]).parent == tmp_path / "runs" / "promise"
+
+
+def test_a_number_that_cannot_be_is_refused(tmp_path: Path, capsys: Output) -> None:
+    argv = ["demo", "--promise", "--ranks", "0", "--steps", "9", "--out", str(tmp_path)]
+    assert "--ranks is 0 and --steps is 9, must be at least 1 and 4" in refused(argv, capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_process_wrote_is_shown(tmp_path: Path) -> None:
+    job = {"recipe": str(tmp_path / "no recipe"), "plans": {}, "steps": 1}
+    with pytest.raises(CommError, match=r"(?s)process 0 of 1 ended with 1: .*no recipe"):
+        promise._run(tmp_path / "world", 1, job)
