@@ -25,8 +25,8 @@ from torch.optim.adam import Adam
 from hotbed.checkpoint import save, storage, tensor_files
 from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.comm import Handle, Link
-from hotbed.data.encoding.prepared_dataset import counting
 from hotbed.data.formats.split_binary import SplitBinaryWriter
+from hotbed.data.preparation import counting
 from hotbed.embed import dynamic, replicas
 from hotbed.store.cached import CachedRecords
 from hotbed.store.dense import DenseStore
