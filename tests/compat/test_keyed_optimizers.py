@@ -55,7 +55,7 @@ def test_states_have_the_names_of_parameters() -> None:
     second.load_state_dict(first.optimizer.state_dict())  # by numbers, as torch saves it
     with pytest.raises(OptimizerError, match="got a, expected a, b"):
         second.load_state_dict({"state": {"a": {}}})
-    with pytest.raises(OptimizerError, match="the saved state of b has nothing, expected step, sum"):
+    with pytest.raises(OptimizerError, match="state of b: got nothing, expected step, sum"):
         second.load_state_dict({"state": {**state["state"], "b": {}}})
     with pytest.raises(OptimizerError, match="cannot get further parameters"):
         second.add_param_group({"params": []})
