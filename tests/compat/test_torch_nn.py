@@ -354,7 +354,7 @@ def test_what_cannot_be_swapped_says_why_and_changes_nothing(make: Callable[[], 
 def test_a_name_to_skip_that_does_not_exist() -> None:
     with pytest.raises(SpecError, match=r"'usr'.*did you mean 'user'\?"):
         hb.swap_embeddings(net(), skip=["usr"])
-    with pytest.raises(SpecError, match="to replace.*skip.*: user"):
+    with pytest.raises(SpecError, match=r"to replace.*skip.*: user"):
         hb.swap_embeddings(nn.ModuleDict({"user": nn.Embedding(6, 4)}), skip=["user"])
 
 
