@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hotbed.ops.rows import Codec
-from hotbed.plan.cost import message_of, sums_bytes
+from hotbed.plan.cost import tile_traffic, sums_bytes
 from hotbed.plan.tiling import Plan, count_common
 
 
@@ -48,7 +48,7 @@ def step_traffic(
     for tile in plan.tiles:
         share, cols = len(tile.rows) / rows[tile.table], len(tile.cols)
         changed = (touched or distinct)[tile.table] * share
-        message = message_of(cols, distinct[tile.table] * share, changed, forward=forward, backward=backward)
+        message = tile_traffic(cols, distinct[tile.table] * share, changed, forward=forward, backward=backward)
         for rank in range(size):
             if rank == tile.owner:
                 continue

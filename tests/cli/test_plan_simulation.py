@@ -60,7 +60,7 @@ def test_a_sweep_of_ranks_says_where_nothing_fits(recipe: Path, capsys: pytest.C
     limited = ["--hardware", str(small), "--sweep", "ranks=2..16"]
     points = simulated(recipe, "--ranks", "8", *limited)["sweep"]["points"]
     assert [p["ranks"] for p in points] == [2, 4, 8, 16] and [p["fits"] for p in points] == [False, True, True, True]
-    assert points[1]["efficiency"] == 1 and "too few" in points[0]["problem"]
+    assert points[1]["efficiency"] == 1 and "more than 2 ranks" in points[0]["problem"]
     assert points[2]["samples_per_s"] * points[2]["step_s"] == pytest.approx(128)  # as the recipe has it for 8 ranks
     assert points[3]["samples_per_s"] * points[3]["step_s"] == pytest.approx(256)
     shown = capsys.readouterr().out
@@ -95,7 +95,7 @@ def test_a_sweep_of_ranks_goes_on_where_what_was_asked_for_does_not_fit(
     small.write_text("extends: a100-40\nfigures: {device_bytes: 3 MB}\n")
     limited = ["--hardware", str(small), "--ranks", "2"]
     found = simulated(recipe, *limited, "--sweep", "ranks=2..8")
-    assert [p["fits"] for p in found["sweep"]["points"]] == [False, True, True] and "too few" in found["problem"]
+    assert [p["fits"] for p in found["sweep"]["points"]] == [False, True, True] and "more than 2 ranks" in found["problem"]
     assert "--ranks 2 does not fit: rows and moments take" in capsys.readouterr().out
     html = recipe.parent / "plan.html"
     for more in (["--sweep", "ranks=1..2"], ["--sweep", "ranks=2..8", "--html", str(html)]):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotbed.plan import balance
-from hotbed.plan.balance import Placed, best_placement
+from hotbed.plan.balance import Assignment, balance_loads
 
 
 def placed(
@@ -19,15 +19,15 @@ def placed(
     start: Sequence[float] = (0.0, 0.0),
     held: Sequence[int] | None = None,
     capacity: int | None = None,
-) -> Placed | tuple[int, int]:
+) -> Assignment | tuple[int, int]:
     sizes = [1] * len(loads) if nbytes is None else nbytes
     before = [0] * len(start) if held is None else held
     ints = (np.array(sizes, dtype=np.int64), np.array(before, dtype=np.int64))
-    return best_placement(np.array(loads, dtype=float), ints[0], np.array(start, dtype=float), ints[1], capacity)
+    return balance_loads(np.array(loads, dtype=float), ints[0], np.array(start, dtype=float), ints[1], capacity)
 
 
-def busiest(found: Placed | tuple[int, int]) -> float:
-    assert isinstance(found, Placed)
+def busiest(found: Assignment | tuple[int, int]) -> float:
+    assert isinstance(found, Assignment)
     return float(found.loads.max())
 
 
@@ -52,10 +52,10 @@ def no_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_karmarkar_karp_wins_where_greedy_does_not_and_is_kept(monkeypatch: pytest.MonkeyPatch):
     """The textbook case: greedy puts 8+5+4 against 7+6, differencing 8+6 against 7+5+4."""
     assert busiest(found := placed([8, 7, 6, 5, 4])) == 16.0
-    assert isinstance(found, Placed) and found.method == "Karmarkar-Karp"
+    assert isinstance(found, Assignment) and found.method == "Karmarkar-Karp"
     monkeypatch.setattr(balance, "_MOST_DIFFERENCES", 0)
     assert busiest(found := placed([8, 7, 6, 5, 4])) == 17.0
-    assert isinstance(found, Placed) and found.method == "greedy"
+    assert isinstance(found, Assignment) and found.method == "greedy"
 
 
 @pytest.mark.usefixtures("no_moves")
@@ -63,7 +63,7 @@ def test_greedy_wins_where_karmarkar_karp_does_not():
     """Differencing makes equal sets before it looks at what places have already."""
     found = placed([5, 5], start=[10.0, 0.0])
     assert busiest(found) == 10.0
-    assert isinstance(found, Placed) and found.method == "greedy"
+    assert isinstance(found, Assignment) and found.method == "greedy"
 
 
 def test_local_moves_go_on_where_greedy_ends(monkeypatch: pytest.MonkeyPatch):
@@ -101,7 +101,7 @@ def test_capacity_holds_or_an_item_is_named(
     nbytes, loads = [n for n, _ in items], [load for _, load in items]
     held = [n for n, _ in start]
     found = placed(loads, nbytes, [load for _, load in start], held, capacity)
-    if not isinstance(found, Placed):
+    if not isinstance(found, Assignment):
         stuck, missing = found
         assert 0 <= stuck < len(items) and missing > 0
         return
@@ -110,7 +110,7 @@ def test_capacity_holds_or_an_item_is_named(
     assert held == found.nbytes.tolist()
     assert max(held) <= capacity
     again = placed(loads, nbytes, [load for _, load in start], [n for n, _ in start], capacity)
-    assert isinstance(again, Placed) and again.chosen.tolist() == found.chosen.tolist()
+    assert isinstance(again, Assignment) and again.chosen.tolist() == found.chosen.tolist()
 
 
 def test_items_move_from_places_that_overflow():
@@ -124,5 +124,5 @@ def test_items_move_from_places_that_overflow():
 def test_at_equal_load_memory_is_even():
     """Four items of one load: the two large ones are not on one place."""
     found = placed([1, 1, 1, 1], [10, 10, 1, 1])
-    assert isinstance(found, Placed)
+    assert isinstance(found, Assignment)
     assert found.loads.tolist() == [2.0, 2.0] and found.nbytes.tolist() == [11, 11]

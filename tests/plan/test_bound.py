@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hotbed.errors import PlanError
 from hotbed.optim import RowWiseAdagrad
 from hotbed.plan import Cut, milp
-from hotbed.plan.balance import Placed, best_placement
+from hotbed.plan.balance import Assignment, balance_loads
 from hotbed.plan.bound import lower_bound
 from hotbed.plan.candidates import column_parts, form_of
 from hotbed.plan.cost import HOST, CostModel, table_bytes
@@ -175,10 +175,10 @@ def test_the_integer_program_is_never_worse_than_the_heuristics(loads: list[int]
     for form, owners in solved:
         np.add.at(totals, owners, form.largest)
     start = np.zeros(ranks), np.zeros(ranks, dtype=np.int64)
-    placed = best_placement(
+    placed = balance_loads(
         np.array([form.largest for (form,) in forms.values()]), np.ones(len(loads), dtype=np.int64), *start, None
     )
-    assert isinstance(placed, Placed)
+    assert isinstance(placed, Assignment)
     assert totals.max() <= placed.loads.max() * (1 + milp.GAP)
 
 

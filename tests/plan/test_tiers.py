@@ -161,5 +161,5 @@ def test_caches_are_shared_out() -> None:
 def test_budgets_are_checked() -> None:
     with pytest.raises(PlanError, match="bytes of tier 'device': got -1, expected at least 0"):
         place_in_tiers(make_plan(TABLES, 1), TABLES, {"device": -1}, "host")
-    with pytest.raises(PlanError, match="does not hold a row of any table; raise it"):
+    with pytest.raises(PlanError, match="a budget of 10 bytes"):
         hot_rows(TABLES, 10)

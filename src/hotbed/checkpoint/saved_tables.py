@@ -21,7 +21,7 @@ from hotbed.embed.dynamic import PREFIX
 from hotbed.errors import CheckpointError
 from hotbed.ops.layout import SCALE_BLOCK
 from hotbed.ops.rows import MIN_EXPONENT, exponents_of, round_nearest, widen
-from hotbed.plan.tiling import column_unit, common_places
+from hotbed.plan.tiling import column_unit, common_positions
 from hotbed.specs import Table
 from hotbed.store import MOMENT, LazyStore
 from hotbed.store.dense import TORCH_DTYPES
@@ -126,7 +126,7 @@ def _load_layer(tile: LocalTile, saved: SavedTable, moments: Collection[str], fi
         for t in _shared(tile.shard.rows, tile.shard.cols, saved):
             columns = _columns(t.cols, tile.shard.cols) if target.dim() > 1 else None
             if t.keyed and saved.base is None:
-                untouched = _at(target, common_places(tile.shard.rows, t.rows))
+                untouched = _at(target, common_positions(tile.shard.rows, t.rows))
                 (untouched if columns is None else untouched[:, columns[1]]).fill_(saved.moments[name].initial)
             for c in common(tile.shard.rows, tile.shard.cols, saved.model_copy(update={"tiles": (t,)}), files):
                 copy_rows(c, f"{MOMENT}{name}", _all(c), target, range(len(target)), columns, files)
@@ -143,9 +143,9 @@ def common(
     """
     for tile in _shared(rows, cols, saved):
         shared = range(max(cols.start, tile.cols.start), min(cols.stop, tile.cols.stop))
-        there = common_places(tile.rows, rows)
+        there = common_positions(tile.rows, rows)
         if not tile.keyed:
-            yield Common(tile, stored_as(saved.spec, tile.rows), there, common_places(rows, tile.rows), shared)
+            yield Common(tile, stored_as(saved.spec, tile.rows), there, common_positions(rows, tile.rows), shared)
             continue
         file, key = tile.file, f"{tile.key}/keys"
         some = rows if within is None else rows[within.start : within.stop]
@@ -166,7 +166,7 @@ def _shared(rows: range, cols: range, saved: SavedTable) -> list[SavedTile]:
     found = [
         tile
         for tile in saved.tiles
-        if max(cols.start, tile.cols.start) < min(cols.stop, tile.cols.stop) and len(common_places(tile.rows, rows))
+        if max(cols.start, tile.cols.start) < min(cols.stop, tile.cols.stop) and len(common_positions(tile.rows, rows))
     ]
     return sorted(found, key=lambda tile: -tile.cols.start)
 

@@ -97,7 +97,7 @@ def pack_by_popularity(
             progress=lambda done, total: progress("accesses", done, total),
         )
         known = {name: Counted(torch.from_numpy(c), counts.samples) for name, c in counts.counted.items()}
-        rows = hot_rows(tables, budget, popularity=known, moments=moments, beside=beside, whole_bytes=whole_bytes)
+        rows = hot_rows(tables, budget, popularity=known, moments=moments, extra_bytes=beside, whole_bytes=whole_bytes)
         hot = [Tile(t.name, range(rows[t.name]), range(t.dim), 0) for t in tables if rows[t.name]]
         by_name = {t.name: t for t in tables}
         about = {

@@ -32,7 +32,7 @@ from hotbed.errors import PlanError, RecipeError
 from hotbed.plan import Plan
 from hotbed.plan.cost import TIERS
 from hotbed.plan.hardware import Hardware
-from hotbed.plan.ranks import ALIKE
+from hotbed.plan.ranks import TOLERANCE
 from hotbed.plan.schemes import Schemes
 from hotbed.plan.search import Found
 from hotbed.plan.simulation.simulate import Simulation, Stragglers, simulate
@@ -212,7 +212,7 @@ def faster_settings(recipe: Recipe, ranks: int, found: Found) -> dict[str, float
             other = plan_for(of_setting, count)
         except (PlanError, RecipeError):  # the tables do not fit, or the replicas do not divide the ranks
             continue
-        if samples_per_s(other) > ALIKE * samples_per_s(found):
+        if samples_per_s(other) > TOLERANCE * samples_per_s(found):
             result[setting] = samples_per_s(other)
     return result
 
@@ -266,7 +266,7 @@ def as_dict(found: Found, others: dict[str, float]) -> dict[str, Any]:
             for rank, load in enumerate(costs.load)
         ],
         "room_bytes": dict(limits.room),
-        "beside_bytes": dict(limits.beside),
+        "beside_bytes": dict(limits.reserved),
         "others_step_s": {name: seconds if seconds < float("inf") else None for name, seconds in others.items()},
     }
 

@@ -31,7 +31,7 @@ from hotbed.embed.locate import KIND, Locator
 from hotbed.ops import Backend, Groups, Occurrences, RuleStep
 from hotbed.ops.layout import ACTIVE, BLOCK
 from hotbed.ops.reference_rules import blocks_of, rule_steps, sum_of_blocks
-from hotbed.plan.tiling import common_places
+from hotbed.plan.tiling import common_positions
 from hotbed.store import memory
 
 
@@ -138,7 +138,7 @@ class ColumnSums:
                 tile = locator.tiles[i]
                 for j in by_table[tile.table]:
                     other = locator.tiles[j]
-                    rows = common_places(tile.rows, other.rows)
+                    rows = common_positions(tile.rows, other.rows)
                     if i != j and rows:
                         common = None if rows == range(len(tile.rows)) else rows
                         first_block = other.cols.start // BLOCK

@@ -1,4 +1,7 @@
-"""Decide where every part of every table is stored: plans, and the schemes and searches that make them."""
+"""Which rank and which memory stores each part of each table?
+
+A `Plan` answers this question. `make_plan` cuts tables by a scheme, or searches for the fastest plan.
+"""
 
 from hotbed.plan.schemes import Cut
 from hotbed.plan.search import make_plan

@@ -1,11 +1,14 @@
-"""Place items on ranks, so that the busiest rank has as little load as can be, and memory is as even as that allows.
+"""Assign items to ranks. Minimize the load of the busiest rank, then even out memory.
 
-Heuristics, of which the best result is kept. *Greedy*: items in order of falling load, or of the larger of load and
-bytes as shares of all, each to the least loaded place that has room for it. *Karmarkar-Karp*, k-way, where items and
-places are few: every item starts as a partition (itself, nothing, …); again and again the two partitions with the
-largest spread are merged, the fullest set of one with the emptiest of the other, so that large differences cancel; then
-items move from places that overflow. *Local moves* end both: items move from the busiest place, or change places with
-those of others; then the same for bytes, where no load rises above the busiest one's.
+The best result of these heuristics is used:
+
+- *Greedy*: each item, by falling load (or by the larger of its shares of load and bytes), goes to the least loaded rank
+  with room for it.
+- *Karmarkar-Karp*, k-way, for few items and ranks: each item starts as a partition (itself, nothing, …). The two
+  partitions with the largest spread are merged repeatedly, the fullest set of one with the emptiest of the other. Then
+  items move away from ranks without room.
+- *Local moves* improve both: items of the busiest rank move, or are swapped with items of other ranks. The same is done
+  for bytes, without raising the largest load.
 """
 
 from __future__ import annotations
@@ -19,17 +22,17 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 _MOST_DIFFERENCES = 40_000
-"""Items × places up to which Karmarkar-Karp is tried: its time grows with them."""
+"""Upper limit of items × ranks for Karmarkar-Karp."""
 _MOST_SCORES = 4_000_000
-"""Items × places up to which both kinds of greedy are tried."""
+"""Upper limit of items × ranks for the second greedy order."""
 _MOST_MOVES = 400
 _OTHERS = 4
-"""Least loaded places that a local move looks at."""
+"""Number of least loaded ranks that a local move considers."""
 _NEARLY = 1 + 1e-9
 
 
-class Placed(NamedTuple):
-    """A place for each item, and what the places have then."""
+class Assignment(NamedTuple):
+    """A rank for each item, and the resulting load and bytes of each rank."""
 
     chosen: Array
     loads: Array
@@ -38,16 +41,16 @@ class Placed(NamedTuple):
 
     @property
     def worth(self) -> tuple[float, int]:
-        """Load of the busiest place, and bytes of the fullest; the least is best."""
+        """Largest load and largest bytes of a rank. Smaller is better."""
         return float(self.loads.max()), int(self.nbytes.max())
 
 
-def best_placement(
+def balance_loads(
     loads: Array, nbytes: Array, start_loads: Array, start_bytes: Array, capacity: int | None
-) -> Placed | tuple[int, int]:
-    """Place items as arrays; or return the item that fits nowhere and the bytes that it lacks."""
+) -> Assignment | tuple[int, int]:
+    """Assign items to ranks, or return the item that fits on no rank and its missing bytes."""
     limit = np.iinfo(np.int64).max if capacity is None else capacity
-    found: list[Placed] = []
+    found: list[Assignment] = []
     stuck: tuple[int, int] | None = None
     for greedy in (_greedy, _greedy_by_need):
         if greedy is _greedy_by_need and found and len(loads) * len(start_loads) > _MOST_SCORES:
@@ -69,7 +72,7 @@ def best_placement(
 
 def _placed(
     chosen: Array, loads: Array, nbytes: Array, start_loads: Array, start_bytes: Array, limit: int, method: str
-) -> Placed:
+) -> Assignment:
     chosen = chosen.copy()
     totals, held = start_loads.copy(), start_bytes.copy()
     np.add.at(totals, chosen, loads)
@@ -77,11 +80,11 @@ def _placed(
     if len(loads):
         _level(chosen, loads, nbytes, totals, held, limit)
         _level(chosen, nbytes, loads, held, totals, float(totals.max()) * _NEARLY)
-    return Placed(chosen, totals, held, method)
+    return Assignment(chosen, totals, held, method)
 
 
 def _greedy(loads: Array, nbytes: Array, start_loads: Array, start_bytes: Array, limit: int) -> Array | tuple[int, int]:
-    """A place for each item, by falling load; or the item that fits nowhere, and the bytes it lacks."""
+    """Assign items by falling load, or return the item that fits on no rank and its missing bytes."""
     chosen = np.zeros(len(loads), dtype=np.int64)
     heap = [
         (load, held, p) for p, (load, held) in enumerate(zip(start_loads.tolist(), start_bytes.tolist(), strict=True))
@@ -97,15 +100,15 @@ def _greedy(loads: Array, nbytes: Array, start_loads: Array, start_bytes: Array,
         load, held, at = heap[0]
         chosen[i] = at
         heapq.heapreplace(heap, (load + weights[i], held + sizes[i], at))
-        for place in full:
-            heapq.heappush(heap, place)
+        for entry in full:
+            heapq.heappush(heap, entry)
     return chosen
 
 
 def _greedy_by_need(
     loads: Array, nbytes: Array, start_loads: Array, start_bytes: Array, limit: int
 ) -> Array | tuple[int, int]:
-    """The same by the larger of load and bytes, as shares of all: where memory is what is short."""
+    """Assign items by the larger of their shares of load and bytes, for scarce memory."""
     totals, held = start_loads.copy(), start_bytes.copy()
     chosen = np.zeros(len(loads), dtype=np.int64)
     load_unit, byte_unit = (1 / max(float(x.sum() + s.sum()), 1e-300) for x, s in ((loads, totals), (nbytes, held)))
@@ -123,12 +126,12 @@ def _greedy_by_need(
 
 
 def _karmarkar_karp(loads: Array, start_loads: Array) -> Array:
-    """A place for each item, whatever fits."""
-    places = len(start_loads)
+    """Assign items to ranks without regard to memory."""
+    ranks = len(start_loads)
     ticket = count()  # makes ties repeatable
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for i, load in enumerate(loads.tolist()):
-        sets = [(load, [i]), *((0.0, list[int]()) for _ in range(places - 1))]
+        sets = [(load, [i]), *((0.0, list[int]()) for _ in range(ranks - 1))]
         heapq.heappush(heap, (-load, next(ticket), sets))
     while len(heap) > 1:
         (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)  # sets in order of falling load
@@ -148,10 +151,7 @@ def _karmarkar_karp(loads: Array, start_loads: Array) -> Array:
 def _repaired(
     chosen: Array, loads: Array, nbytes: Array, start_loads: Array, start_bytes: Array, limit: int
 ) -> Array | None:
-    """Move items from places that overflow to the least busy ones with room, those with little load first.
-
-    None where that does not suffice.
-    """
+    """Move items, lightest first, from overfull ranks to the least busy ones with room. Return None on failure."""
     chosen = chosen.copy()
     totals, held = start_loads.copy(), start_bytes.copy()
     np.add.at(totals, chosen, loads)
@@ -175,17 +175,14 @@ def _repaired(
 
 
 def _level(chosen: Array, values: Array, others: Array, sums: Array, other_sums: Array, limit: float) -> None:
-    """Lower the largest of ``sums``, of ``values``, by moves and changes of places that keep ``other_sums`` ≤ limit.
-
-    All but ``values`` and ``others`` are changed in place.
-    """
+    """Lower the largest of ``sums`` in place by moves and swaps of items that keep ``other_sums`` within the limit."""
     for _ in range(_MOST_MOVES):
         top = int(sums.argmax())
         here = np.flatnonzero((chosen == top) & (values > 0))
         best: tuple[float, int, int, int] | None = None
         for low in np.argsort(sums, kind="stable")[:_OTHERS].tolist():
             there = np.flatnonzero(chosen == low)
-            back = np.concatenate([[-1], there])  # −1: nothing comes back
+            back = np.concatenate([[-1], there])  # −1: a move without a swap
             given = values[here][:, None] - np.where(back < 0, 0, values[back])[None]
             moved = others[here][:, None] - np.where(back < 0, 0, others[back])[None]
             after = np.maximum(sums[top] - given, sums[low] + given)

@@ -1,10 +1,13 @@
-"""Bound from below what the busiest rank of any plan has to do, as `CostModel` counts it.
+"""Compute a lower bound of the busiest rank's load over all plans, in the unit of `CostModel`.
 
-The largest of: the *average* over ranks of the cheapest form of every table, whatever fits; the same with the rows in a
-slower memory that the devices cannot hold, those that cost least there for their bytes; and the largest *piece*, with
-what every rank has beside it: of a table that may be cut the smallest that there is (a row of one block of columns, or
-as many rows as are left when there is one part per rank), of one whose cut is given its largest tile. Exchanges of
-copies and of sums, which not every plan has, are in it where they cannot be done without, or pay.
+The bound is the largest of:
+
+- the *average* over ranks of the cheapest form of every table, without regard to memory;
+- this average with the overflow of device memory in slower memory, namely the rows with the least cost per byte;
+- the largest *piece* plus the load that every rank has. A piece of a table is its smallest possible tile (a row of one
+  block of columns, or the rows of one part per rank). For a table with a given cut, it is the largest tile.
+
+Exchanges of copies and of sums are optional. The bound includes them if a given cut needs them, or if they pay off.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import numpy as np
 
 from hotbed.plan.candidates import Form, column_parts, form_of, hot_prefix
 from hotbed.plan.cost import DISK, HOST, CostModel, tile_bytes
-from hotbed.plan.parts import Array, kind_of, part_cost
+from hotbed.plan.parts import Array, cost_class, part_cost
 from hotbed.plan.schemes import Cut
 from hotbed.plan.tiling import Tier, Tile
 from hotbed.plan.workload import TableUse
@@ -26,26 +29,26 @@ from hotbed.plan.workload import TableUse
 
 @dataclass(frozen=True)
 class Bound:
-    """Least load of the busiest rank, in the unit of the cost model."""
+    """Lower bound of the busiest rank's load, in the unit of the cost model."""
 
     average: float
     memory: float
-    """What rows in a slower memory add to the average."""
+    """Addition to the average of rows in slower memory."""
     piece: float
-    """The largest piece, with what every rank has."""
+    """Largest piece plus the load that every rank has."""
     piece_of: str
-    """The table that it is of."""
+    """Table of the largest piece."""
     exchanges: float = 0.0
-    """Of each of them, what exchanges of copies and sums take, whoever owns what."""
+    """Load of each rank for exchanges of copies and sums."""
 
     @property
     def load(self) -> float:
-        """The bound."""
+        """Value of the bound."""
         return max(self.average + self.memory, self.piece)
 
     @property
     def binds(self) -> str:
-        """What the bound is."""
+        """Name of the largest term."""
         if self.piece > self.average + self.memory:
             return f"a piece of table '{self.piece_of}'"
         return "the average over ranks" if self.memory == 0 else "the average, with rows in slower memory"
@@ -58,10 +61,9 @@ def lower_bound(
     tiers: Sequence[Tier] = ("host",),
     staying: Collection[str] = (),
 ) -> Bound:
-    """Bound the busiest rank's load: the least of plans with and without copies, and with and without sums.
+    """Return the least bound of plans with and without copies, and with and without sums over columns.
 
-    Copies of rows have exchanges of their own, and so have sums over the columns of rows that are cut. Where a table's
-    own cut needs one of them, all plans have it.
+    Both need exchanges of their own. If a given cut needs one of them, all plans include it.
     """
     extra = _overflow_load(model, overflow, tiers, staying) if overflow > 0 else 0.0
     given = {name: form_of(model.workload.by_table[name], cut, model) for name, cut in fixed.items()}
@@ -72,7 +74,7 @@ def lower_bound(
 
 
 def _bound(model: CostModel, given: Mapping[str, Form], extra: float, *, copies: bool, sums: bool) -> Bound:
-    """Bound plans that have the exchanges of copies and of sums, or have not, and so no forms that need them."""
+    """Bound the plans with, or without, the exchanges of copies and of sums."""
     size = model.world_size
     exchanges = model.copies_s * copies + model.sums_s * sums
     totals, everywhere = 0.0, exchanges
@@ -80,7 +82,7 @@ def _bound(model: CostModel, given: Mapping[str, Form], extra: float, *, copies:
     for use in model.workload.uses:
         name = use.table.name
         if name in given:
-            shares = _shares(given[name], model)
+            shares = _load_of(given[name], model)
             totals += shares.total
             everywhere += shares.everywhere
             pieces += [(load, name) for load in shares.tiles]
@@ -91,7 +93,7 @@ def _bound(model: CostModel, given: Mapping[str, Form], extra: float, *, copies:
         pieces.append((min(form.largest for form in forms), name))
 
     def smallest(piece: tuple[float, str]) -> tuple[float, str]:
-        """The largest tile of its table where that is cut as far as it may be."""
+        """Return the largest tile of the finest cut of the piece's table."""
         load, name = piece
         if name in given:
             return piece
@@ -99,11 +101,11 @@ def _bound(model: CostModel, given: Mapping[str, Form], extra: float, *, copies:
         return min(load, *(form.largest for form in cut)), name
 
     def of_two() -> tuple[float, str]:
-        """The least that two of more pieces than ranks have together: they share a rank."""
+        """Return the least sum of two pieces that share a rank, because there are more pieces than ranks."""
         (a, _), (b, name) = pieces[size - 1 : size + 1]
         return a + b, name
 
-    room = totals / size - everywhere  # of a rank; only more than that can bind
+    room = totals / size - everywhere  # of a rank; only larger pieces can bind
     pieces = sorted((smallest(piece) if piece[0] > room else piece for piece in pieces), reverse=True)
     if len(pieces) > size and of_two()[0] > room:
         pieces = sorted(map(smallest, pieces), reverse=True)
@@ -112,32 +114,32 @@ def _bound(model: CostModel, given: Mapping[str, Form], extra: float, *, copies:
     return Bound(totals / size + exchanges, extra / size, piece + everywhere, last, exchanges)
 
 
-class _Shares(NamedTuple):
-    """Load of a table that is cut in a given way: of all ranks together, of each at least, of single tiles beside."""
+class _TableLoad(NamedTuple):
+    """Load of a table with a given cut: sum over ranks, minimum of each rank, and rest of single tiles."""
 
     total: float
     everywhere: float
     tiles: list[float]
 
 
-def _shares(form: Form, model: CostModel) -> _Shares:
+def _load_of(form: Form, model: CostModel) -> _TableLoad:
     size, total, everywhere = model.world_size, 0.0, 0.0
     tiles: list[float] = []
     for part in form.parts:
-        alike = Counter(kind_of(rows) for rows in part.rows)
-        first = {kind_of(rows): rows for rows in part.rows}
-        costs = [(part_cost(replace(part, rows=(first[kind],)), model), count) for kind, count in alike.items()]
+        sizes = Counter(cost_class(rows) for rows in part.rows)
+        first = {cost_class(rows): rows for rows in part.rows}
+        costs = [(part_cost(replace(part, rows=(first[key],)), model), count) for key, count in sizes.items()]
         total += sum(n * (size * c.everyone + c.owner + (size - 1) * c.reader) for c, n in costs)
         everywhere += sum(n * (c.everyone + c.reader) for c, n in costs)
         owners = [c.owner - c.reader for c, n in costs for _ in range(n)]
-        least = min(owners) if len(owners) == size else 0.0  # each rank has one
+        least = min(owners) if len(owners) == size else 0.0  # each rank owns one
         everywhere += least
         tiles += [load - least for load in owners if load > least]
-    return _Shares(total, everywhere, tiles)
+    return _TableLoad(total, everywhere, tiles)
 
 
 def _forms(use: TableUse, rows: int, model: CostModel, *, copies: bool, sums: bool) -> list[Form]:
-    """A table with so many row parts, cut by columns or not, with copies or without."""
+    """Return the forms of a table with a number of row parts, with and without column cuts and copies."""
     copied = [False, True] if model.world_size > 1 and copies else [False]
     cuts = [Cut(rows, cols, copy) for cols in column_parts(use) for copy in copied]
     forms = [form_of(use, cut, model) for cut in (*cuts, *(hot_prefix(use, rows, model) if copies else ()))]
@@ -145,7 +147,7 @@ def _forms(use: TableUse, rows: int, model: CostModel, *, copies: bool, sums: bo
 
 
 def _overflow_load(model: CostModel, overflow: int, tiers: Sequence[Tier], staying: Collection[str]) -> float:
-    """Least load, of all ranks together, of so many bytes in slower memories."""
+    """Return the least load, summed over ranks, of ``overflow`` bytes in slower memory."""
     loads, sizes = [np.zeros(0)], [np.zeros(0)]
     for use in model.workload.uses:
         if use.table.name in staying:
@@ -160,11 +162,11 @@ def _overflow_load(model: CostModel, overflow: int, tiers: Sequence[Tier], stayi
 
 
 def _by_popularity(use: TableUse, model: CostModel, tiers: Sequence[Tier]) -> tuple[Array, Array]:
-    """Load of rows in the cheapest of slower memories, and their bytes; of stretches of rows that are alike."""
+    """Return load and bytes of stretches of equally popular rows in the cheapest slower memory."""
     whole = Tile(use.table.name, range(use.table.rows), range(use.table.dim), 0)
     prices = (model.tile(replace(whole, tier=tier)).prices[DISK if tier == "disk" else HOST] for tier in tiers)
     record = tile_bytes(use.table, whole, use.moments) / use.table.rows
     rows = np.diff(use.expected.edges)
     lookups = use.ids * model.local_batch * model.world_size
     touched = rows * -np.expm1(-use.expected.rates * lookups)
-    return 2 * touched * record * min(prices), rows * record  # floats: bytes of rows × rows are beyond 64 bits
+    return 2 * touched * record * min(prices), rows * record  # floats, because bytes of rows × rows exceed 64 bits

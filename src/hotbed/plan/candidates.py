@@ -1,7 +1,6 @@
-"""List the forms that a table can have in a plan: whole, cut by rows, columns or both, copied, with copied hot rows.
+"""List the forms of a table in a plan: whole, cut by rows or columns or both, copied, or with copied hot rows.
 
-A *form* is a cut with its parts and what they cost in all; `form_for` chooses the cheapest whose tiles are small
-enough.
+A *form* is a cut with its parts and their costs. `form_for` chooses the cheapest form with small enough tiles.
 """
 
 from __future__ import annotations
@@ -21,38 +20,38 @@ from hotbed.plan.tiling import column_unit
 from hotbed.plan.workload import TableUse
 
 OFTEN = 2.3
-"""Expected lookups of a row in a rank's batch from which on it is worth a copy, perhaps: it is there with 90 %."""
+"""Expected lookups in a rank's batch above which copies of a row are tried: it occurs with 90 % probability."""
 MOST_COPIED = 0.01
-"""Of a rank's room for rows that copies of one table may take."""
+"""Largest share of a rank's row memory for copies of one table."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """A table, cut in one way."""
+    """A table with one cut."""
 
     use: TableUse
     cut: Cut
     parts: tuple[Part, ...]
     costs: tuple[PartCost, ...]
-    """Of a tile of each part."""
+    """Costs of a tile of each part."""
     size: int
-    """Ranks of the plan."""
+    """Number of ranks."""
 
     @cached_property
     def everyone(self) -> float:
-        """Load that each rank has of it, whoever owns what."""
+        """Load of each rank, independent of owners."""
         return sum(c.everyone * len(p.rows) for p, c in self._both)
 
     @cached_property
     def total(self) -> float:
-        """Load of all ranks together."""
+        """Load summed over ranks."""
         return self.size * self.everyone + sum(
             len(p.rows) * (c.owner + (self.size - 1) * c.reader) for p, c in self._both
         )
 
     @cached_property
     def largest(self) -> float:
-        """Load that the owner of one tile has at least."""
+        """Largest load of a tile's owner."""
         return max(c.owner for c in self.costs)
 
     @cached_property
@@ -62,22 +61,22 @@ class Form:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes on all ranks."""
+        """Bytes summed over ranks."""
         return sum(len(p.rows) * (c.nbytes + (self.size - 1) * c.copy_bytes) for p, c in self._both)
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks can have as many of its tiles, of which none has much more than the others."""
+        """Whether all ranks can own the same number of tiles of similar load."""
         return self.tiles % self.size == 0 and not self.cut.hot_rows
 
     @property
     def has_copies(self) -> bool:
-        """Whether ranks have copies of rows, which are exchanged after the update."""
+        """Whether ranks have copies of rows, which are sent after each update."""
         return self.size > 1 and any(part.replicated for part in self.parts)
 
     @property
     def has_sums(self) -> bool:
-        """Whether sums over the columns of a row are exchanged: it is cut by columns, and its rule has such sums."""
+        """Whether sums over columns are exchanged: the table has column parts, and its rule uses such sums."""
         return self.use.row_sums > 0 and any(len(part.cols) < self.use.table.dim for part in self.parts)
 
     @property
@@ -91,7 +90,7 @@ class Form:
 
 
 def form_of(use: TableUse, cut: Cut, model: CostModel) -> Form:
-    """Cut a table, and count what that costs."""
+    """Return the form of a table for a cut."""
     key = (use.table.name, cut)
     if key not in model.memo:
         parts = tuple(parts_of(use.table, cut, model.world_size))
@@ -100,7 +99,7 @@ def form_of(use: TableUse, cut: Cut, model: CostModel) -> Form:
 
 
 def column_parts(use: TableUse) -> list[int]:
-    """Numbers of parts that its columns can be cut into: 1, 2, 4, … and as many as there are blocks."""
+    """Return the possible numbers of column parts: 1, 2, 4, … and the number of blocks."""
     units = -(-use.table.dim // column_unit(use.table))
     return [*(2**i for i in range(units.bit_length()) if 2**i < units), units]
 
@@ -109,14 +108,14 @@ def form_for(
     use: TableUse,
     most_load: float,
     most_bytes: float,
-    room: float,  # bytes that a rank has for rows, of which copies may take a hundredth
+    room: float,  # bytes per rank for rows; copies may use a hundredth
     model: CostModel,
     *,
-    copies: bool,  # whether ranks may have copies of rows, which the wire format "pooled" does not know
+    copies: bool,  # whether copies are allowed; never with the wire format "pooled"
     columns: bool,
-    even: bool = True,  # whether more parts than half the ranks become one for each rank
+    even: bool = True,  # whether numbers above half the ranks become one per rank
 ) -> Form:
-    """Choose the cheapest form of a table whose tiles are no larger; or that with the smallest tiles."""
+    """Return the cheapest form within the limits, or the form with the smallest tiles."""
     copies = copies and model.workload.wire.get(use.table.name) != "pooled"
     whole = form_of(use, Cut(), model)
     needed = math.ceil(max(whole.largest / most_load, whole.tile_bytes / most_bytes) * (1 - 1e-9))
@@ -134,7 +133,7 @@ def form_for(
 
 
 def _cuts(use: TableUse, needed: int, rows: int, *, columns: bool) -> Iterator[Cut]:
-    """Cuts into at least so many tiles, if that is possible: by rows; by columns, and by rows as far as needed."""
+    """Yield cuts into at least ``needed`` tiles: by rows, or by columns and then rows."""
     if rows > 1:
         yield Cut(rows=rows)
     if columns and needed > 1:
@@ -143,7 +142,7 @@ def _cuts(use: TableUse, needed: int, rows: int, *, columns: bool) -> Iterator[C
 
 
 def hot_prefix(use: TableUse, rows: int, model: CostModel) -> Iterator[Cut]:
-    """Cut a table by rows, with copies of those that nearly every rank's batch looks up; of which there may be none."""
+    """Yield the cut by rows with copies of rows that occur in nearly every rank's batch, if such rows exist."""
     if model.hardware is not None and model.world_size > 1:
         hot = use.per_sample.rows_above(OFTEN / model.local_batch)
         if 0 < hot < use.table.rows:
@@ -151,25 +150,25 @@ def hot_prefix(use: TableUse, rows: int, model: CostModel) -> Iterator[Cut]:
 
 
 def _rows(use: TableUse, needed: int, model: CostModel, *, even: bool) -> int:
-    """Row parts: as many as needed; if ``even``, as many as ranks, which makes all equal, from half of that on."""
+    """Return the number of row parts: ``needed``, or if ``even`` one per rank from half of that number."""
     parts = min(needed, use.table.rows)
     return model.world_size if even and 2 * parts > model.world_size and use.table.rows >= model.world_size else parts
 
 
 LEVELS = (np.inf, 1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
-"""Largest tile, as a share of a rank's mean load."""
+"""Limits of a tile's load as shares of a rank's mean load."""
 BYTES = 1 / 16
-"""The same of a rank's mean memory, that this may become even."""
+"""Limit of a tile's bytes as a share of a rank's mean memory."""
 
 
 @dataclass(frozen=True)
 class Grain:
-    """How fine tables are cut, beside what `LEVELS` say."""
+    """Further options of the fineness of cuts."""
 
     even: bool
-    """Whether parts that are nearly as many as ranks become one for each."""
+    """Whether numbers of parts close to the number of ranks become one per rank."""
     even_bytes: bool
-    """Whether no tile has more than `BYTES`."""
+    """Whether tiles are limited by `BYTES`."""
 
 
 GRAINS = (Grain(True, True), Grain(False, True), Grain(False, False))

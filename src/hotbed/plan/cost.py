@@ -1,9 +1,9 @@
-"""Count what a plan costs: bytes of each memory, and the bytes or seconds of each rank in a training step.
+"""Estimate the cost of a plan: bytes of each memory, and the load of each rank in a training step.
 
-There is one model, `CostModel`, with two units. *With hardware* it counts bytes by `PARTS` of a step and divides them
-by rates: seconds. *Without*, its unit is ids × columns per sample of the global batch, where every id is a row of its
-own (nothing is known of the batch): a lookup is a third of it, an update two thirds, as Mudigere et al. (2021, arXiv
-2104.05158) count them. All formulas, with their units and sources: docs/planning.md.
+`CostModel` has two units. *With hardware* it counts the bytes of each of the `PARTS` of a step and divides them by
+rates, which gives seconds. *Without hardware* the unit is ids × columns per sample of the global batch, and every id
+counts as a distinct row. A lookup is one third of it, an update two thirds (Mudigere et al. 2021, arXiv 2104.05158).
+All formulas with units and sources: docs/planning.md.
 
 Notation, per step: ``N`` ranks of a group; ``u`` distinct rows of a tile in one rank's batch, ``U`` in those of all
 ``N``, ``n`` ids of one rank's batch; ``c`` columns.
@@ -29,100 +29,100 @@ from hotbed.specs import Table, row_bytes
 Array = np.ndarray[Any, Any]
 
 LOOKUP_SHARE = 1 / 3
-"""Share of the load of an id that is its lookup; the rest is its update."""
+"""Share of the lookup in the load of an id. The rest is the update."""
 
 PARTS = (
-    "lookup",  # rows that the owner, or a reader, reads
-    "pooling",  # of what arrived, and of gradients on their way back; the same on all ranks
+    "lookup",  # rows read by owners and readers
+    "pooling",  # of received rows and of gradients; equal on all ranks
     "ids",
     "rows",
     "gradients",
     "update",
     "copies",  # updated rows, to readers
-    "sums",  # over columns, between the owners of a row
+    "sums",  # over columns, between owners of a row
     "host",  # rows to and from the host's memory
     "disk",
-    "replicas",  # averages
-    "grouping",  # of ids, and what else an id takes beside its bytes; the same on all ranks
+    "replicas",  # averages of replicas
+    "grouping",  # grouping and other fixed costs of ids; equal on all ranks
 )
-"""What a step does for tables."""
+"""Parts of a step that handle tables."""
 LOOKUP, POOLING, IDS, ROWS, GRADIENTS, UPDATE, COPIES, SUMS, HOST, DISK, REPLICAS, GROUPING = range(len(PARTS))
 
 LAUNCHES = 12
-"""Kernels of an arena in a step: grouping and looking up, sums per row, update; where a workload does not say."""
+"""Default number of kernels of an arena in a step: grouping, lookup, sums per row, update."""
 EXCHANGES_OF_COPIES = 3
-"""Numbers, places and values of updated rows (`hotbed.embed.gather`)."""
+"""Exchanges of numbers, slots and values of updated rows (`hotbed.embed.gather`)."""
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
 SLOT_BYTES = 8
-"""Of an id on the wire."""
+"""Bytes of an exchanged id."""
 
 
-class Message(NamedTuple):
-    """Bytes that two ranks exchange for a tile which one of them owns."""
+class TileTraffic(NamedTuple):
+    """Bytes between the owner of a tile and another rank."""
 
     ids: float  # to the owner
-    rows: float  # from it, before the step; ranks that have a copy need none
+    rows: float  # from the owner, before the step; readers need none
     gradients: float  # to the owner
-    copies: float  # from it, after the update, to ranks that have a copy
+    copies: float  # from the owner, after the update, to readers
 
 
-def message_of(
-    cols: int, asked: float, touched: float, *, vectors: float | None = None, forward: Codec, backward: Codec
-) -> Message:
-    """Bytes between an owner and a rank that asks for so many ids; all ranks update ``touched`` rows."""
-    count = asked if vectors is None else vectors
-    return Message(
-        asked * SLOT_BYTES,
+def tile_traffic(
+    cols: int, requested: float, updated: float, *, vectors: float | None = None, forward: Codec, backward: Codec
+) -> TileTraffic:
+    """Estimate the bytes between an owner and a rank that requests ``requested`` ids; ``updated`` rows change."""
+    count = requested if vectors is None else vectors
+    return TileTraffic(
+        requested * SLOT_BYTES,
         count * encoded_bytes(forward, cols),
         count * encoded_bytes(backward, cols),
-        touched * (SLOT_BYTES + 4 * cols),
+        updated * (SLOT_BYTES + 4 * cols),
     )
 
 
-def sums_bytes(cols: int, touched: float) -> float:
-    """Bytes of one sum over the columns of each touched row, as they go to the owner of other columns."""
-    return touched * 4 * -(-cols // BLOCK)
+def sums_bytes(cols: int, updated: float) -> float:
+    """Return the bytes of one sum over columns of each updated row, sent to the owner of other columns."""
+    return updated * 4 * -(-cols // BLOCK)
 
 
 class Cost(NamedTuple):
-    """Memory and load that a rank is given."""
+    """Memory and load of a rank."""
 
     nbytes: int
     load: float
 
 
 def tile_bytes(table: Table, tile: Tile, moments: Sequence[Moment] = ()) -> int:
-    """Bytes of a tile's rows and of these moments (none for a reader)."""
+    """Return the bytes of a tile's rows and moments. A reader has no moments."""
     wide = len(range(tile.rows.start, min(tile.rows.stop, table.fp32_rows), tile.rows.step))
     cols = len(tile.cols)
-    beside = sum(m.nbytes(cols) for m in moments)
+    moment_bytes = sum(m.nbytes(cols) for m in moments)
     return (
         wide * row_bytes("fp32", cols)
         + (len(tile.rows) - wide) * row_bytes(table.dtype, cols)
-        + len(tile.rows) * beside
+        + len(tile.rows) * moment_bytes
     )
 
 
 def table_bytes(table: Table, moments: Sequence[Moment] = ()) -> int:
-    """Bytes of all rows of a table and of these moments."""
+    """Return the bytes of all rows of a table and their moments."""
     return tile_bytes(table, Tile(table.name, range(table.rows), range(table.dim), 0), moments)
 
 
 def gib(nbytes: float) -> str:
-    """Bytes for a message."""
+    """Format bytes for a traffic."""
     return f"{nbytes / 2**30:,.3g} GiB"
 
 
 @dataclass(frozen=True)
 class TileCost:
-    """What a tile costs its owner, each of its readers, and every rank; by `PARTS`, in bytes and the model's unit."""
+    """Cost of a tile by `PARTS` for its owner, each reader and every rank, in bytes and in the model's unit."""
 
     owner_bytes: Array
     reader_bytes: Array
     everyone_bytes: Array
-    prices: Array  # by `PARTS`, of a byte
+    prices: Array  # of a byte, by `PARTS`
 
     @property
     def owner(self) -> Array:  # noqa: D102
@@ -139,10 +139,10 @@ class TileCost:
 
 @dataclass(frozen=True)
 class RankCosts:
-    """What a plan costs each of ``N`` ranks."""
+    """Costs of a plan for each of ``N`` ranks."""
 
-    memory: Mapping[Tier, Array]  # by tier, bytes of rows and moments ``[N]``
-    parts_bytes: Array  # of each of `PARTS` ``[N, parts]``
+    memory: Mapping[Tier, Array]  # bytes of rows and moments by tier ``[N]``
+    parts_bytes: Array  # bytes by `PARTS` ``[N, parts]``
     parts: Array  # the same in seconds, or in ids × columns
 
     @property
@@ -163,12 +163,12 @@ class RankCosts:
 
     @property
     def costs(self) -> list[Cost]:
-        """By rank."""
+        """Memory and load by rank."""
         return [Cost(int(nbytes), float(load)) for nbytes, load in zip(self.nbytes, self.load, strict=True)]
 
 
 class CostModel:
-    """Count what tiles cost under a workload: seconds on hardware, without it ids × columns per sample."""
+    """Estimate the cost of tiles under a workload: seconds on hardware, otherwise ids × columns per sample."""
 
     def __init__(self, workload: Workload, world_size: int, hardware: Hardware | None = None) -> None:
         self.workload, self.world_size, self.hardware = workload, world_size, hardware
@@ -179,45 +179,48 @@ class CostModel:
         self.cores_share = self.ranks_on_node if hardware is not None and hardware.cores_shared else 1
         """Ranks that compute on the same cores."""
         self.links = None
-        """What ranks exchange over; None without hardware."""
+        """Links between ranks; None without hardware."""
         if hardware is not None:
             size, hop = world_size, workload.ranks_per_node
             self.links = Links(
                 hardware=hardware, size=size, replicas=workload.replicas, layout=workload.layout, ranks_per_node=hop
             )
         self.wire_s, self.replica_s = (0.0, 0.0) if self.links is None else self._wire_seconds(self.links)
-        """Seconds per byte that crosses between ranks of a group, and between replicas."""
+        """Seconds per byte exchanged between ranks of a group, and between replicas."""
         self._known: dict[tuple[object, ...], TileCost] = {}
         self.memo: dict[object, Any] = {}
-        """What others have counted with it."""
+        """Results that other modules computed with this model."""
 
-    def tile(self, tile: Tile, lanes: int = 1, readers: int | None = None) -> TileCost:
-        """Cost of a tile; of strided ones whatever residue they have: rows between two strides count as alike."""
+    def tile(self, tile: Tile, col_parts: int = 1, readers: int | None = None) -> TileCost:
+        """Return the cost of a tile.
+
+        Strided tiles of all residues cost the same, as rows within a stride count as equal.
+        """
         rows, copies = tile.rows, len(tile.readers) if readers is None else readers
         use = self.workload.by_table[tile.table]
-        # One row of each stride from here to there: whatever residue, and however the range is written.
+        # One row per stride, independent of the residue and of the form of the range.
         first, last = rows.start - rows.start % rows.step, rows[-1] - rows[-1] % rows.step
         stop = use.table.rows if rows[-1] + rows.step >= use.table.rows else last + rows.step
         among = range(first, stop, rows.step)
-        key = (tile.table, among, len(rows), len(tile.cols), copies, tile.tier, tile.cache_rows, lanes)
+        key = (tile.table, among, len(rows), len(tile.cols), copies, tile.tier, tile.cache_rows, col_parts)
         if key not in self._known:
-            counted = self._owner_and_others(use, tile, among, lanes, copies)
+            counted = self._owner_and_others(use, tile, among, col_parts, copies)
             self._known[key] = TileCost(*counted, self._prices(use, tile))
         return self._known[key]
 
     @property
     def copies_s(self) -> float:
-        """Fixed seconds of a step in which any table has copies: its own exchanges, with a message to each rank."""
+        """Fixed seconds of a step with copies: their exchanges, with a message to each rank."""
         return self._fixed_s("copies", EXCHANGES_OF_COPIES)
 
     @property
     def sums_s(self) -> float:
-        """Fixed seconds of a step in which rows are cut into columns whose sums are exchanged."""
+        """Fixed seconds of a step with exchanged sums over columns."""
         return self._fixed_s("sums", 1)
 
     @property
     def arena_s(self) -> float:
-        """Seconds of a step that an arena on the device takes beside its bytes: measured, or launching its kernels."""
+        """Fixed seconds of an arena on the device in a step: measured, or the launches of its kernels."""
         if self.hardware is None:
             return 0.0
         if "step" in self.hardware.overheads:
@@ -225,7 +228,7 @@ class CostModel:
         return self.workload.arena_launches.get("device", LAUNCHES) * self.hardware.launch_s
 
     def _fixed_s(self, what: str, exchanges: int) -> float:
-        """Measured seconds of what comes with some exchanges, or else of their messages alone."""
+        """Return measured fixed seconds of optional exchanges, or the seconds of their messages."""
         if self.hardware is None or self.links is None:
             return 0.0
         if what in self.hardware.overheads:
@@ -233,17 +236,17 @@ class CostModel:
         return exchanges * self.links.messages * self.hardware.message_s
 
     def ranks(self, plan: Plan | Iterable[Tile]) -> RankCosts:
-        """Cost of each rank; ``plan`` or any of its tables, with all of their tiles."""
+        """Return the cost of each rank, for a plan or for all tiles of some of its tables."""
         tiles = list(plan.tiles if isinstance(plan, Plan) else plan)
-        lanes: dict[str, set[range]] = {}
+        col_parts: dict[str, set[range]] = {}
         for tile in tiles:
-            lanes.setdefault(tile.table, set()).add(tile.cols)
+            col_parts.setdefault(tile.table, set()).add(tile.cols)
         memory: dict[Tier, Array] = {tier: np.zeros(self.world_size, dtype=np.int64) for tier in TIERS}
         counted, parts = np.zeros((2, self.world_size, len(PARTS)))
         everyone = np.zeros((2, len(PARTS)))
         for tile in tiles:
             use = self.workload.by_table[tile.table]
-            cost = self.tile(tile, len(lanes[tile.table]))
+            cost = self.tile(tile, len(col_parts[tile.table]))
             counted[tile.owner] += cost.owner_bytes
             parts[tile.owner] += cost.owner
             everyone += cost.everyone_bytes, cost.everyone
@@ -258,49 +261,52 @@ class CostModel:
     # -- bytes -----------------------------------------------------------------------------------------------------
 
     def _owner_and_others(
-        self, use: TableUse, tile: Tile, rows: range, lanes: int, readers: int
+        self, use: TableUse, tile: Tile, rows: range, col_parts: int, readers: int
     ) -> tuple[Array, Array, Array]:
-        """Bytes of a tile by `PARTS`, whose rows are among these: for its owner, for a reader, for every rank."""
+        """Return the bytes of a tile by `PARTS` for its owner, a reader, and every rank.
+
+        Its rows are among ``rows``.
+        """
         work, size, cols = self.workload, self.world_size, len(tile.cols)
         count = len(tile.rows)
         share = use.expected.share(rows, count) if self.hardware else count / use.table.rows
         lookups = use.ids * self.local_batch * share
-        asked, touched = lookups, size * lookups
+        requested, updated = lookups, size * lookups
         if self.hardware:
-            asked, touched = self._distinct(use, rows, 1, count), self._distinct(use, rows, size, count)
+            requested, updated = self._distinct(use, rows, 1, count), self._distinct(use, rows, size, count)
         vectors = None
         if work.wire.get(tile.table) == "pooled":
-            asked = lookups  # every id goes to the owner, who pools those of a bag
+            requested = lookups  # every id goes to the owner, which pools bags
             of_bag = use.ids / use.bags if use.bags else 0.0
             vectors = self.local_batch * use.bags * -np.expm1(of_bag * np.log1p(-min(share, 1 - 1e-12)))
-        message = message_of(
-            cols, asked, touched, vectors=vectors, forward=work.forward_codec, backward=work.backward_codec
+        traffic = tile_traffic(
+            cols, requested, updated, vectors=vectors, forward=work.forward_codec, backward=work.backward_codec
         )
         one = tile_bytes(use.table, tile) / len(tile.rows)
         record = tile_bytes(use.table, tile, use.moments) / len(tile.rows)
         others = size - 1 - readers
         owner, reader, everyone = np.zeros((3, len(PARTS)))
-        owner[LOOKUP] = (others + 1) * asked * (one + 4 * cols)
-        reader[LOOKUP] = asked * (one + 4 * cols)
-        everyone[POOLING] = 2 * (lookups + asked) * 4 * cols
+        owner[LOOKUP] = (others + 1) * requested * (one + 4 * cols)
+        reader[LOOKUP] = requested * (one + 4 * cols)
+        everyone[POOLING] = 2 * (lookups + requested) * 4 * cols
         if vectors is not None:  # the owner pools, and who asks adds the vectors of a bag
             reader[LOOKUP] = lookups * one + vectors * 4 * cols
             owner[LOOKUP] = (others + 1) * reader[LOOKUP]
             everyone[POOLING] = 2 * (vectors + self.local_batch * use.bags * share) * 4 * cols
-        if size == 1:  # bags are pooled from the table itself, and the update sums gradients of occurrences
-            owner[LOOKUP], everyone[POOLING] = asked * one + lookups * 4 * cols, 0.0
+        if size == 1:  # bags are pooled from the table, and the update sums gradients of occurrences
+            owner[LOOKUP], everyone[POOLING] = requested * one + lookups * 4 * cols, 0.0
         everyone[GROUPING] = lookups * SLOT_BYTES
-        owner[IDS] = (size - 1) * message.ids
-        owner[ROWS] = others * message.rows
-        owner[GRADIENTS] = (size - 1) * message.gradients
-        arriving = lookups if vectors is not None or size == 1 else asked
-        owner[UPDATE] = size * arriving * 4 * cols + 2 * touched * record
-        owner[COPIES] = readers * message.copies
-        reader[COPIES] = message.copies
-        owner[SUMS] = (lanes - 1) * use.row_sums * sums_bytes(cols, touched)
+        owner[IDS] = (size - 1) * traffic.ids
+        owner[ROWS] = others * traffic.rows
+        owner[GRADIENTS] = (size - 1) * traffic.gradients
+        arriving = lookups if vectors is not None or size == 1 else requested
+        owner[UPDATE] = size * arriving * 4 * cols + 2 * updated * record
+        owner[COPIES] = readers * traffic.copies
+        reader[COPIES] = traffic.copies
+        owner[SUMS] = (col_parts - 1) * use.row_sums * sums_bytes(cols, updated)
         if tile.tier != "device" and self.hardware:
             cached = rows[: tile.cache_rows]
-            missed = touched - (self._distinct(use, cached, size) if cached else 0.0)
+            missed = updated - (self._distinct(use, cached, size) if cached else 0.0)
             owner[DISK if tile.tier == "disk" else HOST] = 2 * missed * record
         if work.replicas > 1 and self.hardware:
             changed = self._distinct(use, rows, size * work.replicas * work.sync_every, count)
@@ -309,13 +315,13 @@ class CostModel:
         return owner, reader, everyone
 
     def _distinct(self, use: TableUse, rows: range, batches: int, count: int | None = None) -> float:
-        """Expected distinct rows in so many ranks' batches."""
+        """Return the expected distinct rows in the batches of a number of ranks."""
         return use.expected.distinct(rows, use.ids * self.local_batch * batches, count)
 
     # -- prices ----------------------------------------------------------------------------------------------------
 
     def _prices(self, use: TableUse, tile: Tile) -> Array:
-        """Seconds, or ids × columns, of a byte of each of `PARTS`."""
+        """Return the seconds, or ids × columns, per byte of each of `PARTS`."""
         cols = len(tile.cols)
         one = tile_bytes(use.table, tile) / len(tile.rows)
         record = tile_bytes(use.table, tile, use.moments) / len(tile.rows)
@@ -336,19 +342,19 @@ class CostModel:
         found[ROWS] += here.overhead(forward, ranks) * cols / encoded_bytes(forward, cols)
         found[GRADIENTS] += here.overhead(backward, ranks) * cols / encoded_bytes(backward, cols)
         found[HOST] = max(1 / here.host_link, ranks / here.host_stream)
-        if not here.cores_shared:  # cores read and write rows at page-locked memory, which is then copied
+        if not here.cores_shared:  # cores copy rows to page-locked memory, which the device copies
             found[HOST] = 1 / here.host_link + 2 * ranks / here.host_stream
         found[DISK] = ranks / here.disk_read if here.disk_read else 0.0
         if here.cores_shared and tile.tier == "host" and not tile.cache_rows and use.table.dtype == "fp32":
-            found[HOST] = 0.0  # read and updated where they are, as rows of the device's memory
+            found[HOST] = 0.0  # read and updated in place, like device memory
         for part, row in ((HOST, "host_row"), (DISK, "disk_row")):
-            if row in here.overheads:  # of the bytes that are counted for one
+            if row in here.overheads:  # per byte that is counted for a row
                 found[part] = here.overhead(row, ranks) / (2 * record)
         found[REPLICAS] = self.replica_s + here.overhead("average_row", ranks) / (4 * cols + record - one)
         return found
 
     def _wire_seconds(self, links: Links) -> tuple[float, float]:
-        """Seconds per byte: of an all-to-all in a group, and of an exchange between its replicas."""
+        """Return the seconds per byte of an all-to-all in a group, and of an exchange between replicas."""
         here, of_replicas = links.hardware, links.byte_s("replicas")
         if self.world_size == 1:
             return 0.0, of_replicas
@@ -358,6 +364,6 @@ class CostModel:
             rows = sum(self._distinct(use, range(use.table.rows), 1) * 4 * use.table.dim for use in self.workload.uses)
             size = max(rows / self.world_size, 1.0)
             seconds = 1 / interpolated(curve, size)
-            if "step" in here.overheads:  # which has the fixed part of every exchange
+            if "step" in here.overheads:  # these include the fixed part of every exchange
                 seconds = max(seconds - here.message_s / size, 1 / max(curve.values()))
         return seconds, of_replicas

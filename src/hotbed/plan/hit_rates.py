@@ -1,7 +1,7 @@
-"""Say how often rows of a table are accessed, by law or by counts, and expect how many distinct ones that makes.
+"""Model the popularity of rows by a law or by counts, and estimate distinct rows of a batch.
 
-Lookups of a row are taken for a Poisson process: in a batch with ``n`` lookups of a table, a row with the share ``p``
-of them is looked up at all with probability ``1 − exp(−n p)``.
+Lookups are modelled as a Poisson process: among ``n`` lookups of a table, a row with the share ``p`` occurs with
+probability ``1 − exp(−n p)``.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _CUTS_PER_OCTAVE = 4
 
 
 class Popularity(Protocol):
-    """How often rows of a table are accessed, which are numbered by falling popularity."""
+    """Accesses of the rows of a table, which are numbered by falling popularity."""
 
     def rows_above(self, accesses: float) -> int:
-        """How many rows have at least so many accesses per sample."""
+        """Return the number of rows with at least this number of accesses per sample."""
         ...
 
     def accesses(self, rows: int) -> float:
-        """Accesses per sample of the first rows."""
+        """Return the accesses per sample of the first ``rows`` rows together."""
         ...
 
 
 @dataclass(frozen=True)
 class Zipf:
-    """Row ``r`` (from 1) is accessed ``ids · r^−exponent / Σ r^−exponent`` times per sample."""
+    """Zipf's law: row ``r`` (from 1) is accessed ``ids · r^−exponent / Σ r^−exponent`` times per sample."""
 
     rows: int
     exponent: float = 1.05
@@ -52,7 +52,7 @@ class Zipf:
 
 
 class Curve:
-    """Rows whose first ones have known accesses per sample, for rising numbers of them; between two, rows are alike."""
+    """Known accesses per sample of the first rows, for rising numbers of rows. Rows in between are equal."""
 
     def __init__(self, rows: Sequence[int], accesses: Sequence[float]) -> None:
         self._rows, self._accesses = [0, *rows], [0.0, *accesses]
@@ -72,7 +72,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A popularity with another number of accesses in all."""
+    """A popularity with all accesses multiplied by a factor."""
 
     popularity: Popularity
     factor: float
@@ -87,13 +87,13 @@ class Scaled:
 
 
 class Counted:
-    """Rows that were counted.
+    """Popularity from counts.
 
     Parameters
     ----------
     counts
-        Accesses of each of the first rows ``[≤ R]``; rows beyond were not looked up. Where counts rise, a row counts as
-        often as a later one, so that the order of rows is an order of popularity.
+        Accesses of the first rows ``[≤ R]``. Later rows have none. Where counts rise, a row gets the larger count of a
+        later row, so that popularity falls.
     """
 
     def __init__(self, counts: Tensor, samples: int) -> None:
@@ -114,7 +114,7 @@ def _first_terms(n: int, exponent: float) -> float:
 
 
 def _harmonic(n: int, exponent: float) -> float:
-    """Σ r^−exponent for r = 1 … n, by Euler and Maclaurin beyond the first terms."""
+    """Return Σ r^−exponent for r = 1 … n, by the Euler-Maclaurin formula beyond the first terms."""
     few = min(n, 1000)
     total = _first_terms(few, exponent)
     if n > few:
@@ -126,29 +126,29 @@ def _harmonic(n: int, exponent: float) -> float:
 
 
 class ExpectedRows:
-    """Expected numbers of distinct rows of a table that batches look up."""
+    """Expected numbers of distinct rows in batches."""
 
     def __init__(self, rows: int, popularity: Popularity) -> None:
         cuts = {int(2 ** (i / _CUTS_PER_OCTAVE)) for i in range(_CUTS_PER_OCTAVE * rows.bit_length())}
         self.edges: np.ndarray[Any, Any] = np.array(sorted({0, rows, *(cut for cut in cuts if cut < rows)}))
-        """Rows where popularity is taken anew; between two, rows are alike."""
+        """Rows where the popularity is evaluated. Rows in between are equal."""
         accesses = np.array([popularity.accesses(int(edge)) for edge in self.edges])
         self.rates: np.ndarray[Any, Any] = np.diff(accesses) / np.diff(self.edges) / max(accesses[-1], 1e-300)
-        """Share of the table's lookups that each row has, between two edges."""
+        """Share of the table's lookups of each row between two edges."""
 
     def distinct(self, rows: range, lookups: float, count: int | None = None) -> float:
-        """How many of these rows are looked up, in a batch with so many lookups of the whole table.
+        """Return the expected distinct rows among ``rows``, in a batch with ``lookups`` of the whole table.
 
-        With a ``count`` it is of so many rows, as popular as these are on average.
+        With ``count``: among this number of rows with the average popularity of ``rows``.
         """
         within = self._within(rows, count)
         return min(float((within * -np.expm1(-self.rates * lookups)).sum()), len(rows) if count is None else count)
 
     def share(self, rows: range, count: int | None = None) -> float:
-        """Share of the table's lookups that these rows have; with a ``count``, that so many as popular ones have."""
+        """Return these rows' share of the table's lookups; ``count`` as for `distinct`."""
         return min(float((self._within(rows, count) * self.rates).sum()), 1.0)
 
     def _within(self, rows: range, count: int | None) -> np.ndarray[Any, Any]:
-        """How many of these rows, taken for evenly spread, are between two edges."""
+        """Return the number of these rows between two edges, if they are evenly spread."""
         among = max(rows.stop - rows.start, 1)
         return np.diff(self.edges.clip(rows.start, rows.stop)) * ((len(rows) if count is None else count) / among)

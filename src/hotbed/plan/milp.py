@@ -1,7 +1,7 @@
-"""Choose forms and places at once, as a mixed integer program that HiGHS solves: best where tables and ranks are few.
+"""Choose forms and owners together by a mixed integer program, solved by HiGHS, for few tables and ranks.
 
-Tiles of a form are alike, so what is chosen is how many of them each rank has: ``n[f, r]`` (integers), whether a form
-is used ``y[f]`` (0 or 1), and the load of the busiest rank ``z``::
+Tiles of a form have equal costs. The variables are the number of tiles of a form on each rank ``n[f, r]`` (integer),
+the use of a form ``y[f]`` (0 or 1), and the load of the busiest rank ``z``::
 
     minimize z + ε Σ y[f] · tiles[f]       where  Σ_f of a table y[f] = 1,   Σ_r n[f, r] = y[f] · tiles[f],
     Σ_f n[f, r] · load[f] + y[f] · everyone[f] + load[r] ≤ z,  Σ_f n[f, r] · bytes[f] + bytes[r] ≤ room
@@ -19,14 +19,14 @@ import numpy as np
 from hotbed.plan.candidates import Form
 
 MOST_VARIABLES = 600
-"""Up to which it is tried."""
+"""Upper limit of variables."""
 MOST_NODES = 200
-"""Of the search tree: a limit that, unlike one of time, gives the same plan on fast and slow machines."""
+"""Limit of search tree nodes. Unlike a time limit, it gives the same plan on fast and slow machines."""
 GAP = 1e-3
 
 
 def is_available() -> bool:
-    """Whether scipy is installed."""
+    """Return whether scipy is installed."""
     return find_spec("scipy") is not None
 
 
@@ -37,7 +37,7 @@ def solve(
     loads: Sequence[float] | None = None,
     nbytes: Sequence[int] | None = None,
 ) -> list[tuple[Form, list[int]]] | None:
-    """The form of each table, and the owner of each of its tiles; None where nothing was found within the limits."""
+    """Return the form of each table with the owners of its tiles, or None if no solution was found within limits."""
     from scipy.optimize import (  # pyright: ignore[reportMissingImports]  # an extra
         Bounds,
         LinearConstraint,
@@ -80,7 +80,7 @@ def solve(
     cost = np.concatenate([np.array(tiles) * 1e-6 / sum(tiles), np.zeros(count * size), [1.0]])
     upper = np.concatenate([np.ones(count), np.repeat(tiles, size), [np.inf]])
     matrix: Any = coo_matrix((values, (rows, columns)), shape=(len(low), z + 1)).tocsr()
-    lower: Any = low  # scipy's own types say float, where its documentation has arrays
+    lower: Any = low  # scipy's type stubs have float, its documentation arrays
     higher: Any = high
     most: Any = upper
     least: Any = np.zeros(z + 1)

@@ -1,4 +1,4 @@
-"""Cut tables into parts, and choose ranks for them: `Part`, `parts_of` a cut, `place_parts`."""
+"""Cut tables into parts, and assign parts to ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hotbed.errors import PlanError
-from hotbed.plan.balance import Placed, best_placement
+from hotbed.plan.balance import Assignment, balance_loads
 from hotbed.plan.cost import CostModel, gib, tile_bytes
 from hotbed.plan.schemes import Cut
 from hotbed.plan.tiling import Tier, Tile, column_unit
@@ -21,33 +21,33 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """Row parts of one column part of a table: they go to ranks that follow each other."""
+    """Row parts of one column part of a table. Consecutive ranks own them."""
 
     table: Table
     rows: tuple[range, ...]
     cols: range
-    lanes: int = 1  # into how many parts the columns of its rows are cut
+    col_parts: int = 1  # number of column parts of its rows
     replicated: bool = False
     tier: Tier = "device"
     cache_rows: int = 0
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name in messages."""
         return f"table '{self.table.name}', columns {self.cols.start} … {self.cols.stop - 1},"
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What its cost depends on: parts of one shape cost the same."""
+        """Key of its cost: parts with equal keys have equal costs."""
         rows = self.rows[0]
         residue = rows.start if rows.step == 1 or self.table.fp32_rows else 0
         return (
             *(self.table.name, len(self.rows), len(rows), rows.stop, rows.step, residue),
-            *(len(self.cols), self.lanes, self.replicated, self.tier, self.cache_rows),
+            *(len(self.cols), self.col_parts, self.replicated, self.tier, self.cache_rows),
         )
 
     def tiles(self, first: int, world_size: int) -> list[Tile]:
-        """Its tiles, with the first on this rank."""
+        """Return its tiles. ``first`` is the rank of the first one."""
         found: list[Tile] = []
         for i, rows in enumerate(self.rows):
             owner = (first + i) % world_size
@@ -57,15 +57,15 @@ class Part:
         return found
 
     def split(self) -> list[Part]:
-        """Its row parts, each by itself."""
+        """Return one part per row part."""
         return [
-            Part(self.table, (r,), self.cols, self.lanes, self.replicated, self.tier, self.cache_rows)
+            Part(self.table, (r,), self.cols, self.col_parts, self.replicated, self.tier, self.cache_rows)
             for r in self.rows
         ]
 
 
 def parts_of(table: Table, cut: Cut, world_size: int) -> list[Part]:
-    """Parts of a table, hot rows first."""
+    """Return the parts of a table, hot rows first."""
     unit = column_unit(table)
     units = -(-table.dim // unit)
     count = min(cut.cols or world_size, units)
@@ -84,14 +84,14 @@ def parts_of(table: Table, cut: Cut, world_size: int) -> list[Part]:
 
 
 def in_order(tiles: Sequence[Tile], tables: Sequence[Table]) -> tuple[Tile, ...]:
-    """Tiles in the order of tables, columns and rows."""
+    """Sort tiles by table, columns and rows."""
     order = {t.name: i for i, t in enumerate(tables)}
     return tuple(sorted(tiles, key=lambda t: (order[t.table], t.cols.start, t.rows.start)))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Parts with the rank of their first tile, and what each rank has then."""
+    """Parts with the ranks of their first tiles, and the resulting load and bytes of each rank."""
 
     parts: tuple[tuple[Part, int], ...]
     loads: Array
@@ -103,7 +103,7 @@ class Placement:
 
 
 def place_parts(parts: Sequence[Part], model: CostModel, capacity: int | None) -> Placement:
-    """Choose ranks for parts: for those of several tiles, or with copies, first; then for single tiles by `balance`."""
+    """Assign parts to ranks: parts of several tiles or with copies first, then single tiles by `balance_loads`."""
     world_size = model.world_size
     loads, nbytes = np.zeros(world_size), np.zeros(world_size, dtype=np.int64)
     costs = [_tile_costs(part, model) for part in parts]
@@ -121,18 +121,19 @@ def place_parts(parts: Sequence[Part], model: CostModel, capacity: int | None) -
     if capacity is not None and nbytes.max() > capacity:
         rank = int(nbytes.argmax())
         raise PlanError(
-            f"rank {rank} would hold {gib(nbytes[rank])}, {gib(nbytes[rank] - capacity)} more than its "
-            f"{gib(capacity)}; copy fewer rows, cut into more parts, use narrower rows, or more ranks"
+            f"memory of rank {rank}: got {gib(nbytes[rank])} of rows, expected at most {gib(capacity)}, "
+            f"{gib(nbytes[rank] - capacity)} less. Copy fewer rows, cut into more parts, use a smaller dtype, or more "
+            "ranks"
         )
     single = [i for i, p in enumerate(parts) if len(p.rows) == 1 and not p.replicated]
     item_loads = np.array([costs[i].owners[0] for i in single])
     item_bytes = np.array([costs[i].nbytes[0] for i in single], dtype=np.int64)
-    result = best_placement(item_loads, item_bytes, loads, nbytes, capacity)
-    if not isinstance(result, Placed):
+    result = balance_loads(item_loads, item_bytes, loads, nbytes, capacity)
+    if not isinstance(result, Assignment):
         stuck, missing = result
         raise PlanError(
             f"{parts[single[stuck]].name} needs {gib(item_bytes[stuck])}, {gib(missing)} more than any rank has left "
-            f"of its {gib(capacity or 0)}; cut it by rows or columns, use narrower rows, or more ranks"
+            f"of its {gib(capacity or 0)}. Cut it by rows or columns, use a smaller dtype, or more ranks"
         )
     placed += [(parts[i], rank) for i, rank in zip(single, result.chosen.tolist(), strict=True)]
     everyone = sum(cost.everyone for cost in costs)
@@ -141,26 +142,26 @@ def place_parts(parts: Sequence[Part], model: CostModel, capacity: int | None) -
 
 @dataclass(frozen=True)
 class PartCost:
-    """What each tile of a part costs: as the first one, which has most rows."""
+    """Cost of each tile of a part, taken from the first tile, which has the most rows."""
 
     owner: float  # load of the owner
-    reader: float  # of a rank that has a copy
-    everyone: float  # of every rank besides
-    nbytes: int  # of the owner's device memory
-    copy_bytes: int  # of that of a rank that has a copy
+    reader: float  # load of a rank with a copy
+    everyone: float  # additional load of every rank
+    nbytes: int  # device memory of the owner
+    copy_bytes: int  # device memory of a rank with a copy
 
 
-def kind_of(rows: range) -> tuple[int, int]:
-    """What tiles of a part differ by: by one row, or, behind hot rows, by where they start."""
+def cost_class(rows: range) -> tuple[int, int]:
+    """Return the cost class of a tile of a part: tiles differ by one row, or behind hot rows by their first row."""
     return rows.start // rows.step, len(rows)
 
 
 def part_cost(part: Part, model: CostModel) -> PartCost:
-    """Cost of one tile of a part."""
+    """Estimate the cost of one tile of a part."""
     cache_rows = 0 if part.tier == "device" else part.cache_rows
     tile = Tile(part.table.name, part.rows[0], part.cols, 0, (), part.tier, cache_rows)
     readers = (model.world_size - 1) * part.replicated
-    cost = model.tile(tile, part.lanes, readers)
+    cost = model.tile(tile, part.col_parts, readers)
     nbytes = tile_bytes(part.table, tile, model.workload.by_table[part.table.name].moments)
     copied = tile_bytes(part.table, tile) if part.replicated else 0
     owner, everyone = float(cost.owner_bytes @ cost.prices), float(cost.everyone_bytes @ cost.prices)
@@ -170,7 +171,7 @@ def part_cost(part: Part, model: CostModel) -> PartCost:
 
 
 class _TileCosts(NamedTuple):
-    """What the tiles of a part cost: their owners beside what readers have, any reader of all, and everyone."""
+    """Costs of the tiles of a part: of owners in addition to readers, of a reader, and of every rank."""
 
     owners: Array
     nbytes: Array
@@ -180,13 +181,13 @@ class _TileCosts(NamedTuple):
 
 
 def _tile_costs(part: Part, model: CostModel) -> _TileCosts:
-    key = (*part.shape, part.rows[-1], kind_of(part.rows[-1]))
+    key = (*part.shape, part.rows[-1], cost_class(part.rows[-1]))
     if key not in model.memo:
-        by_kind: dict[tuple[int, int], PartCost] = {}
+        by_class: dict[tuple[int, int], PartCost] = {}
         costs = [
-            by_kind[kind]
-            if (kind := kind_of(rows)) in by_kind
-            else by_kind.setdefault(kind, part_cost(replace(part, rows=(rows,)), model))
+            by_class[key]
+            if (key := cost_class(rows)) in by_class
+            else by_class.setdefault(key, part_cost(replace(part, rows=(rows,)), model))
             for rows in part.rows
         ]
         model.memo[key] = _TileCosts(
@@ -200,11 +201,9 @@ def _tile_costs(part: Part, model: CostModel) -> _TileCosts:
 
 
 def _best_start(load: Array, size: Array, loads: Array, held: Array, capacity: int | None) -> int:
-    """The rank from which on these tiles fit, and leave the busiest of their owners with the least load.
-
-    Tiles that share a node go on doing so: they start at multiples of their number, if that divides the ranks. One per
-    rank may start anywhere; those that are larger than the last one, which are the first, decide.
-    """
+    """Return the first rank with which the tiles fit and their busiest owner has the least load."""
+    # Tiles that share a node keep sharing it: they start at multiples of their number, if that divides the ranks. One
+    # tile per rank may start anywhere, so only the first tiles matter, which are larger than the last one.
     world_size, count = len(loads), len(load)
     step = count if world_size % count == 0 else 1
     if count == world_size > 1:

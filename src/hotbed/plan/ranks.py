@@ -1,7 +1,7 @@
-"""Choose how many ranks train a model, and in how many replicas: `search_ranks` tries each with the plan it finds.
+"""Choose the numbers of ranks and replicas by searching for a plan for each choice.
 
-The batch is the global one, so more ranks have fewer samples each. Without a list of numbers of ranks, these are powers
-of two up to a node and doublings of nodes from there; of replicas, powers of two that divide the ranks.
+The global batch size is fixed, so more ranks have fewer samples each. By default, powers of two of ranks are tried up
+to a node, then doubled numbers of nodes. Numbers of replicas are powers of two that divide the ranks.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from hotbed.plan.step_time import estimate_step
 from hotbed.plan.workload import Workload
 
 MOST_RANKS = 1024
-"""That are tried where nobody lists them."""
-ALIKE = 1.005
-"""Choices whose samples/s or cost differ by less count as equal: then fewer ranks, and fewer replicas, are better."""
+"""Largest number of ranks that is tried by default."""
+TOLERANCE = 1.005
+"""Choices within this factor in samples/s or cost count as equal. Then fewer ranks and replicas are better."""
 SECONDS_PER_HOUR = 3600
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A number of ranks and of replicas, and what the search found for it; or why nothing."""
+class RankTrial:
+    """Numbers of ranks and replicas, with the plan that was found, or the reason for none."""
 
     ranks: int
-    """Of all replicas together."""
+    """Ranks of all replicas together."""
     replicas: int
     found: Found | None
     samples_per_s: float = 0.0
     cost: float | None = None
-    """Of a billion samples, in the currency of the price; None where no price is known."""
+    """Cost of a billion samples in the currency of the price; None without a price."""
     refused: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """A row of the table of what was tried, as JSON has it."""
+        """Return the trial as a JSON object."""
         return {
             "ranks": self.ranks,
             "replicas": self.replicas,
@@ -52,29 +52,29 @@ class Tried:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The choice, and everything that was tried, in the order of ranks and replicas."""
+    """The best trial, and all trials in the order of ranks and replicas."""
 
-    best: Tried
-    tried: tuple[Tried, ...]
+    best: RankTrial
+    tried: tuple[RankTrial, ...]
     goal: Literal["samples", "cost"]
-    """Most samples/s; or, where a price is known, least cost per sample."""
+    """Goal: most samples/s, or with a price the least cost per sample."""
 
 
 def search_ranks(
     workload: Workload | Callable[[int], Workload],
     hardware: Hardware,
     *,
-    ranks: Sequence[int] | Literal["auto"] = "auto",  # auto: powers of two, and from a node on nodes
-    replicas: int | Literal["auto"] = "auto",  # auto: 1, 2, 4, …, while they divide the ranks and tables fit a group
+    ranks: Sequence[int] | Literal["auto"] = "auto",  # auto: powers of two up to a node, then doubled nodes
+    replicas: int | Literal["auto"] = "auto",  # auto: 1, 2, 4, … while they divide the ranks and tables fit
     **options: Any,
 ) -> Chosen:
-    """Search for the number of ranks and of replicas, with a plan for each.
+    """Search for the best numbers of ranks and replicas, with a plan for each.
 
-    All are tried by heuristics, and the choice once more with the mixed integer program, which takes longer.
+    Heuristics search all choices. The best choice is searched again with the slower mixed integer program. Choices
+    within half a percent count as equal, and the fewest ranks and replicas win.
 
-    ``workload`` is what a step does: ``batch_size`` is that of all ranks, ``sync_every`` the steps between averages of
-    replicas. It may be a function of the number of ranks, because several ranks launch other kernels than one. Choices
-    within half a percent count as equal; of these the one with the fewest ranks and replicas is taken.
+    ``workload`` has the global ``batch_size``. It may be a function of the number of ranks, because one rank and
+    several ranks launch different kernels.
     """
 
     def of_ranks(count: int) -> Workload:
@@ -84,7 +84,7 @@ def search_ranks(
     check("replicas", replicas, Count | Literal["auto"], PlanError)
     goal = "samples" if hardware.price_per_hour is None else "cost"
     heuristics = {**options, "integer_program": False}
-    tried: list[Tried] = []
+    tried: list[RankTrial] = []
     for count in allowed:
         for groups in _replicas(count, replicas):
             tried.append(_try(replace(of_ranks(count), replicas=groups), count, hardware, heuristics))
@@ -94,11 +94,11 @@ def search_ranks(
     if not fitting:
         last = next((t for t in tried if t.ranks == tried[-1].ranks), None)
         why = f"{replicas} replicas divide none of them" if last is None else f"with {last.ranks}: {last.refused}"
-        raise PlanError(f"the tables fit none of {', '.join(map(str, allowed))} ranks; {why}")
+        raise PlanError(f"ranks: got {', '.join(map(str, allowed))}, expected one on which the tables fit; {why}")
     if goal == "cost":
-        fitting = [t for t in fitting if (t.cost or 0.0) <= ALIKE * min(other.cost or 0.0 for other in fitting)]
+        fitting = [t for t in fitting if (t.cost or 0.0) <= TOLERANCE * min(other.cost or 0.0 for other in fitting)]
     else:
-        fitting = [t for t in fitting if ALIKE * t.samples_per_s >= max(other.samples_per_s for other in fitting)]
+        fitting = [t for t in fitting if TOLERANCE * t.samples_per_s >= max(other.samples_per_s for other in fitting)]
     best = min(fitting, key=lambda t: (t.ranks, t.replicas))
     if options.get("integer_program", True):
         at = tried.index(best)
@@ -114,7 +114,7 @@ def _allowed(workload: Workload, hardware: Hardware, ranks: Sequence[int] | Lite
         nodes = [node * 2**i for i in range(max(most // node, 1).bit_length())]
         return [count for count in (*inside, *nodes) if count <= most]
     for count in ranks or ((),):
-        check("ranks", count, Count, PlanError, "Give 'auto', or a list of numbers.")
+        check("ranks", count, Count, PlanError, "Pass 'auto', or a list of numbers.")
     return sorted(set(ranks))
 
 
@@ -124,14 +124,14 @@ def _replicas(ranks: int, replicas: int | Literal["auto"]) -> list[int]:
     return [2**i for i in range(ranks.bit_length()) if ranks % 2**i == 0]
 
 
-def _try(workload: Workload, ranks: int, hardware: Hardware, options: Mapping[str, Any]) -> Tried:
+def _try(workload: Workload, ranks: int, hardware: Hardware, options: Mapping[str, Any]) -> RankTrial:
     try:
         found = search(workload, ranks // workload.replicas, hardware, **options)
     except PlanError as error:
-        return Tried(ranks, workload.replicas, None, refused=str(error))
+        return RankTrial(ranks, workload.replicas, None, refused=str(error))
     rate = workload.batch_size / estimate_step(found.plan, found.costs, found.model).seconds
     cost = None
     if hardware.price_per_hour is not None:
         nodes = math.ceil(ranks / hardware.ranks_per_node)
         cost = nodes * hardware.price_per_hour / SECONDS_PER_HOUR / rate * 1e9
-    return Tried(ranks, workload.replicas, found, rate, cost)
+    return RankTrial(ranks, workload.replicas, found, rate, cost)

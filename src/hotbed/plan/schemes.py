@@ -1,4 +1,4 @@
-"""Define how a table may be cut: a `Cut`, the schemes of the literature by name, and schemes by table."""
+"""Define how a table is cut: the class `Cut`, named schemes such as ``"row"``, and schemes by table."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from hotbed.specs import Table
 
 @dataclass(frozen=True)
 class Cut(Section, where="a cut: ", error=PlanError):
-    """How a table is cut.
+    """Row and column parts of a table, copies, and memory.
 
     Parameters
     ----------
     rows
-        Number of row parts, every ``rows``-th row each; they go to ranks that follow each other, so with as many parts
-        as a node has ranks the rows of a column part stay inside a node. 0, and at most: as many as there are ranks.
+        Number of row parts. Part ``i`` has every ``rows``-th row from row ``i``. Consecutive ranks own the parts, so
+        one part per rank of a node keeps a column part inside a node. 0 means one part per rank, which is also the
+        maximum.
     cols
-        Number of column parts, as equal as multiples of 16 columns (128 of int8 rows) allow, and at most as many as
-        there are such multiples. 0: as many as there are ranks.
+        Number of column parts, of equal width up to a multiple of 16 columns (128 for int8 rows). 0 means one per rank.
     replicated
         Whether all ranks read a copy of all rows.
     hot_rows
-        The first rows, the most popular ones, of which all ranks read a copy while the others are cut; a table of
-        no more rows is copied whole.
+        Number of first (most popular) rows that all ranks read a copy of. The remaining rows are cut. A smaller table
+        is replicated.
     tier
-        Memory of the rows, but for hot ones: the compute device's, or ``"host"`` or ``"disk"``, where rows come to be
-        when they are trained.
+        Memory of the rows except hot rows: ``"device"``, ``"host"`` or ``"disk"``. On host and disk, rows take space
+        once they are trained.
     cache_rows
-        Rows of a cache in memory before each tile that is not in the device's memory.
+        Rows of a device-memory cache for each tile on host or disk.
     """
 
     rows: Size = 1
@@ -52,18 +52,18 @@ SCHEMES: Mapping[str, Cut] = {
     "grid": Cut(rows=2, cols=2),
     "dp": Cut(replicated=True),
 }
-"""The schemes by name; "dp" is data-parallel. To add one, list it here: nothing else knows their names."""
+"""Schemes by name; "dp" is data-parallel. To add a scheme, list it here."""
 
 AUTO = "auto"
-"""In the place of a scheme: whatever the search finds (`hotbed.plan.search`)."""
+"""Name of the scheme that `hotbed.plan.search` chooses."""
 
 Scheme = str | Cut
 Schemes = Scheme | Mapping[str, Scheme]
-"""For all tables; or by table, by name or pattern."""
+"""One scheme for all tables, or schemes by table name or pattern."""
 
 
 def cuts_of(tables: Iterable[Table], schemes: Schemes) -> dict[str, Cut | Literal["auto"]]:
-    """Return the cut of each table, or ``"auto"``; the first key that matches a table counts."""
+    """Return the cut of each table, or ``"auto"``. The first matching key applies."""
     names = [t.name for t in tables]
     if not isinstance(schemes, Mapping):
         cut = _cut_of(schemes)
@@ -84,12 +84,12 @@ def _cut_of(scheme: Scheme) -> Cut | Literal["auto"]:
         return scheme
     if scheme == AUTO:
         return "auto"
-    check_known("scheme", scheme, [*SCHEMES, AUTO], PlanError, "Or give a Cut.")
+    check_known("scheme", scheme, [*SCHEMES, AUTO], PlanError, "Or pass a Cut.")
     return SCHEMES[scheme]
 
 
 def schemes_from(values: Mapping[str, Any], where: str) -> dict[str, Scheme]:
-    """Read schemes by table as files have them: a scheme's name, or the fields of a `Cut`.
+    """Read schemes by table from a parsed file: names of schemes, or the fields of a `Cut`.
 
     >>> schemes_from({"users": "row", "items": {"rows": 2, "cols": 2}, "*": "auto"}, "plan.yaml")
     {'users': 'row', 'items': Cut(rows=2, cols=2, ...), '*': 'auto'}
@@ -105,14 +105,14 @@ def schemes_from(values: Mapping[str, Any], where: str) -> dict[str, Scheme]:
             found[str(name)] = value
         else:
             raise PlanError(
-                f"{where}: table '{name}' has {value!r}, must be one of {', '.join(SCHEMES)}, {AUTO}, or the fields "
-                f"of a cut ({', '.join(known)})"
+                f"{where}: table '{name}': got {value!r}, expected one of {', '.join(SCHEMES)}, {AUTO}, or the "
+                f"fields of a cut ({', '.join(known)})"
             )
     return found
 
 
 def refuse_uncut(tables: Iterable[Table], cuts: Mapping[str, Cut], world_size: int) -> None:
-    """Raise `PlanError` if a cut is to cut columns, and all tables that have it are too narrow."""
+    """Raise `PlanError` if all tables of a cut are too narrow for column parts."""
     by_cut: dict[Cut, list[Table]] = {}
     for table in tables:
         if table.name in cuts and cuts[table.name].cols != 1 and not cuts[table.name].replicated:
@@ -123,7 +123,7 @@ def refuse_uncut(tables: Iterable[Table], cuts: Mapping[str, Cut], world_size: i
     table = max(narrow, key=lambda t: t.dim / column_unit(t))
     unit = column_unit(table)
     raise PlanError(
-        f"table '{table.name}' of {table.dim} {table.dtype} columns cannot be cut by columns: parts are multiples of "
-        f"{unit} columns, so that sums keep their order, and tables of at least {unit + 1} columns can be cut; cut it "
-        "by rows, or raise its dim"
+        f"column parts of table '{table.name}': got {table.dim} {table.dtype} columns, expected at least {unit + 1}, "
+        f"because parts are multiples of {unit} columns, so that sums keep their order. Cut it by rows, or raise its "
+        "dim"
     )

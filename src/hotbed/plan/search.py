@@ -1,14 +1,14 @@
-"""Search for the plan whose busiest rank has least to do: how each table is cut, and which rank owns which tile.
+"""Search for the plan with the least load on the busiest rank: the cut of each table, and the owner of each tile.
 
-Tables are cut finer and finer, only those of which a tile has more than a share of a rank's mean load, or a sixteenth
-of its mean memory (`candidates.combinations`); for each share the tiles are placed (`balance`). Where that ends far
-from the lower bound (`bound`), tables are also cut into other numbers of parts than there are ranks, and a mixed
-integer program (`milp`), if tables and ranks are few, chooses forms and places at once. Of the plans whose busiest
-ranks are within half a percent of the best, and of these those whose predicted steps are, those with the most even
-memory count, of these the ones that launch the fewest kernels, and of these the one with the fewest tiles.
+1. Tables are cut finer and finer, if a tile exceeds a share of a rank's mean load, or a sixteenth of its mean memory
+   (`candidates.combinations`). For each share the tiles are assigned to ranks (`balance`).
+2. If the result is far from the lower bound (`bound`), numbers of parts other than the number of ranks are tried. For
+   few tables and ranks, a mixed integer program (`milp`) chooses forms and owners together.
+3. Among plans within half a percent of the best load, and then of the best predicted step, the criteria are in this
+   order: even memory, few kernel launches, few tiles.
 
-Everything is deterministic, without a clock: the same tables, ranks and hardware give the same plan on every machine
-that has the same release of scipy, or none. Ranks do not rely on that: the first one searches for all.
+The search is deterministic and uses no clock. Equal tables, ranks and hardware give the same plan on every machine with
+the same release of scipy. In a run, rank 0 searches and broadcasts the plan.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from hotbed.plan.workload import Workload
 from hotbed.specs import Table
 
 WORTHWHILE = 1.01
-"""How far from the bound the best plan of the heuristics must be, that the mixed integer program is tried."""
+"""The mixed integer program runs if the best heuristic plan exceeds the bound by this factor."""
 MOST_FINE = 4_000_000
-"""Tiles × ranks up to which finer cuts are tried, whose parts are placed one by one."""
+"""Upper limit of tiles × ranks for finer cuts, because their parts are assigned one by one."""
 CLOSE = 1.002
-"""A plan whose busiest rank is so near to the bound, and whose memory is even, ends the search."""
-ALIKE_LOAD, ALIKE_BYTES = 1.005, 1.05
-"""Plans whose busiest or fullest ranks differ by less count as equal."""
+"""A plan within this factor of the bound, and with even memory, ends the search."""
+EQUAL_LOAD, EQUAL_BYTES = 1.005, 1.05
+"""Plans count as equal if their largest loads or bytes are within these factors."""
 BATCH_PER_RANK = 1024
-"""Samples that a rank has of a step, where nobody says."""
+"""Default samples of a step per rank."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A plan, and how good it is."""
+    """A plan with its costs, lower bound and limits."""
 
     plan: Plan
     model: CostModel
@@ -59,17 +59,17 @@ class Found:
     bound: Bound
     limits: Limits
     method: str
-    """What placed the tiles."""
+    """Method that assigned the tiles."""
 
     @property
     def load(self) -> float:
-        """Of the busiest rank, with exchanges that not every plan has: seconds; ids × columns without hardware."""
+        """Load of the busiest rank with optional exchanges: seconds, or without hardware ids × columns."""
         fixed = optional_s(self.plan.tiles, self.model)
         return float(self.costs.load.max()) + fixed
 
     @property
     def gap(self) -> float:
-        """By which share the busiest rank has more to do than the bound."""
+        """Excess of the busiest rank's load over the bound, as a share of the bound."""
         return self.load / self.bound.load - 1 if self.bound.load else 0.0
 
 
@@ -79,14 +79,14 @@ def search(
     hardware: Hardware | None = None,
     *,
     fixed: Mapping[str, Cut] | None = None,
-    capacity_bytes: int | None = None,  # of device memory per rank; default: what the hardware leaves for rows
+    capacity_bytes: int | None = None,  # device memory per rank (default: from the hardware)
     host_bytes: int | None = None,
     tiers: Sequence[Tier] = ("device",),
-    cache_rows: int = 0,  # per rank, before slower memories
+    cache_rows: int = 0,  # per rank, for slower memories
     cached: Sequence[Tier] = ("host", "disk"),
     integer_program: bool = True,
 ) -> Found:
-    """Search for the best plan."""
+    """Search for the best plan of a workload."""
     fixed = dict(fixed or {})
     tables = [use.table for use in workload.uses]
     refuse_uncut(tables, fixed, world_size)
@@ -103,7 +103,7 @@ def search(
     forms: list[dict[str, Form]] = []
 
     def add(placement: Placement, method: str) -> None:
-        """Put rows into memories, if they are in several; keep what fits."""
+        """Keep a placement as a candidate if it fits, with rows in several memories if needed."""
         try:
             candidate = _Candidate.of(placement, model)
             if overflow or pinned:
@@ -123,7 +123,7 @@ def search(
                 continue
             forms.append(chosen)
             try:
-                add(_placed(chosen, model, None if overflow else limits.device), "heuristics")
+                add(_assign(chosen, model, None if overflow else limits.device), "heuristics")
             except PlanError as error:
                 errors.append(error)
             if found and found[-1].is_even(bound):
@@ -143,7 +143,7 @@ def search(
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A plan before its tiles are made: what each rank has, and how many tiles there will be."""
+    """A plan before its tiles are built: load and bytes of each rank, and the number of tiles."""
 
     loads: Array
     nbytes: Array
@@ -151,9 +151,9 @@ class _Candidate:
     tiles: Callable[[], list[Tile]]
     method: str = "heuristics"
     fixed: float = 0.0
-    """Load of exchanges that copies or sums over columns take."""
+    """Load of exchanges of copies and sums over columns."""
     arenas: int = 0
-    """Of which each has kernels to launch, which the load does not count."""
+    """Number of arenas. The load does not include their kernel launches."""
 
     @classmethod
     def of(cls, placement: Placement, model: CostModel) -> _Candidate:
@@ -174,12 +174,12 @@ class _Candidate:
         return float(self.loads.max()) + self.fixed
 
     def is_even(self, bound: Bound) -> bool:
-        """Whether looking further is not worth it."""
-        return self.load <= CLOSE * bound.load and self.nbytes.max() <= ALIKE_BYTES * self.nbytes.mean()
+        """Return whether the candidate is good enough to end the search."""
+        return self.load <= CLOSE * bound.load and self.nbytes.max() <= EQUAL_BYTES * self.nbytes.mean()
 
 
-def _placed(chosen: Mapping[str, Form], model: CostModel, capacity: int | None) -> Placement:
-    """Place forms; of those with fewer row parts than ranks every tile by itself."""
+def _assign(chosen: Mapping[str, Form], model: CostModel, capacity: int | None) -> Placement:
+    """Assign forms to ranks. Forms with fewer row parts than ranks are assigned tile by tile."""
     parts = [
         part
         for form in chosen.values()
@@ -190,7 +190,7 @@ def _placed(chosen: Mapping[str, Form], model: CostModel, capacity: int | None) 
 
 
 def _most_cached_bytes(model: CostModel, cache_rows: int) -> int:
-    """Bytes of rows that caches of all ranks can hold at most; each tile's share of a cache is rounded up."""
+    """Return an upper limit of the cached bytes on all ranks. Each tile's share of a cache is rounded up."""
     if not cache_rows:
         return 0
     uses, size = model.workload.uses, model.world_size
@@ -200,10 +200,7 @@ def _most_cached_bytes(model: CostModel, cache_rows: int) -> int:
 
 
 def _staying(model: CostModel, fixed: Mapping[str, Cut]) -> dict[str, dict[Tier, int]]:
-    """By table of which no row is moved to another memory, bytes of each memory on all ranks together.
-
-    These are tables that a cut puts into a slower memory, and those that it copies to all ranks.
-    """
+    """Return the bytes by memory, summed over ranks, of tables with a fixed memory: given tiers, and copied tables."""
     found: dict[str, dict[Tier, int]] = {}
     for name, cut in fixed.items():
         if cut.tier == "device" and not cut.replicated:
@@ -227,10 +224,7 @@ def _in_memories(
     cache_rows: int,
     cached: Sequence[Tier],
 ) -> _Candidate:
-    """Put rows that the devices do not hold into slower memories, the most popular ones into the fastest.
-
-    Tables that are ``staying`` do so; with no slower memory given, all others, too.
-    """
+    """Move rows beyond device memory to slower memories by popularity. ``staying`` tables keep their memory."""
     tables = [use.table for use in model.workload.uses]
     plan = Plan(model.world_size, in_order(placement.tiles(), tables))
     placed = plan
@@ -254,8 +248,8 @@ def _in_memories(
     if over := limits.over(costs):
         tier, nbytes = next(iter(over.items()))
         raise PlanError(
-            f"the fullest {'rank' if tier == 'device' else 'node'} would have {gib(nbytes)} more than the "
-            f"{gib(limits.room[tier])} of its {tier}; use narrower rows, or more ranks"
+            f"{tier} memory of the fullest {'rank' if tier == 'device' else 'node'}: got {gib(limits.room[tier])}, "
+            f"expected {gib(nbytes)} more. Use a smaller dtype, or more ranks"
         )
     fixed, arenas = optional_s(placed.tiles, model), arenas_of(placed.tiles, model.workload)
     return _Candidate(
@@ -266,9 +260,9 @@ def _in_memories(
 def _by_milp(
     forms: Sequence[Mapping[str, Form]], fixed: Mapping[str, Cut], model: CostModel, room: int | None
 ) -> Placement | None:
-    """Choose among all forms that were tried, of one part each and without copies, if every table has one.
+    """Solve for forms and owners, if every table has a tried form of one part and without copies.
 
-    Tables whose own cuts are others, or have a part for each rank, are placed before.
+    Tables with other given cuts, or with one part per rank, are assigned first.
     """
     if not milp.is_available() or model.world_size == 1:
         return None
@@ -276,18 +270,18 @@ def _by_milp(
     before: dict[str, Form] = {}
     for chosen in forms:
         for name, form in chosen.items():
-            alike = len(form.parts) == 1 and not form.parts[0].replicated
-            one_each = name in fixed and form.tiles == model.world_size  # as the cut says, which tiles alone do not
-            if alike and not one_each and form not in options[name]:
+            is_single = len(form.parts) == 1 and not form.parts[0].replicated
+            one_each = name in fixed and form.tiles == model.world_size  # as the cut requires
+            if is_single and not one_each and form not in options[name]:
                 options[name].append(form)
-            elif name in fixed and (one_each or not alike):
+            elif name in fixed and (one_each or not is_single):
                 before[name] = form
     options = {name: tried for name, tried in options.items() if name not in before}
     variables = sum(map(len, options.values())) * (model.world_size + 1)
     if not all(options.values()) or not options or variables > milp.MOST_VARIABLES:
         return None
     try:
-        start = _placed(before, model, room)
+        start = _assign(before, model, room)
     except PlanError:
         return None
     most = np.iinfo(np.int64).max // 4 if room is None else room
@@ -304,15 +298,15 @@ def _by_milp(
 
 
 def _best(found: Sequence[_Candidate], model: CostModel) -> _Candidate:
-    """Of the plans with the least load choose by the predicted step, then memory, then number of tiles."""
+    """Choose among plans of nearly the least load by predicted step, memory, arenas and number of tiles."""
 
-    def step(candidate: _Candidate) -> float:  # but for what all plans have
+    def step(candidate: _Candidate) -> float:  # without the terms that all plans share
         return candidate.load + model.arena_s * candidate.arenas
 
-    alike = [f for f in found if f.load <= ALIKE_LOAD * min(other.load for other in found)]
-    alike = [f for f in alike if step(f) <= ALIKE_LOAD * min(map(step, alike))]
-    alike = [f for f in alike if f.nbytes.max() <= ALIKE_BYTES * min(int(other.nbytes.max()) for other in alike)]
-    return min(alike, key=lambda f: (f.arenas, f.count, f.load))
+    equal = [f for f in found if f.load <= EQUAL_LOAD * min(other.load for other in found)]
+    equal = [f for f in equal if step(f) <= EQUAL_LOAD * min(map(step, equal))]
+    equal = [f for f in equal if f.nbytes.max() <= EQUAL_BYTES * min(int(other.nbytes.max()) for other in equal)]
+    return min(equal, key=lambda f: (f.arenas, f.count, f.load))
 
 
 def make_plan(
@@ -329,7 +323,7 @@ def make_plan(
     hardware: Hardware | None = None,
     tiers: Sequence[Tier] | None = None,
 ) -> Plan:
-    """Cut tables and place the tiles so that the busiest rank has as little load as can be found.
+    """Cut tables, and assign the tiles to ranks with the least load on the busiest rank.
 
     Parameters
     ----------
@@ -338,30 +332,30 @@ def make_plan(
     world_size
         Number of ranks.
     schemes
-        ``"table"``, ``"row"``, ``"column"``, ``"grid"``, ``"dp"``, ``"auto"`` or a `Cut` for all tables; or one by
-        table, whose keys may be patterns (``{"users": "row", "*": "auto"}``); tables that are not named are not cut.
-        ``"auto"`` searches for the cut that makes a step fastest, see `hotbed.plan.search`.
+        ``"table"``, ``"row"``, ``"column"``, ``"grid"``, ``"dp"``, ``"auto"`` or a `Cut` for all tables, or a mapping
+        from table names or patterns, e.g. ``{"users": "row", "*": "auto"}``. Tables without a match are not cut.
+        ``"auto"`` searches for the fastest cut, see `hotbed.plan.search`.
     ids
-        By table, mean ids per sample, which is what decides the load of a tile (see `hotbed.plan.cost`); 1 by default.
+        Mean ids per sample by table (default: 1). They determine the load of a tile, see `hotbed.plan.cost`.
     moments
-        Moments that the optimizer keeps beside the rows, for all tables or by table: ``optimizer.rule.moments``.
+        Moments of the optimizer for all tables or by table: ``optimizer.rule.moments``.
     capacity_bytes
-        What a rank can hold in its device's memory; with ``"auto"`` by default what the hardware has.
+        Device memory of a rank for rows (default with ``"auto"``: from the hardware).
     wire
-        What crosses the wire, for all tables or by table; see `Plan`.
+        Wire format for all tables or by table, see `Plan`.
     popularity
-        By table, how often its most popular rows are looked up; with ``"auto"`` only, like the following options.
+        Popularity of rows by table. This option and the following ones require ``"auto"``.
     batch_size
-        Samples of a step over all ranks; 1,024 per rank by default.
+        Samples of a step over all ranks (default: 1,024 per rank).
     hardware
-        The machines whose step is to be fast; by default the load is counted in ids × columns.
+        Target hardware (default: none, the load is counted in ids × columns).
     tiers
-        Memories that may hold rows: ``"device"``, ``"host"``, ``"disk"``; the device's memory by default.
+        Memories that may hold rows: ``"device"``, ``"host"``, ``"disk"`` (default: ``"device"``).
 
     Raises
     ------
     PlanError
-        If a scheme or table is unknown, no table can be cut as a scheme says, or no placement is found that fits.
+        If a scheme or table is unknown, no table can be cut by a scheme, or no placement fits.
     TypeError
         If an option of the search is given without the scheme ``"auto"``.
     """
@@ -378,7 +372,7 @@ def make_plan(
         allowed: Sequence[Tier] = ("device",) if tiers is None else tiers
         return search(work, world_size, hardware, fixed=fixed, capacity_bytes=capacity_bytes, tiers=allowed).plan
     if given := [name for name, value in options.items() if value is not None]:
-        raise TypeError(f"make_plan() takes '{given[0]}' with the scheme 'auto' only")
+        raise TypeError(f"make_plan: got '{given[0]}', which requires the scheme 'auto'")
     chosen = cast("dict[str, Cut]", cuts)
     refuse_uncut(tables, chosen, world_size)
     model = CostModel(Workload.of(tables, ids=ids, moments=moments), world_size)

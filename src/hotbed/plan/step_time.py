@@ -1,13 +1,12 @@
-"""Estimate the time of a training step from what its ranks have to do, and list its terms.
+"""Estimate the time of a training step, and list its terms.
 
-``T = max(tables + dense + messages + launches + max(all-reduce − 2/3 dense, 0), input)``: ``tables`` is the load of the
-busiest rank, ``dense`` forward and backward passes, of which backward, two thirds, hides the all-reduce. The overlap is
-that of Mudigere et al. (2021, arXiv 2104.05158, §5). Nothing else is taken to overlap: stragglers, and exchanges that
-hide behind computing, are not in it. Ranks that share cores hide nothing: their all-reduce takes the cores, too.
+``T = max(tables + dense + messages + launches + max(all-reduce − 2/3 dense, 0), input)``. ``tables`` is the load of the
+busiest rank. ``dense`` is the time of forward and backward. Backward, two thirds of it, overlaps the all-reduce, as in
+Mudigere et al. (2021, arXiv 2104.05158, §5). No other overlap and no stragglers are modelled. Ranks that share cores
+have no overlap, because their all-reduce uses the same cores.
 
-Where a machine's overheads were measured (`hotbed.measure.step_overheads`), ``messages`` and ``launches`` are these:
-what the interpreter, autograd, optimizers and exchanges take beside bytes and products. On a CPU that is most of a
-step.
+If a machine's overheads were measured (`hotbed.measure.step_overheads`), ``messages`` and ``launches`` are the measured
+times of interpreter, autograd, optimizers and exchanges. On a CPU they are most of a step.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ from hotbed.plan.tiling import Plan, Tier, Tile
 from hotbed.plan.workload import Kernel, Workload
 
 BUCKET_BYTES, BUCKET_MESSAGES = 25 << 20, 128
-"""Of dense gradients that are averaged at once, and messages for which that is so, as `hotbed.embed.dense_parallel`
-has them."""
+"""Size of a bucket of dense gradients, and the messages that it is sized for (`hotbed.embed.dense_parallel`)."""
 EXCHANGES = 4
-"""Of every step: numbers of ids, ids, rows, gradients (`hotbed.embed.route`, `row_exchange`)."""
+"""Exchanges of every step: numbers of ids, ids, rows, gradients (`hotbed.embed.route`, `row_exchange`)."""
 CENSUS = "kernels of the step: tests/census"
 FORMULA = "formula: docs/planning.md"
 _FIGURES = {
@@ -58,43 +56,43 @@ _FIGURES = {
     GROUPING: ("overheads",),
     **dict.fromkeys((IDS, ROWS, GRADIENTS, COPIES, SUMS, REPLICAS), ("node_link", "network")),
 }
-"""By part of `hotbed.plan.cost`, the figures of the machine that its bytes are divided by."""
+"""Hardware figures that the bytes of each of `hotbed.plan.cost.PARTS` are divided by."""
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Seconds of a step, of the busiest rank."""
+    """Seconds of a step on the busiest rank."""
 
     tables: float
-    """Lookups, exchanges, updates: the load of the busiest rank."""
+    """Lookups, exchanges and updates."""
     dense: float
-    """Products, activations moved, and launches of kernels that take less than their launch."""
+    """Products, moved activations, and launches of kernels that are shorter than their launch."""
     messages: float
-    """Fixed costs of messages to each other rank; with measured overheads, of exchanges that not every plan has."""
+    """Fixed costs of messages between ranks. With measured overheads: of optional exchanges."""
     launches: float
-    """Fixed costs of kernels; with measured overheads, of the step, its arenas, tables and layers."""
+    """Fixed costs of kernels. With measured overheads: of the step, its arenas, tables and layers."""
     all_reduce: float
-    """Of dense gradients; hidden behind the backward pass as far as that is longer."""
+    """All-reduce of dense gradients. It overlaps the backward pass."""
     reduce_messages: float
-    """Of ``all_reduce``, fixed costs of messages, and of kernels that add what arrived."""
+    """Part of ``all_reduce``: fixed costs of messages and of kernels that add received data."""
     input: float
-    """Copying samples to the device; hidden."""
+    """Copy of samples to the device. It overlaps the step."""
     hiding: float = 2 / 3
-    """Share of ``dense`` that hides the all-reduce."""
+    """Share of ``dense`` that overlaps the all-reduce."""
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the step."""
         fixed = self.tables + self.messages + self.launches + self.dense
         return max(fixed + self.exposed_all_reduce, self.input)
 
     @property
     def exposed_all_reduce(self) -> float:
-        """Seconds of the all-reduce that the backward pass does not hide."""
+        """Seconds of the all-reduce beyond the backward pass."""
         return max(self.all_reduce - self.hiding * self.dense, 0.0)
 
     def to_dict(self) -> dict[str, float]:
-        """Parts and whole, as JSON has them."""
+        """Return the terms and the step as a JSON object."""
         return {name: value for name, value in asdict(self).items() if name != "hiding"} | {"step": self.seconds}
 
 
@@ -117,7 +115,7 @@ def estimate_step(plan: Plan, costs: RankCosts, model: CostModel) -> StepEstimat
 
 
 def all_ranks(model: CostModel) -> Links:
-    """What dense gradients of all groups are averaged over."""
+    """Return the links of the all-reduce of dense gradients."""
     assert model.hardware is not None
     work = model.workload
     size = model.world_size * work.replicas
@@ -125,7 +123,7 @@ def all_ranks(model: CostModel) -> Links:
 
 
 def _fixed(tiles: Sequence[Tile], costs: RankCosts, model: CostModel) -> tuple[float, float]:
-    """Seconds of messages and of launches, by the cost of each."""
+    """Return the seconds of messages and launches from the cost of each."""
     here, work, links = model.hardware, model.workload, model.links
     assert here is not None and links is not None
     copies, sums = optional_exchanges(tiles, work)
@@ -136,7 +134,7 @@ def _fixed(tiles: Sequence[Tile], costs: RankCosts, model: CostModel) -> tuple[f
 
 
 def _measured_fixed(tiles: Sequence[Tile], _: RankCosts, model: CostModel) -> tuple[float, float]:
-    """Seconds of exchanges that not every plan has, and of all that every step has, as measured."""
+    """Return the measured seconds of optional exchanges, and of the fixed parts of every step."""
     here, work, ranks = model.hardware, model.workload, model.ranks_on_node
     assert here is not None
     average = (work.replicas > 1) / work.sync_every * here.overhead("average", ranks)
@@ -151,25 +149,25 @@ def _measured_fixed(tiles: Sequence[Tile], _: RankCosts, model: CostModel) -> tu
 
 
 def optional_exchanges(tiles: Iterable[Tile], work: Workload) -> tuple[bool, bool]:
-    """Return whether a plan exchanges copies of rows, and sums over columns, which not every plan does."""
+    """Return whether a plan exchanges copies of rows, and sums over columns."""
     uses, tiles = work.by_table, list(tiles)
     copies = any(tile.readers for tile in tiles)
     return copies, any(len(t.cols) < uses[t.table].table.dim and uses[t.table].row_sums for t in tiles)
 
 
 def optional_s(tiles: Iterable[Tile], model: CostModel) -> float:
-    """Fixed seconds of these exchanges; their bytes are in `RankCosts`."""
+    """Return the fixed seconds of the optional exchanges. Their bytes are in `RankCosts`."""
     copies, sums = optional_exchanges(tiles, model.workload)
     return model.copies_s * copies + model.sums_s * sums
 
 
 def average_messages(parts: Array, work: Workload) -> float:
-    """Messages of a step that average replicas, by ranks' costs ``[N, parts]``."""
+    """Return the messages of a step that average replicas. ``parts`` are the ranks' costs ``[N, parts]``."""
     return 2 * (work.replicas - 1) / work.sync_every * bool(parts[:, REPLICAS].any())
 
 
 def products_s(model: CostModel) -> float:
-    """Seconds of forward and backward pass without launches; with the update where that was measured with them."""
+    """Return the seconds of forward and backward without launches. A measured rate includes the update."""
     dense, here = model.workload.dense, model.hardware
     assert here is not None
     operations = dense.flops * model.local_batch
@@ -187,7 +185,7 @@ def products_s(model: CostModel) -> float:
 
 
 def kernel_s(kernel: Kernel, model: CostModel) -> float:
-    """Seconds of a kernel of forward or backward pass: of its operations or of its bytes, whichever take longer."""
+    """Return the seconds of a kernel: the longer of its operations and its bytes."""
     here = model.hardware
     assert here is not None
     computing = kernel.flops * model.local_batch / flops_rate(model)
@@ -195,23 +193,22 @@ def kernel_s(kernel: Kernel, model: CostModel) -> float:
 
 
 def flops_rate(model: CostModel) -> float:
-    """FLOP/s of the dense part's products; of float32 where there is no figure for their dtype."""
+    """Return the FLOP/s of the dense part's dtype, or of float32 without a figure for that dtype."""
     here = model.hardware
     assert here is not None
     return here.flops.get(model.workload.dense.dtype) or here.flops.get("fp32") or min(here.flops.values())
 
 
 def dense_launches_s(model: CostModel) -> float:
-    """Seconds of the kernels of forward and backward pass that take less than their launch, one after the other."""
+    """Return the launch seconds of kernels that are shorter than their launch."""
     return model.workload.dense.launches * (model.hardware.launch_s if model.hardware else 0.0)
 
 
 def _reduce_messages(model: CostModel) -> float:
-    """Estimate the seconds of an all-reduce that are not bytes; 0 where it was measured.
+    """Estimate the fixed seconds of an all-reduce; 0 if the all-reduce was measured.
 
-    `hotbed.embed.dense_parallel` sums in rank order.
-    Of each bucket every rank sends a share to every other one, adds theirs in order (in one kernel on a GPU, in one for
-    each rank on cores), and sends the sum.
+    `hotbed.embed.dense_parallel` sums in rank order: of each bucket, every rank sends a share to every other rank, adds
+    the received shares in order (in one kernel on a GPU, one per rank on cores), and sends the sum.
     """
     links = all_ranks(model)
     here = links.hardware
@@ -223,14 +220,14 @@ def _reduce_messages(model: CostModel) -> float:
 
 
 def buckets_of(model: CostModel) -> int:
-    """Count the buckets that dense gradients are averaged in."""
+    """Return the number of buckets of dense gradients."""
     nbytes = 4.0 * model.workload.dense.parameters
     messages = all_ranks(model).messages_of_known_sizes
     return math.ceil(nbytes / (BUCKET_BYTES * max(math.ceil(messages / BUCKET_MESSAGES), 1)))
 
 
 def _measured_all_reduce(links: Links) -> Curve | None:
-    """What was measured, of one hop."""
+    """Return the measured curve of a one-hop all-reduce, or None."""
     here = links.hardware
     if links.in_two_hops:
         return None
@@ -238,12 +235,12 @@ def _measured_all_reduce(links: Links) -> Curve | None:
 
 
 def _all_reduce(nbytes: float, links: Links) -> float:
-    """Seconds of the bytes of an all-reduce."""
+    """Return the seconds of an all-reduce in proportion to its bytes."""
     here, ranks = links.hardware, links.size
     curve = _measured_all_reduce(links)
     if curve and ranks > 1:
         seconds = nbytes / interpolated(curve, max(nbytes, 1.0))
-        if "step" in here.overheads:  # which has the smallest
+        if "step" in here.overheads:  # these include the fixed part
             seconds = max(seconds - min(curve) / curve[min(curve)], 0.0)
         return seconds
     if links.in_two_hops:
@@ -255,12 +252,12 @@ def _all_reduce(nbytes: float, links: Links) -> float:
 
 
 def arenas_of(tiles: Iterable[Tile], work: Workload) -> int:
-    """Count the arenas of these tiles: those alike in width, dtype, memory and readers share kernels."""
+    """Return the number of arenas. Tiles of equal width, dtype, memory and readers share an arena and its kernels."""
     return len(_arenas(tiles, work))
 
 
 def table_launches(tiles: Iterable[Tile], work: Workload) -> int:
-    """Count the kernels of the arenas of these tiles."""
+    """Return the number of kernels of the arenas of tiles."""
     return sum(work.arena_launches.get(tier, LAUNCHES) for _, _, tier, _ in _arenas(tiles, work))
 
 
@@ -269,7 +266,7 @@ def _arenas(tiles: Iterable[Tile], work: Workload) -> set[tuple[int, str, Tier, 
 
 
 def parts_of_busiest(costs: RankCosts) -> dict[str, float]:
-    """What the busiest rank's load is made of, largest first."""
+    """Return the parts of the busiest rank's load, largest first."""
     busiest = costs.parts[int(costs.load.argmax())]
     found = {name: float(value) for name, value in zip(PARTS, busiest, strict=True) if value > 0}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
@@ -277,22 +274,22 @@ def parts_of_busiest(costs: RankCosts) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """A term of a step of the busiest rank."""
+    """A term of a step on the busiest rank."""
 
-    name: str  # what is done
-    seconds: float  # of a step
-    amount: float  # what is counted: operations, bytes, or things that each take as long
+    name: str  # work of the term
+    seconds: float  # seconds per step
+    amount: float  # counted amount: operations, bytes or seconds
     unit: Literal["FLOP", "B", "s"] = "B"
-    kernels: int = 0  # of how many, where that is counted
-    figures: tuple[str, ...]  # of the machine, by which the amount becomes seconds
-    counted: str = FORMULA  # where the amount is from
-    hidden: bool = False  # whether it is beside the others, and not added to them
+    kernels: int = 0  # number of kernels, if counted
+    figures: tuple[str, ...]  # hardware figures that convert the amount to seconds
+    counted: str = FORMULA  # source of the amount
+    hidden: bool = False  # whether it overlaps other terms instead of adding to them
 
 
 def terms_of(plan: Plan, costs: RankCosts, model: CostModel) -> list[Term]:
-    """List the terms of `estimate_step`, largest first, those that are hidden last.
+    """List the terms of `estimate_step`, largest first, hidden terms last.
 
-    Those that are not hidden add up to the step, but for what of an all-reduce the backward pass hides.
+    Visible terms add up to the step.
     """
     estimate = estimate_step(plan, costs, model)
     found = [*_dense_terms(model, estimate), *_table_terms(costs), *_fixed_terms(plan, model, estimate)]
@@ -300,7 +297,7 @@ def terms_of(plan: Plan, costs: RankCosts, model: CostModel) -> list[Term]:
 
 
 def _dense_terms(model: CostModel, estimate: StepEstimate) -> list[Term]:
-    """Kernels of the dense part by what they belong to and which of their two times is longer; else all as one."""
+    """Return terms of the dense part: kernels by group and by their longer time, or one term for all."""
     work, here = model.workload, model.hardware
     assert here is not None
     dense, samples = work.dense, model.local_batch
@@ -352,16 +349,16 @@ def _fixed_terms(plan: Plan, model: CostModel, estimate: StepEstimate) -> list[T
     assert here is not None
     measured = "step" in here.overheads
 
-    def alike(name: str, seconds: float, figure: str, **options: object) -> Term:
+    def make_term(name: str, seconds: float, figure: str, **options: object) -> Term:
         found: dict[str, object] = {"amount": seconds, "unit": "s", "figures": (figure,), **options}
         return Term(name=name, seconds=seconds, **found)  # pyright: ignore[reportArgumentType]
 
     return [
-        alike("fixed costs of the step" if measured else "launches, tables", estimate.launches,
+        make_term("fixed costs of the step" if measured else "launches, tables", estimate.launches,
               "overheads" if measured else "launch_s", kernels=0 if measured else table_launches(plan.tiles, work),
               counted=CENSUS if work.arena_launches and not measured else FORMULA),
-        alike("messages", estimate.messages, "overheads" if measured else "message_s"),
-        alike("all-reduce of dense gradients, what backward does not hide", estimate.exposed_all_reduce, "node_link"),
-        alike("input of the next batch", estimate.input, "host_link", unit="B", hidden=True,
+        make_term("messages", estimate.messages, "overheads" if measured else "message_s"),
+        make_term("all-reduce of dense gradients, what backward does not hide", estimate.exposed_all_reduce,
+        "node_link"), make_term("input of the next batch", estimate.input, "host_link", unit="B", hidden=True,
               amount=work.dense.input_bytes * model.local_batch),
     ]  # fmt: skip

@@ -15,27 +15,26 @@ from hotbed.plan.tiling import Plan, Tier, Tile
 from hotbed.specs import Table
 
 _STEPS = 200
-"""Halvings of the range of densities; far more than a float can tell apart."""
+"""Bisection steps over densities, more than the precision of a float."""
 
 
 def place_in_tiers(
     plan: Plan,
     tables: Sequence[Table],
-    budgets: Mapping[Tier, int],  # bytes per rank of "device" and "host" that rows and moments may take
-    rest: Tier,  # where all other rows go
+    budgets: Mapping[Tier, int],  # bytes per rank for rows and moments on "device" and "host"
+    rest: Tier,  # memory of all other rows
     *,
     popularity: Mapping[str, Popularity] | None = None,
     moments: Mapping[str, Sequence[Moment]] | None = None,
     cache_rows: int = 0,
     cached: Sequence[Tier] = ("host", "disk"),
-    keep: Collection[str] = (),  # tables whose tiles stay where they are, with their caches; what they take counts
+    keep: Collection[str] = (),  # tables that keep their tiers and caches, and use up budgets
 ) -> Plan:
-    """Cut a plan's tiles by popularity, and put the parts into memories of falling speed.
+    """Cut a plan's tiles by popularity, and assign the parts to memories of falling speed.
 
-    Time per batch is the sum of accesses × time per access over memories. As rows of every tile have one size, it is
-    least where no row lies in a slower memory than one with fewer accesses per byte: so one threshold per memory
-    decides (after RecShard, Sethi et al. 2022, arXiv 2201.10095). Nothing is known of rows but the order in which they
-    are numbered, which has to be that of falling popularity, as `hotbed.prepare` makes it.
+    The time per batch is the sum over memories of accesses × time per access. It is minimal if no row is in a slower
+    memory than a row with fewer accesses per byte, so one threshold per memory suffices (after RecShard, Sethi et al.
+    2022, arXiv 2201.10095). Rows must be numbered by falling popularity, as `hotbed.prepare` numbers them.
     """
     for tier, budget in budgets.items():
         check(f"bytes of tier '{tier}'", budget, Size, PlanError)
@@ -68,9 +67,9 @@ def place_in_tiers(
 def with_cache(
     plan: Plan, cache_rows: int, cached: Sequence[Tier] = ("host", "disk"), keep: Collection[str] = ()
 ) -> Plan:
-    """The plan with so many rows of cache per rank before rows in these memories, but for the tables to ``keep``.
+    """Return the plan with ``cache_rows`` rows of cache per rank for rows in the ``cached`` tiers.
 
-    A rank's tiles share them: each counts for its share of the rank's rows there.
+    Tables to ``keep`` do not change. The cache of a rank is divided among its tiles in proportion to their rows.
     """
     total = dict.fromkeys(range(plan.world_size), 0)
     for tile in plan.tiles:
@@ -90,14 +89,14 @@ def hot_rows(
     *,
     popularity: Mapping[str, Popularity] | None = None,
     moments: Sequence[Moment] = (),
-    beside: Mapping[str, int] | None = None,
+    extra_bytes: Mapping[str, int] | None = None,
     whole_bytes: int = 0,
 ) -> dict[str, int]:
-    """How many of the first rows of each table are worth a byte budget: those with the most accesses per byte.
+    """Return the number of first rows of each table to keep within a byte budget: the most accesses per byte.
 
-    Tables of at most ``whole_bytes`` come first: the others share what these leave when all of them are in it whole
-    (Adnan et al. 2021, arXiv 2103.00686, take tables below 1 MB whole). A larger budget gives no table fewer rows. See
-    `place_in_tiers`. ``beside`` is bytes per row that go with a table's: of other tables of the same ids.
+    Tables of at most ``whole_bytes`` come first, as in Adnan et al. (2021, arXiv 2103.00686), who keep tables below 1
+    MB whole. Other tables share the remaining budget. A larger budget gives no table fewer rows. See `place_in_tiers`.
+    ``extra_bytes`` are additional bytes per row, of other tables with the same ids.
     """
     whole = [Tile(t.name, range(t.rows), range(t.dim), 0) for t in tables]
     known = {t.name: (popularity or {}).get(t.name) or Zipf(t.rows) for t in tables}
@@ -105,7 +104,7 @@ def hot_rows(
 
     def nbytes(tile: Tile) -> int:
         own = tile_bytes(by_name[tile.table], tile, moments)
-        return own + len(tile.rows) * (beside or {}).get(tile.table, 0)
+        return own + len(tile.rows) * (extra_bytes or {}).get(tile.table, 0)
 
     small = [t for t in whole if nbytes(t) <= whole_bytes]
     others = [t for t in whole if nbytes(t) > whole_bytes]
@@ -113,7 +112,7 @@ def hot_rows(
     found = _prefixes(small, by_name, known, nbytes, budget) | _prefixes(others, by_name, known, nbytes, left)
     found = {t.name: found[t.name] for t in tables}
     if budget > 0 and not any(found.values()):
-        raise PlanError(f"a budget of {budget:,} bytes does not hold a row of any table; raise it")
+        raise PlanError(f"a budget of {budget:,} bytes does not hold one row of any table. Raise the budget")
     return found
 
 
@@ -124,10 +123,10 @@ def _prefixes(
     nbytes: Callable[[Tile], int],
     budget: int,
 ) -> dict[str, int]:
-    """Row of each table up to which rows are taken, so that they fit: those of most accesses per byte."""
+    """Return the number of first rows of each table that fit, by most accesses per byte."""
     sizes = {t.table: max(nbytes(replace(t, rows=t.rows[-1:])), 1) for t in tiles}
 
-    def taken(density: float) -> dict[str, int]:
+    def select(density: float) -> dict[str, int]:
         return {name: known[name].rows_above(density * size) for name, size in sizes.items()}
 
     def fits(prefixes: Mapping[str, int]) -> bool:
@@ -137,13 +136,13 @@ def _prefixes(
     everything = {t.table: tables[t.table].rows for t in tiles}
     if fits(everything):
         return everything
-    low, high = -300.0, 300.0  # exponents of ten; at the higher one nothing is taken
+    low, high = -300.0, 300.0  # exponents of ten; the higher one selects nothing
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        low, high = (low, middle) if fits(taken(10**middle)) else (middle, high)
-    found = taken(10**high)
-    # Rows that tie for the rest, and then those without an access, in the order of tables and rows.
-    for name, most in [*taken(10**low).items(), *everything.items()]:
+        low, high = (low, middle) if fits(select(10**middle)) else (middle, high)
+    found = select(10**high)
+    # Then rows that tie, and rows without an access, in the order of tables and rows.
+    for name, most in [*select(10**low).items(), *everything.items()]:
         least = found[name]
         found[name] = bisect_left(range(least + 1, most + 1), True, key=lambda n: not fits({**found, name: n})) + least
         if found[name] < most:
@@ -152,7 +151,7 @@ def _prefixes(
 
 
 def _split(tile: Tile, row: int) -> tuple[Tile | None, Tile | None]:
-    """The rows of a tile before a row, and the others."""
+    """Split a tile at a row."""
     count = len(range(tile.rows.start, min(row, tile.rows.stop), tile.rows.step))
     head, tail = tile.rows[:count], tile.rows[count:]
     return replace(tile, rows=head) if head else None, replace(tile, rows=tail) if tail else None

@@ -1,8 +1,7 @@
-"""Define `Plan`: tables cut into tiles, each tile with a place; the one form that every sharding scheme has.
+"""Define `Plan`: the tiles of all tables, with the rank and memory of each. Every sharding scheme has this form.
 
-A `Tile` is a rectangle of a table, a strided range of its rows × a range of its columns, with the rank that owns it
-(that updates it and holds its moments) and the ranks that read it (that hold a copy of its rows). A `Plan` is all tiles
-of all tables; it is a plain value, JSON in and JSON out.
+A `Tile` is a rectangle of a table: a strided range of rows × a range of columns. Its owner is the rank that updates it
+and holds its moments. Its readers are the ranks that hold a copy of its rows. Plans are read and written as JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hotbed.specs import Table, Tier
 
 
 def first_common(a: range, b: range) -> int | None:
-    """Smallest number that two rising ranges have in common, or None."""
+    """Return the smallest common number of two rising ranges, or None."""
     g = math.gcd(a.step, b.step)
     if (b.start - a.start) % g:
         return None
@@ -40,15 +39,15 @@ def first_common(a: range, b: range) -> int | None:
 
 
 def count_common(a: range, b: range) -> int:
-    """How many numbers two rising ranges have in common."""
+    """Return the number of common numbers of two rising ranges."""
     first = first_common(a, b)
     if first is None:
         return 0
     return (min(a[-1], b[-1]) - first) // math.lcm(a.step, b.step) + 1
 
 
-def common_places(a: range, b: range) -> range:
-    """Where in ``a`` the numbers are that two rising ranges have in common."""
+def common_positions(a: range, b: range) -> range:
+    """Return the positions in ``a`` of the common numbers of two rising ranges."""
     first = first_common(a, b)
     if first is None:
         return range(0)
@@ -57,7 +56,7 @@ def common_places(a: range, b: range) -> range:
 
 
 WireFormat = Literal["rows", "pooled"]
-"""What crosses the wire: distinct rows, or pooled vectors."""
+"""Data that ranks exchange: distinct rows, or pooled vectors."""
 
 
 _MOST_ROWS = 2**63 - 1
@@ -66,24 +65,24 @@ _TIERS = get_args(Tier)
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of a table and its place.
+    """A rectangle of a table, with its owner, readers and memory.
 
     Parameters
     ----------
     table
         Name of the table.
     rows
-        Which rows; a strided range spreads rows that are numbered by popularity evenly.
+        Range of rows. A stride spreads rows that are numbered by popularity evenly.
     cols
-        Which columns; bounds are multiples of 16 (128 of int8 rows), or the end of the table.
+        Range of columns. Bounds are multiples of 16 (128 for int8 rows), or the end of the table.
     owner
         The rank that updates these rows and holds their moments.
     readers
-        Ranks that hold a copy of the rows, in ascending order; the owner itself needs none and is not among them.
+        Ranks that hold a copy of the rows, in ascending order, without the owner.
     tier
         Memory of the owner that holds the rows.
     cache_rows
-        Rows of a cache in the device's memory, for the tiers ``"host"`` and ``"disk"``; 0: none.
+        Rows of a cache in device memory, for the tiers ``"host"`` and ``"disk"``. 0 means no cache.
     """
 
     table: str
@@ -97,35 +96,35 @@ class Tile:
     def __post_init__(self) -> None:
         object.__setattr__(self, "readers", tuple(self.readers))
         if problem := self._problem():
-            raise PlanError(f"a tile of table '{self.table}' has {problem}")
+            raise PlanError(f"a tile of table '{self.table}': got {problem}")
 
     def _problem(self) -> str | None:
-        """What is wrong with it; plans have 100,000 tiles and more, in which usually nothing is."""
+        """Return the first problem, or None. Plans may have 100,000 tiles, so the check is fast."""
         if not all(map(is_int, (self.owner, *self.readers))):
-            return f"owner {self.owner!r} and readers {self.readers!r}; ranks are integers"
+            return f"owner {self.owner!r} and readers {self.readers!r}, expected integers"
         if len(self.rows) == 0 or self.rows.start < 0 or self.rows.step < 1:
-            return f"rows {self.rows}, must be a rising range of at least one row"
+            return f"rows {self.rows}, expected a rising range of at least one row"
         if len(self.cols) == 0 or self.cols.start < 0 or self.cols.step != 1:
-            return f"columns {self.cols}, must be a range of at least one column without a step"
+            return f"columns {self.cols}, expected a range of at least one column without a step"
         if self.owner < 0 or (self.readers and min(self.readers) < 0):
-            return f"owner {self.owner} and readers {self.readers}; ranks start at 0"
+            return f"owner {self.owner} and readers {self.readers}, expected ranks of at least 0"
         if self.readers and list(self.readers) != sorted(set(self.readers) - {self.owner}):
-            return f"readers {self.readers}; name each rank once, ascending, and not the owner {self.owner}"
+            return f"readers {self.readers}, expected ascending ranks without the owner {self.owner}"
         if self.tier not in _TIERS:
-            return f"tier {self.tier!r}, must be one of {', '.join(_TIERS)}"
+            return f"tier {self.tier!r}, expected one of {', '.join(_TIERS)}"
         if not is_int(self.cache_rows) or self.cache_rows < 0:
-            return f"cache_rows {self.cache_rows!r}, must be an integer of at least 0"
+            return f"cache_rows {self.cache_rows!r}, expected an integer of at least 0"
         return None
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that hold these rows: owner and readers, ascending."""
+        """Ranks that hold these rows: owner and readers, ascending."""
         return tuple(sorted((self.owner, *self.readers)))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every cell of every table is.
+    """Owner, readers and memory of every part of every table.
 
     Parameters
     ----------
@@ -134,15 +133,15 @@ class Plan:
     tiles
         Tiles that partition each table exactly.
     wire
-        By table, what crosses the wire: ``"rows"``, each distinct row of a rank's batch once (the default), or
-        ``"pooled"``, one vector for each bag and rank that owns rows of it. Where bags of several ids are cut,
-        ``"pooled"`` adds partial sums, so results differ by float rounding: the one thing in a plan that can.
+        Data that ranks exchange, by table. ``"rows"`` (default) sends each distinct row of a rank's batch once.
+        ``"pooled"`` sends one vector per bag and owner. If owners share a bag of several ids, ``"pooled"`` adds partial
+        sums, so results may differ by float rounding. No other part of a plan changes results.
 
     Raises
     ------
     PlanError
-        If tiles of a table overlap or leave a gap, or name a rank that is not there; if a table of which ranks hold
-        copies is ``"pooled"``.
+        If tiles of a table overlap or leave a gap, if a rank is not below ``world_size``, or if a ``"pooled"`` table
+        has readers.
     """
 
     world_size: int
@@ -152,15 +151,15 @@ class Plan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiles", tuple(self.tiles))
         if not isinstance(self.wire, Mapping):
-            raise PlanError(f"wire of a plan is {self.wire!r}, must be an object of tables and wire formats")
+            raise PlanError(f"wire of a plan: got {self.wire!r}, expected an object of tables and wire formats")
         object.__setattr__(self, "wire", dict(self.wire))
         check("world_size", self.world_size, Count, PlanError)
         for tile in self.tiles:
             last = max(tile.owner, tile.readers[-1]) if tile.readers else tile.owner
             if last >= self.world_size:
                 raise PlanError(
-                    f"a tile of table '{tile.table}' is placed on rank {last}, but world_size is "
-                    f"{self.world_size}: ranks are 0 … {self.world_size - 1}"
+                    f"a tile of table '{tile.table}': got rank {last}, expected at most {self.world_size - 1}, because "
+                    f"world_size is {self.world_size}"
                 )
         for table, tiles in self.by_table.items():
             _check_cover(table, tiles)
@@ -177,89 +176,89 @@ class Plan:
 
     @property
     def is_in_device_memory(self) -> bool:
-        """Whether all rows are in the compute device's memory."""
+        """Whether all rows are in device memory."""
         return all(tile.tier == "device" for tile in self.tiles)
 
     def tables_of(self, rank: int) -> set[str]:
-        """Tables of which a rank owns tiles."""
+        """Return the tables with tiles on a rank."""
         return {tile.table for tile in self.tiles if tile.owner == rank}
 
     def check(self, tables: Sequence[Table]) -> None:
-        """Raise `PlanError` unless the plan is one for these tables.
+        """Raise `PlanError` unless the plan fits these tables.
 
-        Column cuts are multiples of 16, so that sums over columns keep their order (of 128 for int8 rows, whose scales
-        are per 128 columns).
+        Columns are cut at multiples of 16, so that sums over columns keep their order. For int8 rows these are
+        multiples of 128, because each scale covers 128 columns.
         """
         known = {t.name: t for t in tables}
         for name in self.by_table:
             check_known("table in the plan", name, known, PlanError, "Make a plan for this model.")
         for table in tables:
             if table.name not in self.by_table:
-                raise PlanError(f"the plan has no tile of table '{table.name}'; make a plan for this model")
+                raise PlanError(f"the plan has no tile of table '{table.name}'. Make a plan for this model")
             rows, cols = extent(self.by_table[table.name])
             if (rows, cols) != (table.rows, table.dim):
                 raise PlanError(
-                    f"the plan tiles {rows:,} × {cols:,} of table '{table.name}', which has {table.rows:,} × "
-                    f"{table.dim:,}; make a plan for this model"
+                    f"table '{table.name}': got a plan for {rows:,} × {cols:,}, expected {table.rows:,} × "
+                    f"{table.dim:,}. Make a plan for this model"
                 )
             unit = column_unit(table)
             for tile in self.by_table[table.name]:
                 if tile.cols.start % unit or (tile.cols.stop % unit and tile.cols.stop != table.dim):
                     raise PlanError(
-                        f"the plan cuts table '{table.name}' ({table.dtype}) at columns {tile.cols.start} … "
-                        f"{tile.cols.stop}; cuts must be multiples of {unit}, or the model would change"
+                        f"table '{table.name}' ({table.dtype}): got a cut at columns {tile.cols.start} … "
+                        f"{tile.cols.stop}, expected multiples of {unit}, because other cuts would change the model"
                     )
 
     # -- values in, values out -------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON has it."""
+        """Return the plan as a JSON object."""
         tiles = [_tile_to_dict(t) for t in self.tiles]
         return {"world_size": self.world_size, "tiles": tiles, "wire": dict(self.wire)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
-        """A plan from what `to_dict` gives; keys that are left out have their defaults."""
+        """Build a plan from the result of `to_dict`. Missing keys have their defaults."""
         for key in values:
             check_known("key of a plan", key, ("world_size", "tiles", "wire"), PlanError)
         if not {"world_size", "tiles"} <= values.keys():
-            raise PlanError(f"a plan needs tiles and world_size, got {', '.join(values) or 'nothing'}")
+            raise PlanError(f"keys of a plan: got {', '.join(values) or 'none'}, expected tiles and world_size")
         tiles = values["tiles"]
         if not isinstance(tiles, list) or not all(isinstance(t, dict) for t in tiles):
-            raise PlanError(f"the tiles of a plan must be a list of objects, got {str(tiles)[:80]}")
+            raise PlanError(f"tiles of a plan: got {str(tiles)[:80]}, expected a list of objects")
         return cls(values["world_size"], tuple(_tile_from_dict(t) for t in tiles), values.get("wire", {}))
 
     def to_json(self) -> str:
-        """JSON, one tile per line."""
+        """Return JSON with one tile per line."""
         tiles = ",\n".join(f"    {json.dumps(_tile_to_dict(t))}" for t in self.tiles)
         wire = f',\n  "wire": {json.dumps(dict(self.wire))}' if self.wire else ""
         return f'{{\n  "world_size": {self.world_size},\n  "tiles": [\n{tiles}\n  ]{wire}\n}}\n'
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
-        """A plan from what `to_json` gives.
+        """Build a plan from the result of `to_json`.
 
         Raises
         ------
         PlanError
-            If it is not JSON, or not a plan.
+            If the text is not JSON, or not a plan.
         """
         try:
             values = parse_json(text)
         except TextError as error:
-            raise PlanError(f"a plan must be JSON: the text {error}") from None
+            raise PlanError(f"a plan is not valid JSON: the text {error}") from None
         if not isinstance(values, dict):
-            raise PlanError(f"a plan must be a JSON object, got {type(values).__name__}")
+            raise PlanError(f"a plan: got a JSON {type(values).__name__}, expected an object")
         return cls.from_dict(values)
 
 
 def extent(tiles: Sequence[Tile]) -> tuple[int, int]:
-    """Rows and columns of the table that these tiles are all of."""
+    """Return the numbers of rows and columns that the tiles of a table cover."""
     return max(t.rows[-1] for t in tiles) + 1, max(t.cols.stop for t in tiles)
 
 
 def column_unit(table: Table) -> int:
-    """What columns may be cut at multiples of: blocks of a sum, or of an int8 row's scale."""
+    """Return the unit of column cuts: the block of a sum, or of an int8 row's scale."""
     return SCALE_BLOCK if table.dtype == "int8" else BLOCK
 
 
@@ -277,13 +276,13 @@ def _tile_from_dict(values: Mapping[str, Any]) -> Tile:
         check_known("key of a tile", key, Tile.__dataclass_fields__, PlanError)
     table, owner, readers = values.get("table"), values.get("owner"), values.get("readers", [])
     if not isinstance(table, str) or not is_int(owner) or not isinstance(readers, list):
-        raise PlanError(f"a tile needs a table, an owner and readers that are a list of ranks, got {dict(values)}")
+        raise PlanError(f"a tile: got {dict(values)}, expected a table, an owner, and a list of readers")
     for key, lengths in (("rows", (2, 3)), ("cols", (2,))):
         bounds = values.get(key)
         found = cast("list[int]", bounds if isinstance(bounds, list) and all(map(is_int, bounds)) else [])
         if len(found) not in lengths or max(map(abs, found)) > _MOST_ROWS or not all(found[2:]):
-            form = "[start, stop, step] below 2^63, and a step not 0" if key == "rows" else "[start, stop] below 2^63"
-            raise PlanError(f"a tile of table '{table}' has {key} {bounds!r}, must be integers {form}")
+            form = "[start, stop, step ≠ 0]" if key == "rows" else "[start, stop]"
+            raise PlanError(f"a tile of table '{table}': got {key} {bounds!r}, expected integers {form} below 2^63")
     return Tile(
         table=table,
         rows=range(*values["rows"]),
@@ -299,7 +298,9 @@ def _check_wire(table: str, form: str, by_table: Mapping[str, Sequence[Tile]]) -
     check_known("table in wire", table, by_table, PlanError)
     check(f"wire of table '{table}'", form, WireFormat, PlanError)
     if form == "pooled" and any(tile.readers for tile in by_table[table]):
-        raise PlanError(f"wire of table '{table}' is 'pooled', but ranks hold copies of its rows; use 'rows'")
+        raise PlanError(
+            f"wire of table '{table}': got 'pooled', expected 'rows', because ranks hold copies of its rows"
+        )
 
 
 def _check_cover(table: str, tiles: Sequence[Tile]) -> None:
@@ -312,23 +313,23 @@ def _check_cover(table: str, tiles: Sequence[Tile]) -> None:
         shared = _shared_row(here)
         if shared is not None:
             row, a, b = shared
-            raise PlanError(f"row {row:,}, {where}, is in two tiles, of ranks {a.owner} and {b.owner}")
+            raise PlanError(f"row {row:,}, {where}: got two tiles, of ranks {a.owner} and {b.owner}, expected one")
         missing = rows - sum(len(t.rows) for t in here)
         if missing:
-            raise PlanError(f"{missing:,} of {rows:,} rows of {where} are in no tile; tiles must cover a table")
+            raise PlanError(f"{where}: got {missing:,} of {rows:,} rows without a tile, expected one for each")
 
 
 def _shared_row(tiles: Sequence[Tile]) -> tuple[int, Tile, Tile] | None:
-    """A row that two of the tiles have, and these two."""
+    """Return a row that is in two tiles, and these tiles, or None."""
     by_step: dict[int, list[Tile]] = defaultdict(list)
     for tile in tiles:
         by_step[tile.rows.step].append(tile)
-    for alike in by_step.values():  # rows of different residues never meet, so neighbours among those of one decide
-        ordered = sorted(alike, key=lambda t: (t.rows.start % t.rows.step, t.rows.start))
+    for tiles_of_step in by_step.values():  # rows of different residues never meet, so neighbours of one residue decide
+        ordered = sorted(tiles_of_step, key=lambda t: (t.rows.start % t.rows.step, t.rows.start))
         for a, b in pairwise(ordered):
             if a.rows.start % a.rows.step == b.rows.start % b.rows.step and b.rows.start <= a.rows[-1]:
                 return b.rows.start, a, b
-    for some, others in combinations(by_step.values(), 2):  # hot rows and those behind them, say
+    for some, others in combinations(by_step.values(), 2):  # e.g. hot rows and the rows behind them
         for a, b in product(some, others):
             row = first_common(a.rows, b.rows)
             if row is not None:

@@ -1,4 +1,4 @@
-"""Say what a training step asks for: samples, lookups of tables, and the part of a model without tables."""
+"""Describe the work of a training step: samples, lookups of tables, and the dense part of the model."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from hotbed.specs import Table
 
 @dataclass(frozen=True, kw_only=True)
 class TableUse:
-    """A table, and what a step asks of it."""
+    """A table, and its lookups in a step."""
 
     table: Table
     ids: float = 1.0
-    """Mean ids per sample."""
+    """Mean number of ids per sample."""
     bags: float = 1.0
-    """Features that look it up; for the wire format ``"pooled"``."""
+    """Number of features that use the table, for the wire format ``"pooled"``."""
     moments: tuple[Moment, ...] = ()
-    """What the optimizer keeps beside its rows."""
+    """Moments of the optimizer."""
     popularity: Popularity | None = None
-    """Of its rows; Zipf's law with exponent 1.05 where it is not known."""
+    """Popularity of its rows (default: Zipf's law with exponent 1.05)."""
 
     def __post_init__(self) -> None:
         check(f"ids of table '{self.table.name}' per sample", self.ids, NotNegative, PlanError)
 
     @property
     def row_sums(self) -> int:
-        """How often its rule sums over the columns of a row: once for each moment that a row has one of."""
+        """Number of sums over the columns of a row in an update: one per moment that is a scalar per row."""
         return sum(moment.per == "row" for moment in self.moments)
 
     @cached_property
     def per_sample(self) -> Popularity:
-        """Popularity of its rows, with as many accesses per sample in all as there are `ids`."""
+        """Popularity of its rows, scaled to a sum of `ids` accesses per sample."""
         if self.popularity is None:
             return Zipf(self.table.rows, ids=self.ids)
         total = self.popularity.accesses(self.table.rows)
@@ -53,71 +53,71 @@ class TableUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A kernel of the part of a model without tables: it computes and moves at once, so it takes the longer of both."""
+    """A kernel of the dense part. Its time is the longer of computing and moving bytes, which overlap."""
 
     part: str
-    """What it belongs to, as steps are shown: products, activations, …"""
+    """Group in reports of a step, e.g. products or activations."""
     op: str
-    """The operation of PyTorch, or the kernel's own name."""
+    """Name of the PyTorch operation or kernel."""
     flops: float = 0.0
-    """Floating-point operations per sample, of matrix products."""
+    """Floating-point operations of matrix products, per sample."""
     sample_bytes: float = 0.0
-    """What it reads and writes, per sample."""
+    """Bytes read and written, per sample."""
     step_bytes: float = 0.0
-    """The same, whatever the batch: weights."""
+    """Bytes read and written per step, independent of the batch, e.g. weights."""
 
     def nbytes(self, samples: float) -> float:
-        """Bytes that it reads and writes for so many samples."""
+        """Return the bytes read and written for a number of samples."""
         return self.sample_bytes * samples + self.step_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseWork:
-    """The part of a model without tables; figures are of one sample where they say so."""
+    """The part of a model without tables."""
 
     parameters: int = 0
     flops: float = 0.0
-    """Floating-point operations of a forward pass, per sample; a backward pass has twice as many."""
+    """Floating-point operations of a forward pass, per sample. A backward pass has twice this number."""
     dtype: str = "fp32"
-    """What its products are computed in: fp32, tf32, bf16, fp16."""
+    """Dtype of its products: fp32, tf32, bf16 or fp16."""
     layers: int = 0
-    """Layers with products; what a layer costs beside its operations, where that was measured."""
+    """Number of layers with products, each with a measured overhead."""
     activation_bytes: float = 0.0
-    """What a step keeps in the device's memory for backward, per sample."""
+    """Device memory that a step keeps for backward, per sample."""
     moved_bytes: float = 0.0
-    """What layers read and write of activations, per sample, in the forward and the backward pass."""
+    """Bytes of activations read and written in forward and backward, per sample."""
     launches: int = 0
-    """Kernels of a step that take less than their launch, one after the other; they add to products and bytes."""
+    """Number of kernels that are shorter than their launch. Their launches add to products and bytes."""
     kernels: tuple[Kernel, ...] = ()
-    """Where they are known one by one, in the place of ``flops`` and ``moved_bytes``."""
+    """Known kernels, used instead of ``flops`` and ``moved_bytes``."""
     input_bytes: float = 0.0
-    """What is copied to the device, per sample."""
+    """Bytes copied to the device, per sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(Section, error=PlanError):
-    """What a training step does, wherever rows are."""
+    """The work of a training step, independent of the plan."""
 
     uses: tuple[TableUse, ...]
     batch_size: Count = 1
-    """Samples of a step, over all ranks of all replicas."""
+    """Samples per step over all ranks of all replicas."""
     replicas: Count = 1
     sync_every: Count = 1
-    """Steps between averages of replicas."""
+    """Number of steps between two averages of replicas."""
     layout: Layout = "groups"
-    """What neighbouring ranks, as on a node, are: of one of the ``groups``, or ``replicas`` of the same tiles."""
+    """Relation of neighbouring ranks: one of the ``groups``, or ``replicas`` of the same tiles."""
     ranks_per_node: Count | None = None
-    """Ranks of the first of two hops in which rows, ids and gradients are exchanged; None: one hop."""
+    """Ranks of the first hop of two-hop exchanges. None means one hop."""
     forward_codec: Codec = "fp32"
     backward_codec: Codec = "fp32"
     wire: Mapping[str, WireFormat] = field(default_factory=dict[str, WireFormat])
     dense: DenseWork = DenseWork()
     arena_launches: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
-    """Launches of a step for each arena whose rows are in this memory; `hotbed.plan.cost.LAUNCHES` where not given."""
+    """Kernel launches per step and arena by memory (default: `hotbed.plan.cost.LAUNCHES`)."""
 
     @cached_property
     def by_table(self) -> dict[str, TableUse]:
-        """Uses by the table's name."""
+        """Uses by table name."""
         return {use.table.name: use for use in self.uses}
 
     @classmethod
@@ -130,7 +130,7 @@ class Workload(Section, error=PlanError):
         popularity: Mapping[str, Popularity] | None = None,
         **options: object,
     ) -> Workload:
-        """Make it of tables; what is known of each is given by name."""
+        """Build a workload from tables, and known properties by table name."""
         known = {t.name: t for t in tables}
         by_table = moments if isinstance(moments, Mapping) else dict.fromkeys(known, moments)
         for what, named in (("ids", ids), ("moments", by_table), ("popularity", popularity)):

@@ -73,7 +73,7 @@ def print_plan(to: Console, found: Found, others: dict[str, float], device_bytes
     for line in _step_lines(found):
         to.print(line, soft_wrap=True)
     most = int(costs.memory["device"].max())
-    beside = ", ".join(f"{what} {size(nbytes)}" for what, nbytes in found.limits.beside.items() if nbytes)
+    beside = ", ".join(f"{what} {size(nbytes)}" for what, nbytes in found.limits.reserved.items() if nbytes)
     room = f"{size(found.limits.device)} per rank"
     if found.limits.device == device_bytes:
         room += " (the recipe's memory.device_bytes)"
