@@ -83,5 +83,5 @@ def test_small_tables_come_first_and_whole() -> None:
 
 
 def test_a_budget_below_one_row_is_refused() -> None:
-    with pytest.raises(PlanError, match="a budget of 10 bytes"):
+    with pytest.raises(PlanError, match="a budget of 15 bytes"):
         hot_rows([Table("a", 5, 4)], 15)

@@ -113,7 +113,7 @@ def test_with_cuts_of_their_own_and_slower_memory_plans_are_no_better_than_the_b
             work, ranks, flash, fixed=fixed, capacity_bytes=capacity, tiers=("device", "host", "disk")[: 2 + disk]
         )
     except PlanError as error:
-        assert any(said in str(error) for said in ("more than", "too few; cheapest ", "column parts of table 't0': got 1 int8 columns"))
+        assert any(said in str(error) for said in (" more than ", "column parts of table", " more. Use a smaller"))
         return
     found.plan.check([use.table for use in work.uses])
     assert found.load >= found.bound.load * (1 - 1e-9)
