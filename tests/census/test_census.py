@@ -300,7 +300,7 @@ def predicted_kernels(case: Case) -> list[Kernel]:
     with torch.device("meta"):
         model = hb.nn.DLRM(tables, features, bottom=(32, 16), top=(32, 32, 1))
     narrow = case.precision == "bf16"
-    return list(dense_kernels(model, narrow=narrow, dense_inputs=13, labels=1, at_once=case.ranks == 1))
+    return list(dense_kernels(model, narrow=narrow, dense_inputs=13, labels=1, casts_once=case.ranks == 1))
 
 
 def summary(kernels: Iterable[tuple[str, float, float]]) -> Counter[tuple[str, float, float]]:

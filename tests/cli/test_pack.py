@@ -15,7 +15,7 @@ from hotbed.errors import DataError
 from hotbed.plan.cost import tile_bytes
 from hotbed.train.parameter_groups import moments_by_table
 from hotbed.train.runs.build import new_model, open_source
-from hotbed.train.runs.plan_search import planned, read_hot_rows
+from hotbed.train.runs.plan_search import plan_recipe, read_hot_rows
 from tests.cli.cases import Output, inspected, refused
 
 ROW = 4 * (8 + 1)  # bytes of a row and its moment
@@ -59,7 +59,7 @@ def test_rows_of_a_wide_part_take_of_the_budget_too(recipe: Path, tmp_path: Path
     values |= {"hot": {"rows": str(tmp_path / "out" / "hot_rows.json")}, "memory": {"tier": "disk"}}
     wide_deep = Recipe.from_dict(values)
     model = new_model(wide_deep, open_source(wide_deep.data))
-    plan, moments = planned(model, wide_deep, 1), moments_by_table(model, wide_deep)
+    plan, moments = plan_recipe(model, wide_deep, 1), moments_by_table(model, wide_deep)
     tables = {t.name: t for t in plan_tables(model)}
     held = [t for t in plan.tiles if t.tier == "device"]
     assert sum(tile_bytes(tables[t.table], t, moments[t.table]) for t in held) == found["hot_bytes"]

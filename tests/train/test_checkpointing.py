@@ -89,7 +89,7 @@ def test_signals_ask(tmp_path: Path) -> None:
         trainer.fit(planted.batches(20))
     assert signal.getsignal(signal.SIGTERM) == before
     assert names(tmp_path) == ["last-00000003", "last-00000006"]
-    assert trainer.told_to_stop
+    assert trainer.stop_requested
     assert trainer.step == 6
 
 
@@ -253,7 +253,7 @@ class AskAtTheEnd(Callback):
 def test_what_is_asked_in_the_last_evaluation_is_heard(tmp_path: Path) -> None:
     trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE), AskAtTheEnd()])
     trainer.fit(planted.batches(2), planted.batches(1, seed=3))
-    assert trainer.told_to_stop
+    assert trainer.stop_requested
     assert names(tmp_path) == ["last-00000002"]
 
 

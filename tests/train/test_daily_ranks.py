@@ -89,7 +89,7 @@ def patient(group: dist.ProcessGroup) -> tuple[str, int, str]:
         return broadcast(tensor, source)  # type: ignore[arg-type]
 
     def slow() -> str:
-        time.sleep(4 * process_group.SAY_S)
+        time.sleep(4 * process_group.HEARTBEAT_S)
         return "done"
 
     def failing() -> str:

@@ -15,7 +15,7 @@ from hotbed.batch import Batch, Embeddings
 from hotbed.config import TrainRecipe
 from hotbed.jagged import Jagged
 from hotbed.train import Trainer
-from hotbed.train.runs.report import of_tables
+from hotbed.train.runs.report import summarize_tables
 from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.planted import Losses
@@ -122,16 +122,16 @@ def test_norms_are_those_of_autograd() -> None:
     dense, sparse = torch.optim.SGD(model.parameters(), lr=0.1), hb.optim.SGD(model, lr=0.1)
     trainer = Trainer(model, dense, sparse, recipe=TrainRecipe(batch_size=24, device="cpu", precision="fp32", steps=1))
     trainer.fit([batch])
-    assert {t["table"]: t["grad_norm"] for t in of_tables(trainer)} == pytest.approx(expected, rel=1e-5)
+    assert {t["table"]: t["grad_norm"] for t in summarize_tables(trainer)} == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_run_that_logged_nothing_and_a_table_that_is_not_trained_have_no_norm() -> None:
     trainer = planted.trainer(TRAIN)
-    assert {table["grad_norm"] for table in of_tables(trainer)} == {None}
+    assert {table["grad_norm"] for table in summarize_tables(trainer)} == {None}
     frozen = trainer.model.embeddings.handles["user"]  # type: ignore[union-attr]
     frozen.requires_grad_(False)  # type: ignore[union-attr,operator]
     trainer.fit(planted.batches(5))
-    norms = {table["table"]: table["grad_norm"] for table in of_tables(trainer)}
+    norms = {table["table"]: table["grad_norm"] for table in summarize_tables(trainer)}
     assert norms.pop("user") is None
     assert norms
     assert all(norm > 0 for norm in norms.values())
@@ -141,7 +141,7 @@ def norms(group: Group) -> tuple[dict[str, float], list[dict[str, float]]]:
     losses = Losses()
     trainer = make_trainer(group, "row", callbacks=[losses], sgd=True)
     trainer.fit(shares(planted.batches(10, last=2), group))
-    return {table["table"]: table["grad_norm"] for table in of_tables(trainer)}, measured(losses.records)
+    return {table["table"]: table["grad_norm"] for table in summarize_tables(trainer)}, measured(losses.records)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -179,4 +179,4 @@ def test_where_lookups_are_not_seen_they_are_part_of_the_forward_pass(is_compile
     trainer.fit(planted.batches(5))
     (parts,) = measured(losses.records)
     assert sorted(parts) == sorted(set(PARTS) - {"step_lookup_s"})
-    assert {table["grad_norm"] for table in of_tables(trainer)} == {None}
+    assert {table["grad_norm"] for table in summarize_tables(trainer)} == {None}

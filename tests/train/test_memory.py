@@ -15,7 +15,7 @@ from hotbed.cli.main import main
 from hotbed.config import Component, MemoryRecipe, Recipe
 from hotbed.errors import DataError, RecipeError
 from hotbed.train.runs.build import new_model, open_source
-from hotbed.train.runs.plan_search import planned, read_skew
+from hotbed.train.runs.plan_search import plan_recipe, read_skew
 from hotbed.train.runs.report import RunDirectory
 from hotbed.train.runs.run import train
 
@@ -107,7 +107,9 @@ def test_budgets_are_shared_out_by_what_was_counted(tmp_path: Path) -> None:
     curves = read_skew(Path(out) / "skew.json", rows)
     assert all(curves[t].accesses(n) == pytest.approx(1) for t, n in rows.items())  # one id per sample
     model = new_model(file, open_source(file.data))
-    plans = [planned(model, recipe_of(tmp_path, {**memory, **more}), 1) for more in ({}, {"skew": f"{out}/skew.json"})]
+    plans = [
+        plan_recipe(model, recipe_of(tmp_path, {**memory, **more}), 1) for more in ({}, {"skew": f"{out}/skew.json"})
+    ]
     assert plans[0] != plans[1]
     assert {t.tier for t in plans[1].tiles} == {"device", "disk"}
 

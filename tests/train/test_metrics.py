@@ -16,7 +16,7 @@ from hotbed.jagged import Jagged
 from hotbed.optim import SGD
 from hotbed.specs import Feature, Table
 from hotbed.train import Trainer
-from hotbed.train.metrics import Predictions, auc, evaluate, grouped_auc, to_device
+from hotbed.train.metrics import Predictions, auc, evaluate, grouped_auc, move_batch
 from hotbed.train.runs.stored_model import bad_ids
 from tests.train import planted
 
@@ -272,7 +272,7 @@ def out_of_range() -> Batch:
 
 def test_repairs_of_one_collection_do_not_reach_another() -> None:
     model = TwoCollections()
-    batch = to_device(out_of_range(), model, "cpu")
+    batch = move_batch(out_of_range(), model, "cpu")
     assert bad_ids(model) == {}
     expected = model(out_of_range())
     assert bad_ids(model) == {"a": 3}, "of the same ids, 3 are out of one table and 1 is out of the other"
@@ -301,4 +301,4 @@ def test_training_repairs_and_counts_as_calling_the_model_does() -> None:
 def test_good_ids_are_checked_once_on_the_host() -> None:
     batch = planted.batches(1)[0]
     model = planted.trainer(TrainRecipe(batch_size=64, device="cpu", precision="fp32")).model
-    assert to_device(batch, model, "cpu").sparse.verified == {(name, rows) for name, rows in planted.ROWS.items()}
+    assert move_batch(batch, model, "cpu").sparse.verified == {(name, rows) for name, rows in planted.ROWS.items()}

@@ -16,7 +16,7 @@ from hotbed.torch_private import has_onednn_linear
 from hotbed.train import Trainer, numerics
 from hotbed.train.numerics import Numerics, bf16_instructions
 from hotbed.train.ranks.parallel import Ranks
-from hotbed.train.runs.build import fused
+from hotbed.train.runs.build import fuse_optimizer
 from tests.train import planted
 from tests.train.parallel_cases import make_trainer
 
@@ -201,16 +201,16 @@ def test_warnings_come_from_the_package_s_log(
 def test_torch_s_optimizers_are_fused_unless_the_recipe_says_otherwise() -> None:
     trained = [nn.Parameter(torch.ones(2))]
     adam = Component(class_path="torch.optim.Adam", init_args={"lr": 0.1})
-    assert fused(adam, trained).init_args == {"lr": 0.1, "fused": True}
+    assert fuse_optimizer(adam, trained).init_args == {"lr": 0.1, "fused": True}
     for given in ({"fused": False}, {"foreach": True}, {"differentiable": True}):
         component = Component(class_path="torch.optim.Adam", init_args=given)
-        assert fused(component, trained) is component
+        assert fuse_optimizer(component, trained) is component
     for others in ("torch.optim.Rprop", "torch.optim.SGD"):
         component = Component(class_path=others, init_args={"lr": 0.1})
-        assert fused(component, trained) is component
+        assert fuse_optimizer(component, trained) is component
     untrained = torch.ones(2, device="meta"), torch.ones(2, 3).T, torch.ones(2, dtype=torch.int64)
     for cannot in (*([*trained, other] for other in untrained), []):
-        assert fused(adam, cannot) is adam
+        assert fuse_optimizer(adam, cannot) is adam
 
 
 # -- float16 and TF32 ---------------------------------------------------------------------------------------------

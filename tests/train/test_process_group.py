@@ -19,7 +19,7 @@ from hotbed.config import ParallelRecipe
 from hotbed.errors import CommError, StoreError
 from hotbed.optim import Moment
 from hotbed.store import memory
-from hotbed.train.ranks.process_group import Started, fresh_store, process_group, run_local, started
+from hotbed.train.ranks.process_group import World, fresh_store, process_group, read_world, run_local
 from hotbed.train.runs.plan_search import _refuse_too_many
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -34,10 +34,10 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_process_is_alone_or_what_torchrun_says(environment: pytest.MonkeyPatch) -> None:
-    assert started() == Started(rank=0, size=1, local_rank=0, local_size=1)
+    assert read_world() == World(rank=0, size=1, local_rank=0, local_size=1)
     for name, value in zip(VARIABLES, (5, 8, 1, 4), strict=False):
         environment.setenv(name, str(value))
-    assert started() == Started(rank=5, size=8, local_rank=1, local_size=4)
+    assert read_world() == World(rank=5, size=8, local_rank=1, local_size=4)
 
 
 @pytest.mark.parametrize(

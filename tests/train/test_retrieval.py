@@ -20,7 +20,7 @@ from hotbed.data.items import ItemDraws
 from hotbed.errors import BatchError, SpecError
 from hotbed.nn import InBatchSoftmax, ItemFrequencies, TwoTower
 from hotbed.train.ranks.parallel import Ranks as TrainerRanks
-from hotbed.train.retrieval import CANDIDATE, LOG_DRAWN, Options, Retrieval
+from hotbed.train.retrieval import CANDIDATE, LOG_DRAWN, Retrieval, RetrievalOptions
 from hotbed.train.runs.build import build, open_source
 from hotbed.train.runs.loaders import training_loader
 from tests.ranks import Ranks
@@ -63,7 +63,7 @@ def test_what_a_softmax_cannot_be(temperature: float, hardest: int | None) -> No
 # -- candidates --------------------------------------------------------------------------------------------------------
 
 
-def retrieval(options: Options, *, corrected: bool = True, loss: nn.Module | None = None) -> Retrieval:
+def retrieval(options: RetrievalOptions, *, corrected: bool = True, loss: nn.Module | None = None) -> Retrieval:
     correction = ItemFrequencies(1 << 10, first=4.0) if corrected else None
     return Retrieval(options, loss or InBatchSoftmax(), correction, catalogue, TrainerRanks(nn.Linear(1, 1)))
 
@@ -78,8 +78,8 @@ BATCH = hb.Batch(
 
 
 def test_candidates_are_samples_without_a_user() -> None:
-    made = retrieval(Options(("item", "genre"), sampled=2, negatives="refused"))
-    found = made.prepared(BATCH, 3)
+    made = retrieval(RetrievalOptions(("item", "genre"), sampled=2, negatives="refused"))
+    found = made.prepare(BATCH, 3)
     drawn = catalogue().ids[ItemDraws(catalogue(), 0, by_popularity=False)(3, 2)].tolist()
     assert found.extra[CANDIDATE].tolist() == [
         [7, -1, 1],
@@ -100,16 +100,16 @@ def test_candidates_are_samples_without_a_user() -> None:
 
 def test_a_batch_whose_items_are_the_only_candidates_stays_as_it_is() -> None:
     without_labels = replace(BATCH, labels=None)
-    found = retrieval(Options(("item",))).prepared(without_labels, 1)
+    found = retrieval(RetrievalOptions(("item",))).prepare(without_labels, 1)
     assert found.sparse is without_labels.sparse
     assert (found.rows, found.positives) == (3, 3)
 
 
 def test_a_negative_that_is_no_item() -> None:
     bad = replace(BATCH, sparse=hb.Jagged.from_dict({**BATCH.sparse.to_dict(), "refused": [[], [3], []]}))
-    made = retrieval(Options(("item", "genre"), negatives="refused"))
+    made = retrieval(RetrievalOptions(("item", "genre"), negatives="refused"))
     with pytest.raises(BatchError, match=r"'refused' has a negative at sample 1 \(row 3 of its table\) that is none"):
-        made.prepared(bad, 1)
+        made.prepare(bad, 1)
 
 
 class _Kept(nn.Module):
@@ -129,22 +129,22 @@ class _Vectors(nn.Module):
 def test_the_correction_is_of_the_mixture() -> None:
     """Yang et al. 2020: how often an item is in a batch or drawn; batches so far are one, of items 7 and 2."""
     loss = _Kept()
-    made = retrieval(Options(("item", "genre"), sampled=2), loss=loss)
-    total = made(_Vectors(), made.prepared(BATCH, 3))
+    made = retrieval(RetrievalOptions(("item", "genre"), sampled=2), loss=loss)
+    total = made(_Vectors(), made.prepare(BATCH, 3))
     assert total.item() == 2 * 2  # samples with label 1
     assert loss.log_q is not None
     of_batches = 1 / (4.0 + 0.01 * (1 - 0 - 4.0))
     torch.testing.assert_close(loss.log_q.exp(), torch.full((5,), of_batches + 1.0))
-    made(_Vectors(), replace(made.prepared(BATCH, 4), weights=torch.tensor([3.0, 5.0, 1.0, 0.0, 0.0])))
-    plain = retrieval(Options(("item", "genre"), sampled=2), loss=loss, corrected=False)
-    assert plain(_Vectors(), plain.prepared(BATCH, 3)).item() == 4
+    made(_Vectors(), replace(made.prepare(BATCH, 4), weights=torch.tensor([3.0, 5.0, 1.0, 0.0, 0.0])))
+    plain = retrieval(RetrievalOptions(("item", "genre"), sampled=2), loss=loss, corrected=False)
+    assert plain(_Vectors(), plain.prepare(BATCH, 3)).item() == 4
     assert loss.log_q is None
 
 
 def test_weights_of_samples_count() -> None:
-    made = retrieval(Options(("item", "genre"), sampled=1), loss=_Kept())
+    made = retrieval(RetrievalOptions(("item", "genre"), sampled=1), loss=_Kept())
     weighted = replace(BATCH, weights=torch.tensor([3.0, 5.0, 0.5]))
-    assert made(_Vectors(), made.prepared(weighted, 1)).item() == 2 * 3.5
+    assert made(_Vectors(), made.prepare(weighted, 1)).item() == 2 * 3.5
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_items_of_a_file_of_their_own_are_drawn(tmp_path: Path) -> None:
     pq.write_table(pa.table({"item": [41, 42], "genre": [[1], [2, 3]]}), tmp_path / "items.parquet")
     recipe = Recipe.from_dict(recipe_for(tmp_path, sampled=5, items=str(tmp_path / "items.parquet")))
     made: Any = build(recipe, source := open_source(recipe.data)).other_parts["retrieval"]
-    found = made.prepared(source.read("train", 0), 1)
+    found = made.prepare(source.read("train", 0), 1)
     assert set(found.extra[CANDIDATE][20:, 0].tolist()) <= {41, 42}
 
 

@@ -24,7 +24,7 @@ from hotbed.config import Component, Recipe
 from hotbed.config.validation import monitored
 from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError
 from hotbed.train import retrieval
-from hotbed.train.retrieval import FoundMetrics, evaluate_found, places_of, source_of_items
+from hotbed.train.retrieval import RetrievalMetrics, evaluate_retrieval, hit_positions, source_of_items
 from hotbed.train.runs.build import build, open_source
 from hotbed.train.runs.callbacks import BestSoFar
 from hotbed.train.runs.loaders import evaluation_loader
@@ -48,7 +48,7 @@ def test_places_are_those_of_a_sort(users: int, items: int, most: int, seed: int
     before = retrieval._USERS, retrieval._ITEMS
     retrieval._USERS, retrieval._ITEMS = 3, 7
     try:
-        found = places_of(u, v, own, most)
+        found = hit_positions(u, v, own, most)
     finally:
         retrieval._USERS, retrieval._ITEMS = before
     order = np.argsort(-(u.double().numpy() @ v.double().numpy().T), axis=1)
@@ -180,8 +180,9 @@ def test_recall_tells_the_best_evaluation(tmp_path: Path) -> None:
     best = BestSoFar("recall")
     nothing: Any = {"auc": math.nan, "logloss": math.nan, "normalized_entropy": math.nan, "calibration": math.nan}
 
-    def found(small: float, large: float) -> FoundMetrics:
-        return FoundMetrics(samples=9, items=9, **nothing, others={"recall@1": small, "recall@5": large, "ndcg@5": 0.9})
+    def found(small: float, large: float) -> RetrievalMetrics:
+        others = {"recall@1": small, "recall@5": large, "ndcg@5": 0.9}
+        return RetrievalMetrics(samples=9, items=9, **nothing, others=others)
 
     assert [best.improved(found(*pair)) for pair in ((0.1, 0.3), (0.9, 0.2), (0.0, 0.4))] == [True, False, True]
     assert found(0.1, 0.3).curves("valid") == {"valid/recall@1": 0.1, "valid/recall@5": 0.3, "valid/ndcg@5": 0.9}
@@ -248,12 +249,12 @@ def test_new_rows_need_no_negatives(tmp_path: Path) -> None:
     assert scores[0] == scores[1]
 
 
-def test_evaluate_found_calls_back_after_each_batch(tmp_path: Path) -> None:
+def test_evaluate_retrieval_calls_back_after_each_batch(tmp_path: Path) -> None:
     recipe = Recipe.from_dict(recipe_of(tmp_path))
     trainer = build(recipe, source := open_source(recipe.data))
     made: Any = trainer.other_parts["retrieval"]
     calls: list[Tensor | None] = []
-    evaluate_found(
+    evaluate_retrieval(
         trainer.model, [source.read("train", 0)] * 2, made.items, made.options, finished=lambda: calls.append(None)
     )
     assert len(calls) == 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hotbed as hb
-from hotbed.train.size_classes import STEPS, SizeClasses, size_class
+from hotbed.train.cuda_graph import STEPS, SizeClasses, size_class
 
 TABLES = [hb.Table("a", rows=40, dim=4), hb.Table("b", rows=9, dim=4)]
 FEATURES = [hb.Feature("x", table="a"), hb.Feature("y", table="b", pooling="mean"), hb.Feature("z", table="a")]
