@@ -37,7 +37,7 @@ from tests.cli.cases import Output, refused, train
         (["--dense_optimizer.class_path", "torch.optim."], "got 'torch.optim.', expected an import path"),
         (["--dense_optimizer.class_path", "torch.Size"], "is torch.Size, which is not a torch.optim.Optimizer"),
         (["--sparse_optimizer.class_path", "torch.Size"], "is torch.Size, which is not a torch.optim.Optimizer"),
-        (["--data.source.class_path", "torch.Size"], "is torch.Size, which is not a hotbed.data.Source"),
+        (["--data.source.class_path", "torch.Size"], "is torch.Size, expected a hotbed.data.Source"),
         (["--model.class_path", "torch.Size"], "model is torch.Size, which is not a torch.nn.Module"),
         (["--train.seed", "18446744073709551616"], "train.seed: got 18,446,744,073,709,551,616, expected below 2**64"),
         (["--name", ".."], "name is '..', must be a plain directory name of at most 200 bytes; it becomes runs/NAME"),
@@ -59,7 +59,7 @@ from tests.cli.cases import Output, refused, train
         ),
         (
             ["--sparse_optimizer_groups", "{x: {tables: [C1, wide], optimizer: {class_path: hotbed.optim.SGD}}}"],
-            "sparse_optimizer_groups.x: 'wide' matches no table; tables are embeddings.C1, embeddings.C2",
+            "sparse_optimizer_groups.x: 'wide' matches no table. The tables are embeddings.C1, embeddings.C2",
         ),
         (["--data.source.class_path", "hotbed.specs.Feature"], "data.source"),
         (["--data.path", "nowhere"], "nowhere"),

@@ -127,16 +127,16 @@ def test_mistakes_get_one_clear_message(recipe: Path, tmp_path: Path, capsys: Ou
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", r"hot_rows.json is not JSON: .*; pack again"),
-        ("{}", r"is not what hotbed pack writes \(KeyError: 'tables'\); pack again"),
-        ('{"tables": [{"table": "a", "rows": 5, "hot_rows": 6}]}', r"table 'a' has 6 hot rows of 5\); pack again"),
-        ('{"tables": [{"table": "a", "rows": 7, "hot_rows": 6}]}', "table 'a' has 7 rows, the model's has 5; pack"),
-        ('{"tables": []}', "has no table 'a', which the model has; pack this model's data"),
+        ("{", r"hot_rows.json is not JSON: .*Pack again"),
+        ("{}", r"is no output of hotbed pack \(KeyError: 'tables'\)"),
+        ('{"tables": [{"table": "a", "rows": 5, "hot_rows": 6}]}', r"table 'a' has 6 hot rows of 5\)"),
+        ('{"tables": [{"table": "a", "rows": 7, "hot_rows": 6}]}', "table 'a': got 7 rows, expected 5"),
+        ('{"tables": []}', "has no table 'a' of the model"),
     ],
 )
 def test_a_file_of_hot_rows_is_checked(content: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "hot_rows.json"
-    with pytest.raises(DataError, match=r"hot_rows\.json does not exist; make it with hotbed pack"):
+    with pytest.raises(DataError, match=r"hot_rows\.json does not exist"):
         read_hot_rows(file, {"a": 5})
     file.write_text(content)
     with pytest.raises(DataError, match=message):

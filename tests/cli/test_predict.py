@@ -104,7 +104,7 @@ def test_a_csv_keeps_categories_and_bytes_that_are_text(run: Path, new: Path, ca
         pq.write_table(table.append_column("bad", column), new, row_group_size=70)
         argv = ["predict", str(run), str(new), "--keep", "bad", "--out"]
         message = refused([*argv, str(new.parent / "bad.csv")], capsys)
-        assert "column 'bad', row 99: got the bytes b'\\xff\\xfe', expected text in UTF-8" in message
+        assert "column 'bad', row 99: got the bytes b'\\xff\\xfe', expected UTF-8 text" in message
         assert not list(new.parent.glob("*bad.csv*"))
     assert main([*argv, str(new.parent / "bad.parquet")]) == 0
     assert pq.read_table(new.parent / "bad.parquet")["bad"].to_pylist()[99] == b"\xff\xfe"
@@ -156,13 +156,13 @@ def test_no_rows_are_an_error(run: Path, new: Path, capsys: Output) -> None:
         ({"seconds": pl.String}, [], "column 'seconds' is .*, must be numbers to be a numerical or weight"),
         ({"user": pl.Float64}, [], "column 'user': its values are integers, and the model was trained with text"),
         ({}, ["--keep", "rwo"], "--keep of .*new.parquet: got 'rwo', expected one of row, .*did you mean 'row'"),
-        ({}, ["--keep", "row", "row"], "--keep names 'row' 2 times; once will do"),
+        ({}, ["--keep", "row", "row"], "--keep names 'row' 2 times"),
         ({"rename": {"row": "row", "extra": "score"}}, ["--keep", "score"], "which is the name of a column that is w"),
-        ({}, ["--keep", "items", "--out", "{}/x.csv"], "'items', which is .*list.* and no value of a CSV; write .parq"),
+        ({}, ["--keep", "items", "--out", "{}/x.csv"], "'items' of type .*list"),
         ({}, ["--batch_size", "0"], "--batch_size is 0, must be at least 1"),
         ({}, ["--device", "tpu"], "--device is 'tpu', must be auto, cpu or cuda"),
         ({}, ["--split", "tset"], "--split of .*new.parquet: got 'tset', expected one of train"),
-        ({}, ["--out", "{}/x.txt"], "must end in .parquet or .csv"),
+        ({}, ["--out", "{}/x.txt"], "ends in .parquet or .csv"),
         ({}, ["--out", "{}/none/x.csv"], "there is no folder .*none; make it"),
         ({}, ["--out", "{}/new.parquet"], "new.parquet exists already and is not overwritten; choose another --out"),
     ],
@@ -192,7 +192,7 @@ def test_a_failure_leaves_nothing(run: Path, new: Path, capsys: Output) -> None:
     for name in ("train", "test"):
         shutil.copy(new, new.parent / "several" / f"{name}.parquet")
     message = refused(["predict", str(run), str(new.parent / "several"), *out], capsys)
-    assert "has the splits train, test; name one with --split, or give the path of one" in message
+    assert "has the splits train, test" in message
     half = new.read_bytes()
     whole = pq.ParquetFile(new).metadata.row_group(1).column(0).data_page_offset
     new.write_bytes(half[:whole] + bytes(200) + half[whole + 200 :])

@@ -29,5 +29,5 @@ def test_every_rank_finds_its_place(tmp_path: Path) -> None:
 
 def test_what_a_process_wrote_is_shown(tmp_path: Path) -> None:
     code = "import os, time; os.environ['RANK'] == '1' and exit('no such device'); time.sleep(600)"
-    with pytest.raises(CommError, match="process 1 of 2 ended with 1: no such device"):
+    with pytest.raises(CommError, match="process 1 of 2 exited with 1: no such device"):
         run_local([sys.executable, "-c", code], 2, tmp_path)

@@ -122,7 +122,7 @@ def test_a_late_writer_overwrites_no_file_of_the_winner(place: Directory, monkey
         return finish(*args)
 
     monkeypatch.setattr(writer, finish_name, late)
-    with pytest.raises(NotOursError, match="publishes nothing more"):
+    with pytest.raises(NotOursError, match="ends without publishing"):
         made(place, 1).fit(planted.batches(9))
     assert_is_of(winners[0], place)
 
@@ -193,7 +193,7 @@ def test_a_save_that_is_late_is_refused_after_the_directory_was_given_back(
     saver.begin(place / NAME, 3, RECIPE, background=True)
     saver.release()
     released.set()
-    with pytest.raises(NotOursError, match="is this run's no more: it is over, and has given it back"):
+    with pytest.raises(NotOursError, match="this run has released"):
         saver.finish()
     assert checkpoints_in(place) == []
 
@@ -205,24 +205,24 @@ def test_a_lock_that_was_lost_is_noticed(tmp_path: Path, monkeypatch: pytest.Mon
         held.check()
         content = file.read_text()
         write(directory(tmp_path), name="x")  # another file
-        with pytest.raises(NotOursError, match=r"belongs to process 7 on elsewhere .*, which took it over: .*this run"):
+        with pytest.raises(NotOursError, match=r"belongs to process 7 on elsewhere .*This run ends"):
             held.check()
         file.write_text(content)  # the same content in another file
-        with pytest.raises(NotOursError, match="which took it over"):
+        with pytest.raises(NotOursError, match="has passed the lock"):
             held.check()
         file.unlink()
-        with pytest.raises(NotOursError, match=r"owner\.json was lost \(No such file or directory\), and with it"):
+        with pytest.raises(NotOursError, match=r"was lost with .*owner\.json \(No such file or directory\)"):
             held.check()
     with lock(directory(tmp_path)) as held:
         file.write_text('{"name": "x"}')  # the same file, locked by another host
-        with pytest.raises(NotOursError, match="which took it over"):
+        with pytest.raises(NotOursError, match="has passed the lock"):
             held.check()
 
         def lost(*_: Any) -> bytes:
             raise OSError(errno.EIO, "Input/output error")
 
         monkeypatch.setattr(os, "pread", lost)
-        with pytest.raises(NotOursError, match=r"owner\.json was lost \(Input/output error\)"):
+        with pytest.raises(NotOursError, match=r"was lost with .*owner\.json \(Input/output error\)"):
             held.check()
 
 

@@ -118,7 +118,7 @@ def test_a_name_with_a_k_is_no_monitored_metric() -> None:
 
 def test_metrics_of_a_task_are_checked_as_those_of_all() -> None:
     for name, component, message in [
-        ("auc", own("Brier"), "tasks.buy.metrics has 'auc', which every evaluation has already"),
+        ("auc", own("Brier"), "tasks.buy.metrics has 'auc'"),
         ("brier", own("Bryer"), "tasks.buy.metrics.brier: module .* has no class 'Bryer'; did you mean 'Brier'"),
         ("curve", own("Curve"), r"tasks.buy.metrics.curve: Curve failed on scores and labels \[4\]: "),
     ]:
@@ -144,7 +144,7 @@ def test_those_of_torchmetrics_are_what_hotbed_says() -> None:
 @pytest.mark.parametrize(
     ("name", "component", "message"),
     [
-        ("auc", own("Brier"), "metrics has 'auc', which every evaluation has already; give the metric another name"),
+        ("auc", own("Brier"), "metrics has 'auc'"),
         ("brier", own("Bryer"), "metrics.brier: module .* has no class 'Bryer'; did you mean 'Brier'"),
         ("brier", own("Brier", power=2), "metrics.brier: .* takes no 'power'; init_args may be factor"),
         ("loss", Component(class_path="torch.nn.MSELoss"), r"metrics.loss: torch.nn.MSELoss has no update\(scores, l"),
@@ -159,14 +159,12 @@ def test_metrics_that_are_none(name: str, component: Component, message: str) ->
 def test_weights_are_not_left_out_in_silence() -> None:
     found = Predictions(metrics=metrics(brier=own("Unweighted")))
     found.add(torch.zeros(4, 1), torch.ones(4, 1), weights=torch.ones(4))
-    with pytest.raises(
-        RecipeError, match=r"metrics.brier: samples have weights, which Unweighted.update does not take"
-    ):
+    with pytest.raises(RecipeError, match=r"metrics.brier: samples have weights, but Unweighted.update"):
         found.metrics()
     recipe = replace(RECIPE, metrics={"all": own("Brier")}, tasks={"buy": TaskRecipe(metrics={"b": own("Unweighted")})})
     of_task = Predictions(["buy"], metrics_of(recipe))
     of_task.add(torch.zeros(4, 1), torch.ones(4, 1), weights=torch.ones(4))
-    with pytest.raises(RecipeError, match=r"^tasks\.buy\.metrics\.b: samples have weights, which Unweighted"):
+    with pytest.raises(RecipeError, match=r"^tasks\.buy\.metrics\.b: samples have weights, but Unweighted"):
         of_task.metrics()
 
 
@@ -207,7 +205,7 @@ def test_callbacks_are_made_with_what_they_ask_for_where_they_are_wanted(tmp_pat
 @pytest.mark.parametrize(
     ("component", "message"),
     [
-        (own("Brier"), r"callbacks.own is .*Brier, which is not a hotbed.Callback"),
+        (own("Brier"), r"callbacks.own is .*Brier, expected a hotbed.Callback"),
         (own("Count"), r"callbacks.own: module .* has no class 'Count'; did you mean 'Counts'"),
         (own("Counts"), r"callbacks.own: .*Counts needs 'every'; set it in init_args"),
     ],
@@ -281,5 +279,5 @@ def test_mlflow_gets_the_recipe_losses_and_evaluations(client: Client) -> None:
 def test_mlflow_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     recipe = with_callbacks(mlflow=Component(class_path="hotbed.train.tracking.MLflow"))
-    with pytest.raises(RecipeError, match=r"tracking.MLflow needs MLflow, .*; pip install mlflow-skinny, or leave the"):
+    with pytest.raises(RecipeError, match=r"tracking.MLflow needs MLflow, .*pip install mlflow-skinny"):
         own_callbacks(recipe, tmp_path, is_first=True)

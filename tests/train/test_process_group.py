@@ -19,7 +19,7 @@ from hotbed.config import ParallelRecipe
 from hotbed.errors import CommError, StoreError
 from hotbed.optim import Moment
 from hotbed.store import memory
-from hotbed.train.ranks.process_group import World, fresh_store, process_group, read_world, run_local
+from hotbed.train.ranks.process_group import TorchrunWorld, fresh_store, process_group, read_world, run_local
 from hotbed.train.runs.plan_search import _refuse_too_many
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -34,10 +34,10 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_process_is_alone_or_what_torchrun_says(environment: pytest.MonkeyPatch) -> None:
-    assert read_world() == World(rank=0, size=1, local_rank=0, local_size=1)
+    assert read_world() == TorchrunWorld(rank=0, size=1, local_rank=0, local_size=1)
     for name, value in zip(VARIABLES, (5, 8, 1, 4), strict=False):
         environment.setenv(name, str(value))
-    assert read_world() == World(rank=5, size=8, local_rank=1, local_size=4)
+    assert read_world() == TorchrunWorld(rank=5, size=8, local_rank=1, local_size=4)
 
 
 @pytest.mark.parametrize(
@@ -45,21 +45,19 @@ def test_a_process_is_alone_or_what_torchrun_says(environment: pytest.MonkeyPatc
     [
         (
             {"WORLD_SIZE": "two"},
-            "the environment variable WORLD_SIZE is 'two', must be a number; start with torchrun",
+            "the environment variable WORLD_SIZE is 'two', expected a number",
         ),
         (
             {"WORLD_SIZE": "2"},
-            "the environment variable WORLD_SIZE is 2, but RANK is not set; start with torchrun, or unset it to train "
-            "with one process",
+            "the environment variable WORLD_SIZE is 2, but RANK is not set",
         ),
         (
             {"RANK": "3"},
-            "the environment variable RANK is 3, but WORLD_SIZE is 1: ranks are 0 … 0; start with torchrun, or unset "
-            "both to train with one process",
+            "the environment variable RANK is 3, expected less than WORLD_SIZE 1",
         ),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": ""},
-            "the environment variable LOCAL_RANK is '', must be a number; start with torchrun",
+            "the environment variable LOCAL_RANK is '', expected a number",
         ),
     ],
 )
@@ -70,7 +68,7 @@ def test_an_environment_that_cannot_be_is_refused(
         environment.setenv(name, value)
     with pytest.raises(CommError) as caught, process_group(ParallelRecipe()):
         pass
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(message)
 
 
 def test_others_that_cannot_be_met_are_said_to_be_so(environment: pytest.MonkeyPatch) -> None:
@@ -79,7 +77,7 @@ def test_others_that_cannot_be_met_are_said_to_be_so(environment: pytest.MonkeyP
         environment.setenv(name, value)
     try:
         with (
-            pytest.raises(CommError, match=r"^rank 1 of 2 could not meet the others at 127\.0\.0\.1:9 within 1 s \("),
+            pytest.raises(CommError, match=r"^rank 1 of 2 could not reach .* at 127\.0\.0\.1:9 within 1 s \("),
             process_group(ParallelRecipe(timeout_s=1), "cpu"),
         ):
             pass
@@ -115,10 +113,7 @@ def test_more_processes_than_gpus_are_refused(environment: pytest.MonkeyPatch) -
     environment.setattr(torch, "set_num_threads", lambda _: None)
     with pytest.raises(CommError) as caught, process_group(ParallelRecipe()):
         pass
-    assert str(caught.value) == (
-        "rank 1 of 2 is process 1 here, but there are 1 GPUs; start as many processes as there are GPUs, or set "
-        "train.device cpu"
-    )
+    assert str(caught.value).startswith("rank 1 of 2 is process 1 of this host, which has only 1 GPUs.")
 
 
 def test_the_command_line_says_so_too(
@@ -132,17 +127,15 @@ def test_the_command_line_says_so_too(
     )
     environment.setenv("WORLD_SIZE", "many")
     assert main(["train", str(recipe)]) == 2
-    assert capsys.readouterr().err.endswith(
-        "hotbed: error: the environment variable WORLD_SIZE is 'many', must be a number; start with torchrun\n"
-    )
+    assert "hotbed: error: the environment variable WORLD_SIZE is 'many'" in capsys.readouterr().err
 
 
 def test_ranks_that_are_started_again_meet_each_other_and_not_the_dead() -> None:
     shared, short = HashStore(), timedelta(seconds=0.2)
     for size in (3, 2, 4):
-        with pytest.raises(RuntimeError, match="not all of them started in time"):
+        with pytest.raises(RuntimeError, match="not all ranks started in time"):
             fresh_store(shared, 1, size, short)  # the first ranks that come in an attempt may be alone
-        with pytest.raises(RuntimeError, match="not all of them started in time"):
+        with pytest.raises(RuntimeError, match="not all ranks started in time"):
             fresh_store(shared, 0, size, short)
         with ThreadPoolExecutor(size) as threads:
             later = [threads.submit(fresh_store, shared, rank, size, timedelta(seconds=60)) for rank in range(1, size)]

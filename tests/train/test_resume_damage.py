@@ -46,7 +46,7 @@ def test_a_damaged_checkpoint_is_not_taken_but_the_one_before_it(recipe: Path, k
     assert "warning: " in shown
     assert "block 0 of 1" in shown
     assert "last-00000009 is renamed to damaged-last-00000009-" in shown
-    assert "last-00000010 was never finished and is left out" in shown
+    assert "last-00000010 was never finished and is ignored" in shown
     assert "last-00000002" not in shown
     assert f"resumed from {killed}/checkpoints/last-00000006 at step 6" in shown
     assert names(killed) == [f"last-{step:08d}" for step in (3, 6, 9, 12, 15, 18, 19)]
@@ -100,9 +100,9 @@ def test_if_all_checkpoints_are_damaged_nothing_begins(recipe: Path, killed: Pat
         damage(killed / "checkpoints" / name)
     argv = ["train", str(recipe), "--out", str(recipe.parent / "runs"), *AUTO, *OFTEN]
     message = refused(argv, capsys)
-    assert f"no checkpoint in {killed}/checkpoints is whole: " in message
+    assert f"all checkpoints in {killed}/checkpoints are damaged: " in message
     assert "its content has changed; " in message
-    assert message.endswith("remove them to begin")
+    assert message.endswith("Remove them to start")
     assert (runs(recipe), len(names(killed))) == ([killed], 3)
 
 

@@ -108,7 +108,7 @@ def test_a_batch_whose_items_are_the_only_candidates_stays_as_it_is() -> None:
 def test_a_negative_that_is_no_item() -> None:
     bad = replace(BATCH, sparse=hb.Jagged.from_dict({**BATCH.sparse.to_dict(), "refused": [[], [3], []]}))
     made = retrieval(RetrievalOptions(("item", "genre"), negatives="refused"))
-    with pytest.raises(BatchError, match=r"'refused' has a negative at sample 1 \(row 3 of its table\) that is none"):
+    with pytest.raises(BatchError, match=r"'refused' has an unknown negative at sample 1: got row 3"):
         made.prepare(bad, 1)
 
 

@@ -131,7 +131,7 @@ def test_items_of_a_file_of_their_own_are_searched(tmp_path: Path) -> None:
     pq.write_table(more, tmp_path / "items.parquet")
     assert measured(None, recipe_of(tmp_path, items=str(tmp_path / "items.parquet")))["items"] == len(items) + 2
     pq.write_table(more.slice(1), tmp_path / "fewer.parquet")
-    with pytest.raises(DataError, match=r"of the split have an item that is none of the .* of retrieval\.items"):
+    with pytest.raises(DataError, match=r"samples have an item that is not among the .* of retrieval\.items"):
         measured(None, recipe_of(tmp_path, items=str(tmp_path / "fewer.parquet")))
 
 
@@ -139,14 +139,14 @@ def test_items_of_a_file_need_parquet(tmp_path: Path) -> None:
     recipe = Recipe.from_dict(recipe_of(tmp_path))
     source = open_source(recipe.data)
     other = replace(recipe, data=replace(recipe.data, source=Component(class_path="hotbed.data.SplitBinarySource")))
-    with pytest.raises(RecipeError, match=r"retrieval\.items is i\.parquet, which needs data of hotbed\.data\.Parquet"):
+    with pytest.raises(RecipeError, match=r"retrieval\.items is i\.parquet, but data\.source is"):
         source_of_items(other, source, "i.parquet", ["item"])
 
 
 def test_more_are_found_than_there_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hotbed"):
         found = measured(None, recipe_for(tmp_path, k=[2, 500]))
-    assert "retrieval.k has 500, and there are" in caplog.text
+    assert "retrieval.k is 500, but there are" in caplog.text
     assert found["recall@500"] == 1
 
 
@@ -156,7 +156,7 @@ def test_without_a_positive_there_is_nothing_to_measure(tmp_path: Path) -> None:
     batch = source.read("train", 0)
     assert batch.labels is not None
     batch.labels.zero_()
-    with pytest.raises(BatchError, match="there is no positive sample to find an item for: no label is 1"):
+    with pytest.raises(BatchError, match="no sample is positive"):
         trainer.evaluate([batch])
 
 
@@ -231,7 +231,7 @@ def test_other_data_are_searched_among_all_items(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     assert main(asked) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "few.parquet and those that the model was trained with, which cannot be read (in the folder" in said
+    assert "items of the training data, which cannot be read (in the folder" in said
 
 
 def test_new_rows_need_no_negatives(tmp_path: Path) -> None:

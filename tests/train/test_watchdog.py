@@ -71,8 +71,8 @@ def test_it_ends_what_hangs_and_nothing_else(tmp_path: Path) -> None:
     hangs, unwritable, locked, advances, saves, orphan = re.split(r"== \w+\n", done.stderr)[1:]
     file = tmp_path / "stacks-1.txt"
     assert re.fullmatch(
-        r"hotbed: error: rank 1 of 3, step 7: no batch was finished for 0.5 s \(train.step_limit_s\); this process is "
-        rf"in wait \(.*\), and ends; the stacks of its threads are in {file}; raise the limit if it was only slow\n",
+        r"hotbed: error: rank 1 of 3, step 7: no batch was finished within 0.5 s, so this process ends. It is "
+        rf"in wait \(.*\); stacks of its threads are in {file}. Raise train.step_limit_s if the step was only slow\n",
         hangs,
     )
     assert "in hangs" in file.read_text()
@@ -81,7 +81,7 @@ def test_it_ends_what_hangs_and_nothing_else(tmp_path: Path) -> None:
     assert "Timeout" in locked and "in holds_the_lock" in locked
     assert advances == saves == ""
     assert re.fullmatch(
-        r"hotbed: error: rank \?: its parent, process \d+, has ended, and this process with it\n", orphan
+        r"hotbed: error: rank \?: this process ends, because its parent \(PID \d+\) has ended\n", orphan
     )
 
 

@@ -166,4 +166,4 @@ def model_parallel_batch(batch: Batch, rank: int, size: int) -> Batch:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "one of the ranks ") + ", ".join(map(str, ranks))
+    return ("rank " if len(ranks) == 1 else "one of ranks ") + ", ".join(map(str, ranks))

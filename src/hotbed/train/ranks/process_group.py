@@ -53,7 +53,7 @@ HEARTBEAT_S = 0.25
 T = TypeVar("T")
 
 
-class World(NamedTuple):
+class TorchrunWorld(NamedTuple):
     """Rank and number of processes, in the job and on this host, from torchrun's environment."""
 
     rank: int
@@ -62,7 +62,7 @@ class World(NamedTuple):
     local_size: int
 
 
-def read_world() -> World:
+def read_world() -> TorchrunWorld:
     """Read torchrun's environment; without it, return a single process."""
 
     def number(name: str, default: int) -> int:
@@ -83,11 +83,11 @@ def read_world() -> World:
             f"the environment variable RANK is {rank}, expected less than WORLD_SIZE {size}. Start with torchrun, or "
             "unset both to train with one process"
         )
-    return World(rank, size, number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", size))
+    return TorchrunWorld(rank, size, number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", size))
 
 
 @contextmanager
-def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[World]:
+def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[TorchrunWorld]:
     """Join the process group inside the context, if torchrun has started this process.
 
     Parameters

@@ -102,7 +102,7 @@ class Days:
         return self.data.format(date=day)
 
 
-class Day(NamedTuple):
+class TrainingDay(NamedTuple):
     """A day to train."""
 
     day: date
@@ -132,7 +132,7 @@ def train_days(
         held.__enter__()
         tables.append(DayTable(out, recipe, days, restart_from))
 
-    def finish(day: Day, start: float) -> None:
+    def finish(day: TrainingDay, start: float) -> None:
         held.check()
         tables[0].finish(day, time.monotonic() - start, console)
 
@@ -201,7 +201,7 @@ def recipe_of_days(recipe: Recipe) -> tuple[Recipe, list[str]]:
 # -- one day -----------------------------------------------------------------------------------------------------------
 
 
-def _train(recipe: Recipe, day: Day, console: Console) -> None:
+def _train(recipe: Recipe, day: TrainingDay, console: Console) -> None:
     """Evaluate on a day's data, then train on it."""
     recipe = replace(
         recipe,
@@ -224,7 +224,7 @@ def _train(recipe: Recipe, day: Day, console: Console) -> None:
         ) from error
 
 
-def _measure(day: Day, is_new: bool, trainer: Trainer, source: Source, batches: Loader) -> None:
+def _measure(day: TrainingDay, is_new: bool, trainer: Trainer, source: Source, batches: Loader) -> None:
     """Write ``before.json``: metrics of the previous day's model unless it ``is_new``, and counts of the day."""
     before, file = day.before, day.folder / BEFORE
     if day.is_begun and on_first(file.exists):
@@ -431,7 +431,7 @@ class DayTable:
         """Records of the trained days."""
         return [record for record in self.records if not record.get("skipped")]
 
-    def next(self, console: Console) -> Day | None:
+    def next(self, console: Console) -> TrainingDay | None:
         """Return the next day to train, or None after the last day with data, or after ``--until``."""
         while True:
             day = self._first if not self.records else date.fromisoformat(self.records[-1]["day"]) + timedelta(days=1)
@@ -465,7 +465,7 @@ class DayTable:
         found.folder.mkdir(parents=True, exist_ok=True)
         return found
 
-    def _next(self, day: date, data: str) -> Day:
+    def _next(self, day: date, data: str) -> TrainingDay:
         before = self.trained[-1] if self.trained else None
         epochs = self._recipe.train.epochs + (0 if before is None else int(before["epoch"]))
         folder = self._out / (f"{day}" if self._generation == 1 else f"{day}-{self._generation}")
@@ -481,7 +481,7 @@ class DayTable:
                     "another train.checkpoint_dir if another model uses this one"
                 )
             is_trained = manifest.parts["position"]["epoch"] >= epochs
-        return Day(
+        return TrainingDay(
             day=day,
             data=data,
             folder=folder,
@@ -494,7 +494,7 @@ class DayTable:
             kept=[record["step"] for record in self.trained],
         )
 
-    def finish(self, day: Day, seconds: float, console: Console) -> None:
+    def finish(self, day: TrainingDay, seconds: float, console: Console) -> None:
         """Write a day's changes, add its record, and remove old checkpoints."""
         since = self.trained[-1]["checkpoint"] if self.trained else None
         checkpoint = self._newest(-1)
