@@ -1,4 +1,4 @@
-"""Who reads the data of several ranks: every rank its samples, one for all, or owners the features of their tables."""
+"""Tests of loaders by reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Protects: checkpoints are saved when due, the right ones are kept, and one run uses a directory at a time."""
+"""Tests of the checkpoints of a run."""
 
 from __future__ import annotations
 
