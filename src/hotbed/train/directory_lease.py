@@ -5,7 +5,7 @@ locks. There the file ``.owner.json`` is a lease (`Lease`) that is written condi
 
 1. One process creates the file, with its name and a number.
 2. The owner replaces it at a third of its TTL, with the next number, if the file is unchanged.
-3. A process that finds a lease and cannot tell whether its owner is alive waits one TTL. If the lease is renewed
+3. A process that finds a lease of an owner that may be alive waits one TTL. If the lease is renewed
    meanwhile, the process gives up. Otherwise it replaces the unchanged file. Clocks of other hosts are not used.
 4. An owner that finds another's lease stops training and publishes nothing. It looks at each renewal, before it writes
    a checkpoint, before it removes files, and before it writes a manifest.

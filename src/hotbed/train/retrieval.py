@@ -390,7 +390,7 @@ def item_features(model: nn.Module) -> list[str]:
     if not isinstance(towers, dict) or not towers.get("item") or not {"vectors", "users"} <= parameters.keys():
         raise RecipeError(
             f"retrieval is set, but {type(inner).__name__} computes no vectors of users and items. Use "
-            "hotbed.nn.TwoTower, or a model with towers = {'user': […], 'item': […]} whose forward has parameters "
+            "hotbed.nn.TwoTower, or a model with towers = {'user': […], 'item': […]} and a forward with "
             "vectors= and users="
         )
     return list(towers["item"])

@@ -4,8 +4,8 @@ It covers one process without ``train.compile``, which fuses some kernels. `test
 step on a simulated device. A product reads its operands (and a fused bias) and writes its result once; results go
 through device memory.
 
-Of layers outside of `hotbed.nn.MLP`, `hotbed.nn.CrossLayer` and `hotbed.nn.DotInteraction` only products are counted,
-so steps of models with attention or histories take longer.
+Outside of `hotbed.nn.MLP`, `hotbed.nn.CrossLayer` and `hotbed.nn.DotInteraction` it counts only products, so steps of
+models with attention or histories take longer.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A hot sample needs only hot rows, which every rank holds in device memory.
 
-`HotSplit` follows Hotline (Adnan et al. 2022, arXiv 2204.05436): the hot samples of a batch are computed while the rows
-of the cold ones are fetched. Both gradients are added before the update, so the same model is trained on the same
+`HotSplit` follows Hotline (Adnan et al. 2022, arXiv 2204.05436): the hot samples of a batch are computed while the cold
+rows are fetched. Both gradients are added before the update, so the same model is trained on the same
 batches; only the order of sums differs. For example, if samples 1 and 3 of 0 … 3 are hot, the parts are [1, 3] and
 [0, 2].
 

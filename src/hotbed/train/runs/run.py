@@ -120,7 +120,7 @@ def train(
     console
         Console for progress.
     resume
-        Checkpoint to resume, or a directory with checkpoints, of which the newest is resumed. With the same number of
+        Checkpoint to resume, or a directory (its newest checkpoint). With the same number of
         processes, training continues bit for bit. A recipe that would train another model is refused
         (`refuse_another_recipe`). ``"auto"`` resumes the newest run of this name in its directory, or starts a run; it
         does nothing for a finished run. ``"none"`` starts a run. The default is ``"none"``, but under torchrun the
