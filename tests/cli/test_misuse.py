@@ -132,7 +132,7 @@ OPTIMIZER, TABLES, MODEL, SOURCE = (
         ("train.seed", "9" * 5000, "train.seed"),
         (OPTIMIZER, "torch.optim.LBFGS", "torch.optim.LBFGS needs a closure that computes the loss again"),
         (OPTIMIZER, "torch.optim.SparseAdam", "needs sparse gradients"),
-        (OPTIMIZER, "torch.Size", "dense_optimizer is torch.Size, which is not a torch.optim.Optimizer"),
+        (OPTIMIZER, "torch.Size", "dense_optimizer is torch.Size, expected a torch.optim.Optimizer"),
         (OPTIMIZER, "torch.optim.Adan", "module 'torch.optim' has no class 'Adan'; did you mean 'Adam'?"),
         (OPTIMIZER, "torch.optimm.Adam", "there is no module 'torch.optimm'; install it, put"),
         (OPTIMIZER, "torch.optimm.Adam", "did you mean 'optim'?"),
@@ -144,12 +144,12 @@ OPTIMIZER, TABLES, MODEL, SOURCE = (
         (TABLES, "hotbed.optim.SparseOptimizer", "is a base class"),
         (MODEL, "os.system", "model.class_path is 'os.system', which no recipe needs; name a class of hotbed"),
         (MODEL, "hotbed.__main__.x", "class_path is 'hotbed.__main__.x', which no recipe needs"),
-        (MODEL, "torch.Size", "model is torch.Size, which is not a torch.nn.Module"),
+        (MODEL, "torch.Size", "model is torch.Size, expected a torch.nn.Module"),
         (MODEL, "hotbed.nn.DLMR", "did you mean 'DLRM'?"),
         (SOURCE, "torch.Size", "data.source is torch.Size, expected a hotbed.data.Source"),
         (SOURCE, "hotbed.data.ZipfSorce", "did you mean 'ZipfSource'?"),
         *(
-            ("dense_optimizer.init_args.lr", lr, "must be a finite number")
+            ("dense_optimizer.init_args.lr", lr, "expected a finite float32")
             for lr in (".nan", ".inf", "nan", "1e400", "1e39")
         ),
         *(("sparse_optimizer.init_args.lr", lr, "SGD: lr is") for lr in (".nan", ".inf", -1, "x", "[1]", "null")),

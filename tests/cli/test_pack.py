@@ -78,7 +78,7 @@ def test_a_model_that_is_none(recipe: Path, tmp_path: Path, capsys: Output) -> N
     values["model"] = {"class_path": f"{__name__}.NoModel"}
     recipe.write_text(yaml.safe_dump(values))
     message = refused(["pack", str(recipe), str(tmp_path / "out"), "--budget", "15000"], capsys)
-    assert message == f"hotbed: error: model is {__name__}.NoModel, which is not a torch.nn.Module"
+    assert message == f"hotbed: error: model is {__name__}.NoModel, expected a torch.nn.Module"
 
 
 def test_a_sample_says_how_many_it_counted(recipe: Path, tmp_path: Path) -> None:
