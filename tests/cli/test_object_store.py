@@ -67,7 +67,7 @@ def test_from_a_recipe_to_predictions(clicks: Bucket, tmp_path: Path, capsys: Ou
         argv = ["predict", kept, at("clicks.parquet"), "--split", "train", "--keep", "user", "--out", at(name)]
         assert main([*(a for a in argv if a not in ("--split", "train")), *figures]) == 0
         assert at.figures()["rows"] == 1200
-        assert "exists already and is not overwritten" in refused(argv, capsys)
+        assert "which exists" in refused(argv, capsys)
     filesystem, path = opened(at("scores.parquet"))
     scores = pq.read_table(path, filesystem=filesystem)
     assert (scores.num_rows, scores.column_names) == (1200, ["user", "score"])
