@@ -21,7 +21,7 @@ import hotbed as hb
 from benchmarks.gpu import LR, OPTIMIZERS, Sizes, draw_ids
 from benchmarks.gpu_suite import INCOMPLETE
 from hotbed.config import Component, ScheduleRecipe, TrainRecipe
-from hotbed.train.runs.build import fused
+from hotbed.train.runs.build import fuse_optimizer
 from hotbed.train.trainer import Callback, Trainer
 
 WARM_STEPS, STEPS = 4, 7
@@ -87,7 +87,7 @@ def trainer_of(
         model = hb.nn.DLRM(tables, features, bottom=(512, 256, dim), top=TOP, backend="triton")
     sgd = Component(class_path="torch.optim.SGD", init_args={"lr": LR})
     trained = list(model.parameters())
-    dense = (fused(sgd, trained) if sizes.device.type == "cuda" else sgd).build(trained)
+    dense = (fuse_optimizer(sgd, trained) if sizes.device.type == "cuda" else sgd).build(trained)
     device: Any = "cuda" if sizes.device.type == "cuda" else "cpu"
     recipe = TrainRecipe(batch_size=sizes.batch, precision=precision, device=device, cuda_graph=cuda_graph)
     schedule = ScheduleRecipe(warmup_steps=1000) if moving else None

@@ -46,7 +46,7 @@ from hotbed.batch import Batch
 from hotbed.measure.kernel_times import ways_to_multiply
 from hotbed.nn import DLRM
 from hotbed.store import DenseStore
-from hotbed.train.metrics import to_device
+from hotbed.train.metrics import move_batch
 
 WARM_UP = 2
 """Steps that are not counted: they compile and allocate."""
@@ -78,7 +78,7 @@ def bench_step(options: StepOptions, progress: Callable[[str], None]) -> dict[st
     with device:
         model = DLRM(*options.specs(), **_shape(options))
     workload = Workload(options)
-    batches = [to_device(batch, model, device) for batch in _batches(options, workload)]
+    batches = [move_batch(batch, model, device) for batch in _batches(options, workload)]
     step = _Step(options, model)
     limits = _Roofline(options, model, workload, batches[0])
     times: list[dict[str, float]] = []

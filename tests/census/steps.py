@@ -17,11 +17,11 @@ import hotbed as hb
 from hotbed.config import Component, ScheduleRecipe, TrainRecipe
 from hotbed.config.recipe import CudaGraph
 from hotbed.plan.schemes import SCHEMES
-from hotbed.train.metrics import check
+from hotbed.train.metrics import check_batch
 from hotbed.train.ranks.broadcast import BroadcastLoader
-from hotbed.train.runs.build import fused
+from hotbed.train.runs.build import fuse_optimizer
 from hotbed.train.runs.hot_batches import HotSplit
-from hotbed.train.step import Pending, TrainingStep
+from hotbed.train.step import QueuedStep, TrainingStep
 from hotbed.train.trainer import Trainer
 from tests.census.device import CUDA
 from tests.census.record import RECORD, Event, recorded
@@ -287,7 +287,7 @@ def _batches(case: Case, rank: int, trainer: Trainer) -> Iterable[hb.Batch]:
     assert link is not None
     ranks = range(case.ranks)
     whole: Any = _Whole(hb.Batch.concatenate([batch_of(case, i, r, pinned=False) for r in ranks]) for i in steps)
-    check_own = partial(check, model=trainer.model)
+    check_own = partial(check_batch, model=trainer.model)
     return BroadcastLoader(whole if rank == 0 else None, link, device=CUDA, check=check_own)
 
 
@@ -296,7 +296,7 @@ def trainer_of(case: Case, *, cuda_graph: CudaGraph = False) -> Trainer:
     model = model_of(case)
     sgd = Component(class_path="torch.optim.SGD", init_args={"lr": 0.01, "momentum": 0.9})
     trained = list(model.parameters())
-    dense = (fused(sgd, trained) if case.dense_fused and case.precision != "fp16" else sgd).build(trained)
+    dense = (fuse_optimizer(sgd, trained) if case.dense_fused and case.precision != "fp16" else sgd).build(trained)
     sparse = getattr(hb.optim, case.optimizer)(model, lr=0.01)
     options: Any = {
         "batch_size": BATCH,
@@ -361,7 +361,7 @@ class _Noted(TrainingStep):
     """What a CUDA graph of the step would be captured of."""
 
     @override
-    def queue(self, *args: Any, **kwargs: Any) -> Pending:
+    def queue(self, *args: Any, **kwargs: Any) -> QueuedStep:
         with _inside():
             return super().queue(*args, **kwargs)
 

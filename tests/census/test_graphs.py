@@ -70,7 +70,7 @@ def test_a_loss_that_is_not_finite_touches_nothing_when_it_is_replayed(found: di
     assert stopped["replayed"] == 4
     assert stopped["eager"] == 4
     assert stopped["error"].startswith("NonFiniteError: the loss is ")
-    assert "in step 8 (epoch 0, batch 7 of it)" in stopped["error"]
+    assert "in step 8 (epoch 0, batch 7)" in stopped["error"]
     assert "dense of sample 5 of the batch, column 3 is inf" in stopped["error"]
     assert stopped["untouched"]
     assert stopped["steps"] == stopped["rates"] == 7

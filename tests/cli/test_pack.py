@@ -15,7 +15,7 @@ from hotbed.errors import DataError
 from hotbed.plan.cost import tile_bytes
 from hotbed.train.parameter_groups import moments_by_table
 from hotbed.train.runs.build import new_model, open_source
-from hotbed.train.runs.plan_search import planned, read_hot_rows
+from hotbed.train.runs.plan_search import plan_recipe, read_hot_rows
 from tests.cli.cases import Output, inspected, refused
 
 ROW = 4 * (8 + 1)  # bytes of a row and its moment
@@ -59,7 +59,7 @@ def test_rows_of_a_wide_part_take_of_the_budget_too(recipe: Path, tmp_path: Path
     values |= {"hot": {"rows": str(tmp_path / "out" / "hot_rows.json")}, "memory": {"tier": "disk"}}
     wide_deep = Recipe.from_dict(values)
     model = new_model(wide_deep, open_source(wide_deep.data))
-    plan, moments = planned(model, wide_deep, 1), moments_by_table(model, wide_deep)
+    plan, moments = plan_recipe(model, wide_deep, 1), moments_by_table(model, wide_deep)
     tables = {t.name: t for t in plan_tables(model)}
     held = [t for t in plan.tiles if t.tier == "device"]
     assert sum(tile_bytes(tables[t.table], t, moments[t.table]) for t in held) == found["hot_bytes"]
@@ -78,7 +78,7 @@ def test_a_model_that_is_none(recipe: Path, tmp_path: Path, capsys: Output) -> N
     values["model"] = {"class_path": f"{__name__}.NoModel"}
     recipe.write_text(yaml.safe_dump(values))
     message = refused(["pack", str(recipe), str(tmp_path / "out"), "--budget", "15000"], capsys)
-    assert message == f"hotbed: error: model is {__name__}.NoModel, which is not a torch.nn.Module"
+    assert message == f"hotbed: error: model is {__name__}.NoModel, expected a torch.nn.Module"
 
 
 def test_a_sample_says_how_many_it_counted(recipe: Path, tmp_path: Path) -> None:
@@ -127,16 +127,16 @@ def test_mistakes_get_one_clear_message(recipe: Path, tmp_path: Path, capsys: Ou
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", r"hot_rows.json is not JSON: .*; pack again"),
-        ("{}", r"is not what hotbed pack writes \(KeyError: 'tables'\); pack again"),
-        ('{"tables": [{"table": "a", "rows": 5, "hot_rows": 6}]}', r"table 'a' has 6 hot rows of 5\); pack again"),
-        ('{"tables": [{"table": "a", "rows": 7, "hot_rows": 6}]}', "table 'a' has 7 rows, the model's has 5; pack"),
-        ('{"tables": []}', "has no table 'a', which the model has; pack this model's data"),
+        ("{", r"hot_rows.json is not JSON: .*Pack again"),
+        ("{}", r"is no output of hotbed pack \(KeyError: 'tables'\)"),
+        ('{"tables": [{"table": "a", "rows": 5, "hot_rows": 6}]}', r"table 'a' has 6 hot rows of 5\)"),
+        ('{"tables": [{"table": "a", "rows": 7, "hot_rows": 6}]}', "table 'a': got 7 rows, expected 5"),
+        ('{"tables": []}', "has no table 'a' of the model"),
     ],
 )
 def test_a_file_of_hot_rows_is_checked(content: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "hot_rows.json"
-    with pytest.raises(DataError, match=r"hot_rows\.json does not exist; make it with hotbed pack"):
+    with pytest.raises(DataError, match=r"hot_rows\.json does not exist"):
         read_hot_rows(file, {"a": 5})
     file.write_text(content)
     with pytest.raises(DataError, match=message):

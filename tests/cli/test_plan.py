@@ -18,7 +18,7 @@ from hotbed.plan import Plan
 from hotbed.plan.hardware import Hardware
 from hotbed.train.runs import plan_search
 from hotbed.train.runs.build import new_model, open_source
-from hotbed.train.runs.plan_search import dense_part, searched_ranks
+from hotbed.train.runs.plan_search import dense_part, find_ranks
 
 RECIPE = """
 name: planned
@@ -114,7 +114,7 @@ def test_the_rates_of_numbers_of_ranks_are_those_of_their_plans(recipe: Path):
     source = open_source(values.data)
     with torch.device("meta"):
         model = new_model(values, source)
-    chosen = searched_ranks(model, values, "auto", 1, source, schemes="auto", others="auto")
+    chosen = find_ranks(model, values, "auto", 1, source, schemes="auto", others="auto")
     for tried in chosen.tried:
         if tried.ranks in (1, 2, 8, 16):
             own = samples_per_s(plan_for(values, tried.ranks))
@@ -142,7 +142,7 @@ def test_training_searches_as_hotbed_plan_does(recipe: Path, own: str | dict[str
     source = open_source(read.data)
     with torch.device("meta"):
         model = new_model(read, source)
-    assert plan_search.planned(model, read, 4, source).to_dict() == shown
+    assert plan_search.plan_recipe(model, read, 4, source).to_dict() == shown
     if own == "auto":
         copied = [t for t in shown["tiles"] if t["table"].startswith("wide.")]
         assert copied and all(len(t["readers"]) == 3 for t in copied)

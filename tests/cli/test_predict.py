@@ -104,7 +104,7 @@ def test_a_csv_keeps_categories_and_bytes_that_are_text(run: Path, new: Path, ca
         pq.write_table(table.append_column("bad", column), new, row_group_size=70)
         argv = ["predict", str(run), str(new), "--keep", "bad", "--out"]
         message = refused([*argv, str(new.parent / "bad.csv")], capsys)
-        assert "column 'bad', row 99: got the bytes b'\\xff\\xfe', expected text in UTF-8" in message
+        assert "column 'bad', row 99: got the bytes b'\\xff\\xfe', expected UTF-8 text" in message
         assert not list(new.parent.glob("*bad.csv*"))
     assert main([*argv, str(new.parent / "bad.parquet")]) == 0
     assert pq.read_table(new.parent / "bad.parquet")["bad"].to_pylist()[99] == b"\xff\xfe"
@@ -156,15 +156,15 @@ def test_no_rows_are_an_error(run: Path, new: Path, capsys: Output) -> None:
         ({"seconds": pl.String}, [], "column 'seconds' is .*, must be numbers to be a numerical or weight"),
         ({"user": pl.Float64}, [], "column 'user': its values are integers, and the model was trained with text"),
         ({}, ["--keep", "rwo"], "--keep of .*new.parquet: got 'rwo', expected one of row, .*did you mean 'row'"),
-        ({}, ["--keep", "row", "row"], "--keep names 'row' 2 times; once will do"),
-        ({"rename": {"row": "row", "extra": "score"}}, ["--keep", "score"], "which is the name of a column that is w"),
-        ({}, ["--keep", "items", "--out", "{}/x.csv"], "'items', which is .*list.* and no value of a CSV; write .parq"),
+        ({}, ["--keep", "row", "row"], "--keep names 'row' 2 times"),
+        ({"rename": {"row": "row", "extra": "score"}}, ["--keep", "score"], "which is the name of a score column"),
+        ({}, ["--keep", "items", "--out", "{}/x.csv"], "'items' of type .*list"),
         ({}, ["--batch_size", "0"], "--batch_size is 0, must be at least 1"),
         ({}, ["--device", "tpu"], "--device is 'tpu', must be auto, cpu or cuda"),
         ({}, ["--split", "tset"], "--split of .*new.parquet: got 'tset', expected one of train"),
-        ({}, ["--out", "{}/x.txt"], "must end in .parquet or .csv"),
-        ({}, ["--out", "{}/none/x.csv"], "there is no folder .*none; make it"),
-        ({}, ["--out", "{}/new.parquet"], "new.parquet exists already and is not overwritten; choose another --out"),
+        ({}, ["--out", "{}/x.txt"], "ends in .parquet or .csv"),
+        ({}, ["--out", "{}/none/x.csv"], "none does not exist"),
+        ({}, ["--out", "{}/new.parquet"], "new.parquet, which exists"),
     ],
 )
 def test_what_cannot_be_scored(
@@ -192,7 +192,7 @@ def test_a_failure_leaves_nothing(run: Path, new: Path, capsys: Output) -> None:
     for name in ("train", "test"):
         shutil.copy(new, new.parent / "several" / f"{name}.parquet")
     message = refused(["predict", str(run), str(new.parent / "several"), *out], capsys)
-    assert "has the splits train, test; name one with --split, or give the path of one" in message
+    assert "has the splits train, test" in message
     half = new.read_bytes()
     whole = pq.ParquetFile(new).metadata.row_group(1).column(0).data_page_offset
     new.write_bytes(half[:whole] + bytes(200) + half[whole + 200 :])
@@ -217,7 +217,7 @@ def test_a_missing_value_is_an_error_where_the_schema_says_so(tmp_path: Path) ->
         hb.predict(run, tmp_path / "new.parquet", tmp_path / "scores.parquet")
     rows = frame(20).with_columns(pl.when(pl.col("row") == 7).then(math.inf).otherwise(1.0).alias("row"))
     rows.write_parquet(tmp_path / "new.parquet")
-    with pytest.raises(hb.HotbedError, match="the score of row 7 is not a number; a numerical of this row"):
+    with pytest.raises(hb.HotbedError, match="the score of row 7 is not a number, because a numerical"):
         hb.predict(run, tmp_path / "new.parquet", tmp_path / "scores.parquet")
     assert not list(tmp_path.glob("*scores*"))
 
@@ -267,7 +267,7 @@ def test_split_binary_data_can_be_scored(recipe: Path, prepared: Path, tmp_path:
     assert status == 0
     made = hb.predict(run, prepared, tmp_path / "scores.parquet", split="test")
     assert made.rows == summary["test"]["samples"]
-    with pytest.raises(hb.HotbedError, match="SplitBinarySource has no columns but those of its schema"):
+    with pytest.raises(hb.HotbedError, match="SplitBinarySource has only the columns"):
         hb.predict(run, prepared, tmp_path / "others.parquet", split="test", keep=["C1"])
 
 

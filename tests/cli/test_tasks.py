@@ -98,7 +98,7 @@ def test_each_task_has_a_score_where_it_is_served(run: Path, tmp_path: Path) -> 
         ),
         (["--tasks.income.weight", "-1"], "tasks.income.weight: got -1.0, expected a finite number at least 0"),
         (["--tasks.income.wait", "1"], "unknown argument --tasks.income.wait; did you mean '--tasks.income.weight'?"),
-        (["--tasks.income.loss.class_path", "torch.nn.BCELoss"], "a loss takes logits (not probabilities) and labels"),
+        (["--tasks.income.loss.class_path", "torch.nn.BCELoss"], "a loss of logits (not probabilities) and labels"),
         (["--tasks", "{income: 3}"], "tasks.income: got 3, expected a mapping"),
     ],
 )

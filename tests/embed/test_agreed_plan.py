@@ -14,7 +14,7 @@ from hotbed.config import Recipe
 from hotbed.embed import plan_for
 from hotbed.errors import HotbedError
 from hotbed.plan import Plan
-from hotbed.train.runs.plan_search import distributed
+from hotbed.train.runs.plan_search import distribute_model
 from tests.ranks import Ranks
 
 from .distributed_cases import SIZE, Model
@@ -36,7 +36,7 @@ def searched(group: dist.ProcessGroup, by_recipe: str | None) -> tuple[str, str]
         if by_recipe is None:
             found = hb.distribute(model, "auto", device="cpu")
         else:
-            found = distributed(
+            found = distribute_model(
                 model, Recipe.from_dict(RECIPE | {"parallel": {"plan": by_recipe}}), torch.device("cpu")
             )
         dist.barrier()  # whose process groups end before others have joined them would be taken for gone

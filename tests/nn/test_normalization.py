@@ -235,7 +235,7 @@ def test_raw_numbers_are_refused_by_models_that_do_not_normalize(tmp_path: Path,
     loader = hb.Loader(source, "train", 100)
     recipe = TrainRecipe(batch_size=100, device="cpu")
     trainer = hb.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), SGD(model, lr=0.1), recipe=recipe)
-    message = rf"the source hands price as stored.*{kind.__name__} does not; call hotbed.nn.normalize"
+    message = rf"the source yields raw values of price.*{kind.__name__} does not; call hotbed.nn.normalize"
     with pytest.raises(SpecError, match=message):
         trainer.fit(loader)
     with pytest.raises(SpecError, match=message):

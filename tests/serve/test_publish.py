@@ -113,10 +113,7 @@ def test_a_new_run_does_not_mix_its_models_with_others(
     capsys.readouterr()
     status, _, _ = train(recipe, *OPTIONS, "--train.publish", str(place))
     assert status == 2
-    assert (
-        "holds what another run has published, up to change-000000000006; go on from that run"
-        in capsys.readouterr().err
-    )
+    assert "holds exports of another run, up to change-000000000006" in capsys.readouterr().err
     with pytest.raises(RecipeError, match=r"train.publish is set, but train.checkpoint is 'none', so nothing is saved"):
         values = yaml.safe_load(recipe.read_text())
         Recipe.from_dict({**values, "train": {**values["train"], "publish": "x", "checkpoint": "none"}})
@@ -153,7 +150,7 @@ def test_what_is_published_while_runs_stop_fail_and_go_back(
     with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "hotbed"):
         patched.setattr(Exporter, "write_change", _fails)
         publish(publisher, last[12])
-    assert "last-00000012 was not published, the next one will be with all since: no space" in caplog.text
+    assert "last-00000012 was not published; the next export will include its changes: no space" in caplog.text
     assert publisher.needed() == {"last-00000009"}
     publish(publisher, last[15])
     change = ChangeSet.open(place / "change-000000000015").manifest
@@ -204,7 +201,7 @@ def test_changes_between_models_with_other_inputs_are_refused(
         return {"user": "text" if manifest.step > 3 else "integers"}
 
     monkeypatch.setattr(export, "id_kinds_of", kinds)
-    with pytest.raises(CheckpointError, match=r"last-00000006 makes other inputs of rows than .*leave --since out"):
+    with pytest.raises(CheckpointError, match=r"last-00000006 encodes rows differently than .*Remove --since"):
         exporter.write_change(tmp_path / "change", run / "last-00000006", run / "last-00000003")
     assert not (tmp_path / "change").exists()
 
@@ -219,7 +216,7 @@ def test_a_full_model_that_fails_does_not_keep_changes_from_going_on(
     with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "hotbed"):
         patched.setattr(Exporter, "write_model", _fails)
         publish(publisher, run / "last-00000006", run / "last-00000009")
-    assert "no full model of 6 was published, only the change; the next one is tried: no space" in caplog.text
+    assert "the full model of 6 was not published, only the change: no space" in caplog.text
     changes = ["change-000000000006", "change-000000000009"]
     assert published(place) == [*changes, "model-000000000003"]
     publish(publisher, run / "last-00000012")

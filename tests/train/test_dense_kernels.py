@@ -16,10 +16,10 @@ TABLES = [hb.Table(f"t{i}", rows=100, dim=16) for i in range(3)]
 FEATURES = [hb.Feature(f"f{i}", table=t.name) for i, t in enumerate(TABLES)]
 
 
-def kernels(model: type[nn.Module], narrow: bool = True, at_once: bool = True, **options: Any) -> list[Kernel]:
+def kernels(model: type[nn.Module], narrow: bool = True, casts_once: bool = True, **options: Any) -> list[Kernel]:
     with torch.device("meta"):
         made = model(TABLES, FEATURES, **options)
-    return list(dense_kernels(made, narrow=narrow, dense_inputs=13, labels=1, at_once=at_once))
+    return list(dense_kernels(made, narrow=narrow, dense_inputs=13, labels=1, casts_once=casts_once))
 
 
 def test_a_further_layer_is_six_kernels_and_eleven_passes_over_its_outputs() -> None:
@@ -40,7 +40,7 @@ def test_float32_moves_twice_the_bytes_and_casts_nothing() -> None:
 
 
 def test_ranks_cast_weights_one_by_one() -> None:
-    alone, many = (kernels(hb.nn.DLRM, at_once=n, bottom=(16,), top=(32, 1)) for n in (True, False))
+    alone, many = (kernels(hb.nn.DLRM, casts_once=n, bottom=(16,), top=(32, 1)) for n in (True, False))
     assert len(many) - len(alone) == 3 * 2 * 2 - 2
     assert sum(k.step_bytes for k in many) == sum(k.step_bytes for k in alone)
 

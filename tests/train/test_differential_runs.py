@@ -16,7 +16,7 @@ from tests.fixtures.models import sha256
 from tests.train import planted
 from tests.train.parallel_cases import RECIPE
 from tests.train.test_callbacks import TRAIN, Scripted
-from tests.train.test_checkpointing import Fixed, names
+from tests.train.test_checkpoints import Fixed, names
 
 EVERY_THIRD = replace(TRAIN, checkpoint_full_every=3)
 

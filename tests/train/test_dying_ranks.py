@@ -108,8 +108,8 @@ def test_a_rank_that_hangs_ends_itself_and_says_where(launcher: Launcher, recipe
         assert started.wait() == [2, 2]
     file = the_run(tmp_path) / "stacks-1.txt"
     assert re.fullmatch(
-        r"hotbed: error: rank 1 of 2, step 4: no batch was finished for 20 s \(train.step_limit_s\); this process is "
-        rf"in wait \(.*/threading.py:\d+\), and ends; the stacks of its threads are in {file}; raise the limit if it "
+        r"hotbed: error: rank 1 of 2, step 4: no batch was finished within 20 s, so this process ends. It is "
+        rf"in wait \(.*/threading.py:\d+\); stacks of its threads are in {file}. Raise train.step_limit_s if the step "
         "was only slow",
         started.error(1),
     ), started.text(1, "err")

@@ -105,8 +105,8 @@ def test_agents_are_killed_and_added_and_the_run_goes_on(agents: Agents, recipe:
     os.kill(worker, signal.SIGKILL)
     for process in (agents.processes[0], agents.processes[1], agents.processes[3]):
         assert process.wait(PATIENCE_S) == 0, agents.said[-5000:]
-    assert "has ended, and this process with it" in agents.said
-    assert agents.said.count("there is no checkpoint to go on from; a new run begins") == 1
+    assert "has ended" in agents.said
+    assert agents.said.count("no checkpoint to resume; a new run starts") == 1
     summary = json.loads((the_run(tmp_path) / "summary.json").read_text())
     assert (summary["steps"], summary["ranks"]) == (STEPS, 3)
     _, whole, _ = train(recipe, *OPTIONS, "--name", "whole")

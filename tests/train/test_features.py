@@ -22,7 +22,7 @@ from hotbed.errors import DataError
 from hotbed.train.runs.build import open_source
 from hotbed.train.runs.report import RunDirectory
 from hotbed.train.runs.run import train
-from hotbed.train.runs.stored_model import encoder_of, evaluate_checkpoint, take_features
+from hotbed.train.runs.stored_model import encoder_of, evaluate_checkpoint, load_features
 from tests.cli.cases import Output, inspected, refused
 from tests.ranks import Ranks
 
@@ -125,7 +125,7 @@ def test_a_run_learns_from_derived_inputs_and_uses_them_alike(tmp_path: Path) ->
     assert ((scores > 0.5) == (new["label"].to_numpy() == 1)).mean() > 0.9
     # The same rows, as plain values, become the same batch.
     source = open_source(Recipe.from_dict(manifest.recipe or {}).data)
-    take_features(source, manifest)
+    load_features(source, manifest)
     assert source.encoder is not None
     encoder = encoder_of(Recipe.from_dict(manifest.recipe or {}), source, manifest)
     assert encoder.to_dict() == source.encoder.inputs.to_dict()

@@ -193,7 +193,7 @@ def test_a_loss_that_is_not_finite_has_its_own_cause(tmp_path: Path) -> None:
     values = yaml.safe_load(file.read_text())
     values["data"]["source"]["init_args"]["schema"]["dense"] = ["n_as_is"]
     file.write_text(yaml.safe_dump(values))
-    with pytest.raises(NonFiniteError, match=r"column 0 is nan\. Mend the data, or give the column a rule for missing"):
+    with pytest.raises(NonFiniteError, match=r"column 0 is nan"):
         run(None, tmp_path)
 
 

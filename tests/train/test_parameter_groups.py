@@ -1,4 +1,6 @@
-"""Protects: every parameter and every table has exactly one optimizer, which a recipe's groups choose by name."""
+"""Tests of optimizer groups of parameters and tables."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,10 +23,10 @@ from hotbed.config import (
     SparseOptimizerGroup,
     TrainRecipe,
 )
-from hotbed.data import Schema, SparseColumn
+from hotbed.data import Loader, Schema, SparseColumn
 from hotbed.data.source import Source
 from hotbed.embed import Distributed
-from hotbed.errors import RecipeError, SpecError
+from hotbed.errors import CheckpointError, RecipeError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn import WideDeep
 from hotbed.optim import FTRL, RowWiseAdagrad, TableSelection
@@ -36,6 +38,8 @@ from hotbed.train.runs.resume import refuse_another_recipe
 from hotbed.train.runs.stored_model import bad_ids
 from tests.train import planted
 from tests.train.planted import Losses
+
+# -- Protects: every parameter and every table has exactly one optimizer, which a recipe's groups choose by name.
 
 TRAIN = TrainRecipe(batch_size=64, device="cpu", precision="fp32", log_every=1)
 
@@ -192,21 +196,20 @@ def test_by_default_the_sparse_optimizer_trains_the_wide_part_too() -> None:
     [
         (
             {"model": Component(class_path="hotbed.nn.DLRM", init_args={"bottom": [8], "top": [1]})},
-            "sparse_optimizer_groups.wide: 'wide.*' matches no table; tables are embeddings.user, embeddings.item,",
+            "sparse_optimizer_groups.wide: 'wide.*' matches no table. The tables are embeddings.user, embeddings.item,",
         ),
         (
             {"sparse_optimizer_groups": groups(wide=("wide.usr", *SGD))},
-            "sparse_optimizer_groups.wide: 'wide.usr' matches no table; tables are embeddings.user, embeddings.item, "
-            "embeddings.page, wide.user, wide.item, wide.page; did you mean 'wide.user'?",
+            "sparse_optimizer_groups.wide: 'wide.usr' matches no table. The tables are embeddings.user, "
+            "embeddings.item, embeddings.page, wide.user, wide.item, wide.page; did you mean 'wide.user'?",
         ),
         (
             {"sparse_optimizer_groups": groups(a=("wide", *SGD), b=(["page", "embeddings.user"], *SGD))},
-            "sparse_optimizer_groups.a and sparse_optimizer_groups.b both match table 'wide.page', which can have one "
-            "optimizer; narrow the patterns of one of them",
+            "sparse_optimizer_groups.a and sparse_optimizer_groups.b both match table 'wide.page'",
         ),
         (
             {"sparse_optimizer_groups": groups(a=("wide", *SGD), b=("embeddings", *SGD))},
-            "sparse_optimizer_groups match all tables, so sparse_optimizer has none to train; make the",
+            "sparse_optimizer_groups match all tables, so sparse_optimizer has none to train",
         ),
         (
             {"sparse_optimizer_groups": groups(wide=("wide", "hotbed.optim.FTRL", {}))},
@@ -214,11 +217,11 @@ def test_by_default_the_sparse_optimizer_trains_the_wide_part_too() -> None:
         ),
         (
             {"sparse_optimizer_groups": groups(wide=("wide", "torch.nn.Sequential", {}))},
-            "sparse_optimizer_groups.wide.optimizer is torch.nn.Sequential, which is not a hotbed.optim.Sparse",
+            "sparse_optimizer_groups.wide.optimizer is torch.nn.Sequential, expected a hotbed.optim.Sparse",
         ),
         (
             {"dense_optimizer_groups": dense_groups(a=("botom", *DENSE_SGD))},
-            "dense_optimizer_groups.a: 'botom' matches no parameter; parameters are ",
+            "dense_optimizer_groups.a: 'botom' matches no parameter. The parameters are ",
         ),
         (
             {"dense_optimizer_groups": dense_groups(a=("*.bias", *DENSE_SGD), b=("top", *DENSE_SGD))},
@@ -359,3 +362,47 @@ def test_ids_that_both_parts_met_are_counted_once() -> None:
     model(Batch(sparse=Jagged.from_dict(ids), dense=torch.zeros(3, planted.DENSE)))
     assert bad_ids(model) == {"user": 2, "page": 1}
     assert model.embeddings.bad_ids == {"user": 2, "page": 1}
+
+
+# -- Protects: a run whose tables have several optimizers is saved, and goes on to the same bits.
+
+
+def test_only_a_trainer_with_a_wide_optimizer_has_its_parts() -> None:
+    without = ["model", "dense", "sparse", "dense_schedule", "sparse_schedule", "random", "position"]
+    assert list(trainer(with_wide=False).parts()) == without
+    assert set(trainer().parts()) == {*without, "wide", "wide_schedule"}
+
+
+class SaveAt(Callback):
+    def __init__(self, step: int, path: Path, recipe: dict[str, Any] | None = None) -> None:
+        self.step, self.path, self.recipe = step, path, recipe
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        if trainer.step == self.step:
+            save_checkpoint(self.path, trainer.parts(), step=trainer.step, recipe=self.recipe)
+
+
+def loader() -> Loader:
+    return Loader(InMemory(), "train", 64, shuffle=True, seed=4, window=2)
+
+
+def test_a_resumed_run_is_bit_identical_to_one_that_was_not_stopped(tmp_path: Path) -> None:
+    schedule = ScheduleRecipe(warmup_steps=8)
+    whole, rest = Losses(), Losses()
+    first = trainer(schedule=schedule, callbacks=[whole, SaveAt(4, tmp_path / "c")])
+    first.fit(loader())
+    second = trainer(replace(TRAIN, seed=5), schedule=schedule, callbacks=[rest])
+    load_checkpoint(tmp_path / "c", second.parts())
+    data = loader()
+    second.resume_data(data)
+    second.fit(data)
+    assert len(rest.losses) == 6
+    assert whole.losses[4:] == rest.losses
+    for name, tensor in first.model.state_dict().items():
+        assert torch.equal(tensor, second.model.state_dict()[name]), name
+
+
+def test_a_checkpoint_without_the_wide_optimizer_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", trainer(with_wide=False).parts())
+    with pytest.raises(CheckpointError, match="has no part 'wide'"):
+        load_checkpoint(tmp_path / "c", trainer().parts())

@@ -1,4 +1,4 @@
-"""``--resume`` and ``--init_from``: where a run goes on, what it begins with, and what is left of it."""
+"""Tests of resumed runs and damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 from hotbed.batch import Batch
-from hotbed.checkpoint import checkpoints_in, directory, find_checkpoint, runs_in, save_checkpoint
+from hotbed.checkpoint import checkpoints_in, differential, directory, find_checkpoint, runs_in, save_checkpoint
+from hotbed.checkpoint.manifest import base_of
 from hotbed.cli.main import main
 from hotbed.nn import DLRM
 from hotbed.train import Trainer
 from hotbed.train.directory_lease import lock
 from hotbed.train.step import TrainingStep
 from tests.cli.cases import Output, refused, train
+
+# -- ``--resume`` and ``--init_from``: where a run goes on, what it begins with, and what is left of it.
 
 AUTO = ["--resume", "auto"]
 OFTEN = ["--train.checkpoint_every", "3", "--train.keep_last", "9", "--train.log_every", "1"]
@@ -87,13 +90,13 @@ def test_a_run_that_is_finished_says_so_and_trains_nothing(
     recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, first, run = train(recipe, *AUTO)
-    assert "there is no checkpoint to go on from; a new run begins" in capsys.readouterr().err
+    assert "no checkpoint to resume; a new run starts" in capsys.readouterr().err
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "fit", None)
         status, again, _ = train(recipe, *AUTO)
     assert (status, again, runs(recipe)) == (0, first, [run])
     captured = capsys.readouterr()
-    assert f"{run} is finished: 19 steps are trained and tested, and nothing is left to train" in captured.err
+    assert f"{run} is finished after 19 steps" in captured.err
     assert "small: test, 300 samples" in captured.out
     status, shorter, _ = train(recipe, *AUTO, "--train.steps", "5")
     assert (status, shorter) == (0, first)
@@ -148,7 +151,7 @@ def test_another_recipe_and_a_run_that_is_running_are_refused(recipe: Path, kill
     with lock(directory(killed / "checkpoints")):
         assert "belongs to process" in refused(argv, capsys)
     message = refused([*argv[:-6], "--train.checkpoint", "none"], capsys)
-    assert "--resume auto needs checkpoints to go on from, but train.checkpoint is 'none'" in message
+    assert "--resume auto needs checkpoints, but train.checkpoint is 'none'" in message
     assert (runs(recipe), len(names(killed))) == ([killed], 3)
     assert train(recipe, *AUTO, *OFTEN)[0] == 0  # the claim ended with each of them
 
@@ -197,14 +200,12 @@ def test_under_torchrun_a_run_of_this_recipe_is_gone_on_with(recipe: Path, capsy
     status, _, run = train(recipe, *OFTEN)
     shown = capsys.readouterr().err
     assert (status, run) == (0, first)
-    assert "under torchrun, the newest run of this recipe is resumed (--resume none begins a new one)" in shown
+    assert "under torchrun, the newest run of this recipe is resumed (--resume none starts a new one)" in shown
     assert f"resumed from {first}/checkpoints/last-00000009 at step 9" in shown
     assert train(recipe, *OFTEN, "--train.seed", "1")[2] == other
     capsys.readouterr()
     assert train(recipe, *OFTEN)[2] == first
-    assert "nothing is left to train; raise train.steps or train.epochs to go on, or begin a new run" in (
-        capsys.readouterr().err
-    )
+    assert "Raise train.steps or train.epochs" in (capsys.readouterr().err)
     assert train(recipe, *OFTEN, "--resume", "none")[2] not in (first, other)
 
 
@@ -226,14 +227,14 @@ def test_under_torchrun_other_data_and_another_warm_start_are_other_runs(recipe:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--train.steps", "7"], "step 7 is reached and train.steps is 7; raise train.steps to go on"),
-        (["--train.epochs", "1"], "epoch 1 is over and train.epochs is 1; raise train.epochs to go on"),
+        (["--train.steps", "7"], "step 7 is reached and train.steps is 7; raise train.steps to continue"),
+        (["--train.epochs", "1"], "epoch 1 is over and train.epochs is 1; raise train.epochs to continue"),
     ],
 )
 def test_to_go_on_with_what_is_finished_is_refused(args: list[str], message: str, recipe: Path, capsys: Output) -> None:
     _, _, run = train(recipe, *args)
     found = refused(["train", str(recipe), "--out", str(recipe.parent / "runs"), *args, "--resume", str(run)], capsys)
-    assert "is of a run that is finished: " + message + "; hotbed eval tests it as it is" in found
+    assert "belongs to a finished run: " + message.strip("; ") in found
     assert runs(recipe) == [run]
 
 
@@ -246,7 +247,7 @@ def test_a_run_that_was_stopped_early_is_finished(
     _, summary, run = train(recipe, *early)
     assert summary["steps"] == 6
     argv = ["train", str(recipe), "--out", str(recipe.parent / "runs"), *early]
-    assert "2 evaluations in a row were no better and train.patience is 2; raise train.patience" in refused(
+    assert "2 evaluations in a row did not improve and train.patience is 2" in refused(
         [*argv, "--resume", str(run)], capsys
     )
     (run / "summary.json").unlink()
@@ -312,8 +313,8 @@ def test_ctrl_c_saves_and_ends_with_130_also_in_the_first_batch(recipe: Path, ca
     (run,) = runs(recipe)
     assert names(run) == ["last-00000001"]
     shown = capfd.readouterr().err
-    assert "hotbed: training ends after the step under way; Ctrl-C again ends it at once" in shown
-    assert f"stopped by a signal after step 1; go on with --resume {run}/checkpoints/last-00000001" in shown
+    assert "hotbed: training ends after the current step; Ctrl-C again ends it at once" in shown
+    assert f"stopped by a signal after step 1; resume with --resume {run}/checkpoints/last-00000001" in shown
 
 
 def test_a_signal_that_is_ignored_stays_ignored(recipe: Path) -> None:
@@ -334,3 +335,125 @@ def test_ctrl_c_outside_of_training_interrupts(recipe: Path, capsys: Output, mon
             assert main(argv) == 130
         assert capsys.readouterr().err == "hotbed: interrupted\n"
     assert not (recipe.parent / "runs").exists()
+
+
+# -- ``--resume auto`` where checkpoints are damaged, or lack what they need: what is taken, set aside or left alone.
+
+
+@pytest.fixture
+def half(recipe: Path) -> Path:
+    """The directory of a run that was killed after step 10, with checkpoints of steps 3, 6 and 9."""
+    train_until_killed(recipe, 10, *OFTEN, *AUTO)
+    (run,) = runs(recipe)
+    return run
+
+
+def file_of(checkpoint: Path, part: str) -> Path:
+    (file,) = checkpoint.glob(f"{part}-*.safetensors")
+    return file
+
+
+def damage(checkpoint: Path, part: str = "model") -> None:
+    file = file_of(checkpoint, part)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_not_taken_but_the_one_before_it(recipe: Path, half: Path, capsys: Output) -> None:
+    damage(half / "checkpoints" / "last-00000009")
+    (half / "checkpoints" / "last-00000010").mkdir()
+    (half / "checkpoints" / "last-00000010" / "model.safetensors").write_text("half")
+    (half / "checkpoints" / "last-00000002").mkdir()  # older ones are of no interest
+    capsys.readouterr()
+    status, summary, _ = train(recipe, *OFTEN, *AUTO)
+    shown = capsys.readouterr().err
+    assert status == 0
+    assert "warning: " in shown
+    assert "block 0 of 1" in shown
+    assert "last-00000009 is renamed to damaged-last-00000009-" in shown
+    assert "last-00000010 was never finished and is ignored" in shown
+    assert "last-00000002" not in shown
+    assert f"resumed from {half}/checkpoints/last-00000006 at step 6" in shown
+    assert names(half) == [f"last-{step:08d}" for step in (3, 6, 9, 12, 15, 18, 19)]
+    assert summary["test"] == train(recipe, "--name", "whole")[1]["test"]
+
+
+def test_differences_to_a_damaged_base_are_not_taken_but_the_full_one_before(
+    recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(differential, "MOST_SHARE", 10.0)
+    options = [*OFTEN, *AUTO, "--train.checkpoint_full_every", "2"]
+    train_until_killed(recipe, 16, *options)
+    (run,) = runs(recipe)
+    place = run / "checkpoints"
+    assert {name: base_of(directory(place / name)) for name in names(run)} == {
+        "last-00000003": None,
+        "last-00000006": "last-00000003",
+        "last-00000009": None,
+        "last-00000012": "last-00000009",
+        "last-00000015": None,
+    }
+    shutil.rmtree(place / "last-00000015")
+    file = file_of(place / "last-00000009", "tables")
+    damage(place / "last-00000009", "tables")
+    capsys.readouterr()
+    status, summary, _ = train(recipe, *options)
+    shown = capsys.readouterr().err
+    assert status == 0
+    for name in ("last-00000012", "last-00000009"):
+        assert f"{name} is renamed to damaged-{name}-" in shown
+    assert f"warning: {place}/last-00000009/{file.name}: block 0 of 1" in shown  # why the difference is not taken
+    assert f"resumed from {place}/last-00000006 at step 6" in shown
+    assert summary["test"] == train(recipe, "--name", "whole")[1]["test"]
+
+
+@pytest.mark.parametrize("how", ["text", "file", "bytes"])
+def test_what_counts_as_damage(how: str, recipe: Path, half: Path, capsys: Output) -> None:
+    place = half / "checkpoints" / "last-00000009"
+    if how == "text":
+        (place / "manifest.json").write_text((place / "manifest.json").read_text()[:-100])
+    elif how == "file":
+        file_of(place, "dense").unlink()
+    else:
+        file_of(place, "dense").write_bytes(b"")
+    assert train(recipe, *AUTO, *OFTEN)[0] == 0
+    assert "last-00000009 is renamed to damaged-last-00000009-" in capsys.readouterr().err
+
+
+def test_if_all_checkpoints_are_damaged_nothing_begins(recipe: Path, half: Path, capsys: Output) -> None:
+    for name in names(half):
+        damage(half / "checkpoints" / name)
+    argv = ["train", str(recipe), "--out", str(recipe.parent / "runs"), *AUTO, *OFTEN]
+    message = refused(argv, capsys)
+    assert f"all checkpoints in {half}/checkpoints are damaged: " in message
+    assert "its content has changed; " in message
+    assert message.endswith("Remove them to start a new run")
+    assert (runs(recipe), len(names(half))) == ([half], 3)
+
+
+@pytest.mark.parametrize("how", ["absent", "another"])
+def test_a_difference_whose_base_is_not_there_is_left_alone(
+    how: str, recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(differential, "MOST_SHARE", 10.0)
+    options = [*OFTEN, *AUTO, "--train.checkpoint_full_every", "3"]
+    train_until_killed(recipe, 10, *options)
+    (run,) = runs(recipe)
+    place = run / "checkpoints"
+    base, last = place / "last-00000003", place / "last-00000009"
+    assert base_of(directory(last)) == base.name
+    base.rename(place / "moved")
+    if how == "another":
+        save_checkpoint(base, {"model": nn.Linear(2, 2)})
+    before = {file.name: file.read_bytes() for file in last.iterdir()}
+    argv = ["train", str(recipe), "--out", str(recipe.parent / "runs"), *options]
+    message = refused(argv, capsys)
+    assert f"{last} is a difference to {base}" in message
+    assert ("which is gone; copy it to that place" if how == "absent" else "copy the checkpoints again") in message
+    assert {file.name: file.read_bytes() for file in last.iterdir()} == before
+    shutil.rmtree(base, ignore_errors=True)
+    (place / "moved").rename(base)
+    capsys.readouterr()
+    assert train(recipe, *options)[0] == 0
+    assert f"resumed from {last} at step 9" in capsys.readouterr().err

@@ -1,11 +1,13 @@
-"""Protects that retrieval has the negatives that a recipe asks for, corrected as published, on any number of ranks."""
+"""Tests of two-tower training, recall@k and nDCG@k, and refused recipes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,17 +17,19 @@ from torch import Tensor, nn
 
 import hotbed as hb
 from hotbed.comm import Link
-from hotbed.config import Recipe
+from hotbed.config import Component, Recipe
 from hotbed.data.items import ItemDraws
-from hotbed.errors import BatchError, SpecError
+from hotbed.errors import BatchError, DataError, HotbedError, RecipeError, SpecError
 from hotbed.nn import InBatchSoftmax, ItemFrequencies, TwoTower
 from hotbed.train.ranks.parallel import Ranks as TrainerRanks
-from hotbed.train.retrieval import CANDIDATE, LOG_DRAWN, Options, Retrieval
+from hotbed.train.retrieval import CANDIDATE, LOG_DRAWN, Retrieval, RetrievalOptions
 from hotbed.train.runs.build import build, open_source
 from hotbed.train.runs.loaders import training_loader
 from tests.ranks import Ranks
 from tests.train.planted import Losses
-from tests.train.retrieval_cases import MODEL, catalogue, learned, recipe_for
+from tests.train.retrieval_cases import MODEL, catalogue, learned, log, recipe_for
+
+# -- Protects that retrieval has the negatives that a recipe asks for, corrected as published, on any number of ranks.
 
 # -- the softmax -------------------------------------------------------------------------------------------------------
 
@@ -63,7 +67,7 @@ def test_what_a_softmax_cannot_be(temperature: float, hardest: int | None) -> No
 # -- candidates --------------------------------------------------------------------------------------------------------
 
 
-def retrieval(options: Options, *, corrected: bool = True, loss: nn.Module | None = None) -> Retrieval:
+def retrieval(options: RetrievalOptions, *, corrected: bool = True, loss: nn.Module | None = None) -> Retrieval:
     correction = ItemFrequencies(1 << 10, first=4.0) if corrected else None
     return Retrieval(options, loss or InBatchSoftmax(), correction, catalogue, TrainerRanks(nn.Linear(1, 1)))
 
@@ -78,8 +82,8 @@ BATCH = hb.Batch(
 
 
 def test_candidates_are_samples_without_a_user() -> None:
-    made = retrieval(Options(("item", "genre"), sampled=2, negatives="refused"))
-    found = made.prepared(BATCH, 3)
+    made = retrieval(RetrievalOptions(("item", "genre"), sampled=2, negatives="refused"))
+    found = made.prepare(BATCH, 3)
     drawn = catalogue().ids[ItemDraws(catalogue(), 0, by_popularity=False)(3, 2)].tolist()
     assert found.extra[CANDIDATE].tolist() == [
         [7, -1, 1],
@@ -100,16 +104,16 @@ def test_candidates_are_samples_without_a_user() -> None:
 
 def test_a_batch_whose_items_are_the_only_candidates_stays_as_it_is() -> None:
     without_labels = replace(BATCH, labels=None)
-    found = retrieval(Options(("item",))).prepared(without_labels, 1)
+    found = retrieval(RetrievalOptions(("item",))).prepare(without_labels, 1)
     assert found.sparse is without_labels.sparse
     assert (found.rows, found.positives) == (3, 3)
 
 
 def test_a_negative_that_is_no_item() -> None:
     bad = replace(BATCH, sparse=hb.Jagged.from_dict({**BATCH.sparse.to_dict(), "refused": [[], [3], []]}))
-    made = retrieval(Options(("item", "genre"), negatives="refused"))
-    with pytest.raises(BatchError, match=r"'refused' has a negative at sample 1 \(row 3 of its table\) that is none"):
-        made.prepared(bad, 1)
+    made = retrieval(RetrievalOptions(("item", "genre"), negatives="refused"))
+    with pytest.raises(BatchError, match=r"'refused' has an unknown negative at sample 1: got row 3"):
+        made.prepare(bad, 1)
 
 
 class _Kept(nn.Module):
@@ -129,22 +133,22 @@ class _Vectors(nn.Module):
 def test_the_correction_is_of_the_mixture() -> None:
     """Yang et al. 2020: how often an item is in a batch or drawn; batches so far are one, of items 7 and 2."""
     loss = _Kept()
-    made = retrieval(Options(("item", "genre"), sampled=2), loss=loss)
-    total = made(_Vectors(), made.prepared(BATCH, 3))
+    made = retrieval(RetrievalOptions(("item", "genre"), sampled=2), loss=loss)
+    total = made(_Vectors(), made.prepare(BATCH, 3))
     assert total.item() == 2 * 2  # samples with label 1
     assert loss.log_q is not None
     of_batches = 1 / (4.0 + 0.01 * (1 - 0 - 4.0))
     torch.testing.assert_close(loss.log_q.exp(), torch.full((5,), of_batches + 1.0))
-    made(_Vectors(), replace(made.prepared(BATCH, 4), weights=torch.tensor([3.0, 5.0, 1.0, 0.0, 0.0])))
-    plain = retrieval(Options(("item", "genre"), sampled=2), loss=loss, corrected=False)
-    assert plain(_Vectors(), plain.prepared(BATCH, 3)).item() == 4
+    made(_Vectors(), replace(made.prepare(BATCH, 4), weights=torch.tensor([3.0, 5.0, 1.0, 0.0, 0.0])))
+    plain = retrieval(RetrievalOptions(("item", "genre"), sampled=2), loss=loss, corrected=False)
+    assert plain(_Vectors(), plain.prepare(BATCH, 3)).item() == 4
     assert loss.log_q is None
 
 
 def test_weights_of_samples_count() -> None:
-    made = retrieval(Options(("item", "genre"), sampled=1), loss=_Kept())
+    made = retrieval(RetrievalOptions(("item", "genre"), sampled=1), loss=_Kept())
     weighted = replace(BATCH, weights=torch.tensor([3.0, 5.0, 0.5]))
-    assert made(_Vectors(), made.prepared(weighted, 1)).item() == 2 * 3.5
+    assert made(_Vectors(), made.prepare(weighted, 1)).item() == 2 * 3.5
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -235,7 +239,7 @@ def test_items_of_a_file_of_their_own_are_drawn(tmp_path: Path) -> None:
     pq.write_table(pa.table({"item": [41, 42], "genre": [[1], [2, 3]]}), tmp_path / "items.parquet")
     recipe = Recipe.from_dict(recipe_for(tmp_path, sampled=5, items=str(tmp_path / "items.parquet")))
     made: Any = build(recipe, source := open_source(recipe.data)).other_parts["retrieval"]
-    found = made.prepared(source.read("train", 0), 1)
+    found = made.prepare(source.read("train", 0), 1)
     assert set(found.extra[CANDIDATE][20:, 0].tolist()) <= {41, 42}
 
 
@@ -245,3 +249,117 @@ def test_the_model_is_called_with_fewer_users() -> None:
     batch = hb.Batch(sparse=hb.Jagged.from_dict({"user": [1, 2, 3], "item": [4, 5, 6]}))
     users, items = model(batch, vectors=True, users=2)
     torch.testing.assert_close((users, items), (model(batch, vectors=True)[0][:2], model(batch, vectors=True)[1]))
+
+
+# -- Protects that what does not go with retrieval is refused by a message that says what to change.
+
+
+def _labels(*names: str) -> Callable[[dict[str, Any]], None]:
+    def change(values: dict[str, Any]) -> None:
+        schema = values["data"]["source"]["init_args"]["schema"]
+        schema |= {"labels": list(names), "dense": [name for name in schema["dense"] if name not in names]}
+
+    return change
+
+
+def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(values: dict[str, Any]) -> None:
+        *folders, last = path.split(".")
+        for folder in folders:
+            values = values.setdefault(folder, {})
+        values[last] = value
+
+    return change
+
+
+REFUSED: list[tuple[Callable[[dict[str, Any]], None], type[HotbedError], str]] = [
+    (_labels("click", "age"), RecipeError, "retrieval is set, but there are the labels click, age"),
+    (_set("tasks", {"click": {"weight": 2}}), RecipeError, "tasks is set, but retrieval"),
+    (
+        _set("metrics", {"f1": {"class_path": "torchmetrics.F1"}}),
+        RecipeError,
+        "metrics is set, but retrieval",
+    ),
+    (
+        _set("hot", {"batches": "split", "rows": "hot_rows.json"}),
+        RecipeError,
+        "hot.batches is 'split', but retrieval",
+    ),
+    (_set("parallel.reader", "owners"), RecipeError, "parallel.reader is 'owners', but retrieval"),
+    (
+        _set("retrieval.negatives", "refusd"),
+        RecipeError,
+        r"retrieval.negatives: got 'refusd', .*did you mean",
+    ),
+    (_set("retrieval.negatives", "genre"), RecipeError, "with table 'genre', expected table"),
+    (_set("retrieval.sampled", -1), RecipeError, "retrieval.sampled: got -1, expected at least 0"),
+    (
+        _set("retrieval.sampled_by", "rank"),
+        RecipeError,
+        "retrieval.sampled_by: got 'rank', expected one of uniform, pop",
+    ),
+    (_set("retrieval.k", []), RecipeError, r"retrieval.k: got \[\], expected a list of numbers of items"),
+    (_set("retrieval.k", [0]), RecipeError, "retrieval.k: got 0, expected at least 1"),
+    (_set("retrieval.k", [5, 5]), RecipeError, r"retrieval.k is \[5, 5\], which names a number twice"),
+    (
+        _set("retrieval", {"items": "items.parquet", "sampled": 4, "sampled_by": "popularity"}),
+        RecipeError,
+        "retrieval.items items.parquet does not say how often items are met",
+    ),
+    (_set("retrieval.loss.class_path", "torch.nn.Nothing"), RecipeError, "retrieval.loss: module 'torch.nn' has no"),
+    (_set("retrieval.loss.class_path", "hotbed.data.Schema"), RecipeError, "retrieval.loss: hotbed.data.Schema"),
+    (
+        _set(
+            "retrieval.correction",
+            {"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}},
+        ),
+        RecipeError,
+        "retrieval.correction: torch.nn.Linear has parameters, which no optimizer trains",
+    ),
+    (
+        _set("model", {"class_path": "hotbed.nn.DeepFM", "init_args": {"top": [1]}}),
+        RecipeError,
+        "retrieval is set, but DeepFM",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
+def test_what_does_not_go_with_retrieval(
+    change: Callable[[dict[str, Any]], None], kind: type[HotbedError], message: str, tmp_path: Path
+) -> None:
+    values = recipe_for(tmp_path)
+    change(values)
+    with pytest.raises(kind, match=message):
+        recipe = Recipe.from_dict(values)
+        build(recipe)
+
+
+def test_labels_that_are_all_0(tmp_path: Path) -> None:
+    values = recipe_for(tmp_path)
+    table = log()
+    zeros = pa.array(np.zeros(len(table), np.float32))
+    pq.write_table(table.set_column(table.column_names.index("click"), "click", zeros), values["data"]["path"])
+    recipe = Recipe.from_dict(values)
+    with pytest.raises(DataError, match="no label 'click' of the train split is 1"):
+        build(recipe)
+
+
+def test_labels_that_are_all_1_and_none_are_trained_on(tmp_path: Path) -> None:
+    values = recipe_for(tmp_path)
+    table = log()
+    ones = pa.array(np.ones(len(table), np.float32))
+    table = table.set_column(table.column_names.index("click"), "click", ones)
+    pq.write_table(table, values["data"]["path"], row_group_size=20)
+    of_ones = learned(None, values)
+    _labels()(values)
+    without = learned(None, values)
+    assert of_ones[0] == without[0]
+
+
+def test_components_of_strangers_are_not_trusted(tmp_path: Path) -> None:
+    from hotbed.config import check_trust
+
+    values = recipe_for(tmp_path, loss=Component(class_path="theirs.Loss").__dict__)
+    with pytest.raises(RecipeError, match=r"retrieval\.loss of the recipe in here is theirs\.Loss"):
+        check_trust(Recipe.from_dict(values), "here", trusted=False)

@@ -24,7 +24,7 @@ from hotbed.config import Component, Recipe
 from hotbed.config.validation import monitored
 from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError
 from hotbed.train import retrieval
-from hotbed.train.retrieval import FoundMetrics, evaluate_found, places_of, source_of_items
+from hotbed.train.retrieval import RetrievalMetrics, evaluate_retrieval, hit_positions, source_of_items
 from hotbed.train.runs.build import build, open_source
 from hotbed.train.runs.callbacks import BestSoFar
 from hotbed.train.runs.loaders import evaluation_loader
@@ -48,7 +48,7 @@ def test_places_are_those_of_a_sort(users: int, items: int, most: int, seed: int
     before = retrieval._USERS, retrieval._ITEMS
     retrieval._USERS, retrieval._ITEMS = 3, 7
     try:
-        found = places_of(u, v, own, most)
+        found = hit_positions(u, v, own, most)
     finally:
         retrieval._USERS, retrieval._ITEMS = before
     order = np.argsort(-(u.double().numpy() @ v.double().numpy().T), axis=1)
@@ -131,7 +131,7 @@ def test_items_of_a_file_of_their_own_are_searched(tmp_path: Path) -> None:
     pq.write_table(more, tmp_path / "items.parquet")
     assert measured(None, recipe_of(tmp_path, items=str(tmp_path / "items.parquet")))["items"] == len(items) + 2
     pq.write_table(more.slice(1), tmp_path / "fewer.parquet")
-    with pytest.raises(DataError, match=r"of the split have an item that is none of the .* of retrieval\.items"):
+    with pytest.raises(DataError, match=r"samples have an item that is not among the .* of retrieval\.items"):
         measured(None, recipe_of(tmp_path, items=str(tmp_path / "fewer.parquet")))
 
 
@@ -139,14 +139,14 @@ def test_items_of_a_file_need_parquet(tmp_path: Path) -> None:
     recipe = Recipe.from_dict(recipe_of(tmp_path))
     source = open_source(recipe.data)
     other = replace(recipe, data=replace(recipe.data, source=Component(class_path="hotbed.data.SplitBinarySource")))
-    with pytest.raises(RecipeError, match=r"retrieval\.items is i\.parquet, which needs data of hotbed\.data\.Parquet"):
+    with pytest.raises(RecipeError, match=r"retrieval\.items is i\.parquet, but data\.source is"):
         source_of_items(other, source, "i.parquet", ["item"])
 
 
 def test_more_are_found_than_there_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hotbed"):
         found = measured(None, recipe_for(tmp_path, k=[2, 500]))
-    assert "retrieval.k has 500, and there are" in caplog.text
+    assert "retrieval.k is 500, but there are" in caplog.text
     assert found["recall@500"] == 1
 
 
@@ -156,7 +156,7 @@ def test_without_a_positive_there_is_nothing_to_measure(tmp_path: Path) -> None:
     batch = source.read("train", 0)
     assert batch.labels is not None
     batch.labels.zero_()
-    with pytest.raises(BatchError, match="there is no positive sample to find an item for: no label is 1"):
+    with pytest.raises(BatchError, match="no sample is positive"):
         trainer.evaluate([batch])
 
 
@@ -180,8 +180,9 @@ def test_recall_tells_the_best_evaluation(tmp_path: Path) -> None:
     best = BestSoFar("recall")
     nothing: Any = {"auc": math.nan, "logloss": math.nan, "normalized_entropy": math.nan, "calibration": math.nan}
 
-    def found(small: float, large: float) -> FoundMetrics:
-        return FoundMetrics(samples=9, items=9, **nothing, others={"recall@1": small, "recall@5": large, "ndcg@5": 0.9})
+    def found(small: float, large: float) -> RetrievalMetrics:
+        others = {"recall@1": small, "recall@5": large, "ndcg@5": 0.9}
+        return RetrievalMetrics(samples=9, items=9, **nothing, others=others)
 
     assert [best.improved(found(*pair)) for pair in ((0.1, 0.3), (0.9, 0.2), (0.0, 0.4))] == [True, False, True]
     assert found(0.1, 0.3).curves("valid") == {"valid/recall@1": 0.1, "valid/recall@5": 0.3, "valid/ndcg@5": 0.9}
@@ -230,7 +231,7 @@ def test_other_data_are_searched_among_all_items(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     assert main(asked) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "few.parquet and those that the model was trained with, which cannot be read (in the folder" in said
+    assert "items of the training data, which cannot be read (in the folder" in said
 
 
 def test_new_rows_need_no_negatives(tmp_path: Path) -> None:
@@ -248,12 +249,12 @@ def test_new_rows_need_no_negatives(tmp_path: Path) -> None:
     assert scores[0] == scores[1]
 
 
-def test_evaluate_found_calls_back_after_each_batch(tmp_path: Path) -> None:
+def test_evaluate_retrieval_calls_back_after_each_batch(tmp_path: Path) -> None:
     recipe = Recipe.from_dict(recipe_of(tmp_path))
     trainer = build(recipe, source := open_source(recipe.data))
     made: Any = trainer.other_parts["retrieval"]
     calls: list[Tensor | None] = []
-    evaluate_found(
+    evaluate_retrieval(
         trainer.model, [source.read("train", 0)] * 2, made.items, made.options, finished=lambda: calls.append(None)
     )
     assert len(calls) == 3

@@ -25,7 +25,7 @@ def test_any_rank_may_be_asked_for_a_checkpoint_and_to_stop(launcher: Launcher, 
     asked, last = checkpoints_in(saved)
     step = verify_checkpoint(last).step
     assert 5 < verify_checkpoint(asked).step < step
-    message = f"hotbed: stopped by a signal after step {step:,}; go on with --resume {last}"
+    message = f"hotbed: stopped by a signal after step {step:,}; resume with --resume {last}"
     assert message in started.text(0, "err")
     assert "stopped" not in started.text(1, "err") + started.text(2, "err")
     assert not (the_run(tmp_path) / "summary.json").exists()
@@ -48,7 +48,8 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint_and_a_second_one_at_once(
             started.send(rank, signal.SIGINT)
         assert started.wait() == [130, 130]
     (checkpoint,) = checkpoints_in(the_run(tmp_path) / "checkpoints")
-    message = f"stopped by a signal after step {verify_checkpoint(checkpoint).step:,}; go on with --resume {checkpoint}"
+    step = verify_checkpoint(checkpoint).step
+    message = f"stopped by a signal after step {step:,}; resume with --resume {checkpoint}"
     assert message in started.text(0, "err")
     model = ["--model.class_path", "tests.train.rank_models.Compiles", "--name", "twice"]
     with launcher.start(tmp_path / "twice", 2, *options, *model) as started:

@@ -40,15 +40,15 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wait
 
 def test_busy_cores_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     text = said(monkeypatch, caplog, [1.0, 1.0, 9.5, 20.0])
-    assert text.count("waited 8.5 s") == text.count("other work keeps the cores busy") == 1
-    assert "set OMP_NUM_THREADS to the number of cores that are free" in text
+    assert text.count("waited 8.5 s") == text.count("other processes keep the cores busy") == 1
+    assert "set OMP_NUM_THREADS to the number of free cores" in text
 
 
 def test_long_spins_on_busy_cores_are_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(machine, "TORCH_CAME_FIRST", True)
     text = said(monkeypatch, caplog, [1.0, 9.5, 20.0])
-    assert text.count("other work keeps the cores busy") == 1
-    assert "import hotbed before torch, or set GOMP_SPINCOUNT=3000 KMP_BLOCKTIME=1" in text
+    assert text.count("other processes keep the cores busy") == 1
+    assert "Import hotbed before torch, or set GOMP_SPINCOUNT=3000 KMP_BLOCKTIME=1" in text
 
 
 def test_idle_cores_and_single_threads_are_no_reason_to_warn(
@@ -72,7 +72,7 @@ def test_more_threads_than_cores_are_said_when_training_starts(caplog: pytest.Lo
     torch.set_num_threads(8)
     with caplog.at_level(logging.WARNING):
         planted.trainer(TrainRecipe(batch_size=64, device="cpu", steps=1)).fit(planted.batches(1))
-    assert "torch computes on 8 threads, but this process may use 4 cores" in caplog.text
+    assert "torch uses 8 threads, but this process may use 4 cores" in caplog.text
     assert "set OMP_NUM_THREADS=4" in caplog.text
 
 

@@ -82,7 +82,7 @@ def test_a_generator_works_for_one_epoch_and_says_so_in_the_second() -> None:
     trainer = planted.trainer(RECIPE)
     trainer.fit(iter(planted.batches(3)))
     assert (trainer.step, trainer.steps_total) == (3, None)
-    with pytest.raises(BatchError, match="epoch 1 has no batch; a generator can be iterated once only"):
+    with pytest.raises(BatchError, match=r"epoch 1 has no batch\. Pass"):
         planted.trainer(replace(RECIPE, epochs=2)).fit(iter(planted.batches(3)))
 
 
@@ -137,7 +137,7 @@ def test_the_loss_is_torchs_mean_and_weights_do_not_change_the_divisor() -> None
 
 def test_logits_of_another_shape_and_missing_labels_are_refused() -> None:
     batch = planted.batches(1, size=6)[0]
-    with pytest.raises(BatchError, match=r"logits \[6\], but the labels are \[6, 1\]"):
+    with pytest.raises(BatchError, match=r"logits \[6\], expected one per label \[6, 1\]"):
         fixed(torch.zeros(6)).loss(batch)
     with pytest.raises(BatchError, match="no labels"):
         fixed(torch.zeros(6, 1)).loss(replace(batch, labels=None))
@@ -172,7 +172,7 @@ def test_with_a_fall_per_epoch_the_first_epoch_of_two_is_the_run_of_one() -> Non
 
 def test_a_fall_per_epoch_needs_to_know_the_steps_of_an_epoch() -> None:
     trainer = planted.trainer(RECIPE, schedule=ScheduleRecipe(decay_share=0.5))
-    with pytest.raises(RecipeError, match=r"decay_share needs batches with a len\(\); give a Loader or a list"):
+    with pytest.raises(RecipeError, match=r"decay_share needs batches with a len\(\)"):
         trainer.fit(iter(planted.batches(2)))
 
 
@@ -259,7 +259,7 @@ def stopped(batch: Batch, trainer: Trainer, message: str) -> None:
     trainer.callbacks.append(Before())
     with pytest.raises(NonFiniteError, match=message) as caught:
         trainer.fit([*planted.batches(2), batch])
-    assert "in step 3 (epoch 0, batch 2 of it)" in str(caught.value)
+    assert "in step 3 (epoch 0, batch 2)" in str(caught.value)
     for name, tensor in trainer.model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 
@@ -306,7 +306,7 @@ def test_overflow_with_good_inputs_says_what_to_try() -> None:
     trainer = planted.trainer(RECIPE, lr=0.0)
     with torch.no_grad():
         trainer.model.top[-1].bias.fill_(1e38)  # type: ignore[union-attr,operator,index]
-    with pytest.raises(NonFiniteError, match="Try a lower lr of the sparse or dense optimizer, a longer schedule"):
+    with pytest.raises(NonFiniteError, match="values inside the model overflow"):
         trainer.fit(planted.batches(1))
 
 

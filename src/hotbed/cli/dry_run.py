@@ -27,11 +27,11 @@ from hotbed.specs import Table
 from hotbed.store.memory import available_bytes
 from hotbed.train.numerics import resolve_device
 from hotbed.train.parameter_groups import moments_by_table, sparse_components
-from hotbed.train.ranks.process_group import started
+from hotbed.train.ranks.process_group import read_world
 from hotbed.train.runs.build import new_model, open_source
 from hotbed.train.runs.idle_settings import idle_settings
 from hotbed.train.runs.memory_estimate import Forecast
-from hotbed.train.runs.plan_search import planned
+from hotbed.train.runs.plan_search import plan_recipe
 from hotbed.train.runs.report import size
 
 _BAR = 20
@@ -105,7 +105,7 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
     tables = plan_tables(model)
     moments = moments_by_table(model, recipe)
     parameters = list(model.parameters())
-    plan = planned(model, recipe, started().size, source)
+    plan = plan_recipe(model, recipe, read_world().size, source)
     entries = [_table_plan(table, plan, device.type, moments[table.name]) for table in tables]
     return {
         "tables": entries,
@@ -146,7 +146,7 @@ def _free(device: torch.device, directory: str | None) -> dict[str, int | None]:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     host = available_bytes(torch.device("cpu"))
     if host is not None:
-        host += resident_bytes() * started().local_size
+        host += resident_bytes() * read_world().local_size
     found = {"host": host, "disk": shutil.disk_usage(there).free}
     return found | {"device": available_bytes(device)} if device.type == "cuda" else found
 

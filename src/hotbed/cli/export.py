@@ -50,7 +50,7 @@ def run(parsed: Namespace) -> None:
 
 
 def _exported(parsed: Namespace) -> dict[str, Any]:
-    from hotbed.train.runs.model_export import described, export_model
+    from hotbed.train.runs.model_export import describe_export, export_model
     from hotbed.train.runs.report import StageProgress
 
     since = parsed.since if parsed.since is None or parsed.since.isdecimal() else location(parsed.since)
@@ -64,7 +64,7 @@ def _exported(parsed: Namespace) -> dict[str, Any]:
             trust_recipe=parsed.trust_recipe,
             progress=lambda done, total: progress("export", done, total),
         )
-    made = described(manifest)
+    made = describe_export(manifest)
     what = f"the model of step {made['step']:,}" if since is None else _changes(made)
     console().print(f"{target}: {what}, {sum(made['files'].values()):,} bytes", soft_wrap=True, highlight=False)
     return made

@@ -40,7 +40,7 @@ from hotbed.plan.simulation.sweep import RANKS, Point, Sweep, assumed_range, ela
 from hotbed.plan.simulation.timeline import chrome_trace
 from hotbed.plan.step_time import estimate_step, parts_of_busiest, terms_of
 from hotbed.train.runs.build import new_model, open_source
-from hotbed.train.runs.plan_search import hardware_of, plan_or_schemes, searched, searched_ranks
+from hotbed.train.runs.plan_search import find_plan, find_ranks, hardware_of, plan_or_schemes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ def chosen_ranks(
     source = open_source(recipe.data)
     schemes = _schemes_of(recipe)
     options: dict[str, Any] = {"schemes": schemes, "others": "auto", "price": price}
-    chosen = searched_ranks(_model_of(recipe, source), recipe, ranks, replicas, source, **options)
+    chosen = find_ranks(_model_of(recipe, source), recipe, ranks, replicas, source, **options)
     rows = [
         [
             str(tried.ranks),
@@ -186,7 +186,7 @@ def found_plan(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
     if isinstance(given, str) and given != "auto":
         try:
             source = open_source(recipe.data)
-            own = searched(_model_of(recipe, source), recipe, ranks // recipe.parallel.replicas, source)
+            own = find_plan(_model_of(recipe, source), recipe, ranks // recipe.parallel.replicas, source)
             others[given] = estimate_step(own.plan, own.costs, own.model).seconds
         except PlanError:
             others[given] = float("inf")
@@ -230,7 +230,7 @@ def plan_for(recipe: Recipe, ranks: int, hardware: Hardware | None = None) -> Fo
         raise RecipeError(f"--ranks is {ranks}, must be a multiple of parallel.replicas {count}, and at least 1")
     source = open_source(recipe.data)
     model, schemes = _model_of(recipe, source), _schemes_of(recipe)
-    return searched(model, recipe, ranks // count, source, schemes=schemes, others="auto", hardware=hardware)
+    return find_plan(model, recipe, ranks // count, source, schemes=schemes, others="auto", hardware=hardware)
 
 
 def _schemes_of(recipe: Recipe) -> Schemes:

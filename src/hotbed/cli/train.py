@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(parsed: Namespace) -> None:
     """Train, or say what that would take."""
-    from hotbed.train.ranks.process_group import process_group, started
+    from hotbed.train.ranks.process_group import process_group, read_world
     from hotbed.train.runs.report import RunDirectory, print_summary
     from hotbed.train.runs.run import train
 
@@ -41,7 +41,7 @@ def run(parsed: Namespace) -> None:
         from hotbed.cli.dry_run import memory_plan, print_memory_plan
 
         plan = memory_plan(recipe)
-        if started().rank == 0:
+        if read_world().rank == 0:
             print_memory_plan(console(), plan)
             write_json(parsed.json, plan)
         return

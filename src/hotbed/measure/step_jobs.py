@@ -45,7 +45,7 @@ from hotbed.plan.schemes import schemes_from
 from hotbed.plan.search import make_plan
 from hotbed.plan.workload import Workload
 from hotbed.specs import Feature, RowDtype, Table
-from hotbed.train.ranks.process_group import Started, process_group
+from hotbed.train.ranks.process_group import TorchrunWorld, process_group
 from hotbed.train.runs.plan_search import count_dense_part
 
 DENSE_FEATURES = 13
@@ -197,7 +197,7 @@ def run_request(request: Mapping[str, Any]) -> dict[str, Any]:
         return _timed(request, here)
 
 
-def _timed(request: Mapping[str, Any], here: Started) -> dict[str, Any]:
+def _timed(request: Mapping[str, Any], here: TorchrunWorld) -> dict[str, Any]:
     """Time jobs, layers and codecs; models are gone when it returns, and what they have threads for."""
     repeats = range(request["repeats"])
     runs = [JobRun(StepJob.from_dict(job), here.rank, here.size, request) for job in request["jobs"]]

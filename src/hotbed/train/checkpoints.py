@@ -1,7 +1,7 @@
 """Write a run's checkpoints, one at a time, into a directory that is locked for this run.
 
-`Saver` saves what a trainer gives it; when that is done, and which checkpoints stay, is decided by the callbacks
-`KeepLast` and `KeepBest`. What keeps other runs out of the directory is in `lease.py`.
+The callbacks `KeepLast` and `KeepBest` decide when `Saver` saves, and which checkpoints are kept.
+`hotbed.train.directory_lease` keeps other runs out of the directory.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Saver:
         self._waited_s = 0.0
         self._is_waiting = False
         self._locks: dict[str, DirectoryLock] = {}
-        # of every checkpoint that this rank has written: step, path, bytes, seconds and stalled_s (delay of training);
-        # with full_every also base, None for a full one
+        # Checkpoints of this rank: step, path, bytes, seconds and stalled_s (delay of training). With full_every also
+        # base, which is None for full checkpoints.
         self.records: list[dict[str, Any]] = []
 
     def lock(self, where: Directory, *, remove_unfinished: bool = False) -> None:
         """Lock a directory for this run until `release`; all ranks must call this.
 
-        ``remove_unfinished`` also removes what killed runs left there without a manifest.
+        ``remove_unfinished`` also removes checkpoints without a manifest, which killed runs have left.
         """
         with self._ranks.together(f"use {where}"):
             if self._ranks.is_first and where.path not in self._locks:
@@ -60,11 +60,11 @@ class Saver:
                 _remove_unfinished(where, self._locks[where.path])
 
     def check(self) -> None:
-        """Raise `NotOursError` if a directory that is locked was taken over by another run."""
+        """Raise `NotOursError` if another run has taken over a locked directory."""
         _check(self._locks.values())
 
     def release(self) -> None:
-        """Unlock the directories; a checkpoint that is still being written is not published then."""
+        """Unlock the directories; a checkpoint that is still being written will not be published."""
         for held in self._locks.values():
             held.__exit__()
         self._locks.clear()
@@ -76,10 +76,14 @@ class Saver:
         recipe: Recipe,
         *,
         background: bool,
-        then: Callable[[], None] | None = None,  # called on the first rank when the checkpoint is complete
-        may_exist: bool = False,  # save nothing if the checkpoint exists
+        then: Callable[[], None] | None = None,
+        may_exist: bool = False,
     ) -> None:
-        """Save the present state, once the checkpoint before is written; all ranks must call this."""
+        """Save the current state after the previous checkpoint is written; all ranks must call this.
+
+        The first rank calls ``then`` when the checkpoint is complete. With ``may_exist``, an existing checkpoint is
+        kept.
+        """
         with self._clock.paused(), self.waited_for():
             start = time.perf_counter()
             self.finish()
@@ -89,7 +93,7 @@ class Saver:
                 exists = may_exist and self._ranks.is_first and place.has(MANIFEST)
             if any(self._ranks.add(exists)):
                 return
-            check = partial(_check, tuple(self._locks.values()))  # as they are now, also after `release`
+            check = partial(_check, tuple(self._locks.values()))  # the current locks, even after `release`
             with self._ranks.together(f"write to {place}"):
                 check()
             self._step = step
@@ -112,18 +116,18 @@ class Saver:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether training waits for a checkpoint at present, however long that takes."""
+        """Whether training currently waits for a checkpoint."""
         return self._is_waiting or (self._saving is not None and self._saving.holds_up)
 
     def poll(self) -> None:
-        """Report the checkpoint if this rank has written its files; raise what went wrong here."""
+        """Report the checkpoint if this rank has written its files; raise errors of writing."""
         for held in self._locks.values():
             held.check_renewals()
         if self._saving is not None and not self._saving.under_way:
             self._record(self._saving)
 
     def finish(self) -> None:
-        """Wait for the checkpoint under way; all ranks must call this."""
+        """Wait for the current checkpoint; all ranks must call this."""
         saving = self._saving
         if saving is not None:
             with self.waited_for():
@@ -133,7 +137,7 @@ class Saver:
 
     @contextmanager
     def waited_for(self) -> Generator[None]:
-        """Say that training waits for a checkpoint while the body runs."""
+        """Set `is_waited_for` while the body runs."""
         before, self._is_waiting = self._is_waiting, True
         try:
             yield
@@ -141,7 +145,7 @@ class Saver:
             self._is_waiting = before
 
     def abandon(self) -> None:
-        """Let the checkpoint under way be written where training has failed."""
+        """Let the current checkpoint be written after training has failed."""
         if self._saving is not None:
             with self.waited_for():
                 self._saving.abandon()
@@ -167,44 +171,44 @@ def _check(locks: Iterable[DirectoryLock]) -> None:
 
 
 def refuse_other_checkpoints(where: Directory, resumed: Directory | None) -> None:
-    """Raise `CheckpointError` if a directory holds checkpoints that a new run would mix its own with.
+    """Raise `CheckpointError` if a directory holds checkpoints of another run.
 
-    A run that goes on from one of them, ``resumed``, may use it if none is newer.
+    A run that is ``resumed`` from the newest of them may use it.
     """
     existing = checkpoints_in(where)
     if not existing:
         return
-    here = [c for c in existing if resumed is not None and are_same(resumed, c)]
-    if not here:
+    found = [c for c in existing if resumed is not None and are_same(resumed, c)]
+    if not found:
         raise CheckpointError(
-            f"{where} holds checkpoints of another run, up to {existing[-1].name}; go on from them with "
-            f"--resume {where}, or choose another train.checkpoint_dir"
+            f"{where} holds checkpoints of another run, up to {existing[-1].name}. Resume them with --resume {where}, "
+            f"or choose another train.checkpoint_dir"
         )
-    newer = [c.name for c in existing if step_of(c) > step_of(here[0])]
+    newer = [c.name for c in existing if step_of(c) > step_of(found[0])]
     if newer:
         raise CheckpointError(
-            f"{where} holds checkpoints that are newer than {here[0].name}: {', '.join(newer)}; remove them, go on "
-            "from the newest, or choose another train.checkpoint_dir"
+            f"{where} holds checkpoints newer than {found[0].name}: {', '.join(newer)}. Remove them, resume the "
+            "newest, or choose another train.checkpoint_dir"
         )
 
 
 def are_same(a: Directory, b: Directory) -> bool:
-    """Tell whether two directories are one, however they are written."""
+    """Return whether two paths name the same directory."""
     if isinstance(a, LocalDirectory) and isinstance(b, LocalDirectory):
         return a.root.resolve() == b.root.resolve()
     return a.path == b.path
 
 
 def remove_checkpoint(place: Directory) -> None:
-    """Remove a checkpoint, the manifest first, so that no part of it is taken for all."""
+    """Remove a checkpoint, manifest first, so that no remainder looks complete."""
     place.remove(MANIFEST)
     place.remove_all()
 
 
 def set_aside(place: Directory) -> str:
-    """Give a damaged checkpoint a name under which no run finds it; say what was done.
+    """Rename a damaged checkpoint so that no run finds it, and return what was done.
 
-    Object stores cannot rename: there it is removed, since the step is saved again under its name.
+    Object stores cannot rename, so it is removed there; the run saves the step again under its name.
     """
     if not isinstance(place, LocalDirectory):
         remove_checkpoint(place)
@@ -215,10 +219,10 @@ def set_aside(place: Directory) -> str:
 
 
 def _remove_unfinished(where: Directory, held: DirectoryLock) -> None:
-    """Remove checkpoints without a manifest: killed runs were writing or removing them."""
+    """Remove checkpoints without a manifest, which killed runs have left."""
     for name in where.names():
         folder = where / name
         if NAME.fullmatch(name) and not folder.has(MANIFEST):
             held.check()
             folder.remove_all()
-            _log.info("removed %s, which was never finished", folder)
+            _log.info("removed the unfinished checkpoint %s", folder)

@@ -1,17 +1,15 @@
-"""Capture training steps in CUDA graphs, and replay them: a few calls of the host instead of those of every kernel.
+"""Capture training steps in CUDA graphs and replay them, so that the host makes a few calls instead of one per kernel.
 
-A captured step is two graphs, one behind the other: *forward* to the loss, which goes to the host, and *the rest*,
-backward and the updates of all optimizers. Between them lies the event by which the host knows that the loss has
-arrived, so it prepares the next step while the device computes the rest of this one, as without graphs. Ids are grouped
-for the updates in a second stream, beside the forward pass (`hotbed.embed.beside`).
+A captured step is two graphs: *forward* ends with the copy of the loss to the host, *rest* is the backward pass and all
+updates. An event between them tells the host that the loss has arrived. So the host prepares the next step while the
+device computes the rest of this one. Ids are grouped for updates on a second stream (`hotbed.embed.beside`).
 
-A graph repeats kernels on the same memory with the same numbers. So whatever differs from step to step is in the
-device's memory before it runs (`Rates`, `copy_of`): the batch is copied into buffers of its size class
-(`hotbed.train.size_classes`), hyperparameters are written where kernels read them, counts of steps are counted there.
-Whatever else a step depends on is compared before each replay (`StepGraph._alike`): where it is another, another step
-is captured, after a few that are not.
+A graph repeats its kernels on the same memory with the same arguments. So the values that differ from step to step are
+written to device memory before each replay: the batch into buffers of its size class (`SizeClasses`), learning rates
+into tensors (`Rates`). All other inputs of a step are compared before each replay (`StepGraph._key_of`). If they
+differ, the step runs without a graph, and another graph is captured after a few such steps.
 
-Steps that cannot be captured are taken as ever; `StepGraph.begin` says why.
+`StepGraph.begin` reports why the steps of a run cannot be captured; they then run without graphs.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -38,45 +36,109 @@ from hotbed.embed.beside import grouping_beside
 from hotbed.embed.ids import claims
 from hotbed.errors import BatchError, RecipeError
 from hotbed.jagged import Jagged
+from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.nn import MLP
 from hotbed.optim import SparseOptimizer
 from hotbed.store import DenseStore
 from hotbed.torch_private import hooks_of
-from hotbed.train.step import Pending, TrainingStep
+from hotbed.train.step import QueuedStep, TrainingStep
+
+WARM_UP = 3
+"""Equal steps that run without a graph before one is captured, because they compile kernels and allocate buffers."""
+MOST = 16
+"""Captured steps that are kept; the least recently used one is dropped first."""
+MOST_SEEN = 1000
+"""Limit of the counter of distinct steps, which is cleared beyond it."""
+STEPS = 8
+"""Size classes between two powers of two; padding is at most an eighth."""
+
+_log = logging.getLogger("hotbed")
+
+
+def size_class(count: int) -> int:
+    """Round a number up to a size class."""
+    step = 1 << max((count - 1).bit_length() - STEPS.bit_length(), 0) if count > STEPS else 1
+    return max(-(-count // step) * step, STEPS)
+
+
+class SizeClasses:
+    """Pad the ids of ragged features to size classes, so that batches seldom differ in shape.
+
+    Each feature gets the size class of its largest batch so far. Padding belongs to no bag, so no lookup and no update
+    reads it, and results are bit-identical.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        collections = [m for m in model.modules() if isinstance(m, EmbeddingCollection)]
+        self._pads = bool(collections) and all(t.dynamic is None for c in collections for t in c.tables.values())
+        self._jagged = {f.name for c in collections for f in c.features if not f.is_pooled and f.padding is None}
+        self._capacity: dict[str, int] = {}
+
+    def __call__(self, ids: Jagged) -> Jagged:
+        """Return padded ids; ``ids`` must be on the host."""
+        if not self._pads or ids.offsets is None or isinstance(ids, ModelParallelInput):
+            return ids
+        sizes = tuple(stop - start for start, stop in zip(ids.starts, ids.starts[1:], strict=False))
+        room = list(sizes)
+        for i, (name, size) in enumerate(zip(ids.names, sizes, strict=True)):
+            if ids.fixed[i] is None and name not in self._jagged:
+                room[i] = self._capacity[name] = max(self._capacity.get(name, 0), size_class(size))
+        if tuple(room) == sizes:
+            return ids
+        starts = tuple(accumulate(room, initial=0))
+
+        def pad(values: Tensor) -> Tensor:
+            out = torch.zeros(starts[-1], dtype=values.dtype, pin_memory=values.is_pinned())
+            for start, stop, first in zip(ids.starts, ids.starts[1:], starts, strict=False):
+                out[first : first + stop - start] = values[start:stop]
+            return out
+
+        padded = Jagged(
+            ids.names,
+            pad(ids.values),
+            batch_size=ids.batch_size,
+            fixed=ids.fixed,
+            offsets=ids.offsets,
+            weights=None if ids.weights is None else pad(ids.weights),
+            starts=starts,
+            sizes=sizes,
+        )
+        padded.mark_verified(ids.verified)  # the padding, id 0, is a row of every table
+        return padded
 
 
 class Rates:
-    """Learning rates of torch's optimizers, where kernels of a graph read them: in the device's memory."""
+    """Learning rates of torch's optimizers in device memory, where captured kernels read them."""
 
     def __init__(self, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         self._optimizers, self._device = [o for o in optimizers if not isinstance(o, SparseOptimizer)], device
         self._written: dict[tuple[int, int], tuple[float, Tensor]] = {}
 
     def _groups(self) -> Generator[tuple[tuple[int, int], dict[str, Any]]]:
-        """Yield what groups have a learning rate that is not on the device already."""
+        """Yield parameter groups with learning rates that are not on the device."""
         for i, optimizer in enumerate(self._optimizers):
             for j, group in enumerate(optimizer.param_groups):
                 if not isinstance(group["lr"], Tensor) or group["lr"].device != self._device:
                     yield (i, j), group
 
     def write(self) -> None:
-        """Write those that have changed."""
-        for place, group in self._groups():
+        """Write changed rates to the device."""
+        for key, group in self._groups():
             rate = float(group["lr"])
-            last = self._written.get(place)
+            last = self._written.get(key)
             if last is None:
                 last = rate, torch.full((), rate, dtype=torch.float32, device=self._device)
             elif last[0] != rate:
                 last[1].fill_(rate)
-            self._written[place] = rate, last[1]
+            self._written[key] = rate, last[1]
 
     @contextmanager
     def in_memory(self, *, capturing: bool = False) -> Generator[None]:
-        """Let optimizers read them there inside; everybody else has numbers."""
+        """Let optimizers read the tensors inside the context; outside of it, groups hold numbers."""
         groups = list(self._groups())
         before = [dict(group) for _, group in groups]
-        for place, group in groups:
-            group["lr"] = self._written[place][1]
+        for key, group in groups:
+            group["lr"] = self._written[key][1]
             if capturing and "capturable" in group:
                 group["capturable"] = True
         try:
@@ -87,28 +149,31 @@ class Rates:
 
 
 class _StaticIds(Jagged):
-    """Ids that a captured step reads."""
+    """Ids in the buffers of a captured step."""
 
     __slots__ = ()
 
     @override
     def __getitem__(self, name: str) -> Bags:
         if self.fixed[self.index(name)] is None:
-            raise BatchError(f"the model reads the ids of '{name}' itself, of which each batch has another number")
+            raise BatchError(
+                f"the model itself reads the ids of '{name}', which differ in number from batch to batch. Set "
+                "train.cuda_graph to false"
+            )
         return super().__getitem__(name)
 
 
 def columns(batch: Batch) -> list[Tensor]:
-    """List the tensors of a batch."""
+    """Return the tensors of a batch."""
     ids = batch.sparse
-    given = (ids.values, ids.offsets, ids.weights, batch.dense, batch.labels, batch.weights, *batch.extra.values())
-    return [t for t in given if t is not None]
+    tensors = (ids.values, ids.offsets, ids.weights, batch.dense, batch.labels, batch.weights, *batch.extra.values())
+    return [t for t in tensors if t is not None]
 
 
 def copy_of(batch: Batch) -> Batch:
-    """Copy a batch to memory that it is to stay in."""
+    """Copy a batch to new memory, as the buffers of a captured step."""
 
-    def copied(t: Tensor | None) -> Tensor | None:
+    def clone(t: Tensor | None) -> Tensor | None:
         return None if t is None else t.clone()
 
     ids = batch.sparse
@@ -117,44 +182,33 @@ def copy_of(batch: Batch) -> Batch:
         ids.values.clone(),
         batch_size=ids.batch_size,
         fixed=ids.fixed,
-        offsets=copied(ids.offsets),
-        weights=copied(ids.weights),
+        offsets=clone(ids.offsets),
+        weights=clone(ids.weights),
         starts=ids.starts,
     )
     static.mark_verified(ids.verified)
     return replace(
         batch,
         sparse=static,
-        dense=copied(batch.dense),
-        labels=copied(batch.labels),
-        weights=copied(batch.weights),
+        dense=clone(batch.dense),
+        labels=clone(batch.labels),
+        weights=clone(batch.weights),
         extra={name: t.clone() for name, t in batch.extra.items()},
     )
 
 
-WARM_UP = 3
-"""Steps alike that are taken without a graph before one is captured: kernels are compiled, and buffers made."""
-MOST = 16
-"""Captured steps that are kept; the one that was not used for longest goes first."""
-MOST_SEEN = 1000
-"""Steps of so many kinds are counted; where there are more, each step is of its own kind."""
-
-_log = logging.getLogger("hotbed")
-
-
 @dataclass(frozen=True)
 class _Captured:
-    """A captured step."""
+    """The two graphs of a captured step, the buffers of its batch, and tensors that must stay alive."""
 
-    # forward, rest: its graphs, in this order
     forward: torch.cuda.CUDAGraph
     rest: torch.cuda.CUDAGraph
-    batch: Batch  # where they read the batch
-    kept: list[Tensor]  # what they read, too, and nobody else might keep
+    batch: Batch
+    kept: list[Tensor]
 
 
 class StepGraph:
-    """Take training steps, captured where the recipe asks for it."""
+    """Run training steps, and capture them if the recipe and the model allow it."""
 
     def __init__(
         self, model: nn.Module, recipe: TrainRecipe, device: torch.device, step: TrainingStep, *, divided: bool
@@ -164,10 +218,10 @@ class StepGraph:
         self._optimizers: list[Optimizer] = []
         self._stream: torch.cuda.Stream | None = None
         self._collections = [m for m in model.modules() if isinstance(m, EmbeddingCollection)]
-        self._said = set[str]()
+        self._logged = set[str]()
 
     def begin(self, optimizers: Iterable[Optimizer]) -> str:
-        """Choose how steps are taken, before the first of a run; return what there is to say of it."""
+        """Choose how steps run, before the first one; return a note for the log."""
         self._optimizers, self._stream = list(optimizers), None
         self._training_step.begin(self._optimizers)
         if self._recipe.cuda_graph is False:
@@ -176,7 +230,7 @@ class StepGraph:
         if why is not None:
             if self._recipe.cuda_graph is True:
                 raise RecipeError(
-                    f"train.cuda_graph is true, but steps cannot be captured: {why}; set it to auto or false"
+                    f"train.cuda_graph is true, but steps cannot be captured: {why}. Set it to auto or false"
                 )
             return f"; steps are not captured in a CUDA graph: {why}"
         self._stream, self._beside = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
@@ -188,53 +242,52 @@ class StepGraph:
         return "; steps are captured in CUDA graphs"
 
     def __call__(
-        self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> Pending:
-        """Queue a step; arguments and result are those of `TrainingStep.queue`."""
+        self, parts: Sequence[Batch], step_name: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
+    ) -> QueuedStep:
+        """Queue a step; see `TrainingStep.queue` for the arguments and the result."""
         if self._stream is None:
-            return self._training_step.queue(parts, place, requests)
-        # Captured or not, all steps are in one stream: gradients are added up in that in which they were at first.
+            return self._training_step.queue(parts, step_name, requests)
+        # All steps share one stream, because autograd adds gradients in the stream of their first step.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                return self._step(parts, place, requests)
+                return self._step(parts, step_name, requests)
         finally:
             current.wait_stream(self._stream)
 
     def _step(
-        self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> Pending:
+        self, parts: Sequence[Batch], step_name: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
+    ) -> QueuedStep:
         self._rates.write()
-        why = self._why_not_now(parts)
-        if why is not None:
-            if why not in self._said:
-                self._said.add(why)
-                _log.info("%s is taken without a CUDA graph, as are others like it: %s", place(), why)
-            with self._rates.in_memory():
-                return self._training_step.queue(parts, place, requests)
-        alike = self._alike(parts[0])
-        captured = self._captured.pop(alike, None)
+        why, key, captured = self._why_not_now(parts), None, None
+        if why is None:
+            key = self._key_of(parts[0])
+            captured = self._captured.pop(key, None)
+            if captured is None:
+                if len(self._seen) > MOST_SEEN:
+                    self._seen.clear()
+                self._seen[key] += 1
+                if self._seen[key] > WARM_UP:
+                    captured = self._capture(parts[0])
+        elif why not in self._logged:
+            self._logged.add(why)
+            _log.info("%s and similar steps run without a CUDA graph: %s", step_name(), why)
         if captured is None:
-            if len(self._seen) > MOST_SEEN:
-                self._seen.clear()
-            self._seen[alike] += 1
-            if self._seen[alike] <= WARM_UP:
-                with self._rates.in_memory():
-                    return self._training_step.queue(parts, place, requests)
-            captured = self._capture(parts[0])
-        self._captured[alike] = captured  # the newest is the last
+            with self._rates.in_memory():
+                return self._training_step.queue(parts, step_name, requests)
+        self._captured[key] = captured  # moved to the end of the LRU order
         while len(self._captured) > MOST:
             self._captured.pop(next(iter(self._captured)))
-        return self._replay(captured, parts[0], place, requests)
+        return self._replay(captured, parts[0], step_name, requests)
 
     def _replay(
         self,
         captured: _Captured,
         batch: Batch,
-        place: Callable[[], str],
+        step_name: Callable[[], str],
         requests: Callable[[], tuple[bool, bool]],
-    ) -> Pending:
+    ) -> QueuedStep:
         gate = self._training_step.gate
         assert gate is not None
         assert batch.labels is not None
@@ -245,94 +298,88 @@ class StepGraph:
         gate.sent()
         sums = (0.0, batch.labels.numel(), len(batch), *requests())
         captured.rest.replay()
-        return Pending([batch], [gate.arrived[0, 0]], [sums], place)
+        return QueuedStep([batch], [gate.arrived[0, 0]], [sums], step_name)
 
     def _capture(self, batch: Batch) -> _Captured:
-        """Capture a step without taking it: nothing runs, and nothing is trained."""
+        """Capture a step; no kernel runs meanwhile, so nothing is trained."""
         static, gate = copy_of(batch), self._training_step.gate
         assert gate is not None
         forward, rest = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # Threads that load batches go on meanwhile, with calls that are forbidden to a thread that captures.
+        # Other threads load batches meanwhile, with CUDA calls that are forbidden only in the capturing thread.
         options: Any = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
-        gc.collect()  # nothing is to be freed by chance in between
+        gc.collect()  # no collection may free CUDA memory during the capture
         capture = ExitStack()
 
-        def cut() -> None:
+        def start_rest() -> None:
             capture.close()
             capture.enter_context(torch.cuda.graph(rest, **options))
 
         try:
-            with self._rates.in_memory(capturing=True), gate.calling(cut), capture:
+            with self._rates.in_memory(capturing=True), gate.calling(start_rest), capture:
                 capture.enter_context(torch.cuda.graph(forward, **options))
                 capture.enter_context(grouping_beside(self._beside))
-                self._training_step.queue([static], lambda: "a step that is captured", lambda: (False, False))
+                self._training_step.queue([static], lambda: "a captured step", lambda: (False, False))
         except Exception as error:
+            first: BaseException = error
+            while first.__context__ is not None:  # ending a failed capture raises further errors
+                first = first.__context__
+            cause = (str(first).strip() or type(first).__name__).splitlines()[0]
             raise RecipeError(
                 f"train.cuda_graph is {str(self._recipe.cuda_graph).lower()}, but a step of this model cannot be "
-                f"captured ({_first(error)}); set train.cuda_graph to false. The step has changed nothing"
+                f"captured ({cause}). Nothing was updated; set train.cuda_graph to false"
             ) from error
         finally:
             for optimizer in self._optimizers:
-                optimizer.zero_grad()  # gradients of a captured step are nobody's
+                optimizer.zero_grad()  # drop the gradients of the capture
         kept = [entries for collection in self._collections for entries in collection.layouts()]
         return _Captured(forward, rest, static, [*kept, *self._training_step.seeds])
 
-    # -- what can be captured --------------------------------------------------------------------------------------
+    # -- conditions of a capture -----------------------------------------------------------------------------------
 
     def _why_never(self) -> str | None:
-        """Say why no step of this run can be captured; None if they can."""
+        """Return why no step of this run can be captured, or None."""
         stores = [store for collection in self._collections for store in collection.stores()]
-        dynamic = [t.name for c in self._collections for t in c.tables.values() if t.dynamic is not None]
-        jagged = [f.name for c in self._collections for f in c.features if not f.is_pooled and f.padding is None]
-        reasons = (
-            (self._device.type != "cuda", f"they run on {self._device.type}, graphs are CUDA's"),
-            (
-                isinstance(self._model, Distributed),
-                "several ranks, replicas and rows in slower memories make the host wait for what is exchanged",
+        dynamic = next((t.name for c in self._collections for t in c.tables.values() if t.dynamic is not None), None)
+        features = chain(*(c.features for c in self._collections))
+        jagged = next((f.name for f in features if not f.is_pooled and f.padding is None), None)
+        on_device = all(isinstance(store, DenseStore) and store.tier == "device" for store in stores)
+        draws = any(isinstance(m, MLP) and m.draws for m in self._model.modules())
+        reasons = {
+            f"the device is {self._device.type}, expected cuda": self._device.type != "cuda",
+            "with several ranks, replicas or rows in slower tiers the host waits for exchanges": isinstance(
+                self._model, Distributed
             ),
-            (
-                not all(isinstance(store, DenseStore) and store.tier == "device" for store in stores),
-                "not all rows are in the device's memory",
-            ),
-            (bool(dynamic), f"table '{dynamic[0] if dynamic else ''}' is dynamic, so the host gives ids their rows"),
-            (
-                bool(jagged),
-                f"feature '{jagged[0] if jagged else ''}' is neither pooled nor padded, so sizes differ",
-            ),
-            (self._recipe.compile, "train.compile may compile again in any step"),
-            (
-                self._recipe.recompute and any(isinstance(m, MLP) and m.draws for m in self._model.modules()),
-                "train.recompute asks for the state of random numbers, for dropout",
-            ),
-            (self._divided, "batches are divided (hot.batches split)"),
-            (self._training_step.numerics.is_retrieval, "the candidates of retrieval differ in number"),
-            (
-                self._training_step.gate is None,
-                "the host waits for the loss: train.precision is fp16, train.clip_grad_norm is set, or a dense "
-                "optimizer is none of torch's with fused=True",
-            ),
-        )
-        return next((why for found, why in reasons if found), None)
+            "not all rows are in device memory": not on_device,
+            f"table '{dynamic}' is dynamic, so the host assigns its rows": dynamic is not None,
+            f"feature '{jagged}' is neither pooled nor padded, so its shape varies": jagged is not None,
+            "train.compile may compile again in any step": self._recipe.compile,
+            "train.recompute saves the random state for dropout": self._recipe.recompute and draws,
+            "batches are divided (hot.batches split)": self._divided,
+            "the number of candidates of retrieval varies": self._training_step.numerics.is_retrieval,
+            "the host waits for the loss: train.precision is fp16, train.clip_grad_norm is set, or a dense optimizer "
+            "is not a fused one of torch": self._training_step.gate is None,
+        }
+        return next((why for why, applies in reasons.items() if applies), None)
 
     def _why_not_now(self, parts: Sequence[Batch]) -> str | None:
-        """Say why the step of this batch cannot be captured; None if it can."""
+        """Return why the step of this batch cannot be captured, or None."""
         ids = parts[0].sparse
         if len(parts) > 1:
             return "the batch is divided"
         if not self._claims <= ids.verified:
-            return "ids of the batch are repaired on the way (on_bad_id, on_too_long)"
+            return "ids of the batch are repaired in the forward pass (on_bad_id, on_too_long)"
         if ids.weights is not None and ids.weights.requires_grad:
-            return "weights of ids have a gradient"
+            return "weights of ids require gradients"
         stores = (store for collection in self._collections for store in collection.stores())
         if any(store.on_change is not None or store.changes is not None for store in stores):
-            return "a checkpoint is told which rows change"
+            return "a checkpoint records changed rows"
         hooked = next(filter(None, map(_hook_of, chain(self._model.modules(), self._optimizers))), None)
         if hooked is None and any(map(hooks_of, self._model.parameters())):
             hooked = "a parameter"
-        return None if hooked is None else f"{hooked} has hooks, which a graph would not call"
+        return None if hooked is None else f"{hooked} has hooks, which a graph does not call"
 
-    def _alike(self, batch: Batch) -> Hashable:
-        """Return what a step has in common with those that the same graphs repeat; write hyperparameters on the way."""
+    def _key_of(self, batch: Batch) -> Hashable:
+        """Write hyperparameters, and return a key of all inputs of a step that a graph cannot change."""
         ids, tensors = batch.sparse, list[Tensor]()
         tensors += chain(
             *(s.arrays().values() for c in self._collections for s in c.stores() if isinstance(s, DenseStore))
@@ -344,7 +391,9 @@ class StepGraph:
                 options.append(optimizer.prepare())
                 continue
             tensors += (t for of in optimizer.state.values() for t in of.values() if isinstance(t, Tensor))
-            options += (_text(group) for group in optimizer.param_groups)
+            for group in optimizer.param_groups:
+                fixed = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
+                options.append(repr({k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in fixed.items()}))
         return (
             (ids.names, ids.fixed, ids.starts, tuple(batch.extra)),
             tuple((t.shape, t.dtype) for t in columns(batch)),
@@ -356,19 +405,6 @@ class StepGraph:
 
 
 def _hook_of(of: nn.Module | Optimizer) -> str | None:
-    """Name a module or an optimizer that has hooks; hotbed's own do nothing but compute."""
+    """Return the class name of a module or optimizer with hooks that are not hotbed's."""
     is_known = all(str(hook.__module__).startswith("hotbed.") for hook in hooks_of(of))
     return None if is_known else type(of).__name__
-
-
-def _text(group: dict[str, Any]) -> str:
-    """Write down the options of a group that a graph has as numbers."""
-    fixed = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
-    return repr({k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in fixed.items()})
-
-
-def _first(error: BaseException) -> str:
-    """Say what went wrong first, where ending a capture that failed fails, too."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

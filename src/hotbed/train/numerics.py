@@ -1,7 +1,7 @@
-"""Choose on which device, in which precision and by which library a model is computed; explain losses that are NaN.
+"""Choose the device, precision and matrix library of a model, and explain losses that are not finite.
 
-A recipe may leave both to the machine (``auto``). They are chosen once, when training starts, by all ranks alike, and
-kept in the checkpoint: they decide bits, so a run that is resumed on another machine goes on with them.
+`auto` values are resolved once, when training starts, equally on all ranks. They decide bits, so checkpoints keep them:
+a run that is resumed on another machine uses the same ones.
 """
 
 from __future__ import annotations
@@ -38,45 +38,44 @@ _log = logging.getLogger("hotbed")
 AUTOCAST: dict[str | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtype of autocast by precision."""
 _WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
-"""Values of oneDNN's ``ONEDNN_MAX_CPU_ISA`` under which it leaves instructions for bfloat16 alone."""
+"""Values of ``ONEDNN_MAX_CPU_ISA`` that disable oneDNN's bfloat16 instructions."""
 
 
 def resolve_device(device: str, option: str = "train.device") -> torch.device:
-    """Return the device that ``option`` of a recipe or command line names; ``auto`` is CUDA where there is one."""
+    """Return the device that ``option`` names; ``auto`` is CUDA if this machine has a CUDA device."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise RecipeError(f"{option} is cuda, but torch finds no CUDA device here; use auto or cpu")
+        raise RecipeError(f"{option} is cuda, but torch finds no CUDA device. Use auto or cpu")
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
-        return torch.device("cuda", torch.cuda.current_device())  # with its number: what is current, each thread has
+        return torch.device("cuda", torch.cuda.current_device())  # numbered, because each thread has a current device
     return torch.device(device.replace("auto", "cpu"))
 
 
 def bf16_instructions(device: torch.device) -> str | None:
-    """Name the instructions that a device has for products in bfloat16; None where they would be emulated.
+    """Return the name of a device's instructions for bfloat16 products, or None if they are emulated.
 
-    Emulated products are 2 to 60 times slower than float32 ones, those by instructions mostly 1 to 3 times faster
+    Emulated products are 2 to 60 times slower than float32 products; instructions are mostly 1 to 3 times faster
     (`python -m benchmarks.ablation --isa`).
     """
     if device.type == "cuda":
         return "bf16 tensor cores" if torch.cuda.is_bf16_supported(including_emulation=False) else None
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
     if not torch.backends.mkldnn.is_available() or most in _WITHOUT_BF16:
-        return None  # torch computes these products by oneDNN, which must be there and may use the instructions
+        return None  # torch computes these products with oneDNN
     names = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "Arm BF16"}
     return next((name for flag, name in names.items() if flag in cpu().flags), None)
 
 
 def is_one_graph(model: nn.Module) -> bool:
-    """Whether ``torch.compile`` gets all of a model into one graph, so that a graph break would be a defect.
+    """Return whether ``torch.compile`` captures a model in one graph, so that a graph break is a defect.
 
-    This is so for hotbed's models of pooled features whose tables are all on this rank. Other models may do what no
-    graph can hold; torch cuts their graphs there.
+    It does for hotbed's models of pooled features if all tables are on this rank. Other models may break graphs.
     """
     own = isinstance(model, DLRM | DCNv2 | DeepFM | MMoE | TwoTower | WideDeep) and normalization_of(model) is None
     return own and all(collection.is_traceable for collection in collections_of(model).values())
 
 
 class Numerics:
-    """Choose the precision and the matrix library of a run once."""
+    """Choose the precision and matrix library of a run, and compute its loss."""
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class Numerics:
         self._loss = loss
         # precision and library are None until they are chosen
         self.precision: Precision | None = None if recipe.precision == "auto" else recipe.precision
-        # library of float32 products of `hotbed.nn.linear.Linear` on CPUs
+        # Library of float32 products of `hotbed.nn.linear.Linear` on CPUs
         self.library: Library | None = None if recipe.linear_library == "auto" else recipe.linear_library
         self._cast: CastWeights | None = None
         self.scaler: torch.amp.GradScaler | None = None  # scales the loss if gradients are float16; else None
@@ -99,32 +98,32 @@ class Numerics:
         self.why = "the recipe"  # reason for the precision
 
     def settle(self) -> str:
-        """Resolve what is still ``auto``, equally on all ranks, and say what was chosen and why.
+        """Resolve ``auto`` values equally on all ranks, and return an explanation.
 
         bfloat16 is chosen if all ranks have instructions for it, and oneDNN if it is faster on all ranks' CPUs.
         """
-        kind, instructions = self._device.type.upper(), bf16_instructions(self._device)
+        device, instructions = self._device.type.upper(), bf16_instructions(self._device)
         with_bf16, with_onednn, without_onednn = self._ranks.add(
             instructions is not None, faster_library() == "onednn", not has_onednn_linear()
         )
         ranks = self._ranks.size
         if self.precision is None:
             self.precision = "bf16" if with_bf16 == ranks else "fp32"
-            self.why = f"this {kind} has {instructions}"
+            self.why = f"this {device} has {instructions}"
             if self.precision == "fp32":
-                lacking = f"this {kind} has" if ranks == 1 else f"{ranks - int(with_bf16)} of {ranks} ranks have"
+                lacking = f"this {device} has" if ranks == 1 else f"{ranks - int(with_bf16)} of {ranks} ranks have"
                 self.why = f"{lacking} no instructions for bf16"
         elif self.precision == "bf16" and instructions is None:
             _log.warning(
-                "precision is bf16 (%s), but this %s has no instructions for it: products are emulated, which is 2 to "
-                "60 times slower than fp32; set train.precision fp32",
+                "precision is bf16 (%s), but this %s has no bf16 instructions: emulated products are 2 to 60 times "
+                "slower than fp32. Set train.precision fp32",
                 self.why,
-                kind,
+                device,
             )
         if self.library == "onednn" and without_onednn:
             _log.warning(
-                "train.linear_library was to be onednn, which torch lacks on %d of %d ranks: all use torch's own "
-                "library, and results differ in their last bits",
+                "train.linear_library is onednn, but torch lacks oneDNN on %d of %d ranks: all ranks use torch's own "
+                "library, so results differ in their last bits",
                 int(without_onednn),
                 ranks,
             )
@@ -132,27 +131,27 @@ class Numerics:
         self.library = self.library or ("onednn" if with_onednn == ranks else "torch")
         for layer in self._layers:
             layer.use(self.library)
-        casts = not (self._recipe.compile or self._recipe.recompute)  # which ask for weights at other times
-        if kind == "CUDA" and self.precision in AUTOCAST and ranks == 1 and casts:
+        casts = not (self._recipe.compile or self._recipe.recompute)  # both read weights outside of the forward pass
+        if device == "CUDA" and self.precision in AUTOCAST and ranks == 1 and casts:
             self._cast = CastWeights(self._model, AUTOCAST[self.precision])
         self._settle_products()
         chosen = f"precision {self.precision} ({self.why})"
-        if self.precision == "fp32" and self._layers and kind == "CPU":
+        if self.precision == "fp32" and self._layers and device == "CPU":
             chosen += f"; matrix products by {'oneDNN' if self.library == 'onednn' else 'the library of torch'}"
         return chosen
 
     def _settle_products(self) -> None:
-        """Tell torch how to round the products of float32, or begin to scale the loss."""
+        """Set how torch rounds float32 products, and create the loss scaler of fp16."""
         if self._device.type == "cuda":
             torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         elif self.precision == "tf32":
-            raise RecipeError("train.precision is tf32, whose products only GPUs have; use fp32 or bf16 on a CPU")
+            raise RecipeError("train.precision is tf32, which only GPUs support. Use fp32 or bf16 on a CPU")
         if self.precision != "fp16":
             return
         if any(map(is_sharded, self._model.parameters())):
             raise RecipeError(
-                "train.precision is fp16, but parallel.dense is fsdp, whose ranks would not see each other's "
-                "overflows; use bf16, or parallel.dense ddp"
+                "train.precision is fp16, but with parallel.dense fsdp a rank cannot see the overflows of other ranks. "
+                "Use bf16, or parallel.dense ddp"
             )
         if self.scaler is None:
             self.scaler = torch.amp.GradScaler(self._device.type)
@@ -162,20 +161,19 @@ class Numerics:
 
     @property
     def is_retrieval(self) -> bool:
-        """Whether a model is trained to find items, see `Retrieval`."""
+        """Whether the loss is a `Retrieval`."""
         return isinstance(self._loss, Retrieval)
 
-    def prepared(self, batches: Iterable[Batch], step: int) -> Iterator[Batch]:
-        """Add to the batches of a step and of those after it what the loss needs besides, before ids are exchanged."""
+    def prepare(self, batches: Iterable[Batch], step: int) -> Iterator[Batch]:
+        """Add the candidates of retrieval to the batches from ``step`` on, before their ids are exchanged."""
         for batch in batches:
-            yield self._loss.prepared(batch, step) if isinstance(self._loss, Retrieval) else batch
+            yield self._loss.prepare(batch, step) if isinstance(self._loss, Retrieval) else batch
             step += 1
 
     def summed_loss(self, batch: Batch, *, counts: bool = True) -> tuple[Tensor, int]:
-        """Compute Σ weight · loss of a batch in the chosen precision, and the number of tasks.
+        """Return Σ weight · loss of a batch in the chosen precision, and the number of tasks.
 
-        Of an ensemble, whose members give logits of their own, it is the mean of theirs. ``counts`` is as `Retrieval`
-        has it.
+        The loss of an ensemble is the mean over its members. For ``counts`` see `Retrieval`.
         """
         cast = nullcontext() if self._cast is None else self._cast.used()
         dtype = AUTOCAST.get(self.precision, torch.bfloat16)
@@ -186,21 +184,21 @@ class Numerics:
         loss = self._loss(logits.float(), labels, batch.weights_by_label)
         return loss if logits.ndim == 2 else loss / len(logits), labels.shape[-1]
 
-    def non_finite_error(self, loss: float, own: Tensor, batch: Batch, which: str, place: str) -> NonFiniteError:
-        """Make the error for a loss that is not finite: where it happened, the likely cause and what to try.
+    def non_finite_error(self, loss: float, own: Tensor, batch: Batch, which: str, step_name: str) -> NonFiniteError:
+        """Return the error of a loss that is not finite, with the likely cause and a fix.
 
-        ``loss`` is that of all ranks, ``own`` is finite where this rank's samples are not to blame; ``which`` names the
-        batch, ``place`` the step.
+        ``loss`` is of all ranks and ``own`` of this rank; ``which`` names the batch, ``step_name`` the step.
         """
-        cause = "The samples of another rank did this, whose own message says how"
+        cause = "Caused by samples on another rank; see that rank's log"
         if not math.isfinite(own.item()) or self._ranks.size == 1:
             cause = _cause_of_non_finite(batch, which, self._model)
         return NonFiniteError(
-            f"the loss is {loss} in {place}; training stopped before the batch touched any parameter or table. {cause}"
+            f"the loss is {loss} in {step_name}; training stopped before this batch updated any parameter or table. "
+            f"{cause}"
         )
 
     def summary(self) -> dict[str, str | int | None]:
-        """What was chosen, why, and how many threads of this process compute."""
+        """Return the precision, its reason, the matrix library and the number of compute threads."""
         return {
             "precision": self.precision,
             "precision_because": self.why,
@@ -209,18 +207,18 @@ class Numerics:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What was chosen, and on what; of float16 the scale of the loss."""
+        """Return the precision, library and processor, and the loss scale of fp16."""
         scale = {} if self.scaler is None else {"scale": self.scaler.state_dict()}
         chosen = {"precision": self.precision, "linear_library": self.library}
         return {**chosen, "processor": _processor(self._device), **scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what a run was trained with, unless the recipe says otherwise; say what will change bits."""
+        """Load a checkpoint's choices unless the recipe overrides them, and warn if bits will change."""
         for name in ("precision", "linear_library"):
             if state[name] is not None and getattr(self._recipe, name) not in ("auto", state[name]):
                 _log.warning(
-                    "train.%s was %s and is now %s: from here on the bits differ from those of a run that was not "
-                    "stopped; auto keeps what it was",
+                    "train.%s was %s and is now %s: bits differ from an uninterrupted run from here on. Set it to auto "
+                    "to keep the old value",
                     name,
                     state[name],
                     getattr(self._recipe, name),
@@ -230,13 +228,13 @@ class Numerics:
         if self._recipe.linear_library == "auto":
             self.library = state["linear_library"]
         self._scale = dict(state.get("scale") or {})
-        here = _processor(self._device)
-        if self._ranks.is_first and state["processor"] != here:  # whose processor was kept
+        processor = _processor(self._device)
+        if self._ranks.is_first and state["processor"] != processor:  # checkpoints hold the first rank's processor
             _log.warning(
-                "this run began on %s and goes on on %s: matrix products round otherwise there, so bits differ from "
-                "those of a run that was not stopped",
+                "this run was started on %s and is resumed on %s: matrix products round differently, so bits differ "
+                "from an uninterrupted run",
                 state["processor"],
-                here,
+                processor,
             )
 
 
@@ -247,33 +245,33 @@ def _processor(device: torch.device) -> str:
 
 
 def _cause_of_non_finite(batch: Batch, which: str, model: nn.Module) -> str:
-    """Say why the loss of a batch is NaN or infinite, and what to try; ``which`` names the batch."""
+    """Return the likely cause of a loss that is not finite, and a fix."""
     normalization, dense = normalization_of(model), batch.dense
-    if normalization is not None and dense is not None:  # which may have a rule for what is missing
+    if normalization is not None and dense is not None:  # it may fill in missing values
         dense = normalization(dense)
-    for what, tensor in (("dense", dense), ("weights", batch.weights)):
-        place = _first_bad(tensor)
-        if tensor is not None and place is not None:
-            column = f", column {place[1]}" if len(place) > 1 else ""
+    for field, tensor in (("dense", dense), ("weights", batch.weights)):
+        index = _first_bad(tensor)
+        if tensor is not None and index is not None:
+            column = f", column {index[1]}" if len(index) > 1 else ""
             return (
-                f"The cause is in the input: {what} of sample {place[0]:,} of {which}{column} is "
-                f"{float(tensor[tuple(place)])}. Mend the data"
-                + (", or give the column a rule for missing values in the schema" if what == "dense" else "")
+                f"The cause is in the input: {field} of sample {index[0]:,} of {which}{column} is "
+                f"{float(tensor[tuple(index)])}. Correct the data"
+                + (", or set a rule for missing values of the column in the schema" if field == "dense" else "")
             )
     for name, parameter in model.named_parameters():
         if _first_bad(local_values(parameter)) is not None:
             return (
-                f"The input is finite but parameter '{name}' is not: an earlier step diverged. Try a lower lr, or a "
-                f"longer schedule.warmup_steps"
+                f"The input is finite but parameter '{name}' is not: an earlier step diverged. Lower lr, or lengthen "
+                f"schedule.warmup_steps"
             )
     return (
-        "The input and the dense parameters are finite, so values inside the model overflow. Try a lower lr of the "
-        "sparse or dense optimizer, a longer schedule.warmup_steps, or train.precision fp32"
+        "The input and the dense parameters are finite, so values inside the model overflow. Lower lr of the sparse or "
+        "dense optimizer, lengthen schedule.warmup_steps, or set train.precision fp32"
     )
 
 
 def _first_bad(tensor: Tensor | None) -> list[int] | None:
-    """Index of the first entry that is not finite."""
+    """Return the index of the first entry that is not finite."""
     if tensor is None or bool(tensor.isfinite().all()):
         return None
     return (~tensor.detach().isfinite()).nonzero()[0].tolist()

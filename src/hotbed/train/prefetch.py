@@ -1,16 +1,15 @@
-"""Prefetch while a batch is computed: ids of the next batch, and rows of the next part of a divided one.
+"""Prefetch ids of the next batch, and rows of the next part of a divided batch, while a batch is computed.
 
-`BatchPrefetcher` moves the next batch to the device and exchanges its ids; `RowPrefetcher` fetches the rows of a part.
-Each has one thread over a process group of its own, so its exchanges overlap with those of the step; it takes batches
-in their order, so all ranks exchange in the same order. Results are those of a run without prefetching: rows of a batch
-are fetched in its own step, after the update before it.
+`BatchPrefetcher` copies the next batch to the device and exchanges its ids; `RowPrefetcher` fetches the rows of a part.
+Each has a thread with its own process group, so exchanges overlap with the step. Threads keep the order of batches, so
+all ranks exchange in the same order. Results equal a run without prefetching, because each step fetches its own rows.
 
-Over NCCL only the step's thread may start exchanges. It prepares batches between two steps, in a stream of its own, and
-each in three stages: moved, and its ids grouped; how many ids ranks need of each other; which. Before step s these are
-for batches s + 3, s + 2 and s + 1, so no exchange waits on the device for grouping, nor the host for numbers.
+Over NCCL only the step's thread may start exchanges. It prepares batches between two steps, on a side stream and in
+three stages: copy and group ids; exchange counts; exchange ids. Before step s the stages run for batches s + 3, s + 2
+and s + 1. So no exchange waits for grouping, and the host does not wait for counts.
 
-Of batches b0, b1, b2, `BatchPrefetcher` yields ``(b0, False)`` once b1 was submitted, ``(b1, False)`` once b2 was, and
-``(b2, True)``: one batch is prepared while another is computed, and the last is known as such.
+For batches b0, b1, b2, `BatchPrefetcher` yields ``(b0, False)`` after b1 was submitted, ``(b1, False)`` after b2 was
+submitted, and ``(b2, True)``.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from hotbed.machine import single_threads
 
 T = TypeVar("T")
 Divide = Callable[[Batch], Sequence[Batch]]
-"""Divides a batch into parts that are computed one after the other; their gradients add up."""
+"""Divides a batch into parts that are computed one after another; their gradients are added."""
 
 
 def whole(batch: Batch) -> Sequence[Batch]:
@@ -42,29 +41,28 @@ def whole(batch: Batch) -> Sequence[Batch]:
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the calling thread's stream of a CUDA device, for a thread that works for it; None for other devices."""
+    """Return the calling thread's stream of a CUDA device; None for other devices."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def in_stream(stream: torch.cuda.Stream | None, work: Callable[[], T]) -> T:
-    """Do work in a stream."""
-    with torch.cuda.stream(stream):  # none for None
+    """Call ``work`` in a stream, or directly if it is None."""
+    with torch.cuda.stream(stream):
         return work()
 
 
 class SideStream:
-    """A CUDA stream for work beside the step, ordered with it by events; without such a device, work is done in place.
+    """A CUDA stream that overlaps with the step and is ordered with it by events; on CPUs work runs directly.
 
-    What is made in it is used and dropped by the step, whose kernels may still read it when the host drops it. Its
-    memory is given out again to this stream only, and all work here begins after what the step was given until then:
-    so nothing is overwritten too early, as long as the step is given nothing while work is begun here, by one thread.
+    The step may still read tensors of this stream when the host frees them. Their memory is reused by this stream only,
+    and `run` waits for the step's queued work. So nothing is overwritten too early, if one thread queues all work.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, work: Callable[[], T]) -> tuple[T, torch.cuda.Event | None]:
-        """Do work after what the calling thread's stream has been given; return its result and the event of its end."""
+        """Run work after the queued work of the current stream; return its result and its completion event."""
         if self._stream is None:
             return work(), None
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -75,26 +73,26 @@ class SideStream:
         return result, done
 
     def join(self, done: torch.cuda.Event | None) -> None:
-        """Let what the calling thread's stream is given from now on begin after an event."""
+        """Make the current stream wait for an event."""
         if self._stream is not None and done is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(done)
 
 
 @dataclass
 class _Staged(Generic[T]):
-    """A batch in preparation: what its last stage returned, and when that ends; what came with it; stages passed."""
+    """A batch being prepared."""
 
-    value: Any
-    beside: T
-    passed: int = 0
-    done: torch.cuda.Event | None = None
+    value: Any  # the last stage's output
+    payload: T
+    finished: int = 0  # number of finished stages
+    done: torch.cuda.Event | None = None  # completion event of the last stage
 
 
 class BatchPrefetcher:
-    """Prepare each batch during the one before: exchange its ids, and move its columns to the device.
+    """Exchange the ids of each batch and copy its columns to the device, while the previous batch is computed.
 
-    If exchanges may overlap (`Link.overlaps`), a thread does both, in the step's stream. Otherwise this thread does
-    both, in a stream of its own. The columns of a model without exchanges are copied in such a stream, too.
+    If exchanges may overlap (`Link.overlaps`), a second thread does both in the step's stream. Otherwise, and for
+    models without exchanges, the calling thread does it in a side stream.
     """
 
     def __init__(
@@ -110,78 +108,75 @@ class BatchPrefetcher:
         self._side, self._device = SideStream(device), device
         self._link = model.wire.link.clone() if isinstance(model, Distributed) and overlap else None
         self._move, self._divide = move, divide
-        # Seconds in which a thread checked, moved and exchanged ids on this rank; those for which steps waited
+        # Seconds of the thread, and seconds that steps waited for it
         self.exchange_s = self.waited_s = 0.0
 
     @property
     def hidden_share(self) -> float:
-        """Share of the seconds of `exchange_s` that no step waited for."""
+        """Share of `exchange_s` that overlapped with steps."""
         return max(1 - self.waited_s / self.exchange_s, 0) if self.exchange_s else 0.0
 
     def __call__(self, batches: Iterable[tuple[Batch, T]]) -> Iterator[tuple[list[Batch], T, bool]]:
-        """Yield the parts of each batch when it is ready, what came with the batch, and whether it is the last."""
+        """Yield the parts of each prepared batch, its payload, and whether it is the last batch."""
         if self._link is None:
-            yield from self._in_stages(batches, [self._moved])
+            yield from self._in_stages(batches, [self._move_parts])
             return
         if not self._link.overlaps:
-            yield from self._in_stages(batches, [self._began, self._counted, self._exchanged])
+            yield from self._in_stages(batches, [self._begin, self._exchange_counts, self._exchange_ids])
             return
         with single_threads(1, "hotbed-prefetch") as thread:
             pending: tuple[Future[list[Batch]], T] | None = None
-            for batch, beside in batches:
+            for batch, payload in batches:
                 following = thread.submit(in_stream, stream_of(self._device), partial(self._prepare, batch))
                 if pending is not None:
                     yield self._wait(pending[0]), pending[1], False
-                pending = following, beside
+                pending = following, payload
             if pending is not None:
                 yield self._wait(pending[0]), pending[1], True
 
     def _in_stages(
         self, batches: Iterable[tuple[Batch, T]], stages: Sequence[Callable[[Any], Any]]
     ) -> Iterator[tuple[list[Batch], T, bool]]:
-        """Yield batches that have passed all stages, each stage between two other steps, in the side stream.
-
-        A stage gets what the one before it returned, the first the batch; the last returns its parts.
-        """
+        """Run each stage of a batch between two steps, in the side stream; the last stage returns the parts."""
         waiting: deque[_Staged[T]] = deque()
-        for batch, beside in batches:
-            waiting.append(_Staged(batch, beside))
-            self._go_on(waiting, stages)
+        for batch, payload in batches:
+            waiting.append(_Staged(batch, payload))
+            self._advance(waiting, stages)
             if len(waiting) > len(stages):
-                yield *self._taken(waiting), False
+                yield *self._take(waiting), False
         while waiting:
-            self._go_on(waiting, stages)
-            if waiting[0].passed == len(stages):
-                yield *self._taken(waiting), not waiting
+            self._advance(waiting, stages)
+            if waiting[0].finished == len(stages):
+                yield *self._take(waiting), not waiting
 
-    def _go_on(self, waiting: Iterable[_Staged[T]], stages: Sequence[Callable[[Any], Any]]) -> None:
-        """Let each batch pass one more stage, the first of them first, as on all ranks."""
+    def _advance(self, waiting: Iterable[_Staged[T]], stages: Sequence[Callable[[Any], Any]]) -> None:
+        """Run the next stage of each batch, in the order of batches, which is the same on all ranks."""
         for staged in waiting:
-            if staged.passed < len(stages):
-                staged.value, staged.done = self._side.run(partial(stages[staged.passed], staged.value))
-                staged.passed += 1
+            if staged.finished < len(stages):
+                staged.value, staged.done = self._side.run(partial(stages[staged.finished], staged.value))
+                staged.finished += 1
 
-    def _taken(self, waiting: deque[_Staged[T]]) -> tuple[list[Batch], T]:
+    def _take(self, waiting: deque[_Staged[T]]) -> tuple[list[Batch], T]:
         staged = waiting.popleft()
         self._side.join(staged.done)
-        return staged.value, staged.beside
+        return staged.value, staged.payload
 
-    def _moved(self, batch: Batch) -> list[Batch]:
+    def _move_parts(self, batch: Batch) -> list[Batch]:
         return [self._move(part) for part in self._divide(batch)]
 
-    def _began(self, batch: Batch) -> tuple[list[Batch], IdExchange]:
+    def _begin(self, batch: Batch) -> tuple[list[Batch], IdExchange]:
         assert self._link is not None
-        parts, exchange = self._moved(batch), IdExchange(self._link)
+        parts, exchange = self._move_parts(batch), IdExchange(self._link)
         for part in parts:
             for collection in self._collections:
                 collection.prefetch_ids(part.sparse, exchange)
         return parts, exchange
 
-    def _counted(self, begun: tuple[list[Batch], IdExchange]) -> tuple[list[Batch], IdExchange]:
+    def _exchange_counts(self, begun: tuple[list[Batch], IdExchange]) -> tuple[list[Batch], IdExchange]:
         begun[1].start()
         return begun
 
-    def _exchanged(self, begun: tuple[list[Batch], IdExchange]) -> list[Batch]:
+    def _exchange_ids(self, begun: tuple[list[Batch], IdExchange]) -> list[Batch]:
         begun[1].finish()
         return begun[0]
 
@@ -193,20 +188,20 @@ class BatchPrefetcher:
 
     def _prepare(self, batch: Batch) -> list[Batch]:
         start = time.perf_counter()
-        parts, exchange = self._began(batch)
+        parts, exchange = self._begin(batch)
         exchange.finish()
         self.exchange_s += time.perf_counter() - start
         return parts
 
 
 class Fetching(NamedTuple):
-    """Rows that are on their way."""
+    """Rows that are being fetched."""
 
     ended: Future[tuple[None, torch.cuda.Event | None]]
     side: SideStream
 
     def result(self) -> None:
-        """Wait for the rows: for the thread that fetches them, or on the device."""
+        """Wait for the rows, on the host or on the device."""
         _, fetched = self.ended.result()
         self.side.join(fetched)
 
@@ -214,7 +209,7 @@ class Fetching(NamedTuple):
 class RowPrefetcher:
     """Fetch the rows of one part of a batch while another part is computed.
 
-    A thread does it in the step's stream; where exchanges may not overlap, this thread does in a stream of its own.
+    A second thread fetches in the step's stream; if exchanges may not overlap, the calling thread uses a side stream.
     """
 
     def __init__(self, model: Distributed, device: torch.device) -> None:
@@ -223,7 +218,7 @@ class RowPrefetcher:
         self._thread = single_threads(1, "hotbed-fetch")
 
     def start(self, batch: Batch) -> Fetching:
-        """Fetch the rows of a batch whose ids were prefetched; no row may be updated until it has been computed."""
+        """Fetch the rows of a batch with prefetched ids; do not update rows until it has been computed."""
         for collection in self._collections:
             collection.settle()
         fetch = partial(self._fetch, batch)

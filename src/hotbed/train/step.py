@@ -3,15 +3,15 @@
 A loss that is not finite must not change any parameter or row. There are two ways to ensure this:
 
 - *The host decides* before the backward pass. It waits for the loss; this works with any optimizer.
-- *The device decides* (`LossGate`) on CUDA devices, if all optimizers can skip a step there: those of `hotbed.optim`,
-  and torch's with ``fused=True``. The loss is copied to page-locked memory while the backward pass and the updates are
-  queued behind it. The host reads the loss when the whole step is queued, so the device never waits for the host.
+- *The device decides* (`LossGate`) on CUDA devices, if all optimizers can skip a step there: optimizers of
+  `hotbed.optim`, and torch's with ``fused=True``. The loss is copied to page-locked memory while the backward pass and
+  the updates are queued. The host reads the loss when the whole step is queued, so the device never waits for the host.
 
-Both raise the same error. Several ranks add up losses, samples and requests before the backward pass: all ranks decide
-alike, and divide by the same number.
+Both raise the same error. Ranks add their losses, samples and requests before the backward pass. So all ranks decide
+equally and divide by the same number.
 
-`LoggedStep` measures the steps that are logged: seconds of their parts, and norms of gradients. It measures no steps on
-GPUs, because a clock of the host would time the queueing of kernels, and reading a norm would make the host wait.
+`LoggedStep` measures logged steps on CPUs: seconds of their parts, and norms of gradients. On GPUs the host's clock
+would time the queueing of kernels, and reading a norm would make the host wait.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Done(NamedTuple):
     stop: bool
 
 
-class Pending(NamedTuple):
-    """A queued step whose losses have not been read."""
+class QueuedStep(NamedTuple):
+    """A queued step; its losses have not been read yet."""
 
     parts: Sequence[Batch]
     own: list[Tensor]  # loss of this rank's samples, 0-d, by part
-    sums: list[Sequence[float]]  # by part, of all ranks: loss, labels, samples, save, stop; `LossGate` has the others
-    place: Callable[[], str]  # names the step in errors
+    sums: list[Sequence[float]]  # by part, sums of all ranks: loss, labels, samples, save, stop; or in `LossGate`
+    step_name: Callable[[], str]  # returns the step's name for errors
 
 
 class TrainingStep:
@@ -91,29 +91,29 @@ class TrainingStep:
         self.gate = LossGate(self._device, self._optimizers, several=self._ranks.size > 1) if on_device else None
 
     def queue(
-        self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> Pending:
-        """Queue a step on a batch that is divided into parts; `read` waits for its losses.
+        self, parts: Sequence[Batch], step_name: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
+    ) -> QueuedStep:
+        """Queue a step on the parts of a batch; `read` waits for its losses.
 
-        ``requests`` returns whether this rank requests a checkpoint, and the end of training. It is called when the
-        forward pass is queued. If the host decides, this raises `NonFiniteError` before anything is updated.
+        ``requests`` is called when the forward pass is queued. It returns whether this rank requests a checkpoint, and
+        the end of training. If the host decides, this raises `NonFiniteError` before any update.
         """
         for optimizer in self._optimizers:
             optimizer.zero_grad()
-        pending = self.gradients(parts, place, requests)
+        pending = self.gradients(parts, step_name, requests)
         self.logged.at_gradients(self._optimizers)
         if self._max_norm is not None:
-            self._clip(self._max_norm, place)
+            self._clip(self._max_norm, step_name)
         self._update()
         self.logged.end()
         return pending
 
     def gradients(
-        self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> Pending:
+        self, parts: Sequence[Batch], step_name: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
+    ) -> QueuedStep:
         """Queue the forward and backward passes of a step, part by part."""
         ranks, gate, scaler, logged = self._ranks.size, self.gate, self.numerics.scaler, self.logged
-        pending = Pending(parts, [], [], place)
+        pending = QueuedStep(parts, [], [], step_name)
         samples = sum(map(trained_samples, parts))
         for number, (part, following) in enumerate(zip(parts, [*parts[1:], None], strict=True)):
             # Rows of the next part are fetched while this part is computed. Gradients of parts are added before ranks
@@ -125,11 +125,11 @@ class TrainingStep:
                 total, tasks = self.numerics.summed_loss(part)
                 pending.own.append(total.detach())
                 logged.mark("forward")
-                # Sums over ranks. Ranks average gradients: divided by labels / ranks, these are of the mean loss.
+                # Sums over ranks. Ranks average gradients: divided by labels / ranks, they belong to the mean loss.
                 labels = float(samples * tasks)
                 if gate is None:
-                    # This waits for the forward pass. It cannot be put off: once backward has run, a bad loss may have
-                    # reached the tables. The next batch is on its way to the device meanwhile.
+                    # The host must wait for the loss here, because backward may already update the tables. The next
+                    # batch is copied to the device meanwhile.
                     pending.sums.append(self._ranks.add(total, labels, samples, *requests()))
                     self.read(pending)
                     if ranks > 1:
@@ -151,7 +151,7 @@ class TrainingStep:
             logged.mark("backward")
         return pending
 
-    def read(self, pending: Pending) -> Done:
+    def read(self, pending: QueuedStep) -> Done:
         """Wait for the losses of a queued step; return its results, or raise `NonFiniteError`."""
         sums, loss = pending.sums, 0.0
         if self.gate is not None:
@@ -164,18 +164,18 @@ class TrainingStep:
                 parts = len(pending.parts)
                 which = "the batch" if parts == 1 else f"part {1 + number} of {parts} of the batch"
                 own, part = pending.own[number], pending.parts[number]
-                raise self.numerics.non_finite_error(loss, own, part, which, pending.place())
+                raise self.numerics.non_finite_error(loss, own, part, which, pending.step_name())
         _, _, samples, save, stop = sums[-1]
         return Done(loss, int(samples), bool(save), bool(stop))
 
     def measure_next(self) -> None:
-        """Measure the next step, on CPUs and unless gradients are scaled."""
+        """Measure the next step, on CPUs without scaled gradients."""
         if self._device.type == "cpu" and self.numerics.scaler is None:
             self.logged.begin()
 
     @property
     def seeds(self) -> list[Tensor]:
-        """Gradients that backward passes began with; a captured graph that replays them must keep them."""
+        """Gradients at which backward passes start; a captured graph must keep them alive."""
         return [] if self._seed is None else [self._seed[1]]
 
     def _gradient_of(self, total: Tensor, divisor: float) -> Tensor:
@@ -185,7 +185,7 @@ class TrainingStep:
             self._seed = last = divisor, torch.ones((), dtype=total.dtype, device=total.device) / divisor
         return last[1]
 
-    def _clip(self, max_norm: float, place: Callable[[], str]) -> None:
+    def _clip(self, max_norm: float, step_name: Callable[[], str]) -> None:
         """Scale all gradients down to a norm; raise `NonFiniteError` if they are not finite and not scaled."""
         scaler = self.numerics.scaler
         scale = 1.0 if scaler is None else scaler.get_scale()
@@ -193,13 +193,13 @@ class TrainingStep:
         if math.isfinite(norm):
             scale_gradients_(self._model, clip_factor(norm, max_norm))
         elif scaler is not None:
-            # All optimizers then skip the step, not only those whose gradients overflow.
+            # All optimizers then skip the step, even if only some gradients overflow.
             scale_gradients_(self._model, math.nan)
         else:
             raise NonFiniteError(
-                f"the norm of the gradients is not finite: got {norm} in {place()}, expected a finite norm; training "
-                "stopped before the batch touched any parameter or table. Lower the learning rates, or lengthen "
-                "schedule.warmup_steps"
+                f"the norm of the gradients is not finite: got {norm} in {step_name()}, expected a finite norm; "
+                "training stopped before this batch updated any parameter or table. Lower the learning rates, or "
+                "lengthen schedule.warmup_steps"
             )
 
     def _update(self) -> None:
@@ -216,22 +216,22 @@ class TrainingStep:
                 if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
                     count_step(optimizer)
                     scaler.step(optimizer)
-                else:  # it has nothing that could overflow
+                else:  # no gradient can overflow
                     optimizer.step()
             scaler.update()
 
 
 def _can_skip(optimizer: Optimizer) -> bool:
-    """Whether the device can make an optimizer skip a step."""
+    """Return whether the device can make an optimizer skip a step."""
     return isinstance(optimizer, SparseOptimizer) or all(bool(group.get("fused")) for group in optimizer.param_groups)
 
 
 class LossGate:
-    """Let the device decide whether optimizers may update, while the losses of the parts are copied to the host."""
+    """Let the device decide whether optimizers may update, while losses are copied to the host."""
 
     def __init__(self, device: torch.device, optimizers: Sequence[Optimizer], *, several: bool = False) -> None:
         self._device, self._optimizers = device, optimizers
-        # by part [parts, 1 or 5], in page-locked memory
+        # Losses or sums by part [parts, 1 or 5], in page-locked memory
         self.arrived = staging((1, 5) if several else (1, 1), torch.float64 if several else torch.float32, device)
         self._copied = torch.cuda.Event()
         self._sent = self.sent
@@ -243,7 +243,7 @@ class LossGate:
         self._began: list[Optimizer] = []
 
     def add(self, number: int, sums: Tensor) -> None:
-        """Copy the loss of a part, 0-d, or the sums of all ranks ``[5]`` that begin with it, to the host."""
+        """Copy a part's loss, 0-d, or the sums of all ranks ``[5]`` (loss first), to the host."""
         if number == len(self.arrived):
             self._copied.synchronize()
             self.arrived = torch.cat([self.arrived, self.arrived]).pin_memory()
@@ -260,7 +260,7 @@ class LossGate:
 
     @contextmanager
     def calling(self, sent: Callable[[], None]) -> Generator[None]:
-        """Call this instead of `sent` inside."""
+        """Call ``sent`` instead of `LossGate.sent` inside the context."""
         self._sent = sent
         try:
             yield
@@ -268,14 +268,14 @@ class LossGate:
             self._sent = self.sent
 
     def replaying(self) -> None:
-        """Expect the loss of a captured step: it has one part, and its optimizers have taken steps."""
+        """Prepare for a replayed step: it has one part, and its optimizers have state."""
         self._parts, self._began = 1, []
 
     def step(self) -> None:
         """Step all optimizers; their kernels read whether they may update."""
         assert self._doubt is not None
         self._began = [o for o in self._optimizers if not isinstance(o, SparseOptimizer) and not o.state]
-        torch.logical_xor(self._if_finite, self._doubt, out=self._flags)  # NaN is true, so it turns both around
+        torch.logical_xor(self._if_finite, self._doubt, out=self._flags)  # NaN is true, so it flips both flags
         for optimizer in self._optimizers:
             if isinstance(optimizer, SparseOptimizer):
                 optimizer.gate = self._gate
@@ -285,11 +285,9 @@ class LossGate:
                 self._step_fused(optimizer)
 
     def _step_fused(self, optimizer: Optimizer) -> None:
-        """Step a fused optimizer of torch; its kernels update nothing if ``found_inf`` is not 0.
-
-        Torch has no argument for it: the attribute is the interface between `torch.amp.GradScaler` and optimizers.
-        A scaler itself would search all gradients once more and could not skip a step because of its loss.
-        """
+        """Step a fused optimizer of torch; its kernels update nothing if ``found_inf`` is not 0."""
+        # The attribute is the interface between `torch.amp.GradScaler` and optimizers; there is no argument. A scaler
+        # would read all gradients once more, and could not skip a step because of its loss.
         gated: Any = optimizer
         gated.grad_scale, gated.found_inf = None, self._found_inf
         try:
@@ -299,19 +297,19 @@ class LossGate:
             del gated.grad_scale, gated.found_inf
 
     def forget_first_step(self) -> None:
-        """Drop the state of optimizers that began with the last step: moments were allocated, and not written."""
+        """Drop optimizer states that the last step allocated and did not write."""
         for optimizer in self._began:
             optimizer.state.clear()
 
     def values(self) -> list[list[float]]:
-        """Wait for the losses, or sums, and return them by part."""
+        """Wait for the losses or sums, and return them by part."""
         self._copied.synchronize()
         return self.arrived[: self._parts].tolist()
 
 
 @contextmanager
 def _float32_rates(optimizer: Optimizer) -> Generator[None]:
-    """Round learning rates to float32 inside, as captured kernels read them in the device's memory."""
+    """Round learning rates to float32 inside, because captured kernels read float32 rates."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate if isinstance(rate, Tensor) else ctypes.c_float(rate).value
@@ -323,12 +321,12 @@ def _float32_rates(optimizer: Optimizer) -> Generator[None]:
 
 
 class LoggedStep:
-    """Seconds of the parts of a step, and norms of its gradients. Measuring changes no bit of the step."""
+    """Measure the seconds of a step's parts and its gradient norms, without changing a bit of the step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # Squared gradients of this rank's looked-up vectors, summed over measured steps, by collection path and table
-        # name, and the number of these steps. The gradients are those of this rank's loss. A resumed run counts from 0.
+        # Squared gradients of this rank's loss for its looked-up vectors, summed over measured steps, by collection
+        # path and table name; and the number of these steps. Both restart from 0 when a run is resumed.
         self.squares, self.steps = defaultdict[tuple[str, str], float](float), 0
         self._seconds, self._found = defaultdict[str, float](float), dict[str, float]()
         self._last: float | None = None
@@ -336,7 +334,7 @@ class LoggedStep:
         self._gradients: list[tuple[str, list[str | None], Tensor]] = []
 
     def begin(self) -> None:
-        """Measure the step that begins."""
+        """Start measuring a step."""
         self.end()
         self._found.clear()
         self._seconds.clear()
@@ -349,14 +347,14 @@ class LoggedStep:
         self._last = time.perf_counter()
 
     def mark(self, part: str) -> None:
-        """Count the seconds since the last mark to a part, if the step is measured."""
+        """Add the seconds since the last mark to a part, if the step is measured."""
         if self._last is not None:
             now = time.perf_counter()
             self._seconds[part] += now - self._last
             self._last = now
 
     def at_gradients(self, optimizers: Iterable[Optimizer]) -> None:
-        """Take the norms of the gradients of a step that is measured, before they are used; no part has the time."""
+        """Compute gradient norms of a measured step; the time counts for no part."""
         if self._last is None:
             return
         self._found = dense_gradient_norm(optimizers)
@@ -370,7 +368,7 @@ class LoggedStep:
         self._last = time.perf_counter()
 
     def record(self) -> dict[str, float]:
-        """Return the entries for a record of training, once."""
+        """Return the measurements for a log record, and clear them."""
         seconds = {f"step_{part}_s": s for part, s in self._seconds.items()}
         found = {**self._found, **seconds}
         self._found.clear()
@@ -378,7 +376,7 @@ class LoggedStep:
         return found
 
     def norms(self, add: Callable[..., list[float]], ranks: int) -> dict[tuple[str, str], float | None]:
-        """Return √(mean squared norm) of the gradients of each table's vectors; all ranks must call this."""
+        """Return √(mean squared gradient norm) by table; all ranks must call this."""
         tables = [(path, table) for path, c in collections_of(self._model).items() for table in c.tables]
         sums = add(*(self.squares[of] for of in tables)) if tables else []
         return {
@@ -387,7 +385,7 @@ class LoggedStep:
         }
 
     def end(self) -> None:
-        """End the measurement of a step."""
+        """Stop measuring."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -398,7 +396,7 @@ class LoggedStep:
         self.mark("forward")
 
     def _looked_up(self, path: str, collection: EmbeddingCollection, _: object, found: Embeddings) -> None:
-        """Count the time of a lookup, and let backward leave the gradients of its vectors here."""
+        """Count the time of a lookup, and hook the gradients of its vectors."""
         self.mark("lookup")
         table_of = {f.name: f.table for f in collection.features}
         for names, vectors in found.looked_up():
@@ -409,18 +407,15 @@ class LoggedStep:
                 vectors.register_hook(partial(self._arrived, path, tables))
 
     def _arrived(self, path: str, tables: list[str | None], grad: Tensor) -> None:
-        """Keep a gradient ``[…, D]`` or, of pooled features, ``[B, features, D]`` until all have arrived.
-
-        ``tables`` are of the features; None for one that is not trained.
-        """
+        """Keep a gradient ``[…, D]`` or (pooled) ``[B, features, D]``; ``tables`` has None for untrained ones."""
         if self._last is not None:
             self._gradients.append((path, tables, grad.detach().reshape(-1, len(tables), grad.shape[-1])))
 
 
 def dense_gradient_norm(optimizers: Iterable[Optimizer]) -> dict[str, float]:
-    """Return ``grad_norm_dense``, the Euclidean norm of the last step's gradients of all that is no table.
+    """Return ``grad_norm_dense``, the Euclidean norm of all dense gradients.
 
-    Nothing where there are no gradients, or ranks hold shards of them; elsewhere all ranks have the same.
+    Return nothing if there are no gradients, or ranks hold shards of them. All ranks return the same.
     """
     dense = [optimizer for optimizer in optimizers if not isinstance(optimizer, SparseOptimizer)]
     grads = [p.grad for o in dense for group in o.param_groups for p in group["params"] if p.grad is not None]

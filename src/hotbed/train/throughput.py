@@ -1,4 +1,4 @@
-"""Measure training: samples per second, waits for batches, how evenly ranks share the load of tables, traffic."""
+"""Measure training: samples per second, waits for batches, balance of ranks, traffic of tiers."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from hotbed.store import Traffic
 T = TypeVar("T")
 
 SETTLING_STEPS = 5
-"""First steps that the rate leaves out: kernels are compiled and buffers allocated in them."""
+"""First steps, which the rate excludes because they compile kernels and allocate buffers."""
 WINDOW_S = 1.0
-"""Seconds between two checks whether the cores are busy."""
+"""Seconds between two checks for busy cores."""
 BUSY_SHARE = 0.25
-"""Share of a window that each thread may wait for a core before the cores count as busy."""
+"""Share of a window that threads may wait for a core before the cores count as busy."""
 
 _log = logging.getLogger("hotbed")
 
 
 class Clock:
-    """Count training samples, the seconds they took, and the seconds spent waiting for batches."""
+    """Count training samples, their seconds, and the seconds of waits for batches."""
 
     def __init__(self) -> None:
-        # batches: steps and evaluated batches, by which the watchdog detects a hang.
-        # drawn, ids: samples yielded for training, and their ids by feature, except of `ModelParallelInput`, which has
-        # other ranks' samples. A resumed run counts from 0.
-        # paused_s: seconds that are excluded: evaluations and waits for checkpoints.
+        # batches: steps and evaluated batches; the watchdog detects a hang by them.
+        # drawn, ids: samples yielded for training, and their ids by feature. A `ModelParallelInput` is not counted,
+        # because it has samples of other ranks. A resumed run counts from 0.
+        # paused_s: excluded seconds, of evaluations and waits for checkpoints.
         self.batches, self.drawn, self.ids, self.paused_s = 0, 0, Counter[str](), 0.0
         self._mark = time.perf_counter()
         self._steps = 0
-        # Seconds, samples and seconds waited for batches: of the settling steps, of those after them, since `record`.
+        # Seconds, samples and waits: of the settling steps, of later steps, and since `record`.
         self._settling, self._settled, self._recent = [0.0, 0, 0.0], [0.0, 0, 0.0], [0.0, 0, 0.0]
         self._waited = 0.0
         self._depths: list[float] = []
         self._threads = _ThreadWatch()
 
     def start(self) -> None:
-        """Start counting, and check the threads that compute."""
+        """Start counting, and check the number of compute threads."""
         self._threads.start()
         self._mark = time.perf_counter()
 
     def tick(self, samples: int) -> None:
-        """Count a step that is over."""
+        """Count a finished step."""
         self.count()
         now = time.perf_counter()
         self._steps += 1
@@ -66,7 +66,7 @@ class Clock:
         self._mark, self._waited = now, 0.0
 
     def waited_for(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield batches, count the seconds until each is there, and note how many were ready (`Loader.queue_depth`)."""
+        """Yield batches; count the seconds of waits and the number of ready batches (`Loader.queue_depth`)."""
         iterator = iter(batches)
         while True:
             start = time.perf_counter()
@@ -78,21 +78,18 @@ class Clock:
                 self._waited += time.perf_counter() - start
             depth: float | None = getattr(batches, "queue_depth", None)
             self._depths += [] if depth is None else [depth]
-            self._count_ids(batch)
+            if isinstance(batch, Batch) and not isinstance(batch.sparse, ModelParallelInput):
+                self.drawn += len(batch)
+                self.ids.update(batch.sparse.ids_by_feature)
             yield batch
 
-    def _count_ids(self, batch: object) -> None:
-        if isinstance(batch, Batch) and not isinstance(batch.sparse, ModelParallelInput):
-            self.drawn += len(batch)
-            self.ids.update(batch.sparse.ids_by_feature)
-
     def count(self) -> None:
-        """Count a batch that is finished."""
+        """Count a finished batch."""
         self.batches += 1
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Leave out the time of the body."""
+        """Exclude the seconds of the body."""
         start = time.perf_counter()
         yield
         now = time.perf_counter()
@@ -101,11 +98,7 @@ class Clock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Where the time went: the first steps, later ones, waits for batches, pauses.
-
-        ``first_steps_s`` has compilation in it; ``waited_s`` are waits after them and no part of ``steps_s``;
-        ``paused_s`` are evaluations and checkpoints.
-        """
+        """Seconds of the first steps (with compilation), later steps, their waits for batches, and pauses."""
         seconds, _, waited = self._settled
         return {
             "first_steps_s": self._settling[0],
@@ -115,27 +108,24 @@ class Clock:
         }
 
     def seconds_for(self, steps: int) -> float | None:
-        """Estimate how long more steps will take; None before there is a step without compilation to go by.
-
-        By the steps after the first ones, and the pauses so far (evaluations, waits for checkpoints) by step.
-        """
+        """Estimate the seconds of ``steps`` further steps with their pauses; None during the settling steps."""
         settled = self._steps - SETTLING_STEPS
         return (self._settled[0] / settled + self.paused_s / self._steps) * steps if settled > 0 else None
 
     @property
     def samples_per_s(self) -> float:
-        """Rate without the settling steps; where there were no others, theirs."""
+        """Samples per second without the settling steps, unless there are no others."""
         seconds, samples, _ = self._whole
         return samples / seconds if seconds else 0.0
 
     @property
     def stall_share(self) -> float:
-        """Share of the same seconds in which the next batch was waited for."""
+        """Share of these seconds that training waited for batches."""
         seconds, _, waited = self._whole
         return waited / seconds if seconds else 0.0
 
     def record(self, largest: Callable[..., list[float]]) -> dict[str, float]:
-        """Return entries for a record of training, of the steps since the last one; all ranks must call this."""
+        """Return entries for a log record of the steps since the last one; all ranks must call this."""
         seconds, _, waited = self._recent
         depth = sum(self._depths) / len(self._depths) if self._depths else None
         self._recent, self._depths = [0.0, 0, 0.0], []
@@ -147,18 +137,15 @@ class Clock:
         return self._settled if self._settled[1] else self._settling
 
 
-_LOADS = ("bytes", "lookups", "time")
-
-
 class Balance:
-    """Compare the load of a distributed model's ranks since the last record; of any other model, nothing."""
+    """Compare the load of a distributed model's ranks since the last record."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model if isinstance(model, Distributed) else None
         self._last = [0.0] * 4
 
     def record(self) -> dict[str, float]:
-        """Return entries for a record of training; all ranks must call this."""
+        """Return entries for a log record; all ranks must call this."""
         if self._model is None:
             return {}
         wire = self._model.wire
@@ -171,14 +158,17 @@ class Balance:
         link = self._model.link
         values = torch.tensor(own, dtype=torch.float64, device=link.device)
         columns: list[list[float]] = link.all_gather("work of ranks", values).wait().T.tolist()
-        found = {f"imbalance_{name}": _over_mean(of) for name, of in zip(_LOADS, columns, strict=False)}
+        found = {
+            f"imbalance_{name}": max(of) * len(of) / sum(of) if sum(of) else 1.0
+            for name, of in zip(("bytes", "lookups", "time"), columns, strict=False)
+        }
         if replicas is not None and not replicas.exact:
             found |= {"sync_s": max(columns[3]), "sync_bytes": sum(columns[4])}
         return found
 
 
 class TierCounters:
-    """Count what caches and files of this rank's tables do, in all and since the last record."""
+    """Count reads and writes of this rank's caches and files."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -186,41 +176,37 @@ class TierCounters:
 
     @property
     def total(self) -> Traffic:
-        """What they did so far."""
+        """All traffic so far."""
         return sum((c.traffic for c in collections_of(self._model).values()), Traffic())
 
     def record(self) -> dict[str, float]:
-        """Return entries for a record of training; none if all rows are in the device's memory."""
+        """Return the traffic since the last record; nothing if all rows are in device memory."""
         now = self.total
         last, self._last = self._last, now
         return {} if now == Traffic() else {"hit_rate": (now - last).hit_rate, **asdict(now - last)}
 
 
-def _over_mean(values: list[float]) -> float:
-    return max(values) * len(values) / sum(values) if sum(values) else 1.0
-
-
 class _ThreadWatch:
-    """Warn once if there are more threads than cores, and once if other processes keep the cores busy."""
+    """Warn once about more threads than cores, and once about cores that other processes keep busy."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._waited = 0.0
 
     def start(self) -> None:
-        """Check the number of threads, and start to watch the cores if there are several threads."""
+        """Check the number of threads, and start the watch if there are several."""
         threads, cores = torch.get_num_threads(), machine.usable_cores()
         if threads > cores:
             _log.warning(
-                "torch computes on %d threads, but this process may use %d cores: threads wait for each other's cores, "
-                "which is slower than %d threads; call torch.set_num_threads(%d), or set OMP_NUM_THREADS=%d",
-                *(threads, cores, cores, cores, cores),
+                "torch uses %d threads, but this process may use %d cores, so threads wait for each other. Call "
+                "torch.set_num_threads(%d), or set OMP_NUM_THREADS=%d",
+                *(threads, cores, cores, cores),
             )
         if threads > 1 and not machine.USER_DECIDED:
             self._start_window()
 
     def tick(self) -> None:
-        """Check at the end of a window whether threads waited for cores; the watch ends with its warning."""
+        """Warn at the end of a window if threads waited for cores; the watch ends with the warning."""
         if self._since is None or (passed := time.perf_counter() - self._since) < WINDOW_S:
             return
         before = self._waited
@@ -229,20 +215,20 @@ class _ThreadWatch:
         if waited <= BUSY_SHARE * torch.get_num_threads() * passed:
             return
         self._since = None
-        fix = "stop that work, or set OMP_NUM_THREADS to the number of cores that are free"
+        fix = "Stop the other processes, or set OMP_NUM_THREADS to the number of free cores"
         if machine.TORCH_CAME_FIRST:
             settings = " ".join(f"{name}={value}" for name, value in machine.SPINNING.items())
             fix = (
-                "torch was imported before hotbed, so its threads spin at barriers against that work, which can be "
-                f"50 times slower; import hotbed before torch, or set {settings}"
+                "Import hotbed before torch, or set "
+                f"{settings}, because torch's threads now spin at barriers, which can be 50 times slower"
             )
         _log.warning(
-            "other work keeps the cores busy: threads of this process waited %.1f s for a core within %.1f s; %s",
+            "other processes keep the cores busy: threads of this process waited %.1f s for a core within %.1f s. %s",
             *(waited, passed, fix),
         )
 
     def _start_window(self) -> None:
-        """Start a window, unless the system does not count how long threads wait."""
+        """Start a window if the system counts waits of threads."""
         waited = machine.waited_for_cores_s()
         self._since = None if waited is None else time.perf_counter()
         self._waited = waited or 0.0

@@ -1,4 +1,4 @@
-"""Track runs in MLflow, for recipes that ask for it: `MLflow`, a callback that is named by ``class_path``."""
+"""Track runs in MLflow with the callback `MLflow`, which a recipe names by ``class_path``."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hotbed.train.metrics import Metrics
 from hotbed.train.trainer import Callback, Trainer
 
 _MOST_PARAMS, _MOST_VALUE = 100, 500
-"""Parameters that a request to a tracking server may have, and characters of a value."""
+"""Limits of a tracking server: parameters per request, and characters per value."""
 
 
 class MLflow(Callback):
-    """Log a run's recipe, losses, rates and evaluations to MLflow; a resumed run goes on in the same MLflow run.
+    """Log a run's recipe, losses, rates and evaluations to MLflow; a resumed run continues its MLflow run.
 
     Parameters
     ----------
     experiment
-        Name of the experiment, which is made where there is none.
+        Name of the experiment, which is created if it does not exist.
     tracking_uri
-        Server or folder; default: what ``MLFLOW_TRACKING_URI`` says, as ever with MLflow.
+        Server or folder (default: ``MLFLOW_TRACKING_URI``).
     run_name
-        Default: the recipe's name.
+        Name of the run (default: the name of the recipe).
     tags
-        Of the run, by name.
+        Tags of the run by name.
     recipe
-        Whose values become the run's parameters; hotbed gives it.
+        Recipe with the run's parameters; hotbed passes it.
 
     Raises
     ------
@@ -53,23 +53,23 @@ class MLflow(Callback):
             from mlflow import MlflowClient  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
         except ImportError as error:
             raise RecipeError(
-                f"hotbed.train.tracking.MLflow needs MLflow, which cannot be imported ({error}); pip install "
-                "mlflow-skinny, or leave the callback out"
+                f"hotbed.train.tracking.MLflow needs MLflow, which cannot be imported ({error}). Run pip install "
+                "mlflow-skinny, or remove the callback"
             ) from None
         self._client: Any = MlflowClient(tracking_uri)
         self._experiment, self._tags = experiment, dict(tags or {})
         self._name = run_name if run_name is not None else None if recipe is None else recipe.name
-        self._params = {} if recipe is None else flattened(recipe.to_dict())
+        self._params = {} if recipe is None else flatten(recipe.to_dict())
         self._run: str | None = None
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Make the run, or go on with it."""
+        """Create the MLflow run, or continue it."""
         if self._run is not None:
             self._client.update_run(self._run, status="RUNNING")
             return
         found = self._client.get_experiment_by_name(self._experiment)
-        place = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
-        self._run = str(self._client.create_run(place, run_name=self._name, tags=self._tags).info.run_id)
+        experiment = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+        self._run = str(self._client.create_run(experiment, run_name=self._name, tags=self._tags).info.run_id)
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
 
         params = [Param(key, str(value)[:_MOST_VALUE]) for key, value in self._params.items()]
@@ -77,24 +77,24 @@ class MLflow(Callback):
             self._client.log_batch(self._run, params=params[first : first + _MOST_PARAMS])
 
     def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """Log loss, learning rates and rates."""
+        """Log the loss, learning rates and throughput."""
         self._log(trainer, {f"train/{name}": value for name, value in record.items() if name != "step"})
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Log the metrics, also those of each task where there are several."""
+        """Log the metrics of all tasks."""
         self._log(trainer, metrics.curves("valid"))
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Close the run."""
+        """End the MLflow run."""
         if self._run is not None:
-            self._client.set_terminated(self._run, "KILLED" if trainer.told_to_stop else "FINISHED")
+            self._client.set_terminated(self._run, "KILLED" if trainer.stop_requested else "FINISHED")
 
     def state_dict(self) -> dict[str, Any]:
-        """Which MLflow run it is."""
+        """Return the id of the MLflow run."""
         return {"run": self._run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the same MLflow run."""
+        """Continue the MLflow run of a checkpoint."""
         self._run = state["run"]
 
     def _log(self, trainer: Trainer, values: Mapping[str, float]) -> None:
@@ -105,12 +105,12 @@ class MLflow(Callback):
         self._client.log_batch(self._run, [Metric(name, value, now, trainer.step) for name, value in finite.items()])
 
 
-def flattened(values: Mapping[str, Any], key: str = "") -> dict[str, Any]:
-    """Plain values by dotted key; what is not set is left out."""
+def flatten(values: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+    """Return plain values by dotted key, without None."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= flattened(value, f"{key}{name}.")
+            found |= flatten(value, f"{key}{name}.")
         elif value is not None:
             found[f"{key}{name}"] = value
     return found

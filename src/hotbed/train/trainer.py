@@ -1,7 +1,7 @@
-"""Run the training loop: what it calls, and what callbacks may do.
+"""Run the training loop and define the events of its callbacks.
 
-What happens in a step is `Trainer.fit`; the rest of this file is what it calls. A trainer takes a model, its optimizers
-and any iterable of `Batch`; what is not training (logs, progress, checkpoints, stopping early) is a `Callback`.
+`Trainer.fit` takes the steps. A trainer needs a model, its optimizers and any iterable of `Batch`. Logs, progress,
+checkpoints and early stopping are callbacks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from hotbed.nn.layers import recompute_activations
 from hotbed.nn.loss import SummedLoss, summed_cross_entropy
 from hotbed.store import Traffic
 from hotbed.train.checkpoints import Saver
-from hotbed.train.cuda_graph import StepGraph
-from hotbed.train.metrics import Metrics, OwnMetrics, evaluate, refuse_unnormalized, to_device
+from hotbed.train.cuda_graph import SizeClasses, StepGraph
+from hotbed.train.metrics import Metrics, OwnMetrics, evaluate, move_batch, refuse_unnormalized
 from hotbed.train.numerics import Numerics, is_one_graph, resolve_device
 from hotbed.train.prefetch import BatchPrefetcher, Divide, RowPrefetcher, whole
 from hotbed.train.ranks.parallel import Ranks
-from hotbed.train.retrieval import Retrieval, evaluate_found, trained_samples
-from hotbed.train.size_classes import SizeClasses
+from hotbed.train.retrieval import Retrieval, evaluate_retrieval, trained_samples
 from hotbed.train.step import TrainingStep
 from hotbed.train.throughput import Balance, Clock, TierCounters
 
@@ -37,44 +36,44 @@ _COUNTERS = ("step", "epoch", "position", "samples")
 
 
 class Callback:
-    """Do something at certain moments of training; override what you need."""
+    """Base class of callbacks: override the events that you need."""
 
     first_rank_only: ClassVar[bool] = False
-    """Whether a recipe's callback is made on the first rank alone, as those that write are."""
+    """Create the callback of a recipe on the first rank only, e.g. because it writes files."""
 
     def on_numerics(self, trainer: Trainer, chosen: str) -> None:
-        """Before `on_train_start`: in which precision, and by which library, the dense part is computed, and why."""
+        """Handle the choice of precision and matrix library, which ``chosen`` explains; called before the start."""
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Before the first step; ``trainer.steps_total`` is known here, if it can be."""
+        """Act before the first step; ``trainer.steps_total`` is set if the number of steps is known."""
 
     def on_step(self, trainer: Trainer, loss: float) -> None:
-        """After every step; ``trainer.step`` counts it already."""
+        """Act after every step, which ``trainer.step`` already counts."""
 
     def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """Every ``log_every`` steps: step, epoch, mean loss since the last record, learning rates, samples/s, waits."""
+        """Handle a record every ``log_every`` steps: step, epoch, mean loss, learning rates, samples/s, waits."""
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """After every evaluation during training."""
+        """Act after every evaluation during training."""
 
     def on_schedule(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """After an evaluation by which `HotSchedule` has set a rate: logloss, rate_before, rate."""
+        """Handle a new rate of `HotSchedule`: logloss, rate_before, rate."""
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """After a step and its evaluation, if it had one: a run goes on from here if this is what it saved."""
+        """Act after a step and its evaluation; checkpoints are saved at this point."""
 
     def on_checkpoint(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """When this rank has written its files of a checkpoint: step, path, bytes, seconds, stalled_s (see `Saver`)."""
+        """Handle this rank's part of a written checkpoint: step, path, bytes, seconds, stalled_s (see `Saver`)."""
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """After the last step; not called when training fails."""
+        """Act after the last step; not called when training fails."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a resumed run is to know of this callback, as plain values."""
+        """Return the callback's state for checkpoints, as plain values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Load a state that `state_dict` returned."""
 
 
 class Trainer:
@@ -83,52 +82,50 @@ class Trainer:
     Parameters
     ----------
     model
-        Maps a `Batch` to logits ``[B, T]``; on the device of the recipe already.
-    dense
-        Optimizer of the model's parameters.
-    sparse
-        Optimizer of its embedding tables.
+        Maps a `Batch` to logits ``[B, T]``. It must be on the recipe's device.
+    dense, sparse
+        Optimizers of the model's parameters, and of its embedding tables.
     group_optimizers
-        Optimizers of parameters and tables that those two do not train, by name, also in logs and checkpoints.
+        Further optimizers by name, for parameters and tables that ``dense`` and ``sparse`` do not train.
     recipe
         Batch size, number of steps, precision and so on.
     schedule
         Factor of all learning rates by step.
     callbacks
-        Called in this order; an attribute, too.
+        Called in this order.
     group
-        Column of ``Batch.extra`` to group by in evaluations.
+        Column of ``Batch.extra`` for grouped AUC in evaluations.
     labels
         Names of the tasks.
     metrics
-        By name, what makes a metric that evaluations compute, too; see `hotbed.train.metrics.own_metrics`.
+        Factories of additional metrics by name, see `hotbed.train.metrics.own_metrics`.
     loss
         Maps logits and labels ``[…, B, T]`` and sample weights ``[B, 1]`` or ``[B, T]`` (or None) to the sum of all
-        losses; by default binary cross-entropy. Or a `Retrieval`.
+        losses. The default is binary cross-entropy; a `Retrieval` trains two towers.
     overlap
-        Whether a distributed model's ids are exchanged while the batch before is computed.
+        Exchange the ids of a distributed model while the previous batch is computed.
     divide
-        Divides each batch; rows of a part are fetched while the part before is computed, and gradients add up to the
-        batch's. On several ranks each batch must have equally many parts.
+        Divides each batch into parts. Rows of a part are fetched while the previous part is computed, and gradients of
+        the parts are added. All ranks must divide a batch into equally many parts.
 
     Attributes
     ----------
     step, epoch, position
-        Steps taken, epochs finished, and batches taken of the present epoch.
+        Finished steps, finished epochs, and batches of the current epoch.
     samples
-        Samples trained on, also by the runs that this one goes on from.
+        Samples trained on, including those before the run was resumed.
     stop, evaluate_now
-        A callback sets them to end training, or (in ``on_step``, on all ranks) to evaluate, after the present step.
+        Set by callbacks to end training after this step, or (in ``on_step``, on all ranks) to evaluate after it.
     ask_save, ask_stop
-        Set by any rank, at any time: all save a checkpoint (with `KeepLast`), or end training, after the same step.
-    save_now, told_to_stop
-        Whether any rank had requested so before the present step.
+        Set by any rank at any time: all ranks save a checkpoint (with `KeepLast`), or stop, after the same step.
+    save_now, stop_requested
+        Whether any rank had requested a checkpoint, or the end, before this step.
     saver, other_parts
-        What saves checkpoints, and more that they are to hold, by name.
+        Saves checkpoints; further parts of a checkpoint by name.
     numerics, training_step
-        Precision and library of products, chosen when training starts; takes a step, see `TrainingStep.queue`.
+        Precision and matrix library, chosen when training starts; runs the steps.
     id_kinds
-        `Source.id_kinds` of the data, kept by checkpoints.
+        `Source.id_kinds` of the data, which checkpoints keep.
     """
 
     def __init__(
@@ -158,27 +155,27 @@ class Trainer:
         self.numerics = Numerics(model, recipe, self.device, self.ranks, loss)
         self._balance = Balance(model)
         sizes = SizeClasses(model) if self.device.type == "cuda" and not isinstance(model, Distributed) else None
-        move = partial(to_device, model=model, device=self.device, sizes=sizes)
+        move = partial(move_batch, model=model, device=self.device, pad=sizes)
         self.prefetcher = BatchPrefetcher(model, move, self.device, overlap=overlap, divide=divide)
         rows = RowPrefetcher(model, self.device) if isinstance(model, Distributed) and divide is not whole else None
         self.training_step = TrainingStep(model, self.numerics, self.ranks, self.device, rows, recipe.clip_grad_norm)
         self._graph = StepGraph(model, recipe, self.device, self.training_step, divided=divide is not whole)
         self._schedule, self._epoch_steps = schedule or ScheduleRecipe(), cast("int | None", None)
         self._factor: Callable[[int], float] = lambda step: self._schedule.factor(step, self._epoch_steps)
-        # torch counts from 0 the steps that were taken, the schedule from 1 the step to take.
+        # LambdaLR counts finished steps, schedules count from 1.
         self.schedules = {
             name: LambdaLR(optimizer, lambda taken: self._factor(taken + 1))
             for name, optimizer in self.optimizers.items()
         }
         self.step = self.epoch = self.position = self.samples = 0
         self.steps_total: int | None = recipe.steps
-        self.stop = self.ask_save = self.ask_stop = self.save_now = self.told_to_stop = self.evaluate_now = False
+        self.stop = self.ask_save = self.ask_stop = self.save_now = self.stop_requested = self.evaluate_now = False
         self.other_parts, self.id_kinds = dict[str, Stateful](), dict[str, str]()
         self._data_position: Mapping[str, Any] | None = None
         self.clock = Clock()
         report = partial(self._call, "on_checkpoint")
         self.saver = Saver(self.ranks, self.clock, self.parts, report, recipe.checkpoint_full_every)
-        self._recent, self._tiers, self._of_callbacks = list[float](), TierCounters(model), dict[str, Any]()
+        self._recent, self._tiers, self._callback_states = list[float](), TierCounters(model), dict[str, Any]()
         if recipe.recompute:
             recompute_activations(model)
         if recipe.compile:
@@ -192,15 +189,15 @@ class Trainer:
         Parameters
         ----------
         batches
-            Training batches with labels: a `Loader`, or anything that can be iterated once per epoch.
+            Training batches with labels: a `Loader`, or any iterable that can be iterated once per epoch.
         valid
             Batches to evaluate on during training.
 
         Raises
         ------
         NonFiniteError
-            If a loss is NaN or infinite; no parameter and no row has been touched by that batch. Gradients that
-            are not finite although the loss is are not caught here: the loss of the next step shows them.
+            If a loss is NaN or infinite. That batch has updated no parameter and no row. Gradients that are not finite
+            despite a finite loss are not detected, but the loss of the next step is not finite then.
         BatchError
             If a batch does not fit the model, or an epoch has no batch.
         """
@@ -210,7 +207,9 @@ class Trainer:
                 self._fit(batches, valid)
                 self.ranks.sync()
                 self.saver.finish()
-                self._apply_requests(False, *map(bool, self.ranks.add(self.ask_stop)))  # requested after the last step
+                self._apply_requests(
+                    False, *map(bool, self.ranks.add(self.ask_stop))
+                )  # requests made after the last step
             self._call("on_train_end")
         except BaseException:
             self.saver.abandon()
@@ -224,8 +223,8 @@ class Trainer:
                 self.ranks.at_step(self.step + 1)
                 if (self.step + 1) % self.recipe.log_every == 0 or self.step + 1 == self.steps_total:
                     self.training_step.measure_next()
-                # The whole step is queued when its losses are read, so the device does not wait for the host.
-                done = self.training_step.read(self._graph(parts, self._place, self._requests))
+                # The losses are read after the whole step is queued, so the device does not wait for the host.
+                done = self.training_step.read(self._graph(parts, self._step_name, self._requests))
                 for schedule in self.schedules.values():
                     schedule.step()
                 self._apply_requests(done.save, done.stop)
@@ -236,47 +235,47 @@ class Trainer:
                 if self.finished:
                     break
 
-    def _place(self) -> str:
-        return f"step {self.step + 1:,} (epoch {self.epoch}, batch {self.position:,} of it)"
+    def _step_name(self) -> str:
+        return f"step {self.step + 1:,} (epoch {self.epoch}, batch {self.position:,})"
 
     def _requests(self) -> tuple[bool, bool]:
         return self.ask_save, self.ask_stop
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean loss: Σ weight · loss ÷ (samples · tasks). The divisor does not know of weights."""
-        (batch,) = self.numerics.prepared([batch], self.step + 1)
+        """Return the mean loss Σ weight · loss ÷ (samples · tasks); the divisor ignores weights."""
+        (batch,) = self.numerics.prepare([batch], self.step + 1)
         total, tasks = self.numerics.summed_loss(batch, counts=False)
         return total / max(trained_samples(batch) * tasks, 1)
 
     def _apply_requests(self, save: bool, stop: bool) -> None:
-        """Set what callbacks and the loop read, by what any rank has requested."""
-        self.save_now, self.told_to_stop, self.stop = save, self.told_to_stop or stop, self.stop or stop
+        """Store the requests of all ranks for callbacks and the loop."""
+        self.save_now, self.stop_requested, self.stop = save, self.stop_requested or stop, self.stop or stop
         if save:
             self.ask_save = False
 
     @property
     def finished(self) -> bool:
-        """Whether training is over."""
+        """Whether training has ended."""
         out_of_steps = self.recipe.steps is not None and self.step >= self.recipe.steps
         return self.stop or out_of_steps or self.epoch >= self.recipe.epochs
 
     def validate(self, batches: Iterable[Batch]) -> Metrics:
-        """Evaluate now, and call the callbacks."""
+        """Evaluate the model and call `Callback.on_eval`."""
         with self.clock.paused():
             metrics = self.evaluate(batches)
             self._call("on_eval", metrics)
         return metrics
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
-        """Compute metrics of the present model; see `evaluate`."""
-        told: dict[str, Any] = {"device": self.device, "finished": self.clock.count}
+        """Evaluate the model; see `evaluate`."""
+        options: dict[str, Any] = {"device": self.device, "finished": self.clock.count}
         if isinstance(self._loss, Retrieval):
-            return evaluate_found(self.model, batches, self._loss.items, self._loss.options, **told)
-        return evaluate(self.model, batches, group=self.group, labels=self.labels, metrics=self._metrics, **told)
+            return evaluate_retrieval(self.model, batches, self._loss.items, self._loss.options, **options)
+        return evaluate(self.model, batches, group=self.group, labels=self.labels, metrics=self._metrics, **options)
 
     @property
     def samples_per_s(self) -> float:
-        """Training samples per second, without evaluations, checkpoints and the first 5 steps (see `Clock`)."""
+        """Training samples per second, excluding evaluations, checkpoints and the first 5 steps (see `Clock`)."""
         return self.clock.samples_per_s
 
     # -- what the loop calls ---------------------------------------------------------------------------------------
@@ -293,26 +292,24 @@ class Trainer:
         except TypeError:
             self.steps_total = self.recipe.steps
             if self._schedule.decay_share is not None:
-                raise RecipeError("schedule.decay_share needs batches with a len(); give a Loader or a list") from None
+                raise RecipeError("schedule.decay_share needs batches with a len(). Pass a Loader or a list") from None
         for callback in self.callbacks:
-            if (loaded := self._of_callbacks.pop(type(callback).__name__, None)) is not None:
+            if (loaded := self._callback_states.pop(type(callback).__name__, None)) is not None:
                 callback.load_state_dict(loaded)
         self._call("on_train_start")
         self.clock.start()
 
     def _epoch_of(self, batches: Iterable[Batch]) -> Iterator[tuple[list[Batch], bool]]:
-        """Yield the batches of an epoch on the device, divided, and whether each is the last.
-
-        One batch is prefetched, which a checkpoint must not count: the loader's position is noted with each.
-        """
+        """Yield the parts of each batch of an epoch, on the device, and whether it is the last batch."""
         last, state = False, getattr(batches, "state_dict", lambda: None)
-        ready = self.numerics.prepared(self.clock.waited_for(batches), self.step + 1)
+        # The loader's position travels with its batch, because a checkpoint must not count the prefetched batch.
+        ready = self.numerics.prepare(self.clock.waited_for(batches), self.step + 1)
         for parts, position, last in self.prefetcher((batch, state()) for batch in ready):
             self._data_position = position
             yield parts, last
         if not last:
-            again = "; a generator can be iterated once only, pass a list or a Loader" if self.epoch else ""
-            raise BatchError(f"epoch {self.epoch} has no batch{again}")
+            fix = ". Pass a list or a Loader, because a generator can be iterated only once" if self.epoch else ""
+            raise BatchError(f"epoch {self.epoch} has no batch{fix}")
 
     def _advance(self, samples: int, loss: float, last: bool) -> None:
         self.step, self.position, self.samples = self.step + 1, self.position + 1, self.samples + samples
@@ -338,7 +335,7 @@ class Trainer:
 
     @property
     def traffic(self) -> Traffic:
-        """What caches and files of this rank's tables did so far."""
+        """Reads and writes of this rank's caches and files so far."""
         return self._tiers.total
 
     def _evaluation_is_due(self, last: bool) -> bool:
@@ -350,13 +347,13 @@ class Trainer:
             getattr(callback, event)(self, *args)
 
     def report_schedule(self, record: dict[str, float]) -> None:
-        """Call the callbacks with what a schedule has decided."""
+        """Call `Callback.on_schedule`."""
         self._call("on_schedule", record)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def parts(self) -> dict[str, Stateful]:
-        """Return everything that a run needs to go on, by the name it has in a checkpoint."""
+        """Return the parts of a checkpoint by name."""
         return {
             "model": self.model,
             **self.optimizers,
@@ -367,7 +364,7 @@ class Trainer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, losses since the last record, callbacks by class, and the loader's position if it has one."""
+        """Return counters, losses since the last record, callbacks' states and the loader's position."""
         return {
             **{name: getattr(self, name) for name in _COUNTERS},
             "numerics": self.numerics.state_dict(),
@@ -378,16 +375,16 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; callbacks do when training starts, `resume_data` sets the loader."""
+        """Load a state; callbacks load theirs when training starts, and `resume_data` sets the loader."""
         for name in _COUNTERS:
             setattr(self, name, state[name])
         self.numerics.load_state_dict(state["numerics"])
         self._recent = list(state["losses"])
-        self._of_callbacks = dict(state["callbacks"])
+        self._callback_states = dict(state["callbacks"])
         self._data_position = state["data"]
 
     def resume_data(self, loader: Stateful) -> None:
-        """Set a loader to the position that was loaded."""
+        """Set a loader to the checkpoint's position."""
         if self._data_position is None:
-            raise RecipeError("the checkpoint holds no position in the data; it cannot be resumed, only evaluated")
+            raise RecipeError("the checkpoint holds no position in the data. Evaluate it; it cannot be resumed")
         loader.load_state_dict(self._data_position)

@@ -1,6 +1,6 @@
-"""Exchange losses, predictions and names between the ranks that train a model.
+"""Exchange losses, predictions and names between the ranks of a run.
 
-What the model itself exchanges, ids, rows and gradients, is in `hotbed.embed`.
+`hotbed.embed` exchanges ids, rows and gradients of the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hotbed.store.memory import to_device
 
 
 class Ranks:
-    """Exchange small values between the ranks that train a model; there is one, where it is not distributed."""
+    """Exchange small values between the ranks of a model; a model that is not distributed has one rank."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model if isinstance(model, Distributed) else None
@@ -32,27 +32,27 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this one writes and shows what is to be written and shown once."""
+        """Whether this rank writes files and the progress of the run."""
         return self.rank == 0
 
     @property
     def link(self) -> Link | None:
-        """For small exchanges; None for one rank."""
+        """The link for small exchanges; None for one rank."""
         return None if self._model is None else self._model.link
 
     def sync(self) -> None:
-        """Average the replicas of the model's tables, if there are any; all ranks must call this."""
+        """Average the replicas of the model's tables; all ranks must call this."""
         if self._model is not None:
             self._model.sync()
 
     def at_step(self, step: int) -> None:
-        """Say which step it is in the errors of exchanges."""
+        """Set the step that errors of exchanges name."""
         if self._model is not None:
             self._model.link.step = step
 
     @contextmanager
     def explained(self) -> Generator[None]:
-        """Raise a `CommError` that names the rank which is gone, for what fails inside because it is."""
+        """Raise a `CommError` with the number of the failed rank if an exchange of the body fails."""
         try:
             yield
         except HotbedError:
@@ -60,18 +60,19 @@ class Ranks:
         except RuntimeError as error:
             if self._model is not None and self._model.dense_link.failure is not None:
                 raise self._model.dense_link.failure from error
-            # Other errors have nothing to do with other ranks: asking who is gone would blame those that wait.
-            gone = [] if self.link is None or not _of_a_collective(error) else self.link.unreachable()
+            is_collective = isinstance(error, dist.DistError) or "/gloo/" in str(error)  # Gloo's name its source file
+            # Only errors of collectives involve other ranks. The search for gone ranks would else blame waiting ones.
+            gone = [] if self.link is None or not is_collective else self.link.unreachable()
             if not gone or self.link is None:
                 raise
             raise CommError(
-                f"{self.link.here}: {_ranks(gone)} ended or does not answer; its own output says why "
-                f"({reason(error).splitlines()[0]})"
+                f"{self.link.here}: {_ranks(gone)} ended or does not answer "
+                f"({reason(error).splitlines()[0]}). See that rank's log"
             ) from error
 
     @contextmanager
-    def together(self, what: str) -> Generator[None]:
-        """Raise on all ranks if the body raises on any; all must call this, and nothing may be exchanged inside."""
+    def together(self, action: str) -> Generator[None]:
+        """Raise on all ranks if the body raises on any; all ranks must call this, and exchange nothing inside."""
         error: Exception | None = None
         try:
             yield
@@ -81,33 +82,33 @@ class Ranks:
         if error is not None:
             raise error
         if failed:
-            raise CommError(f"{_ranks(failed)} cannot {what}; its own output says why")
+            raise CommError(f"{_ranks(failed)} cannot {action}. See that rank's log")
 
     def add(self, *values: float | Tensor) -> list[float]:
-        """Sums over ranks, in rank order."""
+        """Return sums over ranks, added in rank order."""
         return [sum(column) for column in self._columns(values)]
 
     def largest(self, *values: float) -> list[float]:
-        """The largest over ranks."""
+        """Return maxima over ranks."""
         return [max(column) for column in self._columns(values)]
 
     @property
     def adds_on_devices(self) -> bool:
-        """Whether ranks, if there are several, add up in the order of the step what the host does not wait for."""
+        """Whether `sums` needs no wait of the host, because the device adds in the order of the step."""
         return self.size == 1 or (self.link is not None and not self.link.overlaps)
 
     def sums(self, *values: float | Tensor) -> Tensor:
-        """Sums over ranks ``[values]`` float64, on the device of the tensors among them; the host waits for nothing."""
+        """Return sums over ranks ``[values]`` float64 on the values' device, without a wait of the host."""
         return self._by_rank(values).sum(0)
 
     def _columns(self, values: Sequence[float | Tensor]) -> list[list[float]]:
-        """By value, that of each rank."""
+        """Return the values of all ranks by value."""
         if self.link is None:
             return [[float(v.detach()) if isinstance(v, Tensor) else float(v)] for v in values]
         return [list(column) for column in zip(*self._by_rank(values).tolist(), strict=True)]
 
     def _by_rank(self, values: Sequence[float | Tensor]) -> Tensor:
-        """Values of each rank ``[W, values]``."""
+        """Return the values of each rank ``[W, values]``."""
         assert self.link is not None
         device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
         known = [0.0 if isinstance(v, Tensor) else float(v) for v in values]
@@ -118,17 +119,17 @@ class Ranks:
         return self.link.all_gather("losses and sizes", own).wait()
 
     def gather(self, values: Tensor) -> Tensor:
-        """Rows of all ranks ``[Σ n, …]``, in rank order."""
+        """Return the rows of all ranks ``[Σ n, …]`` in rank order."""
         if self.link is None:
             return values
         counts = self.link.all_gather("numbers of samples", torch.tensor([len(values)], device=values.device)).wait()
         padded = values.new_zeros(int(counts.max()), *values.shape[1:])
         padded[: len(values)] = values
-        rows = self.link.all_gather("predictions", padded.view(torch.uint8)).wait()  # of any dtype
+        rows = self.link.all_gather("predictions", padded.view(torch.uint8)).wait()  # bytes, for any dtype
         return torch.cat([row.view(values.dtype)[:n] for row, n in zip(rows, counts.flatten().tolist(), strict=True)])
 
     def add_counts(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Sums of counts over ranks; all must have the same keys, but those with 0 may be left out."""
+        """Return sums of counts over ranks; keys with 0 may be missing."""
         if self.link is None:
             return dict(counts)
         names = self.names(sorted(counts))
@@ -136,7 +137,7 @@ class Ranks:
         return {name: int(total) for name, total in zip(names, sums, strict=True)}
 
     def names(self, own: Sequence[str]) -> list[str]:
-        """Names that any rank has, sorted."""
+        """Return the sorted names of all ranks."""
         if self.link is None:
             return sorted(own)
         text = torch.frombuffer(bytearray("".join(f"{name}\n" for name in ["", *own]).encode()), dtype=torch.uint8)
@@ -144,7 +145,7 @@ class Ranks:
         return sorted({name for name in found.split("\n") if name})
 
     def path(self, path: Path | None) -> Path:
-        """The first rank's path, on all ranks."""
+        """Return the first rank's path on all ranks."""
         if self.link is None:
             assert path is not None
             return path
@@ -152,7 +153,7 @@ class Ranks:
 
 
 def model_parallel_batch(batch: Batch, rank: int, size: int) -> Batch:
-    """A rank's samples of a global batch, but the ids of all samples; see `ModelParallelInput`."""
+    """Return a rank's samples of a global batch with the ids of all samples; see `ModelParallelInput`."""
     shares = [share_of(len(batch), r, size) for r in range(size)]
     mine = shares[rank]
     return Batch(
@@ -162,11 +163,6 @@ def model_parallel_batch(batch: Batch, rank: int, size: int) -> Batch:
         weights=None if batch.weights is None else batch.weights[mine],
         extra={name: column[mine] for name, column in batch.extra.items()},
     )
-
-
-def _of_a_collective(error: RuntimeError) -> bool:
-    """Whether torch.distributed raised it; Gloo's errors are plain ones that begin with a place in its source."""
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

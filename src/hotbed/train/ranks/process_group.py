@@ -1,20 +1,20 @@
-"""Join the process group that torchrun started, end processes that hang, and start processes on this machine.
+"""Join torchrun's process group, end processes that hang, and start ranks on this machine.
 
-`process_group` also joins when torchrun restarts processes after a failure. `Watchdog` ends a process that makes no
-progress, before others wait for it in vain. `run_local` starts several ranks for commands that need them.
+`process_group` also joins after torchrun has restarted processes. `Watchdog` ends a process that makes no progress.
+`run_local` starts several ranks for commands.
 
-torchrun's agent keeps one store for all attempts. In it are the addresses of ranks that are dead, which new ones would
-try to reach: Gloo's "Connection refused" (pytorch/pytorch#135712, #167288). ``TORCHELASTIC_RESTART_COUNT`` cannot tell
-attempts apart, because every node counts for itself. So the ranks of an attempt find each other first (`fresh_store`):
+torchrun's agent keeps one store for all attempts, with addresses of dead ranks that new ranks would connect to: Gloo's
+"Connection refused" (pytorch/pytorch#135712, #167288). ``TORCHELASTIC_RESTART_COUNT`` does not identify an attempt,
+because each node counts separately. So the ranks of an attempt find each other first (`fresh_store`):
 
-1. Rank 0 draws a name for the attempt and announces it, in the place of the name before.
-2. Every rank answers under the announced name, which may be an old one, with a name of its own, and looks again.
-3. Rank 0 waits for the answers to its name and repeats them. A rank that finds its own name there is in this attempt:
-   who repeated it has read what this process wrote.
+1. Rank 0 draws a name for the attempt and writes it to the store.
+2. Every rank writes a name of its own under the attempt's name, which may be outdated, and looks again.
+3. Rank 0 waits for the names under its attempt and writes a list of them. A rank that finds its own name in the list
+   belongs to this attempt.
 
-An example with two ranks, started again: the store still has ``attempt = a``. Rank 1 reads ``a``, answers ``a/1 = x``
-and finds no list of answers with ``x``, so it looks again. Rank 0 sets ``attempt = b``; rank 1 answers ``b/1 = x``;
-rank 0 sets ``b/all = {"1": "x"}``, and both use the part ``b`` of the store.
+For example, two ranks restart and the store has ``attempt = a``. Rank 1 reads ``a``, writes ``a/1 = x``, finds no list
+with ``x`` and looks again. Rank 0 sets ``attempt = b``, rank 1 writes ``b/1 = x``, and rank 0 sets
+``b/all = {"1": "x"}``. Both use the prefix ``b`` of the store.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from hotbed.errors import CommError
 from hotbed.machine import fit_threads
 
 _PAUSE_S = 0.02
-"""Seconds between two looks into the store."""
-SAY_S = 0.25
-"""Seconds between two messages of a busy first rank; `ParallelRecipe.timeout_s` is at least as long."""
+"""Seconds between two reads of the store."""
+HEARTBEAT_S = 0.25
+"""Seconds between two heartbeats of a busy first rank; `ParallelRecipe.timeout_s` is not shorter."""
 T = TypeVar("T")
 
 
-class Started(NamedTuple):
-    """Rank and number of processes, of all hosts and of this one, as torchrun says in the environment."""
+class TorchrunWorld(NamedTuple):
+    """Rank and number of processes, in the job and on this host, from torchrun's environment."""
 
     rank: int
     size: int
@@ -62,89 +62,90 @@ class Started(NamedTuple):
     local_size: int
 
 
-def started() -> Started:
-    """Read the environment; a process that torchrun did not start is alone."""
+def read_world() -> TorchrunWorld:
+    """Read torchrun's environment; without it, return a single process."""
 
     def number(name: str, default: int) -> int:
         value = os.environ.get(name, str(default))
         if not value.isdecimal():
-            raise CommError(f"the environment variable {name} is {value!r}, must be a number; start with torchrun")
+            raise CommError(f"the environment variable {name} is {value!r}, expected a number. Start with torchrun")
         return int(value)
 
     size = number("WORLD_SIZE", 1)
     if size > 1 and "RANK" not in os.environ:
         raise CommError(
-            f"the environment variable WORLD_SIZE is {size}, but RANK is not set; start with torchrun, or unset it to "
-            "train with one process"
+            f"the environment variable WORLD_SIZE is {size}, but RANK is not set. Start with torchrun, or unset "
+            "WORLD_SIZE to train with one process"
         )
     rank = number("RANK", 0)
     if rank >= size:
         raise CommError(
-            f"the environment variable RANK is {rank}, but WORLD_SIZE is {size}: ranks are 0 … {size - 1}; start with "
-            "torchrun, or unset both to train with one process"
+            f"the environment variable RANK is {rank}, expected less than WORLD_SIZE {size}. Start with torchrun, or "
+            "unset both to train with one process"
         )
-    return Started(rank, size, number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", size))
+    return TorchrunWorld(rank, size, number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", size))
 
 
 @contextmanager
-def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[Started]:
-    """Join the other processes that torchrun started, if it did.
+def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[TorchrunWorld]:
+    """Join the process group inside the context, if torchrun has started this process.
 
     Parameters
     ----------
     parallel
-        The timeout.
+        Section of the recipe with the timeout.
     device
-        Where this one will compute, as in `TrainRecipe`; of several GPUs it takes the one of its local rank.
+        Device of `TrainRecipe`. With CUDA, the process uses the GPU of its local rank.
 
     Raises
     ------
     CommError
-        If the others cannot be met, or there are fewer GPUs than processes here.
+        If other ranks cannot be reached, or this host has fewer GPUs than processes.
     """
-    here = started()
+    world = read_world()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent("the agent of torchrun that started it")
-    if here.size == 1 or dist.is_initialized():
-        yield here
+        end_with_parent("torchrun's agent")
+    if world.size == 1 or dist.is_initialized():
+        yield world
         return
-    fit_threads(here.local_size)
+    fit_threads(world.local_size)
     backend = "gloo"
     if device != "cpu" and torch.cuda.is_available():
-        if here.local_rank >= torch.cuda.device_count():
+        if world.local_rank >= torch.cuda.device_count():
             raise CommError(
-                f"rank {here.rank} of {here.size} is process {here.local_rank} here, but there are "
-                f"{torch.cuda.device_count()} GPUs; start as many processes as there are GPUs, or set train.device cpu"
+                f"rank {world.rank} of {world.size} is process {world.local_rank} of this host, which has only "
+                f"{torch.cuda.device_count()} GPUs. Start one process per GPU, or set train.device cpu"
             )
-        torch.cuda.set_device(here.local_rank)
+        torch.cuda.set_device(world.local_rank)
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=parallel.timeout_s)
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             shared = next(rendezvous("env://", timeout=timeout))[0]
-            store = fresh_store(shared, here.rank, here.size, timeout)
-            dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.size, timeout=timeout)
+            store = fresh_store(shared, world.rank, world.size, timeout)
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         else:
             dist.init_process_group(backend, timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         raise CommError(
-            f"rank {here.rank} of {here.size} could not meet the others at {place} within {parallel.timeout_s} s "
-            f"({str(error).splitlines()[0]})"
+            f"rank {world.rank} of {world.size} could not reach the other ranks at {address} within "
+            f"{parallel.timeout_s} s ({str(error).splitlines()[0]})"
         ) from error
     try:
-        yield here
+        yield world
     finally:
         dist.destroy_process_group()
-        gc.collect()  # models hold groups and themselves in cycles; a thread of Gloo that lets go of a tensor while
-        # Python ends aborts the process ("terminate called without an active exception")
+        # Models hold groups in reference cycles. If a Gloo thread frees a tensor while Python exits, the process aborts
+        # ("terminate called without an active exception").
+        gc.collect()
 
 
 def end_groups() -> None:
-    """Destroy all process groups but torch's own: for processes that make one distributed model after the other.
+    """Destroy all process groups except torch's default, for processes that create many distributed models.
 
-    Every group of Gloo has a thread that looks for messages until the group is destroyed; a few hundred of them leave
-    no time for anything else. Models that were distributed before cannot be used after this.
+    Each Gloo group has a polling thread, and a few hundred of them use all CPU time. Existing distributed models cannot
+    be used afterwards.
     """
     gc.collect()
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -153,7 +154,7 @@ def end_groups() -> None:
 
 
 def fresh_store(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
-    """Return a part of a store that only these ranks use; all must call this."""
+    """Return a prefix of a store that only this attempt's ranks use; all ranks must call this."""
     own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:
         store.set("hotbed/attempt", own)
@@ -181,7 +182,7 @@ def _wait_for(store: Store, key: str, end: float) -> None:
 
 def _pause(end: float) -> None:
     if time.monotonic() > end:
-        raise RuntimeError("not all of them started in time")
+        raise RuntimeError("not all ranks started in time")
     time.sleep(_PAUSE_S)
 
 
@@ -189,24 +190,24 @@ def _pause(end: float) -> None:
 
 
 def on_first(work: Callable[[], T]) -> T:
-    """Do something on the first rank, and give all its result; all must call this.
+    """Run ``work`` on the first rank and return its result on all ranks; all ranks must call this.
 
-    However long it takes: while it is done, the first rank says so to the others now and then, so that no exchange of
-    theirs takes longer than ``parallel.timeout_s`` allows.
+    The first rank sends heartbeats meanwhile, so that no exchange exceeds ``parallel.timeout_s``.
     """
     if not dist.is_initialized():
         return work()
     found: list[Any] = [None, None]
     error: Exception | None = None
     if is_first():
-        with _saying_so():
+        with _heartbeats():
             try:
                 found[0] = work()
             except Exception as raised:
                 error, found[1] = raised, str(raised)
     else:
-        while _heard():
-            pass
+        busy = torch.ones(1, dtype=torch.uint8)
+        while busy:
+            dist.broadcast(busy, 0)
     dist.broadcast_object_list(found, device=torch.device("cpu"))
     if error is not None:
         raise error
@@ -216,19 +217,19 @@ def on_first(work: Callable[[], T]) -> T:
 
 
 @contextmanager
-def _saying_so() -> Generator[None]:
-    """Tell the other ranks, while the body runs, that it does, and last that it is done."""
+def _heartbeats() -> Generator[None]:
+    """Broadcast 1 while the body runs, and 0 after it."""
     over = threading.Event()
     failed: list[Exception] = []
 
-    def say() -> None:
+    def beat() -> None:
         try:
-            while not over.wait(SAY_S):
+            while not over.wait(HEARTBEAT_S):
                 dist.broadcast(torch.ones(1, dtype=torch.uint8), 0)
         except RuntimeError as error:  # a rank is gone
             failed.append(error)
 
-    thread = threading.Thread(target=say, name="hotbed-busy", daemon=True)
+    thread = threading.Thread(target=beat, name="hotbed-busy", daemon=True)
     thread.start()
     try:
         yield
@@ -236,45 +237,37 @@ def _saying_so() -> Generator[None]:
         over.set()
         thread.join()
     if failed:
-        raise CommError(f"rank 0: another rank has ended or not answered in time ({failed[0]})") from failed[0]
+        raise CommError(f"rank 0: another rank has ended or did not answer in time ({failed[0]})") from failed[0]
     dist.broadcast(torch.zeros(1, dtype=torch.uint8), 0)
 
 
-def _heard() -> bool:
-    """Wait for what the first rank says: whether it is still busy."""
-    busy = torch.zeros(1, dtype=torch.uint8)
-    dist.broadcast(busy, 0)
-    return bool(busy)
-
-
 def is_first() -> bool:
-    """Whether this is the first rank."""
+    """Return whether this is the first rank."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-# -- processes that hang, or whose agent is gone -----------------------------------------------------------------------
+# -- processes that hang or lost their agent ---------------------------------------------------------------------------
 
 STATUS = 2
-"""Exit status of a process that ends itself: that of an error, which torchrun takes for a failure."""
+"""Exit status of a process that ends itself; torchrun treats it as a failure."""
 _TICKS = 20
-"""Looks per limit."""
+"""Checks per limit."""
 _LONGEST_TICK_S = 1.0
 
 
 class Watchdog:
-    """End this process if it finishes no batch for a while; a context around training or evaluation.
+    """End this process if it finishes no batch for ``limit_s``; a context around training or evaluation.
 
-    A rank that hangs in code of its own (an endless loop, a file system that does not answer) waits in no exchange, so
-    no timeout of Gloo ends it. Ranks that wait for it fail after ``parallel.timeout_s``, and torchrun then kills it
-    without a trace. So a thread ends the process, with the stacks of all threads, once no batch was finished for
-    ``train.step_limit_s``. It does not count as hanging
+    Timeouts of Gloo do not end a rank that hangs outside of exchanges (an endless loop, a file system). Other ranks
+    fail after ``parallel.timeout_s``, and torchrun then kills the hanging rank without a trace. So a thread writes the
+    stacks of all threads and ends the process. These do not count as hanging:
 
-    - to wait for another rank: that one hangs, and ``parallel.timeout_s`` ends the wait with its number;
-    - to write a checkpoint: how long that takes depends on its size;
-    - time in which the process did not run at all, because it or its machine was suspended.
+    - waits for another rank, because ``parallel.timeout_s`` limits them;
+    - writes of checkpoints, because their time depends on the size;
+    - time in which the process or its machine was suspended.
 
-    Code that hangs without releasing Python's global lock stops this thread as well. So the thread sets an alarm of
-    faulthandler, whose thread needs no lock, and postpones it as long as it runs; the alarm writes stacks to stderr.
+    Code that hangs while it holds the GIL stops this thread, too. So the thread keeps postponing an alarm of
+    faulthandler, which needs no GIL and writes stacks to stderr.
     """
 
     def __init__(
@@ -316,7 +309,7 @@ class Watchdog:
             if self._over.wait(tick):
                 return
             now = time.monotonic()
-            idle_s += min(now - before, 2 * tick)  # more has passed only where the process did not run
+            idle_s += min(now - before, 2 * tick)  # more time has passed only if the process was suspended
             before = now
             if self._progress() != seen or waits() or self._is_exempt():
                 seen, idle_s = self._progress(), 0.0
@@ -325,65 +318,65 @@ class Watchdog:
 
     def _end(self, limit_s: float) -> NoReturn:
         end(
-            f"{self._here()}: no batch was finished for {limit_s:g} s (train.step_limit_s); this process is in "
-            f"{_innermost()}, and ends; {_write_stacks(self._file)}; raise the limit if it was only slow"
+            f"{self._here()}: no batch was finished within {limit_s:g} s, so this process ends. It is in "
+            f"{_innermost()}; {_write_stacks(self._file)}. Raise train.step_limit_s if the step was only slow"
         )
 
 
 def end(reason: str) -> NoReturn:
-    """End this process as it is, whatever its threads do, with one message on stderr."""
+    """End this process at once, with one message on stderr."""
     with suppress(OSError):
         os.write(2, f"hotbed: error: {reason}\n".encode())
     os._exit(STATUS)
 
 
-def end_with_parent(what: str, *, every_s: float = 1.0) -> None:
-    """End this process soon after its parent has ended, which nothing else would tell it."""
+def end_with_parent(parent_name: str, *, every_s: float = 1.0) -> None:
+    """End this process within about ``every_s`` after its parent has ended."""
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(every_s)
-        end(f"rank {os.environ.get('RANK', '?')}: {what}, process {parent}, has ended, and this process with it")
+        end(f"rank {os.environ.get('RANK', '?')}: this process ends, because {parent_name} (PID {parent}) has ended")
 
     threading.Thread(target=watch, name="hotbed-parent", daemon=True).start()
 
 
 def limit_of(recipe: Recipe, ranks: int) -> float | None:
-    """Seconds without a batch after which a process is ended: the recipe's, or else, of several, the timeout."""
+    """Return the recipe's limit for a batch in seconds, or the timeout of exchanges with several ranks."""
     if recipe.train.step_limit_s is not None:
         return recipe.train.step_limit_s
     return recipe.parallel.timeout_s if ranks > 1 else None
 
 
 def _innermost() -> str:
-    """The function that the main thread is in."""
+    """Return the current function of the main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
-        return "no function of Python"
+        return "no Python function"
     return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
 def _write_stacks(file: Path) -> str:
-    """Write the stacks of all threads to a file, or to stderr where it cannot be made; say where they are."""
+    """Write the stacks of all threads to a file, or to stderr if that fails; return where they are."""
     try:
         with file.open("a", encoding="utf-8") as stream:
             faulthandler.dump_traceback(stream)
             os.fsync(stream.fileno())
     except OSError as error:
         faulthandler.dump_traceback(2)
-        return f"the stacks of its threads are above ({file} cannot be written: {error.strerror})"
-    return f"the stacks of its threads are in {file}"
+        return f"stacks of its threads are above ({file} cannot be written: {error.strerror})"
+    return f"stacks of its threads are in {file}"
 
 
 # -- processes of this machine -----------------------------------------------------------------------------------------
 
 _SHOWN_CHARACTERS = 2000
-"""Of what a process that failed has written."""
+"""Limit of a failed process's output in an error."""
 
 
 def run_local(argv: Sequence[str], ranks: int, folder: Path, *, expected: int = 0) -> None:
-    """Run a program as several ranks until all have ended, or one has failed; then the others are killed."""
+    """Run a program as several ranks until all have ended; if one fails, kill the others and raise `CommError`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -391,9 +384,9 @@ def run_local(argv: Sequence[str], ranks: int, folder: Path, *, expected: int = 
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
-            place = world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+            own = world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
             with (folder / f"rank{rank}.log").open("wb") as log:
-                processes.append(subprocess.Popen(argv, env=os.environ | place, stdout=log, stderr=subprocess.STDOUT))
+                processes.append(subprocess.Popen(argv, env=os.environ | own, stdout=log, stderr=subprocess.STDOUT))
         failed = first_failure(processes, expected)
     finally:
         for process in processes:
@@ -402,12 +395,12 @@ def run_local(argv: Sequence[str], ranks: int, folder: Path, *, expected: int = 
     if failed is not None:
         text = (folder / f"rank{failed}.log").read_text(encoding="utf-8", errors="replace")
         raise CommError(
-            f"process {failed} of {ranks} ended with {processes[failed].returncode}: {text[-_SHOWN_CHARACTERS:]}"
+            f"process {failed} of {ranks} exited with {processes[failed].returncode}: {text[-_SHOWN_CHARACTERS:]}"
         )
 
 
 def first_failure(processes: Sequence[subprocess.Popen[bytes]], expected: int = 0) -> int | None:
-    """Wait for the first process that ends otherwise than expected; None once all have ended so."""
+    """Return the first rank with another exit status than expected, or None after all have ended."""
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):

@@ -1,4 +1,4 @@
-"""Build what a recipe names: its data source, model, losses, optimizers and trainer."""
+"""Build the parts that a recipe names: data source, model, losses, optimizers and trainer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +33,14 @@ from hotbed.train.numerics import resolve_device
 from hotbed.train.ranks.parallel import Ranks
 from hotbed.train.parameter_groups import group_parameters, group_tables
 from hotbed.train.prefetch import Divide, whole
-from hotbed.train.runs.plan_search import distributed, needs_a_plan, refuse_impossible
+from hotbed.train.runs.plan_search import distribute_model, needs_a_plan, refuse_impossible
 from hotbed.train.retrieval import (
     Retrieval,
     build_loss,
     model_source,
     refuse_no_positive,
     refuse_retrieval,
-    retrieval_of,
+    build_retrieval,
 )
 from hotbed.train.trainer import Trainer
 
@@ -50,13 +50,13 @@ _FUSED: dict[str, list[type[Optimizer]]] = {
     "cpu": [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad],
     "cuda": [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD],
 }
-"""Optimizers that can update all parameters in one pass, by kind of device. SGD gains nothing by it on CPUs."""
-if has_cuda_kernel("aten::_fused_adagrad_"):  # newer releases of torch
+"""Fused optimizers of torch by device type. SGD gains nothing on CPUs."""
+if has_cuda_kernel("aten::_fused_adagrad_"):  # depends on the torch version
     _FUSED["cuda"].append(torch.optim.Adagrad)
 
 
 def open_source(data: DataRecipe) -> Source:
-    """The recipe's data source; a `RecipeError` names a split that it lacks."""
+    """Open the recipe's data source and check its splits."""
     source = new_source(data)
     for key in ("train_split", "valid_split", "test_split"):
         split: str | None = getattr(data, key)
@@ -66,63 +66,53 @@ def open_source(data: DataRecipe) -> Source:
 
 
 def new_source(data: DataRecipe) -> Source:
-    """What the recipe's source class makes of the path; its splits are not looked at."""
+    """Open the recipe's data source without a check of its splits."""
     return build_component("data.source", data.source, Source, data.path)
 
 
 def tables_of(source: Source, data: DataRecipe) -> list[Table]:
-    """The source's tables, with rows stored as the recipe says; a `RecipeError` names a table that there is not."""
+    """Return the tables of a source with dtypes and dynamic tables of the recipe."""
     tables = source.schema.tables(data.dim)
     known = [table.name for table in tables]
-    named: dict[str, Any] = {"data.dtype": data.dtype, "data.fp32_rows": data.fp32_rows, "data.frozen": data.frozen}
-    named["data.dynamic"] = data.dynamic
-    for key, given in named.items():
-        for name in given if isinstance(given, dict | list) else ():
-            check_known(f"table in {key}", name, known, RecipeError)
-
-    def stored(table: Table) -> Table:
+    for key in ("dtype", "fp32_rows", "frozen", "dynamic"):
+        value: object = getattr(data, key)
+        for name in value if isinstance(value, dict | list) else ():
+            check_known(f"table in data.{key}", name, known, RecipeError)
+    made: list[Table] = []
+    for table in tables:
         dtype = data.dtype.get(table.name, "fp32") if isinstance(data.dtype, dict) else data.dtype
         fp32_rows = data.fp32_rows.get(table.name, 0) if isinstance(data.fp32_rows, dict) else data.fp32_rows
-        frozen = table.name in data.frozen
-        made = replace(table, dtype=dtype, fp32_rows=min(fp32_rows, table.rows), frozen=frozen)
-        if (dynamic := data.dynamic.get(table.name)) is None:
-            return made
-        options: dict[str, Any] = {"rows": "dynamic", "dynamic": dynamic.spec()}
-        return replace(made, **options, init_bound=dynamic.init_bound)
-
-    return [stored(table) for table in tables]
+        options: dict[str, Any] = {"dtype": dtype, "fp32_rows": min(fp32_rows, table.rows)}
+        if (dynamic := data.dynamic.get(table.name)) is not None:
+            options |= {"rows": "dynamic", "dynamic": dynamic.spec(), "init_bound": dynamic.init_bound}
+        made.append(replace(table, **options, frozen=table.name in data.frozen))
+    return made
 
 
 def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Module:
-    """The recipe's model with the tables of a source, seeded; its parameters and tables are made on the device.
+    """Build and seed the recipe's model on the device; each of several processes allocates only its own rows."""
 
-    Where several processes train, each makes only what it holds.
-    """
-    if not needs_a_plan(recipe):
+    def seeded(*, on_meta: bool) -> nn.Module:
+        torch.manual_seed(recipe.train.seed)
+        with device, tables_on_meta() if on_meta else nullcontext():
+            return new_model(recipe, source)
+
+    planned = needs_a_plan(recipe)
+    if not planned:
         refuse_impossible(recipe, tables_of(source, recipe.data), device)
-    model = distributed(_seeded(recipe, source, device, on_meta=needs_a_plan(recipe)), recipe, device, source)
+    model = distribute_model(seeded(on_meta=planned), recipe, device, source)
     if not isinstance(model, Distributed):
-        if needs_a_plan(recipe):  # by which all rows are in the memory of this one process's device
-            model = _seeded(recipe, source, device, on_meta=False)
-        # A model of the user's may make some of its tensors on the CPU whatever the default device is.
-        model = model.to(device)
-    # What is drawn from now on (dropout) is of a rank's own samples, and the same wherever rows are.
+        if planned:  # the plan puts all rows on this device
+            model = seeded(on_meta=False)
+        model = model.to(device)  # a user's model may create tensors on the CPU
+    # Later draws (dropout) belong to a rank's own samples, and do not depend on the plan.
     rank = model.link.rank if isinstance(model, Distributed) else 0
     torch.manual_seed((recipe.train.seed + rank) % 2**64)
     return model
 
 
-def _seeded(recipe: Recipe, source: Source, device: torch.device, *, on_meta: bool) -> nn.Module:
-    torch.manual_seed(recipe.train.seed)
-    with device, tables_on_meta() if on_meta else nullcontext():
-        return new_model(recipe, source)
-
-
 def new_model(recipe: Recipe, source: Source, tables: Sequence[Table] | None = None) -> nn.Module:
-    """What the recipe's model class makes, on torch's default device; a `RecipeError` if that is no module.
-
-    ``tables`` are others than the recipe's.
-    """
+    """Build the recipe's model on torch's default device; ``tables`` replace the recipe's."""
     model = build_component(
         "model",
         recipe.model,
@@ -141,39 +131,41 @@ def build(recipe: Recipe, source: Source | None = None) -> Trainer:
     Parameters
     ----------
     recipe
-        A checked recipe.
+        A recipe.
     source
-        The recipe's data, if it is open already.
+        The recipe's open data source (default: opened here).
 
     Raises
     ------
     HotbedError
-        If the recipe, the data and the machine do not fit together, e.g. a label is out of range.
+        If recipe, data and machine contradict each other, e.g. a label is out of range.
     """
     source = open_source(recipe.data) if source is None else source
     device = resolve_device(recipe.train.device)
     if recipe.retrieval is not None:
         refuse_retrieval(recipe, source)
     elif not source.schema.labels:
-        raise SpecError("the source's schema names no label, so there is nothing to train for; set schema.labels")
-    losses_of(recipe.tasks, source.schema.labels, device)  # before labels are read and tables made
+        raise SpecError("the source's schema has no label to train on. Set schema.labels")
+    losses_of(recipe.tasks, source.schema.labels, device)  # checked before labels are read and tables are allocated
     metrics_of(recipe)
     _check_labels(recipe, source)
     model = build_model(recipe, source, device)
     if Ranks(model).is_first:
         plan = model.plan if isinstance(model, Distributed) else None
         warn_of_idle_settings(recipe, plan, tables_of(source, recipe.data), device)
-    return trainer_of(recipe, source, model)
+    return build_trainer(recipe, source, model)
 
 
-def trainer_of(recipe: Recipe, source: Source, model: nn.Module) -> Trainer:
-    """The recipe's optimizers for a model, in a trainer without callbacks."""
+def build_trainer(recipe: Recipe, source: Source, model: nn.Module) -> Trainer:
+    """Build the recipe's trainer of a model, without callbacks."""
     optimizers, device = _optimizers(recipe, model), resolve_device(recipe.train.device)
-    labels = source.schema.labels
+    labels, divide = source.schema.labels, cast("Divide", whole)
     if recipe.retrieval is None:
         loss = losses_of(recipe.tasks, labels, device)
     else:
-        loss = retrieval_of(recipe, source, model, device)
+        loss = build_retrieval(recipe, source, model, device)
+    if recipe.hot.batches == "split" and recipe.hot.rows is not None:
+        divide = HotSplit.of_file(recipe.hot.rows, source.schema, Ranks(model).size)
     trainer = Trainer(
         model,
         optimizers.pop("dense"),
@@ -186,7 +178,7 @@ def trainer_of(recipe: Recipe, source: Source, model: nn.Module) -> Trainer:
         metrics=metrics_of(recipe),
         loss=loss,
         overlap=recipe.parallel.overlap,
-        divide=_divide(recipe, source, model),
+        divide=divide,
     )
     trainer.id_kinds = source.id_kinds()
     if isinstance(loss, Retrieval):
@@ -195,7 +187,7 @@ def trainer_of(recipe: Recipe, source: Source, model: nn.Module) -> Trainer:
 
 
 def _check_labels(recipe: Recipe, source: Source) -> None:
-    """Raise unless all labels are in range, those to train on of both classes, and the monitored metric is defined."""
+    """Check the range and classes of labels, and that the monitored metric is defined."""
     data, train = recipe.data, recipe.train
     named = {*train_splits(recipe), data.valid_split, data.test_split}
     found = {split: source.check_labels(split) for split in source.splits if split in named}
@@ -211,15 +203,15 @@ def _check_labels(recipe: Recipe, source: Source) -> None:
 
 
 def train_splits(recipe: Recipe) -> list[str]:
-    """The splits that are trained on."""
+    """Return the splits that are trained on."""
     train = recipe.data.train_split
-    return [f"{train}_{kind}" for kind in (HOT, COLD)] if recipe.hot.batches == "alternating" else [train]
+    return [f"{train}_{part}" for part in (HOT, COLD)] if recipe.hot.batches == "alternating" else [train]
 
 
 def refuse_one_class(source: Source, found: Sequence[Mapping[str, tuple[float, float]]]) -> None:
-    """Raise `DataError` if all labels to train on are of one class; warn where this is so of some of several tasks.
+    """Raise `DataError` if every label of training has only one class, and warn about single ones.
 
-    ``found`` has the smallest and the largest label by column, of each split that is trained on.
+    ``found`` has the minimum and maximum by label of each training split.
     """
     conditions = {label.column: label.positive for label in source.schema.positives}
     constant: list[str] = []
@@ -228,27 +220,21 @@ def refuse_one_class(source: Source, found: Sequence[Mapping[str, tuple[float, f
         low, high = min((low for low, _ in spans), default=0), max((high for _, high in spans), default=1)
         if low == high and low in (0, 1):
             condition = f" (positive: '{conditions[label]}')" if label in conditions else ""
-            constant.append(f"all labels '{label}'{condition} to train on are {low:g}")
+            constant.append(f"all labels '{label}'{condition} of training are {low:g}")
     if constant and len(constant) == len(source.schema.labels):
         raise DataError(
-            f"{'; '.join(constant)}: there is nothing to learn; say which values are positive in the schema's labels, "
-            "or name another column"
+            f"{'; '.join(constant)}, expected both classes. Define the positive values in the schema's labels, or name "
+            "another column"
         )
     for text in constant:
-        _log.warning("%s: this task learns nothing but that", text)
-
-
-def _divide(recipe: Recipe, source: Source, model: nn.Module) -> Divide:
-    """How a step takes its batch: as `HotRecipe.batches` says."""
-    if recipe.hot.batches != "split" or recipe.hot.rows is None:
-        return whole
-    return HotSplit.of_file(recipe.hot.rows, source.schema, Ranks(model).size)
+        _log.warning("%s: this task learns only that", text)
 
 
 def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
-    """Make the optimizers ``dense``, ``sparse`` and those of the recipe's groups, by name."""
-    for key, component in _dense_components(recipe).items():
-        _refuse_unsuited(key, component)
+    """Build the optimizers ``dense``, ``sparse`` and of the recipe's groups by name."""
+    _refuse_unsuited("dense_optimizer", recipe.dense_optimizer)
+    for name, group in recipe.dense_optimizer_groups.items():
+        _refuse_unsuited(f"dense_optimizer_groups.{name}.optimizer", group.optimizer)
     parameters = dict(model.named_parameters())
     of_dense, dense_groups = group_parameters(model, recipe)
     of_sparse, sparse_groups = group_tables(model, recipe)
@@ -256,9 +242,9 @@ def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
 
     def dense(key: str, component: Component, names: Sequence[str]) -> Optimizer:
         trained = [parameters[name] for name in names]
-        # Torch's kernels take no sparse gradients, and leave momentum unwritten if the first scaled ones overflow.
+        # Fused kernels support no sparse gradients. They leave momentum unwritten if the first scaled ones overflow.
         plain = sparse_gradients or recipe.train.precision == "fp16"
-        return build_component(key, component if plain else fused(component, trained), Optimizer, trained)
+        return build_component(key, component if plain else fuse_optimizer(component, trained), Optimizer, trained)
 
     def sparse(key: str, component: Component, tables: Sequence[str]) -> Optimizer:
         return build_component(key, component, SparseOptimizer, TableSelection(model, tables))
@@ -278,14 +264,14 @@ def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
     return made
 
 
-def fused(component: Component, trained: Sequence[Tensor]) -> Component:
-    """Let an optimizer of torch update all parameters in one pass, if the recipe leaves it open and torch can.
+def fuse_optimizer(component: Component, trained: Sequence[Tensor]) -> Component:
+    """Set ``fused`` of an optimizer of torch, unless the recipe decides or its kernels do not support the parameters.
 
-    On CUDA devices its step can then be told on the device to touch nothing, so no step waits for its loss
-    (`hotbed.train.step`); on CPUs it reads and writes each value once. Parameters that FSDP has cut, and those that
-    are no plain array (torch's kernels on CPUs take them for one), are left as they were.
+    On CUDA devices a fused step can be skipped on the device, so the host need not wait for the loss
+    (`hotbed.train.step`). On CPUs it reads and writes each value once.
     """
     given = component.init_args.keys() & {"fused", "foreach", "differentiable"}
+    # FSDP's shards are excluded, and on CPUs parameters that are not contiguous.
     plain = all(p.is_floating_point() and p.is_contiguous() and not is_sharded(p) for p in trained)
     devices = {p.device.type for p in trained}
     if given or not plain or len(devices) != 1 or component.load() not in _FUSED.get(devices.pop(), ()):
@@ -293,12 +279,12 @@ def fused(component: Component, trained: Sequence[Tensor]) -> Component:
     return replace(component, init_args={**component.init_args, "fused": True})
 
 
-def build_component(key: str, component: Component, kind: type[Any], *args: Any, **given: Any) -> Any:
-    """Make a component, which must be of a kind; errors say which of the recipe's it is."""
+def build_component(key: str, component: Component, base: type[Any], *args: Any, **options: Any) -> Any:
+    """Build the component at ``key`` of a recipe, which must be a subclass of ``base``."""
     with naming(key):
-        if issubclass(component.load(), kind):
-            return component.build(*args, **given)
-    raise RecipeError(f"{key} is {component.class_path}, which is not a {_NAMES[kind]}")
+        if issubclass(component.load(), base):
+            return component.build(*args, **options)
+    raise RecipeError(f"{key} is {component.class_path}, expected a {_NAMES[base]}")
 
 
 _NAMES: dict[type[Any], str] = {
@@ -309,56 +295,46 @@ _NAMES: dict[type[Any], str] = {
 }
 
 
-def _dense_components(recipe: Recipe) -> dict[str, Component]:
-    """Optimizers of parameters, by their keys in the recipe."""
-    groups = recipe.dense_optimizer_groups.items()
-    return {
-        "dense_optimizer": recipe.dense_optimizer,
-        **{f"dense_optimizer_groups.{name}.optimizer": group.optimizer for name, group in groups},
-    }
-
-
 def _refuse_unsuited(key: str, component: Component) -> None:
-    """Raise `RecipeError` for an optimizer of parameters that a step cannot use."""
+    """Raise `RecipeError` for an optimizer that cannot train dense parameters."""
     cls, name, lr = component.load(), component.class_path, component.init_args.get("lr", 0.0)
     if not issubclass(cls, Optimizer):
         return
     closure = signature(cls.step).parameters.get("closure")
-    other = "use another, such as torch.optim.Adam"
-    if issubclass(cls, SparseOptimizer):
-        raise RecipeError(f"{key} is {name}, which trains tables; {other}")
     if not (isinstance(lr, Tensor | int | float) and abs(lr) <= torch.finfo(torch.float32).max):
-        raise RecipeError(f"{key}.init_args.lr is {lr!r}, must be a finite number, also as a float32")
-    if issubclass(cls, torch.optim.SparseAdam):
-        needs = "sparse gradients, which dense parameters do not have; tables have a sparse_optimizer of their own"
-        raise RecipeError(f"{key}: {name} needs {needs}; {other}")
-    if closure is not None and closure.default is Parameter.empty:
-        needs = "a closure that computes the loss again, which a step does once"
-        raise RecipeError(f"{key}: {name} needs {needs}; {other}")
+        raise RecipeError(f"{key}.init_args.lr: got {lr!r}, expected a finite float32")
+    reason = None
+    if issubclass(cls, SparseOptimizer):
+        reason = "trains tables"
+    elif issubclass(cls, torch.optim.SparseAdam):
+        reason = "needs sparse gradients, but dense parameters have none"
+    elif closure is not None and closure.default is Parameter.empty:
+        reason = "needs a closure that computes the loss again"
+    if reason is not None:
+        raise RecipeError(f"{key}: {name} {reason}. Use another optimizer, e.g. torch.optim.Adam")
 
 
 def check_split(key: str, split: str, source: Source) -> None:
-    """Raise `RecipeError` if the data has no such split."""
-    check_known(key, split, source.splits, RecipeError, "Give one of the data's splits, or other data.")
+    """Raise `RecipeError` if the data has no samples of a split."""
+    check_known(key, split, source.splits, RecipeError, "Name a split of the data, or use other data.")
     if not source.samples(split):
-        raise RecipeError(f"{key} is '{split}', but no sample of the data is in it; give other data, or another split")
+        raise RecipeError(f"{key} is '{split}', which has no samples. Use other data, or another split")
 
 
 # -- losses of tasks ---------------------------------------------------------------------------------------------------
 
 
 class TaskLosses:
-    """Σ over tasks of weight · Σ over samples of the task's loss.
+    """Sum over tasks of weight · sum over samples of the task's loss.
 
-    A task's loss sees logits and labels of one task and returns a value per sample. So a batch can be divided among
-    ranks and micro-batches, and sample weights apply to any loss.
+    A task's loss returns a value per sample. So a batch can be divided, and sample weights apply to any loss.
     """
 
     def __init__(self, losses: Sequence[nn.Module], weights: Sequence[float]) -> None:
         self._tasks = list(zip(losses, weights, strict=True))
 
     def __call__(self, logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """The sum, of logits and labels ``[…, B, T]`` and sample weights ``[B, 1]`` or ``[B, T]``."""
+        """Return the sum for logits and labels ``[…, B, T]`` and sample weights ``[B, 1]`` or ``[B, T]``."""
         weights = None if weights is None else weights.expand_as(labels)
         sums: list[Tensor] = []
         for task, (loss, factor) in enumerate(self._tasks):
@@ -376,19 +352,23 @@ def losses_of(tasks: Mapping[str, TaskRecipe], labels: Sequence[str], device: to
     if all(task.is_default for task in chosen):
         return summed_cross_entropy
     if not any(task.weight for task in chosen):
-        raise RecipeError("the weight of every task is 0, so there is nothing to train for; raise tasks.LABEL.weight")
+        raise RecipeError("the weights of all tasks are 0. Raise tasks.LABEL.weight of one")
     made = [_loss(f"tasks.{label}.loss", task.loss).to(device) for label, task in zip(labels, chosen, strict=True)]
     return TaskLosses(made, [task.weight for task in chosen])
 
 
 def _loss(key: str, component: Component) -> nn.Module:
-    """Make a loss and try it; a `RecipeError` says which of the recipe's it is."""
+    """Build a loss and try it with three samples."""
     name = component.class_path
     with naming(key), torch.device("cpu"):
-        cls = component.load()
-        given = _with_tensors(cls, component.init_args) if issubclass(cls, nn.Module) else component.init_args
-    with torch.device("cpu"):
-        loss = build_loss(key, Component(class_path=name, init_args=given), reduction="none")
+        cls, options = component.load(), dict(component.init_args)
+        if issubclass(cls, nn.Module):  # losses of torch have tensors as arguments, recipes have numbers and lists
+            for argument, parameter in signature(cls).parameters.items():
+                value = options.get(argument)
+                is_number = isinstance(value, int | float | list) and not isinstance(value, bool)
+                if is_number and "Tensor" in str(parameter.annotation):
+                    options[argument] = torch.as_tensor(value, dtype=torch.float32)
+        loss = build_loss(key, Component(class_path=name, init_args=options), reduction="none")
     logits = torch.tensor([-2.0, 0.5, 3.0], device="cpu", requires_grad=True)
     labels = torch.tensor([0.0, 1.0, 1.0], device="cpu")
     try:
@@ -398,23 +378,13 @@ def _loss(key: str, component: Component) -> nn.Module:
     except (RuntimeError, TypeError, ValueError, LookupError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RecipeError(
-            f"{key}: {name} refused logits [3] and labels [3]: {text}; a loss takes logits (not probabilities) and "
-            "labels from 0 to 1, such as torch.nn.BCEWithLogitsLoss"
+            f"{key}: {name} failed on logits [3] and labels [3]: {text}. Use a loss of logits (not probabilities) and "
+            "labels in [0, 1], e.g. torch.nn.BCEWithLogitsLoss"
         ) from error
     if not isinstance(found, Tensor) or found.shape != labels.shape or not found.requires_grad:
         got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise RecipeError(
-            f"{key}: {name} gave {got} for logits [3] and labels [3], must give the loss of each sample [3] with "
-            'reduction="none", with a gradient'
+            f"{key}: {name} returned {got} for logits [3] and labels [3], expected losses [3] with a gradient for "
+            'reduction="none"'
         )
     return loss
-
-
-def _with_tensors(cls: type[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Make tensors of numbers and lists of them where a class says that it takes tensors, as torch's losses do."""
-    kinds = {name: str(p.annotation) for name, p in signature(cls).parameters.items()}
-
-    def is_tensor(name: str, value: object) -> bool:
-        return "Tensor" in kinds.get(name, "") and isinstance(value, int | float | list) and not isinstance(value, bool)
-
-    return {k: torch.as_tensor(v, dtype=torch.float32) if is_tensor(k, v) else v for k, v in arguments.items()}

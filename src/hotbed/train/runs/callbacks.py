@@ -1,10 +1,7 @@
-"""Define callbacks of the training loop: logs, stopping early, signals, checkpoints.
+"""Callbacks of the training loop: logs, early stopping, signals and checkpoints.
 
-The `Trainer` calls a `Callback` after steps, evaluations and so on. All callbacks of hotbed are in this file, except
-the progress of commands (`hotbed.train.runs.report`) and the schedule of hot batches.
-
-`KeepLast` saves ``last-STEP`` to resume from, `KeepBest` ``best-STEP``; a `Saver` writes them. They never remove the
-base of a differential checkpoint that stays.
+`KeepLast` saves ``last-STEP`` to resume from, and `KeepBest` saves ``best-STEP``. They never remove the base of a
+differential checkpoint that is kept.
 """
 
 from __future__ import annotations
@@ -51,11 +48,11 @@ class JsonLines(Callback):
         self.path = path
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Append ``{"event": "resume", "step": …}`` if steps were taken: what follows repeats the later steps above.
-
-        A line that a full disk has cut short is removed first, so that every line is whole.
-        """
-        self._remove_cut_line()
+        """Append ``{"event": "resume", "step": …}`` on resume, because later records repeat steps."""
+        if self.path.is_file():  # remove an incomplete last line, e.g. of a full disk
+            with self.path.open("rb+") as stream:
+                content = stream.read()
+                stream.truncate(content.rfind(b"\n") + 1)
         if trainer.step:
             self._write({"event": "resume", "step": trainer.step})
 
@@ -75,14 +72,8 @@ class JsonLines(Callback):
         """Append ``{"event": "schedule", …}``."""
         self._write({"event": "schedule", "step": trainer.step, **record})
 
-    def _remove_cut_line(self) -> None:
-        if self.path.is_file():
-            with self.path.open("rb+") as stream:
-                content = stream.read()
-                stream.truncate(content.rfind(b"\n") + 1)
-
     def _write(self, record: dict[str, Any]) -> None:
-        # Opened for each line, so that a killed run loses none.
+        # The file is opened for each line, so that a killed run loses none.
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(without_nan(record)) + "\n")
 
@@ -95,23 +86,23 @@ class TensorBoard(Callback):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise RecipeError(
-                f"train.tensorboard is set, but TensorBoard cannot be imported ({error}); "
-                f"pip install 'hotbed[tensorboard]', or set train.tensorboard to false"
+                f"train.tensorboard is set, but TensorBoard cannot be imported ({error}). "
+                f"Run pip install 'hotbed[tensorboard]', or set train.tensorboard to false"
             ) from None
         self._writer = SummaryWriter(str(directory))
 
     def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """Write loss, learning rates and rate."""
+        """Write loss, learning rates and throughput."""
         for name in record.keys() - {"step", "epoch"}:
             self._writer.add_scalar(f"train/{name}", record[name], trainer.step)
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Write the metrics, also those of each task where there are several."""
+        """Write the metrics of all tasks."""
         for name, value in metrics.curves("valid").items():
             self._writer.add_scalar(name, value, trainer.step)
 
     def on_schedule(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """Write the rate at which hot and cold batches take turns."""
+        """Write the rate of hot and cold batches."""
         self._writer.add_scalar("hot/rate", record["rate"], trainer.step)
 
     def on_train_end(self, trainer: Trainer) -> None:
@@ -120,54 +111,52 @@ class TensorBoard(Callback):
 
 
 def refuse_callbacks(recipe: Recipe) -> None:
-    """Raise `RecipeError` for a callback of a recipe that is none."""
+    """Raise `RecipeError` unless all callbacks of a recipe are subclasses of `Callback`."""
     for name, component in recipe.callbacks.items():
         with naming(f"callbacks.{name}"):
             cls = component.load()
         if not issubclass(cls, Callback):
-            raise RecipeError(f"callbacks.{name} is {component.class_path}, which is not a hotbed.Callback")
+            raise RecipeError(f"callbacks.{name} is {component.class_path}, expected a hotbed.Callback")
 
 
 def own_callbacks(recipe: Recipe, directory: Path, *, is_first: bool) -> list[Callback]:
-    """Make the callbacks that a recipe names, on the first rank or another one.
+    """Build the callbacks of a recipe on a rank.
 
-    They get ``recipe``, and ``directory``, which is the run's, if they take arguments of these names and init_args has
-    none.
+    A callback with parameters ``recipe`` or ``directory`` gets the recipe or the run's directory, unless its init_args
+    have them.
     """
     made: list[Callback] = []
     for name, component in recipe.callbacks.items():
         cls = component.load()
         if cls.first_rank_only and not is_first:
             continue
-        known = signature(cls).parameters
-        wanted = known.keys() - component.init_args.keys()
-        given = {key: value for key, value in (("recipe", recipe), ("directory", directory)) if key in wanted}
+        free = signature(cls).parameters.keys() - component.init_args.keys()
+        options = {key: value for key, value in (("recipe", recipe), ("directory", directory)) if key in free}
         with naming(f"callbacks.{name}"):
-            made.append(component.build(**given))
+            made.append(component.build(**options))
     return made
 
 
 class BestSoFar:
-    """Remember the best value of a metric."""
+    """Track the best value of a metric."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor: Monitor = monitor
-        self.value = -math.inf
-        """The best so far; higher is better."""
+        self.value = -math.inf  # the sign makes higher values better
 
     def state_dict(self) -> dict[str, Any]:
-        """Of which metric the best value is, and what it is."""
+        """Return the metric and its best value."""
         return {"monitor": self._monitor, "best": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Take over the best value if it is of the same metric; return whether it is."""
+        """Load the best value; return False if it belongs to another metric."""
         same = bool(state["monitor"] == self._monitor)
         if same:
             self.value = state["best"]
         return same
 
     def improved(self, metrics: Metrics) -> bool:
-        """Whether these metrics are better than all before them."""
+        """Update the best value; return whether it improved."""
         value = metrics.value(self._monitor) * (1 if self._monitor in HIGHER_IS_BETTER else -1)
         if math.isnan(value):
             refuse_monitor(self._monitor, metrics.undefined.get(self._monitor, "it is NaN"))
@@ -178,26 +167,26 @@ class BestSoFar:
 
 
 class EarlyStop(Callback):
-    """Stop after ``patience`` evaluations in which ``monitor`` has not improved."""
+    """Stop after ``patience`` evaluations without an improvement of ``monitor``."""
 
     def __init__(self, patience: int, monitor: Monitor) -> None:
         self._patience, self._best, self._waited = patience, BestSoFar(monitor), 0
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Stop if it was enough before training was resumed."""
+        """Stop if the limit was reached before the run was resumed."""
         trainer.stop = trainer.stop or self._waited >= self._patience
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Count, and stop if it was enough."""
+        """Count evaluations without improvement, and stop at the limit."""
         self._waited = 0 if self._best.improved(metrics) else self._waited + 1
         trainer.stop = trainer.stop or self._waited >= self._patience
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, and evaluations since."""
+        """Return the best value and the number of evaluations since."""
         return {**self._best.state_dict(), "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the count, unless another metric is monitored."""
+        """Load the count, unless another metric is monitored."""
         if self._best.load_state_dict(state):
             self._waited = state["waited"]
 
@@ -207,78 +196,71 @@ SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if
 
 @dataclass
 class Signals:
-    """Signals that this process got."""
+    """Received signals."""
 
-    stopped_by: int | None = None
-    """The one that requested a stop."""
+    stopped_by: int | None = None  # the signal that requested a stop
 
 
 @contextmanager
 def signals_to(trainer: Trainer) -> Generator[Signals]:
-    """Turn signals into requests to a trainer while the body runs: to save a checkpoint, and to stop.
+    """Turn signals into requests to a trainer while the body runs.
 
-    SIGUSR1 requests a checkpoint; SIGTERM and SIGINT (Ctrl-C) a checkpoint and the end of training. Any rank may get
-    them: all save after the same step, the one under way or the next. So a checkpoint is there after at most two steps,
-    an evaluation that is under way, and the time that writing takes. A second SIGTERM or SIGINT does
-    what it did before: it ends the process, SIGINT too at once, whatever runs. Handlers of the process are as before
-    afterwards; a signal that it ignores stays ignored, and where the body runs in another thread than the main one,
-    signals are left alone.
+    SIGUSR1 requests a checkpoint; SIGTERM and SIGINT (Ctrl-C) request a checkpoint and the end of training. Any rank
+    may get them. All ranks save after the current or the next step, and after an evaluation that is running. A second
+    SIGTERM or SIGINT ends the process at once. Ignored signals stay ignored, the old handlers are restored afterwards,
+    and in other threads than the main thread no signal is handled.
     """
-    got = Signals()
+    received = Signals()
 
     def request(number: int, _: FrameType | None) -> None:
         trainer.ask_save = True
         if number in (signal.SIGTERM, signal.SIGINT):
-            trainer.ask_stop, got.stopped_by = True, number
-            # Python's own handler of SIGINT would wait for the call under way, which may be compiling or exchanging.
-            usual = before[number]
-            signal.signal(number, signal.SIG_DFL if usual is signal.default_int_handler else usual)
+            trainer.ask_stop, received.stopped_by = True, number
+            # Python's handler of SIGINT would wait for the current call, which may compile or exchange.
+            old = before[number]
+            signal.signal(number, signal.SIG_DFL if old is signal.default_int_handler else old)
         if number == signal.SIGINT and trainer.ranks.is_first:
-            _print_line("hotbed: training ends after the step under way; Ctrl-C again ends it at once")
+            cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # show the cursor that a progress bar has hidden
+            message = f"{cursor}hotbed: training ends after the current step; Ctrl-C again ends it at once\n"
+            with suppress(OSError):
+                os.write(2, message.encode())
 
     if threading.current_thread() is not threading.main_thread():
-        yield got
+        yield received
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
     before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in before:
         signal.signal(number, request)
     try:
-        yield got
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _print_line(message: str) -> None:
-    """Write a line to stderr whatever else writes there, with the cursor that a progress bar has hidden."""
-    cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
-    with suppress(OSError):
-        os.write(2, f"{cursor}{message}\n".encode())
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 class KeepLast(Callback):
-    """Keep the newest checkpoints, to resume from and to evaluate: ``last-STEP``.
+    """Keep the newest checkpoints ``last-STEP``, to resume from and to evaluate.
 
-    One is saved whenever a stop is requested, or ``trainer.ask_save`` is set, as a signal does.
+    A checkpoint is also saved for requests: ``trainer.ask_save``, stops and signals.
     """
 
     def __init__(
         self,
         where: str | Path | Directory,  # local directory, or a URI like `s3://bucket/path`
         recipe: Recipe,  # stored in each checkpoint
-        every: int | None = None,  # steps between checkpoints; None: not by steps
+        every: int | None = None,  # steps between checkpoints
         *,
         minutes: float | None = None,  # minutes between checkpoints, by the first rank's clock
         keep_last: int = 1,  # number of newest checkpoints to keep
-        keep_every: int | None = None,  # steps that are multiples of this are kept for good
+        keep_every: int | None = None,  # multiples of this step are kept forever
         kept: Collection[int] = (),  # further steps to keep
-        background: bool = True,  # write during training (see `save_checkpoint`); the last one is waited for
+        background: bool = True,  # write during training (see `save_checkpoint`), except the last one
         at_end: bool = True,  # save after training
-        publisher: Publisher | None = None,  # checkpoints that it needs are not removed
+        publisher: Publisher | None = None,  # keeps the checkpoints that it needs
     ) -> None:
         self._where, self._recipe, self._at_end = directory(where), recipe, at_end
         self._publisher = publisher
@@ -287,12 +269,12 @@ class KeepLast(Callback):
         self._saved_at, self._own, self._kept = time.monotonic(), -1, frozenset(kept)
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Lock the directory, and remove what earlier runs left unfinished there."""
+        """Lock the directory, and remove unfinished checkpoints of earlier runs."""
         self._saved_at, self._own = time.monotonic(), trainer.step
         trainer.saver.lock(self._where, remove_unfinished=True)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Save if it is time."""
+        """Save a checkpoint if it is due."""
         trainer.saver.poll()
         if trainer.save_now or (self._every is not None and trainer.step % self._every == 0):
             self._save(trainer, background=self._background)
@@ -301,35 +283,35 @@ class KeepLast(Callback):
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Save the final state."""
-        if self._at_end or trainer.told_to_stop:
+        if self._at_end or trainer.stop_requested:
             self._save(trainer, background=False)
         if self._recipe.train.publish is not None:
             with trainer.saver.waited_for():
-                trainer.saver.finish()  # by all ranks
+                trainer.saver.finish()  # on all ranks
                 if self._publisher is not None:
                     self._publisher.finish()
                     self._remove_old(trainer.step)
 
     def _save(self, trainer: Trainer, *, background: bool) -> None:
         step = trainer.step
-        place = self._where / f"last-{step:08d}"
+        checkpoint = self._where / f"last-{step:08d}"
         trainer.saver.begin(
-            place,
+            checkpoint,
             step,
             self._recipe,
             background=background,
-            then=partial(self._saved, place),
-            may_exist=step == self._own,  # it was saved already, or it is what was resumed from
+            then=partial(self._saved, checkpoint),
+            may_exist=step == self._own,  # already saved, or the resumed checkpoint
         )
         self._saved_at, self._own = time.monotonic(), step
 
-    def _saved(self, place: Directory) -> None:
+    def _saved(self, checkpoint: Directory) -> None:
         if self._publisher is not None:
-            self._publisher.publish(place)
-        self._remove_old(step_of(place))
+            self._publisher.publish(checkpoint)
+        self._remove_old(step_of(checkpoint))
 
     def _remove_old(self, newest: int) -> None:
-        """Remove what is older than the newest, of which this is the step, and is not to be kept."""
+        """Remove checkpoints before step ``newest`` that need not be kept."""
         found = {step: c for c in checkpoints_in(self._where, "last") if (step := step_of(c)) <= newest}
         older = [found[step] for step in sorted(found)[: -self._keep_last] if step not in self._kept]
         own = [c for c in older if self._keep_every is None or step_of(c) % self._keep_every]
@@ -337,7 +319,7 @@ class KeepLast(Callback):
 
 
 class KeepBest(Callback):
-    """Keep the checkpoint of the best evaluation, ``best-STEP``, and goes back to it when training ends."""
+    """Keep the checkpoint of the best evaluation, ``best-STEP``, and load it when training ends."""
 
     def __init__(
         self,
@@ -350,65 +332,62 @@ class KeepBest(Callback):
         self._where, self._recipe, self._background = directory(where), recipe, background
         self._publisher = publisher
         self._best = BestSoFar(monitored(recipe))
-        self._place: Directory | None = None
+        self._checkpoint: Directory | None = None
         self._is_best = False
 
     @property
     def step(self) -> int | None:
-        """Step of the best evaluation so far."""
-        return None if self._place is None else step_of(self._place)
+        """Step of the best evaluation."""
+        return None if self._checkpoint is None else step_of(self._checkpoint)
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Lock the directory, and remove what earlier runs left unfinished there."""
+        """Lock the directory, and remove unfinished checkpoints of earlier runs."""
         trainer.saver.lock(self._where, remove_unfinished=True)
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Remember whether this evaluation is the best."""
+        """Compare the evaluation with the best one."""
         self._is_best = self._best.improved(metrics)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Save if the evaluation of this step was the best."""
+        """Save a checkpoint if this step's evaluation is the best."""
         trainer.saver.poll()
         if self._is_best:
             self._is_best = False
-            place = self._place = self._where / f"best-{trainer.step:08d}"
-            then = partial(self._saved, place)
-            trainer.saver.begin(place, trainer.step, self._recipe, background=self._background, then=then)
+            checkpoint = self._checkpoint = self._where / f"best-{trainer.step:08d}"
+            then = partial(self._saved, checkpoint)
+            trainer.saver.begin(checkpoint, trainer.step, self._recipe, background=self._background, then=then)
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Load the best model; it stays as it is if there was no evaluation."""
-        if self._place is not None and not trainer.told_to_stop:  # then there is more to train
+        """Load the best model, if there was an evaluation."""
+        if self._checkpoint is not None and not trainer.stop_requested:  # a stopped run will be resumed
             with trainer.saver.waited_for():
-                load_checkpoint(self._place, {"model": trainer.model})
+                load_checkpoint(self._checkpoint, {"model": trainer.model})
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, and where its checkpoint is."""
-        return {**self._best.state_dict(), "path": None if self._place is None else self._place.path}
+        """Return the best value and the path of its checkpoint."""
+        return {**self._best.state_dict(), "path": None if self._checkpoint is None else self._checkpoint.path}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was the best, unless its checkpoint is gone or another metric is monitored."""
+        """Load the best value, unless its checkpoint is gone or another metric is monitored."""
         if state["path"] is None:
             return
-        place = directory(state["path"])
-        if not place.has(MANIFEST):
-            _log.warning("the best checkpoint so far, %s, is gone; later evaluations decide which is the best", place)
+        checkpoint = directory(state["path"])
+        if not checkpoint.has(MANIFEST):
+            _log.warning("the best checkpoint %s is gone; the best is chosen from later evaluations", checkpoint)
         elif self._best.load_state_dict(state):
-            self._place = place
+            self._checkpoint = checkpoint
 
-    def _saved(self, place: Directory) -> None:
+    def _saved(self, checkpoint: Directory) -> None:
         if self._publisher is not None:
-            self._publisher.publish(place)
-        others = [c for c in checkpoints_in(self._where, "best") if c.name != place.name]
+            self._publisher.publish(checkpoint)
+        others = [c for c in checkpoints_in(self._where, "best") if c.name != checkpoint.name]
         remove_unneeded(self._where, others, self._publisher)
 
 
 def remove_unneeded(where: Directory, unwanted: Collection[Directory], publisher: Publisher | None = None) -> None:
-    """Remove checkpoints of a directory, but not the bases of those that stay; differences before their bases.
-
-    What a publisher still reads, or compares the next checkpoint with, stays.
-    """
-    read = set[str]() if publisher is None else publisher.needed()
-    unwanted = [checkpoint for checkpoint in unwanted if checkpoint.name not in read]
+    """Remove checkpoints, except bases of kept ones and reserved ones of the publisher; differences first."""
+    reserved = set[str]() if publisher is None else publisher.needed()
+    unwanted = [checkpoint for checkpoint in unwanted if checkpoint.name not in reserved]
     names = {checkpoint.name for checkpoint in unwanted}
     needed = {base_of(checkpoint) for checkpoint in checkpoints_in(where) if checkpoint.name not in names}
     for checkpoint in sorted(unwanted, key=lambda c: (base_of(c) is None, -step_of(c))):

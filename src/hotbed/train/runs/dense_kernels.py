@@ -1,11 +1,11 @@
-"""Count the kernels that a step of a GPU has for the part of a model without tables, and the bytes that each moves.
+"""Count the GPU kernels of a step's dense part, and the bytes that each moves.
 
-This is what one process asks of PyTorch, without ``train.compile``, which fuses some: `tests/census` counts the same
-step on a device that is pretended, and a test holds the two together, kernel by kernel. A product reads its operands
-and writes its result once, a fused bias with them; what is between two kernels goes through the device's memory.
+It covers one process without ``train.compile``, which fuses some kernels. `tests/census` compares the kernels with a
+step on a simulated device. A product reads its operands (and a fused bias) and writes its result once; results go
+through device memory.
 
-Of layers outside of `hotbed.nn.MLP`, `hotbed.nn.CrossLayer` and `hotbed.nn.DotInteraction` only products are counted,
-so steps of models with attention or histories are longer than this says.
+Outside of `hotbed.nn.MLP`, `hotbed.nn.CrossLayer` and `hotbed.nn.DotInteraction` it counts only products, so steps of
+models with attention or histories take longer.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ INTERACTION, BACKWARD_INTERACTION = "interaction", "interaction, backward"
 CASTS, LOSS, OPTIMIZER = "casts and copies", "loss", "dense optimizer"
 
 ARENA_LAUNCHES, EXCHANGED_ARENA_LAUNCHES = 19, 100
-"""Of an arena on the device, of one rank, and of several: launches of a step with RowWiseAdagrad that are not the dense
-part's."""
+"""Launches per step of an arena on the device with RowWiseAdagrad, for one rank and for several."""
 HOST_LAUNCHES, CACHED_LAUNCHES = 64 + 3, 204 + 7
-"""How many more an arena has whose rows are in slower memory, and behind a cache on the device. Each wait of the host
-(the second summand) is as a launch: the device has nothing to do until the next one."""
+"""Additional launches of an arena in a slower tier, and with a cache on the device.
+
+A wait of the host (second summand) counts as a launch, because the device is idle until the next one."""
 OPTIMIZER_BYTES = 28
-"""Of a dense parameter, at most: Adam reads it, its gradient and two moments, and writes all but the gradient."""
+"""Bytes per dense parameter: Adam reads it, its gradient and two moments, and writes three of them."""
 
 
 def arena_launches(ranks: int = 1, *, cached: bool = False) -> dict[Tier, int]:
-    """Launches of a step for each arena, by the memory of its rows; ``cached``: slower ones have a cache."""
+    """Return launches per step of an arena by tier; ``cached`` ones in slower tiers have a cache."""
     device = ARENA_LAUNCHES if ranks == 1 else EXCHANGED_ARENA_LAUNCHES
     slower = device + (CACHED_LAUNCHES if cached else HOST_LAUNCHES)
     return {"device": device, "host": slower, "disk": slower}
 
 
 def dense_kernels(
-    model: nn.Module, *, narrow: bool, dense_inputs: int, labels: int, at_once: bool = True
+    model: nn.Module, *, narrow: bool, dense_inputs: int, labels: int, casts_once: bool = True
 ) -> tuple[Kernel, ...]:
-    """List the kernels of a step."""
+    """Return the kernels of a step; with ``casts_once`` all weights are cast together."""
     size = 2 if narrow else 4
     kernels = [*_products(model, size, dense_inputs), *_activations(model, size), *_vectors(model, size)]
     if narrow:
-        kernels += _casts(model, dense_inputs, labels, at_once)
+        kernels += _casts(model, dense_inputs, labels, casts_once)
     kernels += [
         Kernel(part=LOSS, op="_cross_entropy_kernel", sample_bytes=12.0 * labels),
         Kernel(part=LOSS, op="_total_kernel"),
         Kernel(part=LOSS, op="mul", sample_bytes=8.0 * labels, step_bytes=4),
-        Kernel(part=LOSS, op="sub", step_bytes=12),  # whether it is finite
+        Kernel(part=LOSS, op="sub", step_bytes=12),  # check for a finite loss
         Kernel(part=LOSS, op="logical_xor", step_bytes=28),
     ]
     count = sum(p.numel() for p in model.parameters())
@@ -64,42 +64,39 @@ def dense_kernels(
 
 
 def _products(model: nn.Module, size: int, dense_inputs: int) -> Iterator[Kernel]:
-    """Products of all layers, and the sums of their outputs' gradients.
-
-    Where a ReLU follows, its gradient's kernel sums, in parts that are added up here (`hotbed.nn.fused_relu`).
-    """
-    of_layers, fused = 0, set(_before_relu(model))
+    """Yield products of all layers, and sums for gradients of biases; a fused ReLU has partial sums."""
+    counted, fused = 0, set(_before_relu(model))
     for layer in model.modules():
         if not isinstance(layer, nn.Linear):
             continue
         x, y, weight = layer.in_features, layer.out_features, layer.weight.numel()
-        of_layers += weight
+        counted += weight
         both: dict[str, float] = {"flops": 2.0 * weight, "sample_bytes": float(size * (x + y))}
         bias = 0 if layer.bias is None else y  # pyright: ignore[reportUnnecessaryComparison]
         forward = float(size * (weight + bias))
         yield Kernel(part=PRODUCTS, op="addmm" if bias else "mm", step_bytes=forward, **both)
-        products = 1 if x == max(dense_inputs, 1) else 2  # a batch has no gradient
-        for _ in range(products):  # of the weight; of the input
+        products = 1 if x == max(dense_inputs, 1) else 2  # dense inputs need no gradient
+        for _ in range(products):  # gradients of weight and input
             yield Kernel(part=BACKWARD_PRODUCTS, op="mm", step_bytes=float(size * weight), **both)
         if layer in fused:
             yield Kernel(part=BIASES, op="_add_parts_kernel", step_bytes=float(size * y))
         elif bias:
             yield Kernel(part=BIASES, op="sum", sample_bytes=float(size * y), step_bytes=float(size * y))
-    others = sum(p.numel() for p in model.parameters() if p.dim() >= 2) - of_layers
+    others = sum(p.numel() for p in model.parameters() if p.dim() >= 2) - counted
     if others:
         yield Kernel(part=PRODUCTS, op="bmm", flops=2.0 * others)
         yield from [Kernel(part=BACKWARD_PRODUCTS, op="bmm", flops=2.0 * others)] * 2
 
 
 def _before_relu(model: nn.Module) -> Iterator[nn.Module]:
-    """Layers of MLPs that a ReLU follows."""
+    """Yield the layers of MLPs before a ReLU."""
     for mlp in model.modules():
         if isinstance(mlp, MLP):
             yield from (layer for layer, each in pairwise(mlp) if type(layer) is Linear and type(each) is nn.ReLU)
 
 
 def _activations(model: nn.Module, size: int) -> Iterator[Kernel]:
-    """Activations and dropout of MLPs, and what cross layers multiply and add."""
+    """Yield activations and dropout of MLPs, and products and sums of cross layers."""
 
     def both(width: int, op: str, backward: str) -> Iterator[Kernel]:
         yield Kernel(part=ACTIVATIONS, op=op, sample_bytes=2.0 * size * width)
@@ -107,7 +104,7 @@ def _activations(model: nn.Module, size: int) -> Iterator[Kernel]:
 
     for module in model.modules():
         if isinstance(module, CrossLayer):
-            passes = 3.0 * size * module.up.out_features  # two vectors are read, one is written
+            passes = 3.0 * size * module.up.out_features  # reads two vectors and writes one
             yield from [Kernel(part=ACTIVATIONS, op=op, sample_bytes=passes) for op in ("mul", "add")]
             yield from [Kernel(part=BACKWARD_ACTIVATIONS, op=op, sample_bytes=passes) for op in ("mul", "mul", "add")]
         if not isinstance(module, MLP):
@@ -118,7 +115,7 @@ def _activations(model: nn.Module, size: int) -> Iterator[Kernel]:
                 width, is_fused = child.out_features, child in fused
                 continue
             for each in child if isinstance(child, nn.Sequential) else [child]:
-                if isinstance(each, nn.Dropout):  # and a byte of its mask
+                if isinstance(each, nn.Dropout):  # with a byte of mask
                     mask = (2.0 * size + 1) * width
                     yield Kernel(part=ACTIVATIONS, op="native_dropout", sample_bytes=mask)
                     yield Kernel(part=BACKWARD_ACTIVATIONS, op="native_dropout_backward", sample_bytes=mask)
@@ -129,14 +126,14 @@ def _activations(model: nn.Module, size: int) -> Iterator[Kernel]:
 
 
 def _vectors(model: nn.Module, size: int) -> Iterator[Kernel]:
-    """What reads looked-up vectors: the dot interaction, in place; elsewhere they are copied beside other inputs."""
+    """Yield the dot interaction, or else the concatenation of looked-up vectors with other inputs."""
     found = False
     for module in model.modules():
         if isinstance(module, DotInteraction):
             found = True
             n, d = module.vectors, module.dim
             flops, vectors, out = 2.0 * n * n * d, float(size * n * d), float(size * module.width)
-            yield Kernel(part=CASTS, op="copy_", sample_bytes=2.0 * size * d)  # the bottom MLP's, beside the others
+            yield Kernel(part=CASTS, op="copy_", sample_bytes=2.0 * size * d)  # output of the bottom MLP
             yield Kernel(part=INTERACTION, op="_interaction_kernel", flops=flops, sample_bytes=vectors + out)
             yield Kernel(
                 part=BACKWARD_INTERACTION,
@@ -149,10 +146,10 @@ def _vectors(model: nn.Module, size: int) -> Iterator[Kernel]:
         yield from [Kernel(part=CASTS, op=op, sample_bytes=2.0 * size * values) for op in ("cat", "copy_")]
 
 
-def _casts(model: nn.Module, dense_inputs: int, labels: int, at_once: bool) -> Iterator[Kernel]:
-    """Casts between float32 and two bytes: of weights and their gradients, dense inputs, logits and their gradient."""
+def _casts(model: nn.Module, dense_inputs: int, labels: int, casts_once: bool) -> Iterator[Kernel]:
+    """Yield casts to and from 16 bits: weights and gradients, dense inputs, logits and their gradient."""
     parameters = [p.numel() for m in model.modules() if isinstance(m, Linear) for p in m.parameters()]
-    if at_once:
+    if casts_once:
         yield from [Kernel(part=CASTS, op="_foreach_copy_", step_bytes=6.0 * sum(parameters))] * 2
     else:
         yield from [Kernel(part=CASTS, op="_to_copy", step_bytes=6.0 * count) for count in parameters * 2]

@@ -1,15 +1,15 @@
-"""Divide batches into hot and cold samples (`HotSplit`), or schedule hot and cold batches by turns (`HotSchedule`).
+"""Divide batches into hot and cold samples (`HotSplit`), or alternate hot and cold batches (`HotSchedule`).
 
-A hot sample needs hot rows only, which every rank has in its device's memory.
+A hot sample needs only hot rows, which every rank holds in device memory.
 
-`HotSplit` is Hotline's idea (Adnan et al. 2022, arXiv 2204.05436): the hot samples of a mini-batch are computed while
-the rows of the cold ones are fetched. The gradients of both are added before the one update, so what is trained is the
-same model on the same batches; sums over samples are taken in another order. Of a batch whose samples 1 and 3 of 0 … 3
-are hot, it makes the parts [1, 3] and [0, 2].
+`HotSplit` follows Hotline (Adnan et al. 2022, arXiv 2204.05436): the hot samples of a batch are computed while the cold
+rows are fetched. Both gradients are added before the update, so the same model is trained on the same
+batches; only the order of sums differs. For example, if samples 1 and 3 of 0 … 3 are hot, the parts are [1, 3] and
+[0, 2].
 
-`HotSchedule` is the rule of Adnan et al. 2021 (arXiv 2103.00686): evaluate after every round of cold and hot batches;
-if the loss went up, halve the rate, as long runs of one kind hurt; if it went down u times in a row, double it, as
-turning costs time. With u = 2 and the losses 0.50, 0.49, 0.48, 0.52 a rate of 10 is 10, 10, 20, 10.
+`HotSchedule` follows Adnan et al. 2021 (arXiv 2103.00686). It evaluates after each round of cold and hot batches. If
+the loss rose, it halves the rate, because long runs of hot batches hurt. After u falls in a row, it doubles the rate,
+because alternating costs time. With u = 2, losses 0.50, 0.49, 0.48, 0.52 change a rate of 10 to 10, 10, 20, 10.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class HotSplit:
 
     @staticmethod
     def of_file(file: str, schema: Schema, ranks: int) -> HotSplit:
-        """By the hot rows that hotbed pack has written."""
+        """Read the hot rows from a file of ``hotbed pack``."""
         return HotSplit(by_feature(schema, read_hot_rows(file, schema.rows)), ranks)
 
     def __call__(self, batch: Batch) -> Sequence[Batch]:
-        """The hot part, then the cold one; samples in the order they had."""
+        """Return the hot part and then the cold part; each keeps the order of samples."""
         hot = torch.from_numpy(hot_inputs(batch.sparse, self._hot_rows))
         if self._ranks == 1 and bool(hot.all() | ~hot.any()):
             return [batch]
         parts = [batch.take(which.nonzero()[:, 0]) for which in (hot, ~hot)]
-        # As the batch was, so that they move to the device while others are computed.
+        # Pinned like the batch, so that copies to the device are asynchronous.
         return [part.pin_memory() for part in parts] if batch.sparse.values.is_pinned() else parts
 
 
 class HotSchedule(Callback):
-    """Evaluate after every round of hot and cold batches, and set the rate of the next."""
+    """Evaluate after every round of hot and cold batches, and set the rate of the next round."""
 
     def __init__(self, loader: HotColdLoader, recipe: HotRecipe) -> None:
         self._loader, self._recipe = loader, recipe
@@ -59,11 +59,11 @@ class HotSchedule(Callback):
         self._improved = 0  # times in a row
 
     def on_step(self, trainer: Trainer, loss: float) -> None:
-        """Request an evaluation where a round is over; at the end of an epoch there is one anyway."""
+        """Request an evaluation at the end of a round; the end of an epoch has one anyway."""
         trainer.evaluate_now = trainer.position > 0 and self._loader.round_is_over(trainer.position)
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Set the rate, and report it."""
+        """Set the rate and report it."""
         before, self._loss, rate = self._loss, metrics.logloss, self._loader.rate
         change = 0.0 if before is None else metrics.logloss - before
         self._improved = self._improved + 1 if change < 0 else 0
@@ -74,9 +74,9 @@ class HotSchedule(Callback):
         trainer.report_schedule({"logloss": metrics.logloss, "rate_before": rate, "rate": self._loader.rate})
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The rate, the last loss, and for how long it has been falling."""
+        """Return the rate, the last loss and the number of its consecutive falls."""
         return {"rate": self._loader.rate, "loss": self._loss, "improved": self._improved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with them."""
+        """Load a state."""
         self._loader.rate, self._loss, self._improved = state["rate"], state["loss"], state["improved"]

@@ -1,6 +1,6 @@
-"""Find settings of a recipe that have no effect under the plan and on the machine of the run.
+"""Warn about settings of a recipe that have no effect under the plan and on the machine of the run.
 
-Such a run is correct, but it is not what the author of the recipe expects: e.g. a plan that cuts no table.
+Such a run is correct, but not what the author expects, e.g. if a plan cuts no table.
 """
 
 from __future__ import annotations
@@ -22,86 +22,89 @@ from hotbed.plan.schemes import SCHEMES, Cut
 from hotbed.specs import Table
 
 LARGE_BYTES = 256 << 20
-"""Bytes of tables from which on small pages cost much time."""
+"""Size of tables above which small pages cost much time."""
 
 _log = logging.getLogger("hotbed")
 
 
 def warn_of_idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], device: torch.device) -> None:
-    """Log each of `idle_settings`."""
+    """Log a warning for each of `idle_settings`."""
     for message in idle_settings(recipe, plan, tables, device):
         _log.warning("%s", message)
 
 
 def idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], device: torch.device) -> list[str]:
-    """List the settings without effect; ``plan`` is None where all rows are in the memory of one process's device."""
+    """Return a message for each setting without effect; ``plan`` is None if one device holds all rows."""
     parallel, memory, train = recipe.parallel, recipe.memory, recipe.train
     ranks = 1 if plan is None else plan.world_size * parallel.replicas
     tiles = () if plan is None else plan.tiles
     used = {tile.tier for tile in tiles}
     often = train.checkpoint_every or train.checkpoint_minutes or checkpoint_policy(recipe) == "best"
     steps = train.steps or 1 << 62
-    alone = "there is one process, which exchanges nothing"
-    one_node = f"there are {ranks} processes: all are on one node, and nothing goes in two hops"
-    no_copies = "parallel.replicas is 1: there are no copies"
-    budgets = "the first rows of hot.rows" if recipe.hot.rows else "the budgets memory.device_bytes and host_bytes"
-    no_row = f"no row is there: all fit into {budgets}; leave memory out, or lower them"
-    no_cache = "there is no cache; set memory.cache_rows"
-    one_checkpoint = "at most one checkpoint is saved, which holds all rows; set train.checkpoint_every"
-    ends = f"the run ends after train.steps {steps:,}"
-    # Keys, when values other than their defaults have no effect, and why.
-    rules: list[tuple[str, bool, str]] = [
-        ("parallel.reader", ranks == 1, alone),
-        ("parallel.forward_codec", ranks == 1, alone),
-        ("parallel.backward_codec", ranks == 1, alone),
-        ("parallel.dense", ranks == 1, alone),
-        ("parallel.ranks_per_node", (parallel.ranks_per_node or 0) >= ranks, one_node),
-        ("parallel.sync_every", parallel.replicas == 1, no_copies),
-        ("parallel.layout", parallel.replicas == 1, no_copies),
-        ("parallel.exact", parallel.replicas == 1, no_copies),
-        ("memory.tier", memory.tier not in used, no_row),
-        ("memory.device_bytes", "device" not in used, "no row is in the device's memory: raise it, or leave it out"),
-        ("memory.host_bytes", "host" not in used, "no row is in the host's memory: raise it, or leave it out"),
-        ("memory.cache_policy", not memory.cache_rows, no_cache),
-        ("memory.cache_tier", not memory.cache_rows, no_cache),
-        ("memory.directory", "disk" not in used, "no row is on disk; set memory.tier to disk"),
-        ("memory.host", device.type != "cuda", "there is no GPU that could read the host's memory"),
-        ("data.fp32_rows", recipe.data.dtype == "fp32", "data.dtype is fp32: all rows are; set data.dtype"),
-        ("train.checkpoint_full_every", not often, one_checkpoint),
-        ("train.checkpoint_every", (train.checkpoint_every or 0) > steps, ends),
-        ("train.eval_every", (train.eval_every or 0) > steps, ends),
-        ("schedule.warmup_steps", recipe.schedule.warmup_steps > steps, f"{ends}: no rate reaches what is set"),
-    ]
-    found, values = list(_of_plan(recipe, plan)), cast("Any", recipe)
+    limit = "hot.rows" if recipe.hot.rows else "memory.device_bytes and memory.host_bytes"
+    # Keys that have no effect on a condition unless they have their defaults, and the reason with a fix.
+    rules = (
+        (
+            ("parallel.reader", "parallel.forward_codec", "parallel.backward_codec", "parallel.dense"),
+            ranks == 1,
+            "one process exchanges nothing. Start several with torchrun",
+        ),
+        (
+            ("parallel.ranks_per_node",),
+            (parallel.ranks_per_node or 0) >= ranks,
+            f"all {ranks} processes are on one node, so no exchange takes two hops",
+        ),
+        (
+            ("parallel.sync_every", "parallel.layout", "parallel.exact"),
+            parallel.replicas == 1,
+            "parallel.replicas is 1, so there are no replicas",
+        ),
+        (("memory.tier",), memory.tier not in used, f"all rows fit into {limit}. Remove memory, or lower them"),
+        (("memory.device_bytes",), "device" not in used, "no row is in device memory. Raise or remove it"),
+        (("memory.host_bytes",), "host" not in used, "no row is in host memory. Raise or remove it"),
+        (("memory.cache_policy", "memory.cache_tier"), not memory.cache_rows, "there is no cache. Set memory.cache_rows"),
+        (("memory.directory",), "disk" not in used, "no row is on disk. Set memory.tier to disk"),
+        (("memory.host",), device.type != "cuda", "no GPU reads host memory. Remove it"),
+        (("data.fp32_rows",), recipe.data.dtype == "fp32", "data.dtype is fp32 for all rows. Set data.dtype"),
+        (("train.checkpoint_full_every",), not often, "there is only one checkpoint. Set train.checkpoint_every"),
+        (
+            ("train.checkpoint_every", "train.eval_every", "schedule.warmup_steps"),
+            None,  # values above train.steps
+            f"the run ends after train.steps {steps:,}. Lower it",
+        ),
+    )
+    found, values = list(_idle_plan(recipe, plan)), cast("Any", recipe)
     defaults = {setting.key: setting.field.default for setting in settings(Recipe)}
-    for key, has_no_effect, why in rules:
-        value = reduce(getattr, key.split("."), values)
-        if has_no_effect and value not in (defaults[key], {}):
-            found.append(f"{key} is {f'{value:,}' if type(value) is int else value}, but {why}")
+    for keys, condition, reason in rules:
+        for key in keys:
+            value = reduce(getattr, key.split("."), values)
+            is_idle = condition if condition is not None else (value or 0) > steps
+            if is_idle and value not in (defaults[key], {}):
+                found.append(f"{key} is {f'{value:,}' if type(value) is int else value}, but {reason}")
     cached = sum(len(tile.rows) for tile in tiles if tile.tier in memory.cached_tiers)
     if memory.cache_rows and memory.tier in used and memory.cache_rows * (plan.world_size if plan else 1) > cached:
         found.append(
-            f"memory.cache_rows is {memory.cache_rows:,} per process, but only {cached:,} rows are in the memories "
-            "that it is for: it holds all of them; a larger memory.device_bytes would hold them without a copy"
+            f"memory.cache_rows is {memory.cache_rows:,} per process, but only {cached:,} rows are in the cached tiers, "
+            "so the cache holds all of them. Raise memory.device_bytes to hold them without a copy"
         )
     nbytes = sum(table_bytes(table) for table in tables if table.dynamic is None)
     if device.type == "cpu" and nbytes >= LARGE_BYTES and huge_pages_are_off():
         found.append(
-            f"transparent huge pages are off on this machine ({HUGE_PAGES} says never): lookups in tables of "
-            f"{nbytes:,} bytes miss the TLB, which can double their time; write madvise there"
+            f"transparent huge pages are off ({HUGE_PAGES} is never), so lookups in tables of {nbytes:,} bytes miss the "
+            "TLB and can take twice as long. Write madvise to that file"
         )
     return found
 
 
-def _of_plan(recipe: Recipe, plan: Plan | None) -> Iterator[str]:
-    given = recipe.parallel.plan
-    scheme = given if isinstance(given, str) else "by table"
+def _idle_plan(recipe: Recipe, plan: Plan | None) -> Iterator[str]:
+    """Yield messages about a plan that cuts no table, or leaves ranks without rows."""
+    scheme = recipe.parallel.plan if isinstance(recipe.parallel.plan, str) else "by table"
     cut = SCHEMES.get(scheme, Cut())
     if plan is None or plan.world_size == 1:
         if cut != Cut():
             yield (
-                f"parallel.plan is {scheme}, but each plan is for one process, in which nothing is cut; start several "
-                "with torchrun, or leave it out"
+                f"parallel.plan is {scheme}, but the plan has one process, so nothing is cut. Start several with "
+                "torchrun, or remove it"
             )
         return
     whole = [name for name, tiles in plan.by_table.items() if len({t.cols for t in tiles if not t.readers}) <= 1]
@@ -113,6 +116,7 @@ def _of_plan(recipe: Recipe, plan: Plan | None) -> Iterator[str]:
     empty = [rank for rank in range(plan.world_size) if not any(rank in tile.ranks for tile in plan.tiles)]
     if empty:
         yield (
-            f"parallel.plan {scheme} gives no row of any table to {len(empty)} of {plan.world_size} ranks "
-            f"({', '.join(map(str, empty[:5]))}{' …' * (len(empty) > 5)}); plan row gives all of them some"
+            f"parallel.plan {scheme} leaves {len(empty)} of {plan.world_size} ranks without rows "
+            f"({', '.join(map(str, empty[:5]))}{' …' * (len(empty) > 5)}). Use `--parallel.plan row` to give every rank "
+            "some rows"
         )

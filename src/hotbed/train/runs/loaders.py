@@ -1,4 +1,4 @@
-"""Make the loaders of a recipe: who reads what, for which rank."""
+"""Create the loaders of a recipe on each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hotbed.data.skew.hot_loader import COLD, HOT, HotColdLoader
 from hotbed.embed import Distributed
 from hotbed.errors import RecipeError
 from hotbed.train.ranks.broadcast import BroadcastLoader
-from hotbed.train.metrics import check
+from hotbed.train.metrics import check_batch
 from hotbed.train.numerics import resolve_device
 from hotbed.train.ranks.parallel import Ranks, model_parallel_batch
 
@@ -24,14 +24,14 @@ TrainingLoader: TypeAlias = Loader | BroadcastLoader | HotColdLoader
 
 
 def readers_of(recipe: Recipe) -> AbstractContextManager[Tasks | None]:
-    """Open the executor of this process's loaders; None if they read with threads of their own."""
+    """Open the executor that the loaders of this process share; None if each uses its own threads."""
     return open_readers(recipe.data.executor, recipe.data.workers)
 
 
 def training_loader(
     recipe: Recipe, source: Source, ranks: Ranks, model: nn.Module, readers: Tasks | None = None
 ) -> TrainingLoader:
-    """Batches of this rank, as `ParallelRecipe.reader` and `HotRecipe.batches` say; read by `readers_of` the recipe."""
+    """Return this rank's loader of training batches, by `ParallelRecipe.reader` and `HotRecipe.batches`."""
     train = recipe.data.train_split
 
     def loader(
@@ -57,31 +57,29 @@ def training_loader(
         )
 
     if recipe.hot.batches == "alternating":
-        kinds = {kind: f"{train}_{kind}" for kind in (HOT, COLD)}
-        for split in kinds.values():
+        splits = [f"{train}_{part}" for part in (HOT, COLD)]
+        for split in splits:
             if split not in source.splits:
                 raise RecipeError(
                     f"hot.batches is 'alternating', but the data has no split '{split}', only "
-                    f"{', '.join(source.splits)}; "
-                    f"make it with hotbed pack, and set data.path to what that wrote"
+                    f"{', '.join(source.splits)}. Run hotbed pack, and set data.path to its output"
                 )
         hot, cold = (
-            loader(source, ranks.rank, ranks.size, split=split) if source.samples(split) else None
-            for split in kinds.values()
+            loader(source, ranks.rank, ranks.size, split=split) if source.samples(split) else None for split in splits
         )
         return HotColdLoader(hot, cold, rate=recipe.hot.rate)
     if recipe.parallel.reader == "first" and ranks.link is not None:
-        # Batches are divided on the host, and get their candidates there.
+        # Batches are divided, or get candidates, on the host.
         on_host = recipe.hot.batches == "split" or recipe.retrieval is not None
         device = None if on_host else resolve_device(recipe.train.device)
         own = loader(source, 0, 1) if ranks.is_first else None
-        return BroadcastLoader(own, ranks.link, device=device, check=lambda batch: check(batch, model))
+        return BroadcastLoader(own, ranks.link, device=device, check=lambda batch: check_batch(batch, model))
     if recipe.parallel.reader == "owners" and isinstance(model, Distributed):
         tables = {c.table_name for c in source.schema.sparse}
         if tables != set(model.plan.by_table):
             raise RecipeError(
-                f"parallel.reader is 'owners', but the tables of {recipe.model.class_path} are not those of the data, "
-                "once each; use 'each' or 'first'"
+                f"parallel.reader is 'owners', but the tables of {recipe.model.class_path} are not those in the data. "
+                "Use 'each' or 'first'"
             )
         cut = [table for table, tiles in model.plan.by_table.items() if any(t.rows != tiles[0].rows for t in tiles)]
         copied = [table for table, tiles in model.plan.by_table.items() if any(t.readers for t in tiles)]
@@ -89,8 +87,8 @@ def training_loader(
             if names:
                 raise RecipeError(
                     f"parallel.reader is 'owners', but parallel.plan {recipe.parallel.plan} has tables that are {how} "
-                    f"({', '.join(names[:3])}{' …' * (len(names) > 3)}), whose owners need ids of other samples; "
-                    "use 'each' or 'first', or plan 'table' or 'column'"
+                    f"({', '.join(names[:3])}{' …' * (len(names) > 3)}). Use 'each' or 'first', or plan 'table' or "
+                    "'column'"
                 )
         own = model.plan.tables_of(ranks.rank) or set(list(model.plan.by_table)[:1])
         features = [c.name for c in source.schema.sparse if c.table_name in own]
@@ -101,7 +99,7 @@ def training_loader(
 def evaluation_loader(
     recipe: Recipe, source: Source, split: str | None, ranks: Ranks, readers: Tasks | None = None
 ) -> Loader | None:
-    """Batches of a split to evaluate on; None for no split."""
+    """Return this rank's loader of a split for evaluation; None without a split."""
     if split is None:
         return None
     size, workers = recipe.train.eval_batch_size, recipe.data.workers

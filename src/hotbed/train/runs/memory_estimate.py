@@ -1,11 +1,10 @@
-"""Forecast the memory that a run takes, by tier and part, before any table is allocated.
+"""Estimate the memory of a run by tier and part, before any table is allocated.
 
-Three things are measured instead of guessed: what a process takes that has trained the recipe's model with a few rows
-(Python, torch, kernels), the tensors of a step of few samples of it (`peak_of`), and the bytes of a sample as the
-source gives it. The rest follows from the plan.
+Three sizes are measured: a process that has trained the model with few rows (Python, torch, kernels), the tensors of a
+step with few samples (`peak_of`), and the bytes of a sample. All others follow from the plan.
 
-Rows that are materialized on their first update take what training touches. How many that will be is computed from the
-popularity of rows: what was counted (``memory.skew``), else Zipf's law.
+Rows that are materialized on their first update take space only if training touches them. Their expected number follows
+from row popularity: counted (``memory.skew``), or Zipf's law.
 """
 
 from __future__ import annotations
@@ -40,48 +39,48 @@ from hotbed.plan.hit_rates import ExpectedRows, Popularity, Zipf
 from hotbed.plan.tiling import Tile
 from hotbed.specs import Table
 from hotbed.torch_private import TorchDispatchMode, storage_id, tree_leaves
-from hotbed.train.runs.build import new_model, tables_of, trainer_of
+from hotbed.train.runs.build import new_model, tables_of, build_trainer
 from hotbed.train.numerics import bf16_instructions, resolve_device
 from hotbed.train.runs.plan_search import read_skew
 from hotbed.train.retrieval import Retrieval
 
 TRACED_SAMPLES = 1024
-"""Samples of the largest step that is run."""
+"""Samples of the largest step that is traced."""
 TRACED_ROWS = 4096
-"""Rows of the largest table in it."""
+"""Limit of the rows of a table in a traced step."""
 SEGMENT_BYTES = 24
-"""Bytes of memory for each row in a file: where it is, and which row is at each place of the file."""
+"""Bytes of memory per row in a file, for the maps from rows to file slots and back."""
 BYTES_PER_PREDICTION = 128
-"""Of every sample and label of an evaluation: logit, label, weight and what sorting them for the AUC takes."""
+"""Bytes per sample and label of an evaluation: logit, label, weight and buffers of the sort for AUC."""
 HEAP_KEEPS = 1.15
-"""Free pieces of a heap that keeps what is freed (`hotbed.heap.keep_heap`), in bytes of a step's tensors in it: blocks
-of other sizes come in another order than they went, and many do not fit. Measured 0.7 to 1.6 (docs/log.md)."""
+"""Fragments of a heap that keeps freed memory (`hotbed.heap.keep_heap`), per byte of a step's tensors in it.
+
+Measured 0.7 to 1.6 (docs/log.md), because freed blocks often do not fit later ones."""
 TAG_BYTES = 25
-"""Of a cached row: key, times and a flag."""
+"""Bytes of a cached row's key, times and flag."""
 
 
 @dataclass
 class RankMemory:
-    """Bytes of one rank."""
+    """Estimated bytes of one rank."""
 
-    # of rows and moments, by the memory that they are in: ``device``, ``host``, ``disk``; of rows that are materialized
-    # on their first update those that training is expected to touch
+    # Rows and moments by tier; of rows that are materialized on their first update, those that training touches
     tiers: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "disk": 0})
-    parts: dict[str, int] = field(default_factory=dict)  # of memory at its peak, by what it is for
-    place: dict[str, str] = field(default_factory=dict)  # which of the device's and the host's memory a part is in
+    parts: dict[str, int] = field(default_factory=dict)  # memory at the peak by part
+    tier_of: dict[str, str] = field(default_factory=dict)  # of each part: ``device`` or ``host``
 
-    def add(self, part: str, nbytes: float, place: str = "host") -> None:
-        """Count bytes of a part."""
+    def add(self, part: str, nbytes: float, tier: str = "host") -> None:
+        """Add bytes of a part."""
         self.parts[part] = self.parts.get(part, 0) + int(nbytes)
-        self.place[part] = place
+        self.tier_of[part] = tier
 
-    def peak(self, place: str) -> int:
-        """Bytes of all parts in a memory."""
-        return sum(nbytes for part, nbytes in self.parts.items() if self.place[part] == place)
+    def peak(self, tier: str) -> int:
+        """Return the bytes of all parts in a tier."""
+        return sum(nbytes for part, nbytes in self.parts.items() if self.tier_of[part] == tier)
 
 
 class Forecast:
-    """What a recipe's run will take; made once for all ranks."""
+    """Memory estimate of a recipe's run, for all ranks."""
 
     def __init__(
         self,
@@ -97,17 +96,22 @@ class Forecast:
         device = resolve_device(recipe.train.device)
         self._compute = "device" if device.type == "cuda" else "host"
         self._ranks = plan.world_size * recipe.parallel.replicas
-        self._sample = _first_samples(source, recipe.data.train_split)
-        self._sample_bytes = _bytes_per_sample(self._sample)
+        chunk = source.read(recipe.data.train_split, 0)
+        self._sample = sample = chunk.take(torch.arange(min(len(chunk), TRACED_SAMPLES)))  # a copy
+        ids = sample.sparse
+        columns = [ids.values, ids.offsets, ids.weights, sample.dense, sample.labels, sample.weights, sample.extra]
+        self._sample_bytes = nbytes_of(columns) / max(len(sample), 1)
         precision = recipe.train.precision
         if precision == "auto":
             precision = "bf16" if bf16_instructions(device) else "fp32"
         self._trace = _Trace(replace(recipe, train=replace(recipe.train, precision=precision)), source, self._sample)
-        self._popularity = self._read_popularity()
+        rows = {name: table.rows for name, table in self._tables.items()}
+        counted = {} if recipe.memory.skew is None else read_skew(recipe.memory.skew, rows)
+        self._popularity: dict[str, Popularity] = {name: counted.get(name) or Zipf(n) for name, n in rows.items()}
         self._expected: dict[str, ExpectedRows] = {}
 
     def of_rank(self, rank: int) -> RankMemory:
-        """Bytes of one rank at its peak: while it trains, or while it evaluates."""
+        """Return the bytes of one rank at its peak, in training or evaluation."""
         found, samples = RankMemory(), -(-self._recipe.train.batch_size // self._ranks)
         self._add_tables(found, rank, samples)
         found.add("process", self._trace.process_bytes)
@@ -120,7 +124,7 @@ class Forecast:
         return found
 
     def _busiest(self, found: RankMemory, samples: int) -> dict[str, float]:
-        """Parts of the moment that takes most beside what stays: a step, the last checkpoint, or an evaluation."""
+        """Return the temporary parts at the peak: a step, the last checkpoint, or an evaluation."""
         train, step = self._recipe.train, self._trace.training(samples)
         saved = sum(found.tiers.values()) + self._trace.dense_bytes + self._trace.optimizer_bytes
         checkpoint = 0 if train.checkpoint == "none" else min(saved, SNAPSHOT_BYTES)
@@ -147,18 +151,18 @@ class Forecast:
                 nbytes = tile_bytes(table, tile, moments)
                 in_place = tile.tier == "device" or (tile.tier == "host" and self._recipe.memory.host == "uva")
                 if in_place:
-                    place = self._compute if tile.tier == "device" else "host"
-                    found.tiers[place] += nbytes
-                    found.add("tables", nbytes, place)
+                    tier = self._compute if tile.tier == "device" else "host"
+                    found.tiers[tier] += nbytes
+                    found.add("tables", nbytes, tier)
                 else:
                     self._add_materialized(found, tile, nbytes, samples, steps)
-            if self._plan.world_size > 1:  # rows that come from their owners, and gradients that go there
+            if self._plan.world_size > 1:  # rows of other owners, and their gradients
                 distinct = self._touched(tile, samples)
                 share = (self._plan.world_size - 1) / self._plan.world_size
                 found.add("rows in exchange", 4 * share * distinct * len(tile.cols) * 4, self._compute)
 
     def _add_materialized(self, found: RankMemory, tile: Tile, nbytes: int, samples: int, steps: int) -> None:
-        """Count a tile whose rows are materialized on their first update."""
+        """Add a tile with rows that are materialized on their first update."""
         record = nbytes / max(len(tile.rows), 1)
         in_batch = self._touched(tile, samples * self._ranks)
         touched = self._touched(tile, samples * self._ranks * steps)
@@ -168,33 +172,27 @@ class Forecast:
         entries = 1 << max(math.ceil(math.log2(max(2 * touched, 1))), 0)
         found.add("index of rows", 16 * entries + (8 + SEGMENT_BYTES * (tile.tier == "disk")) * touched)
         cached = min(tile.cache_rows, touched)
-        place = self._compute if self._recipe.memory.cache_tier == "device" else "host"
+        tier = self._compute if self._recipe.memory.cache_tier == "device" else "host"
         room = tile.cache_rows * record
-        found.add("cache", tile.cache_rows * TAG_BYTES, place)
-        found.add("cache", room if place == "device" else _in_pages(room, cached, record), place)
-        # Records of a batch: as read, as looked up, as updated, and as they go to the records below.
+        found.add("cache", tile.cache_rows * TAG_BYTES, tier)
+        found.add("cache", room if tier == "device" else _in_pages(room, cached, record), tier)
+        # Four copies of a batch's records: read, looked up, updated, and written to the lower tier
         found.add("rows of a batch", 4 * in_batch * record, self._compute)
         if tile.tier == "disk":
             found.add("read-ahead and unwritten rows", 2 * in_batch * record)
 
     def _touched(self, tile: Tile, samples: int) -> float:
-        """Expected rows of a tile that so many samples look up."""
+        """Return the expected number of distinct rows of a tile in ``samples`` samples."""
         if tile.table not in self._expected:
             rows = self._tables[tile.table].rows
             self._expected[tile.table] = ExpectedRows(rows, self._popularity[tile.table])
         return self._expected[tile.table].distinct(tile.rows, self._ids_per_sample(tile.table) * samples)
 
     def _ids_per_sample(self, table: str) -> float:
-        """Ids of a table in a sample, counted in the first ones; of a name in plans that has a path, by its end."""
+        """Return the ids per sample of a table, which may be named with its collection."""
         features = [f for f in self._source.schema.features("error") if f.table == table.rpartition(".")[2]]
         bags = [self._sample.sparse[f.name] for f in features if f.name in self._sample.sparse]
         return sum(len(b.values) for b in bags) / max(len(self._sample), 1) or 1.0
-
-    def _read_popularity(self) -> Mapping[str, Popularity]:
-        rows = {name: table.rows for name, table in self._tables.items()}
-        file = self._recipe.memory.skew
-        counted = {} if file is None else read_skew(file, rows)
-        return {name: counted.get(name) or Zipf(count) for name, count in rows.items()}
 
     # -- batches and evaluations -----------------------------------------------------------------------------------
 
@@ -204,18 +202,18 @@ class Forecast:
         return min(train.steps or 1 << 62, per_epoch * train.epochs)
 
     def _loader(self, batch_size: int, share: int, *, training: bool, split: str | None = None) -> float:
-        """Bytes of what the loader holds: windows, batches that are ready, and those in use."""
+        """Return the bytes of the loader: windows, prefetched batches and batches in use."""
         data = self._recipe.data
         sizes = self._source.chunks(split or data.train_split)
         shuffled = training and data.shuffle
         ahead = data.prefetch if training else 4
         window = sum(sorted(sizes)[-data.window :]) if shuffled else max(sizes, default=0)
         held = window * (2 + -(-ahead * batch_size // max(window, 1))) + window * shuffled
-        most = sum(sizes) * (2 if shuffled else 1)  # parts are there until they are merged
+        most = sum(sizes) * (2 if shuffled else 1)  # shuffled parts are copied when they are merged
         return (min(held, most) + (ahead + 2) * share) * self._sample_bytes
 
     def _evaluation(self, step: Peak) -> dict[str, float]:
-        """Bytes of evaluating, after such steps, and of its batches; none if nothing is evaluated."""
+        """Return the bytes of an evaluation after training steps and of its batches, if there is one."""
         data, size = self._recipe.data, self._recipe.train.eval_batch_size
         splits = [split for split in (data.valid_split, data.test_split) if split is not None]
         if not splits:
@@ -225,41 +223,48 @@ class Forecast:
         share = min(-(-size // self._ranks), count)
         peak = self._trace.evaluation(share)
         predictions = count * len(self._source.schema.labels) * BYTES_PER_PREDICTION
-        of_other_sizes = (
+        has_other_sizes = (
             self._trace.precision in ("bf16", "fp16") or share > self._recipe.train.batch_size // self._ranks
         )
-        kept = step.recycled + peak.recycled if of_other_sizes else max(step.recycled, peak.recycled)
+        kept = step.recycled + peak.recycled if has_other_sizes else max(step.recycled, peak.recycled)
         batches = self._loader(size, share, training=False, split=split)
         return {"evaluation": peak.plain + kept + predictions, "batches": batches}
 
 
 def _in_pages(nbytes: float, pieces: float, piece: float) -> float:
-    """Expected bytes in memory of a large tensor of which so many pieces, anywhere, were touched: whole pages."""
+    """Return the expected bytes of the pages of a large tensor that hold ``pieces`` random touched pieces."""
     pages = max(math.ceil(nbytes / page_bytes(int(nbytes))), 1)
     return max(nbytes * (1 - (1 - 1 / pages) ** pieces), min(pieces * piece, nbytes))
 
 
 class _Trace:
-    """The recipe's model with few rows, as it trains and evaluates."""
+    """A recipe's model with few rows, for traces of training and evaluation."""
 
     def __init__(self, recipe: Recipe, source: Source, sample: Batch) -> None:
         self._sample = sample
         self.precision = recipe.train.precision
         train = replace(recipe.train, device="cpu", compile=False)
         made = replace(recipe, train=train)
-        if made.retrieval is not None:  # lists of negatives are then looked up as the user's, which costs the same
+        if made.retrieval is not None:  # negatives are then looked up like the user's ids, at equal cost
             made = replace(made, retrieval=replace(made.retrieval, negatives=None))
         state = torch.random.get_rng_state()
-        tables = [_small(table) for table in tables_of(source, recipe.data)]
+        tables = [
+            table
+            if table.dynamic is not None
+            else replace(
+                table, rows=min(table.rows, TRACED_ROWS), fp32_rows=min(table.fp32_rows, table.rows, TRACED_ROWS)
+            )
+            for table in tables_of(source, recipe.data)
+        ]
         self._rows = {table.name: table.rows for table in tables if table.dynamic is None}
         features = source.schema.features("error")
         self._table_of = {feature.name: feature.table for feature in features}
         model = new_model(made, source, tables)
         if (normalization := normalization_of(model)) is not None:
             normalization.assume_standard()
-        self._trainer = trainer_of(made, source, model)
+        self._trainer = build_trainer(made, source, model)
         self._trainer.numerics.settle()
-        for phase in self._step(min(64, len(sample))):  # makes what optimizers keep
+        for phase in self._step(min(64, len(sample))):  # allocates states of optimizers
             phase()
         torch.random.set_rng_state(state)
         parameters = list(self._trainer.model.parameters())
@@ -268,7 +273,7 @@ class _Trace:
         self.optimizer_bytes = sum(nbytes_of(o.state) for o in dense)
         gc.collect()
         own = sum(c.nbytes for c in collections_of(self._trainer.model).values())
-        own += 2 * self.dense_bytes + self.optimizer_bytes  # and gradients
+        own += 2 * self.dense_bytes + self.optimizer_bytes  # with gradients
         self.process_bytes = max(resident_bytes() - own, 0)
 
     def training(self, samples: int) -> Peak:
@@ -287,7 +292,7 @@ class _Trace:
             optimizer.zero_grad()
         retrieval = self._trainer.other_parts.get("retrieval")
         if isinstance(retrieval, Retrieval):  # the sample's items stand for all, which nobody reads for this
-            batch = retrieval.among(items_in(batch.sparse, retrieval.options.item)).prepared(batch, 1)
+            batch = retrieval.among(items_in(batch.sparse, retrieval.options.item)).prepare(batch, 1)
 
         def compute_gradients() -> None:
             self._trainer.training_step.gradients([batch], lambda: "a step", lambda: (False, False))
@@ -304,7 +309,7 @@ class _Trace:
         return [forward]
 
     def _batch(self, samples: int) -> Batch:
-        """The first samples, with ids that the small tables have."""
+        """Return the first samples with ids that are valid in the small tables."""
         batch = self._sample.take(torch.arange(samples))
         changed = {}
         for name in batch.sparse.names:
@@ -314,54 +319,35 @@ class _Trace:
         return replace(batch, sparse=batch.sparse.with_features(changed))
 
 
-def _small(table: Table) -> Table:
-    if table.dynamic is not None:
-        return table
-    rows = min(table.rows, TRACED_ROWS)
-    return replace(table, rows=rows, fp32_rows=min(table.fp32_rows, rows))
-
-
-def _first_samples(source: Source, split: str) -> Batch:
-    """Some samples of a split's first chunk, and no view of it."""
-    chunk = source.read(split, 0)
-    return chunk.take(torch.arange(min(len(chunk), TRACED_SAMPLES)))
-
-
-def _bytes_per_sample(batch: Batch) -> float:
-    sparse = batch.sparse
-    columns = [sparse.values, sparse.offsets, sparse.weights, batch.dense, batch.labels, batch.weights, batch.extra]
-    return nbytes_of(columns) / max(len(batch), 1)
-
-
 # -- tensors of a step -------------------------------------------------------------------------------------------------
 
 Phase = Callable[[], object]
-"""A part of a step: forward with backward, or the step of one optimizer."""
+"""Part of a step: forward and backward, or the step of one optimizer."""
 _Bytes = np.ndarray[Any, np.dtype[Any]]
 
 
 class Peak(NamedTuple):
-    """Most bytes of tensors that a step has at once."""
+    """Largest number of bytes that a step holds at once."""
 
-    plain: int  # tensors whose memory is free once they are deleted
-    recycled: int  # tensors whose memory `hotbed.large_tensors` keeps for later ones
+    plain: int  # tensors that are freed
+    recycled: int  # tensors with memory that `hotbed.large_tensors` reuses
 
     @property
     def nbytes(self) -> int:
-        """Sum of both, from the second step on."""
+        """Sum of both."""
         return self.plain + self.recycled
 
 
 def peaks_of(phases: Sequence[Phase]) -> list[Peak]:
-    """Run the phases of a step; return the peak of each. Memory inside of operations is not seen."""
+    """Run the phases of a step and return the peak of each, without temporary memory inside of operations."""
     return [Peak(*there.max(1, initial=0).tolist()) for there in _timelines(phases)]
 
 
 def peak_of(step: Callable[[int], Sequence[Phase]], samples: int, most: int) -> Peak:
-    """Measure the peak of a step with ``samples`` samples, by running steps of at most ``most`` samples.
+    """Measure the peak of a step with ``samples`` samples by steps with at most ``most`` samples.
 
-    ``step`` returns the phases of a step of a number of samples. Larger steps are extrapolated operation by operation,
-    because the largest operation of a large step need not be that of a small one.
+    ``step`` returns the phases of a step for a number of samples. Larger steps are extrapolated operation by operation,
+    because another operation may be the largest then.
     """
     if samples <= most:
         found = [there.max(1, initial=0) for there in _timelines(step(samples))]
@@ -376,30 +362,27 @@ def peak_of(step: Callable[[int], Sequence[Phase]], samples: int, most: int) -> 
 
 
 def nbytes_of(values: object) -> int:
-    """Count the bytes of all tensors in plain containers, e.g. in an optimizer's state."""
+    """Return the bytes of all tensors in plain containers, e.g. an optimizer's state."""
     return sum(t.numel() * t.element_size() for t in tree_leaves(values) if isinstance(t, Tensor))
 
 
 def _timelines(phases: Sequence[Phase]) -> list[_Bytes]:
-    """Run the phases; of each, bytes of plain and of recycled tensors after every operation ``[2, operations]``."""
+    """Return bytes of plain and recycled tensors after every operation of each phase ``[2, operations]``."""
     watch, cuts = _Watch(), [0]
     with watch, observing(watch.note_recycled):
         for phase in phases:
             phase()
             cuts.append(watch.operation + 1)
     change = np.zeros((2, watch.operation + 2), dtype=np.int64)
-    for kind, nbytes, made, freed in watch.storages:
-        change[kind, made] += nbytes
-        change[kind, freed] -= nbytes
+    for row, nbytes, made, freed in watch.storages:
+        change[row, made] += nbytes
+        change[row, freed] -= nbytes
     there = change.cumsum(1)
     return [there[:, first:last] for first, last in pairwise(cuts)]
 
 
 class _Watch(TorchDispatchMode):
-    """Record the storages that operations make, and when they are freed.
-
-    Each of ``storages`` has its row of `_timelines`, its bytes, and the operations that made and freed it (−1: none).
-    """
+    """Record new storages: row of `_timelines`, bytes, and the operations that made and freed it (−1: none)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -417,7 +400,7 @@ class _Watch(TorchDispatchMode):
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
-                if storage_id(storage) not in before:  # else a view, or changed in place
+                if storage_id(storage) not in before:  # not a view and not changed in place
                     self._note(storage, 0)
         return made
 
@@ -425,14 +408,14 @@ class _Watch(TorchDispatchMode):
         """Record a tensor of `hotbed.large_tensors`."""
         self._note(tensor.untyped_storage(), 1)
 
-    def _note(self, storage: torch.UntypedStorage, kind: int) -> None:
+    def _note(self, storage: torch.UntypedStorage, row: int) -> None:
         known = self._known.get(id(storage))
         if known is not None and known() is storage:
             return
-        entry = [kind, storage.nbytes(), self.operation, -1]
+        entry = [row, storage.nbytes(), self.operation, -1]
         self.storages.append(entry)
 
         def freed(_: object) -> None:
-            entry[3] = self.operation + 1  # the running operation may still need it
+            entry[3] = self.operation + 1  # the current operation may still use it
 
         self._known[id(storage)] = weakref.ref(storage, freed)

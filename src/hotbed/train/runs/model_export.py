@@ -1,9 +1,8 @@
-"""Export the model of a checkpoint in parts, as one program, or what has changed in it since an earlier checkpoint.
+"""Export the model of a checkpoint: in parts, as one program, or its changes since an earlier checkpoint.
 
-In parts (`hotbed.serve.model_files`), the model is built by the recipe of the checkpoint, without its tables. Tables
-are copied from file to file, window by window. A directory has its manifest last, so it is complete or absent; files of
-a killed process are removed when the same directory is written again. As one program (``--single``), the model contains
-its tables and needs torch only.
+In parts (`hotbed.serve.model_files`), the model is built from the recipe without tables, and tables are copied from
+file to file, window by window. The manifest is written last, so a directory is complete or invalid. A repeated export
+removes files of a killed process. As one program (``--single``), the model contains its tables and needs only torch.
 """
 
 from __future__ import annotations
@@ -61,10 +60,10 @@ from hotbed.serve.model_files import (
 )
 from hotbed.train.runs.build import build_model, new_model
 from hotbed.train.retrieval import model_source
-from hotbed.train.runs.stored_model import FEATURES, encoder_of, id_kinds_of, labels_of, recipe_of, take_features, trained_inputs
+from hotbed.train.runs.stored_model import FEATURES, encoder_of, id_kinds_of, labels_of, stored_recipe, load_features, trained_inputs
 
 WINDOW_BYTES = 8 << 20
-"""Bytes of a table, as float32, that are in memory at once."""
+"""Bytes of a table window, as float32."""
 PROGRAM, TABLES, LOOKUPS, VOCABULARY = "dense.pt2", "tables", "lookups", "vocabulary"
 MODEL, INPUTS = "model.pt2", "inputs.json"
 """Files of ``--single``."""
@@ -73,10 +72,10 @@ Progress = Callable[[int, int], None]
 
 
 class Exporter:
-    """Write the models of a recipe's checkpoints, and changes between them; made once, used for any number of them.
+    """Export checkpoints of a recipe, and changes between them.
 
-    The model is built and traced here, which draws random numbers and tells all threads that torch traces: so do it
-    before training begins. Writing does neither.
+    Create it before training starts, because it builds and traces the model, which draws random numbers and marks all
+    threads as tracing. Writing does neither.
     """
 
     def __init__(self, recipe: Recipe, source: Source) -> None:
@@ -85,7 +84,7 @@ class Exporter:
             model = new_model(recipe, source)
         normalization = normalization_of(model)
         if normalization is not None:
-            normalization.assume_standard()  # until a checkpoint is loaded
+            normalization.assume_standard()  # placeholders
         self._recipe, self._source = recipe, source
         self._labels = labels_of(recipe, source)
         self._part = DensePart(model)
@@ -94,8 +93,8 @@ class Exporter:
     def write_model(
         self, target: str | Path | Directory, checkpoint: Directory, progress: Progress = lambda done, total: None
     ) -> ModelManifest:
-        """Write an exported model; see `write_model`."""
-        model = self._loaded(checkpoint)
+        """Export a checkpoint; see `write_model`."""
+        model = self._load(checkpoint)
         with torch.no_grad():
             for name, value in self._program.state_dict.items():
                 value.copy_(model.state[name])
@@ -108,25 +107,24 @@ class Exporter:
         since: Directory,
         progress: Progress = lambda done, total: None,
     ) -> ChangeManifest:
-        """Write what has changed since an earlier checkpoint; see `write_change`.
+        """Export the changes since an earlier checkpoint; see `write_change`.
 
-        `CheckpointError` also if inputs were made otherwise then: changes have rows and parameters only.
+        Raise `CheckpointError` if the encoding of inputs has changed, because changes have only rows and parameters.
         """
         new, old = read_manifest(checkpoint), read_manifest(since)
         if (new.parts.get(FEATURES), id_kinds_of(new)) != (old.parts.get(FEATURES), id_kinds_of(old)):
             raise CheckpointError(
-                f"{checkpoint} makes other inputs of rows than {since} (looked-up tables, vocabularies, "
-                "boundaries or kinds of ids have changed, or the earlier one is of a release that recorded no "
-                "vocabularies); leave --since out, so that a full model is written"
+                f"{checkpoint} encodes rows differently than {since}: lookup tables, vocabularies, boundaries or types "
+                "of ids have changed, or an old release recorded no vocabularies. Remove --since to export a full model"
             )
-        return write_change(target, checkpoint, since, self._loaded(checkpoint), progress)
+        return write_change(target, checkpoint, since, self._load(checkpoint), progress)
 
     def encoder_digest(self, checkpoint: Directory) -> str:
-        """What changes to a checkpoint's model say of how its inputs are made."""
+        """Return the digest of a checkpoint's encoding, which changes record."""
         return encoder_digest(encoder_of(self._recipe, self._source, read_manifest(checkpoint)).to_dict())
 
-    def _loaded(self, checkpoint: Directory) -> Model:
-        """All of a checkpoint's model but its rows."""
+    def _load(self, checkpoint: Directory) -> Model:
+        """Load a checkpoint's model without rows."""
         manifest = load_dense(checkpoint, self._part.model)
         encoder = encoder_of(self._recipe, self._source, manifest)
         return Model(
@@ -142,36 +140,53 @@ class Exporter:
 
 
 def export_model(
-    # a checkpoint with a recipe, or a run (its best or newest checkpoint); path or URI
     checkpoint: str | Path | Directory,
-    target: str | Path | Directory,  # path or URI to create
+    target: str | Path | Directory,
     *,
-    # earlier checkpoint of the same model, or the step of an adjacent one: write only changes
     since: str | Path | Directory | None = None,
-    # other data to build the model for; default: the data of the recipe, opened only if the recipe has no schema
     data: str | None = None,
-    trust_recipe: bool = False,  # import classes outside of hotbed and torch.optim, see `hotbed.config.check_trust`
-    progress: Progress = lambda done, total: None,  # called with the rows done and the total
+    trust_recipe: bool = False,
+    progress: Progress = lambda done, total: None,
 ) -> ModelManifest | ChangeManifest:
-    """Write the model of a checkpoint as an exported model, or its changes since an earlier one.
+    """Export the model of a checkpoint, or its changes since an earlier one.
 
-    Memory is that of the dense part, of some windows of the tables, and of one table's vocabulary at a time. Raise
-    `CheckpointError` if there is no recipe, the model cannot be traced, its tables differ from those of ``since``, or
-    ``target`` exists; nothing is left there then. Raise `SpecError` if a sequence feature has no ``max_len``, or the
-    model uses ids themselves.
+    Memory holds the dense part, some windows of the tables, and one vocabulary at a time.
+
+    Parameters
+    ----------
+    checkpoint
+        A checkpoint with a recipe, or a run (its best or newest checkpoint); path or URI.
+    target
+        Path or URI of the new directory.
+    since
+        Earlier checkpoint of the same model, or the step of an adjacent one; only changes are written.
+    data
+        Data that describes the inputs (default: the recipe's data, opened only if the recipe has no schema).
+    trust_recipe
+        Import classes outside of hotbed and torch.optim; see `hotbed.config.check_trust`.
+    progress
+        Called with the number of finished rows and the total.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no recipe, the model cannot be traced, its tables differ from ``since``, or ``target``
+        exists. Then nothing is written.
+    SpecError
+        If a sequence feature has no ``max_len``, or the model itself reads ids.
     """
-    place = find_checkpoint(checkpoint, best=True)
-    earlier = None if since is None else find_earlier(place, since)
-    manifest = read_manifest(place)
-    recipe = recipe_of(manifest, str(place), trusted=trust_recipe)
+    path = find_checkpoint(checkpoint, best=True)
+    earlier = None if since is None else find_earlier(path, since)
+    manifest = read_manifest(path)
+    recipe = stored_recipe(manifest, str(path), trusted=trust_recipe)
     exporter = Exporter(recipe, trained_inputs(recipe, manifest, data))
     if earlier is not None:
-        return exporter.write_change(target, place, earlier, progress)
-    return exporter.write_model(target, place, progress)
+        return exporter.write_change(target, path, earlier, progress)
+    return exporter.write_model(target, path, progress)
 
 
-def described(manifest: ModelManifest | ChangeManifest) -> dict[str, Any]:
-    """What a command says of what it wrote, as plain values."""
+def describe_export(manifest: ModelManifest | ChangeManifest) -> dict[str, Any]:
+    """Return a summary of an export as plain values."""
     files = {name: entry.bytes for name, entry in manifest.files.items()}
     if isinstance(manifest, ChangeManifest):
         tables = {name: count.model_dump() for name, count in manifest.tables.items()}
@@ -179,27 +194,27 @@ def described(manifest: ModelManifest | ChangeManifest) -> dict[str, Any]:
     return {"step": manifest.step, "state": manifest.state, "tables": list(manifest.tables), "files": files}
 
 
-# -- writing in parts -----------------------------------------------------------------------------------------------
+# -- in parts ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Model:
-    """An exported model except the rows of its tables."""
+    """A model to export, without the rows of its tables."""
 
     name: str  # of the recipe
     labels: tuple[str, ...]
     encoder: Encoder  # converts raw rows to inputs
     hash: str | None  # as in `ModelManifest`
-    collections: Mapping[str, EmbeddingCollection]  # by path; only their tables and features are read
+    collections: Mapping[str, EmbeddingCollection]  # by path; only specs of tables and features are used
     state: Mapping[str, Tensor]  # parameters and buffers of the dense part
     inputs: int  # number of dense inputs of the program
     dtype: torch.dtype  # of the dense inputs
 
     @property
     def ttl_steps(self) -> dict[str, int]:
-        """By dynamic table, after how many steps ids expire that are not seen."""
+        """Steps after which unseen ids expire, by dynamic table."""
         return {
-            _joined(path, name): table.dynamic.ttl_steps
+            _table_name(path, name): table.dynamic.ttl_steps
             for path, collection in self.collections.items()
             for name, table in collection.tables.items()
             if table.dynamic is not None and table.dynamic.ttl_steps is not None
@@ -208,15 +223,14 @@ class Model:
 
 def write_model(
     target: str | Path | Directory,
-    checkpoint: Directory,  # source of the rows
+    checkpoint: Directory,
     model: Model,
-    program: torch.export.ExportedProgram,  # the traced dense part
-    progress: Progress = lambda done, total: None,  # called with the rows done and the total
+    program: torch.export.ExportedProgram,
+    progress: Progress = lambda done, total: None,
 ) -> ModelManifest:
-    """Write an exported model.
+    """Write an exported model with the rows of a checkpoint and the traced dense part ``program``.
 
-    Raise `CheckpointError` if ``target`` exists, or the checkpoint is damaged or lacks a table. Then nothing is left at
-    ``target``.
+    Raise `CheckpointError` if ``target`` exists, or the checkpoint is damaged or lacks a table. Then nothing is left.
     """
     manifest = read_manifest(checkpoint)
     names = _check_tables(model, checkpoint, manifest)
@@ -227,7 +241,7 @@ def write_model(
         done += rows
         progress(done, total)
 
-    with opened(checkpoint, manifest) as stored, _new(target) as files:
+    with opened(checkpoint, manifest) as stored, _new_export(target) as files:
         check_tables((manifest.tables[name] for name in names), stored)
         buffer = io.BytesIO()
         torch.export.save(program, buffer)
@@ -280,15 +294,16 @@ def write_change(
     model: Model,
     progress: Progress = lambda done, total: None,
 ) -> ChangeManifest:
-    """Write the changes from an earlier checkpoint to a later one, whose dense state ``model`` has.
+    """Write the changes from checkpoint ``since`` to ``checkpoint``; ``model`` has the latter's dense state.
 
-    Parameters and errors are those of `write_model`; `CheckpointError` also if the checkpoints have other tables.
+    Raise errors of `write_model`, and `CheckpointError` if the tables of the checkpoints differ.
     """
-    with tempfile.TemporaryDirectory(prefix="hotbed-") as folder, _new(target) as files:
+    with tempfile.TemporaryDirectory(prefix="hotbed-") as folder, _new_export(target) as files:
         rows = Path(folder) / ROWS
         found = export_changes(checkpoint, rows, since, ttl_steps=model.ttl_steps, progress=progress)
         new, old = read_manifest(checkpoint), read_manifest(since)
-        files.write(ROWS, _chunks_of(rows))
+        with rows.open("rb") as stream:
+            files.write(ROWS, _chunks_of(stream))
         files.write(DENSE, [memoryview(save_tensors({k: t.contiguous() for k, t in model.state.items()}))])
         made = ChangeManifest(
             base=StateEntry(step=old.step, state=old.sha256),
@@ -303,63 +318,63 @@ def write_change(
 
 
 def _check_tables(model: Model, checkpoint: Directory, manifest: Manifest) -> list[str]:
-    """Names of the model's tables; a `CheckpointError` unless the checkpoint has them in their shapes."""
-    wanted = {_joined(p, t.name): t for p, c in model.collections.items() for t in c.tables.values()}
+    """Check that a checkpoint has the model's tables in their shapes, and return their names."""
+    wanted = {_table_name(p, t.name): t for p, c in model.collections.items() for t in c.tables.values()}
     for name, table in wanted.items():
         if name not in manifest.tables:
             raise CheckpointError(f"{checkpoint} has no table '{name}'; it has {', '.join(manifest.tables) or 'none'}")
         saved = manifest.tables[name].spec
         if (saved.rows, saved.dim) != (table.rows, table.dim):
             raise CheckpointError(
-                f"{checkpoint}: table '{name}' is {saved.rows:,} × {saved.dim}, by the recipe and its data "
-                f"{table.rows:,} × {table.dim}; give the data that it was trained on (--data)"
+                f"{checkpoint}: table '{name}' has {saved.rows:,} × {saved.dim}, expected {table.rows:,} × {table.dim} "
+                "by the recipe and its data. Name the training data with --data"
             )
     return list(wanted)
 
 
 class _Files:
-    """Files of a directory that is being written, with what its manifest says of them."""
+    """Write the files of an export, and collect their manifest entries."""
 
-    def __init__(self, place: Directory) -> None:
-        self._place = place
+    def __init__(self, target: Directory) -> None:
+        self._target = target
         self.entries: dict[str, FileEntry] = {}
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> None:
         folder, _, last = name.rpartition("/")
-        place = self._place / folder if folder else self._place
+        target = self._target / folder if folder else self._target
         if folder:
-            place.make()
-        found, size, writer = hashlib.sha256(), 0, place.writer(last)
+            target.make()
+        digest, size, writer = hashlib.sha256(), 0, target.writer(last)
         try:
             for chunk in chunks:
                 writer.write(chunk)
-                found.update(chunk)
+                digest.update(chunk)
                 size += len(chunk)
         except BaseException:
             writer.abandon()
             raise
         writer.finish()
-        self.entries[name] = FileEntry(bytes=size, sha256=found.hexdigest())
+        self.entries[name] = FileEntry(bytes=size, sha256=digest.hexdigest())
 
     def finish(self, manifest: ModelManifest | ChangeManifest) -> None:
-        self._place.write(MANIFEST, json.dumps(manifest.model_dump(), indent=1))
+        self._target.write(MANIFEST, json.dumps(manifest.model_dump(), indent=1))
 
 
 @contextmanager
-def _new(target: str | Path | Directory) -> Generator[_Files]:
-    """Make a directory where there is nothing, and remove it on errors."""
-    place = directory(target)
-    names = place.names()
-    if UNFINISHED in names and MANIFEST not in names:
+def _new_export(target: str | Path | Directory) -> Generator[_Files]:
+    """Create a directory for an export, and remove it on errors."""
+    where = directory(target)
+    names = where.names()
+    if UNFINISHED in names and MANIFEST not in names:  # of a killed process
         for folder in (TABLES, LOOKUPS, VOCABULARY):
-            (place / folder).remove_all()
-    make_directory(place)
+            (where / folder).remove_all()
+    make_directory(where)
     try:
-        yield _Files(place)
-        place.remove(UNFINISHED)
+        yield _Files(where)
+        where.remove(UNFINISHED)
     except BaseException:
-        place.remove(MANIFEST)
-        place.remove_all()
+        where.remove(MANIFEST)
+        where.remove_all()
         raise
 
 
@@ -388,7 +403,7 @@ def _ids(name: str, manifest: Manifest, files: TensorFiles, ttl_steps: int | Non
 
 
 def _parquet(table: Any) -> Any:
-    """A `pyarrow.Table` as the bytes of a Parquet file."""
+    """Return a `pyarrow.Table` as the bytes of a Parquet file."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -398,18 +413,16 @@ def _parquet(table: Any) -> Any:
 
 
 def _mapped(table: LookupTable) -> Iterator[memoryview]:
-    """Yield a file of keys and values that is to be mapped into memory."""
+    """Yield the bytes of a vocabulary in its memory-mapped format."""
     with tempfile.TemporaryFile(prefix="hotbed-") as file:
         table.write_mapped(file)
         file.seek(0)
-        while chunk := file.read(CHUNK_BYTES):
-            yield memoryview(chunk)
+        yield from _chunks_of(file)
 
 
-def _chunks_of(path: Path) -> Iterator[memoryview]:
-    with path.open("rb") as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            yield memoryview(chunk)
+def _chunks_of(stream: Any) -> Iterator[memoryview]:
+    while chunk := stream.read(CHUNK_BYTES):
+        yield memoryview(chunk)
 
 
 def _table(saved: SavedTable, file: str, ids: str | None) -> TableEntry:
@@ -430,7 +443,7 @@ def _features(collections: Mapping[str, EmbeddingCollection]) -> dict[str, Featu
         vectors_name(path, feature.name): FeatureEntry(
             collection=path,
             feature=feature.name,
-            table=_joined(path, feature.table),
+            table=_table_name(path, feature.table),
             pooling=feature.pooling,
             max_len=feature.max_len,
             on_too_long=feature.on_too_long,
@@ -442,60 +455,60 @@ def _features(collections: Mapping[str, EmbeddingCollection]) -> dict[str, Featu
     }
 
 
-def _joined(path: str, name: str) -> str:
-    """How checkpoints call a table of the collection at a path."""
+def _table_name(path: str, name: str) -> str:
+    """Return the name of a collection's table in checkpoints."""
     return f"{path}.{name}".lstrip(".")
 
 
 def _file_name(table: str) -> str:
-    """A table's name as part of a file's, which has no '/' and is not too long for any file system."""
+    """Return a file name for a table, without '/' and of limited length."""
     quoted = quote(table, safe="")
     quoted = f"%2E{quoted[1:]}" if quoted[0] == "." else quoted
     return quoted if len(quoted) <= 200 else f"{quoted[:150]}-{hashlib.sha256(table.encode()).hexdigest()[:32]}"
 
 
-# -- one program ----------------------------------------------------------------------------------------------------
+# -- as one program ----------------------------------------------------------------------------------------------------
 
 
 def export_single(
     checkpoint: str | Path, target: str | Path, data: str | None = None, *, trust_recipe: bool = False
 ) -> dict[str, Any]:
-    """Write the model of a checkpoint to a program of torch (``docs/prediction.md``), with twice the model's memory.
+    """Export the model of a checkpoint as one torch program (``docs/prediction.md``), with twice the model's memory.
 
-    ``checkpoint`` is one with a recipe, or a run (its newest checkpoint). ``target`` is a file ``NAME.pt2``, which has
-    ``inputs.json`` inside (``torch.export.load(FILE, extra_files={"inputs.json": ""})``), or else a directory with
-    ``model.pt2`` and ``inputs.json``. ``data`` and ``trust_recipe`` are as in `export_model`. Raise `CheckpointError`
-    if there is no recipe, the model cannot be traced, or ``target`` exists.
+    ``checkpoint`` has a recipe, or is a run (its newest checkpoint). ``target`` is a file ``NAME.pt2`` that contains
+    ``inputs.json`` (``torch.export.load(FILE, extra_files={"inputs.json": ""})``), or a directory for ``model.pt2`` and
+    ``inputs.json``. For ``data`` and ``trust_recipe`` see `export_model`. Raise `CheckpointError` if there is no
+    recipe, the model cannot be traced, or ``target`` exists.
     """
     source = find_checkpoint(checkpoint)
     if not isinstance(directory(target), LocalDirectory):
-        raise CheckpointError(f"{target} is no local directory; torch writes {MODEL} to local disks only")
+        raise CheckpointError(f"{target} is not local, but torch writes {MODEL} only to local disks")
     file = Path(target) if str(target).endswith(".pt2") else None
     if file is not None and file.exists():
-        raise CheckpointError(f"{file} exists already; choose another file")
+        raise CheckpointError(f"{file} exists. Choose another file")
     manifest = read_manifest(source)
-    recipe = replace(recipe_of(manifest, str(source), trusted=trust_recipe), memory=MemoryRecipe())
+    recipe = replace(stored_recipe(manifest, str(source), trusted=trust_recipe), memory=MemoryRecipe())
     origin = trained_inputs(recipe, manifest, data)
-    take_features(origin, manifest)
+    load_features(origin, manifest)
     model = build_model(recipe, origin, torch.device("cpu"))
     load_checkpoint(source, {"model": model})
     take_raw(model, origin.schema)
     program = trace_whole(plain_model(model), origin.schema)
-    found = _described(origin, raw=normalization_of(model) is not None)
+    found = _describe_inputs(origin, raw=normalization_of(model) is not None)
     text = json.dumps(found, indent=1)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with new_file(file) as unfinished, unfinished.open("wb") as stream:
             torch.export.save(program, stream, extra_files={INPUTS: text})
         return found
-    with new_directory(target) as (place, _):
-        torch.export.save(program, Path(place.path) / MODEL)
-        place.write(INPUTS, text)
+    with new_directory(target) as (made, _):
+        torch.export.save(program, Path(made.path) / MODEL)
+        made.write(INPUTS, text)
     return found
 
 
-def _described(source: Source, *, raw: bool) -> dict[str, Any]:
-    """What ``inputs.json`` says of inputs and outputs."""
+def _describe_inputs(source: Source, *, raw: bool) -> dict[str, Any]:
+    """Return the content of ``inputs.json``."""
     schema, kinds, encoder = source.schema, source.id_kinds(), source.encoder
 
     def encoding(column: str) -> dict[str, str]:
@@ -503,7 +516,7 @@ def _described(source: Source, *, raw: bool) -> dict[str, Any]:
             return encoding_of(encoder, column)
         return {"encoding": "hash", "values": kinds[column]} if column in kinds else {"encoding": "rows"}
 
-    def of_ids(column: SparseColumn) -> dict[str, Any]:
+    def describe_ids(column: SparseColumn) -> dict[str, Any]:
         weights = {} if column.weights is None else {"weights": column.weights}
         return {"rows": column.rows, "ids": column.ids, "pooling": column.pooling, **weights, **encoding(column.name)}
 
@@ -513,7 +526,7 @@ def _described(source: Source, *, raw: bool) -> dict[str, Any]:
         "labels": list(schema.labels),
         "positives": {label.column: label.positive for label in schema.positives},
         "output": "logits [B, labels]; the probability of a label is 1 / (1 + exp(-logit))",
-        "ids": {c.name: of_ids(c) for c in schema.sparse},
+        "ids": {c.name: describe_ids(c) for c in schema.sparse},
         "features": [] if encoder is None else described_features(encoder),
         "hash": HASH if kinds else None,
         "tables": schema.rows,

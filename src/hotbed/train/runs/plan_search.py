@@ -1,8 +1,8 @@
-"""Search for a recipe's plan, or read it from a file, and distribute the recipe's model by it.
+"""Search for a recipe's plan or read it from a file, and distribute the recipe's model by it.
 
-`read_hot_rows` and `read_skew` read the files that commands write about the tables of a dataset:
-``{"tables": [{"table": …}, …]}``. ``hot_rows.json`` of ``hotbed pack`` has the number of hot rows of each table,
-``skew.json`` of ``hotbed inspect --skew`` their popularity.
+`read_hot_rows` and `read_skew` read JSON files about the tables of a dataset, ``{"tables": [{"table": …}, …]}``:
+``hot_rows.json`` of ``hotbed pack`` has the number of hot rows by table, ``skew.json`` of ``hotbed inspect --skew``
+their popularity.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from hotbed.store.memory import refuse_too_many
 from hotbed.train.runs.dense_kernels import arena_launches, dense_kernels
 from hotbed.train.numerics import resolve_device
 from hotbed.train.parameter_groups import moments_by_table, moments_of
-from hotbed.train.ranks.process_group import started
+from hotbed.train.ranks.process_group import read_world
 
 BACKWARD_KEEPS = 2
-"""Vectors per output of a layer that a step keeps: what backward needs, and the gradient."""
+"""Vectors that a step keeps per output of a layer: one for backward, and the gradient."""
 
 
-def searched(
+def find_plan(
     model: nn.Module,
     recipe: Recipe,
     size: int,
@@ -67,7 +67,7 @@ def searched(
     return search(workload_of(model, recipe, size, source), size, hardware or hardware_of(recipe), **options)
 
 
-def searched_ranks(
+def find_ranks(
     model: nn.Module,
     recipe: Recipe,
     ranks: int | Literal["auto"],
@@ -78,16 +78,16 @@ def searched_ranks(
     others: str = "table",
     price: float | None = None,
 ) -> Chosen:
-    """Search for the number of ranks, of all replicas together, and of replicas, as `searched` does for a plan.
+    """Search for the total number of ranks and the number of replicas; ``"auto"`` ones are searched.
 
-    With a price of a node per hour, or one in the hardware's profile, the least cost per sample is the best.
+    With a price per node and hour, here or in the hardware's profile, the least cost per sample is best.
     """
-    here = hardware_of(recipe)
+    hardware = hardware_of(recipe)
     one_group = replace(recipe, parallel=replace(recipe.parallel, replicas=1))
     workloads = {several: workload_of(model, one_group, 1 + several, source) for several in (False, True)}
     return search_ranks(
         lambda count: workloads[count > 1],
-        here if price is None else here.with_(price_per_hour=price),
+        hardware if price is None else hardware.with_(price_per_hour=price),
         ranks="auto" if isinstance(ranks, str) else [ranks],
         replicas=replicas,
         **_options(model, recipe, schemes, others),
@@ -95,10 +95,10 @@ def searched_ranks(
 
 
 def _options(model: nn.Module, recipe: Recipe, schemes: Schemes | None, others: str) -> dict[str, Any]:
-    """What `search` takes besides workload, ranks and hardware."""
+    """Return the options of `search`."""
     given = plan_or_schemes(recipe.parallel) if schemes is None else schemes
     if isinstance(given, Plan):
-        raise PlanError("there is nothing to search for: parallel.plan is a whole plan")
+        raise PlanError("parallel.plan is a complete plan, so there is nothing to search. Set it to auto or to schemes")
     cuts = cuts_of(plan_tables(model), schemes_for(model, given, others))
     return {
         "fixed": {name: cut for name, cut in cuts.items() if isinstance(cut, Cut)},
@@ -111,19 +111,19 @@ def _options(model: nn.Module, recipe: Recipe, schemes: Schemes | None, others: 
 
 
 def hardware_of(recipe: Recipe) -> Hardware:
-    """The machine that a recipe names, or this one."""
+    """Return the hardware of a recipe, or of this machine."""
     named = recipe.parallel.hardware
     return hardware_here(resolve_device(recipe.train.device)) if named is None else Hardware.load(named)
 
 
 def tiers_of(recipe: Recipe) -> tuple[Tier, ...]:
-    """Memories that rows may be in."""
+    """Return the tiers that rows may be in."""
     order: tuple[Tier, ...] = ("device", "host", "disk")
     return order[: order.index(recipe.memory.tier) + 1]
 
 
 def workload_of(model: nn.Module, recipe: Recipe, size: int, source: Source | None = None) -> Workload:
-    """What a step of a recipe does, in a group of ``size`` ranks."""
+    """Return the work of a recipe's step in a group of ``size`` ranks."""
     tables, parallel, memory = plan_tables(model), recipe.parallel, recipe.memory
     rows = {table.name: table.rows for table in tables}
     ranks = size * parallel.replicas
@@ -146,7 +146,7 @@ def workload_of(model: nn.Module, recipe: Recipe, size: int, source: Source | No
 
 
 def _ids(model: nn.Module, recipe: Recipe, source: Source | None) -> dict[str, float]:
-    """Ids per sample of each table: of its features, counted in the first chunk of a source where they vary."""
+    """Return ids per sample by table, counted in the first chunk of a source if they vary."""
     per_feature: dict[str, float] = {}
     columns = () if source is None else source.schema.sparse
     per_feature |= {column.name: float(column.ids) for column in columns if column.ids is not None}
@@ -162,27 +162,27 @@ def _ids(model: nn.Module, recipe: Recipe, source: Source | None) -> dict[str, f
 
 
 def dense_part(model: nn.Module, recipe: Recipe, source: Source | None = None, *, ranks: int = 1) -> DenseWork:
-    """Count the part of a recipe's model without tables; on GPUs kernel by kernel, as so many ranks launch them."""
+    """Count the work of a recipe's model without tables; on GPUs kernel by kernel."""
     precision = recipe.train.precision
-    if precision == "auto":  # what `hotbed.train.numerics` chooses on GPUs
+    if precision == "auto":  # the choice of `hotbed.train.numerics`
         precision = "fp32" if hardware_of(recipe).cores_shared else "bf16"
     narrow = precision in ("bf16", "fp16")
     dense, labels = (0, 1) if source is None else (source.schema.dense_features, len(source.schema.labels))
     ids = sum(len(c.features) for c in collections_of(model).values())
     found = count_dense_part(model, narrow=narrow, input_bytes=4.0 * (dense + labels) + 8.0 * ids)
     found = replace(found, dtype=precision)
-    if hardware_of(recipe).cores_shared:  # what CPUs take beside products is measured
+    if hardware_of(recipe).cores_shared:  # CPUs measure the time outside of products
         return found
-    at_once = ranks == 1 and not (recipe.train.compile or recipe.train.recompute)
-    kernels = dense_kernels(model, narrow=narrow, dense_inputs=dense, labels=labels, at_once=at_once)
+    casts_once = ranks == 1 and not (recipe.train.compile or recipe.train.recompute)
+    kernels = dense_kernels(model, narrow=narrow, dense_inputs=dense, labels=labels, casts_once=casts_once)
     return replace(found, kernels=kernels, launches=len(kernels))
 
 
 def count_dense_part(model: nn.Module, *, narrow: bool = False, input_bytes: float = 0.0) -> DenseWork:
-    """Count the part of a model without tables, in closed form; ``narrow`` where it computes in bf16.
+    """Count the work of a model without tables in closed form; ``narrow`` means bf16 or fp16.
 
-    A weight of two dims or more is used once per sample: two operations. A dot interaction of ``n`` vectors of ``D``
-    columns takes ``2 n² D``. Kept for backward are the outputs of layers, the looked-up vectors and the interaction's.
+    A weight with at least two dimensions takes two operations per sample. A dot interaction of ``n`` vectors of ``D``
+    columns takes ``2 n² D``. Backward keeps outputs of layers, looked-up vectors and outputs of the interaction.
     """
     parameters = list(model.parameters())
     flops = 2.0 * sum(p.numel() for p in parameters if p.dim() >= 2)
@@ -206,35 +206,35 @@ def count_dense_part(model: nn.Module, *, narrow: bool = False, input_bytes: flo
     )
 
 
-# -- the model over ranks and memories ---------------------------------------------------------------------------------
+# -- the model over ranks and tiers ------------------------------------------------------------------------------------
 
 
-def distributed(model: nn.Module, recipe: Recipe, device: torch.device, source: Source | None = None) -> nn.Module:
-    """Distribute a model over all processes and memories, as a recipe says; unchanged where there is one of each."""
+def distribute_model(
+    model: nn.Module, recipe: Recipe, device: torch.device, source: Source | None = None
+) -> nn.Module:
+    """Distribute a model over processes and tiers by a recipe; with one of each it is unchanged."""
     parallel = recipe.parallel
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     timeout = timedelta(seconds=parallel.timeout_s)
 
     def make() -> Plan:
-        return planned(model, recipe, size, source)
+        return plan_recipe(model, recipe, size, source)
 
-    plan = plan_of_first(Link(None, timeout), make) if size > 1 and _is_of_this_machine(recipe) else make()
+    # A search depends on the machine, so ranks on different hosts must use the first rank's result.
+    is_local = recipe.hot.rows is None and is_searched(plan_or_schemes(parallel))
+    plan = plan_of_first(Link(None, timeout), make) if size > 1 and is_local else make()
     if parallel.replicas == 1:
         _refuse_too_many(plan, plan_tables(model), moments_by_table(model, recipe), device)
     return distribute(model, plan, parallel, recipe.memory, device=device, timeout=timeout)
 
 
-def _is_of_this_machine(recipe: Recipe) -> bool:
-    """Whether ranks on unlike hosts could plan differently: a search depends on the machine."""
-    return recipe.hot.rows is None and is_searched(plan_or_schemes(recipe.parallel))
-
-
 def _refuse_too_many(
     plan: Plan, tables: Sequence[Table], moments: Mapping[str, Sequence[Moment]], device: torch.device
 ) -> None:
-    """Raise `StoreError` if rows and moments in memory of all processes of this host are more than is free there."""
-    here = started()
-    local = range(here.rank - here.local_rank, here.rank - here.local_rank + here.local_size)
+    """Raise `StoreError` if the rows and moments of this host's processes exceed its free memory."""
+    world = read_world()
+    first = world.rank - world.local_rank
+    local = range(first, first + world.local_size)
     by_tier: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
     for table in tables:
         for tile in plan.by_table[table.name]:
@@ -244,24 +244,24 @@ def _refuse_too_many(
 
 
 def refuse_impossible(recipe: Recipe, tables: Sequence[Table], device: torch.device) -> None:
-    """Raise `StoreError` if one process cannot hold these tables and their moments at once."""
+    """Raise `StoreError` if tables and moments exceed the memory of one process."""
     moments = moments_of(recipe.sparse_optimizer)
     nbytes = sum(table_bytes(table, moments) for table in tables if table.dynamic is None)
     refuse_too_many(nbytes, device, {"device": nbytes, "host": 0, "disk": 0})
 
 
 def needs_a_plan(recipe: Recipe) -> bool:
-    """Whether a model has to be distributed: over several processes, or over memories."""
+    """Return whether a model is distributed over several processes or tiers."""
     several = dist.is_available() and dist.is_initialized()
     plan = plan_or_schemes(recipe.parallel)
     outside = recipe.memory.tier != "device" or recipe.hot.rows is not None
     return several or outside or (isinstance(plan, Plan) and not plan.is_in_device_memory)
 
 
-def planned(model: nn.Module, recipe: Recipe, world_size: int, source: Source | None = None) -> Plan:
-    """The plan that `distributed` would use for so many processes; a file's own may be for another number.
+def plan_recipe(model: nn.Module, recipe: Recipe, world_size: int, source: Source | None = None) -> Plan:
+    """Return the plan of a recipe for ``world_size`` processes; a plan file may have another number.
 
-    A search counts the ids per sample of a ``source``, as `hotbed plan` does; without one there is one per feature.
+    A search counts ids per sample in ``source``; without it, each feature has one.
     """
     parallel, memory = recipe.parallel, recipe.memory
     plan = plan_or_schemes(parallel)
@@ -271,7 +271,7 @@ def planned(model: nn.Module, recipe: Recipe, world_size: int, source: Source | 
     if recipe.hot.rows is not None:
         return _plan_of_hot_rows(model, recipe, size, recipe.hot.rows)
     if is_searched(plan):
-        return searched(model, recipe, size, source).plan
+        return find_plan(model, recipe, size, source).plan
     if not isinstance(plan, Plan):
         plan = plan_for(model, size, plan)
     if memory.tier == "device":
@@ -293,12 +293,12 @@ def planned(model: nn.Module, recipe: Recipe, world_size: int, source: Source | 
 
 
 def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: str) -> Plan:
-    """The first rows of each table are on all ranks, the others cut by the recipe's scheme, in the recipe's memory."""
+    """Return a plan with hot rows on all ranks, and other rows cut by the recipe's scheme."""
     scheme, memory = recipe.parallel.plan, recipe.memory
     if not isinstance(scheme, str) or scheme not in SCHEMES:
         raise RecipeError(
-            f"hot.rows is set, so parallel.plan must be a scheme ({', '.join(SCHEMES)}) for the other rows, not the "
-            f"plan {scheme}; leave one of them out"
+            f"parallel.plan is {scheme}, but hot.rows needs a scheme for the other rows ({', '.join(SCHEMES)}). Remove "
+            "one of them"
         )
     hot = read_hot_rows(file, {table.name: table.rows for table in plan_tables(model)})
     cuts = {name: replace(SCHEMES[scheme], hot_rows=rows, tier=memory.tier) for name, rows in hot.items()}
@@ -306,25 +306,25 @@ def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: s
 
 
 def plan_or_schemes(parallel: ParallelRecipe) -> Plan | Schemes:
-    """What ``parallel.plan`` says: a scheme for all tables, schemes by table, or a file with these or a plan."""
+    """Return ``parallel.plan``: a scheme for all tables, schemes by table, or the content of a file."""
     if isinstance(parallel.plan, dict):
         return schemes_from(parallel.plan, "parallel.plan")
     return parallel.plan if parallel.plan in (*SCHEMES, AUTO) else read_plan(parallel.plan)
 
 
 def read_plan(file: str) -> Plan | Schemes:
-    """A plan's file, or one with schemes by table, in JSON or YAML; a `PlanError` says what else a plan can be."""
+    """Read a plan or schemes by table from a JSON or YAML file."""
     try:
         text = read_limited_uri(file)
         values = parse_yaml(text.decode()) if file.endswith((".yaml", ".yml")) else parse_json(text)
     except FileNotFoundError:
         raise PlanError(
-            f"there is no plan {file}; give a JSON or YAML file, or a scheme: {', '.join(SCHEMES)}, {AUTO}"
+            f"plan {file} does not exist. Name a JSON or YAML file, or a scheme: {', '.join(SCHEMES)}, {AUTO}"
         ) from None
     except (TextError, ValueError) as error:
-        raise PlanError(f"plan {file} {error}; give another file") from None
+        raise PlanError(f"plan {file} {error}. Name another file") from None
     if not isinstance(values, dict):
-        raise PlanError(f"plan {file} holds {type(values).__name__}, must be a plan, or schemes by table")
+        raise PlanError(f"plan {file} holds {type(values).__name__}, expected a plan or schemes by table")
     found = cast("dict[str, Any]", values)
     return Plan.from_dict(found) if {"tiles", "world_size"} & found.keys() else schemes_from(found, file)
 
@@ -337,32 +337,31 @@ T = TypeVar("T")
 def _read_tables(
     file: str | Path, rows: Mapping[str, int], take: Callable[[Any, Any], T], command: str, again: str, for_model: str
 ) -> dict[str, T]:
-    """Read the entries of the model's tables, by ``take`` of the file's content and an entry.
+    """Read the entries of the model's tables with ``take(content, entry)``.
 
-    ``again`` mends a damaged file that ``command`` wrote, ``for_model`` a file about another model.
+    ``command`` wrote the file; ``again`` and ``for_model`` are fixes of a damaged file and of another model's file.
     """
     try:
         content: Any = parse_json(read_limited_uri(file))
         found = {entry["table"]: (int(entry["rows"]), take(content, entry)) for entry in content["tables"]}
     except FileNotFoundError:
-        raise DataError(f"{file} does not exist; make it with {command}") from None
+        raise DataError(f"{file} does not exist. Create it with {command}") from None
     except (ValueError, KeyError, TypeError, ArithmeticError) as error:
-        what = f"is not what {command} writes ({type(error).__name__}: {error})"
-        raise DataError(f"{file} {error if isinstance(error, TextError) else what}; {again}") from None
+        problem = f"is no output of {command} ({type(error).__name__}: {error})"
+        raise DataError(f"{file} {error if isinstance(error, TextError) else problem}. {again}") from None
     entries: dict[str, T] = {}
     for name, expected in rows.items():
         own = name if name in found else name.rpartition(".")[2]
         if own not in found:
-            raise DataError(f"{file} has no table '{name}', which the model has; {for_model}")
+            raise DataError(f"{file} has no table '{name}' of the model. {for_model}")
         counted, entries[name] = found[own]
         if counted != expected:
-            has = f"{counted:,} rows, the model's has {expected:,}"
-            raise DataError(f"{file}: table '{name}' has {has}; {for_model}")
+            raise DataError(f"{file}: table '{name}': got {counted:,} rows, expected {expected:,}. {for_model}")
     return entries
 
 
 def read_hot_rows(file: str | Path, rows: Mapping[str, int]) -> dict[str, int]:
-    """Read how many of the first rows of each table are hot."""
+    """Read the number of hot rows by table; they are the first rows."""
 
     def hot_rows(_: Any, entry: Any) -> int:
         hot, counted = entry["hot_rows"], entry["rows"]
@@ -370,20 +369,20 @@ def read_hot_rows(file: str | Path, rows: Mapping[str, int]) -> dict[str, int]:
             raise ValueError(f"table '{entry['table']}' has {hot!r} hot rows of {counted!r}")
         return hot
 
-    return _read_tables(file, rows, hot_rows, "hotbed pack", "pack again", "pack this model's data")
+    return _read_tables(file, rows, hot_rows, "hotbed pack", "Pack again", "Pack this model's data")
 
 
 def read_skew(file: str | Path, rows: Mapping[str, int]) -> dict[str, Curve]:
-    """Read how often the first rows of each table are accessed, where rows are numbered by falling popularity."""
+    """Read the accesses of the first rows by table; rows are sorted by falling popularity."""
 
     def curve(content: Any, entry: Any) -> Curve:
         samples, counts, counted = max(int(content["samples"]), 1), entry["cache_rows"], int(entry["rows"])
-        shares = [share or 0.0 for share in entry["accesses_of_top_rows"]]  # null where there was no access
+        shares = [share or 0.0 for share in entry["accesses_of_top_rows"]]  # null without accesses
         if len(counts) != len(shares) or counts != sorted(counts) or counts[-1:] != [counted]:
             table = entry["table"]
             raise ValueError(
-                f"cache_rows of table '{table}' must rise to its {counted:,} rows, with as many accesses_of_top_rows"
+                f"cache_rows of table '{table}' must increase to {counted:,}, with one accesses_of_top_rows each"
             )
         return Curve(counts, [share * entry["accesses"] / samples for share in shares])
 
-    return _read_tables(file, rows, curve, "hotbed inspect --skew", "make it again", "inspect this model's data")
+    return _read_tables(file, rows, curve, "hotbed inspect --skew", "Create it again", "Inspect this model's data")

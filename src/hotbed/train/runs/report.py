@@ -1,6 +1,6 @@
-"""Record and show what a run does: its directory and summary, tables on the terminal, and progress.
+"""Write and print the results of a run: its directory, summary, tables of metrics, and progress.
 
-Progress of training, and of work in stages, is bars on a terminal and plain lines elsewhere.
+Progress is a bar on a terminal, and plain lines elsewhere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hotbed.plan.cost import table_bytes
 from hotbed.store import Traffic
 from hotbed.train.runs.callbacks import Callback, KeepBest
 from hotbed.train.checkpoints import are_same
-from hotbed.train.metrics import OWN_NAMES, Metrics
+from hotbed.train.metrics import RESERVED_NAMES, Metrics
 from hotbed.train.ranks.parallel import Ranks
 from hotbed.train.throughput import Balance
 from hotbed.train.trainer import Trainer
@@ -43,23 +43,20 @@ PLAN = "plan.json"
 
 
 class RunDirectory:
-    """``ROOT/NAME/TIME/{recipe.yaml, metrics.jsonl, summary.json, checkpoints/}``, new for every run of a recipe."""
+    """Directory of a run: ``ROOT/NAME/TIME/{recipe.yaml, metrics.jsonl, summary.json, checkpoints/}``."""
 
     def __init__(self, root: Path, name: str) -> None:
         self._parent = root / name
 
     def share(self, ranks: Ranks) -> None:
-        """Let all ranks have the directory that the first one makes."""
+        """Use the first rank's directory on all ranks."""
         if ranks.size > 1:
-            with ranks.together("make the run's directory"):
+            with ranks.together("create the run's directory"):
                 own = self.path if ranks.is_first else None
             self.__dict__["path"] = ranks.path(own)
 
     def earlier(self, checkpoint_dir: str | None) -> Iterator[Path]:
-        """Runs of this name that keep their checkpoints there (None: in their own directories), the newest first.
-
-        A run that did not come to write its recipe does not count.
-        """
+        """Yield runs of this name with this ``checkpoint_dir`` and a written recipe, newest first."""
         for run in reversed(runs_in(self._parent)):
             if not run.has(RECIPE):
                 continue
@@ -71,63 +68,60 @@ class RunDirectory:
                 yield Path(run.path)
 
     def reopen(self, path: Path) -> None:
-        """Take the directory of an earlier run in the place of a new one."""
+        """Use the directory of an earlier run."""
         self.__dict__["path"] = path
 
     @cached_property
     def path(self) -> Path:
-        """The directory; it is made when it is first asked for, so that a recipe that cannot run leaves none."""
+        """Path of the directory, which is created on first use, so that an invalid recipe creates none."""
         time = datetime.now().strftime("%Y%m%d-%H%M%S")
-        for suffix in ("", *(f"-{again}" for again in range(2, 1000))):
+        for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
             path = self._parent / f"{time}{suffix}"
             try:
                 path.mkdir(parents=True)
             except FileExistsError:
                 continue
             return path
-        raise FileExistsError(f"{self._parent} holds 999 runs that started in this second")
+        raise FileExistsError(f"{self._parent} already has 999 runs that were started in this second")
 
     @property
     def checkpoints(self) -> Path:
-        """Where its checkpoints go."""
+        """Directory of the run's checkpoints."""
         return self.path / "checkpoints"
 
     def begin(self, recipe: Recipe, plan: Plan | None = None) -> None:
-        """Write ``recipe.yaml``, complete, so that the run can be repeated from it, and the plan if there is one.
-
-        A summary of before is removed first: a run that goes on is not finished, and may be killed.
-        """
+        """Write the complete ``recipe.yaml``, and the plan; remove the summary of a run that is resumed."""
         (self.path / SUMMARY).unlink(missing_ok=True)
         write_text(self.path / RECIPE, recipe_yaml(recipe))
         if plan is not None:
             write_text(self.path / PLAN, plan.to_json())
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write ``summary.json``; a run without it did not finish."""
+        """Write ``summary.json``, which marks the run as finished."""
         write_json(self.path / SUMMARY, summary)
 
 
 def recipe_yaml(recipe: Recipe) -> str:
-    """The complete recipe as YAML."""
+    """Return the complete recipe as YAML."""
     return yaml_text(_lists(recipe.to_dict())) + "\n"
 
 
 def _lists(value: Any) -> Any:
-    """The same value with lists in place of tuples, which YAML would write with a Python tag."""
+    """Replace tuples by lists, because YAML would write a Python tag."""
     if isinstance(value, dict):
         return {key: _lists(v) for key, v in value.items()}
     return [_lists(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What figures depend on: hardware and versions."""
+    """Return the hardware and versions that results depend on."""
     hardware = f"{cpu().name}, {usable_cores()} cores"
     if device.type == "cuda":
         hardware = f"{torch.cuda.get_device_name(device)}; {hardware}"
     return {"hardware": hardware, "device": device.type, "torch": str(torch.__version__), "hotbed": release()}
 
 
-# -- the final table -----------------------------------------------------------------------------------------------
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 METRIC_NAMES = {
     "auc": "AUC",
@@ -141,7 +135,7 @@ METRIC_NAMES = {
 def print_metrics(
     console: Console, title: str, metrics: Mapping[str, Any], best: Mapping[str, float] | None = None
 ) -> None:
-    """Print metrics, those of each task where there are several, and the best attainable where that is known."""
+    """Print metrics, also by task, and the best attainable ones if they are known."""
     console.print(title, style="table.title", soft_wrap=True)
     table = RichTable()
     table.add_column("metric")
@@ -151,7 +145,7 @@ def print_metrics(
         table.add_column(task, justify="right", overflow="fold")
     if best:
         table.add_column("best attainable", justify="right")
-    own = dict.fromkeys(name for of in (metrics, *tasks.values()) for name in of if name not in OWN_NAMES)
+    own = dict.fromkeys(name for of in (metrics, *tasks.values()) for name in of if name not in RESERVED_NAMES)
     for name in [*METRIC_NAMES, *own]:
         if name in metrics or name in own:
             cells = [
@@ -161,43 +155,36 @@ def print_metrics(
             ]
             table.add_row(METRIC_NAMES.get(name, name), *map(_number, cells))
     console.print(table)
-    reasons = [(f"label '{label}', ", task) for label, task in tasks.items()] or [("", metrics)]
-    for place, values in reasons:
+    for prefix, values in [(f"label '{label}', ", task) for label, task in tasks.items()] or [("", metrics)]:
         for name, reason in values.get("undefined", {}).items():
-            console.print(f"{place}{METRIC_NAMES[name]}: – ({reason})", highlight=False, soft_wrap=True)
+            console.print(f"{prefix}{METRIC_NAMES[name]}: – ({reason})", highlight=False, soft_wrap=True)
 
 
 def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
-    """Print the end of a run: metrics, rate, and where it is."""
+    """Print metrics, throughput and the directory of a finished run."""
     if summary["test"] is not None:
         title = f"{summary['name']}: test, {summary['test']['samples']:,} samples"
         print_metrics(console, title, summary["test"], summary.get("best_attainable"))
-    console.print(
+    lines = [
         f"{summary['steps']:,} steps, {summary['samples']:,} samples, {summary['samples_per_s']:,.0f} samples/s "
-        f"on {summary['hardware']}",
-        soft_wrap=True,
-    )
+        f"on {summary['hardware']}"
+    ]
     if summary.get("best_step") not in (None, summary["steps"]):
-        console.print(
-            f"the evaluation after step {summary['best_step']:,} was the best; its model was tested and is kept",
-            soft_wrap=True,
-        )
+        lines.append(f"the evaluation after step {summary['best_step']:,} was the best; its model was tested and kept")
     if "precision_because" in summary:
-        several = "s" if summary["threads"] > 1 else ""
-        console.print(
-            f"precision {summary['precision']} ({summary['precision_because']}), {summary['threads']} thread{several} "
-            "per process"
-        )
+        threads = f"{summary['threads']} thread{'s' if summary['threads'] > 1 else ''} per process"
+        lines.append(f"precision {summary['precision']} ({summary['precision_because']}), {threads}")
     if "ranks" in summary:
         hidden = summary["ids_exchange_hidden_share"]
-        console.print(f"{summary['ranks']} processes; {hidden:.0%} of the exchange of ids was hidden behind other work")
+        lines.append(f"{summary['ranks']} processes; {hidden:.0%} of the exchange of ids overlapped with other work")
     for feature, count in summary["ids_out_of_range"].items():
-        console.print(f"feature {feature}: {count:,} ids were out of range and dropped or hashed (data.on_bad_id)")
-    console.print(f"run: {summary['run']}", soft_wrap=True)
+        lines.append(f"feature {feature}: {count:,} ids were out of range and dropped or hashed (data.on_bad_id)")
+    for line in [*lines, f"run: {summary['run']}"]:
+        console.print(line, soft_wrap=True)
 
 
 def print_taken(console: Console, checkpoint: str, report: Sequence[Taken]) -> None:
-    """Print what a new model begins with: every table, and of the rest what was not taken."""
+    """Print the tables that a new model takes from a checkpoint, and other entries that it does not take."""
     console.print(f"from {checkpoint}", soft_wrap=True)
     table = RichTable()
     for name in ("", "name", "taken", "what"):
@@ -217,7 +204,7 @@ def _number(value: float | None) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes in the largest binary unit that they fill."""
+    """Format a number of bytes in its largest binary unit."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value /= 1024
@@ -231,7 +218,7 @@ _STAGES = {
     "write": "writing the dataset",
     "accesses": "counting accesses",
     "inspect": "reading all rows",
-    "against": "reading the rows to compare with",
+    "against": "reading rows to compare",
     "pack": "packing hot and cold samples",
     "measure": "measuring numericals",
     "export": "copying rows",
@@ -241,7 +228,7 @@ _STAGES = {
 
 
 class StageProgress:
-    """Progress through named stages, as `hotbed.prepare` reports it; a context manager."""
+    """Show progress through named stages, e.g. of `hotbed.prepare`; a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -261,7 +248,7 @@ class StageProgress:
             self._bar.stop()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show how much of a stage is done."""
+        """Show the progress of a stage."""
         new = stage != self._stage
         self._stage = stage
         if self._bar is not None:
@@ -274,7 +261,7 @@ class StageProgress:
 
 
 class ShowProgress(Callback):
-    """A progress bar with loss, rate and time left; plain lines where the output is not a terminal."""
+    """Show loss, throughput and time left in a progress bar, or in plain lines."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -287,18 +274,13 @@ class ShowProgress(Callback):
     def on_train_start(self, trainer: Trainer) -> None:
         """Show an empty bar."""
         if self._console.is_terminal:
-            columns = (
-                "training",
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[note]}"),
-            )
+            columns = ("training", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
             self._bar = Progress(*columns, console=self._console, transient=True)
             self._bar.add_task("train", total=trainer.steps_total, completed=trainer.step, note="")
             self._bar.start()
 
     def on_step(self, trainer: Trainer, loss: float) -> None:
-        """Move the bar."""
+        """Update the bar."""
         if self._bar is not None:
             stalled = _stalled({"stall_share": trainer.clock.stall_share})
             note = f"loss {loss:.4f}  {trainer.samples_per_s:,.0f} samples/s{stalled}{_time_left(trainer)}"
@@ -315,23 +297,29 @@ class ShowProgress(Callback):
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
         """Print a line."""
-        shown = [f"{label} {_shown(metrics, name)}" for name, label in (("auc", "AUC"), ("logloss", "logloss"))]
+        values, names = {"AUC": metrics.auc, "logloss": metrics.logloss}, {"AUC": "auc", "logloss": "logloss"}
         if trainer.numerics.is_retrieval:
-            shown = [f"{name} {value:.5f}" for name, value in metrics.others.items()]
+            values = metrics.others
+        shown = [
+            f"{name} – ({metrics.undefined.get(names.get(name, name), 'undefined')})"
+            if math.isnan(value)
+            else f"{name} {value:.5f}"
+            for name, value in values.items()
+        ]
         self._console.print(f"step {trainer.step:,}  valid {'  '.join(shown)}", soft_wrap=True)
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self.close()
 
     def close(self) -> None:
-        """Take the bar away, also where training failed."""
+        """Remove the bar, also after a failure."""
         if self._bar is not None:
             self._bar.stop()
 
 
 def _time_left(trainer: Trainer) -> str:
-    """How long the rest takes, where that is known: the first steps, in which kernels are compiled, do not count."""
+    """Format the estimated time left; it is unknown during the first steps."""
     seconds = trainer.clock.seconds_for(trainer.steps_total - trainer.step) if trainer.steps_total else None
     if seconds is None:
         return ""
@@ -340,14 +328,9 @@ def _time_left(trainer: Trainer) -> str:
 
 
 def _stalled(record: Mapping[str, float]) -> str:
-    """How much of the time went by in waits for batches, where it is at least 1 %."""
+    """Format the share of waits for batches if it is at least 1 %."""
     share = record.get("stall_share", 0.0)
     return f"  {share:.0%} stalled" if share >= 0.01 else ""
-
-
-def _shown(metrics: Metrics, name: str) -> str:
-    value: float = getattr(metrics, name)
-    return f"– ({metrics.undefined.get(name, 'not defined')})" if math.isnan(value) else f"{value:.5f}"
 
 
 # -- summary -----------------------------------------------------------------------------------------------------------
@@ -361,7 +344,8 @@ def summary_of(
     taken: Sequence[Taken],
     tested: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Summarize a run: its `ids` out of range, tables `taken`, metrics `tested`; all ranks call this."""
+    """Return the summary of a run with its invalid ``ids``, ``taken`` tables and test metrics; all ranks call this."""
+    records = trainer.saver.records
     return {
         "name": recipe.name,
         "seed": recipe.train.seed,
@@ -372,32 +356,21 @@ def summary_of(
         "stall_share": trainer.clock.stall_share,
         "time": trainer.clock.seconds,
         **trainer.numerics.summary(),
-        "best_step": best_step(trainer),
+        "best_step": next((c.step for c in trainer.callbacks if isinstance(c, KeepBest)), None),
         "test": tested,
         "ids_out_of_range": dict(ids),
-        "checkpoints": of_checkpoints(trainer),
+        "checkpoints": {"saved": len(records), "stalled_s": sum(record["stalled_s"] for record in records)},
         **({"init": [t.to_dict() for t in taken]} if taken else {}),
-        **of_ranks(trainer),
-        **of_memory(trainer),
-        "tables": of_tables(trainer),
+        **_ranks_summary(trainer),
+        **_memory(trainer),
+        "tables": summarize_tables(trainer),
         **environment(trainer.device),
         "run": str(run.path),
     }
 
 
-def best_step(trainer: Trainer) -> int | None:
-    """Return the step of the best evaluation; None if its model was not kept."""
-    return next((callback.step for callback in trainer.callbacks if isinstance(callback, KeepBest)), None)
-
-
-def of_checkpoints(trainer: Trainer) -> dict[str, Any]:
-    """Count checkpoints, and the seconds that training waited for them."""
-    records = trainer.saver.records
-    return {"saved": len(records), "stalled_s": sum(record["stalled_s"] for record in records)}
-
-
-def of_memory(trainer: Trainer) -> dict[str, Any]:
-    """Describe rows that are not all in the device's memory."""
+def _memory(trainer: Trainer) -> dict[str, Any]:
+    """Summarize caches and files, if rows are in other tiers than the device."""
     collections, traffic = collections_of(trainer.model).values(), trainer.traffic
     if traffic == Traffic():
         return {}
@@ -405,8 +378,8 @@ def of_memory(trainer: Trainer) -> dict[str, Any]:
     return {"memory": {**held, "hit_rate": traffic.hit_rate, **asdict(traffic)}}
 
 
-def of_tables(trainer: Trainer) -> list[dict[str, Any]]:
-    """Describe each table: size, ids per sample, hit rate, norm of gradients; all ranks must call this."""
+def summarize_tables(trainer: Trainer) -> list[dict[str, Any]]:
+    """Summarize each table: size, ids per sample, hit rate, gradient norm; all ranks must call this."""
     clock = trainer.clock
     moments = {
         name: optimizer.rule.moments
@@ -432,7 +405,7 @@ def of_tables(trainer: Trainer) -> list[dict[str, Any]]:
                     "dim": table.dim,
                     "dtype": table.dtype,
                     "bytes": table_bytes(table, moments.get(whole, moments.get(table.name, ()))),
-                    # of the first rank; None where its batches have ids of other ranks
+                    # Of the first rank; None if its batches have ids of other ranks
                     "ids_per_sample": ids / clock.drawn if clock.drawn else None,
                     "hit_rate": rates[table.name],
                     "grad_norm": norms[path, table.name],
@@ -441,8 +414,8 @@ def of_tables(trainer: Trainer) -> list[dict[str, Any]]:
     return found
 
 
-def of_ranks(trainer: Trainer) -> dict[str, Any]:
-    """Describe the balance of several ranks, and the share of their exchanges that overlapped with steps."""
+def _ranks_summary(trainer: Trainer) -> dict[str, Any]:
+    """Summarize balance and overlap of several ranks."""
     if trainer.ranks.size == 1:
         return {}
     replicas = trainer.model.wire.replicas if isinstance(trainer.model, Distributed) else None

@@ -1,7 +1,7 @@
-"""Train and test the model of a recipe: `train` is what ``hotbed train`` and ``hotbed demo`` call.
+"""Train and test the model of a recipe: ``hotbed train`` and ``hotbed demo`` call `train`.
 
-Its steps call `hotbed.train.runs.build` (model, optimizers, trainer), `loaders`, `resume`, `Trainer.fit` and `report`. The
-functions of this file are in the order of their calls.
+`train` calls `hotbed.train.runs.build` (model, optimizers, trainer), `loaders`, `resume`, `Trainer.fit` and `report`.
+The functions of this file are in the order of their calls.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from hotbed.train.runs.stored_model import (
     FEATURES,
     FeaturesState,
     bad_ids,
-    begin_with,
-    go_on_with,
+    init_features,
+    check_resumed_data,
     has_features,
     unknown_vocabularies,
 )
 from hotbed.train.trainer import Trainer
 
-if TYPE_CHECKING:  # half a second of imports, for runs that publish alone
+if TYPE_CHECKING:  # its import takes half a second, which only publishing runs need
     from hotbed.train.runs.publish import Publisher
 
 
@@ -62,15 +62,14 @@ if TYPE_CHECKING:  # half a second of imports, for runs that publish alone
 class Continuation:
     """Extra work on resume when the data has changed."""
 
-    # called by all ranks once the model is loaded, before the first step, with the trainer, the source, and batches of
-    # its train split to evaluate on
+    # Called on all ranks after the model is loaded, with the trainer, the source and a loader of its train split
     before: Callable[[Trainer, Source, Loader], None]
-    kept: Collection[int] = ()  # steps whose checkpoints are not removed
+    kept: Collection[int] = ()  # steps of checkpoints to keep
 
 
 @dataclass(frozen=True)
 class Run:
-    """The objects that the steps of `train` share."""
+    """Objects that the steps of `train` share."""
 
     recipe: Recipe
     source: Source
@@ -121,20 +120,20 @@ def train(
     console
         Console for progress.
     resume
-        Checkpoint to resume from, or a directory whose newest checkpoint is meant. With as many processes as before,
-        training continues bit for bit as in the run that saved it. A recipe that would train another model is refused
-        (`refuse_another_recipe`). ``"auto"`` resumes the newest run of this name in its directory, or begins a run if
-        there is no checkpoint; a finished run is neither trained nor tested again. ``"none"`` begins a run. Without a
-        value a run begins, but under torchrun the newest run of this recipe is resumed (see `Resume`).
+        Checkpoint to resume, or a directory (its newest checkpoint). With the same number of
+        processes, training continues bit for bit. A recipe that would train another model is refused
+        (`refuse_another_recipe`). ``"auto"`` resumes the newest run of this name in its directory, or starts a run; it
+        does nothing for a finished run. ``"none"`` starts a run. The default is ``"none"``, but under torchrun the
+        newest run of this recipe is resumed (see `Resume`).
     extra
-        Further entries of the summary.
+        Additional entries of the summary.
     continuation
-        Extra work on resume when the data is not that of the checkpoint.
+        Extra work on resume if the data has changed.
 
     Returns
     -------
     dict
-        The summary, as in ``summary.json``.
+        Content of ``summary.json``.
     """
     data = recipe.data
     with readers_of(recipe) as readers:
@@ -145,7 +144,7 @@ def train(
         # 2. Build the model, its optimizers and the trainer.
         trainer = build(recipe, source)
         job, ranks = Run(recipe, source, trainer, run, console), trainer.ranks
-        # 3. Return the summary of a run that is finished already.
+        # 3. Return the summary if the run is finished.
         if (finished := _finished(job, wanted)) is not None:
             return finished
         if continuation is None and (text := notice(recipe)):
@@ -158,12 +157,15 @@ def train(
         if has_features(source):
             trainer.other_parts[FEATURES] = FeaturesState(source)
         try:
-            # 5. Resume from a checkpoint, or begin, with the tables of another model if the recipe names one.
+            # 5. Resume a checkpoint, or start, perhaps with tables of another checkpoint.
             resumed = _resume(job, wanted, batches, other_data=continuation is not None)
             taken = [] if resumed is not None or recipe.init.checkpoint is None else _init(job, recipe.init.checkpoint)
-            # 6. Lock the directory of checkpoints.
-            _lock_checkpoints(job, resumed)
-            # 7. Measure the inputs that a checkpoint has not measured.
+            # 6. Create the run's directory, and lock the directory of its checkpoints.
+            run.share(ranks)
+            if recipe.train.checkpoint != "none":
+                trainer.saver.lock(job.checkpoints)  # before the check, because another run may start there
+                refuse_other_checkpoints(job.checkpoints, resumed)
+            # 7. Measure inputs, unless the checkpoint has their statistics.
             measure_buckets(trainer, source, train_splits(recipe), console)
             measure_numericals(trainer, source, train_splits(recipe), console)
             if continuation and (new := evaluation_loader(recipe, source, data.train_split, ranks, readers)):
@@ -186,18 +188,18 @@ def train(
 def _finished(job: Run, wanted: Resume) -> dict[str, Any] | None:
     """Return the summary of the run to resume if it is finished."""
     if wanted.by_recipe:
-        job.print("under torchrun, the newest run of this recipe is resumed (--resume none begins a new one)")
+        job.print("under torchrun, the newest run of this recipe is resumed (--resume none starts a new one)")
     summary = finished_run(job.trainer, job.recipe, job.directory, wanted) if wanted.auto else None
     if summary is not None:
         job.print(
-            f"{summary['run']} is finished: {summary['steps']:,} steps are trained and tested, and nothing is left to "
-            "train; raise train.steps or train.epochs to go on, or begin a new run with --resume none"
+            f"{summary['run']} is finished after {summary['steps']:,} steps. Raise train.steps or train.epochs to "
+            "continue, or start a new run with --resume none"
         )
     return summary
 
 
 def _resume(job: Run, wanted: Resume, batches: TrainingLoader, *, other_data: bool) -> Directory | None:
-    """Load the checkpoint to resume from, and set the loader to its position; None if a run begins."""
+    """Load the checkpoint to resume and set the loader to its position; return None if a run starts."""
     recipe, trainer = job.recipe, job.trainer
     if wanted.auto:
         resumed = resume_newest(trainer, recipe, job.directory, wanted, job.console)
@@ -205,10 +207,10 @@ def _resume(job: Run, wanted: Resume, batches: TrainingLoader, *, other_data: bo
         resumed = None if wanted.path is None else resume_from(wanted.path, trainer, recipe)
     if resumed is None:
         if wanted.auto:
-            job.print("there is no checkpoint to go on from; a new run begins")
+            job.print("no checkpoint to resume; a new run starts")
         return None
     with trainer.ranks.together(f"compare {recipe.data.path} with the data of {resumed}"):
-        go_on_with(job.source, read_manifest(resumed), recipe.data.path, are_others=other_data)
+        check_resumed_data(job.source, read_manifest(resumed), recipe.data.path, changed=other_data)
     _warn_of_unknown_vocabularies(job, resumed)
     trainer.resume_data(OtherData(batches) if other_data else batches)
     job.print(f"resumed from {resumed} at step {trainer.step:,}")
@@ -216,18 +218,18 @@ def _resume(job: Run, wanted: Resume, batches: TrainingLoader, *, other_data: bo
 
 
 def _init(job: Run, checkpoint: str) -> list[Taken]:
-    """Load what a new model takes from a checkpoint of another; return what it took."""
+    """Load tables and parameters of another checkpoint, as the recipe's ``init`` section requests."""
     recipe, ranks = job.recipe, job.trainer.ranks
-    with ranks.together("find the checkpoint to begin with"):
+    with ranks.together("find the checkpoint of init.checkpoint"):
         found = [str(find_checkpoint(checkpoint))] if ranks.is_first else []
-    place, init = directory(ranks.names(found)[0]), recipe.init
+    source, init = directory(ranks.names(found)[0]), recipe.init
     parts = job.trainer.parts()
-    taken = init_from(place, parts, rename=init.rename, leave=init.leave, optimizers=init.optimizers)
+    taken = init_from(source, parts, rename=init.rename, leave=init.leave, optimizers=init.optimizers)
     with ranks.together("compare the vocabularies"):
-        begin_with(job.source, read_manifest(place), taken, init.rename)
+        init_features(job.source, read_manifest(source), taken, init.rename)
     if ranks.is_first:
-        print_taken(job.console, str(place), taken)
-    _warn_of_unknown_vocabularies(job, place)
+        print_taken(job.console, str(source), taken)
+    _warn_of_unknown_vocabularies(job, source)
     return taken
 
 
@@ -238,7 +240,7 @@ def _warn_of_unknown_vocabularies(job: Run, checkpoint: Directory) -> None:
 
 
 class OtherData:
-    """Set a loader of new samples to another loader's position: at the start of an epoch, only its number counts."""
+    """Set a loader of changed data to a checkpoint's position; at the start of an epoch only its number matters."""
 
     def __init__(self, loader: TrainingLoader) -> None:
         self._loader = loader
@@ -248,18 +250,10 @@ class OtherData:
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the position; within an epoch the samples must be the same."""
+        """Set the position; within an epoch the samples must be unchanged."""
         if not state["consumed"]:
             state = {**self._loader.state_dict(), "epoch": state["epoch"], "consumed": 0}
         self._loader.load_state_dict(state)
-
-
-def _lock_checkpoints(job: Run, resumed: Directory | None) -> None:
-    """Create the run's directory, and lock the one of its checkpoints."""
-    job.directory.share(job.trainer.ranks)
-    if job.recipe.train.checkpoint != "none":
-        job.trainer.saver.lock(job.checkpoints)  # before looking: another run may be about to begin there
-        refuse_other_checkpoints(job.checkpoints, resumed)
 
 
 def _fit(job: Run, batches: TrainingLoader, valid: Loader | None, kept: Collection[int]) -> None:
@@ -278,15 +272,15 @@ def _fit(job: Run, batches: TrainingLoader, valid: Loader | None, kept: Collecti
         finally:
             if isinstance(progress, ShowProgress):
                 progress.close()
-    if trainer.told_to_stop:
-        where = "no checkpoint was saved, for train.checkpoint is 'none'"
+    if trainer.stop_requested:
+        fix = "no checkpoint was saved, because train.checkpoint is 'none'"
         if job.recipe.train.checkpoint != "none":
-            where = f"go on with --resume {job.checkpoints / f'last-{trainer.step:08d}'}"
-        raise StoppedError(f"stopped by a signal after step {trainer.step:,}; {where}", signals.stopped_by or SIGTERM)
+            fix = f"resume with --resume {job.checkpoints / f'last-{trainer.step:08d}'}"
+        raise StoppedError(f"stopped by a signal after step {trainer.step:,}; {fix}", signals.stopped_by or SIGTERM)
 
 
 def _publisher(job: Run) -> Publisher | None:
-    """Create, on the first rank, the publisher of the run's checkpoints if the recipe has one."""
+    """Create the publisher of checkpoints on the first rank, if the recipe has ``train.publish``."""
     train, ranks = job.recipe.train, job.trainer.ranks
     if train.publish is None:
         return None
@@ -332,7 +326,7 @@ def _callbacks(job: Run, kept: Collection[int], publisher: Publisher | None) -> 
 
 
 def measure_numericals(trainer: Trainer, source: Source, splits: Sequence[str], console: Console) -> None:
-    """Measure the columns that the trainer's model normalizes and does not know yet; all ranks must call this."""
+    """Measure unmeasured columns of the model's normalization; all ranks must call this."""
     normalization = normalization_of(trainer.model)
     if normalization is None or not normalization.unmeasured:
         return
@@ -348,7 +342,7 @@ def measure_numericals(trainer: Trainer, source: Source, splits: Sequence[str], 
 
 
 def measure_buckets(trainer: Trainer, source: Source, splits: Sequence[str], console: Console) -> None:
-    """Measure the boundaries of buckets that are not known yet; all ranks must call this. See `measure_numericals`."""
+    """Measure unmeasured boundaries of buckets; all ranks must call this."""
     ranks, encoder = trainer.ranks, source.encoder
     wanted = [] if encoder is None else encoder.unmeasured
     if encoder is None or not wanted:
@@ -360,13 +354,13 @@ def measure_buckets(trainer: Trainer, source: Source, splits: Sequence[str], con
 
     on_first(measure)
     for bucket in wanted:
-        own = [*encoder.boundaries[bucket.name], 0.0] if ranks.is_first else []  # one more, for there may be none
+        own = [*encoder.boundaries[bucket.name], 0.0] if ranks.is_first else []  # padded: it may be empty
         found = ranks.gather(torch.tensor(own, dtype=torch.float64, device=trainer.device))
         encoder.boundaries[bucket.name] = found[:-1].tolist()
 
 
 class IdCounts:
-    """Number of ids out of range, of all ranks, in the run and in the runs that it resumes."""
+    """Number of invalid ids on all ranks, including those before the run was resumed."""
 
     def __init__(self, trainer: Trainer, recipe: Recipe) -> None:
         self._trainer, self._recipe = trainer, recipe
@@ -378,16 +372,16 @@ class IdCounts:
         return dict(Counter(self._before) + Counter(own))
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts so far."""
+        """Return the counts."""
         return self.total()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Add the counts of the run that is resumed."""
+        """Add the counts of the resumed run."""
         self._before = dict(state)
 
 
 def _own_bad_ids(trainer: Trainer, recipe: Recipe) -> dict[str, int]:
-    """Count this rank's invalid ids, skipping those that another owner of the table also counts."""
+    """Count this rank's invalid ids, without tables that another owner counts."""
     counts = bad_ids(trainer.model)
     if recipe.parallel.reader != "owners" or not isinstance(trainer.model, Distributed):
         return counts

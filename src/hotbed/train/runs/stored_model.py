@@ -1,4 +1,4 @@
-"""Use a stored model: evaluate it, and open data as it was trained on, or new ones without labels."""
+"""Use a stored model: evaluate it, open data with the encoding of its training data, compare vocabularies."""
 
 from __future__ import annotations
 
@@ -14,38 +14,47 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.single_files import suffix
-from hotbed.config import Component, ParallelRecipe, Recipe, TaskRecipe, check_trust
+from hotbed.config import Component, DataRecipe, ParallelRecipe, Recipe, TaskRecipe, check_trust
 from hotbed.data import Encoder, Loader, NpySource, ParquetSource, Schema, Source, SplitBinarySource
-from hotbed.data.items import ItemSet, items_of, merged
 from hotbed.data.formats.parquet import is_prepared
-from hotbed.data.place import refuse_other_kind
 from hotbed.data.formats.split_binary import DESCRIPTION
+from hotbed.data.items import items_of, merged
+from hotbed.data.place import refuse_other_kind
 from hotbed.errors import CheckpointError, DataError, RecipeError
 from hotbed.locations import is_storage, location
-from hotbed.train.runs.build import build_component, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate, metrics_of
 from hotbed.train.numerics import resolve_device
-from hotbed.train.retrieval import all_items, evaluate_found, item_features, model_schema, model_source, options_of
+from hotbed.train.retrieval import (
+    all_items,
+    evaluate_retrieval,
+    item_features,
+    model_schema,
+    model_source,
+    retrieval_options,
+)
+from hotbed.train.runs.build import build_component, build_model, check_split, new_source
 
 FEATURES = "features"
-"""Part of checkpoints that says what is known of derived columns, and of vocabularies."""
-_SPLITTING = ("valid_fraction", "test_fraction", "split", "split_paths")
-"""Arguments of sources that say how data are cut into splits; new data are one."""
+"""Part of a checkpoint with the state of derived columns and of vocabularies."""
+_SPLITTING = ("valid_fraction", "test_fraction", "split", "split_paths")  # arguments that cut data into splits
 
 
 def evaluate_checkpoint(
     path: str | Path, split: str | None = None, data: str | None = None, *, trust_recipe: bool = False
 ) -> tuple[Directory, str, Metrics]:
-    """Evaluate a checkpoint's model with the recipe that is stored in it."""
+    """Evaluate a checkpoint's model on a split with its own recipe; return the checkpoint, the split and the metrics.
+
+    The default is the split ``test``. The default for other ``data`` is all rows.
+    """
     checkpoint = find_checkpoint(path, best=True)
     manifest = read_manifest(checkpoint)
-    recipe = recipe_of(manifest, str(checkpoint), trusted=trust_recipe, evaluates=True)
-    component = _as_trained(recipe.data.source, manifest)
+    recipe = stored_recipe(manifest, str(checkpoint), trusted=trust_recipe, evaluates=True)
+    component = _with_text(recipe.data.source, manifest)
     if data is not None and split is None:
-        component = uncut(component)
+        component = without_splits(component)
     source = new_source(replace(recipe.data, source=component, path=data or recipe.data.path))
-    refuse_other_ids(manifest, source, str(data or recipe.data.path))
-    take_features(source, manifest)
+    check_id_kinds(manifest, source, str(data or recipe.data.path))
+    load_features(source, manifest)
     whole = data is not None and split is None and len(source.splits) == 1
     split = source.splits[0] if whole else split or "test"
     check_split("--split", split, source)
@@ -54,95 +63,92 @@ def evaluate_checkpoint(
     model = build_model(recipe, source, device)
     load_checkpoint(checkpoint, {"model": model})
     loader = Loader(source, split, recipe.train.eval_batch_size)
-    place = "all" if whole else split
-    if recipe.retrieval is not None:
-        items = _items(recipe, manifest, source, data, item_features(model))
-        found = evaluate_found(model, loader, items, options_of(recipe, model), device=device)
-        return checkpoint, place, found
-    options: dict[str, Any] = {"device": device, "group": source.schema.group, "labels": source.schema.labels}
-    metrics = evaluate(model, loader, **options, metrics=metrics_of(recipe))
-    return checkpoint, place, metrics
-
-
-def _items(recipe: Recipe, manifest: Manifest, source: Source, data: str | None, item: Sequence[str]) -> ItemSet:
-    """All items that a model may find: those that it was trained with, and those of other data to evaluate it on."""
+    name = "all" if whole else split
+    if recipe.retrieval is None:
+        options: dict[str, Any] = {"device": device, "group": source.schema.group, "labels": source.schema.labels}
+        return checkpoint, name, evaluate(model, loader, **options, metrics=metrics_of(recipe))
+    item = item_features(model)
     if data is None:
-        return all_items(recipe, source, item)
-    here = items_of(source, item, source.splits)
-    try:
-        trained = source
-        if recipe.retrieval is None or recipe.retrieval.items is None:
-            trained = new_source(replace(recipe.data, source=_as_trained(recipe.data.source, manifest)))
-            take_features(trained, manifest)
-        return merged([all_items(recipe, trained, item), here])
-    except DataError as error:
-        raise DataError(
-            f"items are searched for among those of {data} and those that the model was trained with, which cannot be "
-            f"read (in the folder {Path.cwd()}): {error}; put them there again"
-        ) from None
+        items = all_items(recipe, source, item)
+    else:  # the items of the training data and of the other data
+        new, trained = items_of(source, item, source.splits), source
+        try:
+            if recipe.retrieval.items is None:
+                trained = new_source(replace(recipe.data, source=_with_text(recipe.data.source, manifest)))
+                load_features(trained, manifest)
+            items = merged([all_items(recipe, trained, item), new])
+        except DataError as error:
+            raise DataError(
+                f"the search needs the items of the training data, which cannot be read (in the folder {Path.cwd()}): "
+                f"{error}. Restore that data"
+            ) from None
+    return checkpoint, name, evaluate_retrieval(model, loader, items, retrieval_options(recipe, model), device=device)
 
 
-def recipe_of(manifest: Manifest, place: str, *, trusted: bool, evaluates: bool = False) -> Recipe:
-    """The recipe of a checkpoint, for one process; a `CheckpointError` if it holds none, see also `check_trust`.
+def stored_recipe(manifest: Manifest, path: str, *, trusted: bool, evaluates: bool = False) -> Recipe:
+    """Return a checkpoint's recipe for one process; raise `CheckpointError` if it has none.
 
-    It names no class that only training needs (losses, callbacks), nor metrics unless it ``evaluates``.
+    Classes that only training needs (losses, callbacks) are removed, and metrics unless it ``evaluates``. Classes of
+    others must be ``trusted`` (`check_trust`).
     """
     if manifest.recipe is None:
         raise CheckpointError(
-            f"{place} holds no recipe, so its model cannot be built; use load_checkpoint, or convert its tables to "
+            f"{path} holds no recipe, so its model cannot be built. Use load_checkpoint, or convert its tables to "
             "safetensors (hotbed checkpoint convert)"
         )
     recipe = replace(Recipe.from_dict(manifest.recipe), callbacks={})
-    of_tasks = {label: TaskRecipe(metrics=task.metrics) for label, task in recipe.tasks.items()}
-    recipe = replace(recipe, tasks=of_tasks) if evaluates else replace(recipe, tasks={}, metrics={})
-    check_trust(recipe, place, trusted=trusted)
+    tasks = {label: TaskRecipe(metrics=task.metrics) for label, task in recipe.tasks.items()}
+    recipe = replace(recipe, tasks=tasks) if evaluates else replace(recipe, tasks={}, metrics={})
+    check_trust(recipe, path, trusted=trusted)
     return replace(recipe, parallel=ParallelRecipe())
 
 
-def new_data(
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def open_new_data(
     recipe: Recipe, manifest: Manifest, data: str | Path, prepared: str | None = None, missing: Sequence[str] = ()
 ) -> tuple[Source, tuple[str, ...]]:
-    """Open data with the source of a checkpoint's recipe, without labels and uncut; and say what labels it has.
+    """Open data with a checkpoint's encoding, without labels and splits; return the source and the model's labels.
 
-    Where that is a prepared dataset, data that are none are raw rows as ``hotbed prepare`` takes them. They are encoded
-    by the vocabularies of the recipe's dataset, or of ``prepared``. Data may lack the columns ``missing``.
+    If the model was trained on a prepared dataset, other data is encoded as raw rows, with the vocabularies of that
+    dataset or of ``prepared``. Columns of ``missing`` may be absent.
     """
-    component = uncut(_as_trained(recipe.data.source, manifest))
+    component = without_splits(_with_text(recipe.data.source, manifest))
     if _takes_raw_rows(component, manifest) and not _is_prepared(data):
-        trained = _prepared(recipe, data, prepared)
+        fix = "Name the prepared dataset with --prepared DATASET"
+        trained = _open_training_data(recipe.data, prepared, f"raw rows of {data} need the vocabularies of", fix)
         if trained.encoder is None or trained.encoder.preparation is None:
             raise DataError(
-                f"{data} has raw rows, and the model's data, {prepared or recipe.data.path}, do not say how raw values "
-                "became ids: another program prepared them. Prepare the log again with hotbed "
-                "(hotbed prepare RAW OUT) and train with that, or predict of rows that are prepared as they "
-                "were"
+                f"{data} has raw rows, but {prepared or recipe.data.path} has no vocabularies of hotbed, because "
+                "another program prepared it. Prepare the log with hotbed (hotbed prepare RAW OUT) and train with "
+                "that, or predict from rows that the other program has prepared"
             )
         _refuse_unknown(trained, manifest)
-        take_features(trained, manifest)
-        text = trained.encoder.preparation.text
+        load_features(trained, manifest)
         encoder = trained.encoder.of(model_source(recipe, trained).schema.inputs)
+        text = trained.encoder.preparation.text
         source = ParquetSource(data, encoder.schema, ids="raw", text=text, missing=missing, encoder=encoder)
         return source, labels_of(recipe, trained)
     if prepared is not None:
-        raise RecipeError(f"--prepared is {prepared}, but {data} has no raw rows of prepared data; leave it out")
-    given = dict(component.init_args)
+        raise RecipeError(f"--prepared is {prepared}, but {data} has no raw rows. Remove --prepared")
+    options = dict(component.init_args)
     if missing:
         if not issubclass(component.load(), ParquetSource):
             raise RecipeError(
-                f"--missing is {', '.join(missing)}, but the model was trained with a {component.load().__name__}, "
-                "whose data always have all columns; leave it out"
+                f"--missing is {', '.join(missing)}, but data of a {component.load().__name__} always has all columns. "
+                "Remove --missing"
             )
-        given["missing"] = list(missing)
-    if isinstance(given.get("schema"), Mapping):
-        schema = Schema.from_dict(cast("Mapping[str, object]", given["schema"])).inputs
-        given["schema"] = model_schema(recipe, schema).to_dict()
-    source = build_component("data.source", replace(component, init_args=given), Source, data)
-    take_features(source, manifest)
+        options["missing"] = list(missing)
+    if (schema := _schema_of(component)) is not None:
+        options["schema"] = model_schema(recipe, schema.inputs).to_dict()
+    source = build_component("data.source", replace(component, init_args=options), Source, data)
+    load_features(source, manifest)
     return model_source(recipe, source), labels_of(recipe, source)
 
 
 class _InputsOnly(Source):
-    """The inputs of a checkpoint's model, without any samples."""
+    """Inputs of a checkpoint's model, without samples."""
 
     splits = ()
 
@@ -169,78 +175,64 @@ class _InputsOnly(Source):
 
 
 def trained_inputs(recipe: Recipe, manifest: Manifest, data: str | Path | None = None) -> Source:
-    """Return the inputs of a checkpoint's model; its training data are opened only if they alone describe them.
+    """Return the inputs of a checkpoint's model, and open its training data only if they alone describe the inputs.
 
-    The recipe of a table has its schema, and the checkpoint the rest. Other formats describe themselves, and prepared
-    data have the vocabularies of their ids.
+    The recipe has the schema of Parquet and CSV files. Other formats and prepared data describe themselves.
     """
-    component, schema = recipe.data.source, recipe.data.source.init_args.get("schema")
-    in_recipe = issubclass(component.load(), ParquetSource) and isinstance(schema, Mapping)
-    if data is None and in_recipe and not _takes_raw_rows(component, manifest):
-        of_table = Schema.from_dict(cast("Mapping[str, object]", schema))
-        encoder = Encoder(of_table, ids=component.init_args.get("ids", "hash"))
+    component = recipe.data.source
+    schema = _schema_of(component) if issubclass(component.load(), ParquetSource) else None
+    if data is None and schema is not None and not _takes_raw_rows(component, manifest):
+        encoder = Encoder(schema, ids=component.init_args.get("ids", "hash"))
         return _InputsOnly(encoder.with_kinds(id_kinds_of(manifest)))
+    if data is not None:
+        return new_source(replace(recipe.data, path=str(data)))
+    return _open_training_data(recipe.data, None, "inputs of this model are described by", "Name a copy with --data")
+
+
+def _open_training_data(recipe: DataRecipe, path: str | None, reason: str, fix: str) -> Source:
     try:
-        return new_source(replace(recipe.data, path=str(data or recipe.data.path)))
+        return new_source(replace(recipe, path=path or recipe.path))
     except DataError as error:
-        if data is not None:
-            raise
         raise DataError(
-            f"the inputs of this model are described by its training data, which cannot be read (in the folder "
-            f"{Path.cwd()}): {error}; give a copy of the data with --data"
+            f"{reason} the training data, which cannot be read (in the folder {Path.cwd()}): {error}. {fix}"
         ) from None
 
 
+def _schema_of(component: Component) -> Schema | None:
+    """Return the schema in a recipe's source."""
+    schema = component.init_args.get("schema")
+    return Schema.from_dict(cast("Mapping[str, object]", schema)) if isinstance(schema, Mapping) else None
+
+
 def _takes_raw_rows(component: Component, manifest: Manifest) -> bool:
-    """Whether a model was trained on prepared data: others have no vocabularies that its checkpoint knows."""
-    given = component.init_args
-    is_parquet = issubclass(component.load(), ParquetSource) and given.get("ids") == "raw"
-    derived = isinstance(schema := given.get("schema"), Mapping) and "features" in schema
+    """Return whether a model was trained on prepared data, so that vocabularies can encode raw rows."""
+    options = component.init_args
+    is_parquet = issubclass(component.load(), ParquetSource) and options.get("ids") == "raw"
+    has_derived = isinstance(schema := options.get("schema"), Mapping) and "features" in schema
     return issubclass(component.load(), SplitBinarySource) or (
-        is_parquet and not derived and bool(manifest.parts.get(FEATURES))
+        is_parquet and not has_derived and bool(manifest.parts.get(FEATURES))
     )
 
 
 def _is_prepared(data: str | Path) -> bool:
-    """Whether data are rows of a dataset that ``hotbed prepare`` made; their source says where it cannot read one."""
-    place = location(str(data))
-    if isinstance(place, Path) and not place.exists():
-        raise DataError(f"{data} does not exist; give a log or Parquet of raw rows, or a dataset of hotbed prepare")
-    if suffix(place) == ".yaml" or (suffix(place) == "" and is_storage(place) and directory(place).has(DESCRIPTION)):
+    """Return whether data is a dataset of ``hotbed prepare``."""
+    where = location(str(data))
+    if isinstance(where, Path) and not where.exists():
+        raise DataError(f"{data} does not exist. Name a log or Parquet of raw rows, or a dataset of hotbed prepare")
+    if suffix(where) == ".yaml" or (suffix(where) == "" and is_storage(where) and directory(where).has(DESCRIPTION)):
         return True
-    return (suffix(place) == ".parquet" or (isinstance(place, Path) and place.is_dir())) and is_prepared(data)
+    return (suffix(where) == ".parquet" or (isinstance(where, Path) and where.is_dir())) and is_prepared(data)
 
 
-def _prepared(recipe: Recipe, data: str | Path, prepared: str | None) -> Source:
-    """The dataset whose vocabularies encode raw rows."""
-    try:
-        return new_source(replace(recipe.data, path=prepared or recipe.data.path))
-    except DataError as error:
-        raise DataError(
-            f"{data} has raw rows, which are encoded by the vocabularies of the data that the model was trained on, "
-            f"and these cannot be read (in the folder {Path.cwd()}): {error}; name them with --prepared DATASET"
-        ) from None
-
-
-def _refuse_unknown(source: Source, manifest: Manifest) -> None:
-    """Raise `DataError` if a checkpoint does not say that its model was trained with the vocabularies of its data."""
-    if unknown_vocabularies(source, manifest) is not None:
-        raise DataError(
-            "the checkpoint does not say what values its rows stand for (its data did not "
-            "say it), and its data now have vocabularies, which may be others; if they are not, go on with "
-            "the run on these data (--resume RUN and a larger train.steps or train.epochs), which records them"
-        )
-
-
-def uncut(component: Component) -> Component:
-    """Return a source without the rules that cut its data into splits."""
+def without_splits(component: Component) -> Component:
+    """Return a source without the arguments that cut its data into splits."""
     if issubclass(component.load(), NpySource):  # it cuts them by default
         return replace(component, init_args={**component.init_args, "splits": "none"})
     return replace(component, init_args={k: v for k, v in component.init_args.items() if k not in _SPLITTING})
 
 
-def _as_trained(component: Component, manifest: Manifest) -> Component:
-    """A source for which ids are text where they were in training: files of CSV do not say what ``12`` is."""
+def _with_text(component: Component, manifest: Manifest) -> Component:
+    """Return a source that reads ids as text if they were text in training; in CSV ``12`` may be either."""
     if not issubclass(component.load(), ParquetSource):
         return component
     text = {name for name, kind in id_kinds_of(manifest).items() if kind == "text"}
@@ -249,15 +241,20 @@ def _as_trained(component: Component, manifest: Manifest) -> Component:
 
 
 def labels_of(recipe: Recipe, source: Source) -> tuple[str, ...]:
-    """The labels that a recipe's model was trained for; of one that finds items without any label, ``score``."""
-    schema, labels = recipe.data.source.init_args.get("schema"), source.schema.labels
-    if isinstance(schema, Mapping):
-        labels = Schema.from_dict(cast("Mapping[str, object]", schema)).labels
+    """Return the labels of a recipe's model, or ``score`` for retrieval without labels."""
+    schema = _schema_of(recipe.data.source)
+    labels = source.schema.labels if schema is None else schema.labels
     return labels if labels or recipe.retrieval is None else ("score",)
 
 
-def refuse_other_ids(manifest: Manifest, source: Source, data: str) -> None:
-    """Raise `DataError` if ids are stored otherwise than in training: they would be hashed to other rows."""
+def id_kinds_of(manifest: Manifest) -> Mapping[str, str]:
+    """Return `Source.id_kinds` of the training data."""
+    position = cast("Mapping[str, Any]", manifest.parts.get("position", {}))
+    return position.get("id_kinds", {})
+
+
+def check_id_kinds(manifest: Manifest, source: Source, data: str) -> None:
+    """Raise `DataError` if ids have another type than in training, because they would be hashed to other rows."""
     before = id_kinds_of(manifest)
     for name, kind in source.id_kinds().items():
         trained = before.get(name, "")
@@ -265,97 +262,99 @@ def refuse_other_ids(manifest: Manifest, source: Source, data: str) -> None:
             refuse_other_kind(data, name, kind, trained)
 
 
+# -- derived columns and vocabularies ----------------------------------------------------------------------------------
+
+
 def has_features(source: Source) -> bool:
-    """Whether checkpoints must say what inputs are made by: derived columns, or the vocabularies of prepared data."""
+    """Return whether checkpoints need the part `FEATURES`, for derived columns or vocabularies of prepared data."""
     return bool(source.schema.derived) or (source.encoder is not None and source.encoder.preparation is not None)
 
 
 class FeaturesState:
-    """A part of checkpoints: the measured values of a source's derived columns.
-
-    `take_features` compares tables of lookups, because its errors name the table.
-    """
+    """Part `FEATURES` of checkpoints: the state of a source's encoder; `load_features` compares its lookup tables."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
     @property
     def has_derived(self) -> bool:
-        """Whether there are derived columns, which need the measured values."""
+        """Whether the source has derived columns, which need measured values."""
         return bool(self._source.schema.derived)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Encoder.state`."""
+        """Return `Encoder.state`."""
         return {} if self._source.encoder is None else self._source.encoder.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the measured values."""
+        """Load `Encoder.state`."""
         if self._source.encoder is not None:
             self._source.encoder.load_state(state, other_tables=True)
 
 
-def take_features(source: Source, manifest: Manifest, *, other_tables: bool = False) -> None:
-    """Let a source make derived columns as a checkpoint's model was trained with, see `Encoder.load_state`."""
+def load_features(source: Source, manifest: Manifest, *, other_tables: bool = False) -> None:
+    """Load a checkpoint's state of derived columns into a source, see `Encoder.load_state`."""
     if source.encoder is not None:
         source.encoder.load_state(manifest.parts.get(FEATURES, {}), other_tables=other_tables)
 
 
-def begin_with(source: Source, manifest: Manifest, taken: Sequence[Taken], rename: Mapping[str, str]) -> None:
-    """Take over what a checkpoint knows of derived columns, for a new model, and compare vocabularies of tables taken.
-
-    Parameters are those of `_refuse_other_vocabularies`.
-    """
-    take_features(source, manifest, other_tables=True)
-    _refuse_other_vocabularies(source, manifest, taken, rename)
+def init_features(source: Source, manifest: Manifest, taken: Sequence[Taken], rename: Mapping[str, str]) -> None:
+    """Load a checkpoint's state of derived columns for a new model, and check vocabularies of the tables it took."""
+    load_features(source, manifest, other_tables=True)
+    _check_vocabularies(source, manifest, taken, rename)
 
 
-def go_on_with(source: Source, manifest: Manifest, data: str | Path, *, are_others: bool) -> None:
-    """Compare data to train on with those that a checkpoint was trained on."""
-    if not are_others:
-        take_features(source, manifest)
+def check_resumed_data(source: Source, manifest: Manifest, data: str | Path, *, changed: bool) -> None:
+    """Compare the data of a resumed run with the data of its checkpoint; ``changed`` data may have new samples."""
+    if not changed:
+        load_features(source, manifest)
         return
-    refuse_other_ids(manifest, source, str(data))
-    _refuse_other_vocabularies(source, manifest)
+    check_id_kinds(manifest, source, str(data))
+    _check_vocabularies(source, manifest)
 
 
-def _refuse_other_vocabularies(
+def _check_vocabularies(
     source: Source, manifest: Manifest, taken: Sequence[Taken] | None = None, rename: Mapping[str, str] | None = None
 ) -> None:
-    """Raise `DataError` if rows of a checkpoint stand for other values now; vocabularies may have grown."""
+    """Raise `DataError` if rows of a checkpoint have other values now; vocabularies may have grown."""
     preparation = None if source.encoder is None else source.encoder.preparation
     if preparation is None:
         return
-    known = cast("Mapping[str, Any]", manifest.parts.get(FEATURES, {}))
-    was: dict[str, Any] = {}
+
+    def matches(full: str, name: str) -> bool:  # a table may be named with its collection
+        return full == name or full.endswith(f".{name}")
+
+    stored = cast("Mapping[str, Any]", manifest.parts.get(FEATURES, {}))
+    before: dict[str, Any] = {}
     for name in preparation.state():
-        earlier = next((old for new, old in (rename or {}).items() if _is_table(new, name)), name)
-        found = next((table for table in known if _is_table(earlier, table)), None)
-        is_taken = taken is None or any(of.what == "table" and of.taken and _is_table(of.name, name) for of in taken)
+        earlier = next((old for new, old in (rename or {}).items() if matches(new, name)), name)
+        found = next((table for table in stored if matches(earlier, table)), None)
+        is_taken = taken is None or any(of.what == "table" and of.taken and matches(of.name, name) for of in taken)
         if found is not None and is_taken:
-            was[name] = known[found]
-    preparation.refuse_other(was, may_grow=True)
+            before[name] = stored[found]
+    preparation.refuse_other(before, may_grow=True)
 
 
 def unknown_vocabularies(source: Source, manifest: Manifest) -> str | None:
-    """Say that a checkpoint does not know the vocabularies of its data; None where it does, or data have none."""
+    """Return a warning if data has vocabularies that a checkpoint did not record, else None."""
     preparation = None if source.encoder is None else source.encoder.preparation
     if preparation is None or not preparation.unknown(cast("Mapping[str, Any]", manifest.parts.get(FEATURES, {}))):
         return None
-    return (
-        "it does not say what values its rows stand for (its data did not say it), "
-        "so this cannot be compared, and the vocabularies of the data are taken for those of the rows"
-    )
+    return "it records no vocabularies, so the vocabularies of the data are assumed"
 
 
-def _is_table(full: str, name: str) -> bool:
-    """Whether a table that may be named with its collection is the one of this name."""
-    return full == name or full.endswith(f".{name}")
+def _refuse_unknown(source: Source, manifest: Manifest) -> None:
+    """Raise `DataError` if data has vocabularies that a checkpoint did not record."""
+    if unknown_vocabularies(source, manifest) is not None:
+        raise DataError(
+            "the checkpoint records no vocabularies, so the data may have others. If they are the same, resume the "
+            "run on this data (--resume RUN and a larger train.steps or train.epochs), which records them"
+        )
 
 
 def encoder_of(recipe: Recipe, source: Source, manifest: Manifest) -> Encoder:
-    """What turns raw rows into inputs of a checkpoint's model; of the source only schema and looked-up tables count."""
-    given = recipe.data.source.init_args
-    ids = given.get("ids", "hash") if issubclass(recipe.data.source.load(), ParquetSource) else "raw"
+    """Return the encoder of raw rows for a checkpoint's model; ``source`` has schema, tables and vocabularies."""
+    options = recipe.data.source.init_args
+    ids = options.get("ids", "hash") if issubclass(recipe.data.source.load(), ParquetSource) else "raw"
     tables = None if source.encoder is None else source.encoder.tables
     preparation = None if source.encoder is None else source.encoder.preparation
     encoder = Encoder(
@@ -366,14 +365,8 @@ def encoder_of(recipe: Recipe, source: Source, manifest: Manifest) -> Encoder:
     return encoder
 
 
-def id_kinds_of(manifest: Manifest) -> Mapping[str, str]:
-    """By sparse column what ids were in training, see `Source.id_kinds`."""
-    position = cast("Mapping[str, Any]", manifest.parts.get("position", {}))
-    return position.get("id_kinds", {})
-
-
 def bad_ids(model: nn.Module) -> dict[str, int]:
-    """By feature, how many ids were out of range and dropped or hashed; several collections may look up the same."""
+    """Return the number of invalid ids by feature; collections with the same feature count it once."""
     counts: dict[str, int] = {}
     for module in model.modules():
         for feature, count in getattr(module, "bad_ids", {}).items():

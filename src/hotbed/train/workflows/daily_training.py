@@ -1,14 +1,13 @@
-"""Train a model day by day, for as long as there are days: ``hotbed daily``.
+"""Train a model day by day: ``hotbed daily``.
 
-A day is a run of `train` that goes on from the checkpoint of the day before, and takes ``train.epochs`` passes over its
-samples: the epochs of the model go on counting. Before its first step the model, which has not seen the day, is
-evaluated on it (progressive validation). Then the day's checkpoint is published, and last its record is added to
-``days.jsonl``, which makes the day a finished one. All state passes from day to day through checkpoints, so one command
-for five days, five commands, and a command that is killed and given again train the same bits.
+A day is a run of `train` that resumes the previous day's checkpoint and trains ``train.epochs`` epochs of the day.
+Before its first step, the previous day's model is evaluated on the day (progressive validation). Then the day's changes
+are written, and its record is added to ``days.jsonl``, which marks the day as finished. All state is in checkpoints. So
+one command for five days, five commands, and a killed and repeated command train the same bits.
 
-What is in ``OUT``: ``days.jsonl``; ``checkpoints/last-STEP``; and by day a run's directory with ``before.json`` (what
-was measured before training), ``seen.npz`` (rows looked up until then) and ``changes.parquet``, if it was asked for.
-After a restart from an earlier day, later directories end in ``-2``, and what they replace stays as it was.
+``OUT`` contains ``days.jsonl``, ``checkpoints/last-STEP`` and a run directory per day. The latter has ``before.json``
+(measured before training), ``seen.npz`` (rows looked up so far) and, with ``--changes``, ``changes.parquet``. After
+``--restart_from``, names of new directories end in ``-2`` and so on, and the old ones are kept.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from hotbed.files import new_file, read_text, write_json, write_text
 from hotbed.locations import location, remote_files
 from hotbed.parsing import TextError, parse_json, read_limited
 from hotbed.train.checkpoints import are_same
-from hotbed.train.directory_lease import DirectoryLock, lock
+from hotbed.train.directory_lease import lock
 from hotbed.train.ranks.parallel import Ranks
 from hotbed.train.ranks.process_group import end_groups, is_first, on_first
 from hotbed.train.runs.build import open_source
@@ -56,102 +55,160 @@ from hotbed.train.runs.callbacks import remove_unneeded
 from hotbed.train.runs.report import RunDirectory
 from hotbed.train.runs.resume import NEVER, refuse_another_recipe
 from hotbed.train.runs.run import Continuation, train
-from hotbed.train.runs.stored_model import uncut
+from hotbed.train.runs.stored_model import without_splits
 from hotbed.train.trainer import Trainer
+
+DAYS, BEFORE, SEEN, CHANGES = "days.jsonl", "before.json", "seen.npz", "changes.parquet"
+MEASURED = ("samples", "metrics", "unseen_share", "new_rows", "label_means")
+"""Entries of ``before.json`` that a record has, too."""
+BINNED = "bins_of_sizes"
+"""Entry of ``before.json`` with the bins of numerical columns."""
+LOOK_AHEAD = 31
+"""Days after a day without data that are searched, to distinguish a gap from the end."""
+_KEYS = ("folder", "checkpoint", "step", "epoch", "data")
+_TABLE = "table "  # prefix of names in ``seen.npz``, because NumPy reserves some names
+Record = dict[str, Any]
+Bits = Mapping[str, np.ndarray[Any, Any]]
+"""One bit per row, by table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Days:
+    """Options of the days to train."""
+
+    data: str  # path or URI of a day's data with ``{date}`` or ``{date:%Y/%m/%d}``
+    first: date | None = None  # default: the first day of earlier commands
+    last: date | None = None  # default: the last day with data
+    skip: frozenset[date] = frozenset()  # days without data
+    marker: str | None = None  # file in the folder of a complete day, e.g. ``_SUCCESS``
+    keep: int | None = None  # number of days with kept checkpoints; None: all
+    changes: bool = False  # write the changed rows of each day, for servers
+
+    def __post_init__(self) -> None:
+        problem = "expected a path with {date} (e.g. 2026-01-31) or {date:%Y/%m/%d}"
+        try:
+            fields = {name for _, name, _, _ in Formatter().parse(self.data) if name is not None}
+            is_pattern = fields == {"date"} and self.path(date(2001, 2, 3)) != self.path(date(2001, 2, 4))
+        except (ValueError, IndexError, KeyError) as error:
+            is_pattern, problem = False, f"{problem} ({error})"
+        if not is_pattern:
+            raise RecipeError(f"data.path: got {self.data!r}, {problem}")
+        check("--keep", self.keep, Count | None, RecipeError)
+        if self.first is not None and self.last is not None and self.last < self.first:
+            raise RecipeError(f"--until is {self.last}, expected at least --from {self.first}")
+
+    def path(self, day: date) -> str:
+        """Return the path of a day's data."""
+        return self.data.format(date=day)
+
+
+class TrainingDay(NamedTuple):
+    """A day to train."""
+
+    day: date
+    data: str
+    folder: Path  # of the run
+    checkpoints: str
+    resume: str | None  # checkpoint to resume
+    epochs: int  # epochs of the model after the day
+    is_trained: bool  # only the record is missing
+    is_begun: bool  # the day has a checkpoint
+    before: Path | None  # folder of the previous day
+    kept: list[int]  # steps of the previous days' checkpoints
 
 
 def train_days(
     recipe: Recipe, days: Days, out: Path, console: Console, restart_from: date | None = None
 ) -> list[Record]:
-    """Train every day that has data and is not trained yet; all ranks must call this."""
+    """Train all days with data that are not trained yet; all ranks must call this."""
     refuse_endings(recipe)
-    recipe, ignored = whole_days(recipe)
+    recipe, ignored = recipe_of_days(recipe)
     for message in ignored if is_first() else ():
         console.print(message, soft_wrap=True)
-    with _locked(out) as held:
-        table: DayTable | None = None
+    # The first rank holds the lock and the table; other ranks get the days that it broadcasts.
+    held, tables = lock(LocalDirectory(out)), list[DayTable]()
 
-        def opened() -> None:
-            nonlocal table
-            table = DayTable(out, recipe, days, restart_from)
+    def begin() -> None:
+        held.__enter__()
+        tables.append(DayTable(out, recipe, days, restart_from))
 
-        def following() -> Day | None:
-            return None if table is None else table.next(console)
+    def finish(day: TrainingDay, start: float) -> None:
+        held.check()
+        tables[0].finish(day, time.monotonic() - start, console)
 
-        def finish(day: Day, started: float) -> None:
-            assert table is not None
-            held.check()
-            table.finish(day, time.monotonic() - started, console)
-
-        on_first(opened)
-        while (day := on_first(following)) is not None:
-            started = time.monotonic()
+    try:
+        on_first(begin)
+        while (day := on_first(lambda: tables[0].next(console))) is not None:
+            start = time.monotonic()
             if not day.is_trained:
                 _train(recipe, day, console)
-                gc.collect()  # models are in cycles: yesterday's tables would stay beside today's
+                gc.collect()  # reference cycles would keep the day's tables in memory
                 end_groups()
-            on_first(partial(finish, day, started))
-        return on_first(lambda: [] if table is None else table.records)
+            on_first(partial(finish, day, start))
+        return on_first(lambda: tables[0].records)
+    finally:
+        if is_first():
+            held.__exit__()
 
 
 def refuse_endings(recipe: Recipe) -> None:
-    """Raise `RecipeError` if a recipe says when training is over, changes with what is left, or is of retrieval."""
-    wanted, without_end = recipe.train, "trains every day in whole, without end; leave it out"
-    retrieval = "evaluates probabilities, and would know the items of one day alone; leave it out, or train with hotbed"
-    retrieval += " train on the days together"
-    keep = "keeps a checkpoint for each day; leave it out, and say with --keep for how many days"
-    for key, value, may, daily in (
-        ("train.steps", wanted.steps, (None,), without_end),
-        ("train.patience", wanted.patience, (None, "auto"), without_end),
-        ("train.checkpoint", wanted.checkpoint, ("auto", "last"), without_end),
-        ("schedule.decay_start", recipe.schedule.decay_start, (None,), without_end),
-        ("hot.batches", recipe.hot.batches, (None, "mixed", "split"), without_end),
-        ("retrieval", None if recipe.retrieval is None else "set", (None,), retrieval),
-        ("train.keep_every", wanted.keep_every, (None,), keep),
-    ):
-        if value not in may:
-            raise RecipeError(f"{key} is {value}, but hotbed daily {daily}")
+    """Raise `RecipeError` for settings that contradict training without end, e.g. ``train.steps``."""
+    train = recipe.train
+    endless = "trains whole days without end"
+    rules: tuple[tuple[str, object, tuple[object, ...], str], ...] = (
+        ("train.steps", train.steps, (None,), endless),
+        ("train.patience", train.patience, (None, "auto"), endless),
+        ("train.checkpoint", train.checkpoint, ("auto", "last"), endless),
+        ("schedule.decay_start", recipe.schedule.decay_start, (None,), endless),
+        ("hot.batches", recipe.hot.batches, (None, "mixed", "split"), endless),
+        ("retrieval", recipe.retrieval and "set", (None,), "would search only the items of one day"),
+        ("train.keep_every", train.keep_every, (None,), "keeps checkpoints of days; use --keep"),
+    )
+    for key, value, allowed, reason in rules:
+        if value not in allowed:
+            raise RecipeError(f"{key} is {value}, but hotbed daily {reason}. Remove {key}")
 
 
-def whole_days(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """Return the recipe of one whole day, and a sentence for each setting that is ignored because days have no end.
+def recipe_of_days(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """Return the recipe of one whole day, and a message for each ignored setting.
 
-    Every row of a day is trained, so rules that cut rows into splits are dropped together with the splits that they
-    make. The next day's evaluation before training takes the place of a test split.
+    All rows of a day are trained, so rules that cut splits are removed. The evaluation of the next day replaces a test
+    split.
     """
     ignored: list[str] = []
-    source = uncut(recipe.data.source)
-    given = recipe.data.source.init_args
-    dropped = [key for key in given if key not in source.init_args]
-    dropped += [key for key in source.init_args if source.init_args[key] != given.get(key)]
+    source, before = without_splits(recipe.data.source), recipe.data.source.init_args
+    dropped = [key for key in before if key not in source.init_args]
+    dropped += [key for key, value in source.init_args.items() if value != before.get(key)]
     if dropped:
         ignored.append(
-            f"data.source.init_args.{', '.join(dropped)} is ignored: hotbed daily trains all rows of a day, and "
+            f"data.source.init_args.{', '.join(dropped)} is ignored, because hotbed daily trains all rows of a day and "
             "evaluates on them first"
         )
         if recipe.data.valid_split is not None and recipe.train.patience == "auto" and recipe.train.epochs > 1:
             ignored.append(
-                f"train.epochs {recipe.train.epochs} is ignored: it is the most that training may take while the "
-                "validation split improves, and daily trains without one. Each day is trained once; to train each day "
-                f"several times, remove {dropped[0]} from data.source.init_args"
+                f"train.epochs {recipe.train.epochs} is ignored, because it is a limit for early stopping on the valid "
+                f"split; each day is trained once. To train days several times, remove {dropped[0]} from "
+                "data.source.init_args"
             )
             recipe = replace(recipe, train=replace(recipe.train, epochs=1))
         recipe = replace(recipe, data=replace(recipe.data, source=source, valid_split=None, test_split=None))
-    if recipe.schedule.decay_share is not None:
-        ignored.append(
-            f"schedule.decay_share {recipe.schedule.decay_share:g} is ignored: learning rates do not decay where "
-            "training has no end"
-        )
+    if (share := recipe.schedule.decay_share) is not None:
+        ignored.append(f"schedule.decay_share {share:g} is ignored, because training has no end")
         recipe = replace(recipe, schedule=replace(recipe.schedule, decay_share=None))
     return recipe, ignored
 
 
-def _train(recipe: Recipe, day: Day, console: Console) -> None:
-    """Evaluate on a day's data, and train on them."""
-    of_day = replace(
+# -- one day -----------------------------------------------------------------------------------------------------------
+
+
+def _train(recipe: Recipe, day: TrainingDay, console: Console) -> None:
+    """Evaluate on a day's data, then train on it."""
+    recipe = replace(
         recipe,
         data=replace(recipe.data, path=day.data, test_split=None),
-        train=replace(recipe.train, epochs=day.epochs, checkpoint="last", checkpoint_dir=day.place, patience=None),
+        train=replace(
+            recipe.train, epochs=day.epochs, checkpoint="last", checkpoint_dir=day.checkpoints, patience=None
+        ),
     )
     run = RunDirectory(day.folder.parent, day.folder.name)
     run.reopen(day.folder)
@@ -160,20 +217,17 @@ def _train(recipe: Recipe, day: Day, console: Console) -> None:
     is_new = day.before is None and recipe.init.checkpoint is None
     continuation = Continuation(before=partial(_measure, day, is_new), kept=day.kept)
     try:
-        train(of_day, run, console, resume=day.resume or NEVER, continuation=continuation)
+        train(recipe, run, console, resume=day.resume or NEVER, continuation=continuation)
     except StoppedError as error:
         raise StoppedError(
-            f"stopped by a signal on {day.day}; a checkpoint is saved, and the same command goes on", error.signal
+            f"stopped by a signal on {day.day}; a checkpoint is saved. Repeat the command to continue", error.signal
         ) from error
 
 
-def _measure(day: Day, is_new: bool, trainer: Trainer, source: Source, batches: Loader) -> None:
-    """Write what the model of the day before makes of a day, and how this one differs; once, before it is trained.
-
-    A model that ``is_new``, neither trained on a day nor begun with another's checkpoint, is not evaluated.
-    """
+def _measure(day: TrainingDay, is_new: bool, trainer: Trainer, source: Source, batches: Loader) -> None:
+    """Write ``before.json``: metrics of the previous day's model unless it ``is_new``, and counts of the day."""
     before, file = day.before, day.folder / BEFORE
-    if day.is_begun and on_first(file.exists):  # else training begins with the data as they are now
+    if day.is_begun and on_first(file.exists):
         return
     counts = DayCounts(source, on_first(lambda: {} if before is None else read_seen(before / SEEN)))
     metrics: dict[str, Any] | None = None
@@ -183,7 +237,7 @@ def _measure(day: Day, is_new: bool, trainer: Trainer, source: Source, batches: 
             trainer.clock.count()  # for the watchdog
     else:
         with _uncounted(trainer.model):
-            metrics = trainer.evaluate(Watched(batches, counts)).to_dict()
+            metrics = trainer.evaluate(CountedLoader(batches, counts)).to_dict()
     counts.gather(trainer.ranks)
     with trainer.ranks.together(f"write {file}"):
         if trainer.ranks.is_first:
@@ -193,7 +247,7 @@ def _measure(day: Day, is_new: bool, trainer: Trainer, source: Source, batches: 
 
 @contextmanager
 def _uncounted(model: nn.Module) -> Generator[None]:
-    """Leave the counts of ids that were out of range as they are: training on the day counts them."""
+    """Restore the counts of invalid ids, because training on the day counts them."""
     counters = [c for m in model.modules() if isinstance(c := getattr(m, "bad_ids", None), Counter)]
     before = [dict(cast("Counter[str]", counter)) for counter in counters]
     yield
@@ -202,31 +256,8 @@ def _uncounted(model: nn.Module) -> Generator[None]:
         counter.update(values)
 
 
-@contextmanager
-def _locked(out: Path) -> Generator[DirectoryLock]:
-    """Keep a directory of days for this command; all ranks must call this, the first one has it."""
-    held = lock(LocalDirectory(out))
-
-    def enter() -> None:
-        held.__enter__()
-
-    on_first(enter)
-    try:
-        yield held
-    finally:
-        if is_first():
-            held.__exit__()
-
-
-# -- drift between days ------------------------------------------------------------------------------------------------
-
-BINNED = "bins_of_sizes"
-"""Key of a record's bins."""
-_TABLE = "table "  # NumPy takes some names for its own
-
-
-class Watched:
-    """Batches of a loader, counted as they pass."""
+class CountedLoader:
+    """Batches of a loader, which are counted as they pass."""
 
     def __init__(self, loader: Loader, counts: DayCounts) -> None:
         self._loader, self._counts, self.source = loader, counts, loader.source
@@ -238,26 +269,24 @@ class Watched:
 
 
 class DayCounts:
-    """Count a day's ids that were never seen before, its labels, and the distributions of its numbers.
+    """Count a day's lookups of new rows, its labels, and the distributions of its numerical columns."""
 
-    Batches are counted on their way to an evaluation. Counts of ranks and of days add up. Two days are compared by the
-    population stability index (`hotbed.data.inspection`).
-    """
-
-    def __init__(self, source: Source, seen: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    def __init__(self, source: Source, seen: Bits) -> None:
         schema = source.schema
         self._columns, self._labels = tuple(schema.dense), tuple(schema.labels)
-        rows = {table.name: table.rows for table in schema.tables(1)}
+        self._rows = {table.name: table.rows for table in schema.tables(1)}
         self._table = {column.name: column.table_name for column in schema.sparse}
-        self._rows = rows
-        self._seen = {name: _bits(count, seen.get(name)) for name, count in rows.items()}
+        self._seen = {name: np.zeros(-(-count // 8), np.uint8) for name, count in self._rows.items()}
+        for name, bits in self._seen.items():  # tables may have grown
+            earlier = seen.get(name, bits)[: len(bits)]
+            bits[: len(earlier)] = earlier
         self._new = {name: np.zeros_like(bits) for name, bits in self._seen.items()}
-        self._lookups = torch.zeros(2, dtype=torch.float64)  # all, and those of rows never looked up before
+        self._lookups = torch.zeros(2, dtype=torch.float64)  # all, and of new rows
         self._positives = torch.zeros(1 + len(self._labels), dtype=torch.float64)  # samples, sums of labels
         self._bins = torch.zeros(len(self._columns), BINS, dtype=torch.float64)
 
     def add(self, batch: Batch) -> None:
-        """Count a batch in the host's memory."""
+        """Count a batch in host memory."""
         self._positives[0] += len(batch)
         if batch.labels is not None:
             self._positives[1:] += batch.labels.double().sum(0)
@@ -266,42 +295,39 @@ class DayCounts:
             for i in range(len(self._columns)):
                 self._bins[i] += torch.bincount(bins[:, i], minlength=BINS)
         for column, table in self._table.items():
-            ids = batch.sparse[column].values.numpy()
-            distinct, times = np.unique(ids, return_counts=True)
-            here = (distinct >= 0) & (distinct < self._rows[table])
-            distinct, times = distinct[here], times[here]
+            distinct, times = np.unique(batch.sparse[column].values.numpy(), return_counts=True)
+            valid = (distinct >= 0) & (distinct < self._rows[table])
+            distinct, times = distinct[valid], times[valid]
             byte, bit = distinct >> 3, (1 << (distinct & 7)).astype(np.uint8)
             unknown = (self._seen[table][byte] & bit) == 0
             self._lookups += torch.tensor([times.sum(), times[unknown].sum()], dtype=torch.float64)
             np.bitwise_or.at(self._new[table], byte[unknown], bit[unknown])
 
     def gather(self, ranks: Ranks) -> None:
-        """Add what the other ranks have; all of them must call this, and end with the same."""
+        """Add the counts of the other ranks; all ranks must call this."""
         if ranks.link is None:
             return
         for counts in (self._lookups, self._positives, self._bins):
             counts.copy_(ranks.gather(counts[None]).sum(0))
         for bits in self._new.values():
-            every = ranks.gather(torch.from_numpy(bits)[None]).numpy()
-            np.bitwise_or.reduce(every, axis=0, out=bits)
+            np.bitwise_or.reduce(ranks.gather(torch.from_numpy(bits)[None]).numpy(), axis=0, out=bits)
 
     def seen(self) -> dict[str, np.ndarray[Any, Any]]:
-        """A bit per row that was looked up on this day or any before."""
+        """Return the rows that were looked up on this day or before."""
         return {name: bits | self._new[name] for name, bits in self._seen.items()}
 
     def record(self) -> dict[str, Any]:
-        """What was counted, as plain values; by numerical column, samples by bin."""
+        """Return the counts as plain values."""
         samples, lookups = float(self._positives[0]), float(self._lookups[0])
-        rates = {
-            label: float(total) / max(samples, 1)
-            for label, total in zip(self._labels, self._positives[1:], strict=True)
-        }
         return {
             "samples": int(samples),
             "lookups": int(lookups),
             "unseen_share": float(self._lookups[1]) / max(lookups, 1),
             "new_rows": {name: int(np.unpackbits(bits).sum()) for name, bits in self._new.items()},
-            "label_means": rates,
+            "label_means": {
+                label: float(total) / max(samples, 1)
+                for label, total in zip(self._labels, self._positives[1:], strict=True)
+            },
             BINNED: {
                 name: {str(i): int(own[i]) for i in own.nonzero()[:, 0].tolist()}
                 for name, own in zip(self._columns, self._bins, strict=True)
@@ -310,157 +336,75 @@ class DayCounts:
 
 
 def stability(bins: Mapping[str, Mapping[str, int]], reference: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """Population stability index of each column that two days have, the largest first."""
+    """Return the population stability index of each common column of two days, the largest first."""
     found: dict[str, float] = {}
     for column in bins.keys() & reference.keys():
-        keys = bins[column].keys() | reference[column].keys()
+        keys = sorted(bins[column].keys() | reference[column].keys(), key=int)
         found[column] = stability_index(
-            *(np.array([of[column].get(key, 0) for key in sorted(keys, key=int)]) for of in (bins, reference))
+            *(np.array([of[column].get(key, 0) for key in keys]) for of in (bins, reference))
         )
     return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
 
-def write_seen(path: Path, seen: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Write the rows that were ever looked up; the file appears whole or not at all."""
+def write_seen(path: Path, seen: Bits) -> None:
+    """Write the rows that were looked up so far; the file appears when it is complete."""
     with new_file(path) as file, file.open("wb") as stream:
         np.savez_compressed(stream, **cast("dict[str, Any]", {f"{_TABLE}{name}": of for name, of in seen.items()}))
 
 
 def read_seen(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """Read what `write_seen` wrote; nothing, where there is no such file."""
+    """Read the file of `write_seen`; return nothing if it does not exist."""
     if not path.exists():
         return {}
     try:
         with np.load(path, allow_pickle=False) as stored:
             return {name.removeprefix(_TABLE): stored[name] for name in stored.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DamagedError(f"{path} is damaged ({error}); remove it: rows then count as never seen") from error
-
-
-def _bits(rows: int, earlier: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-    """A bit per row, those of an earlier day taken over; tables may have grown."""
-    bits = np.zeros(-(-rows // 8), np.uint8)
-    if earlier is not None:
-        known = min(len(earlier), len(bits))
-        bits[:known] = earlier[:known]
-    return bits
+        raise DamagedError(f"{path} is damaged ({error}). Remove it; all rows then count as new") from error
 
 
 # -- the table of days -------------------------------------------------------------------------------------------------
 
-DAYS, BEFORE, SEEN, CHANGES = "days.jsonl", "before.json", "seen.npz", "changes.parquet"
-MEASURED = ("samples", "metrics", "unseen_share", "new_rows", "label_means")
-"""Entries of ``before.json`` that go into a record."""
-_KEYS = ("folder", "checkpoint", "step", "epoch", "data")
-Record = dict[str, Any]
-
 
 def read_days(out: Path) -> list[Record]:
-    """The records of a directory's days; none, where no day is finished."""
-    file = out / DAYS
-    if not file.exists():
-        return []
-    records: list[Record] = []
-    for number, text in enumerate(read_text(file).splitlines(), 1):
+    """Read the records of ``days.jsonl``."""
+    file, records = out / DAYS, list[Record]()
+    for number, text in enumerate(read_text(file).splitlines() if file.exists() else (), 1):
         try:
             record = json.loads(text)
             date.fromisoformat(record["day"])
             if not record.get("skipped"):
                 _ = [record[key] for key in _KEYS]
         except (ValueError, TypeError, KeyError):
-            raise DamagedError(f"{file}, line {number:,} is no record of a day; restore the file") from None
+            raise DamagedError(f"{file}, line {number:,} is no record of a day. Restore the file") from None
         records.append(record)
     return records
 
 
-def lines_of(records: Sequence[Record]) -> str:
-    """Records as text."""
-    return "".join(json.dumps(record) + "\n" for record in records)
+def write_days(file: Path, records: Sequence[Record]) -> None:
+    """Write records, one JSON object per line."""
+    write_text(file, "".join(json.dumps(record) + "\n" for record in records))
 
 
-def measured(folder: Path, day: str) -> dict[str, Any]:
-    """What was measured of a day before it was trained on."""
-    file = folder / BEFORE
+def read_before(folder: Path, day: str) -> dict[str, Any]:
+    """Read ``before.json`` of a day."""
+    file, problem = folder / BEFORE, "is damaged"
     try:
         found = parse_json(read_limited(file))
-    except (FileNotFoundError, TextError, ValueError) as error:
-        why = "is gone" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
-    else:
         if isinstance(found, dict) and all(key in found for key in MEASURED):
             return cast("dict[str, Any]", found)
-        why = "is damaged"
-    raise DamagedError(f"{file} {why}; restore it, or train that day and those after it anew: --restart_from {day}")
-
-
-def line_of(record: Record, metrics: Mapping[str, float | None]) -> str:
-    """The figures of a day in a line."""
-    shown = [f"{record['samples']:,} samples"]
-    shown += [
-        f"{name} {metrics[name]:.5f}" for name in ("auc", "logloss", "calibration") if metrics.get(name) is not None
-    ]
-    shown.append(f"{record['unseen_share']:.2%} of lookups never seen before")
-    if "evicted" in record:
-        shown.append(f"{sum(record['evicted'].values()):,} ids evicted")
-    return ", ".join(shown)
-
-
-LOOK_AHEAD = 31
-"""Days after one without data that are looked for, to tell a gap from the end."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Days:
-    """Which days to train."""
-
-    data: str  # path or URI of a day's data, with ``{date}`` or ``{date:%Y/%m/%d}`` in it
-    # first, last: the first day of all, by default that of earlier commands; and the last, by default the last that has
-    # data
-    first: date | None = None
-    last: date | None = None
-    skip: frozenset[date] = frozenset()  # days that have no data and never will
-    marker: str | None = None  # file that a day's folder has once it is complete, as ``_SUCCESS``
-    keep: int | None = None  # days whose checkpoints are kept; None: all
-    changes: bool = False  # whether to write the rows that each day has changed, for servers
-
-    def __post_init__(self) -> None:
-        try:
-            fields = [name for _, name, _, _ in Formatter().parse(self.data) if name is not None]
-            differs = self.path(date(2001, 2, 3)) != self.path(date(2001, 2, 4))
-            differs = differs and set(fields) == {"date"}
-            where = "put {date} where the day is, as 2026-01-31, or {date:%Y/%m/%d}"
-            problem = "" if differs else f"must differ by day; {where}"
-        except (ValueError, IndexError, KeyError) as error:
-            problem = f"which is no pattern of days ({error}); write {{date}}"
-        if problem:
-            raise RecipeError(f"data.path is {self.data!r}, {problem}")
-        check("--keep", self.keep, Count | None, RecipeError)
-        if self.first is not None and self.last is not None and self.last < self.first:
-            raise RecipeError(f"--until is {self.last}, which is before --from {self.first}")
-
-    def path(self, day: date) -> str:
-        """Where a day's data are."""
-        return self.data.format(date=day)
-
-
-class Day(NamedTuple):
-    """A day to train."""
-
-    # day, data: which, and where its data are
-    day: date
-    data: str
-    # folder, place: its directory, and where checkpoints go
-    folder: Path
-    place: str
-    resume: str | None  # the checkpoint to go on from
-    epochs: int  # epochs of the model when the day is trained
-    is_trained: bool  # whether it is: then only its record is missing
-    is_begun: bool  # whether it has a checkpoint of its own
-    before: Path | None  # directory of the day before; None for the first
-    kept: list[int]  # steps of the days before, whose checkpoints stay
+    except FileNotFoundError:
+        problem = "is gone"
+    except (TextError, ValueError) as error:
+        problem = f"is damaged ({error})"
+    raise DamagedError(f"{file} {problem}. Restore it, or train from that day on again: --restart_from {day}")
 
 
 class DayTable:
-    """``days.jsonl`` of a directory, and what it says is next; made by the first rank."""
+    """``days.jsonl`` of a directory, which determines the next day; only the first rank has it.
+
+    ``restart_from`` sets the records from that day on aside, but only after the first day to train was checked.
+    """
 
     def __init__(self, out: Path, recipe: Recipe, days: Days, restart_from: date | None) -> None:
         self._out, self._days, self._recipe = out, days, recipe
@@ -468,102 +412,113 @@ class DayTable:
         self._generation = 1 + len(list(out.glob("days-*.jsonl")))
         self._restart_from, self._set_aside = restart_from, list[Record]()
         if restart_from is not None:
-            self._set_aside, self.records = self.records, self._before(restart_from)
+            self._set_aside, self.records = self.records, self._records_before(restart_from)
             self._generation += 1
-        place = recipe.train.checkpoint_dir or str(out.resolve() / "checkpoints")
-        self._place = directory(place)
+        self._checkpoints = directory(recipe.train.checkpoint_dir or str(out.resolve() / "checkpoints"))
         if self._generation > 1:
-            self._place = directory(place).sibling(f"{directory(place).name}-{self._generation}")
-        began = date.fromisoformat(self.records[0]["day"]) if self.records else None
-        if began is None and days.first is None:
-            raise RecipeError(f"{out} has no day yet; say with which to begin: --from 2026-01-31")
-        if began is not None and days.first not in (None, began):
+            self._checkpoints = self._checkpoints.sibling(f"{self._checkpoints.name}-{self._generation}")
+        first = date.fromisoformat(self.records[0]["day"]) if self.records else days.first
+        if first is None:
+            raise RecipeError(f"{out} has no day yet. Name the first day, e.g. --from 2026-01-31")
+        if days.first not in (None, first):
             raise RecipeError(
-                f"--from is {days.first}, but {out} began with {began}; leave it out, or use another --out"
+                f"--from is {days.first}, but {out} starts with {first}. Remove --from, or use another --out"
             )
-        self._first = cast("date", began or days.first)
+        self._first = first
 
     @property
     def trained(self) -> list[Record]:
-        """Records of the days that were not skipped."""
+        """Records of the trained days."""
         return [record for record in self.records if not record.get("skipped")]
 
-    def next(self, console: Console) -> Day | None:
-        """The day to train next; None if all are trained that have data, or that were asked for."""
+    def next(self, console: Console) -> TrainingDay | None:
+        """Return the next day to train, or None after the last day with data, or after ``--until``."""
         while True:
             day = self._first if not self.records else date.fromisoformat(self.records[-1]["day"]) + timedelta(days=1)
             if self._days.last is not None and day > self._days.last:
                 if self._restart_from is not None:
-                    raise RecipeError(f"--until is {self._days.last}, which is before --restart_from {day}")
+                    raise RecipeError(f"--until is {self._days.last}, expected at least --restart_from {day}")
                 console.print(f"all days until {self._days.last} are trained")
                 return None
             if day not in self._days.skip:
                 break
             self._add({"day": str(day), "skipped": True})
         data = self._days.path(day)
-        if not _is_there(data):
+        if not _exists(data):
             self._refuse_gap(day, data)
             if self._restart_from is not None:
-                raise DataError(f"there are no data of {day} ({data}) to restart from; nothing is set aside")
-            console.print(f"there are no data of {day} yet ({data}); nothing is left to train", soft_wrap=True)
+                raise DataError(f"there is no data of {day} ({data}) to restart from; nothing was changed")
+            console.print(f"there is no data of {day} yet ({data}); nothing is left to train", soft_wrap=True)
             return None
-        if self._days.marker is not None and not _is_there(f"{data.rstrip('/')}/{self._days.marker}"):
+        if self._days.marker is not None and not _exists(f"{data.rstrip('/')}/{self._days.marker}"):
             raise DataError(
-                f"{data} has no {self._days.marker} yet, so {day} is still being written; give the same command again "
-                "when it is there"
+                f"{data} has no {self._days.marker} yet, so {day} is incomplete. Repeat the command when it exists"
             )
-        found = self._to_train(day, data)
+        found = self._next(day, data)
         if self._restart_from is not None:
-            self._refuse_untrainable(found)
-            self._begin_anew()
+            if found.resume is not None:
+                refuse_another_recipe(found.resume, self._recipe)
+            open_source(replace(self._recipe.data, path=data, test_split=None))
+            write_days(self._out / f"days-{self._generation - 1}.jsonl", self._set_aside)
+            write_days(self._out / DAYS, self.records)
+            self._restart_from = None
         found.folder.mkdir(parents=True, exist_ok=True)
         return found
 
-    def _to_train(self, day: date, data: str) -> Day:
+    def _next(self, day: date, data: str) -> TrainingDay:
         before = self.trained[-1] if self.trained else None
         epochs = self._recipe.train.epochs + (0 if before is None else int(before["epoch"]))
         folder = self._out / (f"{day}" if self._generation == 1 else f"{day}-{self._generation}")
-        own = _newest(self._place, -1 if before is None else before["step"])
-        if own is not None and not ((folder / BEFORE).exists() and _data_of(own) == data):
-            raise CheckpointError(
-                f"{own} is newer than all days in {self._out}, but not of {day}: does another model use {self._place}? "
-                "give train.checkpoint_dir a directory of this model's own, or remove the checkpoint"
-            )
-        resume = str(own) if own is not None else None if before is None else str(before["checkpoint"])
-        is_trained = own is not None and _position(own)["epoch"] >= epochs
-        return Day(
-            day,
-            data,
-            folder,
-            self._place.path,
-            resume,
-            epochs,
-            is_trained,
-            own is not None,
-            None if before is None else self._out / before["folder"],
-            [record["step"] for record in self.trained],
+        own = self._newest(-1 if before is None else before["step"])
+        resume = None if before is None else str(before["checkpoint"])
+        is_trained = False
+        if own is not None:
+            manifest, resume = read_manifest(own), str(own)
+            path = (manifest.recipe or {}).get("data", {}).get("path")
+            if not (folder / BEFORE).exists() or path != data:
+                raise CheckpointError(
+                    f"{own} is newer than all days in {self._out}, but does not belong to {day}. Remove it, or choose "
+                    "another train.checkpoint_dir if another model uses this one"
+                )
+            is_trained = manifest.parts["position"]["epoch"] >= epochs
+        return TrainingDay(
+            day=day,
+            data=data,
+            folder=folder,
+            checkpoints=self._checkpoints.path,
+            resume=resume,
+            epochs=epochs,
+            is_trained=is_trained,
+            is_begun=own is not None,
+            before=None if before is None else self._out / before["folder"],
+            kept=[record["step"] for record in self.trained],
         )
 
-    def finish(self, done: Day, seconds: float, console: Console) -> None:
-        """Publish what a day has changed, add its record, and remove checkpoints that are not to be kept."""
-        before = self.trained[-1] if self.trained else None
-        checkpoint = _newest(self._place, -1)
+    def finish(self, day: TrainingDay, seconds: float, console: Console) -> None:
+        """Write a day's changes, add its record, and remove old checkpoints."""
+        since = self.trained[-1]["checkpoint"] if self.trained else None
+        checkpoint = self._newest(-1)
         assert checkpoint is not None
-        manifest, position = read_manifest(checkpoint), _position(checkpoint)
-        found = measured(done.folder, str(done.day))
-        since = None if before is None else before["checkpoint"]
+        manifest, found = read_manifest(checkpoint), read_before(day.folder, str(day.day))
         if self._days.changes:
-            export_changes(checkpoint, done.folder / CHANGES, since)
+            export_changes(checkpoint, day.folder / CHANGES, since)
+        drift: dict[str, dict[str, float]] = {}
+        references = {"day_before": self.trained[-1], "first_day": self.trained[0]} if self.trained else {}
+        for name, record in references.items():
+            reference = read_before(self._out / record["folder"], record["day"]).get(BINNED, {})
+            drift[name] = stability(found.get(BINNED, {}), reference)
+        dynamic = count_ids(checkpoint, since)
         record: Record = {
-            "day": str(done.day),
-            "data": done.data,
-            "folder": done.folder.name,
+            "day": str(day.day),
+            "data": day.data,
+            "folder": day.folder.name,
             "checkpoint": checkpoint.path,
             "step": manifest.step,
-            "epoch": position["epoch"],
+            "epoch": manifest.parts["position"]["epoch"],
             **{key: found[key] for key in MEASURED},
-            "drift": self._drift(found.get(BINNED, {})),
-            **_of_dynamic_tables(checkpoint, since),
+            "drift": drift,
+            # Ids of dynamic tables that have rows, and that have lost theirs since the previous day
+            **({key: {t: of[key] for t, of in dynamic.items()} for key in ("ids", "evicted")} if dynamic else {}),
             "bytes": manifest.nbytes,
             "base": None if manifest.base is None else manifest.base.name,
             "seconds": round(seconds, 1),
@@ -571,95 +526,60 @@ class DayTable:
         self._add(record)
         self._remove_old()
         metrics: Mapping[str, float | None] = found["metrics"] or {}
-        console.print(f"{done.day} is trained: {line_of(record, metrics)}", soft_wrap=True)
+        shown = [f"{record['samples']:,} samples"]
+        shown += [f"{k} {v:.5f}" for k in ("auc", "logloss", "calibration") if (v := metrics.get(k)) is not None]
+        shown.append(f"{record['unseen_share']:.2%} of lookups are of new rows")
+        if "evicted" in record:
+            shown.append(f"{sum(record['evicted'].values()):,} ids evicted")
+        console.print(f"{day.day} is trained: {', '.join(shown)}", soft_wrap=True)
 
-    def _drift(self, bins: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, float]]:
-        """Population stability indices of numericals against the day before and the first."""
-        if not self.trained:
-            return {}
-        return {
-            name: stability(bins, measured(self._out / record["folder"], record["day"]).get(BINNED, {}))
-            for name, record in (("day_before", self.trained[-1]), ("first_day", self.trained[0]))
-        }
+    def _newest(self, after: int) -> Directory | None:
+        """Return the newest checkpoint after a step."""
+        found = [c for c in checkpoints_in(self._checkpoints, "last") if step_of(c) > after]
+        return found[-1] if found else None
 
     def _add(self, record: Record) -> None:
         self.records.append(record)
-        if self._restart_from is None:  # else `_begin_anew` writes it
-            write_text(self._out / DAYS, lines_of(self.records))
+        if self._restart_from is None:
+            write_days(self._out / DAYS, self.records)
 
     def _remove_old(self) -> None:
-        """Remove this generation's checkpoints but those of the newest days, and of no day."""
+        """Remove checkpoints of this generation, except the newest days' ones."""
         days = self.trained if self._days.keep is None else self.trained[-self._days.keep :]
         kept = [directory(record["checkpoint"]) for record in days]
-        with lock(self._place) as held:  # training has given it back
-            others = [c for c in checkpoints_in(self._place) if not any(are_same(c, k) for k in kept)]
+        with lock(self._checkpoints) as held:  # training has released it
+            others = [c for c in checkpoints_in(self._checkpoints) if not any(are_same(c, k) for k in kept)]
             held.check()
-            remove_unneeded(self._place, others)
+            remove_unneeded(self._checkpoints, others)
 
-    def _before(self, day: date) -> list[Record]:
-        """The records before a day to restart from; `RecipeError` if there is no such day, or no way back to it."""
+    def _records_before(self, day: date) -> list[Record]:
+        """Return the records before a day to restart from, which must have a checkpoint."""
         earlier = [record for record in self.records if date.fromisoformat(record["day"]) < day]
         if len(earlier) == len(self.records):
             last = self.records[-1]["day"] if self.records else "none"
-            raise RecipeError(f"--restart_from is {day}, but the last day that was trained is {last}; leave it out")
+            raise RecipeError(f"--restart_from is {day}, but the last trained day is {last}. Remove --restart_from")
         trained = [record for record in earlier if not record.get("skipped")]
         if trained and not directory(trained[-1]["checkpoint"]).has(MANIFEST):
-            kept = [r["day"] for r in self.records if _has_checkpoint(r)]
+            paths = {record["day"]: record.get("checkpoint") for record in self.records}
+            kept = [name for name, path in paths.items() if path is not None and directory(path).has(MANIFEST)]
             raise RecipeError(
-                f"--restart_from is {day}, but the checkpoint of {trained[-1]['day']} was removed (--keep); there are "
-                f"those of {', '.join(kept) or 'no day'}"
+                f"--restart_from is {day}, but the checkpoint of {trained[-1]['day']} was removed (--keep). There are "
+                f"checkpoints of {', '.join(kept) or 'no day'}"
             )
         return earlier
 
-    def _refuse_untrainable(self, day: Day) -> None:
-        """Raise what would keep a day from being trained, before anything is set aside for it."""
-        if day.resume is not None:
-            refuse_another_recipe(day.resume, self._recipe)
-        open_source(replace(self._recipe.data, path=day.data, test_split=None))
-
-    def _begin_anew(self) -> None:
-        """Set the records from a day on aside; their checkpoints and directories stay as they are."""
-        write_text(self._out / f"days-{self._generation - 1}.jsonl", lines_of(self._set_aside))
-        write_text(self._out / DAYS, lines_of(self.records))
-        self._restart_from = None
-
     def _refuse_gap(self, day: date, data: str) -> None:
-        """Raise `DataError` if a day without data was asked for, or a later one has some."""
+        """Raise `DataError` if a later day has data, or ``--until`` requires the day."""
         ahead = (day + timedelta(days=n) for n in range(1, LOOK_AHEAD + 1))
-        later = next((d for d in ahead if _is_there(self._days.path(d))), None)
-        why = f"there are some of {later}" if later else f"--until is {self._days.last}"
+        later = next((d for d in ahead if _exists(self._days.path(d))), None)
         if later is not None or self._days.last is not None:
+            reason = f"{later} has data" if later else f"--until is {self._days.last}"
             raise DataError(
-                f"there are no data of {day} ({data}), but {why}; give the same command again when they are there, or "
-                f"--skip {day} if they never will be"
+                f"there is no data of {day} ({data}), but {reason}. Repeat the command when it exists, or use "
+                f"--skip {day}"
             )
 
 
-def _of_dynamic_tables(checkpoint: Directory, since: str | None) -> dict[str, dict[str, int]]:
-    """By dynamic table, how many ids have rows after a day, and how many of the day before's have none any more."""
-    counts = count_ids(checkpoint, since)
-    return {key: {table: of[key] for table, of in counts.items()} for key in ("ids", "evicted")} if counts else {}
-
-
-def _is_there(data: str) -> bool:
+def _exists(data: str) -> bool:
     path = location(data)
     return path.exists() if isinstance(path, Path) else remote_files(path) is not None
-
-
-def _newest(place: Directory, after: int) -> Directory | None:
-    found = [c for c in checkpoints_in(place, "last") if step_of(c) > after]
-    return found[-1] if found else None
-
-
-def _position(checkpoint: Directory) -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", read_manifest(checkpoint).parts["position"])
-
-
-def _data_of(checkpoint: Directory) -> str | None:
-    """Path of the data that a checkpoint was made with."""
-    recipe = read_manifest(checkpoint).recipe or {}
-    return recipe.get("data", {}).get("path")
-
-
-def _has_checkpoint(record: Record) -> bool:
-    return "checkpoint" in record and directory(record["checkpoint"]).has(MANIFEST)

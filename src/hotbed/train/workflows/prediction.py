@@ -1,8 +1,7 @@
-"""Score new rows with a checkpoint's model, chunk by chunk: what ``hotbed predict`` calls.
+"""Score new rows with a checkpoint's model, chunk by chunk: ``hotbed predict``.
 
-Everything that turns a stored row into inputs comes out of the checkpoint: the recipe names columns and how ids become
-rows of tables, the model's state has the statistics of its numericals. New data need no labels. Memory is that of the
-model, and of a few chunks of the data.
+The checkpoint has the complete encoding: the recipe names the columns and how ids become rows of tables, and the model
+has the statistics of its numericals. New data needs no labels. Memory holds the model and a few chunks.
 """
 
 from __future__ import annotations
@@ -29,32 +28,32 @@ from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError, Sp
 from hotbed.locations import location
 from hotbed.nn.dense_program import DensePart
 from hotbed.serve.scorer import Scorer
-from hotbed.train.metrics import to_device
+from hotbed.train.metrics import move_batch
 from hotbed.train.numerics import resolve_device
 from hotbed.train.runs.build import build_model
-from hotbed.train.runs.stored_model import bad_ids, new_data, recipe_of, refuse_other_ids
+from hotbed.train.runs.stored_model import bad_ids, check_id_kinds, open_new_data, stored_recipe
 
 Scores = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What `predict` wrote.
+    """Result of `predict`.
 
     Attributes
     ----------
     checkpoint
-        Whose model it was.
+        Checkpoint of the model.
     out
-        The file.
+        Output file.
     rows
-        Its rows, one per row of the data, in their order.
+        Number of its rows, in the order of the data.
     columns
-        Its columns: those that were kept, then the scores.
+        Its columns: kept columns, then scores.
     seconds
-        How long it took, without loading the model.
+        Seconds of scoring, without loading the model.
     ids_out_of_range
-        By feature, how many ids the model's tables have no row for.
+        Number of invalid ids by feature.
     """
 
     checkpoint: str
@@ -81,85 +80,84 @@ def predict(
 ) -> Predicted:
     """Write the probability of each label for every row of new data.
 
-    A row's score has the same bits whatever rows are beside it, and those that ``hotbed serve`` answers on the same
-    processor; see `hotbed.serve.scorer`.
+    A row's score has the same bits for any batch. ``hotbed serve`` returns these bits on the same processor; see
+    `hotbed.serve.scorer`.
 
     Parameters
     ----------
     checkpoint
-        A checkpoint with a recipe, or a run's directory, whose best or newest is taken.
+        A checkpoint with a recipe, or a run's directory (its best or newest checkpoint).
     data
-        Rows with the input columns of the recipe, as stored; of the same format as the data of the recipe, or raw rows
-        (TSV or Parquet) if those are a dataset of ``hotbed prepare``. Labels, weights and groups are not needed.
+        Rows with the input columns of the recipe, in the format of the recipe's data. If that is a dataset of
+        ``hotbed prepare``, raw rows (TSV or Parquet) are accepted, too. Labels, weights and groups are not needed.
     out
-        File to make, a path or a URI, ``.parquet`` or ``.csv``: a column ``score``, or ``score_LABEL`` for each of
-        several labels. It appears when it is complete.
+        File to create, a path or URI that ends in ``.parquet`` or ``.csv``. It has a column ``score``, or
+        ``score_LABEL`` for each of several labels. It appears when it is complete.
     keep
-        Columns of the data that are copied in front of the scores.
+        Columns of the data to copy before the scores.
     split
-        Which split, where the data are a folder with several.
+        Split to score if the data has several.
     batch_size
-        Rows that are computed at once; default: the recipe's ``train.eval_batch_size``.
+        Rows per batch (default: ``train.eval_batch_size`` of the recipe).
     device
-        ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU where there is one.
+        ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU if there is one.
     trust_recipe
-        Import what the stored recipe names, also if it is of neither hotbed nor torch.optim; see
+        Import classes outside of hotbed and torch.optim that the stored recipe names; see
         `hotbed.config.check_trust`.
     prepared
-        Dataset of ``hotbed prepare`` whose vocabularies encode raw rows: the one that the model was trained on, where
-        it is elsewhere than the recipe says.
+        Dataset of ``hotbed prepare`` with the vocabularies for raw rows (default: the path in the recipe).
     missing
-        Input columns that the data may lack. All of their values are then missing: ids are row 0, and numbers follow
-        the rule of their column.
+        Input columns that may be absent. Their ids are then row 0, and their numbers follow the column's rule for
+        missing values.
     progress
-        Called with the rows done and those there are.
+        Called with the number of finished rows and the total.
 
     Raises
     ------
     CheckpointError
-        If there is no checkpoint, or it holds no recipe.
+        If there is no checkpoint, or it has no recipe.
     RecipeError
-        If ``out`` exists, or has another ending; if the data have several splits and none is named.
+        If ``out`` exists or has another suffix, or if no split of several is named.
     DataError
-        If the data lack a column, or have one of another kind than in training; if they are raw rows, and the
-        vocabularies to encode them are not there or are not those of the training.
+        If a column is missing or has another type than in training, or if the vocabularies for raw rows are missing or
+        differ from training.
     SpecError
         If a column's type cannot be its input.
     """
     target = _new_target(out)
-    place = find_checkpoint(checkpoint, best=True)
-    manifest = read_manifest(place)
-    recipe = recipe_of(manifest, str(place), trusted=trust_recipe)
+    path = find_checkpoint(checkpoint, best=True)
+    manifest = read_manifest(path)
+    recipe = stored_recipe(manifest, str(path), trusted=trust_recipe)
     try:
-        source, labels = new_data(recipe, manifest, data, prepared, missing)
+        source, labels = open_new_data(recipe, manifest, data, prepared, missing)
     except NoColumnError as error:
         absent = " ".join(error.columns)
         raise DataError(
-            f"{error}. Add the column, or score without it as if all of its values were missing: --missing {absent}"
+            f"{error}. Add the column, or score as if all of its values were missing: --missing {absent}"
         ) from None
     source = source.streamed()
-    refuse_other_ids(manifest, source, str(data))
+    check_id_kinds(manifest, source, str(data))
     chosen = _split(source, split, str(data))
     names = ["score"] if len(labels) == 1 else [f"score_{label}" for label in labels]
     types: Callable[[], Mapping[str, str]] | None = getattr(source, "column_types", None)
     if keep and types is None:
-        raise SpecError(f"{type(source).__name__} has no columns but those of its schema; leave --keep out")
-    _refuse_keep(types() if keep and types is not None else {}, keep, names, target, str(data))
+        raise SpecError(f"{type(source).__name__} has only the columns of its schema. Remove --keep")
+    _check_keep(types() if keep and types is not None else {}, keep, names, target, str(data))
     size = recipe.train.eval_batch_size if batch_size is None else batch_size
-    place_of_model = resolve_device(device, "--device")
-    model = build_model(recipe, source, place_of_model)
-    load_checkpoint(place, {"model": model})
+    model_device = resolve_device(device, "--device")
+    model = build_model(recipe, source, model_device)
+    load_checkpoint(path, {"model": model})
     part = DensePart(model)
     tables = nn.ModuleList(part.collections.values())
     start, rows = time.perf_counter(), 0
     with (
         new_output(target) as stream,
-        _Output(stream, suffix(target)) as output,
-        Scorer(part, dict(part.collections), part.features, device=place_of_model) as scorer,
+        _ScoreWriter(stream, suffix(target)) as output,
+        Scorer(part, dict(part.collections), part.features, device=model_device) as scorer,
     ):
         batches = Loader(source, chosen, size) if source.samples(chosen) else ()
-        on_device = (to_device(replace(batch, labels=None), tables, place_of_model) for batch in batches)
-        scores = _Scores(_scored(scorer, on_device, len(labels)), len(labels))
+        on_device = (move_batch(replace(batch, labels=None), tables, model_device) for batch in batches)
+        scores = _Scores(_score(scorer, on_device, len(labels)), len(labels))
         chunks = source.chunks(chosen)
         for i, count in enumerate(chunks):
             output.write(source.read_columns(chosen, i, keep) if keep else None, names, scores.take(count))
@@ -167,64 +165,64 @@ def predict(
             progress(rows, sum(chunks))
         if not chunks:
             output.write(None, [*keep, *names], np.empty((0, len(keep) + len(names))))
-    return Predicted(str(place), target, rows, [*keep, *names], time.perf_counter() - start, bad_ids(tables))
+    return Predicted(str(path), target, rows, [*keep, *names], time.perf_counter() - start, bad_ids(tables))
 
 
 def _new_target(out: str | Path) -> str | Path:
-    """The place of a file to make; a `RecipeError` if it is there, has another ending, or its folder is missing."""
-    place = location(str(out))
-    if suffix(place) not in (".parquet", ".csv"):
-        raise RecipeError(f"--out is {out}, must end in .parquet or .csv")
-    if exists(place):
-        raise RecipeError(f"{out} exists already and is not overwritten; choose another --out")
-    if isinstance(place, Path) and not place.absolute().parent.is_dir():
-        raise RecipeError(f"--out is {out}, but there is no folder {place.parent}; make it")
-    return place
+    """Check the path of a new file, and return its location."""
+    target = location(str(out))
+    if suffix(target) not in (".parquet", ".csv"):
+        raise RecipeError(f"--out is {out}, expected a path that ends in .parquet or .csv")
+    if exists(target):
+        raise RecipeError(f"--out is {out}, which exists. Choose another --out")
+    if isinstance(target, Path) and not target.absolute().parent.is_dir():
+        raise RecipeError(f"--out is {out}, but the folder {target.parent} does not exist. Create it")
+    return target
 
 
 def _split(source: Source, split: str | None, data: str) -> str:
     if split is None and len(source.splits) > 1:
         raise RecipeError(
-            f"{data} has the splits {', '.join(source.splits)}; name one with --split, or give the path of one"
+            f"{data} has the splits {', '.join(source.splits)}. Name one with --split, or the path of one"
         )
     if split is not None:
         check_known(f"--split of {data}", split, source.splits, RecipeError)
     return next(name for name in source.splits if split in (None, name))
 
 
-def _refuse_keep(
-    there: Mapping[str, str], keep: Sequence[str], names: Sequence[str], target: str | Path, data: str
+def _check_keep(
+    types: Mapping[str, str], keep: Sequence[str], names: Sequence[str], target: str | Path, data: str
 ) -> None:
-    """Raise unless the columns to keep are among those that are there, once, and the file can hold them."""
+    """Check that the columns to keep exist, are named once, and have types that the file can store."""
     for name, count in Counter(keep).items():
-        check_known(f"--keep of {data}", name, there, DataError)
+        check_known(f"--keep of {data}", name, types, DataError)
         if count > 1:
-            raise RecipeError(f"--keep names '{name}' {count} times; once will do")
+            raise RecipeError(f"--keep names '{name}' {count} times, expected once")
         if name in names:
-            raise RecipeError(f"--keep names '{name}', which is the name of a column that is written; rename it")
-        if suffix(target) == ".csv" and "<" in there[name].removeprefix("dictionary<"):
-            raise RecipeError(f"--keep names '{name}', which is {there[name]} and no value of a CSV; write .parquet")
+            raise RecipeError(f"--keep names '{name}', which is the name of a score column. Rename the column")
+        if suffix(target) == ".csv" and "<" in types[name].removeprefix("dictionary<"):
+            raise RecipeError(f"--keep names '{name}' of type {types[name]}, which CSV cannot store. Write .parquet")
 
 
-def _scored(scorer: Scorer, batches: Iterable[Batch], labels: int) -> Iterator[Scores]:
+def _score(scorer: Scorer, batches: Iterable[Batch], labels: int) -> Iterator[Scores]:
     """Yield probabilities ``[B, T]`` batch by batch, in the order of the data."""
     row = 0
     for batch in batches:
         scores = scorer(batch)
         if scores.shape != (len(batch), labels):
-            raise BatchError(f"the model gave {scores.shape[1]} scores for each row, there are {labels} labels")
+            raise BatchError(f"the model returned {scores.shape[1]} scores per row, expected {labels}, one per label")
         if not np.isfinite(scores).all():
             at = int(np.flatnonzero(~np.isfinite(scores).all(1))[0])
             raise NonFiniteError(
-                f"the score of row {row + at:,} is not a number; a numerical of this row is not finite or far "
-                "beyond those of training: mend it, or give its column a rule for missing values when training"
+                f"the score of row {row + at:,} is not a number, because a numerical of the row is not finite or far "
+                "outside of the training data. Correct it, or train with a rule for missing values of its column"
             )
         row += len(batch)
         yield scores
 
 
 class _Scores:
-    """Scores of batches, to be taken in other numbers."""
+    """Buffer of scores between batches and chunks."""
 
     def __init__(self, batches: Iterator[Scores], labels: int) -> None:
         self._batches, self._rest = batches, np.empty((0, labels))
@@ -238,29 +236,29 @@ class _Scores:
         return whole[:count]
 
 
-class _Output(AbstractContextManager["_Output"]):
-    """A Parquet or CSV file that is written chunk by chunk."""
+class _ScoreWriter(AbstractContextManager["_ScoreWriter"]):
+    """Write a Parquet or CSV file chunk by chunk."""
 
-    def __init__(self, stream: BinaryIO, kind: str) -> None:
-        self._stream, self._kind, self._writer, self._rows = stream, kind, cast(Any, None), 0
+    def __init__(self, stream: BinaryIO, file_type: str) -> None:
+        self._stream, self._type, self._writer, self._rows = stream, file_type, cast(Any, None), 0
 
     def write(self, kept: Any, names: Sequence[str], scores: Scores) -> None:
-        """Append rows: columns of a `pyarrow.Table`, and scores by name."""
+        """Append columns of a `pyarrow.Table`, and scores by name."""
         import pyarrow as pa
         from pyarrow import csv, parquet
 
         columns = {} if kept is None else {name: kept[name] for name in kept.column_names}
-        if self._kind == ".csv":
+        if self._type == ".csv":
             columns = {name: _plain_text(column, name, self._rows) for name, column in columns.items()}
         table = pa.table(columns | {name: pa.array(column) for name, column in zip(names, scores.T, strict=True)})
         if self._writer is None:
-            make = parquet.ParquetWriter if self._kind == ".parquet" else csv.CSVWriter
+            make = parquet.ParquetWriter if self._type == ".parquet" else csv.CSVWriter
             self._writer, self._schema = make(self._stream, table.schema), table.schema
-        if table.schema != self._schema:  # other metadata, or files whose types differ
+        if table.schema != self._schema:  # metadata or types of files may differ
             try:
                 table = table.cast(self._schema)
             except (pa.ArrowInvalid, ValueError) as error:
-                raise DataError(f"the files of the data have a column of different types: {error}") from None
+                raise DataError(f"files of the data have different types of a column: {error}") from None
         self._writer.write_table(table)
         self._rows += len(table)
 
@@ -270,7 +268,7 @@ class _Output(AbstractContextManager["_Output"]):
 
 
 def _plain_text(column: Any, name: str, first_row: int) -> Any:
-    """Return a column as a CSV file can hold it: without a dictionary, and bytes as text."""
+    """Convert a column for CSV: decode dictionaries, and bytes to text."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):
@@ -282,8 +280,8 @@ def _plain_text(column: Any, name: str, first_row: int) -> Any:
     except pa.ArrowInvalid:
         row, value = next((i, v) for i, v in enumerate(column.to_pylist()) if v is not None and not _is_utf8(v))
         raise DataError(
-            f"column '{name}', row {first_row + row:,}: got the bytes {value[:40]!r}, expected text in UTF-8, which is "
-            "all that a CSV file holds. Write .parquet"
+            f"column '{name}', row {first_row + row:,}: got the bytes {value[:40]!r}, expected UTF-8 text. "
+            "Write .parquet"
         ) from None
 
 

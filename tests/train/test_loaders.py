@@ -1,4 +1,4 @@
-"""Who reads the data of several ranks: every rank its samples, one for all, or owners the features of their tables."""
+"""Tests of loaders by reader."""
 
 from __future__ import annotations
 
@@ -65,9 +65,8 @@ def test_owners_cannot_read_for_plans_that_share_rows(
     ranks: Ranks, data: Path, tmp_path: Path, plan: str, how: str
 ) -> None:
     for said in ranks.run(3, trained, data, tmp_path, {"reader": "owners", "plan": plan}):
-        assert said == (
-            f"parallel.reader is 'owners', but parallel.plan {plan} has tables that are {how} (C1, C2, C3 …), whose "
-            "owners need ids of other samples; use 'each' or 'first', or plan 'table' or 'column'"
+        assert said.startswith(
+            f"parallel.reader is 'owners', but parallel.plan {plan} has tables that are {how} (C1, C2, C3 …)"
         )
 
 

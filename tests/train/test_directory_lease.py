@@ -1,4 +1,4 @@
-"""A directory of checkpoints belongs to one run, also in an object store, and passes to another when that has ended."""
+"""Tests of locks and leases of checkpoint directories, and of runs that lose them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,44 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from hotbed.checkpoint import Directory, checkpoints_in, directory
+from hotbed.checkpoint import (
+    MANIFEST,
+    Directory,
+    checkpoints_in,
+    directory,
+    load_checkpoint,
+    read_manifest,
+    save,
+    verify_checkpoint,
+)
+from hotbed.checkpoint.save import RankReports
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.errors import CheckpointError, NotOursError
+from hotbed.locations import CONDITIONAL_S
 from hotbed.train import Trainer
+from hotbed.train import checkpoints as checkpointing
 from hotbed.train import directory_lease as lease
-from hotbed.train.directory_lease import OWNER, FileLock, Lease, lock
+from hotbed.train.directory_lease import OWNER, TIME_TO_LIVE_S, FileLock, Lease, lock
+from hotbed.train.runs import resume
 from hotbed.train.runs.callbacks import KeepLast
+from hotbed.train.runs.report import RunDirectory
+from tests.fixtures.models import sha256
 from tests.train import planted
 from tests.train.launcher import PATIENCE_S
 from tests.train.parallel_cases import RECIPE
 from tests.train.test_callbacks import TRAIN
-from tests.train.test_checkpointing import Do
+from tests.train.test_checkpoints import Do
+
+# -- A directory of checkpoints belongs to one run, also in an object store, and passes to another when that has ended.
 
 LIFE_S = 0.6
 """Of leases that are to end here."""
@@ -58,13 +78,13 @@ def test_a_directory_belongs_to_one_run(place: Directory) -> None:
     with lock(place) as held:
         assert owner_of(place)["pid"] == os.getpid()
         held.check()
-        with pytest.raises(CheckpointError, match=rf"belongs to process {os.getpid()} on .*which is running; choose"):
+        with pytest.raises(CheckpointError, match=rf"belongs to process {os.getpid()} on .*which is running"):
             lock(place).__enter__()
     with lock(place):
         pass
     keep = KeepLast(place, RECIPE)
     trainer = planted.trainer(TRAIN, callbacks=[keep])
-    with lock(place), pytest.raises(CheckpointError, match="which is running; choose another"):
+    with lock(place), pytest.raises(CheckpointError, match="which is running"):
         trainer.fit(planted.batches(2))
     trainer.fit(planted.batches(2))
     assert [c.name for c in checkpoints_in(place)] == ["last-00000002"]
@@ -93,7 +113,7 @@ def test_the_lease_of_another_host_is_waited_for_and_taken_over(
     with Lease(store):
         assert owner_of(store)["host"] == socket.gethostname()
     assert f"{store} belongs to process 7 on elsewhere since 2026" in caplog.text
-    assert "waiting up to 1 s to see whether that run lives" in caplog.text
+    assert "waiting up to 1 s for a sign of that run" in caplog.text
     assert ".owner.json was not renewed for 1 s and is taken over" in caplog.text
 
 
@@ -121,7 +141,7 @@ def test_what_another_host_renews_is_refused(store: Directory, monkeypatch: pyte
 KILLED = """
 import os, signal, socket, sys, time
 from hotbed.checkpoint import directory
-from hotbed.train import lease
+from hotbed.train import directory_lease as lease
 if sys.argv[2] == "elsewhere":
     lease.system = lambda: "another"
     socket.gethostname = lambda: "elsewhere"
@@ -294,9 +314,7 @@ def test_a_run_that_lost_its_directory_publishes_nothing(store: Directory, backg
 
     keep = KeepLast(store, RECIPE, every=3, keep_last=9, background=background)
     trainer = planted.trainer(TRAIN, callbacks=[keep, Do({5: lose})])
-    with pytest.raises(
-        NotOursError, match=r"belongs to process 7 on elsewhere .*took it over: .*publishes nothing more"
-    ):
+    with pytest.raises(NotOursError, match=r"belongs to process 7 on elsewhere .*This run ends without publishing"):
         trainer.fit(planted.batches(50))
     assert [c.name for c in checkpoints_in(store)] == ["last-00000003"]
     assert (store / "last-00000006").names() == ["theirs.json"]
@@ -317,7 +335,7 @@ def test_a_run_that_loses_it_while_it_writes_leaves_the_files_alone(
 
     monkeypatch.setattr(type(store.writer("x")), "finish", lose)
     trainer = planted.trainer(TRAIN, callbacks=[KeepLast(store, RECIPE, every=3, background=False)])
-    with pytest.raises(NotOursError, match="took it over"):
+    with pytest.raises(NotOursError, match="ends without publishing"):
         trainer.fit(planted.batches(50))
     assert checkpoints_in(store) == []
     assert (store / "last-00000003").names() != []  # they may be the other run's
@@ -332,7 +350,7 @@ def test_training_ends_soon_after_a_renewal_has_found_another(
     trainer = planted.trainer(
         TRAIN, callbacks=[KeepLast(store, RECIPE), Do({2: lambda _: (take_over(store), time.sleep(2 * LIFE_S))})]
     )
-    with pytest.raises(NotOursError, match=r"for 0\.6 s, or its job was started again"):
+    with pytest.raises(NotOursError, match=r"for 0\.6 s, or its job was restarted"):
         trainer.fit(planted.batches(50))
     assert trainer.step == 2
 
@@ -349,7 +367,7 @@ def test_a_disk_without_locks_is_used_with_a_warning(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with lock(directory(tmp_path)):
         assert owner_of(directory(tmp_path))["pid"] == os.getpid()
-    assert "keeps no locks ([Errno 37] No locks available): a run that begins there ends this one" in caplog.text
+    assert "has no locks ([Errno 37] No locks available)" in caplog.text
 
 
 def test_a_lock_of_a_host_that_died_is_waited_for(
@@ -365,7 +383,7 @@ def test_a_lock_of_a_host_that_died_is_waited_for(
     threading.Timer(0.5, os.close, [other]).start()  # as the server forgets the host
     with caplog.at_level(logging.WARNING), lock(place):
         assert owner_of(place)["pid"] == os.getpid()
-    assert "belongs to process 7 on elsewhere since 2026-01-01T00:00:00+00:00; waiting 120 s for its lock to end" in (
+    assert "belongs to process 7 on elsewhere since 2026-01-01T00:00:00+00:00; waiting 120 s for its lock" in (
         caplog.text
     )
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="which is running"):
@@ -386,3 +404,247 @@ def test_a_lock_whose_file_cannot_be_written_is_given_back(tmp_path: Path, monke
         lock(directory(tmp_path)).__enter__()
     with lock(directory(tmp_path)):  # the descriptor that had it is closed
         assert owner_of(directory(tmp_path))["pid"] == os.getpid()
+
+
+# -- Protects: a run that lost its directory, though it has not noticed yet, harms nothing of the run that has it now.
+
+NAME = "last-00000003"
+
+
+TRAINERS: list[Trainer] = []
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    """Ends leases, whose threads would go on."""
+    yield
+    while TRAINERS:
+        TRAINERS.pop().saver.release()
+
+
+@pytest.fixture(params=["local", "s3"])
+def owned(request: pytest.FixtureRequest, tmp_path: Path) -> Directory:
+    """An empty directory, of a kind that keeps locks and of one that keeps leases."""
+    if request.param == "local":
+        return directory(tmp_path / "checkpoints")
+    return directory(request.getfixturevalue("s3").replace("PATH", f"lost-{uuid.uuid4().hex}"))
+
+
+def made(owned: Directory, seed: int) -> Trainer:
+    keep = KeepLast(owned, RECIPE, every=3, background=False, at_end=False)
+    TRAINERS.append(planted.trainer(replace(TRAIN, seed=seed), callbacks=[keep]))
+    return TRAINERS[-1]
+
+
+def trained(trainer: Trainer) -> str:
+    return sha256([trainer.model.state_dict(), trainer.sparse.state_dict()["state"]])
+
+
+def taken_over_by_another(owned: Directory, monkeypatch: pytest.MonkeyPatch, *, trains: bool = True) -> Trainer:
+    """Lose the directory to another run, which saves a checkpoint of the same step; what it has trained."""
+    if isinstance(lock(owned), FileLock):
+        Path(owned.path, OWNER).unlink()  # a server of NFS would forget the lock
+    else:
+        take_over(owned)
+        there = owned.read_tagged(OWNER)
+        assert there is not None
+        assert owned.replace(OWNER, b'{"name": "x", "released": true}', there.tag) is not None
+    winner = made(owned, 2)
+    if not trains:
+        winner.saver.lock(owned)
+        return winner
+    with monkeypatch.context() as patch:
+        # Removed when it began, if the other had not been about to write them.
+        patch.setattr(checkpointing, "_remove_unfinished", lambda *_: None)
+        winner.fit(planted.batches(3, seed=2))
+    return winner
+
+
+def once(action: Callable[[], Any]) -> Callable[[], Any]:
+    """Do something in the first call only."""
+    done: list[Any] = []
+
+    def act() -> Any:
+        if not done:
+            done.append(None)
+            action()
+
+    return act
+
+
+def assert_is_of(winner: Trainer, owned: Directory) -> None:
+    assert [c.name for c in checkpoints_in(owned)] == [NAME]
+    verify_checkpoint(owned / NAME)
+    other = made(owned, 3)
+    load_checkpoint(owned / NAME, other.parts())
+    assert trained(other) == trained(winner)
+
+
+def test_a_late_writer_overwrites_no_file_of_the_winner(owned: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = type((directory(owned.path)).writer("x")) if "://" in owned.path else save.FileWriter
+    finish_name = "finish" if "://" in owned.path else "entries"
+    finish, winners = getattr(writer, finish_name), list[Trainer]()
+    act = once(lambda: winners.append(taken_over_by_another(owned, monkeypatch)))
+
+    def late(*args: Any) -> Any:
+        act()
+        return finish(*args)
+
+    monkeypatch.setattr(writer, finish_name, late)
+    with pytest.raises(NotOursError, match="ends without publishing"):
+        made(owned, 1).fit(planted.batches(9))
+    assert_is_of(winners[0], owned)
+
+
+def test_of_two_that_publish_a_step_one_does(owned: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish, winners = save.write_manifest, list[Trainer]()
+    act = once(lambda: winners.append(taken_over_by_another(owned, monkeypatch)))
+
+    def late(*args: Any) -> str:
+        act()  # after the last look at the lease
+        return publish(*args)
+
+    monkeypatch.setattr(save, "write_manifest", late)
+    with pytest.raises(CheckpointError, match=r"last-00000003.* was not saved: another process has saved it since"):
+        made(owned, 1).fit(planted.batches(9))
+    assert_is_of(winners[0], owned)
+    names = set((owned / NAME).names())
+    assert names == {MANIFEST, *read_manifest(owned / NAME).files}
+
+
+def test_what_was_removed_before_it_was_published_is_withdrawn(
+    owned: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = save.write_manifest
+
+    def late(where: Directory, manifest: Any) -> str:
+        for name in manifest.files:  # by another run, as what a killed one left
+            where.remove(name)
+        return publish(where, manifest)
+
+    monkeypatch.setattr(save, "write_manifest", late)
+    with pytest.raises(CheckpointError, match=r"was not saved: .*\.safetensors is gone; does another run write there"):
+        made(owned, 1).fit(planted.batches(9))
+    assert checkpoints_in(owned) == []
+
+
+def test_files_of_a_run_have_names_of_their_attempt(tmp_path: Path) -> None:
+    """Old names are read as ever: tests/fixtures/checkpoints."""
+    made(directory(tmp_path), 1).fit(planted.batches(3))
+    manifest = read_manifest(tmp_path / NAME)
+    assert len(manifest.attempt) == 8
+    assert all(name.endswith(f"-{manifest.attempt}.safetensors") for name in manifest.files)
+    assert manifest.file_of("model") in manifest.files
+
+
+def test_what_a_killed_attempt_left_goes_when_the_next_is_published(tmp_path: Path) -> None:
+    owned = directory(tmp_path) / NAME
+    owned.make()
+    for name in ("model-0123abcd.safetensors", "rank-1-0123abcd.json", "unfinished.json"):
+        owned.write(name, "half")
+    saver = made(directory(tmp_path), 1).saver
+    saver.begin(owned, 3, RECIPE, background=False)
+    assert set(owned.names()) == {MANIFEST, *read_manifest(owned).files}
+
+
+def test_a_save_that_is_late_is_refused_after_the_directory_was_given_back(
+    owned: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, report = threading.Event(), RankReports.write
+
+    def late(*args: Any) -> None:
+        assert released.wait(300)
+        report(*args)
+
+    monkeypatch.setattr(RankReports, "write", late)
+    saver = made(owned, 1).saver
+    saver.lock(owned)
+    saver.begin(owned / NAME, 3, RECIPE, background=True)
+    saver.release()
+    released.set()
+    with pytest.raises(NotOursError, match="this run has released"):
+        saver.finish()
+    assert checkpoints_in(owned) == []
+
+
+def test_a_lock_that_was_lost_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of NFS, whose server gives locks of a host that it does not hear of to others."""
+    file = tmp_path / OWNER
+    with lock(directory(tmp_path)) as held:
+        held.check()
+        content = file.read_text()
+        write(directory(tmp_path), name="x")  # another file
+        with pytest.raises(NotOursError, match=r"belongs to process 7 on elsewhere .*This run ends"):
+            held.check()
+        file.write_text(content)  # the same content in another file
+        with pytest.raises(NotOursError, match="has passed the lock"):
+            held.check()
+        file.unlink()
+        with pytest.raises(NotOursError, match=r"was lost with .*owner\.json \(No such file or directory\)"):
+            held.check()
+    with lock(directory(tmp_path)) as held:
+        file.write_text('{"name": "x"}')  # the same file, locked by another host
+        with pytest.raises(NotOursError, match="has passed the lock"):
+            held.check()
+
+        def lost(*_: Any) -> bytes:
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(os, "pread", lost)
+        with pytest.raises(NotOursError, match=r"was lost with .*owner\.json \(Input/output error\)"):
+            held.check()
+
+
+def test_nothing_is_removed_after_the_directory_was_lost(owned: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(where: Directory) -> Any:
+        held = lock(where)
+        enter = held.__enter__
+
+        def entered() -> Any:
+            enter()
+            taken_over_by_another(where, monkeypatch)
+            return held
+
+        monkeypatch.setattr(held, "__enter__", entered, raising=False)
+        return held
+
+    (owned / "last-00000007").make()
+    (owned / "last-00000007").write("model.safetensors", "half")
+    monkeypatch.setattr(checkpointing, "lock", once_then(lost, lock))
+    with pytest.raises(NotOursError):
+        made(owned, 1).fit(planted.batches(9))
+    assert (owned / "last-00000007").names() == ["model.safetensors"]
+
+
+def once_then(first: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
+    """Call one thing the first time, and another from then on."""
+    calls = iter([first])
+    return lambda *args: next(calls, then)(*args)
+
+
+def test_damaged_checkpoints_are_set_aside_by_their_owner_only(
+    owned: Directory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = made(owned, 1)
+    first.fit(planted.batches(3))
+    first.saver.begin(owned / "last-00000004", 4, RECIPE, background=False)
+    first.saver.release()
+    recipe = replace(RECIPE, train=replace(RECIPE.train, checkpoint_dir=owned.path))
+    before = (owned / "last-00000004").names()
+
+    def damaged(checkpoint: Directory, *_: Any) -> str | None:
+        if checkpoint.name != NAME:
+            return f"{checkpoint} is damaged"
+        taken_over_by_another(owned, monkeypatch, trains=False)
+        return None
+
+    monkeypatch.setattr(resume, "_load_whole", damaged)
+    run = RunDirectory(tmp_path / "runs", "any")
+    with pytest.raises(NotOursError):
+        resume.resume_newest(made(owned, 1), recipe, run, resume.Resume(auto=True), Console(quiet=True))
+    assert (owned / "last-00000004").names() == before
+
+
+def test_a_conditional_write_ends_before_a_lease_that_was_looked_at() -> None:
+    """It is renewed at a third of its time, and the last request may take half as long as all tries."""
+    assert 1.5 * CONDITIONAL_S < TIME_TO_LIVE_S * 2 / 3

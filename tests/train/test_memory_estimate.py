@@ -1,4 +1,4 @@
-"""Protects that a dry run forecasts the memory that the run then takes, by tier and at its peak, and makes no table."""
+"""Tests of the memory estimate of a dry run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Protects: checkpoints are saved when due, the right ones are kept, and one run uses a directory at a time."""
+"""Tests of the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_signals_ask(tmp_path: Path) -> None:
         trainer.fit(planted.batches(20))
     assert signal.getsignal(signal.SIGTERM) == before
     assert names(tmp_path) == ["last-00000003", "last-00000006"]
-    assert trainer.told_to_stop
+    assert trainer.stop_requested
     assert trainer.step == 6
 
 
@@ -130,7 +130,7 @@ def test_callbacks_go_on_as_they_were(tmp_path: Path) -> None:
 def test_the_best_is_looked_for_anew_if_it_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep = KeepBest(tmp_path, RECIPE)
     keep.load_state_dict({"monitor": "logloss", "best": 0.7, "path": str(tmp_path / "best-00000002")})
-    assert "is gone; later evaluations decide which is the best" in caplog.text
+    assert "is gone; the best is chosen from later evaluations" in caplog.text
     assert keep.state_dict()["path"] is None
 
 
@@ -206,11 +206,11 @@ def test_checkpoints_of_another_run_are_not_mixed_with(tmp_path: Path) -> None:
     refuse_other_checkpoints(directory(tmp_path), None)
     for step in (3, 5):
         save_checkpoint(tmp_path / f"last-{step:08d}", {}, step=step)
-    with pytest.raises(CheckpointError, match=r"holds checkpoints of another run, up to last-00000005; go on from"):
+    with pytest.raises(CheckpointError, match=r"holds checkpoints of another run, up to last-00000005"):
         refuse_other_checkpoints(directory(tmp_path), None)
     with pytest.raises(CheckpointError, match="another run"):
         refuse_other_checkpoints(directory(tmp_path), directory(tmp_path / "elsewhere" / "last-00000003"))
-    with pytest.raises(CheckpointError, match=r"newer than last-00000003: last-00000005; remove them"):
+    with pytest.raises(CheckpointError, match=r"newer than last-00000003: last-00000005"):
         refuse_other_checkpoints(directory(tmp_path), directory(tmp_path / "last-00000003"))
     refuse_other_checkpoints(directory(tmp_path), directory(tmp_path / "x" / ".." / "last-00000005"))
 
@@ -253,7 +253,7 @@ class AskAtTheEnd(Callback):
 def test_what_is_asked_in_the_last_evaluation_is_heard(tmp_path: Path) -> None:
     trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE), AskAtTheEnd()])
     trainer.fit(planted.batches(2), planted.batches(1, seed=3))
-    assert trainer.told_to_stop
+    assert trainer.stop_requested
     assert names(tmp_path) == ["last-00000002"]
 
 
