@@ -13,7 +13,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotbed.cli.arguments import Parser, add_recipe, recipe_of
+from hotbed.cli.arguments import Parser, add_recipe, parse_recipe
 from hotbed.cli.init import draft_recipe
 from hotbed.cli.main import main
 from hotbed.config import Recipe
@@ -33,7 +33,7 @@ NAMES = [
 
 def loaded(file: Path) -> Recipe:
     """What ``hotbed train FILE`` makes of a recipe, which is what the library makes of it, too."""
-    recipe = recipe_of(Parser(add_recipe).parse_args([str(file)]))
+    recipe = parse_recipe(Parser(add_recipe).parse_args([str(file)]))
     assert recipe == Recipe.from_dict(read_yaml(file))
     return recipe
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from hotbed.cli.main import main
-from hotbed.cli.plan import plan_for, samples_per_s
+from hotbed.cli.plan import samples_per_s, search_plan
 from hotbed.config import Recipe
 from hotbed.plan import Plan
 from hotbed.plan.hardware import Hardware
@@ -117,7 +117,7 @@ def test_the_rates_of_numbers_of_ranks_are_those_of_their_plans(recipe: Path):
     chosen = searched_ranks(model, values, "auto", 1, source, schemes="auto", others="auto")
     for tried in chosen.tried:
         if tried.ranks in (1, 2, 8, 16):
-            own = samples_per_s(plan_for(values, tried.ranks))
+            own = samples_per_s(search_plan(values, tried.ranks))
             assert tried.samples_per_s == pytest.approx(own, rel=0.01), tried.ranks  # 0.7 of it with one rank's kernels
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from hotbed.cli.main import main
-from hotbed.cli.pages.report_page import drawing
+from hotbed.cli.pages.report_page import draw_page
 from hotbed.cli.pages.run_page import draw_plan, interval, read_runs
 from hotbed.data import write_synthetic_log
 from hotbed.plan import Plan, Tile
@@ -148,8 +148,8 @@ def test_a_plan_is_a_map_of_tables_ranks_and_tiers() -> None:
         Tile("items", range(0, 10, 2), range(16), 1, readers=(0,)),
         Tile("items", range(1, 10, 2), range(16), 2),
     )
-    with drawing() as figures:
-        svg, note = draw_plan(figures, Plan(3, tiles))
+    with draw_page("plan") as page:
+        svg, note = draw_plan(page, Plan(3, tiles))
     assert note == "2 tables in 3 tiles on 3 ranks."
     texts = Page(svg).texts
     for part in ("users", "items", "rank", "disk", "device", "copy"):

@@ -102,7 +102,7 @@ def test_a_day_with_another_looked_up_table_is_followed(tmp_path: Path) -> None:
         items = pl.read_parquet(tmp_path / "items.parquet")
         items.with_columns(kind=items["kind"].reverse()).write_parquet(tmp_path / "items.parquet")
         scores = trained("2026-01-02")
-        follower.look()
+        follower.poll()
         assert not follower.refused
         found, step = model.score(columns)
         assert (found[:, 0].tolist(), step) == (scores, 6)

@@ -18,7 +18,7 @@ import pytest
 from typing_extensions import override
 
 from hotbed.errors import CheckpointError, RecipeError, StoppedError, StoreError
-from hotbed.serve.logs import json_logs
+from hotbed.serve.monitoring import json_logs
 from hotbed.serve.options import ServeOptions
 from hotbed.serve.server import Server, listen
 from tests.serve.clients import LONG_S, ROW, Answer, Client, fake, request_bytes, rest_of, serving

@@ -52,7 +52,7 @@ from hotbed.serve.model_files import (
     CountEntry,
     DenseEntry,
     FeatureEntry,
-    FileEntry,
+    ExportedFile,
     ModelManifest,
     StateEntry,
     TableEntry,
@@ -322,7 +322,7 @@ class _Files:
 
     def __init__(self, place: Directory) -> None:
         self._place = place
-        self.entries: dict[str, FileEntry] = {}
+        self.entries: dict[str, ExportedFile] = {}
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> None:
         folder, _, last = name.rpartition("/")
@@ -339,7 +339,7 @@ class _Files:
             writer.abandon()
             raise
         writer.finish()
-        self.entries[name] = FileEntry(bytes=size, sha256=found.hexdigest())
+        self.entries[name] = ExportedFile(bytes=size, sha256=found.hexdigest())
 
     def finish(self, manifest: ModelManifest | ChangeManifest) -> None:
         self._place.write(MANIFEST, json.dumps(manifest.model_dump(), indent=1))
