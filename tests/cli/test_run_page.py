@@ -20,7 +20,7 @@ from hotbed.plan import Plan, Tile
 from tests.cli.cases import Output, refused
 
 pytest.importorskip("matplotlib")
-SECTIONS = ["Test", "Loss and metrics", "Training", "Where the time went", "Tables", "Plan", "Environment"]
+SECTIONS = ["Test", "Loss and metrics", "Training", "Time", "Tables", "Plan", "Environment"]
 
 
 class Page(HTMLParser):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hotbed.cli.dry_run import plan_grids
+from hotbed.cli.pages.plan_page import plan_grids
 from hotbed.cli.pages.report_page import print_table
 from hotbed.errors import PlanError
 from hotbed.optim import Moment, RowWiseAdagrad

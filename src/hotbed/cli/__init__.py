@@ -1,4 +1,4 @@
-"""Which commands does the ``hotbed`` program have? ``hotbed NAME`` is ``cli/NAME.py``.
+"""Commands of the ``hotbed`` program: ``hotbed NAME`` is ``cli/NAME.py``.
 
 Each command file defines ``add_arguments(parser)`` and ``run(parsed)``.
 """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the recipe's options, and those of the days."""
+    """Add the recipe's options, and the options of days."""
     parser.usage = "hotbed daily RECIPE.yaml --data 'logs/day={date}' --from 2026-01-31 [--key value …]"
     add_recipe(parser)
     parser.add_argument("--from", help="First day, e.g. 2026-01-31; optional once the first day is trained.")
@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--marker", help="Name of a file that marks a day's folder as complete, e.g. _SUCCESS.")
     parser.add_argument("--keep", type=int | None, help="Number of newest days to keep checkpoints of (default: all).")
     parser.add_argument("--changes", action="store_true", help="Write the rows that each day changed, as Parquet.")
-    parser.add_argument("--restart_from", help="Day from which to train again; the old results are set aside.")
+    parser.add_argument("--restart_from", help="First day to train again; the old results are set aside.")
     parser.add_argument("--out", help="Directory of the model's days (default: runs/NAME-daily).")
     add_json(parser)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WIDE_SPREAD = 0.5
-"""Relative spread between repeats from which a figure is unreliable."""
+"""Smallest relative spread between repeats of an unreliable figure."""
 MARKS = {"ok": "✓", "absent": "–", "problem": "✗"}
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 """Instruction sets that affect speed."""
@@ -367,7 +367,7 @@ def _extras() -> Iterator[Check]:
 
 
 def _by_extra(package: str) -> dict[str, list[str]]:
-    """Return the packages that each extra of a package needs, including those of nested extras."""
+    """Return the packages of each extra of a package, including nested extras."""
     try:
         required = metadata.requires(package) or []
     except metadata.PackageNotFoundError:  # imported from src/, never installed

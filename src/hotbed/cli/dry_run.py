@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from hotbed.cli.pages.plan_page import plan_grids
 from hotbed.cli.pages.report_page import Columns, ReportTable, print_table
 from hotbed.config import Recipe
 from hotbed.embed import plan_tables
@@ -18,7 +19,7 @@ from hotbed.errors import RecipeError
 from hotbed.machine import resident_bytes
 from hotbed.optim import Moment, SparseOptimizer
 from hotbed.plan.cost import Cost, CostModel, tile_bytes
-from hotbed.plan.tiling import Plan, Tile, extent
+from hotbed.plan.tiling import Plan, Tile
 from hotbed.plan.workload import Workload
 from hotbed.specs import Table
 from hotbed.store.memory import available_bytes
@@ -31,56 +32,13 @@ from hotbed.train.runs.memory_estimate import Forecast
 from hotbed.train.runs.plan_search import planned
 from hotbed.train.runs.report import size
 
-_BAR = 20
 _TIERS = ("device", "host", "disk")
-
-
-def plan_grids(plan: Plan, costs: Sequence[Cost]) -> list[ReportTable]:
-    """Return two tables for a console: how tables are cut, and the ranks' bytes and load (`hotbed.plan.cost`)."""
-    tables = [
-        [name, "{:,} × {:,}".format(*extent(tiles)), format_cut(tiles), format_owners(tiles)]
-        for name, tiles in plan.by_table.items()
-    ]
-    most = max(cost.load for cost in costs) or 1.0
-    ranks: list[list[str]] = []
-    for rank, cost in enumerate(costs):
-        count = sum(rank in tile.ranks for tile in plan.tiles)
-        load = f"{'█' * round(_BAR * cost.load / most)} {cost.load / most:.0%}"
-        ranks.append([str(rank), str(count), f"{cost.nbytes / 2**20:,.1f} MiB", load])
-    return [
-        ReportTable("Tables", ("table", "rows × columns", "cut", "owners"), tables, left=("cut", "owners")),
-        ReportTable("Ranks", ("rank", "tiles", "memory", "load"), ranks, left=("load",)),
-    ]
-
-
-def format_cut(tiles: Sequence[Tile]) -> str:
-    """Describe how a table is cut and copied, e.g. ``4 row parts``."""
-    row_cuts, col_cuts = {t.rows for t in tiles}, {t.cols for t in tiles}
-    parts: list[str] = []
-    if len(row_cuts) > 1:
-        parts.append(f"{len(row_cuts)} row parts")
-    if len(col_cuts) > 1:
-        parts.append(f"{len(col_cuts)} column parts")
-    copied = [t for t in tiles if t.readers]
-    if copied:
-        rows = sum(len(t.rows) for t in copied if t.cols.start == 0)
-        copies = max(len(t.ranks) for t in copied)
-        parts.append(f"{'all' if len(copied) == len(tiles) else f'{rows:,}'} rows on {copies} ranks")
-    return ", ".join(parts) or "whole"
-
-
-def format_owners(tiles: Sequence[Tile]) -> str:
-    """List the ranks that own a table's tiles, e.g. ``0 … 7``."""
-    owners = sorted({t.owner for t in tiles})
-    if len(owners) > 2 and owners == list(range(owners[0], owners[-1] + 1)):
-        return f"{owners[0]} … {owners[-1]}"
-    return ", ".join(map(str, owners))
 
 
 def memory_plan(recipe: Recipe) -> dict[str, Any]:
     """Estimate bytes by table and tier, dense parameters, and the plan of several ranks.
 
-    The number of ranks is that of the processes that torchrun started, or of the recipe's plan file.
+    Without a plan file, there is one rank per process of torchrun.
 
     Raises
     ------

@@ -63,7 +63,7 @@ def _export_model(parsed: Namespace) -> dict[str, Any]:
 
 
 def format_changes(made: dict[str, Any]) -> str:
-    """Return how many rows and ids an export of changes has, and of which steps."""
+    """Describe an export of changes: numbers of rows and deleted ids, and steps."""
     upserts, deletes = (sum(of[key] for of in made["tables"].values()) for key in ("upserts", "deletes"))
     base = "" if made.get("base") is None else f" since step {made['base']:,}"
     return f"{upserts:,} rows and {deletes:,} deleted ids of step {made['sequence']:,}{base}"

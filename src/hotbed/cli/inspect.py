@@ -102,7 +102,7 @@ def inspect_data(
     label: str | None = None,
     html: str | None = None,
 ) -> tuple[dict[str, Any], DataError | None]:
-    """Read all rows of a dataset once, after those of ``against``.
+    """Read all rows of ``against``, and then all rows of a dataset.
 
     Returns
     -------

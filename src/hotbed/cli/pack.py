@@ -124,7 +124,7 @@ def pack_by_popularity(
 def _extra_row_bytes(
     recipe: Recipe, source: SplitBinarySource, tables: Sequence[Table], moments: Sequence[Moment]
 ) -> dict[str, int]:
-    """Return the bytes per row of a model's further tables with the same ids, e.g. those of `WideDeep`.
+    """Return the bytes per row of a model's further tables with the same ids, as in `WideDeep`.
 
     For a table with rows of two dtypes, the bytes of its first rows count.
     """

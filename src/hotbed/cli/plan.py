@@ -190,7 +190,7 @@ def find_plans(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
 def faster_settings(recipe: Recipe, ranks: int, found: Found) -> dict[str, float]:
     """Return settings with more samples per second than a plan over several nodes.
 
-    The candidates are half as many ranks, the ranks of one node, and hierarchical exchanges.
+    The candidates are half the ranks, the ranks of one node, and hierarchical exchanges.
     """
     hardware, parallel = found.model.hardware, recipe.parallel
     assert hardware is not None
@@ -285,7 +285,7 @@ def run_simulation(to: Console, found: Found, recipe: Recipe, ranks: int, option
         if sweep.what != RANKS:
             result["elasticity"] = elasticity = elasticities(found, options.stragglers)
             values = ", ".join(f"{figure} {value:.2f}" for figure, value in elasticity.items()) or "none"
-            to.print(f"percent by which a 1 % better figure shortens this plan's step: {values}", soft_wrap=True)
+            to.print(f"shorter step (in %) if a figure is 1 % better: {values}", soft_wrap=True)
     if options.trace is not None:
         write_text(options.trace, json.dumps(chrome_trace(simulation.events)))
     if options.html is not None:

@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
         "--model",
         action="append",
         default=[],
-        help="Named model, e.g. clicks=DIR; repeat for several, the first of which answers POST /score.",
+        help="Named model, e.g. clicks=DIR; repeat for several models. The first one answers POST /score.",
     )
     parser.add_argument(
         "--memory_gib", type=Positive | None, help="Memory limit for the rows of each model (default: all rows)."

@@ -12,7 +12,7 @@ _TORCHRUN = "torchrun starts several processes: torchrun --nproc_per_node 2 -m h
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the recipe's options, and those of the run."""
+    """Add the recipe's options, and the options of the run."""
     parser.usage = "hotbed train RECIPE.yaml [--key value …]"
     add_recipe(parser)
     parser.add_argument("--out", default="runs", help="Parent directory of runs, which are OUT/NAME/TIME.")

@@ -30,7 +30,7 @@ LONGEST_WAIT_S = 60.0
 CLOSE_S = 30.0
 """Longest time that `Follower.close` waits for the thread."""
 COMPACTED_SHARE = 0.5
-"""Disk space of changes, relative to the exported files, from which a full model of the same step replaces them."""
+"""Largest disk space of changes, relative to the exported files, before a full model replaces them."""
 
 _log = logging.getLogger("hotbed")
 _NAME = re.compile(r"(model|change)-(\d{1,18})")
@@ -257,7 +257,7 @@ class Follower:
 
 
 def _refusal(error: Exception) -> RefusedError:
-    """Return the reason for which a version is refused."""
+    """Convert an error to a `RefusedError`."""
     if isinstance(error, RefusedError):
         return error
     reason: Reason = "failed"
@@ -271,7 +271,7 @@ def _refusal(error: Exception) -> RefusedError:
 def open_newest(source: str | Path | Directory, **options: Any) -> ServedModel:
     """Open an exported model, or the newest undamaged full model of a published directory (a path or a URI).
 
-    ``options`` are those of `ServedModel.open`. Raise `CheckpointError` if there is no such model.
+    ``options`` are passed to `ServedModel.open`. Raise `CheckpointError` if there is no such model.
     """
     found = directory(source)
     if found.has(MANIFEST):

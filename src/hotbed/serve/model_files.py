@@ -174,8 +174,8 @@ class ModelManifest(Entry):
                 yield f"tables.{name}.fp32_rows: got {table.fp32_rows:,}, expected at most rows {table.rows:,}"
             elif table.record_bytes != (nbytes := table.records().record_bytes):
                 yield (
-                    f"tables.{name}.record_bytes: got {table.record_bytes:,}, expected {nbytes:,} for {table.dtype} rows "
-                    f"of {table.dim} columns. Use the release that wrote it"
+                    f"tables.{name}.record_bytes: got {table.record_bytes:,}, expected {nbytes:,} for {table.dtype} "
+                    f"rows of {table.dim} columns. Use the release that wrote it"
                 )
             for key, file, nbytes in (("file", table.file, table.record_bytes), ("ids", table.ids, 8)):
                 if file is not None:
@@ -532,7 +532,7 @@ class ChangeSet(Published):
 
 
 def _by_table(batch: Any, found: Counter[tuple[str, str]], where: str) -> Iterator[TableChange]:
-    """Split a record batch by table and operation, by which its rows are sorted."""
+    """Split a record batch, whose rows are sorted, by table and operation."""
     tables, ops = (batch.column(name).cast("string").to_numpy(zero_copy_only=False) for name in ("table", "op"))
     ids = torch.from_numpy(batch.column("id").to_numpy(zero_copy_only=False).astype(np.int64))
     vectors = batch.column("vector")

@@ -273,7 +273,7 @@ def _read_binary(given: _InputTensor, data: memoryview, count: int) -> pa.Array:
 
 
 def _read_texts(name: str, data: memoryview, count: int) -> pa.Array:
-    """Return texts, each of which follows its length in 4 bytes."""
+    """Return texts. Each one follows its length in 4 bytes."""
     texts, at = list[bytes](), 0
     while at + 4 <= len(data) and len(texts) < count:
         (size,) = struct.unpack_from("<I", data, at)

@@ -62,7 +62,7 @@ _readers = ThreadPoolExecutor(READERS, "hotbed-serve-rows")
 
 
 class RecordFile(NamedTuple):
-    """A file of records, the first of which has slot ``first``."""
+    """A file of records whose first slot is ``first``."""
 
     path: Path
     first: int

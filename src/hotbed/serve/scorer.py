@@ -209,7 +209,7 @@ class Scorer:
         return self._sizes or [self._smallest]
 
     def _equal_sizes(self, batch: Batch, vectors: _BatchVectors) -> list[int]:
-        """Test block sizes on random rows, some of which would differ if a sum had another order.
+        """Test block sizes on random rows. Another order of sums would change some of them.
 
         Only the smallest size remains if the model refuses the rows, its results are mostly equal, or a sequence has no
         limit.

@@ -152,7 +152,7 @@ class Server:
         self.started.set()
 
     def drain(self, number: int) -> float:
-        """Begin to drain, and return the seconds for which requests are still answered."""
+        """Begin to drain, and return its seconds."""
         self._app.draining = True
         LOG.info("draining", extra={"details": {"signal": signal.Signals(number).name}})
         return self._options.drain_s if number == signal.SIGTERM else 0.0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hotbed.data import Schema
 
 MODELS = ("DLRM", "WideDeep", "DCNv2", "DeepFM", "MMoE", "DIN", "SASRec", "HSTU", "TwoTower")
-"""Classes of `hotbed.nn` for which a recipe can be drafted."""
+"""Classes of `hotbed.nn` that a drafted recipe can have."""
 OF_NEXT_ITEMS = ("SASRec", "HSTU")
 """Models whose only inputs are a history and its candidate."""
 _ITEM_WORDS = frozenset(

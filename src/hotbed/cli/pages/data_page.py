@@ -31,7 +31,7 @@ MOST_PANELS = 120
 MOST_DRIFTS = 40
 """Largest number of columns in the figure of drift."""
 MOVED, UNLIKE = 0.1, 0.25
-"""Stability indices from which a distribution has moved, and from which it is a different one."""
+"""Smallest stability index of a moved distribution, and of a different one."""
 _SIZES = [m * 10**e for e in range(7) for m in (1, 2, 5)]
 
 

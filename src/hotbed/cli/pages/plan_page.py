@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from hotbed.cli.dry_run import format_cut, format_owners
 from hotbed.cli.pages.report_page import (
     BLUE,
     GRAY,
@@ -27,14 +26,14 @@ from hotbed.cli.pages.report_page import (
     print_table,
     set_rows,
 )
-from hotbed.plan.cost import PARTS, TIERS, tile_bytes
+from hotbed.plan.cost import PARTS, TIERS, Cost, tile_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found
 from hotbed.plan.simulation.simulate import Simulation, amount_text
 from hotbed.plan.simulation.sweep import ASSUMED_FACTOR, RANKS, Point, Sweep, assumed_range, first_that_fits
 from hotbed.plan.simulation.timeline import THREADS
 from hotbed.plan.step_time import Term, estimate_step, parts_of_busiest
-from hotbed.plan.tiling import extent
+from hotbed.plan.tiling import Plan, Tile, extent
 from hotbed.train.runs.report import size
 
 MOST_BARS = 64
@@ -48,6 +47,7 @@ PART_COLORS = (*_FIRST, "#e8a0b8", "#f1ce63", ORANGE, GRAY, RED, "#7b6d5a")
 """Colors of `hotbed.plan.cost.PARTS`."""
 RESOURCES: tuple[str, ...] = ("device memory", "arithmetic", "links", "host link", "disk", "cores")
 RESOURCE_COLORS: dict[str, str] = dict(zip(RESOURCES, (BLUE, GREEN, RED, ORANGE, GRAY, PURPLE), strict=True))
+_BAR = 20
 _EDGE = {"edgecolor": "white", "linewidth": 0.3}
 
 
@@ -56,6 +56,48 @@ def _ms(seconds: float) -> str:
 
 
 # -- printed -----------------------------------------------------------------------------------------------------
+
+
+def plan_grids(plan: Plan, costs: Sequence[Cost]) -> list[ReportTable]:
+    """Return two tables for a console: how tables are cut, and the ranks' bytes and load (`hotbed.plan.cost`)."""
+    tables = [
+        [name, "{:,} × {:,}".format(*extent(tiles)), format_cut(tiles), format_owners(tiles)]
+        for name, tiles in plan.by_table.items()
+    ]
+    most = max(cost.load for cost in costs) or 1.0
+    ranks: list[list[str]] = []
+    for rank, cost in enumerate(costs):
+        count = sum(rank in tile.ranks for tile in plan.tiles)
+        load = f"{'█' * round(_BAR * cost.load / most)} {cost.load / most:.0%}"
+        ranks.append([str(rank), str(count), f"{cost.nbytes / 2**20:,.1f} MiB", load])
+    return [
+        ReportTable("Tables", ("table", "rows × columns", "cut", "owners"), tables, left=("cut", "owners")),
+        ReportTable("Ranks", ("rank", "tiles", "memory", "load"), ranks, left=("load",)),
+    ]
+
+
+def format_cut(tiles: Sequence[Tile]) -> str:
+    """Describe how a table is cut and copied, e.g. ``4 row parts``."""
+    row_cuts, col_cuts = {t.rows for t in tiles}, {t.cols for t in tiles}
+    parts: list[str] = []
+    if len(row_cuts) > 1:
+        parts.append(f"{len(row_cuts)} row parts")
+    if len(col_cuts) > 1:
+        parts.append(f"{len(col_cuts)} column parts")
+    copied = [t for t in tiles if t.readers]
+    if copied:
+        rows = sum(len(t.rows) for t in copied if t.cols.start == 0)
+        copies = max(len(t.ranks) for t in copied)
+        parts.append(f"{'all' if len(copied) == len(tiles) else f'{rows:,}'} rows on {copies} ranks")
+    return ", ".join(parts) or "whole"
+
+
+def format_owners(tiles: Sequence[Tile]) -> str:
+    """List the ranks that own a table's tiles, e.g. ``0 … 7``."""
+    owners = sorted({t.owner for t in tiles})
+    if len(owners) > 2 and owners == list(range(owners[0], owners[-1] + 1)):
+        return f"{owners[0]} … {owners[-1]}"
+    return ", ".join(map(str, owners))
 
 
 def print_plan(to: Console, found: Found, others: dict[str, float], device_bytes: int | None) -> None:
@@ -201,7 +243,7 @@ def _sweep(sweep: Sweep, points: Sequence[Point]) -> ReportTable:
             "" if simulation.per_billion is None else f"{simulation.per_billion:,.2f}",
         ]
         rows.append(cells)
-    title = "ranks, with as many samples each" if sweep.what == RANKS else sweep.what
+    title = "ranks, at a constant batch per rank" if sweep.what == RANKS else sweep.what
     head = (sweep.what, "step", "samples/s", "efficiency", "waiting", "bound by", "per billion samples")
     return ReportTable(f"Sweep of {title}", head, rows, left=("bound by",))
 
@@ -372,7 +414,7 @@ def _scaling(page: Page, sweep: Sweep, points: Sequence[Point]) -> None:
     axes.set_yticks(marks, [amount_text(mark, "/s") for mark in marks])
     axes.minorticks_off()
     axes.margins(0.06, 0.12)
-    page.text("Each rank has as many samples at every point. Dashed: every rank is as fast as at the first point.")
+    page.text("The batch per rank is constant. Dashed: every rank is as fast as at the first point.")
     page.figures(page.svg(axes, "scaling"))
     page.table(_sweep(sweep, points))
     page.text(*missing)

@@ -128,7 +128,7 @@ def render_runs(runs: Sequence[RunRecords]) -> str:
             ("Test", lambda: _test(page, runs)),
             ("Loss and metrics", lambda: _learning(page, runs)),
             ("Training", lambda: _training(page, runs)),
-            ("Where the time went", lambda: _time(page, run)),
+            ("Time", lambda: _time(page, run)),
             ("Tables", lambda: _tables(page, run)),
             ("Plan", lambda: _plan(page, run)),
             ("Environment", lambda: _environment(page, run)),
