@@ -224,7 +224,7 @@ def test_a_recipe_says_what_a_weight_is_and_how_there_is_a_validation_split(tmp_
     pq.write_table(table, tmp_path / "log.parquet")
     text = draft_recipe(tmp_path / "log.parquet")
     assert "weight: weight" in text and "# by its name, how much a sample counts; null if it is none" in text
-    assert "  # One epoch needs no validation split; tuning does: draft with --valid for it." in text
+    assert "  # One epoch needs no validation split. Tuning does: draft with --valid." in text
     assert "tuning" not in draft_recipe(tmp_path / "log.parquet", valid=True)
 
 

@@ -283,7 +283,7 @@ def test_the_newest_whole_model_is_opened(publisher: Publisher, tmp_path: Path) 
     assert served.step == 10
     Follower(served, publisher.published).poll()
     assert is_newest(served, publisher)
-    with pytest.raises(CheckpointError, match=r"holds no exported model; make one with hotbed export"):
+    with pytest.raises(CheckpointError, match=r"has no exported model"):
         open_newest(tmp_path / "nothing")
     shutil.rmtree(publisher.published / "model-000000000010")
     with pytest.raises(CheckpointError, match=r"items.rows has \d+"):
