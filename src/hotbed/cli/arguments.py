@@ -270,7 +270,9 @@ def read_recipe_values(path: str | Path) -> Any:
     at = location(str(path))
     if isinstance(at, Path):
         return read_yaml(at)
-    from hotbed.checkpoint.single_files import read_yaml as read_remote  # imports torch, which parsing does not need
+    from hotbed.checkpoint.single_files import (
+        read_yaml_uri as read_remote,  # imports torch, which parsing does not need
+    )
 
     return read_remote(at)
 
@@ -340,9 +342,9 @@ def console(*, stderr: bool = False) -> Console:
 def save_json(path: str | None, value: Mapping[str, Any]) -> None:
     """Write a command's results to the file of ``--json``, if that was passed."""
     if path is not None:
-        from hotbed.checkpoint.single_files import write_text
+        from hotbed.checkpoint.single_files import write_text_uri
 
-        write_text(path, json_text(value))
+        write_text_uri(path, json_text(value))
 
 
 def check_json(path: str, option: str = "--json") -> None:

@@ -79,7 +79,7 @@ def run(parsed: Namespace) -> None:
         save_json(parsed.json, {"command": "doctor", "checks": [check._asdict() for check in checks]})
         return
     check_json(parsed.measure, "--measure")
-    from hotbed.checkpoint.single_files import write_text
+    from hotbed.checkpoint.single_files import write_text_uri
     from hotbed.measure.machine_profile import MeasureOptions, measure
     from hotbed.parsing import yaml_text
 
@@ -88,7 +88,7 @@ def run(parsed: Namespace) -> None:
     with _show_stage(console(stderr=True)) as show:
         profile = measure(options, folder, show)
     about = {key: profile[key] for key in profile if key != "figures"}
-    write_text(parsed.measure, f"{yaml_text(about)}\n{yaml_text({'figures': profile['figures']}, width=110)}\n")
+    write_text_uri(parsed.measure, f"{yaml_text(about)}\n{yaml_text({'figures': profile['figures']}, width=110)}\n")
     print_profile(to, profile)
     to.print(f"profile: {parsed.measure}", soft_wrap=True)
     save_json(parsed.json, {"command": "doctor", "profile": profile})

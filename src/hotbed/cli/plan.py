@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from hotbed.checkpoint.single_files import write_text
+from hotbed.checkpoint.single_files import write_text_uri
 from hotbed.cli.arguments import (
     Parser,
     add_json,
@@ -134,7 +134,7 @@ def run(parsed: Namespace) -> None:
         save_json(parsed.json, {"problem": str(error), "sweep": figures})
         return
     if out is not None:
-        write_text(out, found.plan.to_json())
+        write_text_uri(out, found.plan.to_json())
     figures = to_json(found, others)
     print_plan(to, found, others, recipe.memory.device_bytes)
     figures["faster"] = faster_settings(recipe, ranks, found)
@@ -287,12 +287,12 @@ def run_simulation(to: Console, found: Found, recipe: Recipe, ranks: int, option
             values = ", ".join(f"{figure} {value:.2f}" for figure, value in elasticity.items()) or "none"
             to.print(f"shorter step (in %) if a figure is 1 % better: {values}", soft_wrap=True)
     if options.trace is not None:
-        write_text(options.trace, json.dumps(chrome_trace(simulation.events)))
+        write_text_uri(options.trace, json.dumps(chrome_trace(simulation.events)))
     if options.html is not None:
         if sweep is None or sweep.what != RANKS:
             sweep = Sweep.around(ranks, recipe.parallel.replicas)
             points = simulate_points(sweep, recipe, ranks, options)
-        write_text(options.html, render_plan(recipe.name, found, simulation, sweep, points))
+        write_text_uri(options.html, render_plan(recipe.name, found, simulation, sweep, points))
     return result
 
 

@@ -32,7 +32,7 @@ from hotbed.serve.model_files import ChangeSet, ExportedModel, ModelManifest, Ta
 from hotbed.serve.row_files import CHANGED_ROWS, ArenaFiles, FileStorage, ResidentRows, records_of
 from hotbed.specs import ANY_ID, DYNAMIC_WAYS, Feature, Table
 from hotbed.store import LazyStore, Storage, Traffic
-from hotbed.store.hash_index import positions
+from hotbed.store.hash_index import find_positions
 from hotbed.store.records import Records
 
 SETS_AT_ONCE = 1 << 13
@@ -93,7 +93,7 @@ class ServedLookup:
 class ServedIds:
     """Find the rows of a dynamic table's ids. Only changes evict and add ids.
 
-    As in training (`hotbed.embed.dynamic.Vocabulary`), the row of an id is one of the 128 rows of its set. The ids
+    As in training (`hotbed.embed.dynamic.DynamicVocabulary`), an id has one of the 128 rows of its set. The ids
     ``[R]`` (−1 for a free row) are mapped from a file without a name in ``directory`` (default: the directory of
     temporary files), so that the system can reclaim the memory. Changes have ids instead of rows, because an id can
     take any free row of its set.
@@ -147,7 +147,7 @@ class ServedIds:
         for some, of_some in zip(distinct.split(SETS_AT_ONCE), counts.split(SETS_AT_ONCE), strict=True):
             candidates = some[:, None] * DYNAMIC_WAYS + ways
             is_free = torch.from_numpy(self._ids[candidates.numpy()]) == cpu_cache.FREE
-            is_free |= (positions(freed_sorted, candidates.flatten()) >= 0).view_as(candidates)
+            is_free |= (find_positions(freed_sorted, candidates.flatten()) >= 0).view_as(candidates)
             if bool((is_free.sum(1) < of_some).any()):
                 raise DamagedError(
                     f"the changes are of another model: a set of table '{self._table}' would have more than "
@@ -168,7 +168,7 @@ class ServedIds:
     def staged_rows(self, ids: Tensor) -> Tensor:
         """Return the rows that ids ``[n]`` will have after `swap`."""
         rows = self.rows_of(ids)
-        at = positions(self._new_ids, ids)
+        at = find_positions(self._new_ids, ids)
         is_new = at >= 0
         rows[is_new] = self._new_rows[at[is_new]]
         return rows

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from hotbed.checkpoint import MANIFEST, directory
-from hotbed.checkpoint.single_files import read_yaml
+from hotbed.checkpoint.single_files import read_yaml_uri
 from hotbed.cli.drafts.init_stored import open_stored
 from hotbed.cli.pages.report_page import Columns, ReportTable, format_cell, print_table, require_matplotlib
 from hotbed.config import Recipe, check_trust, import_from
@@ -39,7 +39,7 @@ def open_data(path: str | Path, *, trust_recipe: bool = False) -> Source:
     if (stored := open_stored(path)) is not None:
         return stored.source
     if folder is not None and ((of_run := folder.has(RECIPE)) or folder.name.endswith((".yaml", ".yml"))):
-        recipe = Recipe.from_dict(read_yaml((folder / RECIPE).path if of_run else path))
+        recipe = Recipe.from_dict(read_yaml_uri((folder / RECIPE).path if of_run else path))
         if of_run:
             check_trust(recipe, (folder / RECIPE).path, trusted=trust_recipe)
         elif isinstance(path, Path):
