@@ -247,5 +247,5 @@ def test_weights_of_ids_that_are_named(tmp_path: Path) -> None:
 def test_pairs_that_cannot_be(films: Path, given: str, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         draft_recipe(films, model="DIN", history=[given])
-    with pytest.raises(SpecError, match="gives 'watched' two columns, movie and price"):
+    with pytest.raises(SpecError, match="--history: got movie and price for 'watched'"):
         draft_recipe(films, model="DIN", history=["watched=movie", "watched=price"])

@@ -334,7 +334,7 @@ def test_the_page(tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert text.count("<svg") == text.count("</svg>") == 1 + 4  # drift; click, user, words and price
     assert "&lt;monday&gt;" in text and "<monday>" not in text
-    assert "Not as" in text and "label 5 at row 1" in text
+    assert "Differences from" in text and "label 5 at row 1" in text
     assert not re.search(r"https?:|<script|url\([^#]|src=", re.sub(r' xmlns(:xlink)?="[^"]*"', "", text))
     assert "nan" not in text.lower().replace("dominant", "")
     for fact in ("≈" if "≈" in text else "1,000", "unseen before", "20.0% missing", "stability index"):

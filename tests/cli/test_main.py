@@ -233,7 +233,7 @@ def test_init_drafts_a_recipe_that_trains(parquet: Path, tmp_path: Path, capsys:
     out = tmp_path / "drafted.yaml"
     assert main(["init", str(parquet), "--out", str(out)]) == 0
     assert out.read_text() == drafted
-    assert "exists already and is not overwritten" in refused(["init", str(parquet), "--out", str(out)], capsys)
+    assert "exists and is not overwritten" in refused(["init", str(parquet), "--out", str(out)], capsys)
     small = ["--train.batch_size", "128", "--data.source.init_args.schema.group", "user", "--train.device", "cpu"]
     status, summary, _ = train(out, *small)
     assert status == 0

@@ -78,7 +78,7 @@ def test_device_memory_is_the_machines_or_less(recipe: Path, capsys: pytest.Capt
     assert "memory.device_bytes" not in whole
     recipe.write_text(recipe.read_text() + "memory: {tier: host, device_bytes: 1048576}\n")
     planned(recipe, "--ranks", "2")
-    assert "of 1.0 MiB per rank (the recipe's memory.device_bytes); beside" in capsys.readouterr().out
+    assert "of 1.0 MiB per rank (the recipe's memory.device_bytes); reserved" in capsys.readouterr().out
     recipe.write_text(recipe.read_text().replace("1048576", str(10**15)))  # no machine gets larger by it
     planned(recipe, "--ranks", "2")
     assert capsys.readouterr().out.partition("device memory: ")[2] == whole
@@ -158,7 +158,7 @@ def test_a_recipe_trains_with_plan_auto(recipe: Path):
         (["--ranks", "5", "--replicas", "2"], "--ranks: got 5, expected a positive multiple of parallel.replicas 2"),
         (["--ranks", "0"], "--ranks: got 0, expected a positive multiple"),
         (["--ranks", "2", "--hardware", "a100"], "hardware profile: got 'a100', expected one of"),
-        (["--ranks", "2", "--plan", "{file}"], "there is nothing to search for"),
+        (["--ranks", "2", "--plan", "{file}"], "a complete plan"),
         (["--ranks", "2", "--plan", "{list}"], "list.yaml holds list, must be a plan, or schemes by table"),
         (["--ranks", "2", "--memory.device_bytes", "1000", "--memory.tier", "host"], None),
     ],
