@@ -97,13 +97,13 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, capsys: Output, exported:
         ([model, "--host", "0.0.0.0"], "--host 0.0.0.0 is reachable from other machines"),
         (
             [model, "--token_file", str(tmp_path / "none")],
-            "none cannot be read (No such file or directory); give a file",
+            "none cannot be read (No such file or directory)",
         ),
         (
             [model, "--memory_gib", "1", "--redis", "cache:6379"],
             "got 'cache:6379', expected redis://HOST:PORT/DATABASE",
         ),
-        ([model, "--max_batch_rows", "0"], "--max_batch_rows is 0, must be above 0"),
+        ([model, "--max_batch_rows", "0"], "--max_batch_rows: got 0, expected at least 1"),
     ]:
         assert message in refused(["serve", "--port", "0", *argv], capsys), argv
 

@@ -143,10 +143,10 @@ def test_all_bodies_together_have_a_limit() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"port": 70_000}, "--port is 70000, must be from 0"),
-        ({"max_batch_rows": 0}, "--max_batch_rows is 0, must be above 0"),
-        ({"max_wait_ms": -1.0}, "--max_wait_ms is -1.0, must be at least 0"),
-        ({"timeout_s": float("nan")}, "--timeout_s is nan, must be at most 86,400"),
+        ({"port": 70_000}, "--port: got 70,000, expected"),
+        ({"max_batch_rows": 0}, "--max_batch_rows: got 0, expected at least 1"),
+        ({"max_wait_ms": -1.0}, "--max_wait_ms: got -1.0, expected"),
+        ({"timeout_s": float("nan")}, "--timeout_s: got nan"),
         ({"max_body_bytes": 1 << 40}, "--max_buffered_bytes: got 268,435,456, expected at least --max_body_bytes"),
     ],
 )
