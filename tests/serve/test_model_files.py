@@ -117,7 +117,7 @@ def test_damage_is_found(made: Path) -> None:
 
 def test_what_a_killed_export_left_is_cleared(made: Path) -> None:
     (made / "manifest.json").rename(made / "unfinished.json")
-    with pytest.raises(CheckpointError, match="holds no manifest"):
+    with pytest.raises(CheckpointError, match="has no manifest"):
         ExportedModel.open(made)
     model = Wide(FORMS[:2])
     about, program = described(model)

@@ -115,7 +115,7 @@ def test_a_full_queue_refuses_and_a_late_request_is_given_up() -> None:
         until(lambda: queued(client) == 4)
         full = client.ask("POST", "/score", [ROW])
         assert (full.status, full.headers["retry-after"]) == (503, "1")
-        assert full.json["error"].startswith("got 4 waiting rows, expected at most 4")
+        assert full.json["error"].startswith("the queue is full: got 4 waiting rows, expected at most 4")
         for answer in (held.result(), waits.result()):
             assert (answer.status, answer.json["error"][:47]) == (
                 504,
@@ -272,7 +272,7 @@ def test_a_drain_answers_what_was_begun() -> None:
         model.go.clear()
         begun = asked(pool, client, [ROW])
         assert model.entered.acquire(timeout=LONG_S)
-        client.server._uvicorn.asked(signal.SIGTERM)
+        client.server._uvicorn.shut_down(signal.SIGTERM)
         until(lambda: client.ask("GET", "/v2/health/ready").status == 503)
         assert client.ask("GET", "/v2/models/clicks/ready").json == {"name": "clicks", "ready": False}
         assert client.ask("GET", "/v2/health/live").status == 200
@@ -294,8 +294,8 @@ def test_a_second_signal_ends_at_once() -> None:
             model.go.clear()
             to.sendall(request_bytes(json.dumps([ROW]).encode()))
             assert model.entered.acquire(timeout=LONG_S)
-            server._uvicorn.asked(signal.SIGINT)
-            server._uvicorn.asked(signal.SIGINT)
+            server._uvicorn.shut_down(signal.SIGINT)
+            server._uvicorn.shut_down(signal.SIGINT)
             with pytest.raises(StoppedError, match="a second signal ended the server before all requests") as raised:
                 running.result(LONG_S)
             assert raised.value.signal == 2

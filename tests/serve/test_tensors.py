@@ -222,15 +222,15 @@ def test_binary_data_that_are_refused(client: Client) -> None:
     for name, blob, message in [
         ("user", b"\0" * 15, "got binary_data_size 15, expected 16 for INT64"),
         ("item", texts(b"pen"), "got 7 bytes, expected 2 texts"),
-        ("item", texts(b"pen", b"x", b"y"), "are not 2 texts"),
-        ("item", struct.pack("<I", 1 << 31) + b"x", "are not 2 texts"),
+        ("item", texts(b"pen", b"x", b"y"), "expected 2 texts"),
+        ("item", struct.pack("<I", 1 << 31) + b"x", "expected 2 texts"),
         ("item", texts(b"pen", b"\xff"), "input 'item': text is not UTF-8"),
     ]:
         body, headers = binary(inputs(), {name: blob})
         answer = client.ask("POST", INFER, body, headers)
         assert (answer.status, message in answer.json["error"]) == (400, True), answer.body
     body, headers = binary(inputs(), BLOBS)
-    for length, message in (("x", "got 'x', expected the length"), ("-1", "is '-1'"), ("99999", "is '99999'")):
+    for length, message in (("x", "got 'x', expected the length"), ("-1", "got '-1'"), ("99999", "got '99999'")):
         answer = client.ask("POST", INFER, body, headers | {"Inference-Header-Content-Length": length})
         assert (answer.status, message in answer.json["error"]) == (400, True), answer.body
     assert "has 3 bytes after" in client.ask("POST", INFER, body + b"abc", headers).json["error"]
@@ -253,7 +253,7 @@ def test_a_version_is_asked_for_or_refused() -> None:
         assert client.ask("POST", path, {"inputs": inputs()}).json["model_version"] == "100"
         model.step = 120
         answer = client.ask("POST", path, {"inputs": inputs()})
-        assert (answer.status, answer.json["error"][:50]) == (404, "version of clicks: got '100', expected 12")
+        assert answer.status == 404 and "got '100', expected 120" in answer.json["error"]
         assert infer(client, inputs()).json["model_version"] == "120"
 
 
