@@ -208,7 +208,7 @@ def test_values_that_cannot_be(key: str, value: object, message: str, folder: Pa
         (["train", "r.yaml", "--json", "rows.yaml/x.json"], "is not writable"),
         (["train", "r.yaml", "--json", "/proc/nope/x.json"], "/proc is not writable"),
         (["eval", "r.yaml", "--checkpoint", "x", "--json", "folder"], "unknown argument r.yaml"),
-        (["inspect", "rows.yaml", "--json", "folder"], "--json is 'folder', which is a directory"),
+        (["inspect", "rows.yaml", "--json", "folder"], "--json: got 'folder', which is a directory"),
         (["train", "r.yaml", "--resume", "absent"], "absent is neither a checkpoint"),
         (["train", "r.yaml", "--init_from", "absent"], "absent is neither a checkpoint"),
         (["train", "r.yaml", "--out", "rows.yaml"], "rows.yaml"),
