@@ -38,8 +38,8 @@ from rich.table import Table
 
 from benchmarks.command import run
 from hotbed.data.encoding.encoder import Encoder
-from hotbed.serve.logs import json_logs
 from hotbed.serve.model_files import ExportedModel
+from hotbed.serve.monitoring import json_logs
 from hotbed.serve.options import ServeOptions
 from hotbed.serve.served_model import ServedModel
 from hotbed.serve.server import Served, Server, listen

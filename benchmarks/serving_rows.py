@@ -47,9 +47,9 @@ from hotbed.nn.dense_program import DensePart, trace_dense_part
 from hotbed.serve.model_files import (
     MANIFEST,
     DenseEntry,
+    ExportedFile,
     ExportedModel,
     FeatureEntry,
-    FileEntry,
     InitEntry,
     ModelManifest,
     TableEntry,
@@ -217,7 +217,7 @@ def write(place: Path, rows: int) -> None:
     paths = [p for p in place.rglob("*") if p.is_file()]
     # Nothing here verifies hashes of tables, so that 10 GB are not read once more.
     hashes = {p: hashlib.sha256(p.read_bytes()).hexdigest() if p.suffix == ".pt2" else "0" * 64 for p in paths}
-    files = {p.relative_to(place).as_posix(): FileEntry(bytes=p.stat().st_size, sha256=hashes[p]) for p in paths}
+    files = {p.relative_to(place).as_posix(): ExportedFile(bytes=p.stat().st_size, sha256=hashes[p]) for p in paths}
     schema = hb.Schema(sparse=tuple(SparseColumn(name=name, rows=rows) for name in collection.tables))
     manifest = ModelManifest(
         name="rows", step=0, state="0" * 64, written=time.time(), labels=["y"], hash=None,

@@ -13,7 +13,7 @@ import reprlib
 import warnings
 from pathlib import Path
 from tokenize import TokenError
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import yaml
 from typing_extensions import override
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
-    from pydantic import ValidationError
+    from pydantic import BaseModel, ValidationError
+
+    from hotbed.errors import HotbedError
 
 MOST_BYTES = 64 << 20
 """Largest file of JSON or YAML that is read; recipes and the manifests of checkpoints have limits of their own."""
@@ -62,6 +64,7 @@ _EXPECTED = {
     "string_too_long": "at most {max_length:,} characters",
 }
 """Limits in messages, by pydantic's type of an error."""
+_Model = TypeVar("_Model", bound="BaseModel")
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 
 
@@ -163,6 +166,28 @@ def fault_of(error: ValidationError, limits: Mapping[str, str] | None = None) ->
     if limit is None:
         return f"{got}: {first['msg'][:1].lower()}{first['msg'][1:]}{more}"
     return f"{got}, expected {limit}{more}"
+
+
+def validate_model(
+    model: type[_Model],
+    values: object,
+    error: type[HotbedError],
+    where: str,
+    *,
+    limits: Mapping[str, str] | None = None,
+    prefix_keys: bool = True,
+) -> _Model:
+    """Return a pydantic model of parsed values; raise an error with the first faulty key, its value and its limit.
+
+    ``where`` precedes the key. Without ``prefix_keys`` it precedes only faults of the value as a whole.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return model.model_validate(values)
+    except ValidationError as found:
+        prefix = f"{where}: " if prefix_keys or not found.errors()[0]["loc"] else ""
+        raise error(f"{prefix}{fault_of(found, limits)}") from None
 
 
 def yaml_text(value: object, *, width: int | None = None) -> str:

@@ -132,7 +132,7 @@ def test_every_command_names_it(tmp_path: Path, recipe: Path, capsys: Output, ca
     drafted = tmp_path / "drafted.yaml"
     if bad.of_init is None:
         assert main(["init", str(folder), "--label", "label", "--out", str(drafted)]) == 0
-        assert "Left out" in drafted.read_text() or "positive: " in drafted.read_text()
+        assert "Unused columns" in drafted.read_text() or "positive: " in drafted.read_text()
         drafted.unlink()
     else:
         message = refused(["init", str(folder), "--label", "label", "--out", str(drafted)], capsys)

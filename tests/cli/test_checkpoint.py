@@ -62,7 +62,7 @@ def test_verify_counts_blocks_and_names_damage(checkpoint: Path, tmp_path: Path,
     assert (found["files"], found["blocks"], found["bytes"]) == (3, 3, manifest.nbytes)
     assert found["bytes_per_s"] == pytest.approx(found["bytes"] / found["seconds"])
     captured = capsys.readouterr()
-    assert "c: 3 files, 3 blocks unharmed (0.000 GB, " in captured.out
+    assert "c: 3 files, 3 blocks undamaged (0.000 GB, " in captured.out
     assert captured.err.strip() == f"verifying {checkpoint} …"
     file = next(checkpoint.glob("tables-*"))
     file.write_bytes(b"x" * file.stat().st_size)
@@ -135,19 +135,19 @@ def test_a_run_is_converted_by_its_newest_checkpoint(recipe: Path, tmp_path: Pat
         (["--to", "onnx"], "--to: got 'onnx', expected one of hotbed"),
         (["--dtype", "int7"], "dtype is 'int7', must be fp32, bf16, fp16, int8, fp8; did you mean 'int8'?"),
         (["--compakt"], "unknown argument --compakt; did you mean '--compact'?"),
-        (["--from", "dcp", "--to", "torch"], "--from dcp --to torch: convert to hotbed first, then from there"),
-        (["--to", "torch", "--compact"], "--compact has an effect only when converting from hotbed to hotbed; leave"),
+        (["--from", "dcp", "--to", "torch"], "--from dcp --to torch: convert to hotbed first"),
+        (["--to", "torch", "--compact"], "--compact has an effect only when converting from hotbed to hotbed"),
         (["--from", "dcp", "--dtype", "int8"], "--dtype has an effect only when converting from hotbed to hotbed"),
         (["--to", "safetensors", "--no_moments"], "--no_moments has an effect only when converting from hotbed to"),
         (["--names", "a"], "--names has an effect only when converting from another library (--from), or to dcp (--to"),
         (["--prefix", "a."], "--prefix has an effect only when converting from another library (--from), or to dcp"),
-        (["--to", "dcp", "--names", "a,b"], "--names is 'a,b', must be TABLE=KEY, … for --to dcp"),
-        (["--to", "dcp", "--names", "a=b,c"], "--names has 'c' among others of the form TABLE=KEY; give all so"),
-        (["--to", "dcp", "--names", "a=b,a=c"], "--names gives a table twice: a, a; name each once"),
+        (["--to", "dcp", "--names", "a,b"], "--names: got 'a,b', expected TABLE=KEY"),
+        (["--to", "dcp", "--names", "a=b,c"], "--names: got 'c' among TABLE=KEY entries"),
+        (["--to", "dcp", "--names", "a=b,a=c"], "--names: got a table twice in a, a"),
         (["--to", "dcp", "--names", "x=y"], "names has table 'x', which the checkpoint lacks; it has embeddings."),
         (["--from", "dcp"], "is no directory of torch.distributed.checkpoint: it has no .metadata file"),
         (["--collection", "a"], "--collection has an effect only when converting from another library (--from)"),
-        (["--data", "a"], "--data has an effect only when converting to torch (--to torch); leave it out"),
+        (["--data", "a"], "--data has an effect only when converting to torch (--to torch)"),
         (["--from", "nvidia_dlrm"], "c/metadata.pt is missing; copy the whole checkpoint"),
         (
             ["--to", "torch"],

@@ -45,7 +45,7 @@ def test_a_torch_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     assert "cannot be used: ImportError: libcudart.so.12" in done.stdout
     assert "✓ disk" in done.stdout
-    assert "to mend" in done.stdout
+    assert "problems, marked" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "CUDA build" in Check("", *doctor._gpus()).advice
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert Check("", *doctor._gpus()).found == "there is one, but torch 12.8 cannot use it"
+    assert Check("", *doctor._gpus()).found == "a GPU exists, but torch 12.8 cannot use it"
 
 
 def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotbed.cli.arguments import Parser, add_recipe, recipe_of
+from hotbed.cli.arguments import Parser, add_recipe, parse_recipe
 from hotbed.cli.init import draft_recipe
 from hotbed.cli.main import main
 from hotbed.config import Recipe
@@ -33,7 +33,7 @@ NAMES = [
 
 def loaded(file: Path) -> Recipe:
     """What ``hotbed train FILE`` makes of a recipe, which is what the library makes of it, too."""
-    recipe = recipe_of(Parser(add_recipe).parse_args([str(file)]))
+    recipe = parse_recipe(Parser(add_recipe).parse_args([str(file)]))
     assert recipe == Recipe.from_dict(read_yaml(file))
     return recipe
 
@@ -222,7 +222,7 @@ def test_a_recipe_says_what_a_weight_is_and_how_there_is_a_validation_split(tmp_
     pq.write_table(table, tmp_path / "log.parquet")
     text = draft_recipe(tmp_path / "log.parquet")
     assert "weight: weight" in text and "# by its name, how much a sample counts; null if it is none" in text
-    assert "  # One epoch needs no validation split; tuning does: draft with --valid for it." in text
+    assert "  # One epoch needs no validation split. Tuning does: draft with --valid." in text
     assert "tuning" not in draft_recipe(tmp_path / "log.parquet", valid=True)
 
 

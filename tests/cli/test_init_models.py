@@ -52,7 +52,7 @@ def test_a_drafted_recipe_trains(model: str, log: Path, tmp_path: Path) -> None:
 
 def test_histories_are_lists_that_share_the_table_of_their_candidate(log: Path) -> None:
     recipe = draft_recipe(log, model="DIN")
-    assert "histories: {item_history: item_id}  # each with the column of its candidate" in recipe
+    assert "histories: {item_history: item_id}  # each with its candidate column" in recipe
     assert "price" in recipe and "user_id" in recipe
 
 
@@ -82,7 +82,7 @@ def test_few_texts_share_no_table_with_lists_of_another_name(tmp_path: Path) -> 
 def test_what_a_model_does_not_take_is_left_out_with_the_reason(log: Path) -> None:
     recipe = draft_recipe(log, model="SASRec", drop=["buy"])
     for name in ("user_id", "price"):
-        assert f"- '{name}' (an input): SASRec scores a candidate by a history alone" in recipe
+        assert f"- '{name}' (an input): SASRec scores a candidate by a history only" in recipe
     assert "    history: item_history" in recipe and "    item: item_id" in recipe
 
 
@@ -90,8 +90,8 @@ def test_what_a_model_does_not_take_is_left_out_with_the_reason(log: Path) -> No
 def test_columns_that_are_missing_are_named(model: str, log: Path, tmp_path: Path, capsys: Output) -> None:
     out = tmp_path / "recipe.yaml"
     said = refused(["init", str(log), "--model", model, "--drop", "item_id", "buy", "--out", str(out)], capsys)
-    assert f"lacks what {model} needs: a column of lists, the history, whose values are those of another" in said
-    assert "there are columns of lists: item_history, and of single values: user_id" in said
+    assert f"lacks a history for {model}" in said
+    assert "got list columns item_history and single-valued columns user_id" in said
     assert not out.exists()
 
 
@@ -106,12 +106,12 @@ def test_a_model_that_there_is_not(log: Path, given: str, meant: str) -> None:
 
 @pytest.mark.parametrize("model", ["HSTU", "TwoTower"])
 def test_two_labels_are_too_many_for_some_models(log: Path, model: str) -> None:
-    with pytest.raises(DataError, match=f"has the labels click, buy, and {model} predicts one; name it with --label"):
+    with pytest.raises(DataError, match=f"has the labels click, buy, and {model} predicts one. Select it with --label"):
         draft_recipe(log, model=model)
 
 
 def test_one_label_is_too_few_for_mmoe(log: Path) -> None:
-    with pytest.raises(DataError, match=r"lacks what MMoE needs: labels of several tasks.*; there is click alone"):
+    with pytest.raises(DataError, match=r"lacks labels of several tasks for MMoE: got click,"):
         draft_recipe(log, model="MMoE", drop=["buy"])
 
 
@@ -121,13 +121,11 @@ def test_towers_are_told_apart_by_names_or_as_is_asked(log: Path) -> None:
     )
     asked = draft_recipe(log, model="TwoTower", drop=["buy"], item=["user_id"])
     assert "    item: [user_id]" in asked
-    with pytest.raises(DataError, match=r"--item names column 'itm_id', .*; did you mean 'item_id'"):
+    with pytest.raises(DataError, match=r"--item: got 'itm_id', .*; did you mean 'item_id'"):
         draft_recipe(log, model="TwoTower", drop=["buy"], item=["itm_id"])
-    with pytest.raises(
-        DataError, match=r"lacks what TwoTower needs: categorical columns of the item; there are user_id"
-    ):
+    with pytest.raises(DataError, match=r"lacks categorical columns of the item for TwoTower: got user_id"):
         draft_recipe(log, model="TwoTower", drop=["buy", "item_id"])
-    with pytest.raises(DataError, match="categorical columns of the user; there are item_id, all of the item"):
+    with pytest.raises(DataError, match="columns of the user for TwoTower: got item_id, all of the item"):
         draft_recipe(log, model="TwoTower", drop=["buy", "user_id", "item_history"])
     with pytest.raises(SpecError, match="--item works with one model only: got --model DLRM, expected TwoTower"):
         draft_recipe(log, model="DLRM", item=["item_id"])
@@ -147,7 +145,7 @@ def test_two_towers_find_items_where_that_is_asked_or_nothing_else_can_be_learnt
         pq.write_table(positives, tmp_path / f"{name}.parquet")
         text = draft_recipe(tmp_path / f"{name}.parquet", model="TwoTower")
         assert "retrieval:" in text
-        assert ("there is no label" in text) == (name == "none")
+        assert ("without a label" in text) == (name == "none")
     with pytest.raises(DataError, match="has no column named like a label"):
         draft_recipe(tmp_path / "none.parquet", model="DLRM")
     with pytest.raises(SpecError, match=r"--retrieval .* got --model DLRM, expected TwoTower. Leave --retrieval out"):
@@ -179,7 +177,7 @@ def _films(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("model", ["DIN", "SASRec", "HSTU"])
 def test_a_history_that_is_named_makes_a_recipe_that_trains(model: str, films: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"Where names do not tell, name two of them: --history HISTORY=CANDIDATE"):
+    with pytest.raises(DataError, match=r"--history HISTORY=CANDIDATE"):
         draft_recipe(films, model=model)
     out = tmp_path / "recipe.yaml"
     assert main(["init", str(films), "--model", model, "--history", "watched=movie", "--out", str(out)]) == 0
@@ -216,7 +214,7 @@ def test_weights_of_ids_that_are_named(tmp_path: Path) -> None:
     assert {column.name: column.weights for column in schema.sparse} == {"tags": "scores", "user": "share"}
     assert not schema.dense
     for given, kind, said in [
-        ("tags", SpecError, "--weights is 'tags', must be two columns, IDS=WEIGHTS, such as tags=tag_scores"),
+        ("tags", SpecError, "--weights: got 'tags', expected two columns, IDS=WEIGHTS"),
         ("tags=score", DataError, "--weights names column 'score', which .* does not have .*; did you mean 'scores'"),
         ("tag=scores", DataError, "--weights names column 'tag', which .* does not have .*; did you mean 'tags'"),
         ("share=user", SpecError, "--weights gives weights to 'share', which is no input of ids; there are tags"),
@@ -229,7 +227,7 @@ def test_weights_of_ids_that_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "kind", "said"),
     [
-        ("watched", SpecError, "--history is 'watched', must be two columns, HISTORY=CANDIDATE"),
+        ("watched", SpecError, "--history: got 'watched', expected two columns, HISTORY=CANDIDATE"),
         ("watched=film", DataError, "--history names column 'film', which .* does not have"),
         ("Watched=movie", DataError, "--history names column 'Watched', .*; did you mean 'watched'"),
         ("watched=click", SpecError, "--history names 'click', which is a label, a weight, or left out"),
@@ -249,5 +247,5 @@ def test_weights_of_ids_that_are_named(tmp_path: Path) -> None:
 def test_pairs_that_cannot_be(films: Path, given: str, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         draft_recipe(films, model="DIN", history=[given])
-    with pytest.raises(SpecError, match="gives 'watched' two columns, movie and price"):
+    with pytest.raises(SpecError, match="--history: got movie and price for 'watched'"):
         draft_recipe(films, model="DIN", history=["watched=movie", "watched=price"])

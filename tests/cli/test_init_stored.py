@@ -52,7 +52,7 @@ def test_rows_of_arrays_are_the_largest_ids(tmp_path: Path) -> None:
     assert source == {"class_path": "hotbed.data.NpySource", "init_args": {"rows": (largest + 1).tolist()}}
     assert recipe["data"]["valid_split"] == "valid"
     text = (tmp_path / "drafted.yaml").read_text()
-    assert "# `rows` are the largest id + 1 of 1,203 of 1,203 samples." in text
+    assert "# `rows` is the largest id + 1 in 1,203 of 1,203 samples." in text
 
 
 def test_arrays_of_hashes_are_taken_modulo_rows(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_arrays_of_hashes_are_taken_modulo_rows(tmp_path: Path) -> None:
     out, recipe = drafted(folder, tmp_path)
     arguments = recipe["data"]["source"]["init_args"]
     assert arguments["modulo"] and arguments["rows"][0] == 1024 and arguments["rows"][1] <= 40
-    assert "Larger ids are taken `modulo` the rows" in out.read_text()
+    assert "Larger ids are reduced `modulo` the rows" in out.read_text()
     source = open_source(Recipe.from_dict(yaml.safe_load(out.read_text())).data)
     assert int(source.read("train", 0).sparse["cat_0"].values.max()) < 1024
     assert train(out, *STEP)[0] == 0
@@ -90,7 +90,7 @@ def test_new_samples_are_predicted_whole(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path, capsys: Output) -> None:
     folder = prepared(tmp_path / "set")
     message = refused(["init", str(folder), "--label", "label"], capsys)
-    assert "is a dataset that says itself which columns are what, so --label means nothing; leave it out" in message
+    assert "is a dataset with its own schema, so --label has no effect" in message
     message = refused(["init", str(folder / "train")], capsys)
     assert "0.parquet has ids of hotbed prepare, which `ids: hash` would hash once more; take what source.y" in message
     source = (folder / "source.yaml").read_text()
@@ -104,7 +104,7 @@ def test_what_is_refused(tmp_path: Path, capsys: Output) -> None:
     (folder / "source.yaml").write_text(source)
     arrays = write_npy(tmp_path / "arrays", days())
     np.save(arrays / "day_0_sparse.npy", days()[0].ids - 1)
-    assert "column 'cat_0': id -1 is negative; ids are rows of tables" in refused(["init", str(arrays)], capsys)
+    assert "column 'cat_0': id -1 is negative" in refused(["init", str(arrays)], capsys)
     shutil.rmtree(arrays)
     arrays.mkdir()
     with pytest.raises(DataError, match="for data in another format `hotbed init` drafts a recipe"):

@@ -195,7 +195,7 @@ def test_data_that_fit_a_recipe(tmp_path: Path, capsys: Output) -> None:
     for argv in ([str(data), "--recipe", str(recipe)], [str(recipe)]):
         found = found_with(tmp_path, *argv)
         assert (found["rows"], found["faults"], found["recipe"]) == (1000, [], str(recipe))
-        assert "all rows are what" in capsys.readouterr().out
+        assert "all rows match" in capsys.readouterr().out
 
 
 def fault(tmp_path: Path, data: pa.Table, schema: dict[str, Any] | None = None, **args: Any) -> dict[str, Any]:
@@ -334,7 +334,7 @@ def test_the_page(tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert text.count("<svg") == text.count("</svg>") == 1 + 4  # drift; click, user, words and price
     assert "&lt;monday&gt;" in text and "<monday>" not in text
-    assert "Not as" in text and "label 5 at row 1" in text
+    assert "Differences from" in text and "label 5 at row 1" in text
     assert not re.search(r"https?:|<script|url\([^#]|src=", re.sub(r' xmlns(:xlink)?="[^"]*"', "", text))
     assert "nan" not in text.lower().replace("dominant", "")
     for fact in ("≈" if "≈" in text else "1,000", "unseen before", "20.0% missing", "stability index"):
@@ -356,10 +356,10 @@ def test_an_object_store(s3: str, tmp_path: Path) -> None:
 def test_options_that_cannot_be(prepared: Path, recipe: Path, tmp_path: Path, capsys: Output) -> None:
     data = write(tmp_path / "a.parquet", rows())
     for argv, message in (
-        ([str(data), "--skew", "--html", "x.html"], "--html does not go with --skew; leave one of them out"),
-        ([str(recipe), "--recipe", str(recipe)], "is a recipe itself; leave out --recipe"),
-        ([str(data), "--recipe", str(recipe), "--label", "click"], "--label and a recipe both say what the label is"),
-        ([str(data), "--html", str(tmp_path)], "which is a directory; give a file"),
+        ([str(data), "--skew", "--html", "x.html"], "--html does not work with --skew"),
+        ([str(recipe), "--recipe", str(recipe)], "is a recipe itself"),
+        ([str(data), "--recipe", str(recipe), "--label", "click"], "--label and a recipe both name the label"),
+        ([str(data), "--html", str(tmp_path)], "which is a directory"),
         ([str(data), "--against", str(tmp_path / "absent")], "absent does not exist"),
         ([str(write(tmp_path / "e.parquet", rows(0)))], "e.parquet has no rows"),
     ):

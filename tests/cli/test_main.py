@@ -110,7 +110,7 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
         (["prepare", "a", "b", "--threshold", "x"], "--threshold: got 'x', expected an integer"),
         (["prepare", "a", "b", "--treshold", "3"], "unknown argument --treshold; did you mean '--threshold'?"),
         (["prepare", "a", "b", "--threshold", "-3"], "threshold is -3, must be at least 1"),
-        (["demo", "absent.tsv"], "absent.tsv does not exist; give a raw Criteo log"),
+        (["demo", "absent.tsv"], "absent.tsv does not exist. Name a raw Criteo log"),
         (["demo", "--samples", "5"], "--samples: got 5, expected at least 100"),
         (["train", "absent.yaml"], "there is no recipe absent.yaml"),
         (["eval", "--checkpoint", "absent"], "absent is neither a checkpoint"),
@@ -186,7 +186,7 @@ def test_demo_makes_prepares_trains_and_tests(tmp_path: Path, capsys: Output) ->
     assert summary["best_attainable"]["normalized_entropy"] < 1
     captured = capsys.readouterr()
     assert "best attainable" in captured.out
-    assert "planted click model" in captured.err
+    assert "synthetic click log" in captured.err
     assert {"data", "log.tsv", "recipe.yaml", "summary.json"} <= {p.name for p in Path(summary["run"]).iterdir()}
 
 
@@ -233,7 +233,7 @@ def test_init_drafts_a_recipe_that_trains(parquet: Path, tmp_path: Path, capsys:
     out = tmp_path / "drafted.yaml"
     assert main(["init", str(parquet), "--out", str(out)]) == 0
     assert out.read_text() == drafted
-    assert "exists already and is not overwritten" in refused(["init", str(parquet), "--out", str(out)], capsys)
+    assert "exists and is not overwritten" in refused(["init", str(parquet), "--out", str(out)], capsys)
     small = ["--train.batch_size", "128", "--data.source.init_args.schema.group", "user", "--train.device", "cpu"]
     status, summary, _ = train(out, *small)
     assert status == 0
@@ -271,8 +271,7 @@ def test_inspect_of_something_else_says_what_it_looks_for(tmp_path: Path, capsys
     (tmp_path / "notes.txt").write_text("x")
     message = refused(["inspect", str(tmp_path)], capsys)
     assert (
-        "is no prepared dataset (feature_spec.yaml, source.yaml), run (recipe.yaml), checkpoint (manifest.json), Par"
-        in message
+        "is neither a prepared dataset (feature_spec.yaml, source.yaml), a run (recipe.yaml), a checkpoint" in message
     )
 
 

@@ -111,16 +111,14 @@ def test_mistakes_get_one_clear_message(recipe: Path, tmp_path: Path, capsys: Ou
     assert "sample is 0.0, must be above 0" in refused(
         ["pack", str(recipe), out, "--budget", "9000", "--sample", "0"], capsys
     )
-    assert "absent.yaml does not exist; give a recipe" in refused(["pack", "absent.yaml", out, "--budget", "9"], capsys)
+    assert "absent.yaml does not exist" in refused(["pack", "absent.yaml", out, "--budget", "9"], capsys)
     (tmp_path / "bad.yaml").write_bytes(b"\xff")
     assert "is not YAML" in refused(["pack", str(tmp_path / "bad.yaml"), out, "--budget", "9"], capsys)
     values = yaml.safe_load(recipe.read_text())
     values["data"]["path"] = "criteo_1tb_t15"
     values["data"]["source"] = {"class_path": "hotbed.data.ZipfSource", "init_args": {"train_samples": 10}}
     recipe.write_text(yaml.safe_dump(values))
-    assert "data.source is hotbed.data.ZipfSource, but hotbed pack packs prepared datasets only" in refused(
-        ["pack", str(recipe), out, "--budget", "9000"], capsys
-    )
+    assert "data.source: got hotbed.data.ZipfSource" in refused(["pack", str(recipe), out, "--budget", "9000"], capsys)
     assert not Path(out).exists()
 
 

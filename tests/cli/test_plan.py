@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from hotbed.cli.main import main
-from hotbed.cli.plan import plan_for, samples_per_s
+from hotbed.cli.plan import samples_per_s, search_plan
 from hotbed.config import Recipe
 from hotbed.plan import Plan
 from hotbed.plan.hardware import Hardware
@@ -57,7 +57,7 @@ def test_a_plan_is_shown_and_written(recipe: Path, capsys: pytest.CaptureFixture
     assert found["gap"] >= -1e-9 and found["load_s"] >= found["bound_s"] > 0
     assert len(found["ranks"]) == 4 and found["others_step_s"]["table"] >= found["step_s"]["step"] * 0.99  # no copies
     shown = capsys.readouterr().out
-    assert "users" in shown and "above the lower bound of" in shown and "the recipe's own plan table:" in shown
+    assert "users" in shown and "above the lower bound of" in shown and "the recipe's plan table:" in shown
 
 
 def test_ranks_and_replicas_may_be_searched_for(recipe: Path, capsys: pytest.CaptureFixture[str]):
@@ -78,7 +78,7 @@ def test_device_memory_is_the_machines_or_less(recipe: Path, capsys: pytest.Capt
     assert "memory.device_bytes" not in whole
     recipe.write_text(recipe.read_text() + "memory: {tier: host, device_bytes: 1048576}\n")
     planned(recipe, "--ranks", "2")
-    assert "of 1.0 MiB per rank (the recipe's memory.device_bytes); beside" in capsys.readouterr().out
+    assert "of 1.0 MiB per rank (the recipe's memory.device_bytes); reserved" in capsys.readouterr().out
     recipe.write_text(recipe.read_text().replace("1048576", str(10**15)))  # no machine gets larger by it
     planned(recipe, "--ranks", "2")
     assert capsys.readouterr().out.partition("device memory: ")[2] == whole
@@ -117,7 +117,7 @@ def test_the_rates_of_numbers_of_ranks_are_those_of_their_plans(recipe: Path):
     chosen = find_ranks(model, values, "auto", 1, source, schemes="auto", others="auto")
     for tried in chosen.tried:
         if tried.ranks in (1, 2, 8, 16):
-            own = samples_per_s(plan_for(values, tried.ranks))
+            own = samples_per_s(search_plan(values, tried.ranks))
             assert tried.samples_per_s == pytest.approx(own, rel=0.01), tried.ranks  # 0.7 of it with one rank's kernels
 
 
@@ -155,10 +155,10 @@ def test_a_recipe_trains_with_plan_auto(recipe: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ranks", "5", "--replicas", "2"], "--ranks is 5, must be a multiple of parallel.replicas 2"),
-        (["--ranks", "0"], "--ranks is 0, must be a multiple of parallel.replicas 1, and at least 1"),
+        (["--ranks", "5", "--replicas", "2"], "--ranks: got 5, expected a positive multiple of parallel.replicas 2"),
+        (["--ranks", "0"], "--ranks: got 0, expected a positive multiple"),
         (["--ranks", "2", "--hardware", "a100"], "hardware profile: got 'a100', expected one of"),
-        (["--ranks", "2", "--plan", "{file}"], "there is nothing to search for"),
+        (["--ranks", "2", "--plan", "{file}"], "a complete plan"),
         (["--ranks", "2", "--plan", "{list}"], "list.yaml holds list, must be a plan, or schemes by table"),
         (["--ranks", "2", "--memory.device_bytes", "1000", "--memory.tier", "host"], None),
     ],

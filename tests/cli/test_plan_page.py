@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hotbed.cli.pages.plan_page import MOST_BARS, page
+from hotbed.cli.pages.plan_page import MOST_BARS, render_plan
 from hotbed.plan.cost import RankCosts
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found, search
@@ -38,19 +38,19 @@ def test_the_rank_with_most_bytes_is_shown_last_or_among_the_others(found: Found
             order[0],
             f"A sample of {MOST_BARS - 1} of {RANKS} ranks, ordered by load: the busiest first, the idlest last",
         ),
-        (order[1], "the idlest last but one, evenly picked between; the last is the one with most bytes."),
+        (order[1], "the idlest last but one, with equal steps between; the last has the most bytes."),
     ):
         memory = {tier: nbytes.copy() for tier, nbytes in found.costs.memory.items()}
         memory["device"][fullest] = 10 * max(int(found.costs.nbytes.max()), 1)
         costs = RankCosts(memory, found.costs.parts_bytes, found.costs.parts)
-        assert words in page("shown", replace(found, costs=costs), simulation, SWEEP, [])
+        assert words in render_plan("shown", replace(found, costs=costs), simulation, SWEEP, [])
 
 
 def test_curves_above_the_first_point_stay_in_the_drawing(found: Found, simulation: Simulation) -> None:
     rate = simulation.samples_per_s
     rates = {64: rate, 128: 50 * rate, 256: 9 * rate}
     points = [Point(n, n, replace(simulation, samples_per_s=value)) for n, value in rates.items()]
-    drawn = page("scaling", found, simulation, SWEEP, points).partition("<h2>Scaling</h2>")[2]
+    drawn = render_plan("scaling", found, simulation, SWEEP, points).partition("<h2>Scaling</h2>")[2]
     width, height = (float(v) for v in re.findall(r'viewBox="0 0 (\S+) (\S+)"', drawn)[0])
     markers = drawn[drawn.index("clip-path") :]
     places = [

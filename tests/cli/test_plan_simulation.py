@@ -74,7 +74,7 @@ def test_a_sweep_of_hardware_says_on_what_the_step_depends(recipe: Path, capsys:
     assert found["elasticity"]["message_s"] > 0.1 and "disk_read" not in found["elasticity"]
     assert 0 < sum(found["elasticity"].values()) < 1.1
     shown = capsys.readouterr().out
-    assert "a figure 1 % better makes the step" in shown and "64 GB/s" in shown
+    assert "shorter step (in %) if a figure is 1 % better" in shown and "64 GB/s" in shown
 
 
 def test_curves_are_varied_by_factors_and_counts_stay_whole():
@@ -107,7 +107,7 @@ def test_a_sweep_of_ranks_goes_on_where_what_was_asked_for_does_not_fit(
 def test_a_figure_that_the_step_does_not_wait_for_is_told(recipe: Path, capsys: pytest.CaptureFixture[str]):
     points = simulated(recipe, "--ranks", "2", "--sweep", "disk_read=1GB/s..2GB/s")["sweep"]["points"]
     assert len({p["step_s"] for p in points}) == 1
-    assert "disk_read makes no difference here: the step waits for something else" in capsys.readouterr().out
+    assert "disk_read makes no difference" in capsys.readouterr().out
 
 
 def test_ranks_are_chosen_by_the_price_that_is_given(recipe: Path, capsys: pytest.CaptureFixture[str]):
@@ -155,10 +155,10 @@ def test_a_page_is_whole_and_needs_nothing_else(recipe: Path, ranks: str):
             ["--sweep", "ranks=3..8", "--replicas", "2"],
             "ranks begin with 3, must begin with a multiple of parallel.replicas 2",
         ),
-        (["--price", "0"], "--price is 0, must be finite and above 0: what a node costs per hour"),
+        (["--price", "0"], "--price: got 0"),
         (["--stragglers.share", "2"], "stragglers.share: got 2.0, expected a finite number at least 0 and at most 1"),
-        (["--html", "{folder}"], "which is a directory; give a file"),
-        (["--price", "0", "--ranks", "auto"], "--price is 0, must be finite and above 0"),
+        (["--html", "{folder}"], "which is a directory"),
+        (["--price", "0", "--ranks", "auto"], "--price: got 0"),
         (["--sweep", "ranks", "--ranks", "auto"], "--sweep is 'ranks', must be like ranks=8..4096"),
         (["--sweep", "overheads=1us..1ms"], "overheads is a curve, all of which is multiplied: overheads=0.5..2"),
         (

@@ -28,7 +28,7 @@ def test_one_process_leaves_the_same_bits_under_every_plan(tmp_path: Path) -> No
 
 def test_a_number_that_cannot_be_is_refused(tmp_path: Path, capsys: Output) -> None:
     argv = ["demo", "--promise", "--ranks", "0", "--steps", "9", "--out", str(tmp_path)]
-    assert "--ranks is 0 and --steps is 9, must be at least 1 and 4" in refused(argv, capsys)
+    assert "--ranks and --steps: got 0 and 9, expected at least 1 and 4" in refused(argv, capsys)
     assert not list(tmp_path.iterdir())
 
 

@@ -111,16 +111,14 @@ def test_a_checkpoint_holds_no_samples(recipe: Path, capsys: Output) -> None:
     status, _, run = train(recipe, "--train.steps", "2")
     assert status == 0
     (checkpoint,) = checkpoints_in(run / "checkpoints")
-    assert "is a checkpoint, which holds no samples; give the data" in refused(
-        ["inspect", "--skew", str(checkpoint)], capsys
-    )
+    assert "is a checkpoint, which holds no samples" in refused(["inspect", "--skew", str(checkpoint)], capsys)
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["absent"], "absent does not exist"),
-        (["."], ". is no prepared dataset (feature_spec.yaml, source.yaml), arrays (day_0_sparse.npy), recipe, run "),
+        (["."], ". is neither a prepared dataset (feature_spec.yaml, source.yaml), arrays (day_0_sparse.npy)"),
         (["bad.yaml"], "bad.yaml is not YAML"),
         (
             ["PREPARED", "--split", "tets"],
@@ -154,4 +152,4 @@ def test_options_of_skew_go_with_it(prepared: Path, capsys: Output) -> None:
     for name, value in [*VALUES.items(), ("trust_recipe", None)]:
         given = [f"--{name}"] if value is None else [f"--{name}", value]
         message = refused(["inspect", str(prepared), *given], capsys)
-        assert f"--{name} goes with --skew; add --skew, or leave --{name} out" in message
+        assert f"--{name} works only with --skew" in message

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hotbed.cli.dry_run import plan_view
+from hotbed.cli.pages.plan_page import plan_grids
+from hotbed.cli.pages.report_page import print_table
 from hotbed.errors import PlanError
 from hotbed.optim import Moment, RowWiseAdagrad
 from hotbed.plan import Cut, Plan, make_plan
@@ -205,7 +206,8 @@ def test_what_cannot_be_is_refused(make, message):
 def test_a_plan_is_shown_by_table_and_rank():
     plan = make_plan([*TABLES[:2], Table("e", 40, 16)], 3, {"a": Cut(rows=0, hot_rows=10), "b": "dp"})
     console = Console(record=True, width=100, file=io.StringIO())
-    console.print(plan_view(plan, rank_costs(plan.tiles, [*TABLES[:2], Table("e", 40, 16)], 3)))
+    for table in plan_grids(plan, rank_costs(plan.tiles, [*TABLES[:2], Table("e", 40, 16)], 3)):
+        print_table(console, table)
     lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
     assert "a 100 × 64 4 row parts, 10 rows on 3 ranks 0 … 2" in lines
     assert any(line.startswith("b 3 × 64 all rows on 3 ranks ") for line in lines)

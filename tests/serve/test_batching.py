@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from hotbed.errors import BatchError, DataError
-from hotbed.serve.batching import Batcher, Scored, explained
+from hotbed.serve.batching import Batcher, Scored, explain_error
 from hotbed.serve.served_model import ServedModel
 from tests.serve.clients import LONG_S, ROW
 from tests.serve.fake_model import COLUMNS, KINDS, FakeModel, score_of
@@ -68,5 +68,5 @@ def test_clients_are_told_what_is_wrong_without_advice_to_trainers() -> None:
         ),
         (DataError("the rows: no"), "the rows: no; send other values, or leave such rows out"),
     ):
-        told = explained(error)
+        told = explain_error(error)
         assert (str(told), told.status, told.reason) == (said, 400, "rows")

@@ -64,23 +64,18 @@ def test_json_has_a_limit_of_its_own_and_binary_tensors_do_not_share_it() -> Non
         assert answer.json["outputs"][0]["data"] == [score_of(ROW, 100)] * rows
         for path, headers in (("/score", {}), (infer, {})):
             refused = client.ask("POST", path, b"[" + b"{}," * 1000 + b"{}]", headers)
-            assert (refused.status, refused.json["error"]) == (
-                413,
-                "the body has 3,004 bytes, at most 2,000 of JSON are taken (--max_json_bytes); send several requests, "
-                "or binary tensors",
-            )
+            assert refused.status == 413
+            assert "got 3,004 bytes, expected at most 2,000 of JSON (--max_json_bytes)" in refused.json["error"]
         padded = head + b" " * 2000
         refused = client.ask("POST", infer, padded + whole, {HEADER_LENGTH: str(len(padded))})
         assert refused.status == 413
-        assert (
-            "at most 2,000 bytes of JSON are taken (--max_json_bytes); send values as binary" in refused.json["error"]
-        )
+        assert "expected at most 2,000 bytes of JSON (--max_json_bytes)" in refused.json["error"]
 
 
 def test_lines_are_counted_before_they_are_parsed() -> None:
     with serving(max_request_rows=50) as client:
         refused = client.ask("POST", "/score", b"{\n" * 51, {"Content-Type": "application/x-ndjson"})
-    assert (refused.status, refused.json["error"][:26]) == (413, "the request has 51 rows, a")
+    assert refused.status == 413 and "got 51, expected at most 50" in refused.json["error"]
 
 
 def test_reading_a_body_counts_towards_the_time_until_the_answer() -> None:
@@ -99,7 +94,7 @@ def test_bodies_that_wait_to_be_read_are_bounded_and_small_ones_pass_them(monkey
         assert encoder.entered.acquire(timeout=LONG_S)
         refused = client.ask("POST", "/score", [LONG_ROW])
         assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-        assert refused.json["error"] == "1 large bodies are being read, at most 1 may; try again later"
+        assert "got 1 large bodies at once, expected at most 1" in refused.json["error"]
         assert client.score(ROW) == [score_of(ROW, 100)]
         encoder.go.set()
         assert first.result().status == 200

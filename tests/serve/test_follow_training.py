@@ -102,7 +102,7 @@ def test_a_day_with_another_looked_up_table_is_followed(tmp_path: Path) -> None:
         items = pl.read_parquet(tmp_path / "items.parquet")
         items.with_columns(kind=items["kind"].reverse()).write_parquet(tmp_path / "items.parquet")
         scores = trained("2026-01-02")
-        follower.look()
+        follower.poll()
         assert not follower.refused
         found, step = model.score(columns)
         assert (found[:, 0].tolist(), step) == (scores, 6)
@@ -175,9 +175,9 @@ def test_a_damaged_lookup_is_refused(exported: Path, tmp_path: Path, capsys: Out
     model, file = damaged(exported, tmp_path)
     whole = file.read_bytes()
     for content, message in (
-        (whole[:40] + bytes([whole[40] ^ 1]) + whole[41:], "lookups/kind.parquet is damaged (its SHA-256 is not"),
-        (whole[:-1], f"lookups/kind.parquet has {len(whole) - 1:,} bytes, its manifest says {len(whole):,}"),
-        (None, "lookups/kind.parquet is gone; copy the directory again"),
+        (whole[:40] + bytes([whole[40] ^ 1]) + whole[41:], "lookups/kind.parquet is damaged"),
+        (whole[:-1], f"lookups/kind.parquet: got {len(whole) - 1:,} bytes, expected {len(whole):,}"),
+        (None, "lookups/kind.parquet is missing"),
     ):
         file.unlink(missing_ok=True)
         if content is not None:
@@ -212,13 +212,13 @@ def test_a_lookup_that_is_not_the_one_of_training_is_refused(exported: Path, tmp
     without = {name: file for name, file in original["lookups"].items() if name != "kind"}
     for number, (content, changes, message) in enumerate(
         [
-            (b"no parquet", {}, "'encoder' cannot be used: "),
+            (b"no parquet", {}, "encoder is invalid: "),
             (parquet_of(table.slice(1)), {}, "has changed since the model was trained: it had 40 keys"),
-            (parquet_of(table.rename_columns(["key", "other"])), {}, "'encoder' cannot be used: "),
-            (parquet_of(pa.concat_tables([table, table])), {}, "'encoder' cannot be used: "),
+            (parquet_of(table.rename_columns(["key", "other"])), {}, "encoder is invalid: "),
+            (parquet_of(pa.concat_tables([table, table])), {}, "encoder is invalid: "),
             (None, {"lookups": without}, "'lookups' has no table for feature 'kind'; export the model again"),
             (None, {"lookups": {**original["lookups"], "kind": "../items.parquet"}}, "lookups.kind: got '../items"),
-            (None, {"lookups": {**original["lookups"], "kind": "lookups/x.parquet"}}, "which 'files' does not list"),
+            (None, {"lookups": {**original["lookups"], "kind": "lookups/x.parquet"}}, "expected a key of files"),
         ]
     ):
         model, _ = damaged(exported, tmp_path / str(number))

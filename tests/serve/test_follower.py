@@ -52,20 +52,20 @@ def test_changes_are_applied_in_order_and_a_model_bridges_a_gap(publisher: Publi
         publisher.step_on(seed)
     (publisher.published / "change-000000000090").mkdir()  # not finished
     (publisher.published / "notes.txt").write_text("of somebody")
-    following.look()
+    following.poll()
     assert is_newest(served, publisher)
     assert following.applied == {"change": 3}
     publisher.step_on(4)
     shutil.rmtree(publisher.published / "change-000000000050")
     publisher.step_on(5)
-    following.look()
+    following.poll()
     assert following.refused == {"gap": 1}
     assert served.step == 40
     assert following.behind_s > 0
     assert following.staleness_s >= 0
     publisher.export()
     publisher.step_on(6)
-    following.look()
+    following.poll()
     assert is_newest(served, publisher)
     assert following.counters() == {"applied": {"change": 4.0, "model": 1.0}, "refused": {"gap": 1.0}}
 
@@ -76,7 +76,7 @@ def test_changes_are_applied_when_the_model_below_them_is_gone(publisher: Publis
     following = Follower(served, publisher.published, interval_s=0)
     for seed in range(2):
         publisher.step_on(seed)
-        following.look()
+        following.poll()
     assert is_newest(served, publisher)
     assert (following.applied, following.refused) == ({"change": 2}, {})
     assert [column.name for column in served.encoder.columns()] == ["item", "user"]
@@ -87,7 +87,7 @@ def test_a_run_that_went_back_is_followed(publisher: Publisher) -> None:
     following = Follower(served, publisher.published, interval_s=0)
     for seed in (1, 2):
         publisher.step_on(seed)
-    following.look()
+    following.poll()
     assert served.step == 30
     for step in (20, 30):
         shutil.rmtree(publisher.published / f"change-{step:012}")
@@ -96,10 +96,10 @@ def test_a_run_that_went_back_is_followed(publisher: Publisher) -> None:
     publisher.model.train_some(7, most_id=400)
     publisher.save()
     publisher.export()
-    following.look()
+    following.poll()
     assert is_newest(served, publisher)
     publisher.step_on(8)
-    following.look()
+    following.poll()
     assert (served.step, is_newest(served, publisher)) == (30, True)
     assert (following.applied, following.refused) == ({"change": 3, "model": 1}, {})
 
@@ -116,7 +116,7 @@ def test_a_manifest_that_cannot_be_keeps_no_other_from_being_served(publisher: P
     (impossible / "manifest.json").write_text(json.dumps({**values, "written": values["written"] + 9}))
     assert open_newest(publisher.published, **OPTIONS).step == 20
     for _ in range(3):
-        following.look()
+        following.poll()
     assert is_newest(served, publisher)
     assert following.refused == {"damaged": 2}  # once more after a version was taken over
 
@@ -135,10 +135,10 @@ def test_whatever_goes_wrong_is_counted_and_tried_later(
     with monkeypatch.context() as patch:
         patch.setattr(served.tables, "stage", fails)
         for _ in range(3):
-            following.look()
+            following.poll()
     assert following.refused == {"unreadable" if isinstance(error, OSError) else "failed": 1}
     following._retries.clear()
-    following.look()
+    following.poll()
     assert is_newest(served, publisher)
 
 
@@ -148,7 +148,7 @@ def test_a_model_that_broke_halfway_recovers_from_the_full_model_that_is_there(
     served = open_newest(publisher.published, **OPTIONS)
     following = Follower(served, publisher.published, interval_s=0)
     publisher.step_on(1)
-    following.look()
+    following.poll()
     publisher.step_on(2)
     swap, failures = served.tables.swap, [OSError("once")]
 
@@ -158,11 +158,11 @@ def test_a_model_that_broke_halfway_recovers_from_the_full_model_that_is_there(
             raise failures.pop()
 
     monkeypatch.setattr(served.tables, "swap", fails)
-    following.look()  # a disk that fails for a moment
+    following.poll()  # a disk that fails for a moment
     assert (is_newest(served, publisher), following.refused) == (True, {})
     failures += [OSError("and again"), OSError("twice")]
     publisher.step_on(3)
-    following.look()
+    following.poll()
     assert (is_newest(served, publisher), served.is_broken) == (True, False)
     assert (following.applied, following.refused) == ({"change": 5, "model": 1}, {"unreadable": 1})
 
@@ -206,13 +206,13 @@ def test_what_was_fetched_is_removed(publisher: Publisher, tmp_path: Path, monke
     served = open_newest(publisher.published, **OPTIONS)
     following = Follower(served, publisher.published, interval_s=0)
     publisher.step_on(1)
-    following.look()
+    following.poll()
     assert following.applied == {"change": 1}
     assert cached() <= hashes_of(10)
     publisher.model.train_some(2, most_id=400)
     publisher.save()
     publisher.export()
-    following.look()
+    following.poll()
     assert is_newest(served, publisher)
     assert cached() <= hashes_of(30)
     for path in (tmp_path / "cache" / "hotbed" / "models").iterdir():  # a disk that lost some
@@ -234,7 +234,7 @@ def test_manifests_are_read_once(publisher: Publisher, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(kind, "open", opens)
     for _ in range(3):
-        following.look()
+        following.poll()
     assert is_newest(served, publisher)
     assert len(opened) == len(set(opened))
 
@@ -252,13 +252,13 @@ def test_a_refused_version_is_tried_again_at_growing_intervals(
     path.write_bytes(whole[:-1])
     counts = []
     for _ in range(8):
-        following.look()
+        following.poll()
         counts.append(following.refused["damaged"])
         now += 1
     assert counts == [1, 2, 2, 3, 3, 3, 3, 4]
     path.write_bytes(whole)
     now += 60
-    following.look()
+    following.poll()
     assert is_newest(served, publisher)
 
 
@@ -267,7 +267,7 @@ def test_changes_that_grew_large_are_given_up_for_a_full_model(publisher: Publis
     following = Follower(served, publisher.published, interval_s=0)
     publisher.step_on(2)
     publisher.export()
-    following.look()
+    following.poll()
     assert following.applied == {"change": 1, "model": 1}
     assert served.tables.changed_share == 0
     assert is_newest(served, publisher)
@@ -281,9 +281,9 @@ def test_the_newest_whole_model_is_opened(publisher: Publisher, tmp_path: Path) 
     (publisher.published / "model-000000000090").mkdir()
     served = open_newest(publisher.published, **OPTIONS)
     assert served.step == 10
-    Follower(served, publisher.published).look()
+    Follower(served, publisher.published).poll()
     assert is_newest(served, publisher)
-    with pytest.raises(CheckpointError, match=r"holds no exported model; make one with hotbed export"):
+    with pytest.raises(CheckpointError, match=r"has no exported model"):
         open_newest(tmp_path / "nothing")
     shutil.rmtree(publisher.published / "model-000000000010")
     with pytest.raises(CheckpointError, match=r"items.rows has \d+"):
@@ -297,8 +297,8 @@ def test_a_directory_that_cannot_be_read_is_counted(publisher: Publisher, monkey
     def fails(self: object) -> list[str]:
         raise CheckpointError("no route to host")
 
-    monkeypatch.setattr(type(following._place), "names", fails)
-    following.look()
+    monkeypatch.setattr(type(following._source), "names", fails)
+    following.poll()
     assert following.refused == {"unreadable": 1}
 
 
@@ -324,7 +324,7 @@ def killed(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 served = open_newest(sys.argv[1], memory_bytes=1000, threads=1)
-Follower(served, sys.argv[1]).look()
+Follower(served, sys.argv[1]).poll()
 assert served.step == 20
 point = sys.argv[2]
 if point == "stage":
@@ -335,7 +335,7 @@ else:
     served.tables.tidy = killed
 print("ready", flush=True)
 sys.stdin.readline()
-Follower(served, sys.argv[1]).look()
+Follower(served, sys.argv[1]).poll()
 """
 
 
@@ -360,5 +360,5 @@ def test_a_server_that_is_killed_begins_again_with_the_newest(publisher: Publish
     assert process.returncode == -signal.SIGKILL
     assert not [p for p in temporary.iterdir() if p.name.startswith("hotbed-")]
     served = open_newest(publisher.published, **OPTIONS)
-    Follower(served, publisher.published).look()
+    Follower(served, publisher.published).poll()
     assert is_newest(served, publisher)

@@ -63,19 +63,19 @@ def _made(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "hotbed-change"}, "'format' is 'hotbed-change', must be 'hotbed-model'; give a directory that"),
-        ({"version": 2}, "'version' is 2, must be 1; use the release that wrote it"),
+        ({"format": "hotbed-change"}, "format: got 'hotbed-change', expected hotbed-model"),
+        ({"version": 2}, "version: got 2, expected 1"),
         ({"labels": "y"}, "labels: got 'y', expected a list"),
-        ({"encoder": {}}, "'encoder.schema' is missing"),
+        ({"encoder": {}}, "encoder.schema"),
         ({"extra": 1}, "extra: got 1, expected no such key"),
-        ({"tables.embeddings.fp32.rows": 299}, "'files.tables/embeddings.fp32.rows.bytes' is 8,400, but table"),
+        ({"tables.embeddings.fp32.rows": 299}, "files.tables/embeddings.fp32.rows.bytes: got 8,400"),
         ({"tables.embeddings.fp32.file": "../x"}, "tables.embeddings.fp32.file: got '../x': string should match"),
-        ({"tables.embeddings.fp32.file": "gone"}, "file' is gone, which 'files' does not list"),
-        ({"tables.embeddings.fp32.record_bytes": 32}, "record_bytes' is 32, but fp32 rows of 7 columns take 28"),
-        ({"tables.embeddings.fp32.fp32_rows": 301}, "fp32_rows' is 301, must be at most rows 300"),
-        ({"features.embeddings.fp32.table": "x"}, "table' is 'x', which is not in 'tables'"),
-        ({"features.embeddings.fp32.pooling": "none"}, "'features.embeddings.fp32' is not pooled and has no 'max_len'"),
-        ({"dense.inputs": 3}, "'dense.inputs' is 3, with 'dense.dtype' None"),
+        ({"tables.embeddings.fp32.file": "gone"}, "file: got gone, expected a key of files"),
+        ({"tables.embeddings.fp32.record_bytes": 32}, "record_bytes: got 32, expected 28 for fp32 rows of 7 columns"),
+        ({"tables.embeddings.fp32.fp32_rows": 301}, "fp32_rows: got 301, expected at most rows 300"),
+        ({"features.embeddings.fp32.table": "x"}, "table: got 'x'"),
+        ({"features.embeddings.fp32.pooling": "none"}, "features.embeddings.fp32.max_len"),
+        ({"dense.inputs": 3}, "dense.inputs: got 3 with dense.dtype None"),
     ],
 )
 def test_a_manifest_is_checked_before_it_is_used(made: Path, change: dict[str, Any], message: str) -> None:
@@ -97,18 +97,18 @@ def test_a_manifest_is_checked_before_it_is_used(made: Path, change: dict[str, A
 
 def test_damage_is_found(made: Path) -> None:
     model = ExportedModel.open(made)
-    with pytest.raises(CheckpointError, match=r"holds no manifest.json, so it is nothing that hotbed export made"):
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
         ExportedModel.open(made / "tables")
     rows = made / "tables" / "embeddings.bf16.rows"
     whole = rows.read_bytes()
     rows.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(DamagedError, match=r"bf16.rows is damaged \(its SHA-256 is not the manifest's\)"):
+    with pytest.raises(DamagedError, match=r"bf16.rows is damaged"):
         model.verify()
     rows.write_bytes(whole[:-1])
-    with pytest.raises(DamagedError, match=r"bf16.rows has 4,799 bytes, its manifest says 4,800; copy"):
+    with pytest.raises(DamagedError, match=r"bf16.rows: got 4,799 bytes, expected 4,800"):
         model.records("embeddings.bf16")
     rows.unlink()
-    with pytest.raises(DamagedError, match=r"bf16.rows is gone; copy the directory again"):
+    with pytest.raises(DamagedError, match=r"bf16.rows is missing"):
         model.records("embeddings.bf16")
     (made / "dense.pt2").write_bytes(b"x" * (made / "dense.pt2").stat().st_size)
     with pytest.raises(DamagedError, match=r"dense.pt2 is damaged"):
@@ -117,7 +117,7 @@ def test_damage_is_found(made: Path) -> None:
 
 def test_what_a_killed_export_left_is_cleared(made: Path) -> None:
     (made / "manifest.json").rename(made / "unfinished.json")
-    with pytest.raises(CheckpointError, match="holds no manifest"):
+    with pytest.raises(CheckpointError, match="has no manifest"):
         ExportedModel.open(made)
     model = Wide(FORMS[:2])
     about, program = described(model)

@@ -245,7 +245,7 @@ def test_a_looked_up_table_that_changed_is_published_in_a_full_model_and_served(
     served = open_newest(tmp_path / "published", threads=1)
     following = Follower(served, tmp_path / "published")
     train_day(1, 7)
-    following.look()
+    following.poll()
     assert (following.applied, following.refused) == ({"model": 1}, {})
     rows = pq.read_table(tmp_path / "logs" / "day=2026-01-02").select(["user", "item", "x"]).slice(0, 9)
     pq.write_table(rows, tmp_path / "rows.parquet")

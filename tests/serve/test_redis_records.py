@@ -193,13 +193,13 @@ def test_changed_rows_are_never_those_of_redis(server: RedisServer, tmp_path: Pa
 
 @pytest.mark.parametrize("address", ["http://localhost", "localhost:6379", ""])
 def test_addresses_that_are_none_of_redis_are_told(tmp_path: Path, address: str) -> None:
-    with pytest.raises(StoreError, match=r"is no address of Redis; give redis://HOST:PORT/DATABASE or unix://PATH"):
+    with pytest.raises(StoreError, match=r"expected redis://HOST:PORT/DATABASE or unix://PATH"):
         opened(tmp_path / "a", records_of(1, sum(ROWS)), address)
 
 
 def test_a_client_that_is_not_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(StoreError, match=r"need the package redis; pip install 'hotbed\[serve\]'"):
+    with pytest.raises(StoreError, match=r"need the package redis: pip install 'hotbed\[serve\]'"):
         opened(tmp_path / "a", records_of(1, sum(ROWS)), "redis://localhost")
 
 

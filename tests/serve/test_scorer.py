@@ -178,7 +178,7 @@ def test_what_gives_no_logits_is_refused() -> None:
     part = DensePart(model_of("DLRM"))
     with (
         Scorer(Sum(), dict(part.collections), part.features) as scorer,
-        pytest.raises(BatchError, match=r"the model gave logits \[16\] for 16 rows, must be \[rows, labels\]"),
+        pytest.raises(BatchError, match=r"logits \[16\] for 16 rows, expected \[rows, labels\]"),
     ):
         scorer(batch_of(3))
 

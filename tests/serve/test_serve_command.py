@@ -80,30 +80,30 @@ def test_sigterm_ends_with_0_and_a_killed_server_starts_again_on_its_port(export
 def test_what_cannot_be_served_is_told(tmp_path: Path, capsys: Output, exported: Exported) -> None:
     model = str(exported.model)
     for argv, message in [
-        ([], "there is no model to serve; name a directory that hotbed export made, or --model NAME=DIR"),
+        ([], "no model to serve"),
         ([str(tmp_path / "absent")], "absent"),
-        ([str(tmp_path)], "holds no exported model; make one with hotbed export"),
-        (["--model", "x"], "--model is 'x', must be NAME=DIR"),
-        (["--model", f"a={model}", "--model", f"a={model}"], "--model names 'a' twice; give each model its own name"),
-        ([model, "--memory_gib", "0"], "--memory_gib is 0.0, must be above 0"),
+        ([str(tmp_path)], "has no exported model"),
+        (["--model", "x"], "--model: got 'x', expected NAME=DIR"),
+        (["--model", f"a={model}", "--model", f"a={model}"], "--model: got 'a' twice"),
+        ([model, "--memory_gib", "0"], "--memory_gib: got 0"),
         (
             [model, "--redis", "redis://x"],
-            "--redis is for rows in files, but without --memory_gib all rows are in memory",
+            "--redis caches rows in files, but without --memory_gib",
         ),
-        ([model, "--threads", "0"], "--threads is 0, must be at least 1"),
-        ([model, "--directory", str(tmp_path / "none")], "none, which is no directory; make it first"),
-        ([model, "--poll_s", "0"], "--poll_s is 0.0, must be above 0"),
-        ([model, "--device", "tpu"], "--device is 'tpu', must be cpu or cuda"),
-        ([model, "--host", "0.0.0.0"], "--host is 0.0.0.0, where others can ask, but there is no token"),
+        ([model, "--threads", "0"], "--threads: got 0, expected at least 1"),
+        ([model, "--directory", str(tmp_path / "none")], "none, expected a directory"),
+        ([model, "--poll_s", "0"], "--poll_s: got 0"),
+        ([model, "--device", "tpu"], "--device: got 'tpu', expected one of cpu, cuda"),
+        ([model, "--host", "0.0.0.0"], "--host 0.0.0.0 is reachable from other machines"),
         (
             [model, "--token_file", str(tmp_path / "none")],
-            "none cannot be read (No such file or directory); give a file",
+            "none cannot be read (No such file or directory)",
         ),
         (
             [model, "--memory_gib", "1", "--redis", "cache:6379"],
-            "'cache:6379' is no address of Redis; give redis://HOST:PORT/DATABASE",
+            "got 'cache:6379', expected redis://HOST:PORT/DATABASE",
         ),
-        ([model, "--max_batch_rows", "0"], "--max_batch_rows is 0, must be above 0"),
+        ([model, "--max_batch_rows", "0"], "--max_batch_rows: got 0, expected at least 1"),
     ]:
         assert message in refused(["serve", "--port", "0", *argv], capsys), argv
 
@@ -139,11 +139,11 @@ def test_options_of_rows_reach_the_model(tmp_path: Path) -> None:
     secret = {"HOTBED_REDIS": "redis://:secret@here"}
     assert _row_options(given, secret) == {**wanted, "redis": "redis://:secret@here"}
     assert _row_options({**given, "redis": "redis://there"}, secret) == {**wanted, "redis": "redis://there"}
-    with pytest.raises(RecipeError, match="HOTBED_REDIS is for rows in files, but without --memory_gib") as raised:
+    with pytest.raises(RecipeError, match="HOTBED_REDIS caches rows in files, but without --memory_gib") as raised:
         _row_options(none, secret)
     assert "secret" not in str(raised.value)
 
 
 def test_libraries_that_are_missing_are_named(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hotbed.serve.server", None)
-    assert "pip install 'hotbed[serve]' installs them" in refused(["serve", "model"], capsys)
+    assert "pip install 'hotbed[serve]'" in refused(["serve", "model"], capsys)

@@ -62,5 +62,5 @@ def test_more_ids_than_a_set_has_room_for_are_refused() -> None:
     served = ServedIds("users", torch.full((128,), -1).numpy())
     served.stage(torch.empty(0, dtype=torch.int64), torch.arange(128))
     served.swap()
-    with pytest.raises(DamagedError, match=r"more ids to a set of table 'users' than the 128"):
+    with pytest.raises(DamagedError, match=r"a set of table 'users' would have more than 128"):
         served.stage(torch.tensor([5, 6]), torch.tensor([300, 301, 302]))

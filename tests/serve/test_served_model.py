@@ -172,7 +172,7 @@ def test_raw_rows_are_encoded_as_in_training(tmp_path: Path) -> None:
 
 def test_memory_that_is_too_small_for_the_marks_of_rows_is_told(publisher: Publisher) -> None:
     model = publisher.export()
-    with pytest.raises(StoreError, match=r"memory is 100 bytes, but tables in files need 1,276 to find changed rows"):
+    with pytest.raises(StoreError, match=r"got 100 bytes, expected at least 1,276"):
         ServedModel.open(model, memory_bytes=100)
 
 

@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_said(
     monkeypatch.setattr("hotbed.cli.dry_run.resident_bytes", lambda: 2 << 20)
     assert main(argv) == 0
     shown = capsys.readouterr().out
-    assert "and 3.0 MiB are free here" in shown  # what this process has is in what is needed, too
+    assert "and 3.0 MiB are free" in shown  # what this process has is in what is needed, too
     assert "set memory.tier to host or disk" in shown and "memory.cache_rows" not in shown
     assert main([*argv, "--memory.tier", "disk", "--memory.cache_rows", "50"]) == 0
     shown = capsys.readouterr().out

@@ -328,7 +328,7 @@ def test_a_signal_that_is_ignored_stays_ignored(recipe: Path) -> None:
 def test_ctrl_c_outside_of_training_interrupts(recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     for where, argv in (
         ("hotbed.train.runs.run.build", ["train", str(recipe), "--out", str(recipe.parent / "runs")]),
-        ("hotbed.cli.inspect.describe", ["inspect", str(recipe)]),
+        ("hotbed.cli.inspect.describe_path", ["inspect", str(recipe)]),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(where, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -33,13 +33,12 @@ from pydantic import (
     Field,
     GetPydanticSchema,
     InstanceOf,
-    ValidationError,
     model_serializer,
 )
 
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.errors import CheckpointError, DamagedError, PlanError
-from hotbed.parsing import TextError, fault_of, parse_json
+from hotbed.parsing import TextError, parse_json, validate_model
 from hotbed.plan import Plan, Tile
 from hotbed.specs import MAX_DIM, RowDtype, Table, row_bytes
 
@@ -374,7 +373,7 @@ def _read(place: Directory) -> Manifest:
         raise DamagedError(f"{file} is damaged (its content has changed); use another checkpoint")
     if missing := [key for key in _REQUIRED if key not in values]:
         raise CheckpointError(f"{file}: '{missing[0]}' is missing")
-    manifest = validate(Manifest, {**values, "sha256": sha256}, file)
+    manifest = validate_model(Manifest, {**values, "sha256": sha256}, CheckpointError, file)
     if fault := next(_faults(manifest), None):
         raise CheckpointError(f"{file}: {fault}")
     for name, table in manifest.tables.items():
@@ -446,17 +445,6 @@ def parsed(data: bytes, where: str) -> dict[str, Any]:
     except TextError as error:
         raise DamagedError(f"{where} is damaged: it {error}; use another checkpoint") from None
     return cast("dict[str, Any]", values)
-
-
-Model = TypeVar("Model", bound=BaseModel)
-
-
-def validate(kind: type[Model], values: object, where: str) -> Model:
-    """Make a model of parsed values; raise `CheckpointError` with the key, its value and its limit."""
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise CheckpointError(f"{where}: {fault_of(error)}") from None
 
 
 def _faults(manifest: Manifest) -> Iterator[str]:

@@ -46,7 +46,6 @@ from hotbed.checkpoint.manifest import (
     Report,
     SavedTile,
     parsed,
-    validate,
     write_manifest,
 )
 from hotbed.checkpoint.snapshot import Snapshot
@@ -55,6 +54,7 @@ from hotbed.checkpoint.tensor_files import UNFINISHED, Array, FileWriter, is_lef
 from hotbed.comm import Link
 from hotbed.errors import CheckpointError, CommError
 from hotbed.machine import start_alone
+from hotbed.parsing import validate_model
 from hotbed.store import RisingSlots, RowStore
 
 ATTEMPT_DIGITS = 8
@@ -133,7 +133,7 @@ def save_checkpoint(
     saved_tables = {name: table.saved for name, table in tables.items()}
     plain_recipe = None if recipe is None else dict(recipe)
     values = {"step": step, "recipe": plain_recipe, "plan": plan_of(parts), "parts": plains, "tables": saved_tables}
-    manifest = validate(Manifest, values, str(place))
+    manifest = validate_model(Manifest, values, CheckpointError, str(place))
     token = from_first(link, lambda: make_directory(place, shared=check is not None))
     if background:
         refuse_while_saved(tables)
@@ -474,7 +474,7 @@ class RankReports:
                 where = f"{self._place}/{name}"
                 values = parsed(self._place.read(name, MOST_BYTES), where)
                 if values.get("token") == self._token:
-                    report = validate(Report, values, where)
+                    report = validate_model(Report, values, CheckpointError, where)
                     if report.error is not None:
                         raise OtherRankError(f"{self._place} was not saved: rank {rank} failed: {report.error}")
                     return report

@@ -25,9 +25,10 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel
 from torch import Tensor
 
 from hotbed.checkpoint.blocks import BlockReader, BlockWriter, BlockWriters, VerifiedFiles
-from hotbed.checkpoint.manifest import MANIFEST, Count, FileEntry, SavedTile, file_name, parsed, validate
+from hotbed.checkpoint.manifest import MANIFEST, Count, FileEntry, SavedTile, file_name, parsed
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.errors import CheckpointError
+from hotbed.parsing import validate_model
 
 FILE_BYTES = 1 << 30
 """Most bytes of a file of tables."""
@@ -394,7 +395,7 @@ def header_of(text: bytes, first: int, size: int, where: str) -> dict[str, Store
     values = parsed(text, f"the header of {where}")
     values.pop("__metadata__", None)
     wrong = f"{where} is no safetensors file that can be read here"
-    entries = validate(_Header, values, wrong).root
+    entries = validate_model(_Header, values, CheckpointError, wrong).root
     if fault := next(_faults(entries, size - first), None):
         raise CheckpointError(f"{wrong}: {fault}")
     return {

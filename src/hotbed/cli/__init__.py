@@ -1,4 +1,4 @@
-"""The ``hotbed`` command: ``main.py`` has the parser, and every other file but ``arguments.py`` is one command.
+"""Commands of the ``hotbed`` program: ``hotbed NAME`` is ``cli/NAME.py``.
 
-A command has ``add_arguments(parser)`` and ``run(parsed)``; what it does is a short story over the library.
+Each command file defines ``add_arguments(parser)`` and ``run(parsed)``.
 """

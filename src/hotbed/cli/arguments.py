@@ -1,4 +1,7 @@
-"""Provide what all commands need: parsers, recipes with options that override them, ``--json``, and a console."""
+"""Parse the arguments of commands: annotated options, recipes with overrides such as ``--data.dim 32``, and ``--json``.
+
+The types of options are annotations, which `hotbed.checks` checks; their help comes from docstrings.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +42,10 @@ from hotbed.parsing import TextError, parse_yaml, yaml_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-_NO_WIDTH = 1 << 20
-"""Columns of a pipe or file."""
-
 
 @dataclass(frozen=True)
 class Command:
-    """A command: what it is for, and what adds its arguments when they are parsed."""
+    """A command's help, and the function that adds its arguments to its parser."""
 
     help: str
     add_arguments: Callable[[Parser], None]
@@ -53,44 +53,47 @@ class Command:
 
 
 class Parser(ArgumentParser):
-    """A parser that adds its arguments when it is asked to parse, and whose errors are `RecipeError`."""
+    """A parser that adds its arguments when it parses, and raises `RecipeError`."""
 
     def __init__(self, add_arguments: Callable[[Parser], None] | None = None, **options: Any) -> None:
         super().__init__(exit_on_error=False, allow_abbrev=False, **options)
         self._add_arguments = add_arguments
         self.elsewhere: dict[str, str] = {}
-        """Advice by option that people give and the command does not have."""
+        """Advice for options that belong to another program, e.g. ``--nproc_per_node``."""
         self.reads_recipe = False
         """Whether the first argument is a recipe, and options override its keys."""
 
     def fill(self) -> None:
-        """Add the arguments, if they are not there yet."""
+        """Add the arguments unless they have been added."""
         add, self._add_arguments = self._add_arguments, None
         if add is not None:
             add(self)
 
     @override
     def add_argument(self, *names: str, **options: Any) -> Action:
-        """Add an argument; its ``type`` is an annotation, by which its text is read and checked (default: text)."""
+        """Add an argument. Its ``type`` is an annotation that parses and checks the text (default: ``str``)."""
         annotation = options.pop("type", str)
         if options.get("action", "append") == "append":
-            options["type"] = partial(_checked, annotation=annotation)
+            options["type"] = partial(_parse_argument, annotation=annotation)
             if get_origin(annotation) is Literal:
                 options["choices"] = get_args(annotation)
         action = super().add_argument(*names, **options)
-        if action.help and action.default is not False and action.default not in (None, SUPPRESS, [], ""):
-            action.help += f" (default: {action.default})".replace("%", "%%")
+        if action.help and action.default is not False and (default := _format_default(action.default)):
+            note = f"(default: {default})".replace("%", "%%")
+            # One pair of parentheses: "Rows. (type: an integer; default: 4)"
+            is_typed = action.help.endswith(")") and "(type: " in action.help
+            action.help = f"{action.help[:-1]}; {note[1:]}" if is_typed else f"{action.help.removesuffix('.')} {note}."
         return action
 
     def add_commands(self, dest: str, commands: Mapping[str, Command]) -> None:
-        """Add commands; the name of the given one is parsed as ``dest``."""
+        """Add commands; the name of the chosen one is parsed as ``dest``."""
         made = self.add_subparsers(dest=dest, title="commands", metavar="COMMAND [options]", prog=self.prog)
         for name, of in commands.items():
             made.add_parser(name, help=of.help, description=of.help, usage=of.usage, add_arguments=of.add_arguments)
 
     @property
     def commands(self) -> Mapping[str, Parser]:
-        """Parsers of its commands."""
+        """Parsers of the commands."""
         found = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         return cast("Mapping[str, Parser]", found[0]) if found else {}
 
@@ -98,14 +101,16 @@ class Parser(ArgumentParser):
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None
     ) -> Any:
-        """Parse arguments; of a command, those after its name."""
+        """Parse arguments; for a command, those after its name."""
         self.fill()
         given = cast("Sequence[str]", args)
         if self.commands and given and not given[0].startswith("-") and given[0] not in self.commands:
             name, *names = (" ".join([*self.prog.split()[1:], name]) for name in (given[0], *self.commands))
             raise RecipeError(f"there is no command '{name}'; there are {', '.join(names)}{did_you_mean(name, names)}")
-        if self.reads_recipe:
-            self._add_keys(given)
+        if self.reads_recipe:  # also whole sections and entries of mappings, which help does not list
+            for option in dict.fromkeys(arg.partition("=")[0] for arg in given if arg.startswith("--")):
+                if option not in self._option_string_actions and annotation_at(Recipe, option[2:]) is not None:
+                    self.add_argument(option, dest=option[2:], action=Override, help=SUPPRESS)
         try:
             parsed, rest = super().parse_known_args(given, namespace)
         except ArgumentError as error:
@@ -123,12 +128,6 @@ class Parser(ArgumentParser):
             raise RecipeError(f"unknown argument {option}{did_you_mean(option, known)}")
         return parsed, rest
 
-    def _add_keys(self, args: Sequence[str]) -> None:
-        """Add options for keys that help does not list: whole sections, and entries of mappings."""
-        for option in dict.fromkeys(arg.partition("=")[0] for arg in args if arg.startswith("--")):
-            if option not in self._option_string_actions and annotation_at(Recipe, option[2:]) is not None:
-                self.add_argument(option, dest=option[2:], action=Override, help=SUPPRESS)
-
     @override
     def error(self, message: str) -> NoReturn:
         """Raise `RecipeError`."""
@@ -136,7 +135,7 @@ class Parser(ArgumentParser):
 
     @override
     def format_help(self) -> str:
-        """Return the help, for which keys of the recipe are documented now."""
+        """Return the help, including the documentation of the recipe's keys."""
         self.document()
         return super().format_help()
 
@@ -147,15 +146,27 @@ class Parser(ArgumentParser):
             action = self._option_string_actions.get(f"--{key}")
             if action is not None and action.help is None:
                 default = field.default if field.default_factory is MISSING else field.default_factory()
+                shown = "null" if default is None else _format_default(default)
                 notes = [f"type: {describe(annotation)}"]
-                notes += [] if default in (MISSING, {}, []) else [f"default: {default}"]
+                notes += [f"default: {shown}"] if shown else []
                 notes += ["a resumed run may change it"] if is_within(key, may_differ) else []
                 text = f"{documentation(of).get(field.name, '')} ({'; '.join(notes)})"
                 action.help = text.strip().replace("%", "%%")
 
 
-def _read(text: str, annotation: Any) -> Any:
-    """Read the value of an option as in a recipe's file; text stays as it is where the annotation is of text."""
+def _format_default(value: object) -> str:
+    """Return a default as a user would type it, or nothing if it is empty."""
+    if value is None or value is MISSING or value is SUPPRESS or is_dataclass(value):
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, cast("Sequence[object]", value)))
+    return str(value) if value != {} else ""
+
+
+def _parse_value(text: str, annotation: Any) -> Any:
+    """Parse an option's value as YAML, or keep the text if the annotation allows text."""
     if annotation is str:
         return text
     is_text = get_origin(annotation) in (Union, UnionType) and str in get_args(annotation)
@@ -171,9 +182,9 @@ def _read(text: str, annotation: Any) -> Any:
     return text if is_plain else as_declared(value, annotation)
 
 
-def _checked(text: str, annotation: Any) -> Any:
+def _parse_argument(text: str, annotation: Any) -> Any:
     try:
-        value = _read(text, annotation)
+        value = _parse_value(text, annotation)
     except TextError as error:
         raise ArgumentTypeError(f"{text[:100]!r} {error}") from None
     if found := problem("", value, annotation):
@@ -183,8 +194,8 @@ def _checked(text: str, annotation: Any) -> Any:
 
 def add_parameters(parser: Parser, of: Callable[..., Any], prefix: str = "", skip: Collection[str] = ()) -> None:
     """Add an option for each parameter of a function or dataclass, with its documentation as help."""
-    docs, hints = documentation(of), get_type_hints(of)
-    factories = {f.name: f.default_factory for f in (fields(of) if is_dataclass(of) else ())}
+    docs, hints = documentation(of), get_type_hints(of, include_extras=True)
+    factories = {field.name: field.default_factory for field in fields(of)} if is_dataclass(of) else {}
     for name, parameter in inspect.signature(cast("Callable[..., Any]", of)).parameters.items():
         if name not in skip:
             required = parameter.default is parameter.empty
@@ -197,11 +208,10 @@ def add_parameters(parser: Parser, of: Callable[..., Any], prefix: str = "", ski
 
 @cache
 def documentation(of: Any) -> dict[str, str]:
-    """Return the documentation of parameters: from sections of numpydoc, and docstrings of a dataclass's fields."""
+    """Return the documentation of parameters, from numpydoc sections and from docstrings of a dataclass's fields."""
     found: dict[str, str] = {}
     for cls in reversed(of.__mro__ if inspect.isclass(of) else ()):
-        body = _classes_of(cls.__module__).get(cls.__name__, [])
-        for node, after in pairwise(body):
+        for node, after in pairwise(_read_classes(cls.__module__).get(cls.__name__, [])):
             if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
                 found[ast.unparse(node.target)] = " ".join(str(ast.literal_eval(after.value)).split())
     for names, text in re.findall(r"^(\w[\w, ]*)\n((?:    .*\n?)+)", inspect.getdoc(of) or "", re.MULTILINE):
@@ -210,7 +220,7 @@ def documentation(of: Any) -> dict[str, str]:
 
 
 @cache
-def _classes_of(module: str) -> dict[str, list[ast.stmt]]:
+def _read_classes(module: str) -> dict[str, list[ast.stmt]]:
     if not module.startswith(("hotbed.", "benchmarks.")):
         return {}
     tree = ast.parse(inspect.getsource(sys.modules[module]))
@@ -221,7 +231,7 @@ def _classes_of(module: str) -> dict[str, list[ast.stmt]]:
 
 
 class Override(Action):
-    """Note that an option sets a key of the recipe, in the order of the options."""
+    """Record an option that sets a key of the recipe. Later options override earlier ones."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         options["default"] = SUPPRESS
@@ -233,10 +243,10 @@ class Override(Action):
 
 
 def add_recipe(parser: Parser) -> None:
-    """Add a recipe's file and the options that override it."""
+    """Add a recipe's file and the options that override its keys."""
     parser.reads_recipe = True
     parser.set_defaults(overrides=[])
-    parser.add_argument("--recipe", action="append", default=[], help="Recipe to start from; or just name it.")
+    parser.add_argument("--recipe", action="append", default=[], help="Recipe file; also the first argument.")
     parser.add_argument("--print_config", action="store_true", help="Print the recipe with all overrides, and exit.")
     for key, annotation, field, _ in settings(Recipe):
         if section_of(annotation) is None or get_origin(annotation) is dict:
@@ -244,36 +254,44 @@ def add_recipe(parser: Parser) -> None:
     for option, key, text in (
         ("data", "data", "Short for --data.path."),
         ("plan", "parallel.plan", "Short for --parallel.plan: a sharding scheme or FILE."),
-        ("init_from", "init.checkpoint", "Short for --init.checkpoint: what fits is taken from it."),
+        ("init_from", "init.checkpoint", "Short for --init.checkpoint: a checkpoint to initialize the model from."),
     ):
         parser.add_argument(f"--{option}", dest=key, action=Override, metavar=option.upper(), help=text)
     parser.add_argument(
         "--trust_recipe",
         type=bool,
         default=True,
-        help="Whether it may name classes of others than hotbed and torch.optim; importing them runs their code.",
+        help="Whether the recipe may name classes outside hotbed and torch.optim. Importing them runs their code.",
     )
 
 
-def load(path: str) -> Any:
-    """Return the plain values of a recipe's file, which may be a pipe or at a URI."""
-    at = location(path)
+def read_recipe_values(path: str | Path) -> Any:
+    """Return the plain values in a recipe's file, which may be a pipe or at a URI."""
+    at = location(str(path))
     if isinstance(at, Path):
         return read_yaml(at)
     from hotbed.checkpoint.single_files import (
-        read_yaml_uri as read_remote,  # with torch, which parsing alone does not need
+        read_yaml_uri as read_remote,  # imports torch, which parsing does not need
     )
 
     return read_remote(at)
 
 
+def read_recipe(path: str | Path) -> Recipe:
+    """Read a recipe's file, and make modules in its directory importable."""
+    at = location(str(path))
+    if isinstance(at, Path):
+        import_from(at.parent)
+    return Recipe.from_dict(read_recipe_values(path))
+
+
 def set_key(values: dict[str, Any], key: str, text: str) -> None:
-    """Set a dotted key of a recipe's plain values to what the text of an option says."""
+    """Set a dotted key of a recipe's plain values to an option's value."""
     if key == "data" and not (text.startswith("{") and text.endswith("}")):
         key = "data.path"
     annotation = annotation_at(Recipe, key)
     try:
-        value = _read(text, annotation)
+        value = _parse_value(text, annotation)
     except TextError as error:
         raise RecipeError(f"--{key}: got {text[:100]!r}, which {str(error).splitlines()[0]}") from None
     *parents, last = key.split(".")
@@ -282,26 +300,26 @@ def set_key(values: dict[str, Any], key: str, text: str) -> None:
         inner = at.get(parent)
         if not isinstance(inner, dict | None):
             raise RecipeError(f"--{key}: {'.'.join(parents[: i + 1])} is {inner!r}, which has no '{last}' to set")
-        at[parent] = at = dict(inner or {})  # a copy, because an alias in the file may be the same mapping
+        at[parent] = at = dict(inner or {})  # copied, because an alias in the file may share the mapping
     is_section = is_dataclass(annotation) and isinstance(at.get(last), dict)
     at[last] = at[last] | value if is_section and isinstance(value, dict) else value
 
 
-def recipe_of(parsed: Namespace) -> Recipe:
-    """Return the recipe that parsed options ask for: its file, overridden by options, checked once."""
+def parse_recipe(parsed: Namespace) -> Recipe:
+    """Return the recipe in the file that was named, with the options that override its keys."""
     if len(parsed.recipe) > 1:
         raise RecipeError(f"unknown argument {parsed.recipe[1]}; the recipe is {parsed.recipe[0]} already")
     if not parsed.recipe and not parsed.overrides:
         raise RecipeError("no recipe: got neither a file nor options. Name one, or draft one with `hotbed init DATA`")
-    values = load(parsed.recipe[0]) if parsed.recipe else {}
+    values = read_recipe_values(parsed.recipe[0]) if parsed.recipe else {}
     if isinstance(values, dict):
         for key, text in parsed.overrides:
             set_key(values, key, text)
     recipe = Recipe.from_dict(values)
     if not parsed.trust_recipe:
         check_trust(recipe, "the given file", trusted=False, say_so="leave out --trust_recipe false")
-    elif parsed.recipe and isinstance(place := location(parsed.recipe[0]), Path):
-        import_from(place.parent)
+    elif parsed.recipe and isinstance(path := location(parsed.recipe[0]), Path):
+        import_from(path.parent)
     if parsed.print_config:
         print(yaml_text(recipe.to_dict()))
         sys.exit()
@@ -312,20 +330,17 @@ def recipe_of(parsed: Namespace) -> Recipe:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Make what commands print to; text is shown as it is, also names in brackets.
-
-    Where this is no terminal, a line is a line, however long: other programs read paths and tables there.
-    """
+    """Return a console that prints text literally and, unless it is a terminal, never wraps lines."""
     from rich.console import Console
 
     made = Console(stderr=stderr, markup=False, emoji=False)
     if not made.is_terminal:
-        made.width = _NO_WIDTH
+        made.width = 1 << 20
     return made
 
 
-def write_json(path: str | None, value: Mapping[str, Any]) -> None:
-    """Write the figures of a command where ``--json`` says, if it was given."""
+def save_json(path: str | None, value: Mapping[str, Any]) -> None:
+    """Write a command's results to the file of ``--json``, if that was passed."""
     if path is not None:
         from hotbed.checkpoint.single_files import write_text_uri
 
@@ -333,32 +348,34 @@ def write_json(path: str | None, value: Mapping[str, Any]) -> None:
 
 
 def check_json(path: str, option: str = "--json") -> None:
-    """Raise if an option names no file that could be written, before a command does its work."""
+    """Raise `RecipeError` if an option's file cannot be written, before the command starts its work."""
     file = location(path)
     if isinstance(file, str):
         from hotbed.checkpoint.single_files import exists
 
-        exists(file)  # the place can be opened, and answers
+        exists(file)  # raises unless the storage can be reached
         return
-    there = next(parent for parent in file.absolute().parents if parent.exists())
+    folder = next(parent for parent in file.absolute().parents if parent.exists())
     if not path or file.is_dir():
-        raise RecipeError(f"{option} is {path!r}, which is a directory; give a file")
+        raise RecipeError(f"{option}: got {path!r}, which is a directory, expected a file")
     try:
-        tempfile.TemporaryFile(dir=there).close()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise RecipeError(f"{option} is {path!r}, but no file can be written into {there} ({error.strerror})") from None
+        raise RecipeError(
+            f"{option}: got {path!r}, but {folder} is not writable ({error.strerror}). Name another file"
+        ) from None
 
 
 def add_trust(parser: Parser) -> None:
-    """The option of commands that build what the recipe in a checkpoint or a run names."""
+    """Add ``--trust_recipe`` to a command that builds classes named in a stored recipe."""
     parser.add_argument(
         "--trust_recipe",
         action="store_true",
-        help="Import what the stored recipe names beside hotbed and torch.optim, which runs its code: installed "
-        "packages, and modules in the current directory.",
+        help="Import classes outside hotbed and torch.optim that the stored recipe names, from installed packages and "
+        "the current directory. Importing them runs their code.",
     )
 
 
 def add_json(parser: Parser) -> None:
-    """The option that every command with figures has."""
-    parser.add_argument("--json", type=str | None, help="File to write the figures to, as JSON.")
+    """Add ``--json`` to a command that has results."""
+    parser.add_argument("--json", type=str | None, help="JSON file for the results, e.g. out.json.")

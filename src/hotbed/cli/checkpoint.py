@@ -10,123 +10,118 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from hotbed.cli.arguments import Command, Parser, add_json, add_trust, console, write_json
+from hotbed.cli.arguments import Command, Parser, add_json, add_trust, console, save_json
 from hotbed.errors import RecipeError
 from hotbed.files import read_text
 from hotbed.locations import local
 
 Origin = Literal["hotbed", "nvidia_dlrm", "torchrec", "facebook_dlrm", "embedding_bag", "dcp"]
 Form = Literal["hotbed", "safetensors", "torch", "dcp"]
+_SOURCE = "Checkpoint or run directory, a path or URI."
+_TARGET = "New path or URI."
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the commands."""
+    """Add the subcommands."""
     parser.usage = "hotbed checkpoint COMMAND …"
     parser.add_commands("action", {name: command for name, (command, _) in COMMANDS.items()})
 
 
 def run(parsed: Namespace) -> None:
-    """Run one of them."""
+    """Run a subcommand."""
     COMMANDS[parsed.action][1](parsed)
 
 
-def add_inspect(parser: Parser) -> None:
-    """Arguments of ``hotbed checkpoint inspect``."""
-    parser.add_argument("path", help="Checkpoint, or a run's directory; a path or a URI.")
+def _add_inspect(parser: Parser) -> None:
+    parser.add_argument("path", help=_SOURCE)
     parser.add_argument(
-        "--hash", action="store_true", help="Hash all values, which are read; equal for any plan with equal bits."
+        "--hash", action="store_true", help="Print hashes of all values, which do not depend on the plan."
     )
     add_json(parser)
 
 
-def inspect_checkpoint(parsed: Namespace) -> None:
-    """Show what a checkpoint's manifest says."""
+def _inspect(parsed: Namespace) -> None:
+    """Print a checkpoint's manifest."""
     from hotbed.checkpoint import find_checkpoint, read_manifest
     from hotbed.cli.inspect import describe_manifest, print_description
 
-    place = find_checkpoint(parsed.path)
-    description = describe_manifest(place, read_manifest(place))
+    source = find_checkpoint(parsed.path)
+    description = describe_manifest(source, read_manifest(source))
     if parsed.hash:
         from hotbed.checkpoint.convert import content_hashes
 
-        with _progress(f"hashing {place}") as progress:
-            hashes = content_hashes(place, progress)
+        with _progress(f"hashing {source}") as progress:
+            hashes = content_hashes(source, progress)
         whole = hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
         description |= {"sha256": whole, "hashes": [{"of": name, "sha256": value} for name, value in hashes.items()]}
     print_description(console(), description)
-    write_json(parsed.json, description)
+    save_json(parsed.json, description)
 
 
-def add_verify(parser: Parser) -> None:
-    """Arguments of ``hotbed checkpoint verify``."""
-    parser.add_argument("path", help="Checkpoint, or a run's directory; a path or a URI.")
+def _add_verify(parser: Parser) -> None:
+    parser.add_argument("path", help=_SOURCE)
     add_json(parser)
 
 
-def verify(parsed: Namespace) -> None:
-    """Read all of a checkpoint and compare it with the hashes in its manifest."""
+def _verify(parsed: Namespace) -> None:
+    """Read a whole checkpoint, and compare it with the hashes in its manifest."""
     from hotbed.checkpoint import find_checkpoint, verify_checkpoint
 
-    place = find_checkpoint(parsed.path)
+    source = find_checkpoint(parsed.path)
     start = time.perf_counter()
-    with _progress(f"verifying {place}") as progress:
-        manifest = verify_checkpoint(place, progress)
+    with _progress(f"verifying {source}") as progress:
+        manifest = verify_checkpoint(source, progress)
     seconds = time.perf_counter() - start
     blocks = sum(len(entry.sha256) for entry in manifest.files.values())
     rate = manifest.nbytes / seconds
     console().print(
-        f"{place}: {len(manifest.files):,} files, {blocks:,} blocks unharmed "
+        f"{source}: {len(manifest.files):,} files, {blocks:,} blocks undamaged "
         f"({manifest.nbytes / 1e9:,.3f} GB, {rate / 1e9:,.2f} GB/s)",
         soft_wrap=True,
     )
     counts = {"files": len(manifest.files), "blocks": blocks, "bytes": manifest.nbytes}
-    write_json(parsed.json, {"path": str(place), **counts, "seconds": seconds, "bytes_per_s": rate})
+    save_json(parsed.json, {"path": str(source), **counts, "seconds": seconds, "bytes_per_s": rate})
 
 
-def add_convert(parser: Parser) -> None:
-    """Arguments of ``hotbed checkpoint convert``."""
-    parser.add_argument("source", help="What to convert: a path, of a checkpoint also a URI.")
-    parser.add_argument("target", help="What to make: a path or URI where nothing is.")
-    parser.add_argument("--from", dest="origin", type=Origin, default="hotbed", help="Who wrote the source.")
-    parser.add_argument("--to", type=Form, default="hotbed", help="What to make of it.")
-    parser.add_argument("--compact", action="store_true", help="Store only rows that training has changed.")
+def _add_convert(parser: Parser) -> None:
+    parser.add_argument("source", help="File or directory to convert; a checkpoint may be at a URI.")
+    parser.add_argument("target", help=_TARGET)
+    parser.add_argument("--from", dest="origin", type=Origin, default="hotbed", help="Library that wrote the source.")
+    parser.add_argument("--to", type=Form, default="hotbed", help="Format of the target.")
+    parser.add_argument("--compact", action="store_true", help="Store only rows that training changed.")
     parser.add_argument(
         "--dtype",
         type=str | dict[str, str] | None,
-        help="fp32, bf16, fp16, int8 or fp8 for the rows of all tables, or {TABLE: DTYPE, …}; rounded to the nearest.",
+        help="Row dtype of all tables, or {TABLE: DTYPE, …}: fp32, bf16, fp16, int8 or fp8, rounded to nearest.",
     )
-    parser.add_argument("--no_moments", action="store_true", help="Keep what prediction needs only.")
+    parser.add_argument("--no_moments", action="store_true", help="Drop optimizer states; keep the model only.")
     parser.add_argument(
         "--names",
-        help="Tables of another library's model, in its order, with commas between them; TABLE=KEY, … where weights "
-        "have other names (--from embedding_bag or dcp, --to dcp); in a file, one a line: @FILE.",
+        help="Tables of another library's model in its order, e.g. `user,item`; or TABLE=KEY, … to name weights "
+        "(--from embedding_bag or dcp, --to dcp); or @FILE with one entry per line.",
     )
-    parser.add_argument(
-        "--prefix",
-        default="",
-        help="What the names of weights there begin with and those here do not: model.",
-    )
-    parser.add_argument("--collection", default="embeddings", help="Attribute of hotbed's model that is to have them.")
-    parser.add_argument("--data", help="Data for --to torch; default: that of the recipe.")
+    parser.add_argument("--prefix", default="", help="Prefix to strip from weight names, e.g. `model.`; --to adds it.")
+    parser.add_argument("--collection", default="embeddings", help="Attribute of hotbed's model that holds the tables.")
+    parser.add_argument("--data", help="Data for --to torch (default: the recipe's data).")
     add_trust(parser)
     add_json(parser)
 
 
-def convert(parsed: Namespace) -> None:
-    """Make a checkpoint of another one or of another library's model, or files that other libraries read."""
+def _convert(parsed: Namespace) -> None:
+    """Convert a checkpoint, import another library's model, or export files for other libraries."""
     _refuse_options_without_effect(parsed)
     start = time.perf_counter()
     with _progress(f"converting {parsed.source}") as progress:
-        made = _converted(parsed, progress)
+        made = _run_conversion(parsed, progress)
     seconds = time.perf_counter() - start
     console().print(f"{parsed.target}: {len(made['tables']):,} tables, {seconds:.1f} s", soft_wrap=True)
     if parsed.origin != "hotbed":
         names = ", ".join(entry["table"] for entry in made["tables"])
         console().print(f"tables, in the order of the model's features: {names}", soft_wrap=True)
-    write_json(parsed.json, {"source": parsed.source, "target": parsed.target, "seconds": seconds, **made})
+    save_json(parsed.json, {"source": parsed.source, "target": parsed.target, "seconds": seconds, **made})
 
 
-def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mapping[str, Any]:
+def _run_conversion(parsed: Namespace, progress: Callable[[int, int], None]) -> Mapping[str, Any]:
     from hotbed.checkpoint import find_checkpoint
     from hotbed.cli.inspect import describe_manifest
 
@@ -134,8 +129,8 @@ def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mappi
     if parsed.origin != "hotbed":
         from hotbed.checkpoint.importers import import_checkpoint
 
-        options: dict[str, Any] = {"names": _names(parsed.names), "collection": parsed.collection, "progress": progress}
-        options["prefix"] = parsed.prefix
+        options: dict[str, Any] = {"names": _parse_names(parsed.names), "progress": progress}
+        options |= {"prefix": parsed.prefix, "collection": parsed.collection}
         return describe_manifest(target, import_checkpoint(parsed.source, target, parsed.origin, **options))
     if parsed.to == "torch":
         from hotbed.train.runs.model_export import export_single
@@ -145,47 +140,43 @@ def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mappi
     if parsed.to == "dcp":
         from hotbed.checkpoint.export_dcp import export_dcp
 
-        names = _names(parsed.names)
+        names = _parse_names(parsed.names)
         if isinstance(names, list):
-            raise RecipeError(f"--names is {parsed.names!r}, must be TABLE=KEY, … for --to dcp")
-        place = local("target", target)
-        return export_dcp(source, place, names=names, prefix=parsed.prefix, progress=progress)
+            raise RecipeError(f"--names: got {parsed.names!r}, expected TABLE=KEY, … for --to dcp")
+        return export_dcp(source, local("target", target), names=names, prefix=parsed.prefix, progress=progress)
     if parsed.to == "safetensors":
         from hotbed.checkpoint.convert import export_tables
 
         return export_tables(source, target, progress=progress)
     from hotbed.checkpoint.convert import convert
 
-    how: dict[str, Any] = {"compact": parsed.compact, "dtype": parsed.dtype, "moments": not parsed.no_moments}
-    return describe_manifest(target, convert(source, target, **how, progress=progress))
+    options = {"compact": parsed.compact, "dtype": parsed.dtype, "moments": not parsed.no_moments}
+    return describe_manifest(target, convert(source, target, **options, progress=progress))
 
 
-def _names(given: str | None) -> list[str] | dict[str, str] | None:
-    """Names of tables, or by table the key of its weight: ``a, b``, ``a=net.a.weight, b=net.b.weight``, ``@FILE``."""
-    if given is None:
+def _parse_names(text: str | None) -> list[str] | dict[str, str] | None:
+    """Parse table names, or weight keys by table: ``a, b``, ``a=net.a.weight, b=net.b.weight``, ``@FILE``."""
+    if text is None:
         return None
-    if given.startswith("@"):
-        lines = read_text(local("--names", given[1:])).splitlines()
-        found = [line.strip() for line in lines if line.strip()]
-    else:
-        found = [name.strip() for name in given.split(",")]
+    entries = read_text(local("--names", text[1:])).splitlines() if text.startswith("@") else text.split(",")
+    found = [entry.strip() for entry in entries if entry.strip() or not text.startswith("@")]
     if not any("=" in name for name in found):
         return found
     pairs = [name.partition("=") for name in found]
     for table, equals, key in pairs:
         if not (table.strip() and equals and key.strip()):
-            raise RecipeError(f"--names has '{table}{equals}{key}' among others of the form TABLE=KEY; give all so")
+            raise RecipeError(f"--names: got '{table}{equals}{key}' among TABLE=KEY entries. Use TABLE=KEY for all")
     keys = {table.strip(): key.strip() for table, _, key in pairs}
     if len(keys) < len(pairs):
-        raise RecipeError(f"--names gives a table twice: {', '.join(table for table, _, _ in pairs)}; name each once")
+        raise RecipeError(f"--names: got a table twice in {', '.join(table for table, _, _ in pairs)}. Name each once")
     return keys
 
 
 def _refuse_options_without_effect(parsed: Namespace) -> None:
-    """Raise `RecipeError` for an option that this conversion would not follow."""
+    """Raise `RecipeError` for an option that this conversion ignores."""
     to_hotbed, from_hotbed = parsed.to == "hotbed", parsed.origin == "hotbed"
     if not to_hotbed and not from_hotbed:
-        raise RecipeError(f"--from {parsed.origin} --to {parsed.to}: convert to hotbed first, then from there")
+        raise RecipeError(f"--from {parsed.origin} --to {parsed.to}: convert to hotbed first, and then from hotbed")
     named = not from_hotbed or parsed.to == "dcp"
     given = {
         "--compact": (parsed.compact, to_hotbed and from_hotbed, "from hotbed to hotbed"),
@@ -197,20 +188,19 @@ def _refuse_options_without_effect(parsed: Namespace) -> None:
         "--data": (parsed.data is not None, parsed.to == "torch", "to torch (--to torch)"),
         "--trust_recipe": (parsed.trust_recipe, parsed.to == "torch", "to torch (--to torch)"),
     }
-    for option, (is_given, serves, when) in given.items():
-        if is_given and not serves:
-            raise RecipeError(f"{option} has an effect only when converting {when}; leave it out")
+    for option, (is_given, works, when) in given.items():
+        if is_given and not works:
+            raise RecipeError(f"{option} has an effect only when converting {when}. Leave it out")
 
 
-def add_compact(parser: Parser) -> None:
-    """Arguments of ``hotbed checkpoint compact``."""
-    parser.add_argument("source", help="Checkpoint, or a run's directory; a path or a URI.")
-    parser.add_argument("target", help="What to make: a path or URI where nothing is.")
+def _add_compact(parser: Parser) -> None:
+    parser.add_argument("source", help=_SOURCE)
+    parser.add_argument("target", help=_TARGET)
     add_json(parser)
 
 
-def compact(parsed: Namespace) -> None:
-    """Make a full checkpoint, which needs no base, of a differential one."""
+def _compact(parsed: Namespace) -> None:
+    """Merge a differential checkpoint and its base into a full one."""
     from hotbed.checkpoint import find_checkpoint, read_manifest
     from hotbed.checkpoint.convert import convert
     from hotbed.cli.inspect import describe_manifest
@@ -221,47 +211,37 @@ def compact(parsed: Namespace) -> None:
     with _progress(f"compacting {source}") as progress:
         made = describe_manifest(parsed.target, convert(source, parsed.target, compact=keyed, progress=progress))
     console().print(f"{parsed.target}: all rows of {source}, {made['bytes']:,} bytes", soft_wrap=True)
-    write_json(parsed.json, {"source": str(source), "target": parsed.target, **made})
+    save_json(parsed.json, {"source": str(source), "target": parsed.target, **made})
 
 
-def add_changes(parser: Parser) -> None:
-    """Arguments of ``hotbed checkpoint changes``."""
-    parser.add_argument("source", help="Checkpoint, or a run's directory; a path or a URI.")
-    parser.add_argument(
-        "--since",
-        help="Checkpoint that readers have, or the step of one beside it; without it all rows are written.",
-    )
+def _add_changes(parser: Parser) -> None:
+    parser.add_argument("source", help=_SOURCE)
+    parser.add_argument("--since", help="Earlier checkpoint, or its step in the same run (default: write all rows).")
     parser.add_argument("--out", required=True, help="Parquet file to write.")
     add_json(parser)
 
 
-def changes(parsed: Namespace) -> None:
-    """Write the rows that changed between two checkpoints, by id, for servers that have the older one."""
+def _changes(parsed: Namespace) -> None:
+    """Write the rows that changed between two checkpoints by id, for servers that have the earlier one."""
     from hotbed.checkpoint import find_checkpoint
     from hotbed.checkpoint.changes import export_changes
     from hotbed.checkpoint.manifest import find_earlier
+    from hotbed.cli.export import format_changes
 
     target = local("--out", parsed.out)
     if target.suffix != ".parquet" or target.is_dir() or not target.absolute().parent.is_dir():
-        raise RecipeError(f"--out is '{target}', must be a file NAME.parquet in a directory that exists")
+        raise RecipeError(f"--out: got '{target}', expected a file NAME.parquet in a directory that exists")
     source = find_checkpoint(parsed.source)
     since = None if parsed.since is None else find_earlier(source, parsed.since)
     with _progress(f"comparing {source}") as progress:
         found = export_changes(source, target, since, progress=progress)
-    counts = found["tables"].values()
-    upserts, deletes = (sum(of[kind] for of in counts) for kind in ("upserts", "deletes"))
-    base = "" if since is None else f" since step {found['base']:,}"
-    console().print(
-        f"{target}: {upserts:,} rows and {deletes:,} deleted ids of step {found['sequence']:,}{base}, "
-        f"{target.stat().st_size:,} bytes",
-        soft_wrap=True,
-    )
-    write_json(parsed.json, {"source": str(source), "since": None if since is None else str(since), **found})
+    console().print(f"{target}: {format_changes(found)}, {target.stat().st_size:,} bytes", soft_wrap=True)
+    save_json(parsed.json, {"source": str(source), "since": None if since is None else str(since), **found})
 
 
 @contextmanager
 def _progress(what: str) -> Generator[Callable[[int, int], None]]:
-    """A bar on a terminal, a line elsewhere; gives what to call with done and total."""
+    """Yield a function of done and total that moves a bar on a terminal; elsewhere, print one line."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     stderr = console(stderr=True)
@@ -275,25 +255,14 @@ def _progress(what: str) -> Generator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+_CHANGES = "SOURCE --since CHECKPOINT --out FILE"
 COMMANDS: Mapping[str, tuple[Command, Callable[[Namespace], None]]] = {
     name: (Command(text, add, f"hotbed checkpoint {name} {usage} [options]"), run)
     for name, text, usage, add, run in (
-        ("inspect", "Show what a checkpoint holds.", "PATH", add_inspect, inspect_checkpoint),
-        ("verify", "Compare all of a checkpoint with its hashes.", "PATH", add_verify, verify),
-        ("convert", "Convert from and to other libraries, dtypes and forms.", "SOURCE TARGET", add_convert, convert),
-        (
-            "compact",
-            "Make a full checkpoint of a differential one and its base.",
-            "SOURCE TARGET",
-            add_compact,
-            compact,
-        ),
-        (
-            "changes",
-            "Write the rows that changed since another checkpoint, by id.",
-            "SOURCE --since CHECKPOINT --out FILE",
-            add_changes,
-            changes,
-        ),
+        ("inspect", "Print a checkpoint's contents.", "PATH", _add_inspect, _inspect),
+        ("verify", "Compare a checkpoint with its hashes.", "PATH", _add_verify, _verify),
+        ("convert", "Convert from and to other libraries and dtypes.", "SOURCE TARGET", _add_convert, _convert),
+        ("compact", "Merge a differential checkpoint and its base.", "SOURCE TARGET", _add_compact, _compact),
+        ("changes", "Write the rows that changed since another checkpoint.", _CHANGES, _add_changes, _changes),
     )
 }

@@ -1,7 +1,4 @@
-# pyright: reportMissingImports=false
-"""Print a script by which a shell completes commands, options and their values: ``hotbed completion``."""
-
-# shtab is an extra, which need not be installed where types are checked.
+"""Print a shell completion script for commands, options and their values: ``hotbed completion``."""
 
 from __future__ import annotations
 
@@ -19,40 +16,40 @@ _PATHS = {
     *("vocabulary", "data.path", "hot.rows", "init.checkpoint", "memory.directory", "memory.skew", "parallel.plan"),
     *("plan", "train.checkpoint_dir"),
 }
-"""Arguments that files are offered for; most are typed as text, for they may be URIs."""
+"""Arguments that complete to files. Most have the type text, because they may be URIs."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the shell."""
     parser.usage = "hotbed completion SHELL"
-    parser.add_argument("shell", type=Literal["bash", "zsh", "tcsh"], help="Who is to read the script.")
+    parser.add_argument("shell", type=Literal["bash", "zsh", "tcsh"], help="Shell that reads the script, e.g. bash.")
 
 
 def run(parsed: Namespace) -> None:
-    """Print the script; it needs no Python when it completes."""
+    """Print the script, which runs without Python."""
     from hotbed.cli.main import make_parser
 
     try:
-        import shtab
+        import shtab  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise RecipeError(
-            f"hotbed completion needs shtab, which cannot be imported ({error}); pip install 'hotbed[completion]'"
+            f"hotbed completion needs shtab, which cannot be imported ({error}). Run pip install 'hotbed[completion]'"
         ) from None
     parser = make_parser()
     _complete_paths(parser, shtab.FILE)
     print(shtab.complete(parser, parsed.shell))
 
 
-def _complete_paths(parser: Parser, how: Mapping[Any, Any]) -> None:
-    """Add the arguments of a parser and of its commands, and offer files for paths."""
+def _complete_paths(parser: Parser, file: Mapping[Any, Any]) -> None:
+    """Add all arguments of a parser and its commands, and complete paths to files."""
     parser.fill()
     parser.document()
     if parser.reads_recipe:
-        parser.add_argument("RECIPE")  # which its parser takes out of the arguments that are left
+        parser.add_argument("RECIPE")  # the parser itself takes it from the remaining arguments
     for action in parser._actions:
         if isinstance(action, Override):
             action.choices = choices_of(annotation_at(Recipe, action.dest)) or None
         if action.dest.lower() in _PATHS and action.nargs != 0:
-            action.complete = how  # pyright: ignore[reportAttributeAccessIssue]
+            action.complete = file  # pyright: ignore[reportAttributeAccessIssue]
     for command in parser.commands.values():
-        _complete_paths(command, how)
+        _complete_paths(command, file)

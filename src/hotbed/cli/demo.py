@@ -1,4 +1,4 @@
-"""Go from a raw log to a tested model, in one directory: ``hotbed demo``."""
+"""Prepare a raw log, train a small model on it and test it, in one directory: ``hotbed demo``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hotbed.checks import Size
-from hotbed.cli.arguments import Parser, add_json, console, write_json
+from hotbed.cli.arguments import Parser, add_json, console, save_json
 from hotbed.config import Recipe
 from hotbed.errors import CommError, DataError, RecipeError
 from hotbed.locations import local
@@ -25,22 +25,18 @@ if TYPE_CHECKING:
 def add_arguments(parser: Parser) -> None:
     """Add the log, and the options of the demo and of the promise."""
     parser.usage = "hotbed demo [DATA] [options]"
-    parser.add_argument("data", nargs="?", help="Raw Criteo log (.tsv, .tsv.gz); none makes one.")
-    parser.add_argument("--samples", type=int, default=200_000, help="Lines of the log that is made.")
-    parser.add_argument("--seed", type=Size, default=0, help="Seed of that log and of the training.")
-    parser.add_argument("--promise", action="store_true", help="One model under every plan, and what came out.")
-    parser.add_argument("--ranks", type=int, default=3, help="Processes of the promise.")
-    parser.add_argument("--steps", type=int, default=100, help="Steps of the promise.")
-    parser.add_argument(
-        "--out",
-        default="runs",
-        help="Everything goes into a new directory OUT/demo/TIME, or OUT/promise/TIME.",
-    )
+    parser.add_argument("data", nargs="?", help="Raw Criteo log, .tsv or .tsv.gz (default: a synthetic log).")
+    parser.add_argument("--samples", type=int, default=200_000, help="Number of lines of a synthetic log.")
+    parser.add_argument("--seed", type=Size, default=0, help="Seed of the synthetic log and of training.")
+    parser.add_argument("--promise", action="store_true", help="Train one model under every plan, and compare bits.")
+    parser.add_argument("--ranks", type=int, default=3, help="Number of processes of --promise.")
+    parser.add_argument("--steps", type=int, default=100, help="Number of steps of --promise.")
+    parser.add_argument("--out", default="runs", help="Parent directory; the results are OUT/demo/TIME.")
     add_json(parser)
 
 
 def run(parsed: Namespace) -> None:
-    """Run the demo, or the promise, and print what came out."""
+    """Run the demo or the promise, and print the results."""
     from hotbed.train.runs.report import print_summary
     from hotbed.train.runs.run import train
 
@@ -49,42 +45,45 @@ def run(parsed: Namespace) -> None:
         recipe, folder, facts = _prepare(data, root, "demo", parsed.samples, parsed.seed, test_fraction=0.1)
         summary = train(recipe, folder, console(stderr=True), extra=facts)
         print_summary(to, summary)
-        write_json(parsed.json, summary)
+        save_json(parsed.json, summary)
         return
     from hotbed.cli.promise import print_promise, run_promise
 
     ranks, steps = parsed.ranks, parsed.steps
     if ranks < 1 or steps < 4:
-        raise RecipeError(f"--ranks is {ranks} and --steps is {steps}, must be at least 1 and 4")
+        raise RecipeError(f"--ranks and --steps: got {ranks} and {steps}, expected at least 1 and 4")
     recipe, folder, _ = _prepare(data, root, "promise", 256 * steps + 4096, parsed.seed, test_fraction=0.01)
     result = run_promise(recipe, folder, console(stderr=True), ranks=ranks, steps=steps)
     print_promise(to, result)
-    write_json(parsed.json, result)
+    save_json(parsed.json, result)
     if not result["equal"]:
-        raise CommError("a plan changed the model; please report this with the run's directory")
+        raise CommError("a plan changed the model. Please report this with the run's directory")
 
 
 def demo_recipe(path: str | Path, samples: int, seed: int = 0) -> Recipe:
-    """Make the demo's recipe (``demo.yaml`` beside this file) for a prepared dataset of so many training samples.
+    """Return the recipe in ``demo.yaml`` for a prepared dataset, with a learning rate that falls to 0 over the epoch.
 
-    The learning rate falls to 0 over the epoch, whatever its length.
+    Parameters
+    ----------
+    path
+        Dataset of `hotbed.prepare`.
+    samples
+        Number of training samples.
+    seed
+        Seed of training.
     """
     text = files("hotbed.cli").joinpath("demo.yaml").read_text(encoding="utf-8")
     recipe = Recipe.from_dict(yaml.safe_load(text))
     warmup, steps = recipe.schedule.warmup_steps, -(-samples // recipe.train.batch_size)
     schedule = replace(recipe.schedule, decay_start=warmup, decay_end=max(steps, warmup) + 1)
-    return replace(
-        recipe,
-        data=replace(recipe.data, path=str(path)),
-        schedule=schedule,
-        train=replace(recipe.train, seed=seed),
-    )
+    data, train = replace(recipe.data, path=str(path)), replace(recipe.train, seed=seed)
+    return replace(recipe, data=data, schedule=schedule, train=train)
 
 
 def _prepare(
     data: Path | None, root: Path, name: str, samples: int, seed: int, *, test_fraction: float
 ) -> tuple[Recipe, RunDirectory, dict[str, Any]]:
-    """Make a run's directory with a prepared log, and return its recipe, the directory, and facts for the summary."""
+    """Create a run directory with a prepared log, and return its recipe, the directory, and facts for the summary."""
     from hotbed.data import write_synthetic_log
     from hotbed.data.formats.synthetic import FEWEST_SAMPLES
     from hotbed.data.preparation.prepare_dataset import prepare
@@ -92,8 +91,8 @@ def _prepare(
 
     to = console(stderr=True)
     if data is not None and not (data.is_file() or data.is_dir()):
-        what = "is neither a file nor a directory" if data.exists() else "does not exist"
-        raise DataError(f"{data} {what}; give a raw Criteo log (.tsv or .tsv.gz), or none to have one made")
+        problem = "is neither a file nor a directory" if data.exists() else "does not exist"
+        raise DataError(f"{data} {problem}. Name a raw Criteo log (.tsv or .tsv.gz), or none for a synthetic log")
     if data is None and samples < FEWEST_SAMPLES:
         raise RecipeError(f"--samples: got {samples:,}, expected at least {FEWEST_SAMPLES:,}")
     folder = RunDirectory(root, name)
@@ -102,7 +101,7 @@ def _prepare(
     if data is None:
         planted = write_synthetic_log(log, samples, seed=seed, test_fraction=test_fraction)
         facts["best_attainable"] = best_attainable(planted.test)
-        to.print(f"wrote {samples:,} lines from a planted click model: {log} ({size(log.stat().st_size)})")
+        to.print(f"wrote {samples:,} lines of a synthetic click log: {log} ({size(log.stat().st_size)})")
     with StageProgress(to) as progress:
         made = prepare(log, folder.path / "data", threshold=2, test_fraction=test_fraction, progress=progress)
     to.print(
@@ -113,7 +112,7 @@ def _prepare(
 
 
 def best_attainable(test: Attainable) -> dict[str, float]:
-    """Metrics of the true click probabilities, named as in `Metrics`."""
+    """Return the metrics of the true click probabilities, named as in `Metrics`."""
     rate = test.positive_rate
     entropy = -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate)) if 0 < rate < 1 else math.nan
     return {"auc": test.auc, "logloss": test.logloss, "normalized_entropy": test.logloss / entropy}

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from hotbed.cli.arguments import Parser, add_json, add_trust, console, write_json
+from hotbed.cli.arguments import Parser, add_json, add_trust, console, save_json
 from hotbed.locations import location
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the checkpoint and the data."""
     parser.usage = "hotbed eval --checkpoint DIR [options]"
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
-        help="Checkpoint, run, or RUNS/NAME: its newest run.",
-    )
-    parser.add_argument("--split", help="Split, as the recipe cuts; default: test, or all other data.")
-    parser.add_argument("--data", help="Other data of the same source; default: that of the recipe.")
+    parser.add_argument("--checkpoint", required=True, help="Checkpoint or run; RUNS/NAME is the newest run.")
+    parser.add_argument("--split", help="Split of the recipe's data (default: test, or all of --data).")
+    parser.add_argument("--data", help="Other data in the recipe's format (default: the recipe's data).")
     add_trust(parser)
     add_json(parser)
 
@@ -31,6 +27,6 @@ def run(parsed: Namespace) -> None:
         location(parsed.checkpoint), parsed.split, parsed.data, trust_recipe=parsed.trust_recipe
     )
     values = metrics.to_dict()
-    shown = split if parsed.data is None else f"{split} of {parsed.data}"
-    print_metrics(console(), f"{checkpoint}: {shown}, {metrics.samples:,} samples", values)
-    write_json(parsed.json, {"checkpoint": str(checkpoint), split: values})
+    data = split if parsed.data is None else f"{split} of {parsed.data}"
+    print_metrics(console(), f"{checkpoint}: {data}, {metrics.samples:,} samples", values)
+    save_json(parsed.json, {"checkpoint": str(checkpoint), split: values})

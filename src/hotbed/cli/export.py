@@ -1,4 +1,4 @@
-"""Export a run's model in parts, its changes, or as one program: ``hotbed export``."""
+"""Export a trained model for servers, its changes, its towers, or one program for torch: ``hotbed export``."""
 
 from __future__ import annotations
 
@@ -6,50 +6,42 @@ import time
 from argparse import Namespace
 from typing import Any
 
-from hotbed.cli.arguments import Parser, add_json, add_trust, console, write_json
+from hotbed.cli.arguments import Parser, add_json, add_trust, console, save_json
 from hotbed.errors import RecipeError
 from hotbed.locations import local, location
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the run, and what to make of it."""
+    """Add the run, and the form of the export."""
     parser.usage = "hotbed export RUN DIR [--since EARLIER | --towers] [options], or: RUN --single FILE.pt2"
-    parser.add_argument("run", help="Run, RUNS/NAME (its newest run) or checkpoint; a path or URI.")
-    parser.add_argument("target", nargs="?", help="Directory to make, path or URI, for servers.")
+    parser.add_argument("run", help="Run or checkpoint, a path or URI; RUNS/NAME is the newest run.")
+    parser.add_argument("target", nargs="?", help="New directory or URI for servers.")
     parser.add_argument(
-        "--since",
-        help="Earlier checkpoint, or the step of one beside the exported one: write only what changed since.",
+        "--since", help="Earlier checkpoint, or its step in the same run. Only rows changed since then are written."
     )
-    parser.add_argument("--single", help="File NAME.pt2 to make instead: one program with its tables, for torch alone.")
-    parser.add_argument(
-        "--towers", action="store_true", help="Of a two-tower model: its towers, and all items' vectors."
-    )
-    parser.add_argument("--data", help="Data that the model can be built for; default: the recipe's.")
+    parser.add_argument("--single", help="NAME.pt2 file to write instead: one program with its tables, for torch only.")
+    parser.add_argument("--towers", action="store_true", help="Export a two-tower model's towers and all item vectors.")
+    parser.add_argument("--data", help="Data that the model is built for (default: the recipe's data).")
     add_trust(parser)
     add_json(parser)
 
 
 def run(parsed: Namespace) -> None:
-    """Write what is asked for, with progress, and say what there is."""
+    """Export the model, and print a summary."""
     single, since = parsed.single is not None, parsed.since is not None
-    target = local("--single", parsed.single) if single else None
     if single == (parsed.target is not None):
-        raise RecipeError("give one of a directory to make, and --single FILE.pt2: hotbed export RUN DIR")
+        raise RecipeError("export needs one target: name a directory (hotbed export RUN DIR) or --single FILE.pt2")
     if parsed.towers and (single or since):
-        raise RecipeError("--towers writes both towers and all items; leave --single and --since out")
-    if target is not None and target.suffix != ".pt2":
-        raise RecipeError(f"--single is {target}, must end in .pt2")
+        raise RecipeError("--towers exports both towers and all items. Leave --single and --since out")
     if single and since:
-        raise RecipeError("--since has no effect with --single, which writes all rows; leave one of them out")
+        raise RecipeError("--since has no effect with --single, which writes all rows. Leave one of them out")
     start = time.perf_counter()
-    made = _towers(parsed) if parsed.towers else _exported(parsed) if parsed.single is None else _single(parsed)
+    made = (_export_towers if parsed.towers else _export_single if single else _export_model)(parsed)
     seconds = time.perf_counter() - start
-    write_json(
-        parsed.json, {"source": parsed.run, "target": parsed.target or parsed.single, "seconds": seconds, **made}
-    )
+    save_json(parsed.json, {"source": parsed.run, "target": parsed.target or parsed.single, "seconds": seconds, **made})
 
 
-def _exported(parsed: Namespace) -> dict[str, Any]:
+def _export_model(parsed: Namespace) -> dict[str, Any]:
     from hotbed.train.runs.model_export import describe_export, export_model
     from hotbed.train.runs.report import StageProgress
 
@@ -65,17 +57,19 @@ def _exported(parsed: Namespace) -> dict[str, Any]:
             progress=lambda done, total: progress("export", done, total),
         )
     made = describe_export(manifest)
-    what = f"the model of step {made['step']:,}" if since is None else _changes(made)
+    what = f"the model of step {made['step']:,}" if since is None else format_changes(made)
     console().print(f"{target}: {what}, {sum(made['files'].values()):,} bytes", soft_wrap=True, highlight=False)
     return made
 
 
-def _changes(made: dict[str, Any]) -> str:
-    upserts, deletes = (sum(of[kind] for of in made["tables"].values()) for kind in ("upserts", "deletes"))
-    return f"{upserts:,} rows and {deletes:,} deleted ids of step {made['sequence']:,} since step {made['base']:,}"
+def format_changes(made: dict[str, Any]) -> str:
+    """Describe an export of changes: numbers of rows and deleted ids, and steps."""
+    upserts, deletes = (sum(of[key] for of in made["tables"].values()) for key in ("upserts", "deletes"))
+    base = "" if made.get("base") is None else f" since step {made['base']:,}"
+    return f"{upserts:,} rows and {deletes:,} deleted ids of step {made['sequence']:,}{base}"
 
 
-def _towers(parsed: Namespace) -> dict[str, Any]:
+def _export_towers(parsed: Namespace) -> dict[str, Any]:
     from hotbed.train.workflows.towers import export_towers
 
     target = local("DIR", parsed.target)
@@ -88,10 +82,12 @@ def _towers(parsed: Namespace) -> dict[str, Any]:
     return vars(made)
 
 
-def _single(parsed: Namespace) -> dict[str, Any]:
+def _export_single(parsed: Namespace) -> dict[str, Any]:
     from hotbed.train.runs.model_export import export_single
 
     target = local("--single", parsed.single)
+    if target.suffix != ".pt2":
+        raise RecipeError(f"--single: got {target}, expected a name that ends in .pt2")
     made = export_single(location(parsed.run), target, parsed.data, trust_recipe=parsed.trust_recipe)
     console().print(f"{target}: {len(made['tables']):,} tables, {target.stat().st_size:,} bytes", soft_wrap=True)
     return made

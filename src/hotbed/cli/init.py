@@ -6,61 +6,58 @@ import re
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hotbed.cli.arguments import Parser
 from hotbed.errors import RecipeError, SpecError, did_you_mean
 from hotbed.locations import location
 
 _LONGEST_NAME = 100
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "label": {
+        "nargs": "+",
+        "default": [],
+        "metavar": "COL",
+        "help": "Label column (default: guessed, e.g. label, click); several for a multi-task model.",
+    },
+    "positive": {"help": "Condition of a positive label, e.g. '>= 4', '== yes', 'in [a, b]' (default: guessed)."},
+    "drop": {"nargs": "+", "default": [], "metavar": "COL", "help": "Columns to leave out."},
+    "time": {"help": "Column of times for the splits (default: guessed)."},
+    "test": {"help": "File or folder of a separate test split."},
+    "valid": {"action": "store_true", "help": "Add a validation split, which tuning needs."},
+    "model": {"help": "Model class, e.g. DIN (default: chosen from the columns)."},
+    "history": {
+        "nargs": "+",
+        "default": [],
+        "metavar": "COL=COL",
+        "help": "History and candidate column, e.g. watched=movie (default: guessed from names).",
+    },
+    "weights": {
+        "nargs": "+",
+        "default": [],
+        "metavar": "COL=COL",
+        "help": "Column of ids and column of their weights, e.g. tags=tag_scores.",
+    },
+    "item": {
+        "nargs": "+",
+        "default": [],
+        "metavar": "COL",
+        "help": "Item columns of TwoTower; all others describe the user.",
+    },
+    "retrieval": {
+        "action": "store_true",
+        "help": "Train TwoTower to retrieve items instead of predicting a label (default without a label).",
+    },
+}
+"""Options of `draft_recipe`, which has parameters of these names."""
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the data, what its columns are where that cannot be seen, and the recipe's file."""
+    """Add the data, the options of `draft_recipe`, and the recipe's file."""
     parser.usage = "hotbed init PATH [options]"
-    parser.add_argument(
-        "path",
-        help="Path or URI of Parquet, CSV or TSV, of a folder of them, or of a prepared dataset.",
-    )
-    parser.add_argument(
-        "--label",
-        nargs="+",
-        default=[],
-        metavar="COL",
-        help="Label column (default: guessed, e.g. label, click); several for a multi-task model.",
-    )
-    parser.add_argument(
-        "--positive", help="Condition of a positive label, e.g. '>= 4', '== yes', 'in [a, b]' (default: guessed)."
-    )
-    parser.add_argument("--drop", nargs="+", default=[], metavar="COL", help="Columns to leave out.")
-    parser.add_argument("--time", help="Column of times for the splits (default: guessed).")
-    parser.add_argument("--test", help="File or folder of a separate test split.")
-    parser.add_argument("--valid", action="store_true", help="Add a validation split, which tuning needs.")
-    parser.add_argument(
-        "--model",
-        help="Model class, e.g. DIN (default: chosen from the columns).",
-    )
-    parser.add_argument(
-        "--history",
-        nargs="+",
-        default=[],
-        metavar="COL=COL",
-        help="History and candidate column, e.g. watched=movie (default: guessed from names).",
-    )
-    parser.add_argument(
-        "--weights",
-        nargs="+",
-        default=[],
-        metavar="COL=COL",
-        help="Column of ids and column of their weights, e.g. tags=tag_scores.",
-    )
-    parser.add_argument(
-        "--item", nargs="+", default=[], metavar="COL", help="Item columns of TwoTower; all others describe the user."
-    )
-    parser.add_argument(
-        "--retrieval",
-        action="store_true",
-        help="Train TwoTower to retrieve items instead of predicting a label (default without a label).",
-    )
+    parser.add_argument("path", help="Parquet, CSV or TSV file, folder or URI, or a prepared dataset.")
+    for name, options in _OPTIONS.items():
+        parser.add_argument(f"--{name}", **options)
     parser.add_argument("--out", help="Recipe file to write, which must not exist (default: stdout).")
 
 
@@ -70,21 +67,10 @@ def run(parsed: Namespace) -> None:
 
     out = None if parsed.out is None else location(parsed.out)
     if out is not None and exists(out):
-        raise RecipeError(f"{out} exists already and is not overwritten; choose another --out")
-    text = draft_recipe(
-        location(parsed.path),
-        parsed.label,
-        positive=parsed.positive,
-        drop=parsed.drop,
-        time=parsed.time,
-        test=None if parsed.test is None else location(parsed.test),
-        valid=parsed.valid,
-        model=parsed.model,
-        history=parsed.history,
-        weights=parsed.weights,
-        item=parsed.item,
-        retrieval=parsed.retrieval,
-    )
+        raise RecipeError(f"{out} exists and is not overwritten. Choose another --out")
+    options = {name: getattr(parsed, name) for name in _OPTIONS}
+    options["test"] = None if parsed.test is None else location(parsed.test)
+    text = draft_recipe(location(parsed.path), **options)
     if out is None:
         print(text, end="")
     else:
@@ -106,7 +92,7 @@ def draft_recipe(
     item: Sequence[str] = (),
     retrieval: bool = False,
 ) -> str:
-    """Write a commented recipe for Parquet, CSV or TSV files, or a prepared dataset, as YAML.
+    """Return a commented recipe for Parquet, CSV or TSV files, or a prepared dataset, as YAML.
 
     Parameters
     ----------
@@ -114,35 +100,34 @@ def draft_recipe(
         File, folder or URI, as for `ParquetSource`; or a folder of `hotbed.prepare`, in NVIDIA's split-binary format,
         or of NumPy arrays as TorchRec's and MLPerf's scripts write them.
     """
-    from hotbed.cli.drafts.init_models import MODELS, draft_for, pairs_of
+    from hotbed.cli.drafts.init_models import MODELS, draft_for, parse_pairs
     from hotbed.cli.drafts.init_recipe import recipe_text
     from hotbed.cli.drafts.init_stored import draft_stored
     from hotbed.data import ParquetSource
     from hotbed.data.drafting.draft import draft
     from hotbed.train.runs.build import refuse_one_class
 
-    if model is not None and model not in MODELS:  # before all of the data are looked at
+    if model is not None and model not in MODELS:  # before the data is read
         raise SpecError(f"--model: got {model!r}, expected one of {', '.join(MODELS)}{did_you_mean(model, MODELS)}")
     if (item or retrieval) and model != "TwoTower":
-        option = "--item" if item else "--retrieval"
-        got, fix = (
-            ("no --model", "Add --model TwoTower") if model is None else (f"--model {model}", f"Leave {option} out")
-        )
+        option, got = "--item" if item else "--retrieval", f"--model {model}" if model else "no --model"
+        fix = f"Leave {option} out" if model else "Add --model TwoTower"
         raise SpecError(f"{option} works with one model only: got {got}, expected TwoTower. {fix}")
-    histories, of_ids = pairs_of(history), pairs_of(weights, "--weights", "IDS=WEIGHTS, such as tags=tag_scores")
-    options = {
-        "--label": label,
-        "--positive": positive,
-        "--drop": drop,
-        "--time": time,
-        "--test": test,
-        "--valid": valid,
-        "--history": history,
-        "--weights": weights,
+    histories = parse_pairs("--history", history, "HISTORY=CANDIDATE, e.g. watched=movie")
+    of_ids = parse_pairs("--weights", weights, "IDS=WEIGHTS, e.g. tags=tag_scores")
+    fixed: dict[str, Any] = {
+        "label": label,
+        "positive": positive,
+        "drop": drop,
+        "time": time,
+        "test": test,
+        "valid": valid,
+        "history": history,
+        "weights": weights,
     }
-    stored = draft_stored(path, [option for option, given in options.items() if given])
+    stored = draft_stored(path, [f"--{option}" for option, given in fixed.items() if given])
     if stored is not None:
-        found, source = stored.draft, stored.source
+        found, source = stored
     else:
         found = draft(
             path,
@@ -160,7 +145,7 @@ def draft_recipe(
     if model is not None:
         found = draft_for(found, model, str(path), histories=histories, item=item)
     labels = {split: source.check_labels(split) for split in source.splits}
-    only_positives = all(span == (1, 1) for span in labels["train"].values())  # or no label
+    only_positives = all(span == (1, 1) for span in labels["train"].values())  # also without a label
     retrieval = retrieval or (model == "TwoTower" and only_positives)
     if not retrieval:
         refuse_one_class(source, [labels["train"]])
@@ -171,7 +156,7 @@ def draft_recipe(
 
 
 def run_name(path: str | Path) -> str:
-    """Name of the data, as far as directories can have it on any system."""
+    """Return the name of the data, without characters that directory names cannot have on some systems."""
     plain = str(path).partition("?")[0] if "://" in str(path) else str(path)
     last = re.split(r"[/\\]", plain.rstrip("/\\"))[-1]
     if last in ("", ".", ".."):
@@ -179,4 +164,4 @@ def run_name(path: str | Path) -> str:
     name = re.sub(r"\.(parquet|parq|pq|(csv|tsv)(\.gz|\.zst)?)$", "", last)
     name = "".join(c if c.isprintable() and c not in '<>:"|?*' else "_" for c in name)
     name = name.encode()[:_LONGEST_NAME].decode(errors="ignore").strip(" .") or "run"
-    return f"run-{name}" if name.lower() in ("null", "~") else name  # which stand for no name on the command line
+    return f"run-{name}" if name.lower() in ("null", "~") else name  # options read these as no name

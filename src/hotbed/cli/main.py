@@ -1,6 +1,6 @@
-"""Run the ``hotbed`` program: its commands, and which exit status an error has.
+"""Run the ``hotbed`` program: dispatch to a command and map errors to exit statuses.
 
-A command's file is imported when the command is called: help and the version are there before torch could be loaded.
+A command's file is imported when the command runs, so help and the version do not wait for torch.
 Results go to stdout, progress and errors to stderr.
 """
 
@@ -20,33 +20,36 @@ from hotbed.heap import keep_heap, share_heap
 from hotbed.machine import fit_threads, release
 
 COMMANDS = {
-    "demo": "Raw log to tested model: prepare, train, test.",
+    "demo": "Prepare a raw log, train a small model on it and test it.",
     "init": "Draft a recipe for Parquet, CSV or TSV files.",
-    "prepare": "Turn raw Criteo logs into a dataset.",
+    "prepare": "Turn raw logs into a training dataset.",
     "pack": "Choose hot rows, and split a dataset into hot and cold samples.",
-    "plan": "Search for the fastest plan of a recipe's tables, on hardware that need not be here.",
-    "train": "Train and test by a recipe.",
-    "daily": "Train a model every day, after evaluating it on the day.",
+    "plan": "Find the fastest sharding plan for this machine or for a hardware profile.",
+    "train": "Train and test a model described by a recipe.",
+    "daily": "Train a model day by day, and evaluate it on each day first.",
     "eval": "Evaluate a checkpoint.",
-    "predict": "Score new rows with a run's model.",
-    "export": "Export a run's model for servers, or what has changed in it.",
-    "serve": "Answer requests with exported models, over HTTP.",
-    "inspect": "Show what data, a run or a checkpoint hold; drift between days, what training would refuse, skew.",
+    "predict": "Score new rows with a trained model.",
+    "export": "Export a trained model for servers, or only its changes.",
+    "serve": "Serve exported models over HTTP.",
+    "inspect": "Describe data, a run or a checkpoint; compare days, check data against a recipe, measure skew.",
     "checkpoint": "Inspect, verify or convert a checkpoint.",
-    "doctor": "Say what hotbed finds on this machine and what is missing; measure it for the planner.",
-    "warm-up": "Compile the CPU kernels ahead of the first step, as for an image.",
-    "completion": "Print a script by which a shell completes all this.",
+    "doctor": "Check what hotbed needs on this machine, or measure the machine for the planner.",
+    "warm-up": "Compile the CPU kernels before the first step, e.g. in a container image.",
+    "completion": "Print a shell completion script.",
 }
-"""What each command is for; `hotbed.cli` has a file of its name."""
+"""Commands and their help; each is a file of `hotbed.cli`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit status: 2 after an error, one message on stderr, 130 or 143 after a signal."""
+    """Run a command and return its exit status.
+
+    The status is 2 after an error, which is one message on stderr, and 130 or 143 after a signal.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     if debug:
         args.remove("--debug")
-    formatted, warnings.formatwarning = warnings.formatwarning, _format_warning
+    format_before, warnings.formatwarning = warnings.formatwarning, _format_warning
     share_heap(os.environ)
     keep_heap(os.environ)
     try:
@@ -62,20 +65,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         several = os.environ.get("WORLD_SIZE", "1") != "1" and not isinstance(error, CommError)
-        rank = f"rank {os.environ.get('RANK', '?')}: " if several else ""
-        print(f"hotbed: error: {rank}{error}", file=sys.stderr)
-        return 2
+        return _print_error(error, f"rank {os.environ.get('RANK', '?')}: " if several else "")
     except (MemoryError, RuntimeError) as error:
         from hotbed.store.memory import why_out_of_memory
 
         reason = None if debug else why_out_of_memory(error)
         if reason is None:
             raise
-        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print(f"hotbed: error: {rank}{reason}", file=sys.stderr)
-        return 2
+        return _print_error(reason, f"rank {os.environ['RANK']}: " if "RANK" in os.environ else "")
     finally:
-        warnings.formatwarning = formatted
+        warnings.formatwarning = format_before
+
+
+def _print_error(error: object, rank: str) -> int:
+    print(f"hotbed: error: {rank}{error}", file=sys.stderr)
+    return 2
 
 
 def _format_warning(
@@ -85,11 +89,11 @@ def _format_warning(
 
 
 def make_parser() -> Parser:
-    """Make the parser of the program, whose commands add their arguments when they are called."""
+    """Build the program's parser, whose commands add their arguments when they are parsed."""
     parser = Parser(
         prog="hotbed",
         usage="hotbed COMMAND …",
-        epilog="hotbed COMMAND --help shows arguments; --debug shows tracebacks.",
+        epilog="hotbed COMMAND --help lists a command's arguments; --debug prints tracebacks.",
     )
     parser.add_argument("--version", action="version", version=f"hotbed {release()}")
     commands = {name: Command(text, partial(_add_arguments, name)) for name, text in COMMANDS.items()}
@@ -98,24 +102,24 @@ def make_parser() -> Parser:
 
 
 def _run(args: list[str]) -> int:
-    if args in ([], ["checkpoint"]):  # the commands that have commands of their own
+    if args in ([], ["checkpoint"]):  # both have subcommands
         args.append("--help")
     try:
         parsed = make_parser().parse_args(args)
         command = vars(parsed).pop("command")
         if getattr(parsed, "json", None) is not None:
             check_json(parsed.json)
-        if command != "doctor":  # which says what is wrong where torch cannot be imported
+        if command != "doctor":  # it also reports on machines where torch cannot be imported
             fit_threads()
-        _module(command).run(parsed)
-    except SystemExit as done:  # it has printed help, the version or the recipe
+        _import_command(command).run(parsed)
+    except SystemExit as done:  # after help, the version or --print_config
         return int(done.code or 0)
     return 0
 
 
 def _add_arguments(command: str, parser: Parser) -> None:
-    _module(command).add_arguments(parser)
+    _import_command(command).add_arguments(parser)
 
 
-def _module(command: str) -> ModuleType:
-    return import_module(f"hotbed.cli.{command.replace('-', '_')}")
+def _import_command(name: str) -> ModuleType:
+    return import_module(f"hotbed.cli.{name.replace('-', '_')}")

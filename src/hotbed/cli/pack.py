@@ -1,4 +1,4 @@
-"""Choose the rows that are worth the fast memory, and pack data into hot and cold samples: ``hotbed pack``."""
+"""Choose hot rows for the fast memory, and split a dataset into hot and cold samples: ``hotbed pack``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from hotbed.checkpoint.single_files import exists
-from hotbed.cli.arguments import Parser, add_json, add_parameters, console, load, write_json
-from hotbed.config import Recipe, import_from
+from hotbed.cli.arguments import Parser, add_json, add_parameters, console, read_recipe, save_json
+from hotbed.cli.pages.report_page import ReportTable, print_table
+from hotbed.config import Recipe
 from hotbed.data import SplitBinarySource
 from hotbed.data.skew.access_counts import count_accesses
 from hotbed.data.skew.hot_cold import pack
@@ -39,21 +39,21 @@ from hotbed.train.runs.report import StageProgress, size
 def add_arguments(parser: Parser) -> None:
     """Add the recipe, the dataset, and the options of `pack_by_popularity`."""
     parser.usage = "hotbed pack RECIPE.yaml OUT --budget BYTES [options]"
-    parser.add_argument("recipe", help="Recipe: names the data, and says what a row of each table takes.")
-    parser.add_argument("out", help="Dataset directory to make.")
-    parser.add_argument("--data", help="Another dataset than the recipe's.")
+    parser.add_argument("recipe", help="Recipe, which names the data and determines the bytes of each table's rows.")
+    parser.add_argument("out", help="Dataset directory to create.")
+    parser.add_argument("--data", help="Another dataset (default: the recipe's data).")
     add_parameters(parser, pack_by_popularity, skip=("recipe", "out", "console"))
     add_json(parser)
 
 
 def run(parsed: Namespace) -> None:
-    """Pack, and print which rows are hot."""
+    """Pack, and print the number of hot rows."""
     options = dict(vars(parsed))
     file, data, out, json = (options.pop(name) for name in ("recipe", "data", "out", "json"))
     recipe = recipe_in(location(file), data)
     found = pack_by_popularity(recipe, local("OUT", out), console(stderr=True), **options)
     print_packed(console(), found)
-    write_json(json, found)
+    save_json(json, found)
 
 
 def pack_by_popularity(
@@ -71,24 +71,24 @@ def pack_by_popularity(
     Parameters
     ----------
     budget
-        Bytes of the device's memory that hot rows and their moments may take.
+        Bytes of device memory for hot rows and their moments.
     sample
-        Share of the samples that accesses are counted in; 1 counts them all.
+        Share of the samples in which accesses are counted; 1 counts all of them.
     whole_bytes
-        Tables that take no more bytes come first, whole; see `hotbed.plan.tier_choice.hot_rows`.
+        Largest table, in bytes, that is hot as a whole before others; see `hotbed.plan.tier_choice.hot_rows`.
     overwrite
-        Replace ``out`` if it is a dataset already.
+        Replace ``out`` if it is a dataset.
     """
     started = time.perf_counter()
     source = new_source(recipe.data)
     if not isinstance(source, SplitBinarySource):
         raise RecipeError(
-            f"data.source is {recipe.data.source.class_path}, but hotbed pack packs prepared datasets only "
-            f"(hotbed.data.SplitBinarySource); prepare the log with hotbed prepare"
+            f"data.source: got {recipe.data.source.class_path}, expected hotbed.data.SplitBinarySource. Prepare the "
+            "log with hotbed prepare"
         )
     split, tables = recipe.data.train_split, tables_of(source, recipe.data)
     moments = moments_of(recipe.sparse_optimizer)
-    beside = _beside(recipe, source, tables, moments)
+    extra = _extra_row_bytes(recipe, source, tables, moments)
     with StageProgress(console) as progress:
         counts = count_accesses(
             source,
@@ -97,12 +97,12 @@ def pack_by_popularity(
             progress=lambda done, total: progress("accesses", done, total),
         )
         known = {name: Counted(torch.from_numpy(c), counts.samples) for name, c in counts.counted.items()}
-        rows = hot_rows(tables, budget, popularity=known, moments=moments, extra_bytes=beside, whole_bytes=whole_bytes)
+        rows = hot_rows(tables, budget, popularity=known, moments=moments, extra_bytes=extra, whole_bytes=whole_bytes)
         hot = [Tile(t.name, range(rows[t.name]), range(t.dim), 0) for t in tables if rows[t.name]]
         by_name = {t.name: t for t in tables}
         about = {
             "budget": budget,
-            "hot_bytes": sum(tile_bytes(by_name[t.table], t, moments) + len(t.rows) * beside[t.table] for t in hot),
+            "hot_bytes": sum(tile_bytes(by_name[t.table], t, moments) + len(t.rows) * extra[t.table] for t in hot),
             "sample": sample,
             "counted_samples": counts.samples,
             "hot_accesses": sum(known[t].accesses(n) for t, n in rows.items())
@@ -121,12 +121,12 @@ def pack_by_popularity(
     return {"kind": "packed", "path": str(out), "seconds": time.perf_counter() - started, **found}
 
 
-def _beside(
+def _extra_row_bytes(
     recipe: Recipe, source: SplitBinarySource, tables: Sequence[Table], moments: Sequence[Moment]
 ) -> dict[str, int]:
-    """Bytes per row that a model with several tables of the same ids, such as `WideDeep`, has beside a table's own.
+    """Return the bytes per row of a model's further tables with the same ids, as in `WideDeep`.
 
-    Where such a table has rows of two dtypes, of its first ones.
+    For a table with rows of two dtypes, the bytes of its first rows count.
     """
     with tables_on_meta():
         model = new_model(recipe, source)
@@ -142,25 +142,17 @@ def _beside(
 
 
 def recipe_in(file: str | Path, data: str | None = None) -> Recipe:
-    """The recipe in a file, perhaps with another path of the data."""
+    """Read a recipe, and replace the path of its data if one is passed."""
     if not exists(file):
-        raise RecipeError(f"{file} does not exist; give a recipe, which says what a row of each table takes")
-    if isinstance(place := location(str(file)), Path):
-        import_from(place.parent)
-    recipe = Recipe.from_dict(load(str(file)))
+        raise RecipeError(f"{file} does not exist. Name a recipe, which determines the bytes of each table's rows")
+    recipe = read_recipe(file)
     return recipe if data is None else replace(recipe, data=replace(recipe.data, path=data))
 
 
 def print_packed(console: Console, found: Mapping[str, Any]) -> None:
-    """Print what `pack_by_popularity` made."""
-    console.print(found["path"], style="table.title", soft_wrap=True)
-    table = RichTable()
-    table.add_column("table", overflow="fold")
-    for name in ("rows", "hot rows"):
-        table.add_column(name, justify="right")
-    for entry in found["tables"]:
-        table.add_row(entry["table"], f"{entry['rows']:,}", f"{entry['hot_rows']:,}")
-    console.print(table)
+    """Print the results of `pack_by_popularity`."""
+    rows = [[entry["table"], f"{entry['rows']:,}", f"{entry['hot_rows']:,}"] for entry in found["tables"]]
+    print_table(console, ReportTable(found["path"], ("table", "rows", "hot rows"), rows))
     console.print(
         f"hot rows have {found['hot_accesses']:.1%} of the accesses; "
         f"{found['hot_samples'] / found['samples']:.1%} of {found['samples']:,} samples are hot, with "

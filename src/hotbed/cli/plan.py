@@ -1,4 +1,4 @@
-"""Search for the fastest plan of a recipe's tables, on hardware that need not be here: ``hotbed plan``."""
+"""Find the fastest sharding plan for this machine or a hardware profile, and simulate it: ``hotbed plan``."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from hotbed.cli.arguments import (
     add_recipe,
     check_json,
     console,
-    recipe_of,
-    write_json,
+    parse_recipe,
+    save_json,
 )
-from hotbed.cli.pages.plan_page import page, print_plan, print_simulation, print_sweep
-from hotbed.cli.pages.report_page import Table, check_html, print_table
+from hotbed.cli.pages.plan_page import print_plan, print_simulation, print_sweep, render_plan
+from hotbed.cli.pages.report_page import Columns, ReportTable, check_html, format_cell, print_table
 from hotbed.config import Recipe
 from hotbed.data import Source
 from hotbed.errors import PlanError, RecipeError
 from hotbed.plan import Plan
 from hotbed.plan.cost import TIERS
 from hotbed.plan.hardware import Hardware
-from hotbed.plan.ranks import TOLERANCE
+from hotbed.plan.ranks import ALIKE
 from hotbed.plan.schemes import Schemes
 from hotbed.plan.search import Found
 from hotbed.plan.simulation.simulate import Simulation, Stragglers, simulate
@@ -40,214 +40,208 @@ from hotbed.plan.simulation.sweep import RANKS, Point, Sweep, assumed_range, ela
 from hotbed.plan.simulation.timeline import chrome_trace
 from hotbed.plan.step_time import estimate_step, parts_of_busiest, terms_of
 from hotbed.train.runs.build import new_model, open_source
-from hotbed.train.runs.plan_search import find_plan, find_ranks, hardware_of, plan_or_schemes
+from hotbed.train.runs.plan_search import hardware_of, plan_or_schemes, searched, searched_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class SimulationOptions:
     """Options of a simulation."""
 
-    stragglers: Stragglers  # ranks that are slow now and then
+    stragglers: Stragglers
     sweep: str | None  # as typed
-    price: float | None  # of a node per hour; else the hardware's
+    price: float | None  # per node and hour; None uses the hardware profile's price
     trace: str | None  # files to write
     html: str | None
 
     @property
-    def of_ranks(self) -> bool:
-        """Whether ranks are varied, and nothing is asked for that only the plan for one number of them has."""
-        varied = self.sweep is not None and Sweep.parse(self.sweep).what == RANKS
-        return varied and self.trace is None and self.html is None
+    def only_ranks(self) -> bool:
+        """Whether only a sweep over ranks is requested, which needs no plan for ``--ranks``."""
+        is_sweep = self.sweep is not None and Sweep.parse(self.sweep).what == RANKS
+        return is_sweep and self.trace is None and self.html is None
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse what cannot be, before anything is searched for."""
+        """Raise an error for an impossible option before the search begins."""
         if self.sweep is not None:
             sweep = Sweep.parse(self.sweep)
-            here = hardware_of(recipe)
+            hardware = hardware_of(recipe)
             for value in sweep.values if sweep.what != RANKS else ():
-                sweep.hardware(here, value)
+                sweep.hardware(hardware, value)
         if self.trace is not None:
             check_json(self.trace, "--trace")
         check_html(self.html)
         if self.price is not None and not (math.isfinite(self.price) and self.price > 0):
-            raise RecipeError(f"--price is {self.price:g}, must be finite and above 0: what a node costs per hour")
+            raise RecipeError(f"--price: got {self.price:g}, expected a finite number above 0, per node and hour")
 
-    def check_ranks(self, recipe: Recipe, ranks: int) -> None:
-        """Refuse a sweep that cannot be with so many ranks and the recipe's replicas."""
-        if self.sweep is not None:
-            Sweep.parse(self.sweep).check(hardware_of(recipe), ranks, recipe.parallel.replicas)
-
-    def priced(self, simulation: Simulation) -> Simulation:
-        """Return the simulation with the price that was given."""
+    def simulate(self, found: Found) -> Simulation:
+        """Simulate a plan with these stragglers and this price."""
+        simulation = simulate(found.plan, found.costs, found.model, stragglers=self.stragglers)
         return simulation if self.price is None else replace(simulation, price_per_hour=self.price)
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the recipe's options, and the machine."""
+    """Add the recipe's options, the machine, and the options of the simulation."""
     parser.usage = "hotbed plan RECIPE.yaml --hardware NAME|FILE --ranks N [--simulate] [--key value …]"
     add_recipe(parser)
-    parser.add_argument("--hardware", help="Built-in profile or a file; short for parallel.hardware.")
+    parser.add_argument("--hardware", help="Built-in hardware profile or file; short for --parallel.hardware.")
     number = int | Literal["auto"]
-    parser.add_argument("--ranks", type=number, default=1, help="Processes, of all replicas together; auto: the best.")
+    parser.add_argument("--ranks", type=number, default=1, help="Number of processes of all replicas; auto: the best.")
     parser.add_argument("--replicas", type=number | None, help="Short for --parallel.replicas; auto: the best number.")
-    parser.add_argument("--simulate", action="store_true", help="Simulate steps; so do the options below.")
+    parser.add_argument("--simulate", action="store_true", help="Simulate steps; implied by the options below.")
     add_parameters(parser, Stragglers, "stragglers.")
-    parser.add_argument("--sweep", help="ranks=8..4096, or a figure of the hardware: network=100Gbit/s..800Gbit/s.")
-    parser.add_argument("--price", type=float | None, help="Of a node per hour, for the price of a billion samples.")
-    parser.add_argument("--trace", help="File for the timeline of some ranks, for Chrome or Perfetto.")
-    parser.add_argument("--html", help="File for a page with figures of plan, timeline and scaling (needs matplotlib).")
-    parser.add_argument("--out", help="File to write the plan to, for --plan of hotbed train.")
+    parser.add_argument(
+        "--sweep", help="Range of ranks or of a hardware figure, e.g. ranks=8..4096, network=100Gbit/s..800Gbit/s."
+    )
+    parser.add_argument(
+        "--price", type=float | None, help="Price per node and hour (default: the hardware profile's), e.g. 32.8."
+    )
+    parser.add_argument("--trace", help="JSON file for a timeline of some ranks, for Chrome or Perfetto.")
+    parser.add_argument("--html", help="HTML file with figures of plan, timeline and scaling; needs matplotlib.")
+    parser.add_argument("--out", help="Plan file to write, for `hotbed train --plan FILE`.")
     add_json(parser)
 
 
 def run(parsed: Namespace) -> None:
-    """Search, and show what was found."""
-    hardware, ranks, replicas, out = parsed.hardware, parsed.ranks, parsed.replicas, parsed.out
-    values, wanted = vars(parsed), parsed.simulate
+    """Search for a plan, print it, and simulate it."""
+    ranks, replicas, out, values = parsed.ranks, parsed.replicas, parsed.out, vars(parsed)
     stragglers = Stragglers(**{field.name: values[f"stragglers.{field.name}"] for field in fields(Stragglers)})
-    names = ("sweep", "price", "trace", "html")
-    options = Options(stragglers=stragglers, **{name: values[name] for name in names})
-    wanted |= stragglers != Stragglers() or any(getattr(options, name) is not None for name in names)
-    recipe = recipe_of(parsed)
-    if hardware is not None:
-        recipe = replace(recipe, parallel=replace(recipe.parallel, hardware=hardware))
+    requested = {name: values[name] for name in ("sweep", "price", "trace", "html")}
+    options = SimulationOptions(stragglers=stragglers, **requested)
+    simulates = parsed.simulate or stragglers != Stragglers() or any(v is not None for v in requested.values())
+    recipe = parse_recipe(parsed)
+    if parsed.hardware is not None:
+        recipe = replace(recipe, parallel=replace(recipe.parallel, hardware=parsed.hardware))
     if out is not None:
-        check_json(out)
+        check_json(out, "--out")
     options.check(recipe)
     if "auto" in (ranks, replicas):
         count = recipe.parallel.replicas if replicas is None else replicas
-        ranks, replicas = chosen_ranks(recipe, ranks, count, options.price)
+        ranks, replicas = choose_ranks(recipe, ranks, count, options.price)
     if replicas is not None:
         recipe = replace(recipe, parallel=replace(recipe.parallel, replicas=replicas))
-    options.check_ranks(recipe, ranks)
+    if options.sweep is not None:
+        Sweep.parse(options.sweep).check(hardware_of(recipe), ranks, recipe.parallel.replicas)
+    to = console()
     try:
-        found, others = found_plan(recipe, ranks)
+        found, others = find_plans(recipe, ranks)
     except PlanError as error:
-        if out is not None or not options.of_ranks:
+        if out is not None or not options.only_ranks:
             raise
-        write_json(parsed.json, swept_without(recipe, ranks, options, error))
+        assert options.sweep is not None
+        points, figures = print_points(to, Sweep.parse(options.sweep), recipe, ranks, options)
+        if first_that_fits(points) is None:
+            raise
+        to.print(f"--ranks {ranks} does not fit: {error}", soft_wrap=True)
+        save_json(parsed.json, {"problem": str(error), "sweep": figures})
         return
     if out is not None:
         write_text_uri(out, found.plan.to_json())
-    to, figures = console(), as_dict(found, others)
+    figures = to_json(found, others)
     print_plan(to, found, others, recipe.memory.device_bytes)
     figures["faster"] = faster_settings(recipe, ranks, found)
     for setting, rate in figures["faster"].items():
         to.print(f"faster: {setting} trains {rate:,.0f} samples/s by formula", soft_wrap=True)
-    if wanted:
-        figures |= simulated(to, found, recipe, ranks, options)
-    write_json(parsed.json, figures)
+    if simulates:
+        figures |= run_simulation(to, found, recipe, ranks, options)
+    save_json(parsed.json, figures)
 
 
-def swept_without(recipe: Recipe, ranks: int, options: Options, error: PlanError) -> dict[str, Any]:
-    """Sweep ranks where no plan fits so many; raises that error again if none fits any."""
-    assert options.sweep is not None
-    to = console()
-    points, figures = swept_and_shown(to, Sweep.parse(options.sweep), recipe, ranks, options)
-    if first_that_fits(points) is None:
-        raise error
-    to.print(f"--ranks {ranks} does not fit: {error}", soft_wrap=True)
-    return {"problem": str(error), "sweep": figures}
+# -- search ------------------------------------------------------------------------------------------------------
 
 
-def chosen_ranks(
+def choose_ranks(
     recipe: Recipe, ranks: int | Literal["auto"], replicas: int | Literal["auto"], price: float | None = None
 ) -> tuple[int, int]:
-    """Choose the number of ranks, or of replicas, and print a table of what was tried; a price is of a node's hour."""
+    """Choose the number of ranks or of replicas, and print a table of the candidates."""
     if ranks != "auto" and ranks < 1:
-        raise RecipeError(f"--ranks is {ranks}, must be auto or at least 1")
+        raise RecipeError(f"--ranks: got {ranks}, expected auto or at least 1")
     source = open_source(recipe.data)
-    schemes = _schemes_of(recipe)
-    options: dict[str, Any] = {"schemes": schemes, "others": "auto", "price": price}
-    chosen = find_ranks(_model_of(recipe, source), recipe, ranks, replicas, source, **options)
-    rows = [
-        [
-            str(tried.ranks),
-            str(tried.replicas),
-            f"{tried.samples_per_s:,.0f}" if tried.found else "does not fit",
-            "–" if tried.cost is None else f"{tried.cost:,.4g}",
-            "chosen" if tried is chosen.best else "",
-        ]
-        for tried in chosen.tried
-    ]
-    head = ("ranks", "replicas", "samples/s", "cost of 10⁹ samples", "")
-    print_table(console(), Table(f"Ranks, by {chosen.goal}; samples/s by formula", head, rows))
+    options: dict[str, Any] = {"schemes": _schemes_in(recipe), "others": "auto", "price": price}
+    chosen = searched_ranks(_meta_model(recipe, source), recipe, ranks, replicas, source, **options)
+    columns: Columns = {
+        "ranks": lambda tried: str(tried.ranks),
+        "replicas": lambda tried: str(tried.replicas),
+        "samples/s": lambda tried: f"{tried.samples_per_s:,.0f}" if tried.found else "does not fit",
+        "cost of 10⁹ samples": lambda tried: format_cell(tried.cost, ",.4g"),
+        "": lambda tried: "chosen" if tried is chosen.best else "",
+    }
+    title = f"Ranks, by {chosen.goal}; samples/s by formula"
+    print_table(console(), ReportTable.of(title, chosen.tried, columns))
     return chosen.best.ranks, chosen.best.replicas
 
 
-def found_plan(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
-    """The plan that the search finds, and the step's seconds under the recipe's own scheme, if that has another name.
+def find_plans(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
+    """Search for a plan, and estimate the seconds of a step under the recipe's own scheme.
 
-    Schemes by table in ``parallel.plan`` are kept; tables without one are searched for.
+    Schemes by table in ``parallel.plan`` are kept; the search covers tables without one.
     """
-    given = plan_or_schemes(recipe.parallel)
-    found = plan_for(recipe, ranks)
+    scheme = plan_or_schemes(recipe.parallel)
+    found = search_plan(recipe, ranks)
     others: dict[str, float] = {}
-    if isinstance(given, str) and given != "auto":
+    if isinstance(scheme, str) and scheme != "auto":
         try:
             source = open_source(recipe.data)
-            own = find_plan(_model_of(recipe, source), recipe, ranks // recipe.parallel.replicas, source)
-            others[given] = estimate_step(own.plan, own.costs, own.model).seconds
+            own = searched(_meta_model(recipe, source), recipe, ranks // recipe.parallel.replicas, source)
+            others[scheme] = estimate_step(own.plan, own.costs, own.model).seconds
         except PlanError:
-            others[given] = float("inf")
+            others[scheme] = float("inf")
     return found, others
 
 
 def faster_settings(recipe: Recipe, ranks: int, found: Found) -> dict[str, float]:
-    """Return settings that train more samples per second than a plan over several nodes, with these rates.
+    """Return settings with more samples per second than a plan over several nodes.
 
-    Half as many ranks, the ranks of one node, and exchanges in two hops are tried.
+    The candidates are half the ranks, the ranks of one node, and hierarchical exchanges.
     """
-    here, parallel = found.model.hardware, recipe.parallel
-    assert here is not None
-    node, result = here.ranks_per_node, dict[str, float]()
+    hardware, parallel = found.model.hardware, recipe.parallel
+    assert hardware is not None
+    node, result = hardware.ranks_per_node, dict[str, float]()
     if ranks <= node:
         return result
     tried = {f"--ranks {count}": (recipe, count) for count in dict.fromkeys((ranks // 2, node)) if count < ranks}
     if parallel.ranks_per_node is None and (ranks // parallel.replicas) % node == 0:
         two_hops = replace(recipe, parallel=replace(parallel, ranks_per_node=node))
         tried[f"--parallel.ranks_per_node {node}"] = (two_hops, ranks)
-    for setting, (of_setting, count) in tried.items():
+    for setting, (changed, count) in tried.items():
         try:
-            other = plan_for(of_setting, count)
+            other = search_plan(changed, count)
         except (PlanError, RecipeError):  # the tables do not fit, or the replicas do not divide the ranks
             continue
-        if samples_per_s(other) > TOLERANCE * samples_per_s(found):
+        if samples_per_s(other) > ALIKE * samples_per_s(found):
             result[setting] = samples_per_s(other)
     return result
 
 
 def samples_per_s(found: Found) -> float:
-    """Return the rate of a plan by formula."""
+    """Return a plan's rate by formula."""
     step = estimate_step(found.plan, found.costs, found.model)
     return found.model.workload.batch_size / step.seconds
 
 
-def plan_for(recipe: Recipe, ranks: int, hardware: Hardware | None = None) -> Found:
-    """The plan that the search finds for so many ranks, on the recipe's hardware or another; errors of `found_plan`."""
+def search_plan(recipe: Recipe, ranks: int, hardware: Hardware | None = None) -> Found:
+    """Search for a plan on this many ranks of the recipe's hardware, or of another."""
     count = recipe.parallel.replicas
     if ranks < 1 or ranks % count:
-        raise RecipeError(f"--ranks is {ranks}, must be a multiple of parallel.replicas {count}, and at least 1")
+        raise RecipeError(f"--ranks: got {ranks}, expected a positive multiple of parallel.replicas {count}")
     source = open_source(recipe.data)
-    model, schemes = _model_of(recipe, source), _schemes_of(recipe)
-    return find_plan(model, recipe, ranks // count, source, schemes=schemes, others="auto", hardware=hardware)
+    model, schemes = _meta_model(recipe, source), _schemes_in(recipe)
+    return searched(model, recipe, ranks // count, source, schemes=schemes, others="auto", hardware=hardware)
 
 
-def _schemes_of(recipe: Recipe) -> Schemes:
-    """The schemes by table that a recipe has; the search chooses where it has none, or one for all."""
+def _schemes_in(recipe: Recipe) -> Schemes:
+    """Return the recipe's schemes by table; ``auto`` if it has one scheme for all tables."""
     given = plan_or_schemes(recipe.parallel)
     if isinstance(given, Plan):
-        raise PlanError(f"parallel.plan is {recipe.parallel.plan}, a whole plan: there is nothing to search for")
+        raise PlanError(f"parallel.plan: got {recipe.parallel.plan}, a complete plan that leaves nothing to search")
     return given if isinstance(given, Mapping) else "auto"
 
 
-def _model_of(recipe: Recipe, source: Source) -> nn.Module:
+def _meta_model(recipe: Recipe, source: Source) -> nn.Module:
     with torch.device("meta"):
         return new_model(recipe, source)
 
 
-def as_dict(found: Found, others: dict[str, float]) -> dict[str, Any]:
-    """What was found, for ``--json``."""
+def to_json(found: Found, others: dict[str, float]) -> dict[str, Any]:
+    """Return the results of a search for ``--json``."""
     costs, limits = found.costs, found.limits
     return {
         "plan": found.plan.to_dict(),
@@ -271,70 +265,66 @@ def as_dict(found: Found, others: dict[str, float]) -> dict[str, Any]:
     }
 
 
-# -- simulated ---------------------------------------------------------------------------------------------------
+# -- simulation --------------------------------------------------------------------------------------------------
 
 
-def simulated(to: Console, found: Found, recipe: Recipe, ranks: int, options: Options) -> dict[str, Any]:
-    """Simulate, show and write what was asked for; return it for ``--json``."""
+def run_simulation(to: Console, found: Found, recipe: Recipe, ranks: int, options: SimulationOptions) -> dict[str, Any]:
+    """Simulate a plan, print the results, write the requested files, and return the results for ``--json``."""
     sweep = None if options.sweep is None else Sweep.parse(options.sweep)
-    simulation = options.priced(simulate(found.plan, found.costs, found.model, stragglers=options.stragglers))
-    terms, here = terms_of(found.plan, found.costs, found.model), found.model.hardware
-    assert here is not None
-    print_simulation(to, simulation, terms, here)
+    simulation = options.simulate(found)
+    terms, hardware = terms_of(found.plan, found.costs, found.model), found.model.hardware
+    assert hardware is not None
+    print_simulation(to, simulation, terms, hardware)
     result: dict[str, Any] = {"simulation": simulation.to_dict()}
-    result["terms"] = [asdict(term) | {"rates": {name: here.said_of(name) for name in term.figures}} for term in terms]
+    result["terms"] = [
+        asdict(term) | {"rates": {name: hardware.said_of(name) for name in term.figures}} for term in terms
+    ]
     points: list[Point] = []
     if sweep is not None:
-        points, result["sweep"] = swept_and_shown(to, sweep, recipe, ranks, options)
+        points, result["sweep"] = print_points(to, sweep, recipe, ranks, options)
         if sweep.what != RANKS:
-            result["elasticity"] = found_on = elasticities(found, options.stragglers)
-            shown = ", ".join(f"{figure} {value:.2f}" for figure, value in found_on.items()) or "none"
-            words = "a figure 1 % better makes the step of the plan found so many percent shorter"
-            to.print(f"{words}: {shown}", soft_wrap=True)
+            result["elasticity"] = elasticity = elasticities(found, options.stragglers)
+            values = ", ".join(f"{figure} {value:.2f}" for figure, value in elasticity.items()) or "none"
+            to.print(f"shorter step (in %) if a figure is 1 % better: {values}", soft_wrap=True)
     if options.trace is not None:
         write_text_uri(options.trace, json.dumps(chrome_trace(simulation.events)))
     if options.html is not None:
         if sweep is None or sweep.what != RANKS:
             sweep = Sweep.around(ranks, recipe.parallel.replicas)
-            points = swept(sweep, recipe, ranks, options)
-        write_text_uri(options.html, page(recipe.name, found, simulation, sweep, points))
+            points = simulate_points(sweep, recipe, ranks, options)
+        write_text_uri(options.html, render_plan(recipe.name, found, simulation, sweep, points))
     return result
 
 
-def swept_and_shown(
-    to: Console, sweep: Sweep, recipe: Recipe, ranks: int, options: Options
+def print_points(
+    to: Console, sweep: Sweep, recipe: Recipe, ranks: int, options: SimulationOptions
 ) -> tuple[list[Point], dict[str, Any]]:
-    """Sweep, and show the points; return them, and what ``--json`` has of them."""
-    points = swept(sweep, recipe, ranks, options)
+    """Run a sweep and print it; return its points, and their results for ``--json``."""
+    points = simulate_points(sweep, recipe, ranks, options)
     print_sweep(to, sweep, points)
-    return points, {"of": sweep.what, "points": [point_dict(point, points) for point in points]}
+    first, figures = first_that_fits(points), list[dict[str, Any]]()
+    for point in points:
+        about: dict[str, Any] = {"value": point.value, "ranks": point.ranks, "fits": point.simulation is not None}
+        if point.simulation is None or first is None:
+            figures.append(about | {"problem": point.problem})
+        else:
+            figures.append(about | {"efficiency": point.efficiency(first)} | point.simulation.to_dict())
+    return points, {"of": sweep.what, "points": figures}
 
 
-def swept(sweep: Sweep, recipe: Recipe, ranks: int, options: Options) -> list[Point]:
-    """Search and simulate at each point."""
+def simulate_points(sweep: Sweep, recipe: Recipe, ranks: int, options: SimulationOptions) -> list[Point]:
+    """Search for a plan at each point, and simulate it. A sweep over ranks keeps the samples per rank."""
     found: list[Point] = []
     for value in sweep.values:
-        here, of_ranks, hardware = recipe, ranks, None
+        changed, count, hardware = recipe, ranks, None
         if sweep.what == RANKS:
-            of_ranks = int(value)
-            batch = max(round(recipe.train.batch_size * of_ranks / ranks), 1)
-            here = replace(recipe, train=replace(recipe.train, batch_size=batch))
+            count = int(value)
+            batch = max(round(recipe.train.batch_size * count / ranks), 1)
+            changed = replace(recipe, train=replace(recipe.train, batch_size=batch))
         else:
             hardware = sweep.hardware(hardware_of(recipe), value)
         try:
-            plan = plan_for(here, of_ranks, hardware)
+            found.append(Point(value, count, options.simulate(search_plan(changed, count, hardware))))
         except PlanError as error:
-            found.append(Point(value, of_ranks, None, str(error)))
-            continue
-        simulation = simulate(plan.plan, plan.costs, plan.model, stragglers=options.stragglers)
-        found.append(Point(value, of_ranks, options.priced(simulation)))
+            found.append(Point(value, count, None, str(error)))
     return found
-
-
-def point_dict(point: Point, points: list[Point]) -> dict[str, Any]:
-    """Return a point of a sweep for ``--json``."""
-    first = first_that_fits(points)
-    about: dict[str, Any] = {"value": point.value, "ranks": point.ranks, "fits": point.simulation is not None}
-    if point.simulation is None or first is None:
-        return about | {"problem": point.problem}
-    return about | {"efficiency": point.efficiency(first)} | point.simulation.to_dict()

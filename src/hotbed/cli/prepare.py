@@ -7,21 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rich.console import Console
-from rich.table import Table as RichTable
-
-from hotbed.cli.arguments import Parser, add_json, add_parameters, console, write_json
+from hotbed.cli.arguments import Parser, add_json, add_parameters, console, save_json
 from hotbed.errors import RecipeError
 from hotbed.files import read_yaml
 from hotbed.locations import local
 from hotbed.plan.quantities import parse
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from hotbed.data.preparation.prepare_dataset import PrepareReport
 
-
 _OWN = ("raw", "out", "progress", "vocabulary", "schema", "executor", "memory")
-"""Arguments that are not parsed as those of `hotbed.prepare`."""
+"""Parameters of `hotbed.prepare` whose options are added by hand."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -30,74 +28,60 @@ def add_arguments(parser: Parser) -> None:
 
     parser.usage = "hotbed prepare RAW … OUT [options]"
     parser.add_argument(
-        "raw",
-        nargs="+",
-        help="Criteo logs in time order, or Parquet, CSV, TSV; or folders; URIs too.",
+        "raw", nargs="+", help="Criteo logs in time order, or Parquet, CSV or TSV files, folders or URIs."
     )
-    parser.add_argument("out", help="Dataset directory to make.")
+    parser.add_argument("out", help="Dataset directory to create.")
     add_parameters(parser, prepare, skip=_OWN)
-    parser.add_argument("--schema", help="YAML of a schema, or a recipe; by default one is drafted.")
+    parser.add_argument("--schema", help="YAML file with a schema, or a recipe (default: drafted from the columns).")
     parser.add_argument(
-        "--executor",
-        default="threads",
-        help="threads, processes, dask:ADDRESS or ray:ADDRESS (e.g. dask:local).",
+        "--executor", default="threads", help="threads, processes, dask:ADDRESS or ray:ADDRESS, e.g. dask:local."
     )
-    parser.add_argument("--memory", default="2 GiB", help="Bytes to use; the rest waits on the disk.")
-    parser.add_argument("--vocabulary", help="vocabulary/ of an earlier dataset, whose ids are kept.")
+    parser.add_argument("--memory", default="2 GiB", help="Memory limit; more data is spilled to disk.")
+    parser.add_argument("--vocabulary", help="vocabulary/ folder of an earlier dataset, to keep its ids.")
     add_json(parser)
 
 
 def run(parsed: Namespace) -> None:
-    """Prepare, and print what was made."""
+    """Prepare, and print a summary of the dataset."""
     from hotbed.data.preparation.prepare_dataset import prepare
     from hotbed.train.runs.report import StageProgress
 
     options = dict(vars(parsed))
     raw, out, json = (options.pop(name) for name in ("raw", "out", "json"))
-    out = local("OUT", out)
-    options["memory"] = _bytes(options["memory"])
+    options["memory"] = int(parse("--memory", options["memory"], "bytes"))
     if options["schema"] is not None:
-        options["schema"] = _schema(local("--schema", options["schema"]))
+        options["schema"] = _read_schema(local("--schema", options["schema"]))
     if options["vocabulary"] is not None:
         options["vocabulary"] = local("--vocabulary", options["vocabulary"])
     with StageProgress(console(stderr=True)) as progress:
-        report = prepare(raw, out, progress=progress, **options)
+        report = prepare(raw, local("OUT", out), progress=progress, **options)
     print_prepared(console(), report)
-    write_json(json, vars(report))
+    save_json(json, vars(report))
 
 
-def _bytes(text: str) -> int:
-    return int(parse("--memory", text, "bytes"))
-
-
-def _schema(path: Path) -> Mapping[str, object]:
-    """A schema that a file holds, or that of the recipe that it is, or of the ``source.yaml`` of a dataset."""
+def _read_schema(path: Path) -> Mapping[str, object]:
+    """Read a schema from its own file, a recipe, or a dataset's ``source.yaml``."""
     found: Any = read_yaml(path)
     for key in ("data", "source", "init_args", "schema"):
         if isinstance(found, Mapping) and key in found:
             found = cast("Mapping[str, Any]", found)[key]
     if not isinstance(found, Mapping) or "sparse" not in found:
-        raise RecipeError(
-            f"{path} has no schema; give a recipe of `hotbed init`, or what its data.source says as schema"
-        )
+        raise RecipeError(f"{path} has no schema. Pass a recipe of `hotbed init`, or the schema of its data.source")
     return cast("Mapping[str, object]", found)
 
 
-def print_prepared(console: Console, report: PrepareReport) -> None:
-    """Print what `hotbed.prepare` made."""
-    console.print(str(report.path), style="table.title", soft_wrap=True)
-    table = RichTable()
-    for name in ("split", "samples"):
-        table.add_column(name, justify="left" if name == "split" else "right")
-    for split, samples in report.samples.items():
-        table.add_row(split, f"{samples:,}")
-    console.print(table)
-    console.print(f"{sum(report.rows.values()):,} rows in {len(report.rows)} tables, {report.seconds:.1f} s")
+def print_prepared(to: Console, report: PrepareReport) -> None:
+    """Print the splits and rows of a prepared dataset, and the skipped lines and columns."""
+    from hotbed.cli.pages.report_page import ReportTable, print_table
+
+    rows = [[split, f"{samples:,}"] for split, samples in report.samples.items()]
+    print_table(to, ReportTable(str(report.path), ("split", "samples"), rows))
+    to.print(f"{sum(report.rows.values()):,} rows in {len(report.rows)} tables, {report.seconds:.1f} s")
     for reason, count in report.skipped.items():
-        console.print(f"{count:,} lines were left out: bad {reason}")
+        to.print(f"{count:,} lines were left out: bad {reason}")
     for column, count in report.replaced.items():
-        console.print(f"column {column}: {count:,} negative values were replaced (--negatives)")
+        to.print(f"column {column}: {count:,} negative values were replaced (--negatives)")
     if report.left_out:
-        console.print("Columns that were left out (to use one of them, name it in --schema):")
+        to.print("Unused columns (to use one of them, name it in --schema):")
     for name, reason in report.left_out.items():
-        console.print(f"- {name!r}: {reason}", markup=False, soft_wrap=True)
+        to.print(f"- {name!r}: {reason}", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Compile the CPU kernels ahead of the first step, as for an image: ``hotbed warm-up``."""
+"""Compile the CPU kernels before the first step, e.g. in a container image: ``hotbed warm-up``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hotbed.cli.arguments import Parser, add_json, console, write_json
+from hotbed.cli.arguments import Parser, add_json, console, save_json
 
 if TYPE_CHECKING:
     import torch
@@ -27,25 +27,27 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(parsed: Namespace) -> None:
-    """Compile what is missing, and say how much that was."""
+    """Compile the missing kernels, and print their number."""
     from rich.progress import track
 
     from hotbed.ops.cpu_runtime import kept_forms
 
     before, start, out = kept_forms(), time.perf_counter(), console()
-    cases = list(_cases())
-    for case in track(cases, "compiling CPU kernels …", console=out, disable=not out.is_terminal):
+    for case in track(list(_cases()), "compiling CPU kernels …", console=out, disable=not out.is_terminal):
         case()
     seconds, kept = time.perf_counter() - start, kept_forms()
     found = {"compiled": len(kept) - len(before), "kept": len(kept), "seconds": round(seconds, 1)}
     folder = str(next(iter(kept)).parent)
-    said = f"{found['compiled']} of {found['kept']} compiled kernels are new, after {seconds:.0f} s; they are for this"
-    out.print(f"{said} kind of processor, and these versions of hotbed and Numba, in {folder}", soft_wrap=True)
-    write_json(parsed.json, {"command": "warm-up", "folder": folder, **found})
+    out.print(
+        f"{found['compiled']} of {found['kept']} compiled kernels are new, after {seconds:.0f} s. They work for this "
+        f"processor type and these versions of hotbed and Numba: {folder}",
+        soft_wrap=True,
+    )
+    save_json(parsed.json, {"command": "warm-up", "folder": folder, **found})
 
 
 def _cases() -> Iterator[Callable[[], None]]:
-    """List trainings of a step, which together call every kernel with every type of array."""
+    """Yield single training steps that together call every kernel with every array type."""
     import torch
 
     import hotbed as hb
@@ -61,7 +63,7 @@ def _cases() -> Iterator[Callable[[], None]]:
 
 
 def _relu() -> None:
-    """Pass a gradient through ReLU, as of layers of bfloat16 that are too large to train here."""
+    """Pass a bfloat16 gradient through ReLU, because layers that do so are too large to train here."""
     import torch
 
     from hotbed.ops.cpu_dense import relu_backward
@@ -71,7 +73,7 @@ def _relu() -> None:
 
 
 def _dlrm(ids: torch.dtype, dtype: torch.dtype) -> None:
-    """Train a DLRM, which multiplies the vectors of its features."""
+    """Train a DLRM, which multiplies feature vectors."""
     import torch
 
     import hotbed as hb
@@ -88,7 +90,7 @@ def _dlrm(ids: torch.dtype, dtype: torch.dtype) -> None:
 
 
 def _lookups(ids: torch.dtype, dtype: torch.dtype, rows: RowDtype, cut: Cut | None) -> None:
-    """Train tables by bags of one id, of several, and of ids with weights, and by vectors of each id."""
+    """Train tables with bags of one id, several ids and weighted ids, and with a vector per id."""
     import torch
 
     import hotbed as hb

@@ -1,8 +1,8 @@
 """Answer HTTP requests: the Open Inference Protocol v2, ``POST /score``, health and metrics.
 
-Every answer but metrics is JSON (or binary tensors that were asked for), also every error: ``{"error": …}`` says the
-value, the limit and the fix, never a traceback or a path. `Application` is the ASGI application; a request goes through
-`_Gate` (token, overload, log and metrics), its endpoint, `Batcher`, and back.
+Answers are JSON, or binary tensors on request; metrics are text. An error is ``{"error": …}`` with the value, the limit
+and the fix, without a traceback or a path. A request passes `_Gate` (token, limits, log, metrics), its endpoint in
+`Application`, and a `Batcher`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from hotbed.data.encoding.encoder import Encoder
 from hotbed.data.encoding.json_rows import InputColumn
 from hotbed.errors import BatchError, DataError, RequestError, SpecError, did_you_mean
 from hotbed.machine import release
-from hotbed.serve.batching import Batcher, Scored, explained
+from hotbed.serve.batching import Batcher, Scored, explain_error
+from hotbed.serve.monitoring import ServerMetrics
 from hotbed.serve.options import ServeOptions
 from hotbed.serve.request_tensors import HEADER_LENGTH, input_metadata, output_names, read_tensors, write_scores
 from hotbed.serve.requests import Bodies, parse_rows, record_batch
-from hotbed.serve.server_metrics import ServerMetrics
 
 LOG = logging.getLogger("hotbed.serve")
 _INLINE_BYTES, _READERS = 32 << 10, 2
 _MOST_WAITING = 64
-"""Large bodies that are being read, or wait for it; what comes beyond that is answered 503."""
+"""Largest number of large bodies that wait to be parsed; further requests get status 503."""
 MAX_HEAD_BYTES = 64 << 10
-"""Upper limit of a request line and its headers, and of what frames a chunked body beyond 8 times the body."""
+"""Upper limit of a request line with its headers, and of a chunked body's framing beyond 8 times the body."""
+_LONG_HEAD = f"the request's head is longer than {MAX_HEAD_BYTES:,} bytes; shorten it"
 _Result = TypeVar("_Result")
 
 
@@ -55,7 +56,7 @@ class Application:
         self,
         batchers: Mapping[str, Batcher],  # models by name; the first one answers /score
         options: ServeOptions,
-        token: str | None,  # required from requests, unless None
+        token: str | None,  # which requests must carry
         metrics: ServerMetrics,
         connections: Sized,  # the open connections
     ) -> None:
@@ -80,12 +81,16 @@ class Application:
         self.asgi: ASGIApp = Starlette(
             routes=found,
             middleware=[Middleware(_Gate, token=token, metrics=metrics, options=options, connections=connections)],
-            exception_handlers={HTTPException: _no_route, RequestError: _told, ClientDisconnect: _gone},
+            exception_handlers={
+                HTTPException: _answer_no_route,
+                RequestError: _answer_error,
+                ClientDisconnect: _answer_disconnect,
+            },
         )
         self.asgi.router.redirect_slashes = False
 
     def close(self) -> None:
-        """End the threads that read bodies."""
+        """End the threads that parse bodies."""
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     async def _server(self, request: Request) -> Response:
@@ -99,7 +104,7 @@ class Application:
         return _json({"ready": ready}, 200 if ready else 503)
 
     async def _model(self, request: Request) -> Response:
-        name, batcher = self._chosen(request)
+        name, batcher = self._select_model(request)
         model = batcher.model
         return _json(
             {
@@ -112,7 +117,7 @@ class Application:
         )
 
     async def _model_ready(self, request: Request) -> Response:
-        name, batcher = self._chosen(request)
+        name, batcher = self._select_model(request)
         ready = not self.draining and not batcher.model.is_broken
         return _json({"name": name, "ready": ready}, 200 if ready else 503)
 
@@ -136,7 +141,7 @@ class Application:
         answer: dict[str, Any] = {} if id_ is None else {"id": id_}
         if rows is None:
             return _json({**answer, "scores": [], "model": name, "version": str(batcher.model.step)})
-        scored = await self._scored(request, batcher, rows, deadline)
+        scored = await self._score_rows(request, batcher, rows, deadline)
         labels = batcher.model.labels
         scores = scored.scores.tolist()
         values = (
@@ -145,7 +150,7 @@ class Application:
         return _json({**answer, "scores": values, "model": name, "version": str(scored.step)})
 
     async def _infer(self, request: Request) -> Response:
-        name, batcher = self._chosen(request)
+        name, batcher = self._select_model(request)
         outputs = output_names(batcher.model.labels)
         header, most = request.headers.get(HEADER_LENGTH), self._options.max_request_rows
         async with self._bodies.read(request, binary=header is not None) as body:
@@ -158,8 +163,8 @@ class Application:
             deadline = self._deadline()
             rows, id_, wanted = await self._read(len(body), read, deadline)
         if not rows.num_rows:
-            raise RequestError("the request has no rows; its tensors must have at least one")
-        scored = await self._scored(request, batcher, rows, deadline)
+            raise RequestError("the request has no rows; send at least one")
+        scored = await self._score_rows(request, batcher, rows, deadline)
         version = request.path_params.get("version", str(scored.step))
         if version != str(scored.step):
             raise _other_version(name, version, scored.step)
@@ -169,14 +174,14 @@ class Application:
             return Response(text, media_type="application/json")
         return Response(text, media_type="application/octet-stream", headers={HEADER_LENGTH: str(length)})
 
-    def _chosen(self, request: Request) -> tuple[str, Batcher]:
-        """The model that a path names; a version must be the one that it has."""
+    def _select_model(self, request: Request) -> tuple[str, Batcher]:
+        """Return the model in a request's path, whose version must be the served one."""
         name = str(request.path_params["model"])
         batcher = self._batchers.get(name)
         if batcher is None:
             known = list(self._batchers)
             raise RequestError(
-                f"there is no model {name[:100]!r}; there are {', '.join(known)}{did_you_mean(name, known)}",
+                f"no model {name[:100]!r}; models are {', '.join(known)}{did_you_mean(name, known)}",
                 404,
                 "not_found",
             )
@@ -187,25 +192,24 @@ class Application:
         return name, batcher
 
     def _inputs(self, name: str, batcher: Batcher) -> tuple[Encoder, Sequence[InputColumn]]:
-        """Return the encoder of the served version, and its columns, which are listed once per version."""
+        """Return the served version's encoder and its columns, which are cached."""
         encoder = batcher.model.encoder
         if name not in self._columns or self._columns[name][0] is not encoder:
             self._columns[name] = encoder, encoder.columns()
         return self._columns[name]
 
     def _deadline(self) -> float:
-        """When a request whose last byte came now must be answered."""
         return asyncio.get_running_loop().time() + self._options.timeout_s
 
     async def _read(self, size: int, read: Callable[[], _Result], deadline: float) -> _Result:
-        """Read a body: a small one here, a large one in a thread, so that other requests are answered meanwhile."""
-        with self._explaining():
+        """Parse a body; a large one in a thread, so that it delays no other request."""
+        with self._explain_errors():
             try:
                 if size <= _INLINE_BYTES:
                     return read()
                 if self._reading >= _MOST_WAITING:
                     raise RequestError(
-                        f"{self._reading} large bodies are being read, at most {_MOST_WAITING} may; try again later",
+                        f"got {self._reading} large bodies at once, expected at most {_MOST_WAITING}. Try again later",
                         503,
                         "busy",
                         {"Retry-After": "1"},
@@ -219,26 +223,25 @@ class Application:
             except (DataError, SpecError, BatchError) as error:
                 raise RequestError(str(error), 400, "rows") from None
 
-    async def _scored(self, request: Request, batcher: Batcher, rows: pa.RecordBatch, deadline: float) -> Scored:
+    async def _score_rows(self, request: Request, batcher: Batcher, rows: pa.RecordBatch, deadline: float) -> Scored:
         request.state.rows = rows.num_rows
-        with self._explaining():
+        with self._explain_errors():
             async with asyncio.timeout_at(deadline):
                 return await batcher.submit(rows)
 
     @contextmanager
-    def _explaining(self) -> Generator[None]:
-        """Raise the `RequestError` that explains an error to the client."""
+    def _explain_errors(self) -> Generator[None]:
         try:
             yield
         except TimeoutError:
-            message = f"the scores took longer than {self._options.timeout_s:g} s (--timeout_s); try again later"
+            message = f"scoring took longer than {self._options.timeout_s:g} s (--timeout_s). Try again later"
             raise RequestError(message, 504, "timeout", {"Retry-After": "1"}) from None
         except Exception as error:
-            raise explained(error) from None
+            raise explain_error(error) from None
 
 
 class _Gate:
-    """Ask for the token, refuse what is too much, and log and count every answer."""
+    """Check the token and the limits, and log and count every answer."""
 
     def __init__(
         self,
@@ -268,38 +271,37 @@ class _Gate:
             if refusal is None:
                 await self._app(scope, receive, watched)
             else:
-                await _told(Request(scope), refusal)(scope, receive, watched)
+                await _answer_error(Request(scope), refusal)(scope, receive, watched)
         except Exception as error:
             LOG.error("request_failed", extra={"details": {"path": scope["path"]}}, exc_info=error)
             if not status:
-                failed = RequestError("the server failed; its log says why", 500, "internal")
-                await _told(Request(scope), failed)(scope, receive, watched)
+                failed = RequestError("the server failed; see its log", 500, "internal")
+                await _answer_error(Request(scope), failed)(scope, receive, watched)
         self._note(scope, state, status, time.perf_counter() - start)
 
     def _refusal(self, scope: Scope) -> RequestError | None:
         path = str(scope["path"])
         head = len(scope["raw_path"]) + len(scope["query_string"])
         if head + sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > MAX_HEAD_BYTES:
-            message = f"the request's head is longer than {MAX_HEAD_BYTES:,} bytes"
-            return RequestError(message, 431, "head", {"Connection": "close"})
+            return RequestError(_LONG_HEAD, 431, "head", {"Connection": "close"})
         if path.startswith("/v2/health/"):
             return None
         if len(self._connections) > self._options.max_connections:
             headers = {"Retry-After": "1", "Connection": "close"}
-            return RequestError("the server has too many connections; try again later", 503, "connections", headers)
+            return RequestError("too many connections; try again later", 503, "connections", headers)
         if self._digest is None:
             return None
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if hmac.compare_digest(_digest(given), self._digest):
             return None
         return RequestError(
-            "a token is needed: send Authorization: Bearer TOKEN", 401, "token", {"WWW-Authenticate": "Bearer"}
+            "no valid token; send Authorization: Bearer TOKEN", 401, "token", {"WWW-Authenticate": "Bearer"}
         )
 
     def _note(self, scope: Scope, state: Mapping[str, Any], status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "name", None) or "unknown"
         model, rows, reason = state.get("model", ""), state.get("rows", 0), state.get("reason")
-        self._metrics.answered(route, model, status, seconds, rows, reason)
+        self._metrics.count_answer(route, model, status, seconds, rows, reason)
         if self._options.access_log and route != "health":
             details = {
                 "method": str(scope["method"])[:20],
@@ -317,7 +319,7 @@ def _digest(text: bytes) -> bytes:
 
 def _other_version(name: str, version: str, step: int) -> RequestError:
     return RequestError(
-        f"version {version[:30]!r} of {name} is not served; it is at {step}. Leave the version out to ask the newest",
+        f"version of {name}: got {version[:30]!r}, expected {step}. Leave the version out to use the newest",
         404,
         "not_found",
     )
@@ -328,41 +330,41 @@ def _json(values: Mapping[str, object], status: int = 200, headers: Mapping[str,
     return Response(text, status, headers, media_type="application/json")
 
 
-def _told(request: Request, error: Exception) -> Response:
+def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     request.state.reason, request.state.error = error.reason, str(error)[:500]
     return _json({"error": str(error)}, error.status, error.headers)
 
 
-def _no_route(request: Request, error: Exception) -> Response:
+def _answer_no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     known: Sequence[str] = ("/score", "/v2", "/v2/models/NAME/infer", "/v2/health/ready", "/metrics")
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        message = f"{request.method[:20]} is not for this path; use {allowed}"
+        message = f"this path does not support {request.method[:20]}; use {allowed}"
     else:
-        message = f"there is nothing at {request.url.path[:100]!r}; there are {', '.join(known)}"
+        message = f"no path {request.url.path[:100]!r}; paths are {', '.join(known)}"
     refusal = RequestError(message, error.status_code, "not_found", dict(error.headers or {}))
-    return _told(request, refusal)
+    return _answer_error(request, refusal)
 
 
-def _gone(request: Request, error: Exception) -> Response:
-    """The client has closed the connection; nobody reads this."""
+def _answer_disconnect(request: Request, error: Exception) -> Response:
+    """Record a closed connection. No client reads the answer."""
     request.state.reason = "gone"
     return Response(status_code=499)
 
 
 class Connection(HttpToolsProtocol):
-    """A connection with limits that uvicorn leaves open, so that slow or broken clients hold no other client.
+    """A connection with limits that uvicorn lacks, so that slow or broken clients do not delay others.
 
-    uvicorn has no deadline for a head or a body that trickles and no limit of the bytes around a body, and it answers
-    as text what is no HTTP. There is a timer for each phase of a request, and one for answers that the client does not
-    read. The phase is "idle", "head" or "body"; "answer" after a body; "broken" once nothing is read any more.
+    uvicorn has no deadline for slow heads and bodies and no limit on a body's framing, and answers invalid HTTP as
+    text. A timer limits each phase of a request, and another one the time in which the client reads answers. The phases
+    are "idle", "head", "body", "answer", and "broken" once no more data is read.
     """
 
-    def __init__(self, options: ServeOptions, refused: Callable[[str], None], **given: Any) -> None:
+    def __init__(self, options: ServeOptions, count_refusal: Callable[[str], None], **given: Any) -> None:
         super().__init__(**given)
-        self._options, self._refused, self._seconds = options, refused, options.read_timeout_s
+        self._options, self._count_refusal, self._seconds = options, count_refusal, options.read_timeout_s
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._phase, self._framing, self._of_body = "idle", 0, 0
@@ -383,12 +385,12 @@ class Connection(HttpToolsProtocol):
     @override
     def data_received(self, data: bytes) -> None:
         if self._phase == "answer":
-            self._enter("idle", self._seconds)  # line ends between requests stop uvicorn's own timer, too
+            self._enter("idle", self._seconds)  # line ends between requests also stop uvicorn's own timer
         self._framing += len(data)
         if self._phase != "broken":
             super().data_received(data)
         if self._phase != "broken" and self._framing > MAX_HEAD_BYTES + 8 * self._of_body:
-            self._refuse(431, "head", f"the request's head is longer than {MAX_HEAD_BYTES:,} bytes")
+            self._refuse(431, "head", _LONG_HEAD)
 
     @override
     def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -403,7 +405,7 @@ class Connection(HttpToolsProtocol):
     @override
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self._enter("body", 2 * self._seconds)  # for applications that read no body; `Bodies` answers earlier
+        self._enter("body", 2 * self._seconds)  # for endpoints that read no body; `Bodies` has a shorter limit
 
     @override
     def on_body(self, body: bytes) -> None:
@@ -429,10 +431,10 @@ class Connection(HttpToolsProtocol):
 
     @override
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "http", "this is no HTTP/1.1 request")
+        self._refuse(400, "http", "not an HTTP/1.1 request")
 
     def _enter(self, phase: str, seconds: float | None) -> None:
-        """Begin a phase that may last this long."""
+        """Begin a phase with a time limit."""
         self._phase = phase
         if self._timer is not None:
             self._timer.cancel()
@@ -440,28 +442,27 @@ class Connection(HttpToolsProtocol):
 
     def _late(self) -> None:
         if self._phase == "head":
-            message = f"the request's head took longer than {self._seconds:g} s; send it at once"
-            self._refuse(408, "slow", message)
+            self._refuse(408, "slow", f"the request's head took longer than {self._seconds:g} s; send it at once")
         else:
             self._abort("idle" if self._phase == "idle" else "slow")
 
     def _abort(self, reason: str) -> None:
-        self._refused(reason)
+        self._count_refusal(reason)
         self.transport.abort()
 
     def _refuse(self, status: int, reason: str, message: str) -> None:
-        """Answer what is no request, and close; requests before it are answered first."""
-        self._refused(reason)
-        answers_follow = self._close_after_answers()
+        """Answer invalid data with an error after the earlier answers, and close."""
+        self._count_refusal(reason)
+        pending = self._close_after_answers()
         self._enter("broken", None)
-        if not answers_follow:
+        if not pending:
             body = json.dumps({"error": message}).encode()
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(b"".join([STATUS_LINE[status], head, body]))
             self.transport.close()
 
     def _close_after_answers(self) -> bool:
-        """Close after the answers that are under way; return whether there are any."""
+        """Close after the pending answers; return whether there are any."""
         cycle: Any = self.cycle
         if cycle is None or cycle.response_complete or (self._phase == "body" and not cycle.response_started):
             return False

@@ -1,16 +1,17 @@
-"""Put requests together into batches, which one thread per model scores.
+"""Merge requests into batches, which one thread per model scores.
 
-Requests wait in a queue of bounded rows. The thread takes as many whole requests as one batch may have, as soon as the
-batch is full or its first request has waited long enough; what arrives while it computes is the next batch. So a
-request is scored by one call, thus by one version of the model, and the event loop never waits for a model.
+Requests wait in a queue with a limited number of rows. The thread starts a batch when the batch is full or its first
+request has waited long enough. Requests that arrive meanwhile are the next batch. So one version of the model scores a
+whole request, and the event loop never waits for a model.
 
-A batch that fails is halved until the requests at fault are alone: they get the error, the others get their scores.
+A batch that fails is halved until the faulty requests are alone. Only they get the error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -26,10 +27,11 @@ from hotbed.errors import BatchError, DataError, NonFiniteError, RequestError, S
 from hotbed.serve.served_model import ServedModel
 
 LOG = logging.getLogger("hotbed.serve")
+_RETRY = {"Retry-After": "1"}
 
 
 class Scored(NamedTuple):
-    """Probabilities ``[B, T]`` of a request's rows, and the step of the version that they are of."""
+    """Probabilities ``[B, T]`` of a request's rows, and the step of the version that scored them."""
 
     scores: NDArray[np.float64]
     step: int
@@ -46,10 +48,6 @@ class _Waiting:
         self.rows = self.columns.num_rows
 
 
-Observe = Callable[[int, float], None]
-"""Called with the rows of a batch, and the seconds that it took."""
-
-
 class Batcher:
     """A queue of requests for one model, and the thread that scores them. Limits are as in `ServeOptions`."""
 
@@ -60,7 +58,7 @@ class Batcher:
         max_batch_rows: int,
         max_wait_ms: float,
         max_queue_rows: int,
-        observe: Observe = lambda rows, seconds: None,  # called by the thread after every batch
+        observe: Callable[[int, float], None] = lambda rows, seconds: None,  # called by the thread after every batch
     ) -> None:
         self.model = model
         self._batch_rows, self._wait, self._queue_rows = max_batch_rows, max_wait_ms / 1000, max_queue_rows
@@ -73,25 +71,25 @@ class Batcher:
 
     @property
     def queued_rows(self) -> int:
-        """Rows that wait."""
+        """Number of rows that wait."""
         return self._queued
 
     def submit(self, columns: pa.RecordBatch) -> asyncio.Future[Scored]:
-        """Queue a request's rows; the future of the running event loop gets the scores. Cancel it to withdraw them.
+        """Queue a request's rows, and return a future of the running event loop. Cancel it to withdraw the request.
 
         Raise `RequestError` with status 503 if too many rows are queued or the server is shutting down.
         """
         entry = _Waiting(columns, time.monotonic(), asyncio.get_running_loop().create_future())
         with self._changed:
             if self._closing:
-                raise RequestError("the server is shutting down; ask another one", 503, "draining")
+                raise RequestError("the server is shutting down; use another server", 503, "draining")
             if self._queued and self._queued + entry.rows > self._queue_rows:
                 raise RequestError(
-                    f"{self._queued:,} rows wait, and at most {self._queue_rows:,} may; try again later, or start "
-                    "another server",
+                    f"the queue is full: got {self._queued:,} waiting rows, expected at most {self._queue_rows:,}. "
+                    "Try again later, or start another server",
                     503,
                     "busy",
-                    {"Retry-After": "1"},
+                    _RETRY,
                 )
             self._queued += entry.rows
             self._queue.append(entry)
@@ -99,7 +97,7 @@ class Batcher:
         return entry.answer
 
     def close(self, wait_s: float) -> None:
-        """Score what waits, then end the thread; give up after so many seconds."""
+        """Score the queued requests and end the thread, waiting at most this many seconds."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -109,15 +107,15 @@ class Batcher:
         while (batch := self._next()) is not None:
             try:
                 start = time.perf_counter()
-                answers = self._answers(batch)
+                answers = self._score_or_halve(batch)
                 self._observe(sum(entry.rows for entry in batch), time.perf_counter() - start)
                 loop = batch[0].answer.get_loop()
                 loop.call_soon_threadsafe(_deliver, list(zip(batch, answers, strict=True)))
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                LOG.debug("scores had nobody to go to", exc_info=True)
+            except RuntimeError:  # the loop is closed, so no client waits
+                LOG.debug("scores could not be delivered", exc_info=True)
 
     def _next(self) -> list[_Waiting] | None:
-        """Wait for a batch: whole requests with columns of the same types; None where all is done."""
+        """Wait for a batch of whole requests with equal column types; None after the last one."""
         with self._changed:
             while True:
                 while not self._queue:
@@ -131,7 +129,7 @@ class Batcher:
                     return batch
 
     def _take(self) -> list[_Waiting]:
-        """Take requests that are still wanted off the queue."""
+        """Remove a batch from the queue, and drop cancelled requests."""
         batch, rows = list[_Waiting](), 0
         while self._queue:
             entry = self._queue[0]
@@ -146,14 +144,14 @@ class Batcher:
             self._queued -= entry.rows
         return batch
 
-    def _answers(self, batch: Sequence[_Waiting]) -> list[Scored | Exception]:
+    def _score_or_halve(self, batch: Sequence[_Waiting]) -> list[Scored | Exception]:
         try:
             scores, step = self._score([entry.columns for entry in batch])
         except Exception as error:
             if len(batch) == 1:
                 return [error]
             half = len(batch) // 2
-            return [answer for part in (batch[:half], batch[half:]) for answer in self._of_wanted(part)]
+            return [answer for part in (batch[:half], batch[half:]) for answer in self._score_part(part)]
         answers, row = list[Scored | Exception](), 0
         for entry in batch:
             part = scores[row : row + entry.rows]
@@ -161,18 +159,18 @@ class Batcher:
             wrong = np.flatnonzero(~np.isfinite(part).all(1))
             answers.append(
                 NonFiniteError(
-                    f"the score of row {wrong[0]:,} is not a number: a numerical of this row is not finite or far "
-                    "beyond those of training"
+                    f"the score of row {wrong[0]:,} is not a number, because a numerical of this row is not finite or "
+                    "far beyond the training data"
                 )
                 if len(wrong)
                 else Scored(part, step)
             )
         return answers
 
-    def _of_wanted(self, batch: Sequence[_Waiting]) -> list[Scored | Exception]:
-        """Score a part of a batch that failed; where it fails for long, what was given up meanwhile is left out."""
+    def _score_part(self, batch: Sequence[_Waiting]) -> list[Scored | Exception]:
+        """Score a part of a failed batch, skipping requests that were cancelled meanwhile."""
         wanted = [entry for entry in batch if not entry.answer.cancelled()]
-        answers = dict(zip(wanted, self._answers(wanted), strict=True)) if wanted else {}
+        answers = dict(zip(wanted, self._score_or_halve(wanted), strict=True)) if wanted else {}
         return [answers.get(entry, TimeoutError()) for entry in batch]
 
     def _score(self, parts: Sequence[pa.RecordBatch]) -> Scored:
@@ -182,13 +180,13 @@ class Batcher:
         scores, step = self.model.score(columns)
         wanted = (columns.num_rows, len(self.model.labels))
         if scores.shape != wanted:
-            raise BatchError(f"the model gave scores {scores.shape}, must be {wanted}")
+            raise BatchError(f"the model returned scores {scores.shape}, expected {wanted}")
         return Scored(scores, step)
 
 
 def _deliver(answers: Sequence[tuple[_Waiting, Scored | Exception]]) -> None:
     for entry, answer in answers:
-        if entry.answer.done():  # its client was answered 504
+        if entry.answer.done():  # the client got status 504
             continue
         if isinstance(answer, Exception):
             entry.answer.set_exception(answer)
@@ -196,17 +194,15 @@ def _deliver(answers: Sequence[tuple[_Waiting, Scored | Exception]]) -> None:
             entry.answer.set_result(answer)
 
 
-def explained(error: Exception) -> RequestError:
-    """What a client is told of an error while its rows were scored; only rows that are wrong are its own fault."""
+def explain_error(error: Exception) -> RequestError:
+    """Return the error that the client gets. Only faulty rows are the client's fault."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, DataError | SpecError | BatchError | NonFiniteError):
-        what, _, _ = str(error).rpartition("; ")  # what follows is advice to those who train
-        return RequestError(f"{what or error}; send other values, or leave such rows out", 400, "rows")
+        what = re.match(r"(.*)(?:; |\. (?=[A-Z]))", str(error), re.DOTALL)  # without advice for training
+        return RequestError(f"{what[1] if what else error}; send other values, or leave such rows out", 400, "rows")
     details: dict[str, Any] = {"error_type": type(error).__name__}
     LOG.error("score_failed", extra={"details": details}, exc_info=error)
     if isinstance(error, StoreError):
-        return RequestError(
-            "rows of the model cannot be read at the moment; try again later", 503, "store", {"Retry-After": "1"}
-        )
-    return RequestError("the server failed to score these rows; its log says why", 500, "internal")
+        return RequestError("rows of the model cannot be read at the moment; try again later", 503, "store", _RETRY)
+    return RequestError("the server failed to score these rows; see its log", 500, "internal")

@@ -1,20 +1,19 @@
-"""Describe and read exported models and sets of changes, which training publishes for servers.
+"""Read exported models and sets of changes, which training publishes for servers.
 
-A manifest *is* a pydantic model: it is validated when it is read, and dumped when it is written. It is checked before
-any file that it names is read, because it may come from anywhere. It states the size and hash of each file, and the
-sizes match the tables, so that readers allocate no more than the files hold.
+A manifest is a pydantic model, which is validated before any other file is read, because it may come from anywhere. It
+has the size and hash of each file. Sizes match the tables, so that readers allocate no more than the files hold.
 
-An exported model is a directory, local or in an object store, that needs no checkpoint beside it::
+An exported model is a directory, local or in an object store, that needs no checkpoint::
 
     DIR/manifest.json        `ModelManifest`, with size and SHA-256 of every file; written last
         dense.pt2            the dense part, a program of torch.export with its parameters
         tables/NAME.rows     one record per row, in order, as stored in its dtype; mapped into memory
-        tables/NAME.ids      of a dynamic table: the id of each row, int64; -1 where none
-        lookups/, vocabulary/    by derived input, and by table: keys and values, for `Encoder`
+        tables/NAME.ids      the id of each row of a dynamic table, int64; -1 for a free row
+        lookups/, vocabulary/    keys and values for `Encoder`, by derived input and by table
 
 A set of changes turns a model into a later one::
 
-    DIR/manifest.json        `ChangeManifest`: from which state to which; written last
+    DIR/manifest.json        `ChangeManifest` with the states before and after; written last
         rows.parquet         the rows that changed, by id (`hotbed.checkpoint.changes`)
         dense.safetensors    all parameters and buffers of the dense program
 
@@ -28,7 +27,6 @@ import hashlib
 import io
 import json
 import os
-import reprlib
 import tempfile
 import uuid
 from collections import Counter
@@ -45,13 +43,15 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hotbed.checkpoint.manifest import Count, Digest, Entry, InitEntry, Step, Text, parsed, validate
+from hotbed.checkpoint.manifest import Count, Digest, Entry, InitEntry, Step, Text, parsed
 from hotbed.checkpoint.storage import Directory, LocalDirectory, Reader, directory
+from hotbed.checks import check
 from hotbed.data import Encoder, Schema
 from hotbed.data.derived_features import Lookup
 from hotbed.data.encoding.lookup_table import LookupTable
 from hotbed.data.encoding.prepared_dataset import PreparationEntry
 from hotbed.errors import CheckpointError, DamagedError, DataError, SpecError
+from hotbed.parsing import validate_model
 from hotbed.pooling import Pooling
 from hotbed.specs import MAX_DIM, Feature, OnBadId, OnTooLong, Padding, RowDtype, Table
 from hotbed.store.dense import TORCH_DTYPES
@@ -64,7 +64,7 @@ ROWS, DENSE = "rows.parquet", "dense.safetensors"
 MOST_BYTES = 64 << 20
 """Upper limit of a manifest."""
 CHUNK_BYTES = 4 << 20
-"""Bytes that are hashed, or fetched, at once."""
+"""Bytes that are hashed or fetched at once."""
 ROWS_AT_ONCE = 1 << 16
 """Changed rows that are read at once."""
 VERSION = 1
@@ -77,8 +77,8 @@ Seconds = Annotated[float, Field(ge=0)]
 # -- manifests ------------------------------------------------------------------------------------------------------
 
 
-class FileEntry(Entry):
-    """Size and hash of a file."""
+class ExportedFile(Entry):
+    """Size and hash of a whole file."""
 
     bytes: Count
     sha256: Digest
@@ -92,7 +92,7 @@ class StateEntry(Entry):
 
 
 class TableEntry(Entry):
-    """A table: ``rows`` records of ``record_bytes`` in ``file``. ``ids`` has the id of each row of a dynamic table."""
+    """A table: ``rows`` records of ``record_bytes`` in ``file``, and the ids of a dynamic table's rows in ``ids``."""
 
     rows: Step
     dim: Annotated[int, Field(ge=1, le=MAX_DIM)]
@@ -108,16 +108,16 @@ class TableEntry(Entry):
         return self.init.table(name, self.rows, self.dim, self.dtype, self.fp32_rows)
 
     def is_wide(self, rows: Tensor) -> Tensor:
-        """Return which rows ``[n]`` are stored as float32, ``[n]`` bool."""
+        """Return a mask ``[n]`` of the rows that are stored as float32."""
         return rows < (self.rows if self.dtype == "fp32" else self.fp32_rows)
 
     def records(self) -> RecordFormat:
-        """Return the layout of a row in its record, which has no moments."""
+        """Return the layout of a record."""
         return record_format(self.spec("table"))
 
 
 class FeatureEntry(Entry):
-    """An input of the dense program: the vectors of a feature."""
+    """An input of the dense program, which is the vectors of a feature."""
 
     collection: Annotated[str, Field(max_length=4096)]
     feature: Text
@@ -161,39 +161,39 @@ class ModelManifest(Entry):
     # vectors that the program takes, in order, by `COLLECTION.FEATURE`; see `hotbed.nn.dense_program.vectors_name`
     features: dict[Text, FeatureEntry]
     tables: dict[Text, TableEntry]  # by `COLLECTION.TABLE`
-    files: dict[FilePath, FileEntry]  # size and hash of each file
+    files: dict[FilePath, ExportedFile]  # size and hash of each file
 
     def faults(self) -> Iterator[str]:
-        """Yield what does not fit together in tables, features and files."""
-        named = {"'dense.file'": self.dense.file}
-        named |= {f"'lookups.{feature}'": file for feature, file in self.lookups.items()}
-        named |= {f"'vocabularies.{name}'": file for name, file in self.vocabularies.items()}
+        """Yield contradictions between tables, features and files."""
+        named = {"dense.file": self.dense.file}
+        named |= {f"lookups.{feature}": file for feature, file in self.lookups.items()}
+        named |= {f"vocabularies.{name}": file for name, file in self.vocabularies.items()}
         sizes: list[tuple[str, str, int]] = []
         for name, table in self.tables.items():
             if table.fp32_rows > table.rows:
-                yield f"'tables.{name}.fp32_rows' is {table.fp32_rows:,}, must be at most rows {table.rows:,}"
+                yield f"tables.{name}.fp32_rows: got {table.fp32_rows:,}, expected at most rows {table.rows:,}"
             elif table.record_bytes != (nbytes := table.records().record_bytes):
                 yield (
-                    f"'tables.{name}.record_bytes' is {table.record_bytes:,}, but {table.dtype} rows of {table.dim} "
-                    f"columns take {nbytes:,}; use the release that wrote it"
+                    f"tables.{name}.record_bytes: got {table.record_bytes:,}, expected {nbytes:,} for {table.dtype} "
+                    f"rows of {table.dim} columns. Use the release that wrote it"
                 )
             for key, file, nbytes in (("file", table.file, table.record_bytes), ("ids", table.ids, 8)):
                 if file is not None:
-                    named[f"'tables.{name}.{key}'"] = file
+                    named[f"tables.{name}.{key}"] = file
                     sizes.append((name, file, table.rows * nbytes))
         yield from _missing_files(named, self.files)
         for name, file, nbytes in sizes:
             if file in self.files and self.files[file].bytes != nbytes:
-                yield f"'files.{file}.bytes' is {self.files[file].bytes:,}, but table '{name}' needs {nbytes:,}"
+                yield f"files.{file}.bytes: got {self.files[file].bytes:,}, expected {nbytes:,} for table '{name}'"
         for name, feature in self.features.items():
             if feature.table not in self.tables:
-                yield f"'features.{name}.table' is '{feature.table}', which is not in 'tables'"
+                yield f"features.{name}.table: got '{feature.table}', expected a key of tables"
             if feature.pooling == "none" and feature.max_len is None:
-                yield f"'features.{name}' is not pooled and has no 'max_len'"
+                yield f"features.{name}.max_len: got null, expected a limit for a feature without pooling"
         if not isinstance(self.encoder.get("schema"), dict):
-            yield "'encoder.schema' is missing, or no mapping of columns"
+            yield "encoder.schema: expected a mapping of columns"
         if (self.dense.inputs == 0) != (self.dense.dtype is None):
-            yield f"'dense.inputs' is {self.dense.inputs}, with 'dense.dtype' {self.dense.dtype}"
+            yield f"dense.inputs: got {self.dense.inputs} with dense.dtype {self.dense.dtype}"
 
 
 class CountEntry(Entry):
@@ -216,49 +216,45 @@ class ChangeManifest(Entry):
     written: Seconds
     encoder: Digest
     tables: dict[Text, CountEntry]
-    files: dict[FilePath, FileEntry]
+    files: dict[FilePath, ExportedFile]
 
     def faults(self) -> Iterator[str]:
         """Yield the files that are missing."""
         return _missing_files({f"file {name}": name for name in (ROWS, DENSE)}, self.files)
 
 
-def _missing_files(named: Mapping[str, str], files: Mapping[str, FileEntry]) -> Iterator[str]:
-    return (f"{key} is {file}, which 'files' does not list" for key, file in named.items() if file not in files)
+def _missing_files(named: Mapping[str, str], files: Mapping[str, ExportedFile]) -> Iterator[str]:
+    return (f"{key}: got {file}, expected a key of files" for key, file in named.items() if file not in files)
 
 
-Manifest = TypeVar("Manifest", ModelManifest, ChangeManifest)
+_Manifest = TypeVar("_Manifest", ModelManifest, ChangeManifest)
 
 
-def read_manifest(kind: type[Manifest], place: Directory) -> Manifest:
-    """Read the manifest of a directory. Raise `CheckpointError`, or `DamagedError` if it is no JSON."""
-    if not place.has(MANIFEST):
-        raise CheckpointError(
-            f"{place} holds no {MANIFEST}, so it is nothing that hotbed export made, or it was never finished"
-        )
-    where = f"{place}/{MANIFEST}"
-    values = parsed(place.read(MANIFEST, MOST_BYTES), where)
+def read_export(form: type[_Manifest], folder: Directory) -> _Manifest:
+    """Read the manifest of a directory. Raise `CheckpointError`, or `DamagedError` if it is not JSON."""
+    if not folder.has(MANIFEST):
+        raise CheckpointError(f"{folder} has no {MANIFEST}. Name a complete directory of hotbed export")
+    where = f"{folder}/{MANIFEST}"
+    values = parsed(folder.read(MANIFEST, MOST_BYTES), where)
     for key, fix in (
-        ("format", "give a directory that hotbed export or train.publish made"),
-        ("version", "use the release that wrote it"),
+        ("format", "Name a directory of hotbed export or train.publish"),
+        ("version", "Use the release that wrote it"),
     ):
-        wanted = kind.model_fields[key].default
-        if values.get(key) != wanted:
-            raise CheckpointError(f"{where}: '{key}' is {reprlib.repr(values.get(key))}, must be {wanted!r}; {fix}")
-    manifest = validate(kind, values, where)
+        check(f"{where}: {key}", values.get(key), form.model_fields[key].annotation, CheckpointError, fix)
+    manifest = validate_model(form, values, CheckpointError, where)
     if fault := next(manifest.faults(), None):
         raise CheckpointError(f"{where}: {fault}")
     return manifest
 
 
 def record_format(spec: Table) -> RecordFormat:
-    """Return the layout of a table's rows in its file, which is that of stores without moments."""
+    """Return the layout of a table's records, which have no moments."""
     wide = spec.rows if spec.dtype == "fp32" else spec.fp32_rows
     return RecordFormat(spec.dim, TORCH_DTYPES[spec.dtype], has_wide=wide > 0, has_narrow=wide < spec.rows)
 
 
 def encoder_digest(values: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of an `Encoder.to_dict`, which covers looked-up tables and measured boundaries."""
+    """Return the SHA-256 of an `Encoder.to_dict`, which includes lookup tables and measured boundaries."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -272,14 +268,14 @@ class Published:
     directory.
     """
 
-    def __init__(self, place: Directory, files: Mapping[str, FileEntry], cache: Path | None = None) -> None:
-        self.place, self._entries = place, files
+    def __init__(self, folder: Directory, files: Mapping[str, ExportedFile], cache: Path | None = None) -> None:
+        self.folder, self._entries = folder, files
         self._cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotbed" / "models"
         self._fetched: dict[str, Path] = {}
 
     @override
     def __str__(self) -> str:
-        return str(self.place)
+        return str(self.folder)
 
     def path(self, name: str) -> Path:
         """Return a local file with the content of ``name``. Its size is checked, and the hash of a fetched file.
@@ -288,22 +284,22 @@ class Published:
         """
         if name in self._fetched and self._fetched[name].is_file():
             return self._fetched[name]
-        with self._reader(name) as (place, reader):
-            if isinstance(place, LocalDirectory):
-                return place.root / name.rpartition("/")[2]
-            self._fetched[name] = self._into_cache(name, reader)
+        with self._open_sized(name) as (folder, reader):
+            if isinstance(folder, LocalDirectory):
+                return folder.root / name.rpartition("/")[2]
+            self._fetched[name] = self._fetch_into_cache(name, reader)
             return self._fetched[name]
 
     @contextmanager
-    def opened(self, name: str) -> Generator[BinaryIO]:
+    def open_file(self, name: str) -> Generator[BinaryIO]:
         """Open a file and check its hash. A fetched file has no name and is deleted when it is closed.
 
         Raise `DamagedError` if the file is missing or does not match the manifest.
         """
         with ExitStack() as stack:
-            place, reader = stack.enter_context(self._reader(name))
-            if isinstance(place, LocalDirectory):
-                file = stack.enter_context((place.root / name.rpartition("/")[2]).open("rb"))
+            folder, reader = stack.enter_context(self._open_sized(name))
+            if isinstance(folder, LocalDirectory):
+                file = stack.enter_context((folder.root / name.rpartition("/")[2]).open("rb"))
                 self._check(name, hashlib.file_digest(file, "sha256").hexdigest())
             else:
                 file = stack.enter_context(tempfile.TemporaryFile(prefix="hotbed-"))
@@ -313,7 +309,7 @@ class Published:
 
     def read(self, name: str) -> bytes:
         """Read a whole file and check its hash. Raise `DamagedError` if it does not match the manifest."""
-        with self.opened(name) as file:
+        with self.open_file(name) as file:
             return file.read()
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -339,31 +335,29 @@ class Published:
         self._fetched.clear()
 
     @contextmanager
-    def _reader(self, name: str) -> Generator[tuple[Directory, Reader]]:
-        """Open a file that has the size in the manifest."""
+    def _open_sized(self, name: str) -> Generator[tuple[Directory, Reader]]:
+        """Open a file, and check its size."""
         wanted = self._entries[name].bytes
-        folder, _, last = name.rpartition("/")
-        place = self.place / folder if folder else self.place
+        inner, _, last = name.rpartition("/")
+        folder = self.folder / inner if inner else self.folder
         try:
-            reader = place.reader(last)
+            reader = folder.reader(last)
         except FileNotFoundError:
-            raise DamagedError(f"{self}/{name} is gone; copy the directory again") from None
+            raise DamagedError(f"{self}/{name} is missing. Copy the directory again") from None
         try:
             if reader.size != wanted:
                 raise DamagedError(
-                    f"{self}/{name} has {reader.size:,} bytes, its manifest says {wanted:,}; copy the directory again"
+                    f"{self}/{name}: got {reader.size:,} bytes, expected {wanted:,}. Copy the directory again"
                 )
-            yield place, reader
+            yield folder, reader
         finally:
             reader.close()
 
     def _check(self, name: str, sha256: str) -> None:
         if sha256 != self._entries[name].sha256:
-            raise DamagedError(
-                f"{self}/{name} is damaged (its SHA-256 is not the manifest's); copy the directory again"
-            )
+            raise DamagedError(f"{self}/{name} is damaged: its SHA-256 differs. Copy the directory again")
 
-    def _into_cache(self, name: str, reader: Reader) -> Path:
+    def _fetch_into_cache(self, name: str, reader: Reader) -> Path:
         """Fetch a remote file, unless the cache has a file with its hash."""
         entry = self._entries[name]
         target = self._cache / entry.sha256
@@ -394,23 +388,23 @@ class Published:
 class ExportedModel(Published):
     """An exported model with a checked manifest. Its other files are read on demand."""
 
-    def __init__(self, place: Directory, manifest: ModelManifest, cache: Path | None = None) -> None:
-        super().__init__(place, manifest.files, cache)
+    def __init__(self, folder: Directory, manifest: ModelManifest, cache: Path | None = None) -> None:
+        super().__init__(folder, manifest.files, cache)
         self.manifest = manifest
         try:
             self.schema = Schema.from_dict(manifest.encoder["schema"])  # the input columns
         except (SpecError, DataError) as error:
-            raise CheckpointError(f"{place}/{MANIFEST}: 'encoder.schema' cannot be used: {error}") from None
+            raise CheckpointError(f"{folder}/{MANIFEST}: encoder.schema is invalid: {error}") from None
         self._program: bytes | None = None
 
     @classmethod
-    def open(cls, place: str | Path | Directory, cache: Path | None = None) -> ExportedModel:
-        """Open a directory (path or URI) that ``hotbed export`` wrote. ``cache`` is as in `Published`.
+    def open(cls, path: str | Path | Directory, cache: Path | None = None) -> ExportedModel:
+        """Open a directory of ``hotbed export``, at a path or URI. ``cache`` is as in `Published`.
 
-        Raise `CheckpointError` if it is no exported model, or its manifest does not match the schema.
+        Raise `CheckpointError` if it is not an exported model, or its manifest is invalid.
         """
-        found = directory(place)
-        return cls(found, read_manifest(ModelManifest, found), cache)
+        folder = directory(path)
+        return cls(folder, read_export(ModelManifest, folder), cache)
 
     def encoder(self) -> Encoder:
         """Return the encoder that converts raw rows to inputs, as in training.
@@ -425,7 +419,7 @@ class ExportedModel(Published):
             needed += [("vocabularies", "values of table", table) for table in tables]
         for key, what, name in needed:
             if name not in getattr(self.manifest, key):
-                raise CheckpointError(f"{self}/{MANIFEST}: '{key}' has no {what} '{name}'; export the model again")
+                raise CheckpointError(f"{self}/{MANIFEST}: {key} has no {what} '{name}'. Export the model again")
         try:
             found = self.manifest.lookups.items()
             tables = {feature: parquet.read_table(io.BytesIO(self.read(file))) for feature, file in found}
@@ -433,7 +427,7 @@ class ExportedModel(Published):
         except DamagedError:
             raise
         except (DataError, SpecError, KeyError, TypeError, ValueError, OSError) as error:
-            raise CheckpointError(f"{self}/{MANIFEST}: 'encoder' cannot be used: {error}") from None
+            raise CheckpointError(f"{self}/{MANIFEST}: encoder is invalid: {error}") from None
 
     def _vocabulary(self, table: str) -> LookupTable:
         return LookupTable.mapped(self.path(self.manifest.vocabularies[table]))
@@ -454,15 +448,15 @@ class ExportedModel(Published):
         return np.memmap(self.path(entry.file), np.uint8, "r", shape=(entry.rows, entry.record_bytes))
 
     def ids(self, table: str) -> NDArray[np.int64] | None:
-        """Return the id of each row of a dynamic table ``[R]``, −1 where none; None for other tables."""
+        """Return the id of each row of a dynamic table ``[R]``, −1 for a free row; None for other tables."""
         entry = self.manifest.tables[table]
         return None if entry.ids is None else np.memmap(self.path(entry.ids), "<i8", "r", shape=(entry.rows,))
 
     def dense(self) -> nn.Module:
-        """Load the dense program. Each call returns a module with parameters of its own.
+        """Load the dense program. Each call returns a module with its own parameters.
 
-        Its file is read once and kept, because the directory may be removed while changes to this model continue. A
-        program is code, and torch's loader may run code in the file. So open only models from a trusted origin.
+        The file's content is kept, because the directory may be removed while changes continue. A program is code, and
+        torch's loader may run it, so open only trusted models.
         """
         if self._program is None:
             self._program = self.read(self.manifest.dense.file)
@@ -471,13 +465,13 @@ class ExportedModel(Published):
         except Exception as error:  # e.g. a program of another release of torch
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CheckpointError(
-                f"{self}/{self.manifest.dense.file} cannot be loaded by torch {torch.__version__}: {reason}; export "
+                f"{self}/{self.manifest.dense.file} cannot be loaded by torch {torch.__version__}: {reason}. Export "
                 "the model again with this release"
             ) from error
 
 
 class TableChange(NamedTuple):
-    """Some changes of a table: deleted ids ``[n]`` int64, and ids ``[m]`` with their new vectors ``[m, D]``."""
+    """A block of a table's changes: deleted ids ``[n]`` int64, and ids ``[m]`` with new vectors ``[m, D]``."""
 
     table: str
     deleted: Tensor
@@ -488,15 +482,15 @@ class TableChange(NamedTuple):
 class ChangeSet(Published):
     """Changes from one state of a model to a later one, with a checked manifest."""
 
-    def __init__(self, place: Directory, manifest: ChangeManifest, cache: Path | None = None) -> None:
-        super().__init__(place, manifest.files, cache)
+    def __init__(self, folder: Directory, manifest: ChangeManifest, cache: Path | None = None) -> None:
+        super().__init__(folder, manifest.files, cache)
         self.manifest = manifest
 
     @classmethod
-    def open(cls, place: str | Path | Directory, cache: Path | None = None) -> ChangeSet:
-        """Open a directory that ``hotbed export --since`` or ``train.publish`` wrote, as `ExportedModel.open`."""
-        found = directory(place)
-        return cls(found, read_manifest(ChangeManifest, found), cache)
+    def open(cls, path: str | Path | Directory, cache: Path | None = None) -> ChangeSet:
+        """Open a directory of ``hotbed export --since`` or ``train.publish``, as `ExportedModel.open`."""
+        folder = directory(path)
+        return cls(folder, read_export(ChangeManifest, folder), cache)
 
     def rows(self) -> Iterator[TableChange]:
         """Yield the changed rows in blocks. Each id of a table occurs once.
@@ -508,24 +502,24 @@ class ChangeSet(Published):
 
         where, found = f"{self}/{ROWS}", Counter[tuple[str, str]]()
         try:
-            with self.opened(ROWS) as file, parquet.ParquetFile(file) as parquet_file:
+            with self.open_file(ROWS) as file, parquet.ParquetFile(file) as parquet_file:
                 metadata: dict[bytes, bytes] = parquet_file.schema_arrow.metadata or {}
                 for key, state in (("base", self.manifest.base.state), ("sequence", self.manifest.sequence.state)):
                     has = metadata.get(f"hotbed.{key}".encode(), b"").decode()
                     if has != state:
                         raise DamagedError(
-                            f"{where} has '{key}' {has[:12]}…, its manifest {state[:12]}…; copy it again"
+                            f"{where}: got {key} {has[:12]}…, expected {state[:12]}… as in its manifest. Copy it again"
                         )
                 for batch in parquet_file.iter_batches(ROWS_AT_ONCE, columns=["table", "id", "op", "vector"]):
                     yield from _by_table(batch, found, where)
         except (pa.ArrowException, KeyError, ValueError) as error:
-            raise DamagedError(f"{where} is not what hotbed writes: {error}") from None
+            raise DamagedError(f"{where} is not a valid file of changes: {error}") from None
         for table, count in self.manifest.tables.items():
             counted = found[table, "upsert"], found[table, "delete"]
             if counted != (count.upserts, count.deletes):
                 raise DamagedError(
-                    f"{where} has {counted[0]:,} rows and {counted[1]:,} deleted ids of table '{table}', its manifest "
-                    f"says {count.upserts:,} and {count.deletes:,}; copy it again"
+                    f"{where}, table '{table}': got {counted[0]:,} rows and {counted[1]:,} deleted ids, expected "
+                    f"{count.upserts:,} and {count.deletes:,}. Copy it again"
                 )
 
     def dense(self) -> dict[str, Tensor]:
@@ -534,11 +528,11 @@ class ChangeSet(Published):
         try:
             return load_tensors(content)
         except Exception as error:
-            raise DamagedError(f"{self}/{DENSE} is no safetensors file: {error}") from None
+            raise DamagedError(f"{self}/{DENSE} is not a safetensors file: {error}") from None
 
 
 def _by_table(batch: Any, found: Counter[tuple[str, str]], where: str) -> Iterator[TableChange]:
-    """Split a record batch where table or operation change. Rows are sorted by them."""
+    """Split a record batch, whose rows are sorted, by table and operation."""
     tables, ops = (batch.column(name).cast("string").to_numpy(zero_copy_only=False) for name in ("table", "op"))
     ids = torch.from_numpy(batch.column("id").to_numpy(zero_copy_only=False).astype(np.int64))
     vectors = batch.column("vector")
@@ -555,5 +549,5 @@ def _by_table(batch: Any, found: Counter[tuple[str, str]], where: str) -> Iterat
         flat = lists.flatten().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
         lengths = np.diff(lists.offsets.to_numpy())
         if lists.null_count or op != "upsert" or (lengths != lengths[0]).any():
-            raise DamagedError(f"{where}: rows of table '{table}' have no vectors of one length, or an op '{op}'")
+            raise DamagedError(f"{where}: table '{table}' has vectors of several lengths, or an unknown op '{op}'")
         yield TableChange(table, some[:0], some, torch.from_numpy(flat.copy()).view(last - first, -1))

@@ -1,75 +1,67 @@
-"""Define `ServeOptions`: every option of the HTTP server, once, with its limits."""
+"""Options of the HTTP server, with their limits."""
 
 from __future__ import annotations
 
 import ipaddress
-import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from hotbed.checks import Count, Range, Section
 from hotbed.errors import RecipeError
 
 TOKEN_VARIABLE = "HOTBED_SERVE_TOKEN"
 _SHORTEST_TOKEN, _LONGEST_TOKEN_FILE = 16, 4096
-_POSITIVE = (
-    "max_batch_rows",
-    "max_queue_rows",
-    "max_request_rows",
-    "max_body_bytes",
-    "max_json_bytes",
-    "max_buffered_bytes",
-    "max_connections",
-    "timeout_s",
-    "read_timeout_s",
-    "idle_timeout_s",
-)
-_LONGEST_S = 86_400.0
+_DAY_S = 86_400.0
+_Seconds = Annotated[float, Range(above=0, most=_DAY_S)]
+_Delay = Annotated[float, Range(least=0, most=_DAY_S)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """How the HTTP server listens, how it puts requests together, and what it refuses.
+class ServeOptions(Section, where="--"):
+    """Options of the HTTP server: addresses, batching and limits.
 
     Parameters
     ----------
     host
-        Address to listen on. Others than this machine's own (127.0.0.1, ::1, localhost) need a token.
+        Address to listen on. Other addresses than 127.0.0.1, ::1 and localhost need a token.
     port
-        Port to listen on; 0 takes a free one, which the log says.
+        Port to listen on; 0 selects a free port, which the log names.
     token_file
-        File with the token that requests must carry (``Authorization: Bearer TOKEN``); default: the environment
-        variable HOTBED_SERVE_TOKEN, if it is set. Health needs none.
+        File with the token that requests must carry as ``Authorization: Bearer TOKEN`` (default: the environment
+        variable HOTBED_SERVE_TOKEN, if it is set). Health requests need no token.
     allow_anonymous
-        Answer anybody who reaches the port, on any address, without a token.
+        Answer requests without a token on any address.
     max_batch_rows
-        Rows that are computed at once. A request with more is computed by itself, never in parts.
+        Largest number of rows in a batch. A larger request is a batch of its own.
     max_wait_ms
-        How long the first request of a batch waits for others, in milliseconds.
+        Longest wait of a batch's first request for others, in milliseconds.
     max_queue_rows
-        Rows that may wait for a model; what comes beyond that is answered 503 with Retry-After.
+        Largest number of rows that wait for a model. More requests get status 503 with Retry-After.
     max_request_rows
-        Rows of one request.
+        Largest number of rows in a request.
     max_body_bytes
-        Bytes of a request's body.
+        Largest request body, in bytes.
     max_json_bytes
-        Bytes of it that are JSON: parsing takes many times the time and memory that binary tensors take.
+        Largest JSON part of a body, in bytes. JSON takes much more time and memory to parse than binary tensors.
     max_buffered_bytes
-        Bytes of all bodies together that are being received or wait to be read.
+        Largest total of all bodies that are received or wait to be parsed, in bytes.
     max_connections
-        Connections whose requests are answered; those beyond get 503, beyond twice as many they are closed at once.
+        Largest number of served connections. Further connections get status 503; beyond twice this number they are
+        closed at once.
     timeout_s
-        Seconds from a request's last byte until it is answered 504; reading its body counts.
+        Seconds from a request's last byte, after which it gets status 504.
     read_timeout_s
-        Seconds in which a client must have sent the head of a request, then its body. Once more than 64 KiB of answers
-        wait to be sent, the client must also read them within this time.
+        Seconds in which a client must send a request's head, and then its body. With more than 64 KiB of unread
+        answers, the client must also read them within this time.
     idle_timeout_s
-        Seconds that an idle connection is kept open.
+        Seconds after which an idle connection is closed.
     drain_s
-        Seconds after SIGTERM during which new requests are still answered while readiness says 503.
+        Seconds after SIGTERM in which new requests are still answered while readiness reports 503.
     access_log
-        Log a line per request.
+        Whether to log a line per request.
 
     Raises
     ------
@@ -78,76 +70,61 @@ class ServeOptions:
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Range(least=0, below=1 << 16)] = 8000
     token_file: str | None = None
     allow_anonymous: bool = False
-    max_batch_rows: int = 1024
-    max_wait_ms: float = 1.0
-    max_queue_rows: int = 16_384
-    max_request_rows: int = 16_384
-    max_body_bytes: int = 16 << 20
-    max_json_bytes: int = 1 << 20
-    max_buffered_bytes: int = 256 << 20
-    max_connections: int = 1024
-    timeout_s: float = 10.0
-    read_timeout_s: float = 30.0
-    idle_timeout_s: float = 75.0
-    drain_s: float = 3.0
+    max_batch_rows: Count = 1024
+    max_wait_ms: _Delay = 1.0
+    max_queue_rows: Count = 16_384
+    max_request_rows: Count = 16_384
+    max_body_bytes: Count = 16 << 20
+    max_json_bytes: Count = 1 << 20
+    max_buffered_bytes: Count = 256 << 20
+    max_connections: Count = 1024
+    timeout_s: _Seconds = 10.0
+    read_timeout_s: _Seconds = 30.0
+    idle_timeout_s: _Seconds = 75.0
+    drain_s: _Delay = 3.0
     access_log: bool = True
 
-    def __post_init__(self) -> None:
-        if fault := next(self._faults(), None):
-            raise RecipeError(fault)
-
-    def _faults(self) -> Iterator[str]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in values.items():
-            if isinstance(value, float) and not (math.isfinite(value) and value <= _LONGEST_S):
-                yield f"--{name} is {value}, must be at most {_LONGEST_S:,.0f}"
-        for name in _POSITIVE:
-            if values[name] <= 0:
-                yield f"--{name} is {values[name]}, must be above 0"
-        for name in ("max_wait_ms", "drain_s"):
-            if values[name] < 0:
-                yield f"--{name} is {values[name]}, must be at least 0"
-        if not 0 <= self.port < 1 << 16:
-            yield f"--port is {self.port}, must be from 0 (any free one) to 65,535"
+    def contradictions(self) -> Iterator[str]:
+        """Yield the limits that contradict each other."""
         if self.max_buffered_bytes < self.max_body_bytes:
-            least = f"--max_body_bytes ({self.max_body_bytes:,})"
-            yield f"--max_buffered_bytes is {self.max_buffered_bytes:,}, must be at least {least}"
+            least = f"--max_body_bytes {self.max_body_bytes:,}"
+            yield f"--max_buffered_bytes: got {self.max_buffered_bytes:,}, expected at least {least}"
 
     def token(self, environment: Mapping[str, str] = os.environ) -> str | None:
-        """Read the token that requests must carry, None if there is none.
+        """Return the token that requests must carry, or None without a token.
 
-        Raise `RecipeError` if it cannot be read, is too short, or contains characters that a header may not have. Raise
-        it also if there is no token and the address is not local.
+        Raise `RecipeError` if the token cannot be read, is too short or cannot be in a header, or if there is no token
+        for an address that is not local.
         """
         if self.token_file is not None:
-            where = f"the token in --token_file {self.token_file}"
+            source = f"the token in --token_file {self.token_file}"
             try:
                 with Path(self.token_file).open("rb") as stream:
                     text = stream.read(_LONGEST_TOKEN_FILE).decode("latin-1").strip()
             except OSError as error:
                 raise RecipeError(
-                    f"--token_file {self.token_file} cannot be read ({error.strerror}); give a file, made with: "
+                    f"--token_file {self.token_file} cannot be read ({error.strerror}). Create it with: "
                     "openssl rand -hex 32"
                 ) from None
         else:
-            where, text = f"the token in {TOKEN_VARIABLE}", environment.get(TOKEN_VARIABLE)
+            source, text = f"the token in {TOKEN_VARIABLE}", environment.get(TOKEN_VARIABLE)
         if text is not None and (len(text) < _SHORTEST_TOKEN or not all("!" <= c <= "~" for c in text)):
             raise RecipeError(
-                f"{where} has {len(text)} characters, must have at least {_SHORTEST_TOKEN}, of ASCII and without "
-                "spaces; make one with: openssl rand -hex 32"
+                f"{source}: got {len(text)} characters, expected at least {_SHORTEST_TOKEN} of ASCII without spaces. "
+                "Create one with: openssl rand -hex 32"
             )
-        if text is None and not self.allow_anonymous and not _is_own(self.host):
+        if text is None and not self.allow_anonymous and not _is_local(self.host):
             raise RecipeError(
-                f"--host is {self.host}, where others can ask, but there is no token; give --token_file or "
-                f"{TOKEN_VARIABLE}, or say --allow_anonymous true"
+                f"--host {self.host} is reachable from other machines, but there is no token. Set --token_file or "
+                f"{TOKEN_VARIABLE}, or pass --allow_anonymous true"
             )
         return text
 
 
-def _is_own(host: str) -> bool:
+def _is_local(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

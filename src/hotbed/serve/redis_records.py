@@ -1,13 +1,12 @@
-"""Keep rows of an exported model in Redis, in front of its files, for several servers to share.
+"""Cache rows of an exported model in Redis, in front of its files, for several servers.
 
-A key holds some neighbouring rows of a table, about a kilobyte, as they are in its file: less than a row per key takes,
-where each key costs Redis some 100 bytes, and much less than a disk reads for one row. What Redis does not have is read
-from the file and put there. A key carries the state of the model that was exported, whose rows never change, so two
-models never mix; rows that changed since are read before Redis is asked (`hotbed.serve.row_files`)::
+A key holds a block of neighbouring rows, about a kilobyte, because each key costs Redis some 100 bytes. Missing blocks
+are read from the file and written to Redis. A key contains the state of the exported model, whose rows never change, so
+models never mix. Changed rows are looked up before Redis (`hotbed.serve.row_files`)::
 
     hotbed:STATE:TABLE:17    rows 17 · 8 … 17 · 8 + 7 of 128 bytes
 
-While Redis does not answer, rows come from the files, and it is tried again every second.
+While Redis does not answer, rows are read from the files, and Redis is tried again every second.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from hotbed.errors import StoreError
 from hotbed.store.records import Records, RecordsAbove, Use
 
 BLOCK_BYTES = 1024
-"""About how many bytes one key holds."""
+"""Approximate bytes of a key's value."""
 KEYS_AT_ONCE = 1024
-"""Keys of one request."""
+"""Largest number of keys per request."""
 TIMEOUT_S = 0.5
-"""How long an answer is waited for."""
+"""Timeout of a request."""
 RETRY_S = 1.0
-"""How long Redis is left alone after it did not answer."""
+"""Time between a failed request and the next one."""
 KEPT_S = 24 * 3600
-"""How long keys are kept."""
+"""Lifetime of keys."""
 CLUSTER = "redis+cluster://"
-"""What addresses of a cluster begin with."""
+"""Prefix of a cluster's address."""
 
 
 class RedisRecords(RecordsAbove):
-    """Read records from Redis, and missing records from the records below.
+    """Read records from Redis, or else from the records below.
 
     ``tables`` has the name and number of rows of each table, in the order of their slots. ``address`` begins with
     ``redis://``, ``rediss://`` (TLS), ``unix://``, or ``redis+cluster://``.
@@ -50,7 +49,7 @@ class RedisRecords(RecordsAbove):
     def __init__(self, below: Records, tables: Sequence[tuple[str, int]], state: str, address: str) -> None:
         super().__init__(below)
         self._address = address
-        self._client = client(address)
+        self._client = connect(address)
         self._block_rows = max(BLOCK_BYTES // self.record_bytes, 1)
         self._prefixes = [f"hotbed:{state[:32]}:{name}:" for name, _ in tables]
         rows = [rows for _, rows in tables]
@@ -58,7 +57,7 @@ class RedisRecords(RecordsAbove):
         blocks = [-(-r // self._block_rows) for r in rows]
         self._first_blocks = torch.tensor([0, *accumulate(blocks)])
         self._retry_at = self._put_at = 0.0
-        # blocks that Redis had, blocks that it lacked, requests without an answer
+        # found blocks, missing blocks, failed requests
         self.hits = self.misses = self.failures = 0
 
     @property
@@ -87,39 +86,36 @@ class RedisRecords(RecordsAbove):
         return torch.ones(len(slots), dtype=torch.bool)
 
     def _from_redis(self, blocks: Tensor, data: Tensor, at: Tensor) -> Tensor | None:
-        """Fill in blocks at places ``at`` of ``data``; return the places of those that are not there.
-
-        None if Redis does not answer.
-        """
+        """Fill in blocks at rows ``at`` of ``data``; return the rows of missing blocks, or None without an answer."""
         try:
             values: list[Any] = self._client.mget(self._keys(blocks))
         except Exception as error:
             self._failed(error)
             return None
         size = self._block_rows * self.record_bytes
-        here = [isinstance(value, bytes) and len(value) == size for value in values]
-        found = b"".join(value for value, is_here in zip(values, here, strict=True) if is_here)
-        has = torch.tensor(here)
+        hit = [isinstance(value, bytes) and len(value) == size for value in values]
+        found = b"".join(value for value, is_hit in zip(values, hit, strict=True) if is_hit)
+        has = torch.tensor(hit)
         data[at[has]] = torch.from_numpy(np.frombuffer(bytearray(found), np.uint8)).view(-1, *data.shape[1:])
         self.hits += int(has.sum())
         self.misses += int((~has).sum())
         return at[~has]
 
     def _from_below(self, blocks: Tensor, data: Tensor, at: Tensor) -> None:
-        """Read whole blocks from below; rows past the end of a table are zeros."""
+        """Read whole blocks from the files, with zeros after a table's end."""
         table = torch.searchsorted(self._first_blocks, blocks, right=True) - 1
         first = (blocks - self._first_blocks[table]) * self._block_rows
         rows = first[:, None] + torch.arange(self._block_rows)
-        there = rows < (self._firsts[table + 1] - self._firsts[table])[:, None]
+        exists = rows < (self._firsts[table + 1] - self._firsts[table])[:, None]
         records = torch.zeros(len(blocks), self._block_rows, self.record_bytes, dtype=torch.uint8)
-        wanted = (rows + self._firsts[table, None])[there]
+        wanted = (rows + self._firsts[table, None])[exists]
         found = torch.empty(len(wanted), self.record_bytes, dtype=torch.uint8)
         self.below.read(wanted, found, use="once")
-        records[there] = found
+        records[exists] = found
         data[at] = records
 
     def _put(self, blocks: Tensor, data: Tensor) -> None:
-        """Write blocks to Redis, if it takes them."""
+        """Write blocks to Redis unless it refuses them."""
         try:
             pipe = self._client.pipeline(transaction=False)
             for key, block in zip(self._keys(blocks), data.numpy(), strict=True):
@@ -137,12 +133,12 @@ class RedisRecords(RecordsAbove):
         import redis
         from redis.exceptions import RedisClusterException
 
-        # A cluster whose nodes are gone, or that has no node for a slot, is no RedisError.
+        # Missing nodes of a cluster raise no RedisError.
         if not isinstance(error, redis.RedisError | RedisClusterException | OSError):
             raise error
         self.failures += 1
         self._put_at = time.monotonic() + RETRY_S
-        if not isinstance(error, redis.ResponseError):  # else it answers: it is full, perhaps, and can be read
+        if not isinstance(error, redis.ResponseError):  # else Redis may be full, but can be read
             self._retry_at = self._put_at
 
     @override
@@ -152,7 +148,7 @@ class RedisRecords(RecordsAbove):
 
 
 class _ClusterClient:
-    """A client of a cluster, whose keys are on several servers; it connects when it is used first."""
+    """A client of a cluster that connects on first use."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
@@ -160,7 +156,7 @@ class _ClusterClient:
 
     def _connected(self) -> Any:
         if self._cluster is None:
-            self._cluster = self._connect()  # which asks for its nodes
+            self._cluster = self._connect()
         return self._cluster
 
     def mget(self, keys: list[str]) -> list[Any]:
@@ -175,32 +171,34 @@ class _ClusterClient:
 
 
 def check_address(address: str) -> None:
-    """Refuse what is no address of Redis; whether one answers there is found out when it is used."""
+    """Raise `StoreError` unless a text has the form of a Redis address."""
     if not re.match(r"(redis|rediss|redis\+cluster|unix)://", address):
-        raise StoreError(f"'{shown(address)}' is no address of Redis; give redis://HOST:PORT/DATABASE or unix://PATH")
+        raise StoreError(
+            f"Redis address: got '{hide_password(address)}', expected redis://HOST:PORT/DATABASE or unix://PATH"
+        )
 
 
-def client(address: str) -> Any:
+def connect(address: str) -> Any:
     """Create a client, which connects on first use.
 
-    Raise `StoreError` if the address is not of Redis, or the package ``redis`` is not installed.
+    Raise `StoreError` if the address is invalid, or the package ``redis`` is not installed.
     """
     check_address(address)
     try:
         import redis
     except ImportError:
-        raise StoreError("rows in Redis need the package redis; pip install 'hotbed[serve]'") from None
+        raise StoreError("rows in Redis need the package redis: pip install 'hotbed[serve]'") from None
     wait = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
     try:
         if address.startswith(CLUSTER):
             url = f"redis://{address.removeprefix(CLUSTER)}"
-            redis.Redis.from_url(url, **wait).close()  # whether the address can be one
+            redis.Redis.from_url(url, **wait).close()  # checks the address
             return _ClusterClient(lambda: redis.RedisCluster.from_url(url, **wait))
         return redis.Redis.from_url(address, **wait)
     except (redis.RedisError, ValueError) as error:
-        raise StoreError(f"Redis at {shown(address)} cannot be used ({error})") from None
+        raise StoreError(f"Redis address {hide_password(address)} is invalid ({error})") from None
 
 
-def shown(address: str) -> str:
-    """An address without its password."""
+def hide_password(address: str) -> str:
+    """Return an address without its password."""
     return re.sub(r"://[^@/]*@", "://…@", address)

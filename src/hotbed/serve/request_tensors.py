@@ -1,9 +1,9 @@
 """Read and write tensors of the Open Inference Protocol, version 2: JSON, and the binary tensor extension.
 
-A column of raw rows is a tensor of its name, ``[B]`` (or ``[B, 1]``), with B rows: BYTES for text, INT*, UINT* or BOOL
-for integers, and any of FP*, INT*, UINT* and BOOL for numbers. Lists are ``[B, k]``, or the values of all rows ``[N]``
-with a tensor ``NAME.lengths [B]``. A missing value is null in JSON, NaN in a number, or true in a tensor ``NAME.missing
-[B]`` of BOOL; a missing list is one without values. Scores are FP64 ``[B]``, one output per label.
+An input column is a tensor of its name, ``[B]`` (or ``[B, 1]``) for B rows, with a datatype of `_ACCEPTED`. Lists are
+``[B, k]``, or the values of all rows ``[N]`` with a tensor ``NAME.lengths [B]``. A missing value is null in JSON, NaN
+in numbers, or true in a BOOL tensor ``NAME.missing [B]``. A missing list has no values. Scores are FP64 ``[B]``, one
+output per label.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, NonNegativeInt, StrictBool, StrictStr
 
 from hotbed.errors import RequestError, did_you_mean
-from hotbed.serve.requests import parse, refuse_many, shown, validate
+from hotbed.serve.requests import parse_body, refuse_many, shorten_repr, validate_request
 
 if TYPE_CHECKING:
     from hotbed.data.encoding.json_rows import InputColumn
@@ -34,8 +34,8 @@ Datatype = Literal[
 ]
 
 
-class _Kind(NamedTuple):
-    """How values of a datatype are written: as JSON (Python's types, and their name), in binary data, in Arrow."""
+class _Encoding(NamedTuple):
+    """Python types in JSON and their name, NumPy dtype of binary data, and Arrow type."""
 
     of_json: tuple[type, ...]
     name: str
@@ -43,26 +43,31 @@ class _Kind(NamedTuple):
     arrow: pa.DataType
 
 
-def _number(of_json: tuple[type, ...], name: str, numpy: str) -> _Kind:
-    return _Kind(of_json, name, numpy, pa.from_numpy_dtype(np.dtype(numpy)))
-
-
-_INTEGERS = {
-    f"{sign}INT{8 * size}": _number((int,), "an integer", f"<{kind}{size}")
-    for sign, kind in (("", "i"), ("U", "u"))
-    for size in (1, 2, 4, 8)
+_INTEGER, _NUMBER = ((int,), "an integer"), ((int, float), "a number")
+_ENCODINGS = {
+    "BYTES": _Encoding((str,), "text", "", pa.large_string()),
+    "BOOL": _Encoding((bool,), "true or false", "u1", pa.bool_()),
+    "INT8": _Encoding(*_INTEGER, "<i1", pa.int8()),
+    "INT16": _Encoding(*_INTEGER, "<i2", pa.int16()),
+    "INT32": _Encoding(*_INTEGER, "<i4", pa.int32()),
+    "INT64": _Encoding(*_INTEGER, "<i8", pa.int64()),
+    "UINT8": _Encoding(*_INTEGER, "<u1", pa.uint8()),
+    "UINT16": _Encoding(*_INTEGER, "<u2", pa.uint16()),
+    "UINT32": _Encoding(*_INTEGER, "<u4", pa.uint32()),
+    "UINT64": _Encoding(*_INTEGER, "<u8", pa.uint64()),
+    "FP16": _Encoding(*_NUMBER, "<f2", pa.float16()),
+    "FP32": _Encoding(*_NUMBER, "<f4", pa.float32()),
+    "FP64": _Encoding(*_NUMBER, "<f8", pa.float64()),
 }
-_FLOATS = {f"FP{8 * size}": _number((int, float), "a number", f"<f{size}") for size in (2, 4, 8)}
-_BOOL = {"BOOL": _Kind((bool,), "true or false", "u1", pa.bool_())}
-_BYTES = {"BYTES": _Kind((str,), "text", "", pa.large_string())}
-_KINDS = _INTEGERS | _FLOATS | _BOOL | _BYTES
-_TAKEN = {
-    "text": ("BYTES", _BYTES),
-    "integers": ("INT64", _INTEGERS | _BOOL),
-    "numbers": ("FP64", _INTEGERS | _FLOATS | _BOOL),
-    "": ("BYTES or INT64", _INTEGERS | _BOOL | _BYTES),
+_FLOATS = {name for name in _ENCODINGS if name.startswith("FP")}
+_INTEGERS = {name for name in _ENCODINGS if "INT" in name}
+_ACCEPTED = {
+    "text": ("BYTES", {"BYTES"}),
+    "integers": ("INT64", _INTEGERS | {"BOOL"}),
+    "numbers": ("FP64", _INTEGERS | _FLOATS | {"BOOL"}),
+    "": ("BYTES or INT64", _INTEGERS | {"BOOL", "BYTES"}),
 }
-"""By kind of a column: the datatype that is asked for, and all that are taken."""
+"""Recommended and accepted datatypes by a column's kind of values."""
 _MOST_DIMENSIONS, _MOST_TENSORS = 3, 20_000
 
 
@@ -72,7 +77,7 @@ class _Parameters(BaseModel, strict=True):
     binary_data_output: StrictBool | None = None
 
 
-class _Input(BaseModel, strict=True):
+class _InputTensor(BaseModel, strict=True):
     name: StrictStr
     shape: list[NonNegativeInt] = Field(max_length=_MOST_DIMENSIONS)
     datatype: Datatype
@@ -80,16 +85,16 @@ class _Input(BaseModel, strict=True):
     data: list[Any] | None = None
 
 
-class _Output(BaseModel, strict=True):
+class _RequestedOutput(BaseModel, strict=True):
     name: StrictStr
     parameters: _Parameters = _Parameters()
 
 
-class _Request(BaseModel, strict=True):
+class _InferBody(BaseModel, strict=True):
     id: StrictStr | None = None
     parameters: _Parameters = _Parameters()
-    inputs: list[_Input] = Field(min_length=1, max_length=_MOST_TENSORS)
-    outputs: list[_Output] = Field(default=[], max_length=_MOST_TENSORS)
+    inputs: list[_InputTensor] = Field(min_length=1, max_length=_MOST_TENSORS)
+    outputs: list[_RequestedOutput] = Field(default=[], max_length=_MOST_TENSORS)
 
 
 @dataclass(frozen=True)
@@ -103,21 +108,19 @@ class InferRequest:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor's values in row-major order, and its shape."""
-
     name: str
     shape: tuple[int, ...]
     datatype: str
-    values: pa.Array
+    values: pa.Array  # in row-major order
 
 
 def output_names(labels: Sequence[str]) -> list[str]:
-    """Names of the outputs, as ``hotbed predict`` calls its columns: ``score``, or ``score_LABEL`` of several."""
+    """Return the names of outputs as in ``hotbed predict``: ``score``, or ``score_LABEL`` for several labels."""
     return ["score"] if len(labels) == 1 else [f"score_{label}" for label in labels]
 
 
 def input_metadata(columns: Sequence[InputColumn]) -> list[dict[str, Any]]:
-    """What ``GET /v2/models/NAME`` says of inputs."""
+    """Return the inputs for ``GET /v2/models/NAME``."""
     found = list[dict[str, Any]]()
     for column in columns:
         datatype = {"text": "BYTES", "numbers": "FP64"}.get(column.kind, "INT64")
@@ -139,34 +142,41 @@ def read_tensors(
 
     Raise `RequestError` if the body violates the protocol, or the tensors do not match the columns of the model.
     """
-    length = _header_length(header_length, len(body))
+    length = len(body)
+    if header_length is not None:
+        is_number = header_length.isascii() and header_length.isdigit() and len(header_length) < 20
+        if not (is_number and int(header_length) <= length):
+            raise RequestError(
+                f"{HEADER_LENGTH}: got {shorten_repr(header_length)}, expected the length of JSON in the body's "
+                f"{length:,} bytes"
+            )
+        length = int(header_length)
     if length > max_json_bytes:
         raise RequestError(
-            f"{HEADER_LENGTH} is {length:,}, at most {max_json_bytes:,} bytes of JSON are taken (--max_json_bytes); "
-            "send values as binary data",
+            f"{HEADER_LENGTH}: got {length:,}, expected at most {max_json_bytes:,} bytes of JSON (--max_json_bytes). "
+            "Send values as binary data",
             413,
             "too_large",
         )
-    request = validate(_Request, parse(body[:length], "the JSON of the request"))
-    tensors = _tensors(request.inputs, memoryview(body)[length:])
+    request = validate_request(_InferBody, parse_body(body[:length], "the JSON of the request"))
+    tensors = _read_inputs(request.inputs, memoryview(body)[length:])
     wanted = {output.name: output for output in request.outputs} or dict.fromkeys(outputs)
     for name in wanted:
         if name not in outputs:
-            raise RequestError(
-                f"output {shown(name)} is none of the model's: {', '.join(outputs)}{did_you_mean(name, outputs)}"
-            )
+            hint = did_you_mean(name, outputs)
+            raise RequestError(f"output: got {shorten_repr(name)}, expected one of {', '.join(outputs)}{hint}")
     default = bool(request.parameters.binary_data_output)
     as_binary = {
         name: default if output is None or output.parameters.binary_data is None else output.parameters.binary_data
         for name, output in wanted.items()
     }
-    return InferRequest(request.id, _columns(tensors, columns, max_rows), as_binary)
+    return InferRequest(request.id, _to_table(tensors, columns, max_rows), as_binary)
 
 
 def write_scores(
     scores: Mapping[str, NDArray[np.float64]], outputs: Mapping[str, bool], answer: Mapping[str, object]
 ) -> tuple[bytes, int | None]:
-    """Write an answer: its body, and the length of its JSON if binary data follow.
+    """Return an answer's body, and the length of its JSON if binary data follow.
 
     ``scores`` are probabilities ``[B]`` by output, ``outputs`` the requested outputs (whether as binary data), and
     ``answer`` the keys of the answer besides ``outputs``.
@@ -185,95 +195,85 @@ def write_scores(
     return b"".join([text, *blobs]), len(text) if blobs else None
 
 
-def _header_length(text: str | None, body: int) -> int:
-    if text is None:
-        return body
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= body):
-        raise RequestError(f"{HEADER_LENGTH} is {shown(text)}, must be the bytes of JSON among the body's {body:,}")
-    return int(text)
-
-
-def _tensors(inputs: Sequence[_Input], binary: memoryview) -> dict[str, _Tensor]:
+def _read_inputs(inputs: Sequence[_InputTensor], binary: memoryview) -> dict[str, _Tensor]:
     found, at = dict[str, _Tensor](), 0
     for given in inputs:
+        name = shorten_repr(given.name)
         if given.name in found:
-            raise RequestError(f"input {shown(given.name)} is there twice; send each once")
+            raise RequestError(f"input {name}: got it twice. Send each input once")
         size = given.parameters.binary_data_size
         if (size is None) == (given.data is None):
             raise RequestError(
-                f"input {shown(given.name)} needs either data, or parameters.binary_data_size with {HEADER_LENGTH}"
+                f"input {name}: expected either data, or parameters.binary_data_size with {HEADER_LENGTH}"
             )
         count = math.prod(given.shape)
         if size is None:
-            values = _of_json(given, count)
+            values = _read_json(given, count)
         else:
             if size > len(binary) - at:
                 raise RequestError(
-                    f"input {shown(given.name)} has binary_data_size {size:,}, but {len(binary) - at:,} bytes are left "
-                    f"of the body; {HEADER_LENGTH} says where they begin"
+                    f"input {name}: got binary_data_size {size:,}, but {len(binary) - at:,} bytes of the body are left "
+                    f"after {HEADER_LENGTH}"
                 )
-            values = _of_bytes(given, binary[at : at + size], count)
+            values = _read_binary(given, binary[at : at + size], count)
             at += size
         found[given.name] = _Tensor(given.name, tuple(given.shape), given.datatype, values)
     if at != len(binary):
-        raise RequestError(f"the body goes on for {len(binary) - at:,} bytes after the data of its inputs")
+        raise RequestError(f"the body has {len(binary) - at:,} bytes after the data of its inputs. Leave them out")
     return found
 
 
-def _of_json(given: _Input, count: int) -> pa.Array:
-    """Values of a list, nested as the shape says, or flat."""
-    name, flat = given.name, cast("list[Any]", given.data)
+def _read_json(given: _InputTensor, count: int) -> pa.Array:
+    """Return the values of a list, nested by shape or flat."""
+    name, flat = shorten_repr(given.name), cast("list[Any]", given.data)
     for depth, size in enumerate(given.shape[1:], 1):
         if not any(isinstance(part, list) for part in flat):
             break
         if not all(isinstance(part, list) and len(cast("list[Any]", part)) == size for part in flat):
-            raise RequestError(
-                f"input {shown(name)}: lists of dimension {depth} must have {size:,} values, as its shape says"
-            )
+            raise RequestError(f"input {name}: expected lists of {size:,} values in dimension {depth}, as in its shape")
         flat = [value for part in flat for value in cast("list[Any]", part)]
     if len(flat) != count:
-        raise RequestError(f"input {shown(name)} has {len(flat):,} values; its shape {given.shape} needs {count:,}")
-    kind = _KINDS[given.datatype]
-    if not set(map(type, flat)) <= {*kind.of_json, type(None)}:
-        i, value = next((i, v) for i, v in enumerate(flat) if v is not None and type(v) not in kind.of_json)
+        raise RequestError(f"input {name}: got {len(flat):,} values, expected {count:,} for its shape {given.shape}")
+    encoding = _ENCODINGS[given.datatype]
+    if not set(map(type, flat)) <= {*encoding.of_json, type(None)}:
+        i, value = next((i, v) for i, v in enumerate(flat) if v is not None and type(v) not in encoding.of_json)
         raise RequestError(
-            f"input {shown(name)}, value {i:,} is {shown(value)}, must be {kind.name}, as it is {given.datatype}"
+            f"input {name}, value {i:,}: got {shorten_repr(value)}, expected {encoding.name} for {given.datatype}"
         )
     try:
         if given.datatype not in _FLOATS:
-            return pa.array(flat, kind.arrow)
+            return pa.array(flat, encoding.arrow)
         with np.errstate(over="ignore"):
             wide = np.array([0 if value is None else value for value in flat], np.float64)
             missing = np.array([value is None for value in flat], np.bool_)
-            return pa.array(wide.astype(kind.numpy).astype(np.float64), mask=missing)
+            return pa.array(wide.astype(encoding.numpy).astype(np.float64), mask=missing)
     except (pa.ArrowInvalid, OverflowError, UnicodeError) as error:
-        reason = (
-            "text is not valid Unicode" if isinstance(error, UnicodeError) else f"a value is beyond {given.datatype}"
-        )
-        raise RequestError(f"input {shown(name)}: {reason}") from None
+        is_text = isinstance(error, UnicodeError)
+        reason = "text is not valid Unicode" if is_text else f"a value is out of range of {given.datatype}"
+        raise RequestError(f"input {name}: {reason}") from None
 
 
-def _of_bytes(given: _Input, data: memoryview, count: int) -> pa.Array:
-    """Values as the binary tensor extension has them: little-endian, without gaps."""
-    name, datatype = given.name, given.datatype
+def _read_binary(given: _InputTensor, data: memoryview, count: int) -> pa.Array:
+    """Return little-endian values without gaps."""
+    name, datatype = shorten_repr(given.name), given.datatype
     if datatype == "BYTES":
-        return _texts(name, data, count)
-    kind = np.dtype(_KINDS[datatype].numpy)
-    if len(data) != count * kind.itemsize:
+        return _read_texts(name, data, count)
+    dtype = np.dtype(_ENCODINGS[datatype].numpy)
+    if len(data) != count * dtype.itemsize:
         raise RequestError(
-            f"input {shown(name)} has binary_data_size {len(data):,}; {datatype} of the shape {given.shape} takes "
-            f"{count * kind.itemsize:,} bytes"
+            f"input {name}: got binary_data_size {len(data):,}, expected {count * dtype.itemsize:,} for {datatype} of "
+            f"shape {given.shape}"
         )
-    values = np.frombuffer(data, kind)
+    values = np.frombuffer(data, dtype)
     if datatype == "BOOL":
         if values.max(initial=0) > 1:
-            raise RequestError(f"input {shown(name)}: bytes of BOOL must be 0 or 1, one is {values.max()}")
+            raise RequestError(f"input {name}: got byte {values.max()}, expected 0 or 1 for BOOL")
         return pa.array(values.astype(np.bool_))
     return pa.array(values.astype(np.float64) if datatype in _FLOATS else values)
 
 
-def _texts(name: str, data: memoryview, count: int) -> pa.Array:
-    """Each with its length, 4 bytes, before it."""
+def _read_texts(name: str, data: memoryview, count: int) -> pa.Array:
+    """Return texts. Each one follows its length in 4 bytes."""
     texts, at = list[bytes](), 0
     while at + 4 <= len(data) and len(texts) < count:
         (size,) = struct.unpack_from("<I", data, at)
@@ -281,85 +281,85 @@ def _texts(name: str, data: memoryview, count: int) -> pa.Array:
         at += 4 + size
     if at != len(data) or len(texts) != count:
         raise RequestError(
-            f"input {shown(name)}: its {len(data):,} bytes are not {count:,} texts, each after its length of 4 bytes"
+            f"input {name}: got {len(data):,} bytes, expected {count:,} texts, each after its length in 4 bytes"
         )
     try:
         return pa.array(texts, pa.large_binary()).cast(pa.large_string())
     except pa.ArrowInvalid:
-        raise RequestError(f"input {shown(name)} has text that is not UTF-8; encode it so") from None
+        raise RequestError(f"input {name}: text is not UTF-8. Encode it as UTF-8") from None
 
 
-def _columns(tensors: dict[str, _Tensor], columns: Sequence[InputColumn], max_rows: int) -> pa.Table:
-    """Columns of raw rows of tensors; all tensors must be used."""
+def _to_table(tensors: dict[str, _Tensor], columns: Sequence[InputColumn], max_rows: int) -> pa.Table:
+    """Convert tensors to columns of raw rows. All tensors must be used."""
     left, made = dict(tensors), dict[str, pa.Array]()
     for column in columns:
+        wanted, accepted = _ACCEPTED[column.kind]
         tensor = left.pop(column.name, None)
         if tensor is None:
             raise RequestError(
-                f"there is no input '{column.name}', which the model needs ({_TAKEN[column.kind][0]})"
-                f"{did_you_mean(column.name, tensors)}"
+                f"no input '{column.name}', which the model needs ({wanted}){did_you_mean(column.name, tensors)}"
             )
-        wanted, taken = _TAKEN[column.kind]
-        if tensor.datatype not in taken:
+        if tensor.datatype not in accepted:
             raise RequestError(
-                f"input '{column.name}' is {tensor.datatype}, but the model was trained on {column.kind or 'ids'} "
-                f"there; send {wanted}"
+                f"input '{column.name}': got {tensor.datatype}, expected {wanted}, because the model was trained on "
+                f"{column.kind or 'ids'}"
             )
-        if column.kind == "numbers":  # requests of the same columns must fit together
-            with suppress(pa.ArrowInvalid):  # integers that float64 does not have stay what they are
+        if column.kind == "numbers":  # requests of the same columns must be merged into batches
+            with suppress(pa.ArrowInvalid):  # integers that float64 cannot represent keep their type
                 tensor = replace(tensor, values=tensor.values.cast(pa.float64()))
         if column.is_list:
-            made[column.name] = _lists(tensor, left.pop(f"{column.name}.lengths", None), max_rows)
+            made[column.name] = _to_lists(tensor, left.pop(f"{column.name}.lengths", None), max_rows)
         else:
-            made[column.name] = _scalars(tensor, left.pop(f"{column.name}.missing", None))
+            made[column.name] = _to_scalars(tensor, left.pop(f"{column.name}.missing", None))
     if left:
         name = next(iter(left))
-        if name.removesuffix(".missing") in {column.name for column in columns if column.is_list}:
+        if (of_list := name.removesuffix(".missing")) in {column.name for column in columns if column.is_list}:
             raise RequestError(
-                f"input {shown(name)} is not taken, as lists have none; send a length of 0 in "
-                f"'{name.removesuffix('.missing')}.lengths' where a list is missing"
+                f"input {shorten_repr(name)} is not supported for lists. Send length 0 in '{of_list}.lengths' for a "
+                "missing list"
             )
-        known = [column.name for column in columns]
-        raise RequestError(f"input {shown(name)} is none that the model takes{did_you_mean(name, known)}")
+        hint = did_you_mean(name, [column.name for column in columns])
+        raise RequestError(f"input {shorten_repr(name)} is not an input of the model{hint}")
     first = next(iter(made))
     for name, array in made.items():
         if len(array) != len(made[first]):
             raise RequestError(
-                f"input '{name}' has {len(array):,} rows and '{first}' {len(made[first]):,}; all need the same"
+                f"input '{name}': got {len(array):,} rows, expected {len(made[first]):,} as in '{first}'"
             )
     refuse_many(len(made[first]), max_rows)
     return pa.table(made)
 
 
-def _scalars(tensor: _Tensor, missing: _Tensor | None) -> pa.Array:
+def _to_scalars(tensor: _Tensor, missing: _Tensor | None) -> pa.Array:
     values = tensor.values
     if len(tensor.shape) != 1 and tensor.shape[1:] != (1,):
-        raise RequestError(
-            f"input '{tensor.name}' has the shape {list(tensor.shape)}, must have one value per row: [B]"
-        )
+        raise RequestError(f"input '{tensor.name}': got shape {list(tensor.shape)}, expected [B], one value per row")
     if missing is None:
         return values
     if missing.datatype != "BOOL" or missing.shape != (len(values),) or missing.values.null_count:
-        raise RequestError(f"input '{missing.name}' must be BOOL, a value per row: [{len(values)}]")
+        raise RequestError(f"input '{missing.name}': expected BOOL of shape [{len(values)}], one value per row")
     return pc.if_else(missing.values, pa.scalar(None, values.type), values)
 
 
-def _lists(tensor: _Tensor, lengths: _Tensor | None, max_rows: int) -> pa.Array:
+def _to_lists(tensor: _Tensor, lengths: _Tensor | None, max_rows: int) -> pa.Array:
     values = tensor.values
     if lengths is None:
         if len(tensor.shape) != 2:
             raise RequestError(
-                f"input '{tensor.name}' has lists of ids: send its values [B, k], or those of all rows [N] with "
+                f"input '{tensor.name}': got shape {list(tensor.shape)} for lists of ids, expected [B, k], or [N] with "
                 f"'{tensor.name}.lengths' [B]"
             )
         rows, k = tensor.shape
-        refuse_many(rows, max_rows)  # before memory is taken: rows without values need no bytes
+        refuse_many(rows, max_rows)  # before allocation, because rows without values need no bytes
         counts = np.full(rows, k, np.int64)
     else:
         if lengths.datatype not in _INTEGERS or len(lengths.shape) != 1 or lengths.values.null_count:
-            raise RequestError(f"input '{lengths.name}' must be INT64, how many values each row has: [B]")
+            raise RequestError(f"input '{lengths.name}': expected INT64 of shape [B], the number of values of each row")
         counts = lengths.values.to_numpy(zero_copy_only=False)
         if len(tensor.shape) != 1 or bool((counts < 0).any()) or sum(counts.tolist()) != len(values):
-            raise RequestError(f"input '{lengths.name}' must sum to the {len(values):,} values of '{tensor.name}' [N]")
+            raise RequestError(
+                f"input '{lengths.name}': expected lengths that sum to the {len(values):,} values of '{tensor.name}' "
+                "[N]"
+            )
     ends = np.concatenate([[0], np.cumsum(counts.astype(np.int64))])
     return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), values)

@@ -1,21 +1,19 @@
-"""Store the rows of served tables: in memory where they fit, else in files behind a cache. Both apply changes.
+"""Store the rows of served tables in memory, or in files behind a cache, and apply changes to them.
 
-Tables in memory are `DenseStore`s, which the kernels read in place (`ResidentRows`). Other tables are `LazyStore`s over
-these layers (`FileRows`)::
+Tables in memory are `DenseStore`s (`ResidentRows`). Other tables are `LazyStore`s over these layers (`ArenaFiles`)::
 
     CachedRecords ─ ChangedRecords ─ (RedisRecords ─) RecordFiles
 
-`RecordFiles` reads the exported files. `ChangedRecords` overlays two files without names, into which the records of
-changes are written while requests run, each at the place of its slot. One byte per slot names the newest record::
+`RecordFiles` reads the exported files. `ChangedRecords` overlays two files without names, into which changed records
+are written while requests run, each at the offset of its slot. One byte per slot names the newest record::
 
     slot      0  1  2  3
-    is in     0  0  1  0      0: the exported file; 1 and 2: the files of changes
-    stage the changes of slots [2, 3]: slot 2 goes to file 2 and slot 3 to file 1, where no request reads them
+    file      0  0  1  0      0: the exported file; 1 and 2: the files of changes
+    stage the changes of slots [2, 3]: slot 2 is written to file 2 and slot 3 to file 1, where no request reads them
     swap      0  0  2  1
 
-So a swap is quick however long the records took to write, memory does not grow, and nothing is left when the process
-ends. Files are read by system calls and not mapped. So a truncated file or a failing disk is an error of the requests
-that need it, whereas a mapping would kill the process, and many reads run at once.
+So a swap is quick, memory does not grow, and no file is left when the process ends. Files are read by system calls
+instead of a mapping, because a truncated file would then kill the process, and many reads run at once.
 """
 
 from __future__ import annotations
@@ -49,22 +47,22 @@ from hotbed.store.records import Records, RecordsAbove, Use
 from hotbed.store.rising import ListedSlots, RisingSlots
 
 READERS = 16
-"""Threads that read files, shared by all models: a disk is fast when many reads are queued."""
+"""Threads that read files for all models. Disks are fast if many reads are queued."""
 LEAST_READS = 8
-"""Records that one thread reads before another thread is used."""
+"""Smallest number of records per thread."""
 CHANGED_ROWS = "changed rows"
-"""Purpose of files without names, for errors."""
+"""Purpose of files without names, in errors."""
 BYTES_AT_ONCE = 16 << 20
 """Bytes of records that are copied together."""
 CACHE_TAG_BYTES = 25
-"""Bytes of a cache per record besides the record: slot, time and number of uses, a mark."""
+"""Bytes of a cache per record without the record: slot, time and number of uses, a mark."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 _readers = ThreadPoolExecutor(READERS, "hotbed-serve-rows")
 
 
 class RecordFile(NamedTuple):
-    """A file of records. Its first record is that of slot ``first``."""
+    """A file of records whose first slot is ``first``."""
 
     path: Path
     first: int
@@ -96,21 +94,21 @@ class _OpenFiles(NamedTuple):
             if file + 1 < len(self.firsts):
                 end = int(torch.searchsorted(slots, self.firsts[file + 1]))
             numbers, rows = slots[begin:end] - self.firsts[file], at[begin:end]
-            places = numbers.numpy(), rows.numpy()
-            done = cpu_cache.read_records(self.descriptors[file], self.record_bytes, *places, out.numpy())
+            targets = numbers.numpy(), rows.numpy()
+            done = cpu_cache.read_records(self.descriptors[file], self.record_bytes, *targets, out.numpy())
             if done < len(numbers):
-                self._explain(file, int(numbers[done]))
+                self._raise_reason(file, int(numbers[done]))
             begin = end
 
-    def _explain(self, file: int, number: int) -> None:
-        """Raise the system's reason why a record could not be read."""
+    def _raise_reason(self, file: int, number: int) -> None:
+        """Raise `StoreError` with the system's reason for a failed read."""
         reason = f"it ends before byte {(number + 1) * self.record_bytes:,}"
         try:
             found = len(os.pread(self.descriptors[file], self.record_bytes, number * self.record_bytes))
-            reason = reason if found < self.record_bytes else "no reason is given"
+            reason = reason if found < self.record_bytes else "unknown reason"
         except OSError as error:
             reason = str(error)
-        raise StoreError(f"row {number:,} of {self.names[file]} cannot be read ({reason}); mend the disk, or the file")
+        raise StoreError(f"row {number:,} of {self.names[file]} cannot be read ({reason}). Check the disk and the file")
 
 
 def _close(descriptors: Sequence[int]) -> None:
@@ -119,9 +117,9 @@ def _close(descriptors: Sequence[int]) -> None:
 
 
 class RecordFiles(Records):
-    """Read the records of exported tables. Every slot has a record, and no record is written.
+    """Read the records of exported tables from files sorted by first slot.
 
-    The files stay open, so they may be removed from their directory. They are sorted by first slot.
+    The files stay open, so they may be removed from their directory.
     """
 
     def __init__(self, record_bytes: int, files: Sequence[RecordFile]) -> None:
@@ -130,7 +128,7 @@ class RecordFiles(Records):
         self._close = weakref.finalize(self, _close, descriptors)
         for file in files:
             descriptors.append(os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
-            if hasattr(os, "posix_fadvise"):  # neighbours of a row are not needed
+            if hasattr(os, "posix_fadvise"):  # no read-ahead of neighbouring rows
                 os.posix_fadvise(descriptors[-1], 0, 0, os.POSIX_FADV_RANDOM)
         self._files = _OpenFiles(
             descriptors, [file.first for file in files], [str(file.path) for file in files], record_bytes
@@ -156,7 +154,7 @@ class RecordFiles(Records):
 
     @override
     def write(self, slots: Tensor, records: Tensor) -> None:
-        raise StoreError("the rows of an exported model are read only; changes of it are applied as a whole")
+        raise StoreError("the rows of an exported model are read-only; publish changes instead")
 
     @override
     def slots(self) -> RisingSlots:
@@ -164,7 +162,7 @@ class RecordFiles(Records):
 
     @override
     def clear(self) -> None:
-        raise StoreError("the rows of an exported model are read only; they cannot be cleared")
+        raise StoreError("the rows of an exported model are read-only and cannot be cleared")
 
     @override
     def close(self) -> None:
@@ -172,7 +170,7 @@ class RecordFiles(Records):
 
 
 class ChangedRecords(RecordsAbove):
-    """Overlay changed records on those of an exported model (``below``); see the top of this file.
+    """Overlay changed records on an exported model's records (``below``); see the top of this file.
 
     One thread may `stage` while others read, and no thread may read during `swap`. The files are in ``directory``
     (default: the directory of temporary files). Raise `StoreError` if no file can be created there.
@@ -186,8 +184,8 @@ class ChangedRecords(RecordsAbove):
         self._outdated: Records | None = None
         descriptors = [unnamed_file(directory, CHANGED_ROWS) for _ in range(2)]
         self._close = weakref.finalize(self, _close, descriptors)
-        place = str(directory or tempfile.gettempdir())
-        self._files = [_OpenFiles([d], [0], [f"the changes in {place}"], self.record_bytes) for d in descriptors]
+        folder = str(directory or tempfile.gettempdir())
+        self._files = [_OpenFiles([d], [0], [f"the changes in {folder}"], self.record_bytes) for d in descriptors]
 
     @property
     @override
@@ -223,18 +221,18 @@ class ChangedRecords(RecordsAbove):
         """
         slots, order = slots.sort()
         records = records[order]
-        target = 2 - (self._where[slots] == 2).to(torch.uint8)  # 2, but 1 where 2 is read
+        target = 2 - (self._where[slots] == 2).to(torch.uint8)  # 2, or 1 for slots whose file is 2
         for number, file in enumerate(self._files, start=1):
             at = (target == number).nonzero()[:, 0]
             write_all(file.descriptors[0], slots[at], records[at])
         self._staged.append((slots, target))
 
     def stage_below(self, below: Records) -> None:
-        """Replace the records below, and drop the changes over them, at the next `swap`."""
+        """Replace the records below and drop all changes at the next `swap`."""
         self._replacement, self._fresh = below, torch.zeros_like(self._where)
 
     def swap(self) -> None:
-        """Read the staged records from now on."""
+        """Publish the staged records to reads."""
         if self._replacement is not None:
             self._outdated = self.below
             self.below, self._where, self._replacement = self._replacement, self._fresh, None
@@ -243,7 +241,7 @@ class ChangedRecords(RecordsAbove):
         self._staged = []
 
     def tidy(self) -> None:
-        """Free the disk space that no request reads since the last swap."""
+        """Free the disk space that is unused since the last swap."""
         if self._outdated is not None:
             self._outdated.close()
             self._outdated = None
@@ -251,7 +249,7 @@ class ChangedRecords(RecordsAbove):
                 os.ftruncate(file.descriptors[0], 0)
 
     def discard(self) -> None:
-        """Forget the staged records, and free the disk space behind the last record that is read."""
+        """Drop the staged records, and free the disk space after the last published record."""
         self._staged = []
         for number, file in enumerate(self._files, start=1):
             read = (self._where == number).nonzero()
@@ -267,22 +265,22 @@ class ChangedRecords(RecordsAbove):
 
 
 def write_all(file: int, numbers: Tensor, records: Tensor) -> None:
-    """Write records ``[n, record_bytes]`` to the places of rising numbers ``[n]``. Raise `OSError` if it fails."""
+    """Write records ``[n, record_bytes]`` at rising record numbers ``[n]``. Raise `OSError` if it fails."""
     done = cpu_cache.write_records(file, numbers.numpy(), records.contiguous().numpy())
     if done < len(numbers):
         size = records.shape[1]
         for number in numbers[done:].tolist():  # raises the system's reason
             os.pwrite(file, bytes(size), number * size)
-        raise OSError("changed rows could not be written, for no reason that the system gives")
+        raise OSError("changed rows could not be written, for an unknown reason")
 
 
 # -- rows of an arena -----------------------------------------------------------------------------------------------
 
 
 class ResidentRows:
-    """Rows of an arena in the memory of the device. All rows of the model are read.
+    """Rows of an arena in device memory.
 
-    Changed rows are staged in a file, and `swap` copies them into place. One thread may stage while another thread
+    Changed rows are staged in a file, and `swap` copies them to their rows. One thread may stage while another thread
     looks up, and no thread may look up during `swap`. ``tables`` has the exported names of the arena's tables.
     """
 
@@ -310,9 +308,9 @@ class ResidentRows:
         self._count += len(slots)
 
     def stage_model(self, model: ExportedModel, *, same_rows: bool, check: Callable[[], None]) -> None:
-        """Stage the rows of another exported model that differ. ``check`` is called for each chunk of rows.
+        """Stage the rows of another exported model that differ; ``same_rows`` if none does.
 
-        With ``same_rows`` the caller knows that no row differs.
+        ``check`` is called for each block of rows.
         """
         for number in () if same_rows else range(len(self.tables)):
             entry = self._entries[number]
@@ -328,31 +326,31 @@ class ResidentRows:
                     self.stage(slots[differs], records[differs])
 
     def swap(self) -> None:
-        """Copy the staged rows into place."""
+        """Copy the staged rows to their rows."""
         done = 0
         step = max(BYTES_AT_ONCE // self._size, 1)
         for number, slots in self._staged:
             size = self._entries[number].record_bytes
             for some in slots.split(step):
                 records = torch.empty(len(some), self._size, dtype=torch.uint8)
-                places = np.arange(done, done + len(some)), np.arange(len(some))
-                if cpu_cache.read_records(self._file, self._size, *places, records.numpy()) < len(some):
-                    raise OSError("changed rows that were written cannot be read again")
+                targets = np.arange(done, done + len(some)), np.arange(len(some))
+                if cpu_cache.read_records(self._file, self._size, *targets, records.numpy()) < len(some):
+                    raise OSError("staged rows cannot be read back")
                 self._put(number, some, records[:, :size].contiguous())
                 done += len(some)
         self._staged, self._count = [], 0
 
     def discard(self) -> None:
-        """Forget the staged rows."""
+        """Drop the staged rows."""
         self._staged, self._count = [], 0
         self.tidy()
 
     def tidy(self) -> None:
-        """Free the disk space of rows that were swapped in."""
+        """Free the disk space of published rows."""
         os.ftruncate(self._file, 0)
 
     def _records_of(self, model: ExportedModel, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield slots ``[n]`` and records ``[n, record_bytes]`` of a table of an exported model, chunk by chunk."""
+        """Yield a table's slots ``[n]`` and records ``[n, record_bytes]`` in blocks."""
         first, entry = self.arena.first_slots[number], model.manifest.tables[self.tables[number]]
         size, path = entry.record_bytes, model.path(entry.file)
         step = max(BYTES_AT_ONCE // size, 1)
@@ -360,7 +358,7 @@ class ResidentRows:
             count = min(step, entry.rows - row)
             data = np.fromfile(path, np.uint8, count * size, offset=row * size)
             if len(data) < count * size:
-                raise DamagedError(f"{model}/{entry.file} ends before row {row + count:,}; copy the directory again")
+                raise DamagedError(f"{model}/{entry.file} ends before row {row + count:,}. Copy the directory again")
             yield torch.arange(first + row, first + row + count), torch.from_numpy(data).view(count, size)
 
     def _put(self, number: int, slots: Tensor, records: Tensor) -> None:
@@ -380,8 +378,8 @@ class ResidentRows:
         return {n: arrays[n].view(_BITS[arrays[n].element_size()])[at].cpu() for n, at in places.items()}
 
 
-class FileRows:
-    """Rows of an arena in files, behind a cache. The arena was made with `FileStorage`; methods as `ResidentRows`."""
+class ArenaFiles:
+    """Rows of an arena of `FileStorage`, in files behind a cache. Methods are as in `ResidentRows`."""
 
     def __init__(self, arena: Arena, tables: Mapping[str, str], redis: str | None) -> None:
         assert isinstance(arena.store, LazyStore)
@@ -405,7 +403,7 @@ class FileRows:
         self._forgets_all = not same_rows
 
     def swap(self) -> None:
-        """Read the newest records from now on, and drop changed rows from the cache."""
+        """Publish the newest records to reads, and drop changed rows from the cache."""
         self.changed.swap()
         if self.cache is not None:
             if self._forgets_all:
@@ -415,17 +413,17 @@ class FileRows:
         self._changed_slots, self._forgets_all = [], False
 
     def discard(self) -> None:
-        """Forget the staged rows."""
+        """Drop the staged rows."""
         self.changed.discard()
         self._changed_slots, self._forgets_all = [], False
 
     def tidy(self) -> None:
-        """Free the disk space that no request reads since the last swap."""
+        """Free the disk space that is unused since the last swap."""
         self.changed.tidy()
 
 
 class _FileStore(LazyStore):
-    """Rows of an exported model, all of which have a record."""
+    """Rows of an exported model, which need no initial values."""
 
     @override
     def initialize(self, slot: int, *, seed: int, rows: range, cols: range, bound: float) -> None:
@@ -434,12 +432,12 @@ class _FileStore(LazyStore):
 
 @dataclass(frozen=True, kw_only=True)
 class FileStorage(Storage):
-    """Make stores over files of an exported model. Tables with the same storage share an arena."""
+    """Build stores over files of an exported model. Tables with the same storage share an arena."""
 
     model: ExportedModel
     tables: tuple[str, ...]  # names in the exported model, in the order of their slots
     cache_bytes: int
-    changes: Path | None  # directory for changed rows; None: that of temporary files
+    changes: Path | None  # directory for changed rows; None: the directory of temporary files
     redis: str | None
 
     @override
@@ -460,7 +458,7 @@ class FileStorage(Storage):
 
 
 def base_records(model: ExportedModel, tables: Sequence[str], redis: str | None) -> Records:
-    """Open the records of exported tables, one table after the other, with Redis in front of them if it is used."""
+    """Open the records of exported tables in order, behind Redis if an address is set."""
     entries = [model.manifest.tables[name] for name in tables]
     files: list[RecordFile] = []
     first = 0
@@ -475,7 +473,7 @@ def base_records(model: ExportedModel, tables: Sequence[str], redis: str | None)
 
 
 def records_of(entry: TableEntry, rows: Tensor, vectors: Tensor) -> Tensor:
-    """Encode vectors ``[n, D]`` of rows ``[n]`` as records; they are values that the dtype of the rows can hold."""
+    """Encode vectors ``[n, D]`` of rows ``[n]`` as records. The rows' dtype must represent them exactly."""
     layout = entry.records()
     records = layout.blank(len(rows), rows.device)
     layout.put_rows(records, entry.is_wide(rows), vectors)

@@ -1,12 +1,10 @@
 """Compute scores with bits that depend only on the row, for ``hotbed predict`` and ``hotbed serve``.
 
-A library's matrix product may sum in another order for another number of rows, or another number of threads. So the
-dense part is computed in blocks of `BLOCK_ROWS` rows, each on one thread, and the last block is filled up. Several
-blocks run on several threads. Within a product of that size all rows are summed alike, wherever they are
-(docs/decisions/0034 has the measurement, ``tests/serve/test_scorer.py`` keeps it). Larger blocks cost less per row.
-They are used where the library gives each row the bits of the smallest block on this processor, which is tried on
-random vectors before the first batch that is larger. Vectors are looked up by hotbed's kernels, in which the sum of a
-bag does not depend on other bags.
+A library's matrix product may sum in another order for another number of rows or threads. So the dense part runs on
+padded blocks of `BLOCK_ROWS` rows, each on one thread. Within a product of this size, every row is summed in the same
+order (docs/decisions/0034; ``tests/serve/test_scorer.py`` checks it). Larger blocks cost less per row. They are used if
+they give the bits of the smallest block on this processor, which random vectors test before the first larger batch.
+hotbed's lookup kernels sum each bag by itself.
 
 Equal bits need equal libraries, processors and devices, because e.g. a GPU rounds differently.
 """
@@ -34,9 +32,9 @@ from hotbed.specs import Feature
 LOG = logging.getLogger("hotbed")
 
 BLOCK_ROWS = 16
-"""Rows of the smallest block on a CPU. In smaller products rows are not summed alike (docs/decisions/0034)."""
+"""Rows of the smallest block on a CPU. Smaller products sum rows in different orders (docs/decisions/0034)."""
 LARGER_BLOCKS = (32, 64, 128, 256, 512)
-"""Rows of blocks that are used where they give the same bits. Still larger blocks gain nothing."""
+"""Rows of blocks that are used if they give the same bits. Still larger blocks are not faster."""
 DEVICE_BLOCK_ROWS = 1024
 """Rows of a block on an accelerator, where a launch costs more than a row."""
 
@@ -44,7 +42,7 @@ Lookup = Callable[[Jagged], Embeddings]
 """Looks up the features of a collection under ``no_grad``, as `hotbed.EmbeddingCollection` does."""
 
 
-class _LookedUp(NamedTuple):
+class _BatchVectors(NamedTuple):
     """Vectors of a batch, by the names of the program's inputs."""
 
     pooled: list[tuple[list[str], Tensor]]  # of each dim ``[B, F, D]``, with the names of the F features
@@ -59,11 +57,8 @@ class _LookedUp(NamedTuple):
             found.update(zip(names, vectors[at].unbind(1), strict=True))
         return found
 
-    def random(self, at: Tensor, draw: torch.Generator) -> _LookedUp:
-        """Draw random numbers for the vectors of some samples, as wide as each feature spreads, and for lengths.
-
-        The first sequence is full and the second empty.
-        """
+    def random(self, at: Tensor, draw: torch.Generator) -> _BatchVectors:
+        """Draw random vectors with each feature's scale, and random lengths: the first full, the second empty."""
         pooled = [(names, _noise(vectors[at], draw)) for names, vectors in self.pooled]
         sequences: dict[str, tuple[Tensor, Tensor]] = {}
         for name, (padded, lengths) in self.sequences.items():
@@ -72,18 +67,18 @@ class _LookedUp(NamedTuple):
             lengths[0], lengths[1] = most, 0
             live = torch.arange(most) < lengths[:, None]
             sequences[name] = _noise(padded[at][:, None], draw)[:, 0] * live[..., None], lengths
-        return _LookedUp(pooled, sequences)
+        return _BatchVectors(pooled, sequences)
 
 
 def _noise(vectors: Tensor, draw: torch.Generator) -> Tensor:
-    """Draw numbers with the root mean square of each feature of ``[B, F, …, D]``, or 1 where all are 0."""
+    """Draw numbers with the root mean square of each feature of ``[B, F, …, D]``, or 1 for a feature of zeros."""
     others = tuple(i for i in range(vectors.ndim) if i != 1)
     spread = vectors.square().mean(others, keepdim=True).sqrt()
     return torch.randn(vectors.shape, generator=draw) * torch.where(spread == 0, 1, spread)
 
 
 class Scorer:
-    """Score batches: look up vectors, then compute the dense part. Only one thread at a time may call it.
+    """Look up a batch's vectors and compute the dense part. Only one thread at a time may call it.
 
     ``dense`` is put into evaluation mode. `replace_dense` replaces it.
     """
@@ -117,17 +112,17 @@ class Scorer:
         return cls(part, dict(part.collections), part.features, device=device)
 
     def replace_dense(self, dense: nn.Module, *, same_program: bool = False) -> None:
-        """Compute later batches by another dense part. With ``same_program`` only its parameters are different."""
+        """Replace the dense part for later batches. With ``same_program`` only parameters differ."""
         if not same_program:
             self._sizes = None if self._device.type == "cpu" else [self._smallest]
-        if isinstance(dense, DensePart):  # programs have no modes, because they were traced in evaluation mode
+        if isinstance(dense, DensePart):  # programs were traced in evaluation mode
             for collection in dense.collections.values():
                 collection.eval()
             dense.eval()
         self._dense = dense
 
     def __call__(self, batch: Batch) -> NDArray[np.float64]:
-        """Return probabilities ``[B, T]`` of at least one row; NaN where a logit is not finite.
+        """Return probabilities ``[B, T]`` of at least one row; NaN if a logit is not finite.
 
         They are float64, because a float32 probability is 1 from a logit of 17 on, which would create ties. Raise
         `BatchError` if the dense part does not return logits ``[B, T]``.
@@ -135,9 +130,9 @@ class Scorer:
         with torch.no_grad():
             size = len(batch)
             vectors = self._look_up(batch.sparse)
-            blocks = self._blocks(size, self._sizes_for(batch, vectors))
+            blocks = self._blocks(size, self._block_sizes(batch, vectors))
             block = partial(self._block, batch, vectors)
-            # A thread that computes alone computes one block itself, which saves two changes of threads.
+            # A single thread computes a single block itself, which saves two context switches.
             if self._pool is None or (len(blocks) == 1 and torch.get_num_threads() == 1):
                 found = [block(rows) for rows in blocks]
             else:
@@ -157,7 +152,7 @@ class Scorer:
     ) -> None:
         self.close()
 
-    def _look_up(self, ids: Jagged) -> _LookedUp:
+    def _look_up(self, ids: Jagged) -> _BatchVectors:
         found = {path: lookup(ids) for path, lookup in self._lookups.items()}
         pooled = [
             ([self._pooled[path, feature] for feature in names], vectors)
@@ -169,13 +164,10 @@ class Scorer:
         for name, (path, feature) in self._sequences.items():
             padded, mask = found[path].padded(feature.name)
             sequences[name] = padded, mask.sum(1)
-        return _LookedUp(pooled, sequences)
+        return _BatchVectors(pooled, sequences)
 
     def _blocks(self, rows: int, sizes: Sequence[int]) -> list[range]:
-        """Cut a batch into blocks of these rising sizes, the largest first, one for each thread if there are enough.
-
-        The last block may end behind the batch.
-        """
+        """Cut a batch into blocks of these rising sizes, about one per thread; the last may exceed the batch."""
         share = max(-(-rows // self._threads), sizes[0])
         blocks: list[range] = []
         first = 0
@@ -185,9 +177,9 @@ class Scorer:
             first += size
         return blocks
 
-    def _block(self, batch: Batch, vectors: _LookedUp, rows: range) -> Tensor:
-        """Return probabilities of rows of a batch. If there are too few, the last row is repeated."""
-        with torch.no_grad():  # which is a setting of each thread
+    def _block(self, batch: Batch, vectors: _BatchVectors, rows: range) -> Tensor:
+        """Return probabilities of a block. Beyond the batch, its last row is repeated."""
+        with torch.no_grad():  # a setting of each thread
             at: slice | Tensor = slice(rows.start, rows.stop)
             if rows.stop > len(batch):
                 at = torch.arange(rows.start, rows.stop, device=self._device).clamp(max=len(batch) - 1)
@@ -198,32 +190,29 @@ class Scorer:
             return torch.where(logits.isfinite(), logits.sigmoid(), torch.nan)
 
     def _logits(self, dense: Tensor | None, vectors: Mapping[str, Vectors], rest: Callable[[], Batch]) -> Tensor:
-        """Return logits ``[n, T]``. ``rest`` makes the batch, for models that ask for more."""
-        # `forward` instead of the module's call, because its hooks check what `Encoder` and tables have checked
+        """Return logits ``[n, T]``. ``rest`` makes the batch, for models that read more of it."""
+        # `forward` instead of the module's call, because its hooks repeat checks of `Encoder` and tables
         if isinstance(self._dense, DensePart):
             logits = self._dense.forward(dense, vectors, rest)
         else:
             logits = self._dense.forward(dense, vectors)
         rows = len(next(v if isinstance(v, Tensor) else v[0] for v in vectors.values()))
         if logits.ndim != 2 or len(logits) != rows:
-            raise BatchError(f"the model gave logits {list(logits.shape)} for {rows} rows, must be [rows, labels]")
+            raise BatchError(f"the model returned logits {list(logits.shape)} for {rows} rows, expected [rows, labels]")
         return logits
 
-    def _sizes_for(self, batch: Batch, vectors: _LookedUp) -> Sequence[int]:
-        """Return rising sizes of blocks that give a row the same bits. A batch that fits into one block needs one."""
-        if self._sizes is not None:
-            return self._sizes
-        if len(batch) <= self._smallest:
-            return [self._smallest]
-        assert self._pool is not None
-        self._sizes = self._pool.submit(self._equal_sizes, batch, vectors).result()
-        return self._sizes
+    def _block_sizes(self, batch: Batch, vectors: _BatchVectors) -> Sequence[int]:
+        """Return rising block sizes that give equal bits; only the smallest one for a batch that fits into it."""
+        if self._sizes is None and len(batch) > self._smallest:
+            assert self._pool is not None
+            self._sizes = self._pool.submit(self._equal_sizes, batch, vectors).result()
+        return self._sizes or [self._smallest]
 
-    def _equal_sizes(self, batch: Batch, vectors: _LookedUp) -> list[int]:
-        """Compare blocks of all sizes on random numbers: a sum in another order differs in some of so many rows.
+    def _equal_sizes(self, batch: Batch, vectors: _BatchVectors) -> list[int]:
+        """Test block sizes on random rows. Another order of sums would change some of them.
 
-        Only the smallest size is left where the model refuses such numbers, returns the same for most of them, or has
-        sequences of any length.
+        Only the smallest size remains if the model refuses the rows, its results are mostly equal, or a sequence has no
+        limit.
         """
         draw = torch.Generator().manual_seed(0)
         at = torch.arange(LARGER_BLOCKS[-1]) % len(batch)
@@ -246,6 +235,6 @@ class Scorer:
                 distinct = len(expected.unique()) > expected.numel() // 2
                 if distinct and bool(expected.isfinite().all()):
                     sizes += [size for size in LARGER_BLOCKS if torch.equal(logits(size), expected)]
-            except Exception:  # a model may fail on any random number
-                LOG.debug("blocks of other sizes are not tried", exc_info=True)
+            except Exception:  # a model may fail on random numbers
+                LOG.debug("larger blocks are not used", exc_info=True)
         return sizes

@@ -1,10 +1,8 @@
-# pyright: reportUnknownParameterType=false
-"""Serve one model: scores of raw rows by one version of its parameters, and changes that make the next one.
+"""Score raw rows with one version of a model, and replace it by the next version while requests run.
 
-`ServedModel.apply` does all that takes time beside requests: a set of changes is read, its hashes and shapes are
-checked, its rows are written where nobody looks yet, its dense parameters are loaded into a program of their own. Then,
-between two batches, rows, ids and program are swapped. So a batch is computed by one version, whole, and what is
-refused leaves everything as it was.
+`ServedModel.apply` reads a set of changes next to requests, checks its hashes and shapes, writes its rows to unused
+space, and loads its dense parameters into a new program. Between two batches it swaps rows, ids and program. So one
+version computes a whole batch, and a refused version changes nothing.
 """
 
 from __future__ import annotations
@@ -36,17 +34,16 @@ if TYPE_CHECKING:
     from hotbed.data.encoding.encoder import Encoder
 
 Reason = Literal["gap", "duplicate", "disorder", "other_model", "damaged", "disk_full", "unreadable", "failed"]
-"""Why a version is refused.
+"""Reasons to refuse a version.
 
-``gap``: changes between are missing; ``duplicate``: it is served already; ``disorder``: of changes to an earlier
-version; ``other_model``: of another model, or one with other tables or inputs; ``damaged``: files that are not what was
-written; ``disk_full``: no room for changed rows; ``unreadable``: files that could not be read, now; ``failed``: all
-else, as too little memory.
+``gap``: earlier changes are missing; ``duplicate``: the version is served already; ``disorder``: the version is older;
+``other_model``: tables, inputs or origin differ; ``damaged``: files do not match their hashes; ``disk_full``: no space
+for changed rows; ``unreadable``: files cannot be read at the moment; ``failed``: any other error.
 """
 
 
 class RefusedError(CheckpointError):
-    """A version that is not taken over; the one before goes on serving. ``reason`` says why, in a word."""
+    """A version that is refused for a `Reason`; the previous version is still served."""
 
     def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message)
@@ -54,22 +51,22 @@ class RefusedError(CheckpointError):
 
 
 class ServedModel:
-    """A model that scores and follows changes; made by `open`.
+    """A model that scores rows and applies changes; `open` creates it.
 
-    `score` is called by one thread at a time, `apply` and `take_over` by another one, also at the same time.
+    One thread at a time may call `score`, while another calls `apply` or `take_over`.
 
     Attributes
     ----------
     name
-        The recipe's.
+        Name of the recipe.
     step, state
-        Which version answers now: the step of training, and the SHA-256 of its checkpoint's manifest.
+        The served version: its training step, and the SHA-256 of its checkpoint's manifest.
     written
-        When that was published, in seconds since 1970.
+        Time when this version was published, in seconds since 1970.
     labels
-        What the columns of scores are.
+        Labels of the score columns.
     tables
-        The rows.
+        Rows of the tables.
     """
 
     def __init__(
@@ -83,7 +80,7 @@ class ServedModel:
         encoded: bool,
     ) -> None:
         self._model, self.tables, self._redis, self._encoded = model, tables, redis, encoded
-        self._encoder = self._encoder_of(model)
+        self._encoder = self._open_encoder(model)
         manifest = model.manifest
         self.name, self.labels = manifest.name, tuple(manifest.labels)
         self.step, self.state, self.written = manifest.step, manifest.state, manifest.written
@@ -94,9 +91,9 @@ class ServedModel:
         lookups = dict(tables.collections)
         self._scorer = Scorer(model.dense().to(device), lookups, features, device=device, threads=threads)
         self._turn = threading.Lock()
-        """Held by a batch, and by a swap."""
+        """Held during a batch or a swap."""
         self._waiting = threading.Event()
-        """Set while a swap waits for its turn, so that batch after batch does not keep it waiting."""
+        """Set while a swap waits, so that the next batch lets it run first."""
         self._swapped = threading.Event()
         self._swapped.set()
         self._changing = threading.Lock()
@@ -105,7 +102,7 @@ class ServedModel:
     @classmethod
     def open(
         cls,
-        place: str | Path | Directory | ExportedModel,
+        source: str | Path | Directory | ExportedModel,
         *,
         memory_bytes: int | None = None,
         redis: str | None = None,
@@ -121,38 +118,37 @@ class ServedModel:
 
         Parameters
         ----------
-        place
-            A directory or URI that ``hotbed export`` or ``train.publish`` made.
+        source
+            Directory or URI of ``hotbed export`` or ``train.publish``.
         memory_bytes
-            Most memory for rows; tables that do not fit are read from files, behind a cache. None: all rows are in
-            memory.
+            Memory limit for rows. Tables beyond it are read from files behind a cache. None keeps all rows in memory.
         redis
-            Address of a Redis that keeps rows of such tables in front of the files, for several servers.
+            Address of a Redis that caches rows of tables in files for several servers.
         directory
-            Where files for changed rows are made; default: that of temporary files. They are as large as the rows that
-            change.
+            Directory for files of changed rows, which take as much space as these rows (default: the directory of
+            temporary files).
         device
-            Where vectors are looked up and scores are computed; memory is then that device's.
+            Device for lookups and scores, whose memory ``memory_bytes`` limits.
         backend
             Kernels.
         threads
-            Threads that compute the dense part.
+            Number of threads for the dense part.
         verify
-            Whether all files are read and their hashes compared before any row is served.
+            Whether to check the hashes of all files first.
         encoded
-            Whether ids and numbers of requests are as ``hotbed prepare`` makes them, and not raw values.
+            Whether requests have ids and numbers as in datasets of ``hotbed prepare``, instead of raw values.
         cache
-            Where files of models at URIs are put, see `hotbed.serve.model_files.Published`.
+            Directory for files of models at URIs, see `hotbed.serve.model_files.Published`.
 
         Raises
         ------
         CheckpointError
-            If it is no exported model, or damaged.
+            If it is not an exported model, or damaged.
         StoreError
-            If its rows do not fit.
+            If the rows do not fit.
         """
         kept = None if cache is None else Path(cache)
-        model = place if isinstance(place, ExportedModel) else ExportedModel.open(place, kept)
+        model = source if isinstance(source, ExportedModel) else ExportedModel.open(source, kept)
         if verify:
             model.verify()
         target = torch.device(device)
@@ -168,44 +164,44 @@ class ServedModel:
 
     @property
     def encoder(self) -> Encoder:
-        """What makes batches of raw rows, as in training; a full model that is taken over may bring another one."""
+        """The encoder of raw rows, as in training. A new full model may replace it."""
         return self._encoder
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def score(self, columns: pa.RecordBatch | pa.Table) -> tuple[NDArray[np.float64], int]:
-        """Score raw rows: probabilities ``[B, T]``, and the step of the version that computed all of them.
+        """Return probabilities ``[B, T]`` of raw rows, and the step of the version that computed them.
 
         Raises
         ------
         DataError, SpecError, BatchError
-            If the rows are not what the model takes.
+            If the rows do not match the model's inputs.
         StoreError
             If rows of tables cannot be read.
         """
-        with self._answering():
-            return self._scored(self._encoder.batch(columns))
+        with self._hold_version():
+            return self._score(self._encoder.batch(columns))
 
     def score_batch(self, batch: Batch) -> tuple[NDArray[np.float64], int]:
-        """Score rows that are encoded already, by the `encoder` that is served; see `score`."""
-        with self._answering():
-            return self._scored(batch)
+        """Score rows that the served `encoder` has encoded; see `score`."""
+        with self._hold_version():
+            return self._score(batch)
 
     @contextmanager
-    def _answering(self) -> Generator[None]:
-        """Let one version answer: what is inside is encoded, looked up and computed by it."""
+    def _hold_version(self) -> Generator[None]:
+        """Keep the served version from being swapped."""
         if self._waiting.is_set():
             self._swapped.wait()
         with self._turn:
             if self._broken is not None:
-                raise StoreError(f"no version of {self.name} is whole: a change failed halfway ({self._broken})")
+                raise StoreError(f"no version of {self.name} is intact, because a swap failed halfway ({self._broken})")
             yield
 
-    def _scored(self, batch: Batch) -> tuple[NDArray[np.float64], int]:
+    def _score(self, batch: Batch) -> tuple[NDArray[np.float64], int]:
         return self._scorer(batch if self._device.type == "cpu" else batch.to(self._device)), self.step
 
     def counters(self) -> dict[str, dict[str, float]]:
-        """Totals since the model was opened, by metric, then by feature or kind; any thread may call this."""
+        """Return totals since the start, by metric, then by feature. Any thread may call this."""
         traffic = self.tables.traffic
         found: dict[str, dict[str, float]] = {
             "unknown_ids": _floats(self.tables.unknown_ids),
@@ -221,7 +217,7 @@ class ServedModel:
         return found
 
     def close(self) -> None:
-        """End threads and close files; no request may be under way."""
+        """End threads and close files. No request may be pending."""
         self._scorer.close()
         self.tables.close()
 
@@ -230,10 +226,10 @@ class ServedModel:
     def apply(self, change: ChangeSet, *, check: Callable[[], None] = lambda: None) -> None:
         """Apply a set of changes to this version; ``check`` is as in `take_over`.
 
-        Raise `RefusedError` if the changes are for another version or cannot be applied. Then nothing has changed.
+        Raise `RefusedError` if the changes are for another version or cannot be applied. Then the model is unchanged.
         """
-        with self._changing, _refusing(self, str(change)):
-            if fault := next(self._against_change(change), None):
+        with self._changing, _refuse_failures(self, str(change)):
+            if fault := next(self._change_faults(change), None):
                 raise RefusedError(*fault)
             self.tables.stage(change, check)
             dense = self._model.dense().to(self._device)
@@ -241,41 +237,40 @@ class ServedModel:
             manifest = change.manifest
             self._swap(dense, self._encoder, manifest.sequence, manifest.written, same_program=True)
 
-    def _against_change(self, change: ChangeSet) -> Iterator[tuple[str, Reason]]:
-        """Yield why a set of changes cannot be applied to the served version."""
+    def _change_faults(self, change: ChangeSet) -> Iterator[tuple[str, Reason]]:
+        """Yield reasons why a set of changes cannot be applied to the served version."""
         base, step = change.manifest.base, self.step
         if change.manifest.sequence.state == self.state:
             yield f"{change} leads to step {step:,}, which is served already", "duplicate"
         if base.state != self.state and base.step > step:
-            yield f"{change} has changes to step {base.step:,}; those from step {step:,} to it are missing", "gap"
+            yield f"{change} applies to step {base.step:,}; the changes from step {step:,} to it are missing", "gap"
         if base.state != self.state and base.step < step:
-            yield f"{change} has changes to step {base.step:,}, which step {step:,} has been past", "disorder"
+            yield f"{change} applies to step {base.step:,}, before the served step {step:,}", "disorder"
         if base.state != self.state:
-            yield f"{change} has changes to another model of step {step:,} ({base.state[:12]}…)", "other_model"
+            yield f"{change} applies to another model of step {step:,} ({base.state[:12]}…)", "other_model"
         if change.manifest.encoder != encoder_digest(self._model.manifest.encoder):
             yield (
-                f"{change} is of a model that makes other inputs of rows (looked-up tables, vocabularies, boundaries "
-                "or kinds of ids have changed); a full model brings them",
+                f"{change} is of a model that encodes rows differently (lookup tables, vocabularies, boundaries or "
+                "types of ids have changed); publish a full model",
                 "other_model",
             )
 
     def take_over(self, model: ExportedModel, *, verify: bool = True, check: Callable[[], None] = lambda: None) -> None:
         """Replace this version by another export of this model, and free files of changed rows.
 
-        Tables in memory are compared with it, and only different rows are swapped. ``verify`` is as in `open`.
-        ``check`` is called regularly until the swap; its exceptions cancel the swap. Raise `RefusedError` for another
-        model, for an earlier step unless it was written later (by a run that went back), or if the export cannot be
-        loaded. Then nothing has changed.
+        Only different rows of tables in memory are swapped. ``verify`` is as in `open`. ``check`` is called regularly
+        until the swap; its exceptions cancel the swap. Raise `RefusedError` for another model, for an earlier step
+        unless it was written later (by a resumed run), or if the export cannot be loaded. Then the model is unchanged.
         """
         manifest = model.manifest
-        with self._changing, _refusing(self, str(model)):
-            if fault := next(self._against_model(model), None):
+        with self._changing, _refuse_failures(self, str(model)):
+            if fault := next(self._model_faults(model), None):
                 raise RefusedError(*fault)
             if verify:
                 model.verify(lambda done, total: check())
-            encoder = self._encoder_of(model)
+            encoder = self._open_encoder(model)
             if encoder.columns() != self._encoder.columns():
-                raise RefusedError(f"{model} takes other columns than {self._model}", "other_model")
+                raise RefusedError(f"{model} has other input columns than {self._model}", "other_model")
             same_state = manifest.state == self.state and not self.is_broken
             self.tables.stage_model(model, same_state=same_state, check=check)
             check()
@@ -284,18 +279,18 @@ class ServedModel:
             self._model.forget(kept=model)
             self._model = model
 
-    def _against_model(self, model: ExportedModel) -> Iterator[tuple[str, Reason]]:
-        """Yield why an exported model cannot replace the served version."""
+    def _model_faults(self, model: ExportedModel) -> Iterator[tuple[str, Reason]]:
+        """Yield reasons why an exported model cannot replace the served version."""
         own, manifest = self._model.manifest, model.manifest
         if not same_tables(own, manifest):
             yield f"{model} has other tables, inputs or labels than {self._model}", "other_model"
         if manifest.step < self.step and manifest.written <= self.written and not self.is_broken:
-            yield f"{model} is of step {manifest.step:,}, before {self.step:,}", "disorder"
+            yield f"{model} is of step {manifest.step:,}, before the served step {self.step:,}", "disorder"
         before, now = (of.encoder.get("preparation") for of in (own, manifest))
         if (before is None) != (now is None) or (self._encoded and before != now):
             yield (
-                f"{model} was trained on data that were prepared otherwise than those of {self._model}, so that "
-                "requests would mean other values; serve it by a server of its own",
+                f"{model} was trained on data prepared differently than {self._model}, so that requests would have "
+                "another meaning; start another server for it",
                 "other_model",
             )
 
@@ -308,7 +303,7 @@ class ServedModel:
         *,
         same_program: bool = False,
     ) -> None:
-        """Let what is staged answer, between two batches."""
+        """Publish the staged version between two batches."""
         self._swapped.clear()
         self._waiting.set()
         try:
@@ -316,12 +311,12 @@ class ServedModel:
                 try:
                     try:
                         self.tables.swap()
-                    except OSError:  # a disk may fail for a moment; what was swapped is swapped again
+                    except OSError:  # disks may fail briefly; a swap can be repeated
                         self.tables.swap()
                     self._scorer.replace_dense(dense, same_program=same_program)
                     self._encoder = encoder
                     self.step, self.state, self.written, self._broken = version.step, version.state, written, None
-                except BaseException as error:  # half of it may be there
+                except BaseException as error:  # the swap may be incomplete
                     self._broken = error
                     raise
         finally:
@@ -331,24 +326,24 @@ class ServedModel:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a swap failed halfway, so that no version is whole; requests are refused until one is taken over."""
+        """Whether a swap failed halfway. Requests then fail until another version is loaded."""
         return self._broken is not None
 
-    def _encoder_of(self, model: ExportedModel) -> Encoder:
+    def _open_encoder(self, model: ExportedModel) -> Encoder:
         encoder = model.encoder()
         if not self._encoded:
             return encoder
         if encoder.preparation is None and encoder.ids != "raw":
             raise CheckpointError(
-                f"{model} was trained on values that are hashed, not on data of hotbed prepare, so its rows cannot be "
-                "encoded beforehand; serve it without --encoded true"
+                f"{model} was trained on hashed values instead of a dataset of hotbed prepare, so requests cannot be "
+                "encoded. Leave out --encoded true"
             )
         return encoder.encoded
 
 
 @contextmanager
-def _refusing(served: ServedModel, place: str) -> Generator[None]:
-    """Make every failure to stage a version a `RefusedError`, and forget what was staged."""
+def _refuse_failures(served: ServedModel, version: str) -> Generator[None]:
+    """Raise `RefusedError` for every failure to stage a version, and drop the staged rows."""
     try:
         yield
     except BaseException as error:
@@ -360,14 +355,14 @@ def _refusing(served: ServedModel, place: str) -> Generator[None]:
             what, reason = f"the disk of changed rows is full ({error})", "disk_full"
         elif isinstance(error, OSError):
             what = f"files cannot be read or written ({error})"
-        raise RefusedError(f"{place} is not taken over: {what}", reason) from error
+        raise RefusedError(f"{version} is refused: {what}", reason) from error
 
 
 def _load(dense: torch.nn.Module, change: ChangeSet) -> None:
     """Overwrite all parameters and buffers of a dense program."""
     values, own = change.dense(), dense.state_dict()
     if {n: (t.shape, t.dtype) for n, t in values.items()} != {n: (t.shape, t.dtype) for n, t in own.items()}:
-        raise DamagedError(f"{change} has other dense parameters than the model")
+        raise DamagedError(f"{change} has other dense parameters than the model; publish a full model")
     with torch.no_grad():
         dense.load_state_dict(values)
 

@@ -1,7 +1,7 @@
-"""Look up the features of an exported model, read only, and apply changes of its tables.
+"""Look up the features of an exported model, and apply changes to its tables.
 
-Tables are in memory if all of them fit. Otherwise the smallest tables are, in up to half of the memory, and the other
-tables share the rest as caches over their files, in proportion to their bytes (`hotbed.serve.row_files`).
+If all tables fit, they are in memory. Otherwise the smallest tables take up to half of the memory. The other tables
+share the rest as caches over their files, in proportion to their bytes (`hotbed.serve.row_files`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from hotbed.jagged import Jagged
 from hotbed.ops import BackendName, cpu_cache
 from hotbed.ops.cpu_runtime import launch
 from hotbed.serve.model_files import ChangeSet, ExportedModel, ModelManifest, TableEntry
-from hotbed.serve.row_files import CHANGED_ROWS, FileRows, FileStorage, ResidentRows, records_of
+from hotbed.serve.row_files import CHANGED_ROWS, ArenaFiles, FileStorage, ResidentRows, records_of
 from hotbed.specs import ANY_ID, DYNAMIC_WAYS, Feature, Table
 from hotbed.store import LazyStore, Storage, Traffic
 from hotbed.store.hash_index import find_positions
 from hotbed.store.records import Records
 
 SETS_AT_ONCE = 1 << 13
-"""Sets of a dynamic table for which free rows are listed at once."""
+"""Number of a dynamic table's sets whose free rows are listed at once."""
 COPIED_AT_ONCE = 1 << 20
-"""Ids that are copied at once."""
+"""Number of ids that are copied at once."""
 
 
 class ServedLookup:
@@ -76,7 +76,7 @@ class ServedLookup:
         self.unknown_ids: Counter[str] = Counter()
 
     def __call__(self, ids: Jagged) -> Embeddings:
-        """Return vectors by feature. Raise `BatchError` for ids or bags that the features refuse."""
+        """Return vectors by feature. Raise `BatchError` for ids or bags that a feature does not accept."""
         ids = repaired_ids(ids, self._features, self._rows, Discarded(self.bad_ids, self.truncated_ids))
         if self._dynamic:
             ids = replace_ids(ids, self._dynamic, lambda table, of: self._ids[table].rows_of(of), self.unknown_ids)
@@ -91,22 +91,22 @@ class ServedLookup:
 
 
 class ServedIds:
-    """Find the rows of the ids of a dynamic table. A lookup never assigns a row; changes evict ids and add others.
+    """Find the rows of a dynamic table's ids. Only changes evict and add ids.
 
-    The directory is that of training (`hotbed.embed.dynamic.DynamicVocabulary`): the row of an id is one of the 128
-    rows of its set. It is a copy of the exported ids ``[R]`` (−1 where a row has none), mapped from a file without a
-    name in ``directory`` (default: the directory of temporary files). So the system can reclaim its memory. Changes
-    name ids and not rows, because any free row of the set will do.
+    As in training (`hotbed.embed.dynamic.DynamicVocabulary`), an id has one of the 128 rows of its set. The ids
+    ``[R]`` (−1 for a free row) are mapped from a file without a name in ``directory`` (default: the directory of
+    temporary files), so that the system can reclaim the memory. Changes have ids instead of rows, because an id can
+    take any free row of its set.
     """
 
     def __init__(self, table: str, ids: NDArray[np.int64], directory: str | Path | None = None) -> None:
         self._table, self._directory = table, directory
-        self._ids = self._copied(ids)
+        self._ids = self._map_copy(ids)
         self._sets = len(ids) // DYNAMIC_WAYS
         self.discard()
 
-    def _copied(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Copy ids to a file and map it. All of it is written, so that its disk cannot be full later."""
+    def _map_copy(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Copy ids to a file and map it. Writing all of it reserves the disk space."""
         file = unnamed_file(self._directory, CHANGED_ROWS)
         try:
             for first in range(0, len(ids), COPIED_AT_ONCE):
@@ -121,15 +121,15 @@ class ServedIds:
         return np.frombuffer(mapped, np.int64)
 
     def rows_of(self, ids: Tensor) -> Tensor:
-        """Find the row of each id ``[n]``, −1 where it has none."""
+        """Return the row of each id ``[n]``, −1 for an unknown id."""
         given, rows = ids.cpu().contiguous(), torch.empty(len(ids), dtype=torch.int64)
         launch(cpu_cache.find, self._ids, self._sets, 0, DYNAMIC_WAYS, given.numpy(), rows.numpy())
         return rows.to(ids.device)
 
     def stage(self, deleted: Tensor, ids: Tensor) -> None:
-        """Prepare to remove the ids ``deleted [n]`` and to add ``ids [m]``, all different.
+        """Prepare to remove ids ``deleted [n]`` and to add ``ids [m]``, all different.
 
-        Raise `DamagedError` if a set has no room for its ids.
+        Raise `DamagedError` if a set has too few rows for its ids.
         """
         found = self.rows_of(deleted)
         freed = found[found >= 0]
@@ -145,28 +145,28 @@ class ServedIds:
         done = 0
         ways = torch.arange(DYNAMIC_WAYS)
         for some, of_some in zip(distinct.split(SETS_AT_ONCE), counts.split(SETS_AT_ONCE), strict=True):
-            places = some[:, None] * DYNAMIC_WAYS + ways
-            is_free = torch.from_numpy(self._ids[places.numpy()]) == cpu_cache.FREE
-            is_free |= (find_positions(freed_sorted, places.flatten()) >= 0).view_as(places)
+            candidates = some[:, None] * DYNAMIC_WAYS + ways
+            is_free = torch.from_numpy(self._ids[candidates.numpy()]) == cpu_cache.FREE
+            is_free |= (find_positions(freed_sorted, candidates.flatten()) >= 0).view_as(candidates)
             if bool((is_free.sum(1) < of_some).any()):
                 raise DamagedError(
-                    f"the changes give more ids to a set of table '{self._table}' than the {DYNAMIC_WAYS} that it has "
-                    "room for, so they are not of this model"
+                    f"the changes are of another model: a set of table '{self._table}' would have more than "
+                    f"{DYNAMIC_WAYS} ids"
                 )
             free_first = (~is_free).int().argsort(dim=1, stable=True)
             end = done + int(of_some.sum())
             at = torch.arange(len(some)).repeat_interleave(of_some)
-            rows[done:end] = places[at, free_first[at, rank[done:end]]]
+            rows[done:end] = candidates[at, free_first[at, rank[done:end]]]
             done = end
         ids, order = new.sort()
         self._freed, self._new_ids, self._new_rows = freed, ids, rows[order]
 
     def stage_ids(self, ids: NDArray[np.int64]) -> None:
-        """Prepare to replace all ids by those of another exported model."""
-        self._replacement = self._copied(ids)
+        """Prepare to replace all ids by the ids of another exported model."""
+        self._replacement = self._map_copy(ids)
 
     def staged_rows(self, ids: Tensor) -> Tensor:
-        """Find the rows that staged ids ``[n]`` will have."""
+        """Return the rows that ids ``[n]`` will have after `swap`."""
         rows = self.rows_of(ids)
         at = find_positions(self._new_ids, ids)
         is_new = at >= 0
@@ -174,7 +174,7 @@ class ServedIds:
         return rows
 
     def swap(self) -> None:
-        """Find the staged ids from now on."""
+        """Publish the staged ids to lookups."""
         if self._replacement is not None:
             self._ids = self._replacement
         self._ids[self._freed.numpy()] = cpu_cache.FREE
@@ -182,15 +182,15 @@ class ServedIds:
         self.discard()
 
     def discard(self) -> None:
-        """Forget the staged ids."""
+        """Drop the staged ids."""
         self._freed = self._new_ids = self._new_rows = torch.empty(0, dtype=torch.int64)
         self._replacement: NDArray[np.int64] | None = None
 
 
-class _Place(NamedTuple):
-    """Place of a table's rows: the rows of its arena, its first slot, and the row finder of a dynamic table."""
+class _TableRows(NamedTuple):
+    """A table's arena, its first slot in it, and the row finder of a dynamic table."""
 
-    rows: ResidentRows | FileRows
+    rows: ResidentRows | ArenaFiles
     first_slot: int
     ids: ServedIds | None
 
@@ -199,8 +199,8 @@ class ServedTables:
     """All tables of an exported model.
 
     One thread may `stage` while another looks up. No thread may look up during `swap`, which publishes all staged rows
-    at once. ``directory`` has the files for changed rows (default: the directory of temporary files). Raise
-    `StoreError` if the memory is too small, or no file can be created.
+    at once. ``directory`` is for files of changed rows (default: the directory of temporary files). Raise `StoreError`
+    if the memory is too small, or no file can be created.
     """
 
     def __init__(
@@ -214,40 +214,40 @@ class ServedTables:
         backend: BackendName = "auto",
     ) -> None:
         self._entries = model.manifest.tables
-        resident, cache_bytes = placement(self._entries, memory_bytes)
+        resident, cache_bytes = choose_resident(self._entries, memory_bytes)
         self.collections: dict[str, ServedLookup] = {}
-        self._places: dict[str, _Place] = {}
-        self._arenas: list[ResidentRows | FileRows] = []
+        self._tables: dict[str, _TableRows] = {}
+        self._arenas: list[ResidentRows | ArenaFiles] = []
         for path, (tables, features) in model.collections().items():
             whole = {t.name: f"{path}.{t.name}" if path else t.name for t in tables}
             found = {name: model.ids(full) for name, full in whole.items()}
             ids = {name: ServedIds(whole[name], of, directory) for name, of in found.items() if of is not None}
             storages: dict[str, Storage] = {}
-            for alike in _alike([t for t in tables if whole[t.name] not in resident], self._entries, whole):
-                names = tuple(whole[name] for name in alike)
+            for group in _group_by_layout([t for t in tables if whole[t.name] not in resident], self._entries, whole):
+                names = tuple(whole[name] for name in group)
                 share = sum(cache_bytes[name] for name in names)
                 storage = FileStorage(model=model, tables=names, cache_bytes=share, changes=directory, redis=redis)
-                storages |= dict.fromkeys(alike, storage)
+                storages |= dict.fromkeys(group, storage)
             lookup = ServedLookup(tables, features, storages, ids, device=torch.device(device), backend=backend)
             self.collections[path] = lookup
             for arena in (arena for group in lookup.groups for arena in group.arenas):
                 if arena.tables[0] in storages:
-                    rows = FileRows(arena, whole, redis)
+                    rows = ArenaFiles(arena, whole, redis)
                 else:
                     rows = ResidentRows(arena, whole, model, directory)
                 self._arenas.append(rows)
                 for number, name in enumerate(arena.tables):
-                    self._places[whole[name]] = _Place(rows, arena.first_slots[number], ids.get(name))
-        self._dynamic = {name: place.ids for name, place in self._places.items() if place.ids is not None}
+                    self._tables[whole[name]] = _TableRows(rows, arena.first_slots[number], ids.get(name))
+        self._dynamic = {name: of.ids for name, of in self._tables.items() if of.ids is not None}
 
     @property
     def unknown_ids(self) -> Counter[str]:
-        """Count, by feature of a dynamic table, the ids without a row so far; they are left out of their bags."""
+        """Number of unknown ids by feature, which were dropped from their bags."""
         return sum((c.unknown_ids.copy() for c in self.collections.values()), Counter())
 
     @property
     def bad_ids(self) -> Counter[str]:
-        """Count, by feature, the ids that were dropped or hashed so far."""
+        """Number of invalid ids by feature, which were dropped or hashed."""
         return sum((c.bad_ids.copy() for c in self.collections.values()), Counter())
 
     @property
@@ -257,23 +257,23 @@ class ServedTables:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that rows take."""
+        """Bytes of memory for rows."""
         return sum(rows.arena.store.nbytes for rows in self._arenas)
 
     @property
     def changed_share(self) -> float:
-        """Disk space of changed rows as a share of the exported files below them; 0 if all rows are in memory."""
-        changed = [rows.changed for rows in self._arenas if isinstance(rows, FileRows)]
+        """Disk space of changed rows relative to the exported files; 0 if all rows are in memory."""
+        changed = [rows.changed for rows in self._arenas if isinstance(rows, ArenaFiles)]
         below = sum(layer.disk_bytes for of in changed for layer in of.below.layers())
         return sum(of.disk_bytes for of in changed) / below if below else 0.0
 
     def layers(self) -> list[Records]:
-        """List the record layers of tables in files."""
+        """Return the record layers of tables in files."""
         stores = [rows.arena.store for rows in self._arenas]
         return [layer for store in stores if isinstance(store, LazyStore) for layer in store.records.layers()]
 
     def close(self) -> None:
-        """Close files."""
+        """Close the files."""
         for layer in self.layers():
             layer.close()
 
@@ -282,38 +282,38 @@ class ServedTables:
     def stage(self, change: ChangeSet, check: Callable[[], None] = lambda: None) -> None:
         """Prepare the rows of a set of changes. ``check`` is called regularly and may raise.
 
-        Raise `DamagedError` if the set does not match its hash or the tables of the model, and `OSError` if the disk is
-        full or fails.
+        Raise `DamagedError` if the set does not match its hash or the model's tables, and `OSError` if the disk is full
+        or fails.
         """
         for name in change.manifest.tables:
             if name not in self._entries:
-                raise DamagedError(f"{change} has rows of table '{name}', which this model has not")
+                raise DamagedError(f"{change} has rows of table '{name}', which this model lacks")
         self._stage_ids(change)
         last: dict[str, int] = {}
         for table, deleted, ids, vectors in change.rows():
             check()
-            place, entry = self._places.get(table), self._entries[table]
-            if place is None:  # no feature of the model uses it
+            table_rows, entry = self._tables.get(table), self._entries[table]
+            if table_rows is None:  # unused by the model's features
                 continue
-            rows, fault = ids if place.ids is None else place.ids.staged_rows(ids), None
-            if place.ids is None and len(deleted):
+            rows, fault = ids if table_rows.ids is None else table_rows.ids.staged_rows(ids), None
+            if table_rows.ids is None and len(deleted):
                 fault = f"deletes ids of table '{table}', which is not dynamic"
             elif not len(ids):
                 continue
-            elif place.ids is None and (ids[0] <= last.get(table, -1) or bool((ids[1:] <= ids[:-1]).any())):
-                fault = f"has ids of table '{table}' that do not rise; copy it again"
+            elif table_rows.ids is None and (ids[0] <= last.get(table, -1) or bool((ids[1:] <= ids[:-1]).any())):
+                fault = f"has unsorted ids of table '{table}'. Copy it again"
             elif vectors.shape[1] != entry.dim or int(rows.min()) < 0 or int(rows.max()) >= entry.rows:
                 fault = (
-                    f"has rows {int(rows.min()):,} … {int(rows.max()):,} of {vectors.shape[1]} columns, and table "
-                    f"'{table}' has {entry.rows:,} rows of {entry.dim}"
+                    f"has rows {int(rows.min()):,} … {int(rows.max()):,} of {vectors.shape[1]} columns, expected rows "
+                    f"below {entry.rows:,} of {entry.dim} for table '{table}'"
                 )
             if fault is not None:
                 raise DamagedError(f"{change} {fault}")
             last[table] = int(ids[-1])
-            place.rows.stage(rows + place.first_slot, records_of(entry, rows, vectors))
+            table_rows.rows.stage(rows + table_rows.first_slot, records_of(entry, rows, vectors))
 
     def _stage_ids(self, change: ChangeSet) -> None:
-        """Assign rows to the new ids of dynamic tables. Rows of ids that the same change deletes are free."""
+        """Assign rows to new ids of dynamic tables, including rows of ids that the same change deletes."""
         if not self._dynamic.keys() & change.manifest.tables.keys():
             return
         deleted: dict[str, list[Tensor]] = {}
@@ -325,14 +325,14 @@ class ServedTables:
         for table, parts in deleted.items():
             gone, ids = torch.cat(parts), torch.cat(upserted[table])
             if len(torch.cat([gone, ids]).unique()) < len(gone) + len(ids):
-                raise DamagedError(f"{change} has an id of table '{table}' twice; copy it again")
+                raise DamagedError(f"{change} has an id of table '{table}' twice. Copy it again")
             self._dynamic[table].stage(gone, ids)
 
     def stage_model(self, model: ExportedModel, *, same_state: bool, check: Callable[[], None] = lambda: None) -> None:
-        """Prepare to replace all rows by those of another export of these tables.
+        """Prepare to replace all rows by another export of these tables.
 
-        With ``same_state`` the export has the rows that are served, so that the files of changes can be freed.
-        ``check`` is called regularly and may raise.
+        With ``same_state``, the export has the served rows, and replacing them frees the files of changes. ``check`` is
+        called regularly and may raise.
         """
         for rows in self._arenas:
             # An id of a dynamic table may have another row in the export.
@@ -345,23 +345,23 @@ class ServedTables:
                 finder.stage_ids(ids)
 
     def swap(self) -> None:
-        """Look up all that was staged from now on."""
+        """Publish all staged rows and ids to lookups."""
         for part in (*self._arenas, *self._dynamic.values()):
             part.swap()
 
     def tidy(self) -> None:
-        """Free the memory and disk space that no request needs since the last swap."""
+        """Free the memory and disk space that is unused since the last swap."""
         for rows in self._arenas:
             rows.tidy()
 
     def discard(self) -> None:
-        """Forget all that was staged."""
+        """Drop all staged rows and ids."""
         for part in (*self._arenas, *self._dynamic.values()):
             part.discard()
 
 
-def placement(tables: Mapping[str, TableEntry], memory_bytes: int | None) -> tuple[set[str], dict[str, int]]:
-    """Choose the tables in memory, and the cache bytes of the other tables.
+def choose_resident(tables: Mapping[str, TableEntry], memory_bytes: int | None) -> tuple[set[str], dict[str, int]]:
+    """Return the tables in memory, and the cache bytes of the other tables.
 
     Raise `StoreError` if the memory is too small for the index of changed rows.
     """
@@ -379,15 +379,17 @@ def placement(tables: Mapping[str, TableEntry], memory_bytes: int | None) -> tup
     rest = memory_bytes - taken - marks
     if rest < 0:
         raise StoreError(
-            f"memory is {memory_bytes:,} bytes, but tables in files need {taken + marks:,} to find changed rows; give "
-            "more, or put fewer rows into a model"
+            f"memory for rows: got {memory_bytes:,} bytes, expected at least {taken + marks:,} to find changed rows of "
+            "tables in files. Raise --memory_gib, or use fewer rows"
         )
     of_files = sum(size for name, size in sizes.items() if name not in resident)
     return resident, {name: rest * size // of_files for name, size in sizes.items() if name not in resident}
 
 
-def _alike(tables: Sequence[Table], entries: Mapping[str, TableEntry], whole: Mapping[str, str]) -> list[list[str]]:
-    """Group tables with the same record layout, which can share a store."""
+def _group_by_layout(
+    tables: Sequence[Table], entries: Mapping[str, TableEntry], whole: Mapping[str, str]
+) -> list[list[str]]:
+    """Group tables by record layout; each group shares a store."""
     found: dict[tuple[object, ...], list[str]] = {}
     for table in tables:
         layout = entries[whole[table.name]].records()
@@ -398,7 +400,7 @@ def _alike(tables: Sequence[Table], entries: Mapping[str, TableEntry], whole: Ma
 def same_tables(own: ModelManifest, other: ModelManifest) -> bool:
     """Return whether another model has the same inputs, tables and outputs, so that it can replace this one.
 
-    Looked-up tables and boundaries of derived inputs may differ, as may the kind of ids where it was not known.
+    Lookup tables and boundaries of derived inputs may differ, as may unknown types of ids.
     """
 
     def form(manifest: ModelManifest) -> object:

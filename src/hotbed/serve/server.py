@@ -1,7 +1,7 @@
-"""Run the server: listen, answer until told to stop, then drain.
+"""Run the HTTP server until a signal, and drain it.
 
-After SIGTERM readiness says 503, requests are answered for ``drain_s`` more, so that load balancers can notice; then
-the port is closed, what was begun is finished, and the process ends with status 0. SIGINT leaves the waiting out; a
+After SIGTERM, readiness reports 503 and requests are answered for ``drain_s``, so that load balancers can react.
+Then the port is closed, pending requests are finished, and the process ends with status 0. SIGINT skips the drain; a
 second signal ends the process at once.
 """
 
@@ -26,20 +26,19 @@ from hotbed.errors import RecipeError, StoppedError
 from hotbed.serve.app import Application, Connection
 from hotbed.serve.batching import Batcher
 from hotbed.serve.follower import Follower
+from hotbed.serve.monitoring import ModelState, ServerMetrics
 from hotbed.serve.options import ServeOptions
 from hotbed.serve.served_model import ServedModel
-from hotbed.serve.server_metrics import ModelState, ServerMetrics
 
 LOG = logging.getLogger("hotbed.serve")
 _WAIT_FOR_THREADS_S = 5.0
 _SWITCH_S = 1e-4
-"""How long one of Python's threads goes on while another one waits. The default, 5 ms, is longer than most requests
-take, and those that receive them and those that score them take turns several times for each."""
+"""Switch interval of Python's threads. The default, 5 ms, is longer than most requests."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model under its name, and what follows its training, if anything does."""
+    """A model with its name, and its follower if it follows training."""
 
     name: str
     model: ServedModel
@@ -47,19 +46,13 @@ class Served:
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """Take the port, before models are loaded.
-
-    Raises
-    ------
-    RecipeError
-        If it cannot be had.
-    """
+    """Bind the port, before models are loaded. Raise `RecipeError` if it cannot be bound."""
     try:
         family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         taken = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise RecipeError(
-            f"--host is {options.host!r}, which is no address of this machine ({error.strerror})"
+            f"--host: got {options.host!r}, expected an address of this machine ({error.strerror})"
         ) from None
     try:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -67,7 +60,7 @@ def listen(options: ServeOptions) -> socket.socket:
     except OSError as error:
         taken.close()
         raise RecipeError(
-            f"--host {options.host} --port {options.port} cannot be listened on ({error.strerror}); choose another "
+            f"--host {options.host} --port {options.port} cannot be bound ({error.strerror}). Choose another "
             "--port, or 0 for a free one"
         ) from None
     return taken
@@ -79,13 +72,13 @@ class Server:
     Parameters
     ----------
     models
-        What is served, the first one by ``/score``; whoever opened the models closes them.
+        Served models; the first one answers ``/score``. The caller closes them.
     options
         See `ServeOptions`.
     taken
         A bound socket, see `listen`.
     token
-        What requests must carry, None for nothing.
+        Token that requests must carry, or None.
     """
 
     def __init__(
@@ -106,12 +99,12 @@ class Server:
                 max_batch_rows=options.max_batch_rows,
                 max_wait_ms=options.max_wait_ms,
                 max_queue_rows=options.max_queue_rows,
-                observe=self._metrics.scored(name),
+                observe=self._metrics.batch_counter(name),
             )
         self._app = Application(self._batchers, options, token, self._metrics, connections)
         config = uvicorn.Config(
             self._app.asgi,
-            http=cast(Any, partial(Connection, options, self._metrics.refused)),
+            http=cast(Any, partial(Connection, options, self._metrics.count_refusal)),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -128,12 +121,9 @@ class Server:
         self._uvicorn.listening = self._listening
 
     def run(self) -> None:
-        """Answer until a signal, or `stop`, says that it is enough.
+        """Answer until a signal or `stop`.
 
-        Raises
-        ------
-        StoppedError
-            If a second signal ended it before all requests were answered.
+        Raise `StoppedError` if a second signal ended the server before all requests were answered.
         """
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
@@ -150,9 +140,9 @@ class Server:
             raise StoppedError("a second signal ended the server before all requests were answered", number)
 
     def stop(self) -> None:
-        """Drain and end, as SIGINT does, unless it does so already; called by any thread."""
+        """Begin to shut down, as after SIGINT. Any thread may call this."""
         if not self._app.draining:
-            self._uvicorn.asked(signal.SIGINT)
+            self._uvicorn.shut_down(signal.SIGINT)
 
     def _listening(self) -> None:
         for name, served in self._models.items():
@@ -162,7 +152,7 @@ class Server:
         self.started.set()
 
     def drain(self, number: int) -> float:
-        """Say that it is over; how long requests are still answered."""
+        """Begin to drain, and return its seconds."""
         self._app.draining = True
         LOG.info("draining", extra={"details": {"signal": signal.Signals(number).name}})
         return self._options.drain_s if number == signal.SIGTERM else 0.0
@@ -185,7 +175,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server with a drain before it closes the port, and without raising signals again after it."""
+    """uvicorn's server, which drains before it closes the port and does not raise the signal again."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -215,10 +205,10 @@ class _Uvicorn(uvicorn.Server):
 
     @override
     def handle_exit(self, sig: int, frame: object) -> None:
-        self.asked(sig)
+        self.shut_down(sig)
 
-    def asked(self, number: int) -> None:
-        """Begin to drain; asked again, end at once. It may be called by a signal, or by any thread."""
+    def shut_down(self, number: int) -> None:
+        """Begin to drain; at the second call, end at once. Signals and any thread may call this."""
         loop = self._loop
         if loop is None:
             self.should_exit = True

@@ -1,1 +1,1 @@
-"""Which recipe does `hotbed init` draft for a data set?"""
+"""Which recipe does `hotbed init` draft for a dataset?"""

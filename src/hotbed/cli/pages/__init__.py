@@ -1,1 +1,1 @@
-"""How do data, runs and plans look as text, JSON and HTML?"""
+"""How are data, runs, plans and skew shown as tables on a console and as HTML pages?"""

@@ -1,4 +1,4 @@
-"""Show what data hold, on a console and as a page: ``hotbed inspect DATA [--html FILE]``."""
+"""Show the columns of a dataset and their drift, on a console and as a page: ``hotbed inspect DATA [--html FILE]``."""
 
 from __future__ import annotations
 
@@ -14,31 +14,29 @@ from hotbed.cli.pages.report_page import (
     BLUE,
     ORANGE,
     RED,
-    Figures,
-    Table,
-    drawing,
-    html_figures,
-    html_lines,
-    html_page,
-    html_table,
+    Columns,
+    Page,
+    ReportTable,
+    draw_page,
+    format_cell,
     print_table,
+    set_rows,
     shorten,
 )
 from hotbed.data.drafting.profile import BINS, REACH, ColumnProfile, upper_edge
 from hotbed.data.inspection import DataSummary
 
 MOST_PANELS = 120
-"""Columns that are drawn, which takes 4 s of a core; of more, those with the largest drift, or the first."""
+"""Largest number of columns that are drawn, which takes a core 4 s. Columns with the largest drift come first."""
 MOST_DRIFTS = 40
-"""Columns in the figure of drift, those with the largest."""
-ALIKE, UNLIKE = 0.1, 0.25
-"""Stability indices below which distributions are alike, and from which they are unlike."""
-_FEW = 20
+"""Largest number of columns in the figure of drift."""
+MOVED, UNLIKE = 0.1, 0.25
+"""Smallest stability index of a moved distribution, and of a different one."""
 _SIZES = [m * 10**e for e in range(7) for m in (1, 2, 5)]
 
 
 def print_data(console: Console, found: Mapping[str, Any]) -> None:
-    """Print what `inspect_data` found: rows, labels, a line per column, drift, and faults."""
+    """Print the rows, labels, columns, drift and faults that `inspect_data` found."""
     for line in _lines(found):
         console.print(line, soft_wrap=True)
     print_table(console, _columns(found))
@@ -49,28 +47,30 @@ def print_data(console: Console, found: Mapping[str, Any]) -> None:
     for fault in found.get("faults", ()):
         console.print(f"✗ {_fault_name(fault)}: {fault['message']}", soft_wrap=True)
     if found.get("faults") == []:
-        console.print(f"all rows are what {found['recipe']} says", soft_wrap=True)
+        console.print(f"all rows match {found['recipe']}", soft_wrap=True)
 
 
-def page(found: Mapping[str, Any], after: DataSummary, before: DataSummary | None) -> str:
+def render_data(found: Mapping[str, Any], after: DataSummary, before: DataSummary | None) -> str:
     """Return the page of a dataset, and of its drift from an earlier one."""
     drift: Mapping[str, Any] | None = found.get("against")
-    names = _columns_to_draw(after, drift)
-    few = f" {len(names):,} of {len(after.columns):,} columns; no times." if len(names) < len(after.columns) else ""
-    legend = f'<p><span style="color:{BLUE}">■</span> now <span style="color:{ORANGE}">■</span> before</p>'
-    about = (
-        "Of ids and categories: which share of all values the most frequent 1, 2, 5, … of them have. Of numbers: "
-        f"the share in each interval of sizes, four per doubling; negative ones on the left.{few}"
-    )
-    with drawing() as figures:
-        sections = {"": html_lines(*_lines(found)), **_faults(found)}
+    with draw_page(str(found["path"])) as page:
+        page.text(*_lines(found))
+        if found.get("faults"):
+            items = (f"<li><b>{escape(_fault_name(of))}</b>: {escape(of['message'])}</li>" for of in found["faults"])
+            page.heading(f"Differences from {found['recipe']}")
+            page.html(f'<ul class="bad">{"".join(items)}</ul>')
+        elif "faults" in found:
+            page.heading("Recipe")
+            page.text(f"All rows match {found['recipe']}.")
         if drift is not None:
-            sections["Drift"] = [*html_lines(*_drift_lines(drift)), *_drift_bars(figures, drift)]
-            sections["Drift"].append(html_table(_drift(drift)))
-        sections["Columns"] = [html_table(_columns(found))]
-        panels = (_panel(figures, after.columns[n], before and before.columns.get(n)) for n in names)
-        sections["Distributions"] = [*html_lines(about), legend if before else "", html_figures(panels)]
-        return html_page(str(found["path"]), sections)
+            page.heading("Drift")
+            page.text(*_drift_lines(drift))
+            _drift_bars(page, drift)
+            page.table(_drift(drift))
+        page.heading("Columns")
+        page.table(_columns(found))
+        _distributions(page, after, before, drift)
+        return page.render()
 
 
 def _lines(found: Mapping[str, Any]) -> list[str]:
@@ -81,54 +81,46 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"splits: {splits}")
     for label in found["labels"]:
         low, high = label["interval"]
-        rule = f", positive where {label['positive']}" if "positive" in label else ""
+        rule = f", positive if {label['positive']}" if "positive" in label else ""
         by_split = "".join(f"; {split} {rate:.3%}" for split, rate in label["rate_by_split"].items())
         rate = f"{label['rate']:.3%} positive ({low:.3%} to {high:.3%}{rule})"
         lines.append(f"label {label['label']}: {rate} of {label['samples']:,} samples{by_split}")
     return [*lines, f"no label: {found['no_label']}"] if "no_label" in found else lines
 
 
-def _columns(found: Mapping[str, Any]) -> Table:
-    rows: list[list[str]] = []
-    for column in found["columns"]:
-        numbers: Mapping[str, Any] = column.get("numbers", {})
-        hottest = (column.get("hottest") or [{}])[0]
-        exponent, top, distinct = column.get("zipf_exponent"), column.get("top_shares", {}), column.get("distinct")
-        lengths = column.get("lengths")
-        error = column.get("distinct_error")
-        cells = [
-            column["column"],
-            column["type"],
-            f"{column['missing']:.2%}" if column["missing"] else "–",
-            "–" if distinct is None else f"≈ {distinct:,} ± {error:.1%}" if error else f"{distinct:,}",
-            shorten(str(hottest.get("value", "–")), 40),
-            f"{hottest['share']:.2%}" if hottest else "–",
-            f"{top['100']:.1%}" if "100" in top else "–",
-            "–" if exponent is None else f"{exponent:.2f}",
-            f"{lengths['mean']:.3g} ({lengths['low']:,} to {lengths['high']:,})" if lengths else "–",
-            *(_number(numbers.get(key)) for key in ("low", "mean", "high")),
-        ]
-        rows.append(cells)
-    counts = ("missing", "distinct", "hottest", "its share", "top 100", "Zipf", "ids", "low", "mean", "high")
-    return Table("columns", ("column", "type", *counts), rows, left=("type", "hottest"))
+def _columns(found: Mapping[str, Any]) -> ReportTable:
+    def distinct(column: Mapping[str, Any]) -> str:
+        value, error = column.get("distinct"), column.get("distinct_error")
+        return f"≈ {value:,} ± {error:.1%}" if error else format_cell(value, ",")
 
+    def hottest(column: Mapping[str, Any]) -> Mapping[str, Any]:
+        return (column.get("hottest") or [{}])[0]
 
-def _number(value: float | str | None) -> str:
-    return "–" if value is None else value if isinstance(value, str) else f"{value:,.6g}"
+    def lengths(column: Mapping[str, Any]) -> str:
+        found = column.get("lengths")
+        return f"{found['mean']:.3g} ({found['low']:,} to {found['high']:,})" if found else "–"
+
+    def number(column: Mapping[str, Any], key: str) -> str:
+        value = column.get("numbers", {}).get(key)
+        return value if isinstance(value, str) else format_cell(value, ",.6g")
+
+    columns: Columns = {
+        "column": lambda c: c["column"],
+        "type": lambda c: c["type"],
+        "missing": lambda c: format_cell(c["missing"] or None, ".2%"),
+        "distinct": distinct,
+        "hottest": lambda c: shorten(str(hottest(c).get("value", "–")), 40),
+        "its share": lambda c: format_cell(hottest(c).get("share"), ".2%"),
+        "top 100": lambda c: format_cell(c.get("top_shares", {}).get("100"), ".1%"),
+        "Zipf": lambda c: format_cell(c.get("zipf_exponent"), ".2f"),
+        "ids": lengths,
+        **{key: lambda c, key=key: number(c, key) for key in ("low", "mean", "high")},
+    }
+    return ReportTable.of("columns", found["columns"], columns, left=("type", "hottest"))
 
 
 def _fault_name(fault: Mapping[str, Any]) -> str:
     return f"{fault['problem']} ({fault['values']:,} values)" if fault["values"] else str(fault["problem"])
-
-
-def _faults(found: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the section of faults, if data were compared with a recipe."""
-    if "faults" not in found:
-        return {}
-    if not found["faults"]:
-        return {"Recipe": html_lines(f"All rows are what {found['recipe']} says.")}
-    items = (f"<li><b>{escape(_fault_name(of))}</b>: {escape(of['message'])}</li>" for of in found["faults"])
-    return {f"Not as {found['recipe']} says": [f'<ul class="bad">{"".join(items)}</ul>']}
 
 
 # -- drift -------------------------------------------------------------------------------------------------------
@@ -140,93 +132,94 @@ def _drift_lines(drift: Mapping[str, Any]) -> list[str]:
         (before, after), (low, high) = label["rates"], label["interval"]
         change = f"{label['change']:+.3%} ({low:+.3%} to {high:+.3%})"
         lines.append(f"label {label['label']}: {before:.3%} → {after:.3%}, {change}")
-    for key, where in (("only_before", "are no longer there"), ("only_after", "are new")):
+    for key, name in (("only_before", "removed"), ("only_after", "new")):
         if drift[key]:
-            lines.append(f"columns that {where}: {', '.join(drift[key])}")
+            lines.append(f"{name} columns: {', '.join(drift[key])}")
     return lines
 
 
-def _drift(drift: Mapping[str, Any]) -> Table:
-    rows: list[list[str]] = []
-    for column in drift["columns"]:
-        index, divergence = (column.get(key) for key in ("stability_index", "jensen_shannon"))
-        cells = [
-            column["column"],
-            "–" if index is None else f"{index:.3f}",
-            "–" if divergence is None else f"{divergence:.4f}",
-            _unseen(column),
-            f"{column['unseen_values']:,}" if "unseen_values" in column else "–",
-            *(f"{share:.2%}" for share in column["missing"]),
-        ]
-        rows.append(cells)
-    head = ("column", "stability index", "Jensen-Shannon", "unseen", "new values", "missing before", "now")
-    return Table("drift", head, rows)
+def _drift(drift: Mapping[str, Any]) -> ReportTable:
+    columns: Columns = {
+        "column": lambda c: c["column"],
+        "stability index": lambda c: format_cell(c.get("stability_index"), ".3f"),
+        "Jensen-Shannon": lambda c: format_cell(c.get("jensen_shannon"), ".4f"),
+        "unseen": _unseen,
+        "new values": lambda c: format_cell(c.get("unseen_values"), ","),
+        "missing before": lambda c: f"{c['missing'][0]:.2%}",
+        "now": lambda c: f"{c['missing'][1]:.2%}",
+    }
+    return ReportTable.of("drift", drift["columns"], columns)
 
 
 def _unseen(column: Mapping[str, Any]) -> str:
-    """Return the share of values that were not seen before, with its error if it is estimated."""
-    if "unseen_share" not in column:
-        return "–"
-    error = column["unseen_share_error"]
-    return f"{column['unseen_share']:.2%}" + (f" ± {error:.2%}" if error else "")
+    """Return the share of values that the earlier data lacks, with its error if it is estimated."""
+    error = column.get("unseen_share_error")
+    return format_cell(column.get("unseen_share"), ".2%") + (f" ± {error:.2%}" if error else "")
 
 
-def _drift_bars(figures: Figures, drift: Mapping[str, Any]) -> list[str]:
-    """Draw for each column a bar of its index and one of its unseen share."""
+def _drift_bars(page: Page, drift: Mapping[str, Any]) -> None:
+    """Draw each column's stability index and unseen share."""
     columns = [column for column in drift["columns"] if "stability_index" in column]
     if not columns:
-        return []
-    few = f" The {MOST_DRIFTS} largest of {len(columns):,}." if len(columns) > MOST_DRIFTS else ""
-    about = (
-        f"Population stability index: alike below {ALIKE}, moved from there on, unlike from {UNLIKE}. Beside it the "
-        f"share of the values now that never occurred before.{few}"
+        return
+    few = f" The {MOST_DRIFTS} largest of {len(columns):,} are drawn." if len(columns) > MOST_DRIFTS else ""
+    page.text(
+        f"Left: population stability index, below {MOVED} unchanged, from {UNLIKE} a different distribution. Right: "
+        f"share of the values that the earlier data lacks.{few}"
     )
-    columns, places = columns[:MOST_DRIFTS], np.arange(min(len(columns), MOST_DRIFTS))
+    columns, rows = columns[:MOST_DRIFTS], np.arange(min(len(columns), MOST_DRIFTS))
     index = [column["stability_index"] for column in columns]
-    unseen = [column.get("unseen_share", 0.0) for column in columns]
-    left, right = figures.axes("stability index", 9.0, 0.6 + 0.2 * len(columns), panels=2)
-    colors = [RED if i >= UNLIKE else ORANGE if i >= ALIKE else BLUE for i in index]
-    left.bar_label(left.barh(places, index, color=colors), [f"{i:.3f}" for i in index], padding=3)
+    left, right = page.axes("stability index", 9.0, 0.6 + 0.2 * len(columns), panels=2)
+    colors = [RED if i >= UNLIKE else ORANGE if i >= MOVED else BLUE for i in index]
+    left.bar_label(left.barh(rows, index, color=colors), [f"{i:.3f}" for i in index], padding=3)
     left.set_xlim(0, 1.15 * max(2 * UNLIKE, *index))
-    left.set_yticks(places, [shorten(column["column"], 34) for column in columns])
-    for mark in (ALIKE, UNLIKE):
+    for mark in (MOVED, UNLIKE):
         left.axvline(mark, color="#bbbbbb", linestyle="--", linewidth=0.8, zorder=0)
-    said = ["" if "unseen_share" not in column else _unseen(column) for column in columns]
-    right.bar_label(right.barh(places, unseen, color=BLUE), said, padding=3)
+    shares = [column.get("unseen_share", 0.0) for column in columns]
+    labels = ["" if "unseen_share" not in column else _unseen(column) for column in columns]
+    right.bar_label(right.barh(rows, shares, color=BLUE), labels, padding=3)
     right.set_xlim(0, 1.3)
     right.set_xticks([0, 0.5, 1], ["0%", "50%", "100%"])
-    right.set_yticks([])
     right.set_title("unseen before", loc="left")
-    for axes in (left, right):
-        axes.set_ylim(len(columns) - 0.4, -0.6)
-    return [*html_lines(about), html_figures([figures.svg(left.figure, "drift by column")])]
+    set_rows(left, [shorten(column["column"], 34) for column in columns])
+    set_rows(right, [""] * len(columns))
+    page.figures(page.svg(left, "drift by column"))
 
 
 # -- distributions -----------------------------------------------------------------------------------------------
 
 
-def _columns_to_draw(after: DataSummary, drift: Mapping[str, Any] | None) -> list[str]:
-    """Return the columns that are drawn, those with the largest drift first."""
+def _distributions(page: Page, after: DataSummary, before: DataSummary | None, drift: Mapping[str, Any] | None) -> None:
+    """Draw the columns, those with the largest drift first."""
     names = [name for name, column in after.columns.items() if column.values is not None and not column.is_time]
     order = [] if drift is None else [column["column"] for column in drift["columns"] if column["column"] in names]
-    return list(dict.fromkeys([*order, *names]))[:MOST_PANELS]
+    names = list(dict.fromkeys([*order, *names]))[:MOST_PANELS]
+    few = f" {len(names):,} of {len(after.columns):,} columns; no times." if len(names) < len(after.columns) else ""
+    page.heading("Distributions")
+    page.text(
+        "Ids and categories: share of all values that the most frequent 1, 2, 5, … of them have. Numbers: share in "
+        f"each interval of sizes, four per doubling, negative numbers on the left.{few}"
+    )
+    if before is not None:
+        page.html(f'<p><span style="color:{BLUE}">■</span> now <span style="color:{ORANGE}">■</span> before</p>')
+    page.figures(*(_panel(page, after.columns[name], before and before.columns.get(name)) for name in names))
 
 
-def _panel(figures: Figures, now: ColumnProfile, before: ColumnProfile | None) -> str:
-    """Draw one column: its name, its missing share, and a curve of its values or bars of its numbers."""
-    axes = figures.axes(shorten(now.name, 30), height=1.9)
+def _panel(page: Page, now: ColumnProfile, before: ColumnProfile | None) -> str:
+    """Draw one column: its name, its missing share, and its values."""
+    axes = page.axes(shorten(now.name, 30), height=1.9)
     axes.figure.set_layout_engine(None)  # a constrained layout takes twice the time
     axes.figure.subplots_adjust(0.11, 0.14, 0.95, 0.86)
     if now.missing:
         axes.set_title(f"{now.missing / max(1, now.rows):.1%} missing", loc="right", color="#666666", fontsize=7)
-    (_bars if now.is_measure else _curve)(axes, now, before)
-    return figures.svg(axes.figure, f"distribution of {now.name}")
+    (_draw_numbers if now.is_measure else _draw_values)(axes, now, before)
+    return page.svg(axes, f"distribution of {now.name}")
 
 
-def _curve(axes: Any, now: ColumnProfile, before: ColumnProfile | None) -> None:
+def _draw_values(axes: Any, now: ColumnProfile, before: ColumnProfile | None) -> None:
     counted = [(of.values, color) for of, color in ((before, ORANGE), (now, BLUE)) if of is not None and of.values]
     most = max(2, *(values.ranked for values, _ in counted))
-    sizes = [*range(1, most)] if most <= _FEW else [n for n in _SIZES if n < most]
+    sizes = [*range(1, most)] if most <= 20 else [n for n in _SIZES if n < most]
     for values, color in counted:
         own = [n for n in [*sizes, most] if n <= max(1, values.ranked)] or [1]
         if values.total:
@@ -240,18 +233,18 @@ def _curve(axes: Any, now: ColumnProfile, before: ColumnProfile | None) -> None:
     axes.set_yticks([0, 0.5, 1], ["0%", "50%", "100%"])
 
 
-def _bars(axes: Any, now: ColumnProfile, before: ColumnProfile | None) -> None:
+def _draw_numbers(axes: Any, now: ColumnProfile, before: ColumnProfile | None) -> None:
     shares = [_shares(of.bins) for of in (now, before) if of is not None]
-    there = np.flatnonzero(np.sum(shares, axis=0))
-    if not len(there):
+    filled = np.flatnonzero(np.sum(shares, axis=0))
+    if not len(filled):
         axes.set_axis_off()
         return
-    first, last = int(there[0]), int(there[-1])
-    shown = slice(first, last + 1)
+    first, last = int(filled[0]), int(filled[-1])
+    drawn = slice(first, last + 1)
     most = max(float(of.max()) for of in shares)
-    axes.stairs(shares[0][shown], np.arange(first, last + 2), fill=True, color=BLUE)
+    axes.stairs(shares[0][drawn], np.arange(first, last + 2), fill=True, color=BLUE)
     if before is not None:
-        axes.plot(np.arange(first, last + 1) + 0.5, shares[1][shown], color=ORANGE)
+        axes.plot(np.arange(first, last + 1) + 0.5, shares[1][drawn], color=ORANGE)
     marks = [first] + [REACH] * (first < REACH < last) + [last] * (last > first)
     axes.set_xlim(first, last + 1)
     axes.set_xticks([n + 0.5 for n in marks], [f"{upper_edge(n):,.3g}" for n in marks])
@@ -260,6 +253,6 @@ def _bars(axes: Any, now: ColumnProfile, before: ColumnProfile | None) -> None:
 
 
 def _shares(bins: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the share of the numbers in each bin, without missing ones."""
+    """Return each bin's share of the numbers that are not missing."""
     counts = bins[: BINS - 1].astype(np.float64)
     return counts / max(1.0, float(counts.sum()))

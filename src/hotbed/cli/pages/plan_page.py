@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 
-from hotbed.cli.dry_run import cut_of, owners_of
 from hotbed.cli.pages.report_page import (
     BLUE,
     GRAY,
@@ -20,127 +19,170 @@ from hotbed.cli.pages.report_page import (
     RED,
     TIER_COLORS,
     WIDTH,
-    Figures,
-    Table,
-    drawing,
-    html_figures,
-    html_lines,
-    html_page,
-    html_table,
+    Columns,
+    Page,
+    ReportTable,
+    draw_page,
     print_table,
+    set_rows,
 )
-from hotbed.plan.cost import PARTS, TIERS, tile_bytes
+from hotbed.plan.cost import PARTS, TIERS, Cost, tile_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found
 from hotbed.plan.simulation.simulate import Simulation, amount_text
 from hotbed.plan.simulation.sweep import ASSUMED_FACTOR, RANKS, Point, Sweep, assumed_range, first_that_fits
 from hotbed.plan.simulation.timeline import THREADS
 from hotbed.plan.step_time import Term, estimate_step, parts_of_busiest
-from hotbed.plan.tiling import extent
+from hotbed.plan.tiling import Plan, Tile, extent
 from hotbed.train.runs.report import size
 
 MOST_BARS = 64
-"""Ranks that are drawn; of more, a sample."""
+"""Largest number of ranks that are drawn; of more, a sample."""
 MOST_TILES = 60
-"""Tiles of a rank that are drawn one by one, the largest; the others are one box."""
+"""Largest number of a rank's tiles that are drawn one by one; the smaller ones share a box."""
 MOST_RANKS = 16
-"""Ranks that are printed one by one."""
+"""Largest number of ranks that are printed one by one."""
 _FIRST = (BLUE, "#9ec1e0", GREEN, "#8cd17d", "#2f7d5b", PURPLE)
 PART_COLORS = (*_FIRST, "#e8a0b8", "#f1ce63", ORANGE, GRAY, RED, "#7b6d5a")
 """Colors of `hotbed.plan.cost.PARTS`."""
 RESOURCES: tuple[str, ...] = ("device memory", "arithmetic", "links", "host link", "disk", "cores")
 RESOURCE_COLORS: dict[str, str] = dict(zip(RESOURCES, (BLUE, GREEN, RED, ORANGE, GRAY, PURPLE), strict=True))
+_BAR = 20
 _EDGE = {"edgecolor": "white", "linewidth": 0.3}
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.4g} ms"
 
 
 # -- printed -----------------------------------------------------------------------------------------------------
 
 
+def plan_grids(plan: Plan, costs: Sequence[Cost]) -> list[ReportTable]:
+    """Return two tables for a console: how tables are cut, and the ranks' bytes and load (`hotbed.plan.cost`)."""
+    tables = [
+        [name, "{:,} × {:,}".format(*extent(tiles)), format_cut(tiles), format_owners(tiles)]
+        for name, tiles in plan.by_table.items()
+    ]
+    most = max(cost.load for cost in costs) or 1.0
+    ranks: list[list[str]] = []
+    for rank, cost in enumerate(costs):
+        count = sum(rank in tile.ranks for tile in plan.tiles)
+        load = f"{'█' * round(_BAR * cost.load / most)} {cost.load / most:.0%}"
+        ranks.append([str(rank), str(count), f"{cost.nbytes / 2**20:,.1f} MiB", load])
+    return [
+        ReportTable("Tables", ("table", "rows × columns", "cut", "owners"), tables, left=("cut", "owners")),
+        ReportTable("Ranks", ("rank", "tiles", "memory", "load"), ranks, left=("load",)),
+    ]
+
+
+def format_cut(tiles: Sequence[Tile]) -> str:
+    """Describe how a table is cut and copied, e.g. ``4 row parts``."""
+    row_cuts, col_cuts = {t.rows for t in tiles}, {t.cols for t in tiles}
+    parts: list[str] = []
+    if len(row_cuts) > 1:
+        parts.append(f"{len(row_cuts)} row parts")
+    if len(col_cuts) > 1:
+        parts.append(f"{len(col_cuts)} column parts")
+    copied = [t for t in tiles if t.readers]
+    if copied:
+        rows = sum(len(t.rows) for t in copied if t.cols.start == 0)
+        copies = max(len(t.ranks) for t in copied)
+        parts.append(f"{'all' if len(copied) == len(tiles) else f'{rows:,}'} rows on {copies} ranks")
+    return ", ".join(parts) or "whole"
+
+
+def format_owners(tiles: Sequence[Tile]) -> str:
+    """List the ranks that own a table's tiles, e.g. ``0 … 7``."""
+    owners = sorted({t.owner for t in tiles})
+    if len(owners) > 2 and owners == list(range(owners[0], owners[-1] + 1)):
+        return f"{owners[0]} … {owners[-1]}"
+    return ", ".join(map(str, owners))
+
+
 def print_plan(to: Console, found: Found, others: dict[str, float], device_bytes: int | None) -> None:
-    """Print tables with their cuts, ranks with their bytes and load, and how good the plan is."""
+    """Print the tables and ranks of a plan, its estimated step, and its distance from the lower bound."""
     costs, plan = found.costs, found.plan
     print_table(to, _tables(found))
-    title, shown = "Ranks", list(range(plan.world_size))
+    title, ranks = "Ranks", list(range(plan.world_size))
     if plan.world_size > MOST_RANKS:
         order = costs.load.argsort()[::-1].tolist()
         title += ": busiest, median, idlest, fullest"
-        shown = [order[0], order[len(order) // 2], order[-1], int(costs.nbytes.argmax())]
+        ranks = [order[0], order[len(order) // 2], order[-1], int(costs.nbytes.argmax())]
     rows = [
-        [str(rank), f"{costs.load[rank] * 1e3:,.4g} ms", *(size(int(costs.memory[tier][rank])) for tier in TIERS)]
-        for rank in shown
+        [str(rank), _ms(costs.load[rank]), *(size(int(costs.memory[tier][rank])) for tier in TIERS)] for rank in ranks
     ]
-    print_table(to, Table(title, ("rank", "load", *TIERS), rows))
-    for line in _step_lines(found):
-        to.print(line, soft_wrap=True)
+    print_table(to, ReportTable(title, ("rank", "load", *TIERS), rows))
     most = int(costs.memory["device"].max())
-    beside = ", ".join(f"{what} {size(nbytes)}" for what, nbytes in found.limits.reserved.items() if nbytes)
-    room = f"{size(found.limits.device)} per rank"
+    reserved = ", ".join(f"{what} {size(nbytes)}" for what, nbytes in found.limits.reserved.items() if nbytes)
+    limit = f"{size(found.limits.device)} per rank"
     if found.limits.device == device_bytes:
-        room += " (the recipe's memory.device_bytes)"
-    to.print(f"device memory: rows {size(most)} of {room}; beside: {beside}", soft_wrap=True)
+        limit += " (the recipe's memory.device_bytes)"
+    lines = [*_step_lines(found), f"device memory: rows {size(most)} of {limit}; reserved: {reserved}"]
     for name, seconds in others.items():
-        does = f"{seconds * 1e3:,.4g} ms" if seconds < float("inf") else "does not fit"
-        to.print(f"the recipe's own plan {name}: {does}")
+        lines.append(f"the recipe's plan {name}: {_ms(seconds) if math.isfinite(seconds) else 'does not fit'}")
+    for line in lines:
+        to.print(line, soft_wrap=True)
 
 
-def print_simulation(to: Console, simulation: Simulation, terms: Sequence[Term], here: Hardware) -> None:
-    """Print what a step is spent on, what binds, its terms with their sources, and what a billion samples cost."""
+def print_simulation(to: Console, simulation: Simulation, terms: Sequence[Term], hardware: Hardware) -> None:
+    """Print a simulated step, its resources, and its terms with the sources of their rates."""
     for line in _simulated_lines(simulation):
         to.print(line, soft_wrap=True)
     print_table(to, _resources(simulation))
     print_table(to, _terms(terms))
     if any(term.hidden for term in terms):
-        to.print("in brackets: beside the step, not added")
+        to.print("in brackets: overlapped, so not added to the step")
     used = dict.fromkeys(figure for term in terms for figure in term.figures)
-    said = [here.said_of(figure) for figure in used]
-    for figure, words in zip(used, said, strict=True):
-        to.print(f"{figure}: {words}", soft_wrap=True)
-    named = {name for words in said for name in words[words.rfind("(") + 1 :].rstrip(")").split(", ")}
-    for source in here.sources:
-        if source.split(":", 1)[0] in named:
+    sources = [hardware.said_of(figure) for figure in used]
+    for figure, source in zip(used, sources, strict=True):
+        to.print(f"{figure}: {source}", soft_wrap=True)
+    cited = {name for text in sources for name in text[text.rfind("(") + 1 :].rstrip(")").split(", ")}
+    for source in hardware.sources:
+        if source.split(":", 1)[0] in cited:
             to.print(source, soft_wrap=True)
 
 
 def print_sweep(to: Console, sweep: Sweep, points: Sequence[Point]) -> None:
-    """Print a row for each point."""
+    """Print a row per point."""
     print_table(to, _sweep(sweep, points))
     steps = [point.simulation.step_s if point.simulation else None for point in points]
     if sweep.what != RANKS and len(steps) > 1 and len(set(steps)) == 1:
-        to.print(f"{sweep.what} makes no difference here: the step waits for something else at all of these values")
+        to.print(f"{sweep.what} makes no difference: at all of these values another resource limits the step")
     for problem in {point.problem: None for point in points if point.problem}:
         to.print(f"does not fit: {problem}", soft_wrap=True)
 
 
 def _step_lines(found: Found) -> list[str]:
-    """Describe the step by formula."""
+    """Describe the step that the formulas estimate."""
     costs, step = found.costs, estimate_step(found.plan, found.costs, found.model)
     parts = ", ".join(f"{name} {seconds * 1e3:.3g}" for name, seconds in parts_of_busiest(costs).items())
     rate = found.model.workload.batch_size / step.seconds
     lines = [
-        f"step: {step.seconds * 1e3:,.4g} ms, {rate:,.0f} samples/s; tables {step.tables * 1e3:.3g}, "
-        f"dense {step.dense * 1e3:.3g}, messages {step.messages * 1e3:.3g}, launches {step.launches * 1e3:.3g} ms "
-        "(by formula: the parts of the busiest rank, which does not wait for other ranks)"
+        f"step: {_ms(step.seconds)}, {rate:,.0f} samples/s; tables {step.tables * 1e3:.3g}, dense "
+        f"{step.dense * 1e3:.3g}, messages {step.messages * 1e3:.3g}, launches {step.launches * 1e3:.3g} ms "
+        "(by formula: the parts of the busiest rank, without waits for other ranks)"
     ]
     low, high, assumed = assumed_range(found)
     if assumed:
         lines.append(
-            f"from {low * 1e3:,.4g} to {high * 1e3:,.4g} ms if all assumed figures were {ASSUMED_FACTOR:g} times "
-            f"better or worse: {', '.join(assumed)}"
+            f"from {low * 1e3:,.4g} to {_ms(high)} if all assumed figures were {ASSUMED_FACTOR:g} times better or "
+            f"worse: {', '.join(assumed)}"
         )
     return [
         *lines,
         f"busiest rank (ms): {parts}",
         f"load: max/mean {costs.imbalance:.3f}; {found.gap:.1%} above the lower bound of "
-        f"{found.bound.load * 1e3:,.4g} ms ({found.bound.binds}); found by {found.method}",
+        f"{_ms(found.bound.load)} ({found.bound.binds}); found by {found.method}",
     ]
 
 
 def _simulated_lines(simulation: Simulation) -> list[str]:
     spent = ", ".join(f"{name} {seconds * 1e3:.3g}" for name, seconds in simulation.critical.items())
     lines = [
-        f"simulated: {simulation.step_s * 1e3:,.4g} ms, {simulation.samples_per_s:,.0f} samples/s on "
+        f"simulated: {_ms(simulation.step_s)}, {simulation.samples_per_s:,.0f} samples/s on "
         f"{simulation.nodes:,} nodes; bound by {simulation.binds}; ranks wait {simulation.waiting:.1%} of a step "
-        "(unlike the formula, this includes waiting for other ranks and for cores)",
+        "(unlike the formula, this includes waits for other ranks and for cores)",
         f"the rank that waits least (ms): {spent}",
     ]
     if simulation.per_billion is not None:
@@ -149,42 +191,41 @@ def _simulated_lines(simulation: Simulation) -> list[str]:
     return lines
 
 
-def _tables(found: Found) -> Table:
+def _tables(found: Found) -> ReportTable:
     rows: list[list[str]] = []
     for name, tiles in found.plan.by_table.items():
         count, columns = extent(tiles)
         tiers = " + ".join(tier for tier in TIERS if any(t.tier == tier for t in tiles))
-        rows.append([name, f"{count:,} × {columns:,}", cut_of(tiles), owners_of(tiles), tiers])
+        rows.append([name, f"{count:,} × {columns:,}", format_cut(tiles), format_owners(tiles), tiers])
     left = ("cut", "owners", "memory")
-    return Table("Tables", ("table", "rows × columns", *left), rows, left)
+    return ReportTable("Tables", ("table", "rows × columns", *left), rows, left)
 
 
-def _resources(simulation: Simulation) -> Table:
-    rows = [
-        [
-            name,
-            *(amount_text(amount, usage.unit) for amount in (usage.amount, usage.most)),
-            f"{usage.seconds * 1e3:,.4g} ms",
-            f"{usage.utilisation:.1%}",
-        ]
-        for name, usage in simulation.usage.items()
-    ]
-    head = ("resource", "mean", "most", "in use", "of the step")
-    return Table("Resources of a rank, per step", head, rows)
+def _resources(simulation: Simulation) -> ReportTable:
+    columns: Columns = {
+        "resource": lambda named: named[0],
+        "mean": lambda named: amount_text(named[1].amount, named[1].unit),
+        "most": lambda named: amount_text(named[1].most, named[1].unit),
+        "in use": lambda named: _ms(named[1].seconds),
+        "of the step": lambda named: f"{named[1].utilisation:.1%}",
+    }
+    return ReportTable.of("Resources of a rank, per step", simulation.usage.items(), columns)
 
 
-def _terms(terms: Sequence[Term]) -> Table:
-    """Return what a step of the busiest rank adds up from, and where each amount and rate is from."""
-    rows: list[list[str]] = []
-    for term in terms:
-        amount = "" if term.unit == "s" else amount_text(term.amount, term.unit)
-        time = f"({term.seconds * 1e3:.3g})" if term.hidden else f"{term.seconds * 1e3:.3g}"
-        rows.append([term.name, time, str(term.kernels or ""), amount, term.counted, ", ".join(term.figures)])
-    left = ("counted by", "at")
-    return Table("Terms of a step, busiest rank", ("term", "ms", "kernels", "amount", *left), rows, left)
+def _terms(terms: Sequence[Term]) -> ReportTable:
+    """Return the terms of the busiest rank's step, with the sources of amounts and rates."""
+    columns: Columns = {
+        "term": lambda t: t.name,
+        "ms": lambda t: f"({t.seconds * 1e3:.3g})" if t.hidden else f"{t.seconds * 1e3:.3g}",
+        "kernels": lambda t: str(t.kernels or ""),
+        "amount": lambda t: "" if t.unit == "s" else amount_text(t.amount, t.unit),
+        "counted by": lambda t: t.counted,
+        "at": lambda t: ", ".join(t.figures),
+    }
+    return ReportTable.of("Terms of a step, busiest rank", terms, columns, left=("counted by", "at"))
 
 
-def _sweep(sweep: Sweep, points: Sequence[Point]) -> Table:
+def _sweep(sweep: Sweep, points: Sequence[Point]) -> ReportTable:
     first = first_that_fits(list(points))
     rows: list[list[str]] = []
     for point in points:
@@ -194,7 +235,7 @@ def _sweep(sweep: Sweep, points: Sequence[Point]) -> Table:
             continue
         cells = [
             at,
-            f"{simulation.step_s * 1e3:,.4g} ms",
+            _ms(simulation.step_s),
             f"{simulation.samples_per_s:,.0f}",
             f"{point.efficiency(first):.1%}",
             f"{simulation.waiting:.1%}",
@@ -202,157 +243,137 @@ def _sweep(sweep: Sweep, points: Sequence[Point]) -> Table:
             "" if simulation.per_billion is None else f"{simulation.per_billion:,.2f}",
         ]
         rows.append(cells)
-    title = "ranks, with as many samples each" if sweep.what == RANKS else sweep.what
+    title = "ranks, at a constant batch per rank" if sweep.what == RANKS else sweep.what
     head = (sweep.what, "step", "samples/s", "efficiency", "waiting", "bound by", "per billion samples")
-    return Table(f"Sweep of {title}", head, rows, left=("bound by",))
+    return ReportTable(f"Sweep of {title}", head, rows, left=("bound by",))
 
 
 # -- the page ----------------------------------------------------------------------------------------------------
 
 
-def page(name: str, found: Found, simulation: Simulation, sweep: Sweep, points: Sequence[Point]) -> str:
-    """Return the page of a plan; ``points`` are those of a sweep of ranks."""
-    work, here = found.model.workload, found.model.hardware
-    assert here is not None
-    ranks = found.plan.world_size * work.replicas
-    of_replicas = f" in {work.replicas:,} replicas" if work.replicas > 1 else ""
-    shown = _shown(found)
-    which = _which(found, shown)
-    trace = "Gaps are waits. The same, to zoom into: --trace FILE."
-    with drawing() as figures:
-        sections = {
-            "": html_lines(*_simulated_lines(simulation), *_step_lines(found)),
-            "Memory of ranks: tiles by tier": [
-                *html_lines(f"{which} A box is a tile of a table, or a copy of one."),
-                _memory(figures, found, shown),
-                html_table(_tables(found)),
-            ],
-            "Load of ranks: what a step does for tables": [
-                *html_lines(f"{which} The dense part is the same on all ranks, and not shown here."),
-                _load(figures, found, shown),
-            ],
-            "Timeline of a few steps": [
-                *html_lines(f"{_drawn_ranks(simulation)} {trace}"),
-                _timeline(figures, simulation),
-            ],
-            "Resources of a rank, per step": [html_table(_resources(simulation))],
-            "Scaling": _scaling(figures, sweep, points),
-        }
-        return html_page(f"{name}: {ranks:,} ranks{of_replicas} of {here.name}", sections)
+def render_plan(name: str, found: Found, simulation: Simulation, sweep: Sweep, points: Sequence[Point]) -> str:
+    """Return the page of a plan, with the points of a sweep over ranks."""
+    work, hardware = found.model.workload, found.model.hardware
+    assert hardware is not None
+    replicas = f" in {work.replicas:,} replicas" if work.replicas > 1 else ""
+    ranks = _drawn_ranks(found)
+    which = _describe_sample(found, ranks)
+    title = f"{name}: {found.plan.world_size * work.replicas:,} ranks{replicas} of {hardware.name}"
+    with draw_page(title) as page:
+        page.text(*_simulated_lines(simulation), *_step_lines(found))
+        page.heading("Memory of ranks: tiles by tier")
+        page.text(f"{which} A box is a tile of a table, or a copy of one.")
+        _memory(page, found, ranks)
+        page.table(_tables(found))
+        page.heading("Load of ranks: time for tables in a step")
+        page.text(f"{which} The dense part is equal on all ranks, and not drawn.")
+        _load(page, found, ranks)
+        page.heading("Timeline of a few steps")
+        page.text(f"{_describe_timeline(simulation)} Gaps are waits. To zoom, write the timeline with --trace FILE.")
+        _timeline(page, simulation)
+        page.heading("Resources of a rank, per step")
+        page.table(_resources(simulation))
+        page.heading("Scaling")
+        _scaling(page, sweep, points)
+        return page.render()
 
 
-def _shown(found: Found) -> list[int]:
-    """Return the ranks that are drawn: all, or by load the busiest, the idlest, and evenly between; and the fullest."""
-    size_of = found.plan.world_size
-    if size_of <= MOST_BARS:
-        return list(range(size_of))
+def _drawn_ranks(found: Found) -> list[int]:
+    """Return all ranks, or a sample by load with the busiest, the idlest and the fullest."""
+    count = found.plan.world_size
+    if count <= MOST_BARS:
+        return list(range(count))
     order = found.costs.load.argsort(kind="stable")[::-1].tolist()
-    picked = [order[round(i * (size_of - 1) / (MOST_BARS - 2))] for i in range(MOST_BARS - 1)]
-    return list(dict.fromkeys([*picked, int(found.costs.nbytes.argmax())]))
+    sample = [order[round(i * (count - 1) / (MOST_BARS - 2))] for i in range(MOST_BARS - 1)]
+    return list(dict.fromkeys([*sample, int(found.costs.nbytes.argmax())]))
 
 
-def _which(found: Found, shown: Sequence[int]) -> str:
-    group = "All ranks of a group" if found.model.workload.replicas > 1 else "All ranks"
-    if len(shown) == found.plan.world_size:
+def _describe_sample(found: Found, ranks: Sequence[int]) -> str:
+    group = "All ranks of a replica" if found.model.workload.replicas > 1 else "All ranks"
+    if len(ranks) == found.plan.world_size:
         return f"{group}."
-    fullest = int(found.costs.nbytes.argmax())
-    last = "last, evenly picked between; the one with most bytes is among them"
-    if fullest == shown[-1] and len(shown) == MOST_BARS:
-        last = "last but one, evenly picked between; the last is the one with most bytes"
+    last = "last, with equal steps between; the one with the most bytes is among them"
+    if int(found.costs.nbytes.argmax()) == ranks[-1] and len(ranks) == MOST_BARS:
+        last = "last but one, with equal steps between; the last has the most bytes"
     return (
-        f"A sample of {len(shown)} of {found.plan.world_size:,} ranks, ordered by load: the busiest first, the idlest "
+        f"A sample of {len(ranks)} of {found.plan.world_size:,} ranks, ordered by load: the busiest first, the idlest "
         f"{last}."
     )
 
 
-def _memory(figures: Figures, found: Found, shown: Sequence[int]) -> str:
+def _memory(page: Page, found: Found, ranks: Sequence[int]) -> None:
     uses, limit = found.model.workload.by_table, found.limits.device
-    place = {rank: i for i, rank in enumerate(shown)}
-    axes = _rank_axes(figures, "bytes of rows and moments", shown)
-    bottom = np.zeros(len(shown))
+    column = {rank: i for i, rank in enumerate(ranks)}
+    axes = _rank_axes(page, "bytes of rows and moments", ranks)
+    tops = [0.0] * len(ranks)
     for tier in TIERS:
-        tiles: list[list[int]] = [[] for _ in shown]
+        tiles: list[list[int]] = [[] for _ in ranks]
         for tile in found.plan.tiles:
             if tile.tier == tier:
                 table, moments = uses[tile.table].table, uses[tile.table].moments
-                for rank in (rank for rank in tile.ranks if rank in place):
-                    tiles[place[rank]].append(tile_bytes(table, tile, moments if rank == tile.owner else ()))
-        at: list[int] = []
-        heights: list[int] = []
+                for rank in (rank for rank in tile.ranks if rank in column):
+                    tiles[column[rank]].append(tile_bytes(table, tile, moments if rank == tile.owner else ()))
+        boxes: list[tuple[int, float, int]] = []  # column, bottom, height
         for i, own in enumerate(tiles):
             largest = sorted(own)[::-1]
-            boxes = [*largest[:MOST_TILES], *([rest] if (rest := sum(largest[MOST_TILES:])) else [])]
-            at += [i] * len(boxes)
-            heights += boxes
-        if at:
-            bottoms = _stack(at, heights, bottom)
-            axes.bar(at, heights, 0.86, bottoms, color=TIER_COLORS[tier], label=tier, **_EDGE)
-    most = float(bottom.max()) or 1.0
+            heights = [*largest[:MOST_TILES], *([rest] if (rest := sum(largest[MOST_TILES:])) else [])]
+            *bottoms, tops[i] = accumulate(heights, initial=tops[i])
+            boxes += [(i, bottom, height) for bottom, height in zip(bottoms, heights, strict=True)]
+        if boxes:
+            at, bottom, height = zip(*boxes, strict=True)
+            axes.bar(at, height, 0.86, bottom, color=TIER_COLORS[tier], label=tier, **_EDGE)
+    most = max(tops) or 1.0
     marks = [most * f for f in (0, 0.5, 1)]
     axes.set_yticks(marks, [size(int(mark)) for mark in marks])
     axes.set_ylim(0, most * 1.03)
-    words = f"room for rows on the device: {size(limit)} per rank"
     if limit <= most:
         axes.axhline(limit, color=RED, linestyle="--", linewidth=1)
-    axes.set_title(words, loc="right", color=RED if limit <= most else "#666666")
-    return _with_legend(figures, axes, "memory of ranks")
+    title = f"room for rows on the device: {size(limit)} per rank"
+    axes.set_title(title, loc="right", color=RED if limit <= most else "#666666")
+    page.figures(page.svg(axes, "memory of ranks", legend=6))
 
 
-def _stack(at: Sequence[int], heights: Sequence[int], bottom: NDArray[np.float64]) -> list[float]:
-    """Return where each box of a column starts, and add the boxes to ``bottom``, the heights of columns."""
-    starts: list[float] = []
-    for i, height in zip(at, heights, strict=True):
-        starts.append(float(bottom[i]))
-        bottom[i] += height
-    return starts
-
-
-def _load(figures: Figures, found: Found, shown: Sequence[int]) -> str:
-    axes = _rank_axes(figures, "milliseconds of a step", shown)
-    bottom = np.zeros(len(shown))
+def _load(page: Page, found: Found, ranks: Sequence[int]) -> None:
+    axes = _rank_axes(page, "milliseconds of a step", ranks)
+    bottom = np.zeros(len(ranks))
     for number, (name, color) in enumerate(zip(PARTS, PART_COLORS, strict=True)):
-        ms = 1e3 * found.costs.parts[list(shown), number]
+        ms = 1e3 * found.costs.parts[list(ranks), number]
         if ms.any():
-            axes.bar(range(len(shown)), ms, 0.86, bottom, color=color, label=name, **_EDGE)
+            axes.bar(range(len(ranks)), ms, 0.86, bottom, color=color, label=name, **_EDGE)
             bottom += ms
     mean = 1e3 * float(found.costs.load.mean())
     axes.axhline(mean, color="#222222", linestyle="--", linewidth=1)
     axes.set_title(f"mean {mean:.4g} ms (dashed)", loc="right", color="#666666")
-    return _with_legend(figures, axes, "load of ranks")
+    page.figures(page.svg(axes, "load of ranks", legend=6))
 
 
-def _rank_axes(figures: Figures, title: str, shown: Sequence[int]) -> Any:
-    axes = figures.axes(title, WIDTH, 3.6)
-    every = math.ceil(len(shown) / 32)
-    axes.set_xticks(range(0, len(shown), every), [str(rank) for rank in shown[::every]])
-    axes.set_xlim(-0.6, max(len(shown), 4) - 0.4)
+def _rank_axes(page: Page, title: str, ranks: Sequence[int]) -> Any:
+    axes = page.axes(title, WIDTH, 3.6)
+    every = math.ceil(len(ranks) / 32)
+    axes.set_xticks(range(0, len(ranks), every), [str(rank) for rank in ranks[::every]])
+    axes.set_xlim(-0.6, max(len(ranks), 4) - 0.4)
     axes.set_xlabel("rank")
     return axes
 
 
-def _with_legend(figures: Figures, axes: Any, label: str) -> str:
-    """Add a legend below the axes, and return the figure."""
-    axes.figure.legend(loc="outside lower center", ncols=6, frameon=False)
-    return html_figures([figures.svg(axes.figure, label)])
-
-
-def _drawn_ranks(simulation: Simulation) -> str:
+def _describe_timeline(simulation: Simulation) -> str:
     ranks = list(dict.fromkeys(event.rank for event in simulation.events))
     names = ("busiest", "median", "idlest")
     if len(ranks) < len(names):
-        return f"Ranks of unequal load: {', '.join(map(str, ranks))}; all others are like one of them."
-    return "Of tables, " + ", ".join(f"rank {r} is the {n}" for r, n in zip(ranks, names, strict=False)) + "."
+        return f"Ranks {', '.join(map(str, ranks))}; every other rank has the load of one of them."
+    return "By load of tables, " + ", ".join(f"rank {r} is the {n}" for r, n in zip(ranks, names, strict=False)) + "."
 
 
-def _timeline(figures: Figures, simulation: Simulation) -> str:
+def _timeline(page: Page, simulation: Simulation) -> None:
     events = simulation.events
     if not events:
-        return "<p>Nothing takes any time.</p>"
+        page.text("No event takes any time.")
+        return
     begin = min(event.start for event in events)
     whole = 1e3 * (max(event.start + event.seconds for event in events) - begin)
     ranks = list(dict.fromkeys(event.rank for event in events))
     rows = sorted({(ranks.index(e.rank), THREADS.index(e.thread)) for e in events})
-    axes = figures.axes("milliseconds since the first step shown began", WIDTH, 0.9 + 0.27 * len(rows))
+    axes = page.axes("milliseconds since the first drawn step began", WIDTH, 0.9 + 0.27 * len(rows))
     for resource in (name for name in RESOURCES if any(e.resource == name for e in events)):
         own = [e for e in events if e.resource == resource]
         at = [rows.index((ranks.index(e.rank), THREADS.index(e.thread))) for e in own]
@@ -361,25 +382,25 @@ def _timeline(figures: Figures, simulation: Simulation) -> str:
         for event, row, start, width in zip(own, at, starts, widths, strict=True):
             if width > whole * (0.0055 * len(event.name) + 0.004):  # the name fits into its box
                 axes.text(start + width / 2, row, event.name, ha="center", va="center", color="white", fontsize=7)
-    axes.set_yticks(range(len(rows)), [f"rank {ranks[rank]} {THREADS[thread]}" for rank, thread in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
+    set_rows(axes, [f"rank {ranks[rank]} {THREADS[thread]}" for rank, thread in rows])
     axes.set_xlim(0, whole or 1)
-    return _with_legend(figures, axes, "timeline")
+    page.figures(page.svg(axes, "timeline", legend=6))
 
 
-def _scaling(figures: Figures, sweep: Sweep, points: Sequence[Point]) -> list[str]:
+def _scaling(page: Page, sweep: Sweep, points: Sequence[Point]) -> None:
     first = first_that_fits(list(points))
-    missing = html_lines(*[f"{p.ranks:,} ranks: {p.problem}" for p in points if p.simulation is None][:3])
+    missing = [f"{p.ranks:,} ranks: {p.problem}" for p in points if p.simulation is None][:3]
     if first is None or first.simulation is None:
-        return [*html_lines("No plan fits any of these numbers of ranks."), *missing]
-    there = [(p.ranks, p.simulation.samples_per_s, f"{p.efficiency(first):.0%}") for p in points if p.simulation]
-    counts, rates = [n for n, _, _ in there], [rate for _, rate, _ in there]
+        page.text("No plan fits any of these numbers of ranks.", *missing)
+        return
+    fitting = [(p.ranks, p.simulation.samples_per_s, f"{p.efficiency(first):.0%}") for p in points if p.simulation]
+    counts, rates = [n for n, _, _ in fitting], [rate for _, rate, _ in fitting]
     high, per_rank = max(p.ranks for p in points), first.simulation.samples_per_s / first.ranks
-    axes = figures.axes("samples/s by ranks", 8.0, 3.6)
+    axes = page.axes("samples/s by ranks", 8.0, 3.6)
     axes.plot([first.ranks, high], [per_rank * first.ranks, per_rank * high], color=GRAY, linestyle="--")
     axes.plot(counts, rates, color=BLUE, marker="o")
-    for count, rate, words in there:
-        axes.annotate(words, (count, rate), (0, 7), textcoords="offset points", ha="center")
+    for count, rate, efficiency in fitting:
+        axes.annotate(efficiency, (count, rate), (0, 7), textcoords="offset points", ha="center")
     least, most = min(rates), max(per_rank * high, *rates)
     for point in points:
         if point.simulation is None:
@@ -393,10 +414,7 @@ def _scaling(figures: Figures, sweep: Sweep, points: Sequence[Point]) -> list[st
     axes.set_yticks(marks, [amount_text(mark, "/s") for mark in marks])
     axes.minorticks_off()
     axes.margins(0.06, 0.12)
-    note = "Each rank has as many samples at every point; dashed: all as fast as those of the first point."
-    return [
-        *html_lines(note),
-        html_figures([figures.svg(axes.figure, "scaling")]),
-        html_table(_sweep(sweep, points)),
-        *missing,
-    ]
+    page.text("The batch per rank is constant. Dashed: every rank is as fast as at the first point.")
+    page.figures(page.svg(axes, "scaling"))
+    page.table(_sweep(sweep, points))
+    page.text(*missing)

@@ -1,18 +1,18 @@
-# pyright: reportMissingImports=false
-"""Build report pages of tables and figures without scripts, fonts or addresses, and print the same tables.
+"""Build HTML pages of tables and figures, and print the same tables on a console.
 
-matplotlib draws all figures. It is an extra, so type checks work without it.
+A page is one file without scripts, fonts or external addresses. matplotlib, an extra, draws the figures as SVG.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import re
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from rich.table import Table as RichTable
 
@@ -31,7 +31,7 @@ _RC: dict[Any, Any] = {
     "svg.hashsalt": "hotbed",
     "font.family": "sans-serif",
     "font.size": 8,
-    "text.parse_math": False,  # names may have dollar signs
+    "text.parse_math": False,  # names may contain dollar signs
 }
 _STYLE = (
     "body{font-family:system-ui,sans-serif;color:#222;margin:24px auto;max-width:1240px;padding:0 20px}"
@@ -43,60 +43,27 @@ _STYLE = (
     ".figures{display:flex;flex-wrap:wrap;gap:8px}figure{margin:0}.figures figure{max-width:100%}"
     ".figures svg{max-width:100%;height:auto}.wide{overflow-x:auto}.bad{color:#c44e52}"
 )
+Columns = Mapping[str, Callable[[Any], str]]
+"""Functions that return an entry's cell, by the head of their column."""
 
 
-class Table(NamedTuple):
-    """A table for a page or a console; all columns but the first and those in ``left`` are aligned to the right."""
+class ReportTable(NamedTuple):
+    """A table for a page or a console. The first column and those in ``left`` are aligned to the left."""
 
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: Sequence[str] = ()
 
-
-def print_table(console: Console, table: Table) -> None:
-    """Print a table."""
-    shown = RichTable(title=table.title, title_justify="left")
-    for i, name in enumerate(table.head):
-        shown.add_column(name, justify="left" if not i or name in table.left else "right", overflow="fold")
-    for row in table.rows:
-        shown.add_row(*row)
-    console.print(shown)
+    @classmethod
+    def of(cls, title: str, entries: Iterable[Any], columns: Columns, left: Sequence[str] = ()) -> Self:
+        """Build a table with a row per entry."""
+        return cls(title, list(columns), [[cell(entry) for cell in columns.values()] for entry in entries], left)
 
 
-def html_table(table: Table) -> str:
-    """Return a table as HTML, without its title."""
-
-    def row(tag: str, cells: Sequence[str]) -> str:
-        marks = [' class="left"' if name in table.left else "" for name in table.head]
-        parts = (f"<{tag}{mark}>{escape(cell)}</{tag}>" for mark, cell in zip(marks, cells, strict=True))
-        return f"<tr>{''.join(parts)}</tr>"
-
-    rows = [row("th", table.head), *(row("td", cells) for cells in table.rows)]
-    return f'<div class="wide"><table>{"".join(rows)}</table></div>'
-
-
-def html_page(title: str, sections: Mapping[str, Iterable[str]]) -> str:
-    """Return a whole page: a title, then sections of HTML by their headings; the first may have an empty heading."""
-    body = [f"<h1>{escape(title)}</h1>"]
-    for heading, parts in sections.items():
-        body += [f"<h2>{escape(heading)}</h2>" if heading else "", *parts]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
-        f'<meta name="viewport" content="width=device-width"/><title>{escape(title)}</title>'
-        f'<link rel="icon" href="data:,"/><style>{_STYLE}</style></head>\n<body>\n'
-        f"{''.join(body)}\n</body></html>\n"
-    )
-
-
-def html_lines(*lines: str) -> list[str]:
-    """Return lines of text as paragraphs."""
-    return [f"<p>{escape(line)}</p>" for line in lines if line]
-
-
-def html_figures(drawn: Iterable[str], kind: str = "figures") -> str:
-    """Return figures in rows, or with ``kind`` "wide" one that may be wider than the window."""
-    return f'<div class="{kind}">{"".join(drawn)}</div>'
+def format_cell(value: Any, spec: str = "") -> str:
+    """Format a value, e.g. with ``.1%``; None and NaN are a dash."""
+    return "–" if value is None or (isinstance(value, float) and math.isnan(value)) else format(value, spec)
 
 
 def shorten(text: str, length: int) -> str:
@@ -104,43 +71,85 @@ def shorten(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
-def require_matplotlib(what: str, instead: str) -> None:
-    """Raise `RecipeError` if matplotlib, which draws ``what``, cannot be imported."""
-    try:
-        import matplotlib.figure  # noqa: F401 # pyright: ignore[reportUnusedImport]
-    except ImportError as error:
-        raise RecipeError(
-            f"{what} is drawn by matplotlib, which cannot be imported ({error}); pip install 'hotbed[plot]', or "
-            f"{instead}"
-        ) from None
+def print_table(console: Console, table: ReportTable) -> None:
+    """Print a table under its title."""
+    if table.title:
+        console.print(table.title, style="table.title", soft_wrap=True, highlight=False)
+    drawn = RichTable()
+    for i, name in enumerate(table.head):
+        drawn.add_column(name, justify="left" if not i or name in table.left else "right", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*row)
+    console.print(drawn)
 
 
 def check_html(file: str | None) -> None:
-    """Refuse a page that cannot be written or drawn, before anything is read."""
+    """Raise `RecipeError` before any work if a page cannot be written, or matplotlib is missing."""
     if file is not None:
         check_json(file, "--html")
         require_matplotlib("--html", "leave --html out")
 
 
+def require_matplotlib(what: str, instead: str) -> None:
+    """Raise `RecipeError` if matplotlib, which draws ``what``, cannot be imported."""
+    try:
+        import matplotlib.figure  # noqa: F401 # pyright: ignore[reportMissingImports, reportUnusedImport]
+    except ImportError as error:
+        raise RecipeError(
+            f"{what} needs matplotlib, which cannot be imported ({error}): pip install 'hotbed[plot]', or {instead}"
+        ) from None
+
+
 @contextmanager
-def drawing() -> Generator[Figures]:
-    """Yield what draws the figures of one page."""
-    from matplotlib import rc_context
+def draw_page(title: str) -> Generator[Page]:
+    """Yield an empty page, and set matplotlib's options while it is drawn."""
+    from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
 
     with rc_context(_RC), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # the reader's fonts may have it
-        yield Figures()
+        yield Page(title)
 
 
-class Figures:
-    """Figures of one page. Their elements have different ids, because they share the page."""
+class Page:
+    """A page that is built from top to bottom, and the figures on it.
 
-    def __init__(self) -> None:
-        self._drawn = 0
+    Ids in figures are unique, because all figures share the page.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title, self._drawn = title, 0
+        self._parts = [f"<h1>{escape(title)}</h1>"]
+
+    def heading(self, text: str) -> None:
+        """Begin a section."""
+        self._parts.append(f"<h2>{escape(text)}</h2>")
+
+    def text(self, *lines: str) -> None:
+        """Add lines of text as paragraphs, except empty ones."""
+        self._parts += [f"<p>{escape(line)}</p>" for line in lines if line]
+
+    def html(self, markup: str) -> None:
+        """Add markup."""
+        self._parts.append(markup)
+
+    def figures(self, *drawn: str, wide: bool = False) -> None:
+        """Add drawn figures side by side, or a ``wide`` one that may exceed the window."""
+        self._parts.append(f'<div class="{"wide" if wide else "figures"}">{"".join(drawn)}</div>')
+
+    def table(self, table: ReportTable) -> None:
+        """Add a table without its title."""
+
+        def row(tag: str, cells: Sequence[str]) -> str:
+            marks = [' class="left"' if name in table.left else "" for name in table.head]
+            parts = (f"<{tag}{mark}>{escape(cell)}</{tag}>" for mark, cell in zip(marks, cells, strict=True))
+            return f"<tr>{''.join(parts)}</tr>"
+
+        rows = [row("th", table.head), *(row("td", cells) for cells in table.rows)]
+        self._parts.append(f'<div class="wide"><table>{"".join(rows)}</table></div>')
 
     def axes(self, title: str, width: float = 3.95, height: float = 2.3, panels: int = 1) -> Any:
-        """Return the axes of a new figure of this size in inches, or an array of them if there are more panels."""
-        from matplotlib.figure import Figure
+        """Return the axes of a new figure of this size in inches; an array of axes if there are several panels."""
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
         figure = Figure(figsize=(width, height), layout="constrained")
         found = figure.subplots(1, panels)
@@ -150,22 +159,41 @@ class Figures:
         return found
 
     def bars(self, title: str, values: Mapping[str, float]) -> str:
-        """Draw a bar for each value, the first on top."""
+        """Draw a bar per value, the first on top."""
         axes = self.axes(title, height=0.7 + 0.19 * len(values))
         axes.barh(range(len(values)), list(values.values()), color=BLUE)
-        axes.set_yticks(range(len(values)), [shorten(name, 30) for name in values])
-        axes.set_ylim(len(values) - 0.4, -0.6)
+        set_rows(axes, [shorten(name, 30) for name in values])
         axes.set_xlim(0)
-        return self.svg(axes.figure, title)
+        return self.svg(axes, title)
 
-    def svg(self, figure: Any, label: str) -> str:
-        """Return a figure as an element of HTML, labelled for readers that do not see it."""
+    def svg(self, axes: Any, label: str, legend: int = 0) -> str:
+        """Return the figure of ``axes`` as markup, with a label for screen readers.
+
+        ``legend`` is the number of columns of a legend below the axes.
+        """
+        if legend:
+            axes.figure.legend(loc="outside lower center", ncols=legend, frameon=False)
         self._drawn += 1
         stream = io.StringIO()
-        figure.savefig(stream, format="svg", metadata={"Date": None})
+        axes.figure.savefig(stream, format="svg", metadata={"Date": None})
         drawn = stream.getvalue()
         drawn = re.sub(r"<metadata>.*?</metadata>\s*", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
         for before in ('id="', "url(#", 'href="#'):
             drawn = drawn.replace(before, f"{before}f{self._drawn}-")
         drawn = drawn.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
         return f"<figure>{drawn}</figure>"
+
+    def render(self) -> str:
+        """Return the whole page."""
+        return (
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+            f'<meta name="viewport" content="width=device-width"/><title>{escape(self._title)}</title>'
+            f'<link rel="icon" href="data:,"/><style>{_STYLE}</style></head>\n<body>\n'
+            f"{''.join(self._parts)}\n</body></html>\n"
+        )
+
+
+def set_rows(axes: Any, names: Sequence[str]) -> None:
+    """Name the rows of a figure, the first on top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)

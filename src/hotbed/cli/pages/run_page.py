@@ -1,4 +1,4 @@
-"""Read what runs have recorded, and draw it as a page: ``hotbed inspect RUN --html FILE``."""
+"""Read the records of runs, and draw them as a page: ``hotbed inspect RUN --html FILE``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from hotbed.checkpoint.single_files import read_yaml_uri
 from hotbed.checks import is_int
 from hotbed.cli.pages.report_page import (
     TIER_COLORS,
-    Figures,
-    Table,
-    drawing,
-    html_figures,
-    html_lines,
-    html_page,
-    html_table,
+    Columns,
+    Page,
+    ReportTable,
+    draw_page,
+    format_cell,
+    set_rows,
     shorten,
 )
 from hotbed.errors import DataError, PlanError
@@ -30,9 +29,9 @@ from hotbed.train.runs.report import METRIC_NAMES, METRICS, PLAN, RECIPE, SUMMAR
 from hotbed.train.throughput import SETTLING_STEPS
 
 MOST_BARS = 40
-"""Tables in the figure of bytes, those with most."""
+"""Largest number of tables in the figure of bytes."""
 MOST_RANKS, MOST_TABLES = 64, 60
-"""Columns and rows of a plan's map; of more, the first ranks, and the tables with most tiles."""
+"""Largest number of columns and rows in a plan's map: the first ranks, and the tables with the most tiles."""
 _NOT_METRICS = {"step", "samples"}
 _TRAINING = {
     "samples_per_s": "samples/s, without the first 5 steps",
@@ -42,8 +41,8 @@ _TRAINING = {
     "queue_depth": "batches that were ready",
     "imbalance_bytes": "bytes of the fullest rank ÷ mean",
     "imbalance_lookups": "rows read by the busiest rank ÷ mean",
-    "imbalance_time": "time for tables of the busiest rank ÷ mean",
-    "sync_s": "seconds of averages of replicas",
+    "imbalance_time": "table time of the busiest rank ÷ mean",
+    "sync_s": "seconds of averaging replicas",
     "read_bytes": "bytes read from files",
     "written_bytes": "bytes written to files",
     "waited_s": "seconds in waits for files",
@@ -56,13 +55,13 @@ _TIME = {
 }
 _PARTS = {
     "lookup": "lookups in tables",
-    "forward": "forward pass, but lookups",
+    "forward": "forward pass without lookups",
     "ranks": "sum of losses over ranks",
     "backward": "backward pass",
     "tables": "update of tables",
-    "dense": "update of all else",
+    "dense": "update of the dense part",
 }
-"""Of a step, as `hotbed.train.step` names them."""
+"""Parts of a step, named as in `hotbed.train.step`."""
 _ENVIRONMENT = ("hardware", "device", "torch", "hotbed", "precision", "precision_because", "threads", "ranks", "seed")
 # Two-sided 95 % quantiles of Student's t by degrees of freedom, from 1 on.
 _T = (
@@ -73,68 +72,70 @@ _T = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """What one run has recorded."""
+    """Records of one run. Steps that a resumed run repeated are recorded once."""
 
-    path: str  # its directory
-    recipe: Mapping[str, Any]  # as it was trained
-    summary: Mapping[str, Any] | None  # what the run came to; None where it has not finished
-    train: Mapping[int, Mapping[str, Any]]  # by step; those that a resumed run repeated are there once
+    path: str
+    recipe: Mapping[str, Any]
+    summary: Mapping[str, Any] | None  # None if the run has not finished
+    train: Mapping[int, Mapping[str, Any]]  # by step
     valid: Mapping[int, Mapping[str, Any]]
-    plan: Plan | None  # where tables are; None of a run in one process whose rows are all in the device's memory
+    plan: Plan | None  # None if one process keeps all rows in its device's memory
 
     @property
     def seed(self) -> object:
-        """The seed it was trained with."""
+        """The training seed."""
         return self.recipe.get("train", {}).get("seed")
 
     def curve(self, name: str, *, of_valid: bool = False) -> dict[int, float]:
-        """Numbers of this name by step, where there are any."""
+        """Return the recorded numbers of this name by step."""
         records = self.valid if of_valid else self.train
         return {step: float(r[name]) for step, r in records.items() if _is_number(r.get(name))}
 
     def names(self, *, of_valid: bool = False) -> list[str]:
-        """What its records have numbers of, in the order in which they came."""
+        """Return the names of recorded numbers, in the order of recording."""
         records = self.valid if of_valid else self.train
         return list(dict.fromkeys(n for record in records.values() for n, v in record.items() if _is_number(v)))
 
 
-class Interval(NamedTuple):
-    """A mean over runs with its 95 % confidence interval (Student's t); all equal where there is one run."""
+class MeanInterval(NamedTuple):
+    """A mean over runs with its 95 % confidence interval (Student's t). All three are equal for one run."""
 
     mean: float
     low: float
     high: float
 
 
-def interval(values: Sequence[float]) -> Interval:
+def interval(values: Sequence[float]) -> MeanInterval:
     """Return the mean of runs' values and its interval."""
     middle = mean(values)
     if len(values) == 1:
-        return Interval(middle, middle, middle)
+        return MeanInterval(middle, middle, middle)
     factor = _T[len(values) - 2] if len(values) - 2 < len(_T) else 1.96
     half = factor * stdev(values) / math.sqrt(len(values))
-    return Interval(middle, middle - half, middle + half)
+    return MeanInterval(middle, middle - half, middle + half)
 
 
-Series = Sequence[tuple[int, Interval]]
+Series = Sequence[tuple[int, MeanInterval]]
 """Steps with means and intervals."""
 
 
-def page(runs: Sequence[RunRecords]) -> str:
-    """Return the page of a run, or of several that differ in their seed alone, newest first: curves are then means."""
+def render_runs(runs: Sequence[RunRecords]) -> str:
+    """Return the page of a run; for several runs that differ only in their seed, curves are means."""
     run = runs[0]
-    with drawing() as figures:
-        sections = {
-            "": html_lines(_state(runs)),
-            "Test": _test(runs),
-            "Loss and metrics": _learning(figures, runs),
-            "Training": _training(figures, runs),
-            "Where the time went": [*_whole_time(figures, run), *_parts_of_steps(figures, run)],
-            "Tables": _tables(figures, run),
-            "Plan": _plan(figures, run),
-            "Environment": _environment(run),
-        }
-        return html_page(str(run.recipe.get("name", run.path)), sections)
+    with draw_page(str(run.recipe.get("name", run.path))) as page:
+        page.text(_state(runs))
+        for heading, draw in (
+            ("Test", lambda: _test(page, runs)),
+            ("Loss and metrics", lambda: _learning(page, runs)),
+            ("Training", lambda: _training(page, runs)),
+            ("Time", lambda: _time(page, run)),
+            ("Tables", lambda: _tables(page, run)),
+            ("Plan", lambda: _plan(page, run)),
+            ("Environment", lambda: _environment(page, run)),
+        ):
+            page.heading(heading)
+            draw()
+        return page.render()
 
 
 def _state(runs: Sequence[RunRecords]) -> str:
@@ -150,46 +151,50 @@ def _state(runs: Sequence[RunRecords]) -> str:
     )
 
 
-def _test(runs: Sequence[RunRecords]) -> list[str]:
+def _test(page: Page, runs: Sequence[RunRecords]) -> None:
     tested = [run.summary["test"] for run in runs if run.summary is not None and run.summary.get("test")]
     if not tested:
-        return html_lines("No test was recorded.")
-    several = f" of {len(tested)} runs" if len(tested) > 1 else "; one run says nothing of how far others would differ"
+        page.text("No test was recorded.")
+        return
+    several = f" of {len(tested)} runs" if len(tested) > 1 else "; the spread between runs is unknown"
     tasks: Sequence[str] = list(tested[0].get("tasks", {}))
     columns = [tested, *([t.get("tasks", {}).get(task, {}) for t in tested] for task in tasks)]
     rows = [
-        [METRIC_NAMES.get(name) or name, *(_with_interval([of.get(name) for of in column]) for column in columns)]
+        [METRIC_NAMES.get(name) or name, *(_format_mean([of.get(name) for of in column]) for column in columns)]
         for name in dict.fromkeys(n for column in columns for n, v in column[0].items() if isinstance(v, float))
     ]
     head = ["metric", *(["mean of labels", *tasks] if tasks else ["test"])]
-    return [*html_lines(f"{tested[0].get('samples', 0):,} samples{several}."), html_table(Table("", head, rows))]
+    page.text(f"{tested[0].get('samples', 0):,} samples{several}.")
+    page.table(ReportTable("", head, rows))
 
 
-def _with_interval(values: Sequence[Any]) -> str:
-    """Return the mean of a metric over runs, and its interval if there are several; nothing if a run lacks it."""
+def _format_mean(values: Sequence[Any]) -> str:
+    """Return a metric's mean over runs with its interval, or nothing if a run lacks the metric."""
     if not all(isinstance(value, float) for value in values):
         return ""
     found = interval(values)
     return f"{found.mean:.5f}" + (f" ({found.low:.5f} to {found.high:.5f})" if len(values) > 1 else "")
 
 
-def _learning(figures: Figures, runs: Sequence[RunRecords]) -> list[str]:
-    drawn = [_curves(figures, "training loss", {"": _mean(runs, "loss")})]
-    for name in runs[0].names(of_valid=True):
-        if name not in _NOT_METRICS:
-            found = _mean(runs, name, of_valid=True)
-            drawn.append(_curves(figures, f"valid {METRIC_NAMES.get(name, name)}", {"": found}))
-    note = "" if runs[0].valid else "No evaluation during training was recorded."
-    return [*html_lines(note), html_figures(drawn)]
+def _learning(page: Page, runs: Sequence[RunRecords]) -> None:
+    drawn = [_curves(page, "training loss", {"": _mean(runs, "loss")})]
+    drawn += [
+        _curves(page, f"valid {METRIC_NAMES.get(name, name)}", {"": _mean(runs, name, of_valid=True)})
+        for name in runs[0].names(of_valid=True)
+        if name not in _NOT_METRICS
+    ]
+    page.text("" if runs[0].valid else "No evaluation during training was recorded.")
+    page.figures(*drawn)
 
 
-def _training(figures: Figures, runs: Sequence[RunRecords]) -> list[str]:
+def _training(page: Page, runs: Sequence[RunRecords]) -> None:
     names = runs[0].names()
+    if "grad_norm_dense" not in names:
+        page.text("Gradient norms were not recorded, because they are sharded or would have stalled the device.")
     rates = {name[3:]: _mean(runs[:1], name) for name in names if name.startswith("lr_")}
-    drawn = [_curves(figures, "learning rates", rates)]
-    drawn += [_curves(figures, title, {"": _mean(runs, name)}) for name, title in _TRAINING.items() if name in names]
-    note = "Gradients’ norms were not recorded: the host would have had to wait for them, or they are sharded."
-    return [*html_lines("" if "grad_norm_dense" in names else note), html_figures(drawn)]
+    drawn = [_curves(page, "learning rates", rates)]
+    drawn += [_curves(page, title, {"": _mean(runs, name)}) for name, title in _TRAINING.items() if name in names]
+    page.figures(*drawn)
 
 
 def _mean(runs: Sequence[RunRecords], name: str, *, of_valid: bool = False) -> Series:
@@ -199,9 +204,9 @@ def _mean(runs: Sequence[RunRecords], name: str, *, of_valid: bool = False) -> S
     return [(step, interval([c[step] for c in curves])) for step in steps]
 
 
-def _curves(figures: Figures, title: str, series: Mapping[str, Series]) -> str:
-    """Draw curves over steps, with a band where intervals are wide; few points are dots."""
-    axes = figures.axes(title)
+def _curves(page: Page, title: str, series: Mapping[str, Series]) -> str:
+    """Draw curves over steps with bands for their intervals; few points are dots."""
+    axes = page.axes(title)
     for number, (name, points) in enumerate(series.items()):
         steps, color, marker = [step for step, _ in points], f"C{number}", "." if len(points) < 10 else ""
         axes.plot(steps, [i.mean for _, i in points], color=color, label=name, marker=marker)
@@ -209,86 +214,93 @@ def _curves(figures: Figures, title: str, series: Mapping[str, Series]) -> str:
     if any(series):
         axes.legend(frameon=False)
     axes.set_xlabel("step")
-    return figures.svg(axes.figure, title)
+    return page.svg(axes, title)
 
 
-def _whole_time(figures: Figures, run: RunRecords) -> list[str]:
-    time: Mapping[str, float] | None = None if run.summary is None else run.summary.get("time")
+def _time(page: Page, run: RunRecords) -> None:
+    summary = run.summary or {}
+    time: Mapping[str, float] = summary.get("time") or {}
     if not time:
-        return html_lines("The time of the whole run is not recorded: it has not finished.")
-    shares = {title: float(time[name]) for name, title in _TIME.items() if name in time}
-    total = sum(shares.values()) or 1.0
-    rows = [[title, f"{seconds:,.2f} s", f"{seconds / total:.1%}"] for title, seconds in shares.items()]
-    assert run.summary is not None
-    if "ids_exchange_s" in run.summary:
-        hidden = run.summary["ids_exchange_hidden_share"]
-        rows.append(["exchange of ids, beside", f"{run.summary['ids_exchange_s']:,.2f} s", f"{hidden:.1%} hidden"])
-    return [html_figures([figures.bars("seconds", shares)]), html_table(Table("", ["", "time", "share"], rows))]
-
-
-def _parts_of_steps(figures: Figures, run: RunRecords) -> list[str]:
+        page.text("The time of the whole run is recorded when the run has finished.")
+    else:
+        shares = {title: float(time[name]) for name, title in _TIME.items() if name in time}
+        hidden = [("exchange of ids, overlapped", summary["ids_exchange_s"])] if "ids_exchange_s" in summary else []
+        notes = {name: f"{summary['ids_exchange_hidden_share']:.1%} hidden" for name, _ in hidden}
+        _shares_of(page, "seconds", "s", shares, notes, dict(hidden))
     curves = {title: run.curve(f"step_{part}_s") for part, title in _PARTS.items()}
     steps = {title: [s for step, s in curve.items() if step > SETTLING_STEPS] for title, curve in curves.items()}
     times = {title: 1000 * median(seconds) for title, seconds in steps.items() if seconds}
     if not times:
-        told = f"in steps that are logged, but for the first {SETTLING_STEPS}"
-        return html_lines(f"Parts of steps were not recorded: they are timed on CPUs, {told}.")
-    total, count = sum(times.values()), max(map(len, steps.values()))
-    rows = [[title, f"{ms:,.2f} ms", f"{ms / total:.1%}"] for title, ms in times.items()]
-    return [
-        *html_lines(f"Parts of a step: medians of {count:,} that were logged, on the first rank."),
-        html_figures([figures.bars("milliseconds of a step", times)]),
-        html_table(Table("", ["", "time", "share"], rows)),
-    ]
+        page.text(
+            f"Parts of steps were not recorded. They are timed on CPUs, in logged steps after step {SETTLING_STEPS}."
+        )
+        return
+    page.text(f"Parts of a step: medians of {max(map(len, steps.values())):,} logged steps on the first rank.")
+    _shares_of(page, "milliseconds of a step", "ms", times)
 
 
-def _tables(figures: Figures, run: RunRecords) -> list[str]:
-    tables: Sequence[Mapping[str, Any]] = [] if run.summary is None else run.summary.get("tables", [])
+def _shares_of(
+    page: Page,
+    title: str,
+    unit: str,
+    values: Mapping[str, float],
+    notes: Mapping[str, str] | None = None,
+    more: Mapping[str, float] | None = None,
+) -> None:
+    """Draw amounts of time as bars, and list them with their shares."""
+    total = sum(values.values()) or 1.0
+    shares = {name: f"{value / total:.1%}" for name, value in values.items()} | dict(notes or {})
+    rows = [[name, f"{value:,.2f} {unit}", shares[name]] for name, value in {**values, **(more or {})}.items()]
+    page.figures(page.bars(title, values))
+    page.table(ReportTable("", ["", "time", "share"], rows))
+
+
+def _tables(page: Page, run: RunRecords) -> None:
+    summary = run.summary or {}
+    tables: Sequence[Mapping[str, Any]] = summary.get("tables", [])
     if not tables:
-        return html_lines("Not recorded: the run has not finished.")
-    rows = [
-        [
-            str(table["table"]),
-            f"{table['rows']:,}",
-            f"{table['dim']:,}",
-            str(table["dtype"]),
-            size(table["bytes"]),
-            "–" if table["ids_per_sample"] is None else f"{table['ids_per_sample']:.3g}",
-            "–" if table.get("grad_norm") is None else f"{table['grad_norm']:.3g}",
-            "–" if table.get("hit_rate") is None else f"{table['hit_rate']:.1%}",
-        ]
-        for table in tables
-    ]
-    named = enumerate(["table", "rows", "dim", "dtype", "bytes", "ids per sample", "gradient", "hit rate"])
-    columns = [(name, i) for i, name in named if any(row[i] != "–" for row in rows)]
+        page.text("Not recorded: the run has not finished.")
+        return
+    columns: Columns = {
+        "table": lambda t: str(t["table"]),
+        "rows": lambda t: f"{t['rows']:,}",
+        "dim": lambda t: f"{t['dim']:,}",
+        "dtype": lambda t: str(t["dtype"]),
+        "bytes": lambda t: size(t["bytes"]),
+        "ids per sample": lambda t: format_cell(t["ids_per_sample"], ".3g"),
+        "gradient": lambda t: format_cell(t.get("grad_norm"), ".3g"),
+        "hit rate": lambda t: format_cell(t.get("hit_rate"), ".1%"),
+    }
+    columns = {name: cell for name, cell in columns.items() if any(cell(table) != "–" for table in tables)}
     by_size = sorted(tables, key=lambda table: -int(table["bytes"]))[:MOST_BARS]
-    mib = {str(table["table"]): table["bytes"] / 2**20 for table in by_size}
     few = f" The largest {len(by_size)} are drawn." if len(by_size) < len(tables) else ""
-    whole = size(sum(int(table["bytes"]) for table in tables))
-    told = " A gradient is the norm of those of a table’s vectors in a step, the root mean square over logged steps."
-    norms = told if "gradient" in dict(columns) else ""
-    memory: Mapping[str, Any] = (run.summary or {}).get("memory", {})
-    held = "" if not memory else f" Caches served {memory['hit_rate']:.1%} of the lookups that asked them."
-    return [
-        *html_lines(f"{len(tables):,} tables, {whole} of rows and moments.{few}{held}{norms}"),
-        html_figures([figures.bars("MiB of rows and moments", mib)]),
-        html_table(Table("", [name for name, _ in columns], [[row[i] for _, i in columns] for row in rows])),
-    ]
+    norms = " A gradient is the norm of a table’s gradients in a step, as root mean square over logged steps."
+    memory: Mapping[str, Any] = summary.get("memory", {})
+    cached = f" Caches served {memory['hit_rate']:.1%} of their lookups." if memory else ""
+    page.text(
+        f"{len(tables):,} tables, {size(sum(int(table['bytes']) for table in tables))} of rows and moments."
+        f"{few}{cached}{norms if 'gradient' in columns else ''}"
+    )
+    mib = {str(table["table"]): table["bytes"] / 2**20 for table in by_size}
+    page.figures(page.bars("MiB of rows and moments", mib))
+    page.table(ReportTable.of("", tables, columns))
 
 
-def _plan(figures: Figures, run: RunRecords) -> list[str]:
+def _plan(page: Page, run: RunRecords) -> None:
     if run.plan is None:
-        return html_lines("One process; all rows are in the memory of its device.")
-    drawn, note = draw_plan(figures, run.plan)
-    return [*html_lines(note), html_figures([drawn], "wide")]
+        page.text("One process; all rows are in its device's memory.")
+        return
+    drawn, note = draw_plan(page, run.plan)
+    page.text(note)
+    page.figures(drawn, wide=True)
 
 
-def draw_plan(figures: Figures, plan: Plan) -> tuple[str, str]:
-    """Draw a map: a row per table, a column per rank, colors by tier, rings for copies. Return it and a note on it."""
+def draw_plan(page: Page, plan: Plan) -> tuple[str, str]:
+    """Draw a plan as a map, and return it with a note: a row per table, a column per rank, rings for copies."""
     tables = set(sorted(plan.by_table, key=lambda name: -len(plan.by_table[name]))[:MOST_TABLES])
     rows = {name: row for row, name in enumerate(name for name in plan.by_table if name in tables)}
     ranks = min(plan.world_size, MOST_RANKS)
-    axes = figures.axes("tables by rank", 2.2 + max(0.2 * ranks, 2.6), 1.1 + 0.2 * len(rows))
+    axes = page.axes("tables by rank", 2.2 + max(0.2 * ranks, 2.6), 1.1 + 0.2 * len(rows))
     tiles = [tile for tile in plan.tiles if tile.table in rows]
     marks: list[tuple[str, set[tuple[int, int]], dict[str, Any]]] = [
         (tier, {(t.owner, rows[t.table]) for t in tiles if t.tier == tier}, {"marker": "s", "s": 70, "color": color})
@@ -297,54 +309,58 @@ def draw_plan(figures: Figures, plan: Plan) -> tuple[str, str]:
     copies = {(reader, rows[t.table]) for t in tiles for reader in t.readers}
     marks.append(("copy", copies, {"s": 20, "facecolors": "white", "edgecolors": "#222222"}))
     for name, cells, style in marks:
-        if shown := sorted(cell for cell in cells if cell[0] < ranks):
-            axes.scatter(*zip(*shown, strict=True), label=name, **style)
+        if drawn := sorted(cell for cell in cells if cell[0] < ranks):
+            axes.scatter(*zip(*drawn, strict=True), label=name, **style)
     axes.set_xlim(-0.7, ranks - 0.3)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_yticks(range(len(rows)), [shorten(name, 40) for name in rows])
+    set_rows(axes, [shorten(name, 40) for name in rows])
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("rank")
-    axes.figure.legend(loc="outside lower center", ncols=4, frameon=False)
     note = f"{len(plan.by_table):,} tables in {len(plan.tiles):,} tiles on {plan.world_size:,} ranks"
     if len(rows) < len(plan.by_table) or ranks < plan.world_size:
-        note += f"; drawn are the {len(rows):,} with most tiles, on the first {ranks:,} ranks"
-    return figures.svg(axes.figure, "the plan"), f"{note}."
+        note += f"; drawn are the {len(rows):,} with the most tiles, on the first {ranks:,} ranks"
+    return page.svg(axes, "the plan", legend=4), f"{note}."
 
 
-def _environment(run: RunRecords) -> list[str]:
-    if run.summary is None:
-        return html_lines("It is recorded when a run has finished.")
-    rows = [[name.replace("_", " "), str(run.summary[name])] for name in _ENVIRONMENT if name in run.summary]
-    return [html_table(Table("", ["fact", "value"], rows, left=["value"]))]
+def _environment(page: Page, run: RunRecords) -> None:
+    summary = run.summary
+    if summary is None:
+        page.text("The environment is recorded when a run has finished.")
+        return
+    rows = [[name.replace("_", " "), str(summary[name])] for name in _ENVIRONMENT if name in summary]
+    page.table(ReportTable("", ["fact", "value"], rows, left=["value"]))
 
 
 # -- records -----------------------------------------------------------------------------------------------------
 
 
 def read_runs(path: str | Path) -> list[RunRecords]:
-    """Read a run, or of a name's runs the newest and all finished ones that differ from it in ``train.seed`` alone."""
-    place = directory(path)
-    if place.has(RECIPE):
-        return [_read(place)]
-    runs = [run for run in reversed(runs_in(place)) if run.has(RECIPE)]
+    """Read a run; or the newest run of a name, and its finished runs that differ only in ``train.seed``."""
+    folder = directory(path)
+    if folder.has(RECIPE):
+        return [_read(folder)]
+    runs = [run for run in reversed(runs_in(folder)) if run.has(RECIPE)]
     newest = _read(runs[0])
     found = {newest.seed: newest}
     for run in runs[1:]:
         if newest.summary is not None and run.has(SUMMARY):
             recipe = read_mapping(run, RECIPE)
-            if _unseeded(recipe) == _unseeded(newest.recipe):
+            if _without_seed(recipe) == _without_seed(newest.recipe):
                 found.setdefault(recipe.get("train", {}).get("seed"), _read(run))  # the newest of each seed
     return list(found.values())
 
 
-def _read(place: Directory) -> RunRecords:
+def _without_seed(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {**recipe, "train": {k: v for k, v in recipe.get("train", {}).items() if k != "seed"}}
+
+
+def _read(folder: Directory) -> RunRecords:
     train, valid = dict[int, Mapping[str, Any]](), dict[int, Mapping[str, Any]]()
-    lines = place.read(METRICS).split(b"\n")[:-1] if place.has(METRICS) else []  # a killed run may cut the last line
+    lines = folder.read(METRICS).split(b"\n")[:-1] if folder.has(METRICS) else []  # the last line may be cut
     for number, line in enumerate(lines, 1):
         try:
-            step, record = _record(line)
+            step, record = _parse_record(line)
         except TextError as error:
-            message = f"{place}/{METRICS}, line {number:,} {error}; copy the run again, or remove that line"
+            message = f"{folder}/{METRICS}, line {number:,} {error}. Copy the run again, or remove that line"
             raise DataError(message) from None
         match record.get("event"):
             case "resume":
@@ -358,45 +374,40 @@ def _read(place: Directory) -> RunRecords:
             case _:  # checkpoints and schedules are not drawn
                 pass
     if not train:
-        empty = f"/{METRICS} has no record of training yet" if place.has(METRICS) else ""
-        problem = empty or f" has no {METRICS}: nothing was recorded yet"
-        raise DataError(f"{place}{problem}; wait until train.log_every steps are trained")
+        problem = f"/{METRICS} has no training records" if folder.has(METRICS) else f" has no {METRICS}"
+        raise DataError(f"{folder}{problem} yet. Wait until train.log_every steps are trained")
     try:
-        plan = Plan.from_json(place.read(PLAN)) if place.has(PLAN) else None
+        plan = Plan.from_json(folder.read(PLAN)) if folder.has(PLAN) else None
     except PlanError as error:
-        raise DataError(f"{place}/{PLAN}: {error}; copy the run again") from None
-    summary = read_mapping(place, SUMMARY) if place.has(SUMMARY) else None
+        raise DataError(f"{folder}/{PLAN}: {error}. Copy the run again") from None
+    summary = read_mapping(folder, SUMMARY) if folder.has(SUMMARY) else None
     return RunRecords(
-        path=str(place), recipe=read_mapping(place, RECIPE), summary=summary, train=train, valid=valid, plan=plan
+        path=str(folder), recipe=read_mapping(folder, RECIPE), summary=summary, train=train, valid=valid, plan=plan
     )
 
 
-def _record(line: bytes) -> tuple[int, Mapping[str, Any]]:
-    """Return the step and the values of one line."""
+def _parse_record(line: bytes) -> tuple[int, Mapping[str, Any]]:
+    """Return a line's step and values."""
     record = parse_json(line)
     if not isinstance(record, Mapping):
-        raise TextError(f"is {record!r}, must be an object")
+        raise TextError(f"is {record!r}, expected an object")
     values = cast("Mapping[str, Any]", record)
     if not is_int(step := values.get("step")):
-        raise TextError(f"has step {step!r}, must be an integer")
+        raise TextError(f"has step {step!r}, expected an integer")
     return step, values
 
 
-def read_mapping(place: Directory, name: str) -> Mapping[str, Any]:
+def read_mapping(folder: Directory, name: str) -> Mapping[str, Any]:
     """Read the recipe or the summary of a run."""
     try:
-        found = read_yaml_uri((place / name).path) if name == RECIPE else parse_json(place.read(name))
+        found = read_yaml_uri((folder / name).path) if name == RECIPE else parse_json(folder.read(name))
         if isinstance(found, Mapping):
             return cast("Mapping[str, Any]", found)
-        problem = "is no recipe" if name == RECIPE else "is no JSON object"
+        problem = "is not a recipe" if name == RECIPE else "is not a JSON object"
     except TextError as error:
         problem = str(error)
-    instead = "" if name == RECIPE else ", or remove that file"
-    raise DataError(f"{place}/{name} {problem}; copy the run again{instead}")
-
-
-def _unseeded(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    return {**recipe, "train": {k: v for k, v in recipe.get("train", {}).items() if k != "seed"}}
+    remove = "" if name == RECIPE else ", or remove that file"
+    raise DataError(f"{folder}/{name} {problem}. Copy the run again{remove}")
 
 
 def _is_number(value: object) -> bool:

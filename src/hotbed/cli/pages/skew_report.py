@@ -1,7 +1,4 @@
-# pyright: reportMissingImports=false
-"""Measure how unevenly rows are looked up, and what a cache of them would serve: ``hotbed inspect --skew``."""
-
-# matplotlib is an extra, which need not be installed where types are checked.
+"""Measure how unevenly rows are looked up, and how much a row cache would serve: ``hotbed inspect --skew``."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from rich.console import Console
 from hotbed.checkpoint import MANIFEST, directory
 from hotbed.checkpoint.single_files import read_yaml_uri
 from hotbed.cli.drafts.init_stored import open_stored
-from hotbed.cli.pages.report_page import Table, print_table, require_matplotlib
+from hotbed.cli.pages.report_page import Columns, ReportTable, format_cell, print_table, require_matplotlib
 from hotbed.config import Recipe, check_trust, import_from
 from hotbed.data import ParquetSource, Source, draft_schema
 from hotbed.data.skew.hot_cold import write_hot_order
@@ -33,22 +30,18 @@ CURVES = ("accesses_of_top_rows", "lru", "static")
 
 
 def open_data(path: str | Path, *, trust_recipe: bool = False) -> Source:
-    """The samples that a path stands for.
-
-    A prepared dataset or arrays of NumPy, see `open_stored`; a Parquet file or folder with the schema that
-    `draft_schema` proposes; a recipe's file or a run's directory, which name any source.
-    """
-    place = directory(path) if is_storage(path) else None
+    """Open the samples at a path: a prepared dataset, NumPy arrays, Parquet, or the data of a recipe or run."""
+    folder = directory(path) if is_storage(path) else None
     if isinstance(path, Path) and not path.exists():
         raise DataError(f"{path} does not exist")
-    if place is not None and place.has(MANIFEST):
-        raise DataError(f"{path} is a checkpoint, which holds no samples; give the data, the recipe or the run")
+    if folder is not None and folder.has(MANIFEST):
+        raise DataError(f"{path} is a checkpoint, which holds no samples. Name the data, the recipe or the run")
     if (stored := open_stored(path)) is not None:
         return stored.source
-    if place is not None and ((of_run := place.has(RECIPE)) or place.name.endswith((".yaml", ".yml"))):
-        recipe = Recipe.from_dict(read_yaml_uri((place / RECIPE).path if of_run else path))
+    if folder is not None and ((of_run := folder.has(RECIPE)) or folder.name.endswith((".yaml", ".yml"))):
+        recipe = Recipe.from_dict(read_yaml_uri((folder / RECIPE).path if of_run else path))
         if of_run:
-            check_trust(recipe, (place / RECIPE).path, trusted=trust_recipe)
+            check_trust(recipe, (folder / RECIPE).path, trusted=trust_recipe)
         elif isinstance(path, Path):
             import_from(path.parent)
         source = open_source(replace(recipe.data, valid_split=None, test_split=None))
@@ -58,8 +51,8 @@ def open_data(path: str | Path, *, trust_recipe: bool = False) -> Source:
         return ParquetSource(path, draft_schema(path))
     except DataError as error:
         raise DataError(
-            f"{path} is no prepared dataset (feature_spec.yaml, source.yaml), arrays (day_0_sparse.npy), recipe, run "
-            f"(recipe.yaml) or Parquet: {error}"
+            f"{path} is neither a prepared dataset (feature_spec.yaml, source.yaml), arrays (day_0_sparse.npy), a "
+            f"recipe, a run (recipe.yaml) nor Parquet: {error}"
         ) from None
 
 
@@ -75,34 +68,34 @@ def inspect_skew(
     overwrite: bool = False,
     trust_recipe: bool = False,
 ) -> dict[str, Any]:
-    """Measure the popularity of rows, and write what was found where that is wanted.
+    """Measure the popularity of rows, and write the results if ``out`` is set.
 
     Parameters
     ----------
     path
         See `open_data`.
     console
-        Where progress is shown.
+        Console for progress.
     split
-        Which split of the data.
+        Split of the data.
     batch_size
-        Samples per batch; a batch looks each of its rows up once, all of them before any goes into the cache.
+        Samples per batch. A batch looks each of its rows up once, before any of them enters the cache.
     sampled_rows
-        Rows of a table that the LRU curve follows, about; it is exact for a table with no more rows.
+        Approximate number of a table's rows that the LRU curve follows. It is exact for smaller tables.
     out
-        Directory to make, with skew.json, skew.png and hot_order/ (see `hotbed.data.skew.hot_cold`); none by default.
+        New directory for skew.json, skew.png and hot_order/ (see `hotbed.data.skew.hot_cold`); none by default.
     picture
         Whether to draw skew.png, which needs matplotlib.
     overwrite
         Replace ``out`` if it holds a skew.json.
     trust_recipe
-        Import what the recipe of a run's directory names, also if it is of neither hotbed nor torch.optim.
+        Import classes outside hotbed and torch.optim that a run's recipe names.
 
     Returns
     -------
     dict
-        Plain values: curves at ``shares`` of the rows, for each of the ``tables``, and for ``all`` of them where each
-        table has the same share of its rows in the cache.
+        Plain values: curves at ``shares`` of the rows, for each of the ``tables``, and for ``all`` tables with the
+        same share of each table's rows in the cache.
     """
     if out is None:
         return _measure(path, console, split, batch_size, sampled_rows, trust_recipe)[0]
@@ -124,7 +117,7 @@ SKEW_DEFAULTS = {
     for name, parameter in signature(inspect_skew).parameters.items()
     if parameter.default is not parameter.empty
 }
-"""The options of `inspect_skew` and what they are where nobody sets them."""
+"""Options of `inspect_skew` and their defaults."""
 
 
 def _measure(
@@ -150,10 +143,7 @@ def _measure(
         "seconds": time.perf_counter() - started,
         "shares": list(SHARES),
         "all": {
-            "rows": sum(table["rows"] for table in values),
-            "accesses": sum(table["accesses"] for table in values),
-            "touched": sum(table["touched"] for table in values),
-            "lookups": sum(table["lookups"] for table in values),
+            **{key: sum(table[key] for table in values) for key in ("rows", "accesses", "touched", "lookups")},
             "accesses_of_top_rows": _mean(values, "accesses_of_top_rows", "accesses"),
             "lru": _mean(values, "lru", "lookups"),
             "static": _mean(values, "static", "lookups"),
@@ -164,7 +154,7 @@ def _measure(
 
 
 def _mean(tables: Sequence[Mapping[str, Any]], curve: str, weight: str) -> list[float]:
-    """The curve of all tables together; those that were never looked up, whose curve is NaN, have no weight."""
+    """Return the curve of all tables together. Tables without lookups, whose curve is NaN, are skipped."""
     seen = [table for table in tables if table[weight]]
     if not seen:
         return [float("nan")] * len(SHARES)
@@ -173,7 +163,7 @@ def _mean(tables: Sequence[Mapping[str, Any]], curve: str, weight: str) -> list[
 
 
 def print_skew(console: Console, found: Mapping[str, Any]) -> None:
-    """Print what `inspect_skew` found: a line per table, then the curves of all tables together."""
+    """Print the results of `inspect_skew`: a line per table, then the curves of all tables together."""
     console.print(
         f"{found['path']}, split {found['split']}: {found['samples']:,} samples, "
         f"{found['all']['accesses']:,} accesses, {found['seconds']:.1f} s",
@@ -181,38 +171,31 @@ def print_skew(console: Console, found: Mapping[str, Any]) -> None:
     )
     shares: list[float] = found["shares"]
     one, ten = shares.index(0.01), shares.index(0.1)
-    rows: list[list[str]] = []
-    for entry in found["tables"]:
-        exponent = entry["zipf_exponent"]
-        cells = [
-            entry["table"],
-            *(f"{entry[key]:,}" for key in ("rows", "touched")),
-            _percent(entry["accesses_of_top_rows"][one]),
-            "–" if exponent is None else f"{exponent:.2f}",
-            *(_percent(entry[curve][ten]) for curve in ("lru", "static")),
-            _percent(entry["sample_rate"]),
-        ]
-        rows.append(cells)
-    head = ("table", "rows", "touched", "top 1 %", "Zipf", "LRU 10 %", "static 10 %", "sampled")
-    print_table(console, Table("tables", head, rows))
-    rows = [[f"{share:.4g}", *(_percent(found["all"][of][i]) for of in CURVES)] for i, share in enumerate(shares)]
+    columns: Columns = {
+        "table": lambda t: t["table"],
+        "rows": lambda t: f"{t['rows']:,}",
+        "accessed": lambda t: f"{t['touched']:,}",
+        "top 1 %": lambda t: format_cell(t["accesses_of_top_rows"][one], ".1%"),
+        "Zipf": lambda t: format_cell(t["zipf_exponent"], ".2f"),
+        "LRU 10 %": lambda t: format_cell(t["lru"][ten], ".1%"),
+        "static 10 %": lambda t: format_cell(t["static"][ten], ".1%"),
+        "sampled": lambda t: format_cell(t["sample_rate"], ".1%"),
+    }
+    print_table(console, ReportTable.of("tables", found["tables"], columns))
+    rows = [[f"{s:.4g}", *(format_cell(found["all"][of][i], ".1%") for of in CURVES)] for i, s in enumerate(shares)]
     title = f"all tables, batches of {found['batch_size']:,} samples"
-    print_table(console, Table(title, ("rows", "their accesses", "LRU hits", "static hits"), rows))
-
-
-def _percent(value: float) -> str:
-    return "–" if np.isnan(value) else f"{value:.1%}"
+    print_table(console, ReportTable(title, ("rows", "their accesses", "LRU hits", "static hits"), rows))
 
 
 def _draw(found: Mapping[str, Any], path: Path) -> None:
-    """Draw two panels over the share of rows: accesses, and hit rates; a thin line per table, a bold one for all."""
-    from matplotlib.figure import Figure
+    """Draw accesses and hit rates over the share of rows: a thin line per table, a bold one for all."""
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     shares = [100 * share for share in found["shares"]]
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     accesses, hits = figure.subplots(1, 2, sharey=True)
     panels = ((accesses, "accesses_of_top_rows", "C0", "their accesses"), (hits, "lru", "C0", "LRU"))
-    for axes, curve, color, label in (*panels, (hits, "static", "C1", "hottest rows placed")):
+    for axes, curve, color, label in (*panels, (hits, "static", "C1", "hottest rows fixed")):
         for table in found["tables"]:
             axes.plot(shares, table[curve], color=color, linewidth=0.6, alpha=0.3)
         axes.plot(shares, found["all"][curve], color=color, linewidth=2, label=f"{label}, all tables")

@@ -51,7 +51,7 @@ from hotbed.serve.model_files import (
     CountEntry,
     DenseEntry,
     FeatureEntry,
-    FileEntry,
+    ExportedFile,
     ModelManifest,
     StateEntry,
     TableEntry,
@@ -337,7 +337,7 @@ class _Files:
 
     def __init__(self, target: Directory) -> None:
         self._target = target
-        self.entries: dict[str, FileEntry] = {}
+        self.entries: dict[str, ExportedFile] = {}
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> None:
         folder, _, last = name.rpartition("/")
@@ -354,7 +354,7 @@ class _Files:
             writer.abandon()
             raise
         writer.finish()
-        self.entries[name] = FileEntry(bytes=size, sha256=digest.hexdigest())
+        self.entries[name] = ExportedFile(bytes=size, sha256=digest.hexdigest())
 
     def finish(self, manifest: ModelManifest | ChangeManifest) -> None:
         self._target.write(MANIFEST, json.dumps(manifest.model_dump(), indent=1))

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from hotbed.serve import logs
+from hotbed.serve import monitoring
 from tests.serve.clients import LONG_S
 
 LOG = logging.getLogger("hotbed.serve")
 UNREAD = """
 import logging
-from hotbed.serve import logs
-logs._WAIT_S, logs._WAITING_LINES = 0.1, 500
-with logs.json_logs():
+from hotbed.serve import monitoring
+monitoring._WAIT_S, monitoring._WAITING_LINES = 0.1, 500
+with monitoring.json_logs():
     for _ in range({lines}):
         logging.getLogger("hotbed.serve").info("x" * 1000)
 print("ended")
@@ -50,7 +50,7 @@ def test_lines_that_find_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) ->
         while True:
             filled += os.write(writer, bytes(4096))
     os.set_blocking(writer, True)
-    monkeypatch.setattr(logs, "_WAITING_LINES", 5)
+    monkeypatch.setattr(monitoring, "_WAITING_LINES", 5)
     formatted = list[int]()
 
     class Detail(int):
@@ -61,7 +61,7 @@ def test_lines_that_find_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) ->
             return super().__repr__()
 
     with os.fdopen(reader, "rb") as stream, ThreadPoolExecutor(1) as pool:
-        with logs.json_logs(writer):
+        with monitoring.json_logs(writer):
             for i in range(20):
                 LOG.info("line %r", Detail(i))
             content = pool.submit(stream.read)
@@ -76,7 +76,7 @@ def test_lines_that_find_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) ->
 def test_lines_that_cannot_be_formatted_or_written_are_counted(tmp_path: Path) -> None:
     unformatted = logging.LogRecord("hotbed", logging.INFO, __file__, 1, "line %d", ("x",), None)
     with (tmp_path / "log").open("w+b") as file:
-        with logs.json_logs(file.fileno()):
+        with monitoring.json_logs(file.fileno()):
             (handler,) = (of for of in logging.getLogger("hotbed").handlers if isinstance(of, QueueHandler))
             LOG.info("line %d", "x")
             handler.queue.put_nowait(unformatted)
@@ -90,6 +90,6 @@ def test_lines_that_cannot_be_formatted_or_written_are_counted(tmp_path: Path) -
 def test_a_reader_that_is_gone_disturbs_nobody() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with logs.json_logs(writer):
+    with monitoring.json_logs(writer):
         LOG.info("nobody reads this")
     os.close(writer)
