@@ -5,15 +5,15 @@ import pytest
 import torch
 from data_cases import MIXED_SCHEMA, NUMBERED_SCHEMA, ListSource, mixed_batch, numbered_batch
 
-import hotbed.data.skew.access_counts
-from hotbed.data.skew.access_counts import count_accesses
+import hotbed.data.skew.row_popularity
+from hotbed.data.skew.row_popularity import count_accesses
 from hotbed.errors import DataError, SpecError
 
 
 def test_all_ids_of_all_features_of_a_table_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = mixed_batch(500)
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr(hotbed.data.skew.access_counts, "_PIECE", 200)
+    monkeypatch.setattr(hotbed.data.skew.row_popularity, "_PIECE", 200)
     source = ListSource(batch, [200, 1, 299], MIXED_SCHEMA)
     found = count_accesses(source, "train", progress=lambda done, total: seen.append((done, total)))
     assert seen == [(200, 500), (400, 500), (500, 500)]
@@ -43,7 +43,7 @@ def test_a_sample_is_of_all_parts_and_repeatable() -> None:
 def test_only_the_first_rows_of_large_tables_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     source = ListSource(numbered_batch(9000), [9000])
     whole = count_accesses(source, "train")
-    monkeypatch.setattr(hotbed.data.skew.access_counts, "COUNTED_ROWS", 50)
+    monkeypatch.setattr(hotbed.data.skew.row_popularity, "COUNTED_ROWS", 50)
     found = count_accesses(source, "train")
     assert found.accesses == whole.accesses
     for table, counts in found.counted.items():
@@ -53,10 +53,10 @@ def test_only_the_first_rows_of_large_tables_are_counted(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sample": 0.0}, "sample is 0.0, must be above 0 and at most 1, a share of the samples; 0.05 is 5 %"),
-        ({"sample": 5.0}, "sample is 5.0, must be above 0 and at most 1"),
-        ({"sample": 1e-9}, "of the 100 samples of split 'train' none was drawn with sample 1e-09; raise it"),
-        ({"seed": -1}, "seed is -1, must be at least 0"),
+        ({"sample": 0.0}, "sample: got 0.0, expected .* above 0 and at most 1"),
+        ({"sample": 5.0}, "sample: got 5.0"),
+        ({"sample": 1e-9}, "sample: got 1e-09, .* 100 samples of split 'train'"),
+        ({"seed": -1}, "seed: got -1"),
     ],
 )
 def test_arguments_out_of_range(options: dict[str, Any], message: str) -> None:
@@ -69,6 +69,6 @@ def test_arguments_out_of_range(options: dict[str, Any], message: str) -> None:
 def test_an_id_that_is_no_row(bad: int, sample: float) -> None:
     batch = numbered_batch(100)
     batch.sparse["a"].values[7] = torch.tensor(bad)
-    message = rf"split 'train', feature 'a': id {bad:,} at sample 7 is not within the 10,000 rows of table 'a'; raise"
+    message = rf"split 'train', feature 'a', sample 7: got id {bad:,}, expected 0 to 9,999"
     with pytest.raises(DataError, match=message):
         count_accesses(ListSource(batch, [100], NUMBERED_SCHEMA), "train", sample=sample)

@@ -141,8 +141,8 @@ def test_stored_values_are_kept_as_they_are(data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("hot", "split", "message"),
     [
-        ({"t": 1}, "train", "hot_rows leaves out table 'c'; give every table a number"),
-        ({"t": 1, "c": 1, "d": 1}, "train", "hot_rows names table 'd', which does not exist"),
+        ({"t": 1}, "train", "hot_rows, table: got 'c'"),
+        ({"t": 1, "c": 1, "d": 1}, "train", "hot_rows, table: got 'd'"),
         ({"t": 1, "c": 1}, "tarin", "there is no split 'tarin'; there are train, test; did you mean 'train'?"),
     ],
 )
@@ -163,7 +163,7 @@ def test_files_of_one_name_are_refused(data: Path, tmp_path: Path) -> None:
     (data / "train/label.bin").rename(data / "train/y/0.bin")
     moved = spec.replace("train/numerical.bin", "train/x/0.bin").replace("train/label.bin", "train/y/0.bin")
     (data / "feature_spec.yaml").write_text(moved)
-    with pytest.raises(SpecError, match=r"split 'train' has several files named 0\.bin, which would share a folder"):
+    with pytest.raises(SpecError, match=r"split 'train': got several files named 0\.bin"):
         pack(data, tmp_path / "out", HOT)
     assert [p.name for p in tmp_path.iterdir()] == ["data"]
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from data_cases import MIXED_SCHEMA, ListSource, mixed_batch
 
-import hotbed.data.skew.access_counts
+import hotbed.data.skew.row_popularity
 from hotbed.batch import Batch
 from hotbed.data import Schema, SparseColumn, measure_popularity, read_hot_order
 from hotbed.data.formats.zipf_source import Zipf
 from hotbed.data.skew.hot_cold import hot_order_file, write_hot_order
-from hotbed.data.skew.row_popularity import SHARES, Popularity
+from hotbed.data.skew.row_popularity import SHARES, RowPopularity
 from hotbed.data.skew.stack_distance import StackDistances
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
@@ -23,9 +23,9 @@ def ids_by_sample(batch: Batch, features: list[str]) -> list[list[int]]:
     return [[int(v) for f in features for v in sample[f].values] for sample in taken]
 
 
-def popularity(accesses: list[int]) -> Popularity:
+def popularity(accesses: list[int]) -> RowPopularity:
     counts = np.array(accesses, dtype=np.int64)
-    return Popularity(table="t", accesses=counts, batches=counts, distances=StackDistances(len(counts)))
+    return RowPopularity(table="t", accesses=counts, batches=counts, distances=StackDistances(len(counts)))
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 100])
@@ -34,7 +34,7 @@ def test_counts_of_shared_ragged_and_multi_hot_features(
     batch_size: int, sizes: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`items` is looked up by a feature with two ids per sample and by one with any number."""
-    monkeypatch.setattr(hotbed.data.skew.access_counts, "_PIECE", piece)
+    monkeypatch.setattr(hotbed.data.skew.row_popularity, "_PIECE", piece)
     batch = mixed_batch(60)
     tables = measure_popularity(ListSource(batch, sizes, MIXED_SCHEMA), "train", batch_size=batch_size)
     assert [t.table for t in tables] == ["user", "items"]
@@ -91,7 +91,7 @@ def test_curves() -> None:
 
 def test_static_hit_rates_count_a_row_once_per_batch() -> None:
     counts, batches = np.array([8, 2]), np.array([1, 2])
-    table = Popularity(table="t", accesses=counts, batches=batches, distances=StackDistances(2))
+    table = RowPopularity(table="t", accesses=counts, batches=batches, distances=StackDistances(2))
     assert table.top_share([1]) == [0.8]
     assert table.static_hit_rates([1]) == [pytest.approx(1 / 3)]
 
@@ -122,10 +122,10 @@ def test_the_exponent_of_exact_counts() -> None:
 
 @pytest.mark.parametrize(("bad", "position"), [(1000, 41), (-1, 3)])
 def test_an_id_that_is_no_row(bad: int, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotbed.data.skew.access_counts, "_PIECE", 16)
+    monkeypatch.setattr(hotbed.data.skew.row_popularity, "_PIECE", 16)
     batch = mixed_batch(60)
     batch.sparse["user"].values[position] = bad
-    message = f"split 'train', feature 'user': id {bad:,} at sample {position} is not within the 1,000 rows of table"
+    message = f"split 'train', feature 'user', sample {position}: got id {bad:,}, expected 0 to 999"
     with pytest.raises(DataError, match=message):
         measure_popularity(ListSource(batch, [20, 40], MIXED_SCHEMA), "train", batch_size=8)
 
@@ -135,17 +135,15 @@ def test_a_ragged_id_that_is_no_row() -> None:
     history = batch.sparse["history"]
     last = int(np.flatnonzero(history.lengths().numpy())[-1])
     history.values[-1] = 50
-    with pytest.raises(
-        DataError, match=f"feature 'history': id 50 at sample {last} is not within the 50 rows of table 'it"
-    ):
+    with pytest.raises(DataError, match=f"feature 'history', sample {last}: got id 50, expected 0 to 49"):
         measure_popularity(ListSource(batch, [60], MIXED_SCHEMA), "train")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size is 0, must be at least 1"),
-        ({"sampled_rows": 0}, "sampled_rows is 0, must be at least 1"),
+        ({"batch_size": 0}, "batch_size: got 0"),
+        ({"sampled_rows": 0}, "sampled_rows: got 0"),
     ],
 )
 def test_options_out_of_range(options: dict[str, int], message: str) -> None:
@@ -174,14 +172,14 @@ def test_hot_order_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"t.npy does not exist; measure the hot order with hotbed inspect --skew DATA --out DIRECTORY"),
+        (None, r"t.npy does not exist"),
         (b"", "is not a file of NumPy's format, or is cut short"),
         (b"id,row\n", "is not a file of NumPy's format, or is cut short"),
-        (np.array([1, 0], dtype=np.int32), r"t.npy holds int32 \[2\], must hold int32 \[3\], the rows of table 't'"),
-        (np.array([2, 1, 0]), r"t.npy holds int64 \[3\], must hold int32 \[3\]"),
-        (np.array([2, 1, 1], dtype=np.int32), "t.npy leaves out row 0 of table 't'"),
-        (np.array([0, 1, -1], dtype=np.int32), "t.npy leaves out row 2 of table 't'"),
-        (np.array([0, 3, 2], dtype=np.int32), "t.npy leaves out row 1 of table 't'"),
+        (np.array([1, 0], dtype=np.int32), r"t.npy: got int32 \[2\], expected int32 \[3\], the rows of table 't'"),
+        (np.array([2, 1, 0]), r"t.npy: got int64 \[3\], expected int32 \[3\]"),
+        (np.array([2, 1, 1], dtype=np.int32), "t.npy lacks row 0 of table 't'"),
+        (np.array([0, 1, -1], dtype=np.int32), "t.npy lacks row 2 of table 't'"),
+        (np.array([0, 3, 2], dtype=np.int32), "t.npy lacks row 1 of table 't'"),
     ],
 )
 def test_files_that_are_no_hot_order(tmp_path: Path, content: bytes | np.ndarray | None, message: str) -> None:

@@ -113,8 +113,7 @@ def _stages(to: Console) -> Generator[Callable[[str], None]]:
 def print_profile(to: Console, profile: Mapping[str, Any]) -> None:
     """Print a line for each figure, and for each point of a curve, with its spread and its source."""
     from hotbed.cli.pages.report_page import Table, print_table
-    from hotbed.plan.hardware import DIMENSIONS
-    from hotbed.plan.quantities import show
+    from hotbed.plan.hardware import DIMENSIONS, format_quantity
 
     rows: list[list[str]] = []
     spreads: list[object] = []
@@ -123,7 +122,7 @@ def print_profile(to: Console, profile: Mapping[str, Any]) -> None:
         spread_at = dict(_leaves(about.get("spread", {})))
         spreads += spread_at.values()
         for at, value in _leaves(about["value"]):
-            shown = str(value) if isinstance(value, str | bool) else show(value, DIMENSIONS[name])
+            shown = str(value) if isinstance(value, str | bool) else format_quantity(value, DIMENSIONS[name])
             spread = f"{spread_at[at]:.0%}" if spread_at.get(at) is not None else ""
             rows.append([f"{name} {at}".strip(), shown, spread, about["source"]])
     to.print(profile["description"], soft_wrap=True, highlight=False)

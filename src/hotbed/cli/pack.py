@@ -19,8 +19,8 @@ from hotbed.checkpoint.single_files import exists
 from hotbed.cli.arguments import Parser, add_json, add_parameters, console, load, write_json
 from hotbed.config import Recipe, import_from
 from hotbed.data import SplitBinarySource
-from hotbed.data.skew.access_counts import count_accesses
 from hotbed.data.skew.hot_cold import pack
+from hotbed.data.skew.row_popularity import count_accesses
 from hotbed.embed import plan_tables, tables_on_meta
 from hotbed.embed.plan_names import names_in_plans
 from hotbed.errors import RecipeError

@@ -35,9 +35,8 @@ from hotbed.plan.hardware import Hardware
 from hotbed.plan.ranks import ALIKE
 from hotbed.plan.schemes import Schemes
 from hotbed.plan.search import Found
-from hotbed.plan.simulation.simulate import Simulation, Stragglers, simulate
+from hotbed.plan.simulation.simulate import Simulation, Stragglers, chrome_trace, simulate
 from hotbed.plan.simulation.sweep import RANKS, Point, Sweep, assumed_range, elasticities, first_that_fits
-from hotbed.plan.simulation.timeline import chrome_trace
 from hotbed.plan.step_time import estimate_step, parts_of_busiest, terms_of
 from hotbed.train.runs.build import new_model, open_source
 from hotbed.train.runs.plan_search import hardware_of, plan_or_schemes, searched, searched_ranks
@@ -282,7 +281,9 @@ def simulated(to: Console, found: Found, recipe: Recipe, ranks: int, options: Op
     assert here is not None
     print_simulation(to, simulation, terms, here)
     result: dict[str, Any] = {"simulation": simulation.to_dict()}
-    result["terms"] = [asdict(term) | {"rates": {name: here.said_of(name) for name in term.figures}} for term in terms]
+    result["terms"] = [
+        asdict(term) | {"rates": {name: here.origin_of(name) for name in term.figures}} for term in terms
+    ]
     points: list[Point] = []
     if sweep is not None:
         points, result["sweep"] = swept_and_shown(to, sweep, recipe, ranks, options)

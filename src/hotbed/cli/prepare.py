@@ -14,19 +14,19 @@ from hotbed.cli.arguments import Parser, add_json, add_parameters, console, writ
 from hotbed.errors import RecipeError
 from hotbed.files import read_yaml
 from hotbed.locations import local
-from hotbed.plan.quantities import parse
+from hotbed.plan.hardware import parse_quantity
 
 if TYPE_CHECKING:
     from hotbed.data.preparation.prepare_dataset import PrepareReport
 
 
-_OWN = ("raw", "out", "progress", "vocabulary", "schema", "executor", "memory")
-"""Arguments that are not parsed as those of `hotbed.prepare`."""
+_OWN = ("vocabulary", "schema", "executor", "memory")
+"""Options with an argument of their own."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the raw files, the dataset, and the options of `hotbed.prepare`."""
-    from hotbed.data.preparation.prepare_dataset import prepare
+    from hotbed.data.preparation.prepare_options import PrepareOptions
 
     parser.usage = "hotbed prepare RAW … OUT [options]"
     parser.add_argument(
@@ -35,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
         help="Criteo logs in time order, or Parquet, CSV, TSV; or folders; URIs too.",
     )
     parser.add_argument("out", help="Dataset directory to make.")
-    add_parameters(parser, prepare, skip=_OWN)
+    add_parameters(parser, PrepareOptions, skip=_OWN)
     parser.add_argument("--schema", help="YAML of a schema, or a recipe; by default one is drafted.")
     parser.add_argument(
         "--executor",
@@ -67,7 +67,7 @@ def run(parsed: Namespace) -> None:
 
 
 def _bytes(text: str) -> int:
-    return int(parse("--memory", text, "bytes"))
+    return int(parse_quantity("--memory", text, "bytes"))
 
 
 def _schema(path: Path) -> Mapping[str, object]:

@@ -32,9 +32,8 @@ from hotbed.cli.pages.report_page import (
 from hotbed.plan.cost import PARTS, TIERS, tile_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found
-from hotbed.plan.simulation.simulate import Simulation, amount_text
+from hotbed.plan.simulation.simulate import THREADS, Simulation, format_amount
 from hotbed.plan.simulation.sweep import ASSUMED_FACTOR, RANKS, Point, Sweep, assumed_range, first_that_fits
-from hotbed.plan.simulation.timeline import THREADS
 from hotbed.plan.step_time import Term, estimate_step, parts_of_busiest
 from hotbed.plan.tiling import extent
 from hotbed.train.runs.report import size
@@ -92,7 +91,7 @@ def print_simulation(to: Console, simulation: Simulation, terms: Sequence[Term],
     if any(term.hidden for term in terms):
         to.print("in brackets: beside the step, not added")
     used = dict.fromkeys(figure for term in terms for figure in term.figures)
-    said = [here.said_of(figure) for figure in used]
+    said = [here.origin_of(figure) for figure in used]
     for figure, words in zip(used, said, strict=True):
         to.print(f"{figure}: {words}", soft_wrap=True)
     named = {name for words in said for name in words[words.rfind("(") + 1 :].rstrip(")").split(", ")}
@@ -163,7 +162,7 @@ def _resources(simulation: Simulation) -> Table:
     rows = [
         [
             name,
-            *(amount_text(amount, usage.unit) for amount in (usage.amount, usage.most)),
+            *(format_amount(amount, usage.unit) for amount in (usage.amount, usage.most)),
             f"{usage.seconds * 1e3:,.4g} ms",
             f"{usage.utilisation:.1%}",
         ]
@@ -177,7 +176,7 @@ def _terms(terms: Sequence[Term]) -> Table:
     """Return what a step of the busiest rank adds up from, and where each amount and rate is from."""
     rows: list[list[str]] = []
     for term in terms:
-        amount = "" if term.unit == "s" else amount_text(term.amount, term.unit)
+        amount = "" if term.unit == "s" else format_amount(term.amount, term.unit)
         time = f"({term.seconds * 1e3:.3g})" if term.hidden else f"{term.seconds * 1e3:.3g}"
         rows.append([term.name, time, str(term.kernels or ""), amount, term.counted, ", ".join(term.figures)])
     left = ("counted by", "at")
@@ -188,7 +187,7 @@ def _sweep(sweep: Sweep, points: Sequence[Point]) -> Table:
     first = first_that_fits(list(points))
     rows: list[list[str]] = []
     for point in points:
-        at, simulation = sweep.shown(point.value), point.simulation
+        at, simulation = sweep.format_value(point.value), point.simulation
         if simulation is None or first is None:
             rows.append([at, "does not fit", "", "", "", "", ""])
             continue
@@ -390,7 +389,7 @@ def _scaling(figures: Figures, sweep: Sweep, points: Sequence[Point]) -> list[st
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks([p.ranks for p in points], [f"{p.ranks:,}" for p in points])
-    axes.set_yticks(marks, [amount_text(mark, "/s") for mark in marks])
+    axes.set_yticks(marks, [format_amount(mark, "/s") for mark in marks])
     axes.minorticks_off()
     axes.margins(0.06, 0.12)
     note = "Each rank has as many samples at every point; dashed: all as fast as those of the first point."
