@@ -23,7 +23,7 @@ from hotbed.plan.hardware import (
     profiles,
 )
 
-FIGURES = {f.name for f in dataclasses.fields(Hardware)} - {"name", "description", "sources", "said", "measured"}
+FIGURES = {f.name for f in dataclasses.fields(Hardware)} - {"name", "description", "sources", "origins", "measured"}
 SMALL: dict[str, Any] = {
     "ranks_per_node": 2,
     "device_bytes": "8 GB",

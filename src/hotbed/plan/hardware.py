@@ -1,7 +1,7 @@
 """Describe machines in numbers: memories, links, arithmetic and fixed costs.
 
 A machine is *nodes* of equal ranks. A rank has a device with its own memory. With ``cores_shared``, the ranks of a node
-share its cores and memory instead, and the device's figures are those of the whole node.
+share its cores and memory instead, and the device's figures describe the whole node.
 
 Figures come from built-in profiles, or from files of the user, e.g. of ``hotbed doctor --measure FILE``. These are YAML
 files with a unit and a source for every figure. Rates are reached rates, not nominal ones::

@@ -1,4 +1,4 @@
-"""Protects the figures by which distributions are compared: known values, limits, and intervals that hold."""
+"""Distributions are compared by known figures, with intervals that hold."""
 
 from __future__ import annotations
 
