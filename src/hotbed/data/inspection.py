@@ -26,7 +26,7 @@ from hotbed.data.drafting.roles import LABEL_NAMES, RATING_NAMES, find_labels
 from hotbed.data.encoding.encoder import raw_numbers, wrong_types
 from hotbed.data.encoding.labels import check_label, read_labels, read_weights, refuse_null
 from hotbed.data.place import Place
-from hotbed.data.preparation.stored_rows import RowsSlice, SourceRows, StoredRows, ParquetRows
+from hotbed.data.preparation.stored_rows import ParquetRows, RowsSlice, SourceRows, StoredRows
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.machine import usable_cores
@@ -232,33 +232,15 @@ class DataSummary:
 def summarize(
     data: StoredRows,
     *,
-    schema: Schema | None = None,
-    checks: SchemaChecks | None = None,
-    label: str | None = None,
-    earlier: DataSummary | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    schema: Schema | None = None,  # it names the labels
+    checks: SchemaChecks | None = None,  # of each slice of rows
+    label: str | None = None,  # label column without a schema (default: found by name)
+    earlier: DataSummary | None = None,  # earlier data, see `compare`
+    progress: Callable[[int, int], None] = lambda done, total: None,  # called with the rows read and all rows
 ) -> DataSummary:
     """Read all rows once, and summarize every column in memory that does not grow with the rows.
 
-    Parameters
-    ----------
-    data
-        The rows, see `open_rows`.
-    schema
-        Schema that names the labels (default: found by name).
-    checks
-        Checks of each slice of rows.
-    label
-        Label column without a schema (default: found by name).
-    earlier
-        Earlier data, see `compare`.
-    progress
-        Function that is called with the rows read and all rows.
-
-    Raises
-    ------
-    DataError
-        If there are no rows, a file is damaged, or the label is missing.
+    Raise `DataError` if there are no rows, a file is damaged, or the label is missing.
     """
     if not data.rows:
         raise DataError(f"{data.path} has no rows")
@@ -298,13 +280,10 @@ def _read_ahead(data: StoredRows) -> Iterator[RowsSlice]:
 
 
 def compare(before: DataSummary, after: DataSummary) -> dict[str, Any]:
-    """Compare a summary with that of ``earlier`` data, column by column and label by label.
+    """Compare a summary with a summary of ``earlier`` data, column by column and label by label.
 
-    Returns
-    -------
-    dict
-        ``labels``: both rates, and the change with its interval (`rate_change`). ``columns``: the `drift` of common
-        columns, the largest index first. ``only_before``, ``only_after``: other columns.
+    Labels have both rates, and the change with its interval (`rate_change`). Columns have their `drift`, the largest
+    index first.
     """
     both = [name for name in after.columns if name in before.columns and name not in after.labels]
     drifts = [drift(before.columns[name], after.columns[name]) for name in both]

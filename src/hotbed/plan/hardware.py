@@ -208,7 +208,9 @@ class Hardware(Section, error=RecipeError):
 
     def origin_of(self, figure: str) -> str:
         """Return a figure's value and sources as in the profile, or how else it is known."""
-        return self.origins.get(figure, "measured on the machine" if self.measured else "a given value, without a source")
+        return self.origins.get(
+            figure, "measured on the machine" if self.measured else "a given value, without a source"
+        )
 
     def with_(self, **changes: Any) -> Self:
         """Return a copy with other figures."""

@@ -20,6 +20,7 @@ import json
 import tempfile
 from abc import ABC
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -135,13 +136,10 @@ class ModelContract(ABC):
         assert len(np.unique(expected)) > len(expected) // 2, "nearly all rows have the same score"
         export_model(run, tmp_path / "model", trust_recipe=True)
         rows = _inputs(recipe)
-        served = ServedModel.open(tmp_path / "model")
-        try:
+        with closing(ServedModel.open(tmp_path / "model")) as served:
             np.testing.assert_array_equal(served.score(rows)[0], expected)
             for i in (0, 7):
                 np.testing.assert_array_equal(served.score(rows.slice(i, 1))[0], expected[i : i + 1])
-        finally:
-            served.close()
 
     def test_an_exported_program_has_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
         run = run_of(recipe, tmp_path / "runs")

@@ -1,4 +1,4 @@
 """Convert raw logs or tables to a dataset of ids: `hotbed prepare`.
 
-Stages in order: `raw_inputs` (read), `counting` (count and merge), `encoded_rows` (encode). `prepare_dataset` runs them.
+`prepare_dataset` runs the stages: `raw_inputs` (read), `counting` (count and merge), `encoded_rows` (encode).
 """

@@ -101,30 +101,11 @@ def count_accesses(
     source: Source,
     split: str,
     *,
-    sample: float = 1.0,
+    sample: float = 1.0,  # share of the samples to count, drawn at random from the whole split
     seed: int = 0,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = lambda done, total: None,  # called with the samples read and their total
 ) -> AccessCounts:
-    """Count the lookups of each row of each table.
-
-    Parameters
-    ----------
-    source, split
-        Source of the samples, and the split to read.
-    sample
-        Share of the samples to count, drawn at random from the whole split (default: 1, all samples).
-    seed
-        Seed of the draw.
-    progress
-        Function that is called with the samples read and all samples.
-
-    Raises
-    ------
-    SpecError
-        If an argument is out of range, the source has no such split, or no sample was drawn.
-    DataError
-        If an id is not a row of its table.
-    """
+    """Count the lookups of each row of each table; raise `DataError` for an id that is not a row of its table."""
     check("sample", sample, Annotated[float, Range(above=0, most=1)], SpecError)
     check("seed", seed, Size, SpecError)
     rows = source.schema.rows
