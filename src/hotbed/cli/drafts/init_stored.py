@@ -72,7 +72,7 @@ def open_stored(path: str | Path) -> Stored | None:
     place = location(str(path))
     described = open_described(place)
     if described is not None:
-        return Stored(described.source, described.said)
+        return Stored(described.source, described.entry)
     return _arrays(place) if isinstance(place, Path) and has_days(place) else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -35,7 +35,7 @@ class PrepareOptions(Section, error=SpecError):
         Roles of the columns of Parquet, CSV or TSV files (default: drafted from the data). Columns with one ``table``
         share a vocabulary. ``rows`` is ignored, because the vocabularies determine it.
     threshold
-        Smallest count of a value with its own id (default: 15, as in NVIDIA's scripts).
+        Smallest count of a value with its own id, e.g. 15 in NVIDIA's scripts.
     top_k
         Largest number of values per table with their own ids (default: no limit).
     hash_rows
@@ -85,8 +85,8 @@ class PrepareOptions(Section, error=SpecError):
     test_fraction: Probability | None = None
     valid_rows: Size = 0
     test_rows: Size = 0
-    valid_files: Sequence[str] = ()
-    test_files: Sequence[str] = ()
+    valid_files: tuple[str, ...] = ()
+    test_files: tuple[str, ...] = ()
     split: Mapping[str, object] | None = None
     count_on: Literal["train", "all"] = "train"
     vocabulary: str | Path | None = None

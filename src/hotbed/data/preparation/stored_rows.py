@@ -57,7 +57,7 @@ class Described(NamedTuple):
     """A source, and its entry in a recipe."""
 
     source: Source
-    said: Mapping[str, object]
+    entry: Mapping[str, object]
 
 
 def open_described(path: str | Path) -> Described | None:
