@@ -58,7 +58,7 @@ def test_files_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_file_without_rows_is_no_split(tmp_path: Path) -> None:
     first = dataset(tmp_path, files=2) / "day_0.parquet"
     pq.write_table(pq.read_table(first)[:0], first)
-    with pytest.raises(DataError, match=r"day_0.parquet: has no rows.* test_files"):
+    with pytest.raises(DataError, match=r"day_0.parquet has no rows.* test_files"):
         prepare(tmp_path, tmp_path / "made/out", **SMALL, test_files=["day_0.parquet"])
 
 

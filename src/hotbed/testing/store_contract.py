@@ -53,7 +53,7 @@ class Format(NamedTuple):
         return torch.tensor([row >= w for span, w in zip(self.spans, wide, strict=True) for row in range(span.rows)])
 
     def round(self, values: Tensor, slots: Tensor) -> Tensor:
-        """Round float32 values to the precision of these slots, whose rows were 0."""
+        """Round float32 values to the precision of these slots with zero rows."""
         return torch.where(self.narrow()[slots, None], _round_to_nearest(values, self.dtype), values)
 
 

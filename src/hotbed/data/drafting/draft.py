@@ -404,7 +404,7 @@ def weighted(path: str, schema: Schema, weights: Mapping[str, str], sample: pa.T
 def shared_tables(
     profiles: Sequence[SampledColumn], roles: Mapping[str, ColumnRole], sample: pa.Table
 ) -> dict[str, str]:
-    """Find lists whose elements are values of another column, e.g. ``history`` of ``item_id``; return that column."""
+    """Return for each list the column with the same values, e.g. ``item_id`` for ``history``."""
     found: dict[str, str] = {}
     scalars = [p for p in profiles if roles[p.name].role in ("id", "category") and not pa.types.is_boolean(p.type)]
     for column in (p for p in profiles if roles[p.name].role == "list"):

@@ -46,7 +46,7 @@ _OF_ALL_COLUMNS = 1 << 23  # about 400 MB
 SHOWN = 10
 """Number of hottest values that are reported by text."""
 TOP = (1, 10, 100, 1_000, 10_000)
-"""Sizes of the sets of most frequent values whose shares are reported."""
+"""Numbers of most frequent values with a reported share."""
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 PER_DOUBLING = 4
 SMALLEST, LARGEST = -30, 64

@@ -140,7 +140,7 @@ def _frequent_values(job: MergeJob) -> pa.Array:
 
 
 def _earlier_values(job: MergeJob) -> pa.Array:
-    """Return the values whose ids are kept."""
+    """Return the values of the earlier vocabulary, which keep their ids."""
     if job.earlier is None:
         return Vocabulary.empty(job.kind).values
     values = read_vocabulary(job.earlier).values

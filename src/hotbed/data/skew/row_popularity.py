@@ -206,7 +206,7 @@ def measure_popularity(
     batch_size
         Samples per batch.
     sampled_rows
-        Approximate number of rows per table whose stack distances are followed. Smaller tables are followed exactly.
+        Approximate number of rows per table with measured stack distances. Smaller tables are followed exactly.
     progress
         Function that is called with the samples read and all samples.
 

@@ -8,7 +8,7 @@ O(log M) for M rows. When the time line is full, the taken positions move to its
 
 *Batches.* All rows of a batch are looked up before any of them moves, as in a cache that serves a batch at once.
 
-*Sampling.* Rows whose hash is below a threshold are sampled, a share ``rate`` of all rows, so that every lookup of a
+*Sampling.* Rows with a hash below a threshold are sampled, a share ``rate`` of all rows, so that every lookup of a
 sampled row is followed. Distances are scaled up (Waldspurger et al., "Efficient MRC construction with SHARDS", FAST
 2015). The hottest rows may be over- or underrepresented. As in SHARDS-adj, the difference between the expected and the
 sampled lookups counts as hits at the smallest distance. The hash is a bijection, so that sampled rows have consecutive
