@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hotbed.ops.rows import Codec
-from hotbed.plan.cost import tile_traffic, sums_bytes
+from hotbed.plan.cost import sums_bytes, tile_traffic
 from hotbed.plan.tiling import Plan, count_common
 
 

@@ -174,7 +174,7 @@ def test_other_data_is_split_by_its_own_names(tmp_path: Path) -> None:
 def test_data_without_a_test_split(tmp_path: Path, names: list[str]) -> None:
     write_splits(tmp_path / "data", *names)
     drafted = draft_recipe(tmp_path / "data")
-    assert "  test_split: null                # 2 rows are too few to cut off some" in drafted
+    assert "  test_split: null                # 2 rows are too few to cut off splits" in drafted
     assert ("  valid_split: valid\n" in drafted) == (len(names) > 1)
     (tmp_path / "r.yaml").write_text(drafted)
     assert loaded(tmp_path / "r.yaml").data.test_split is None
@@ -221,7 +221,7 @@ def test_a_recipe_says_what_a_weight_is_and_how_there_is_a_validation_split(tmp_
     table = pa.table({"click": user % 2, "user": user, "weight": user + 1.5})
     pq.write_table(table, tmp_path / "log.parquet")
     text = draft_recipe(tmp_path / "log.parquet")
-    assert "weight: weight" in text and "# by its name, how much a sample counts; null if it is none" in text
+    assert "weight: weight" in text and "# by its name, the weight of a sample" in text
     assert "  # One epoch needs no validation split. Tuning does: draft with --valid." in text
     assert "tuning" not in draft_recipe(tmp_path / "log.parquet", valid=True)
 

@@ -81,11 +81,13 @@ def test_curves_are_varied_by_factors_and_counts_stay_whole():
     here = Hardware.load("a100-40")
     sweep = Sweep.parse("gather=0.5..2")
     assert (len(sweep.values), sweep.values[0], sweep.values[-1]) == (7, 0.5, pytest.approx(2))
-    assert sweep.hardware(here, 0.5).gather_rate(512) == here.gather_rate(512) / 2 and sweep.shown(0.5) == "× 0.5"
+    assert (
+        sweep.hardware(here, 0.5).gather_rate(512) == here.gather_rate(512) / 2 and sweep.format_value(0.5) == "× 0.5"
+    )
     sweep = Sweep.parse("ranks_per_node=2..4")
     assert sweep.values == (2, 3, 4) and sweep.hardware(here, 2.0).ranks_per_node == 2
     assert Sweep.parse("ranks=6..50").values == (6, 12, 24, 48)
-    assert Sweep.parse("message_s=5us..5us").shown(5e-6) == "5 us"
+    assert Sweep.parse("message_s=5us..5us").format_value(5e-6) == "5 us"
 
 
 def test_a_sweep_of_ranks_goes_on_where_what_was_asked_for_does_not_fit(
@@ -95,7 +97,9 @@ def test_a_sweep_of_ranks_goes_on_where_what_was_asked_for_does_not_fit(
     small.write_text("extends: a100-40\nfigures: {device_bytes: 3 MB}\n")
     limited = ["--hardware", str(small), "--ranks", "2"]
     found = simulated(recipe, *limited, "--sweep", "ranks=2..8")
-    assert [p["fits"] for p in found["sweep"]["points"]] == [False, True, True] and "more than 2 ranks" in found["problem"]
+    assert [p["fits"] for p in found["sweep"]["points"]] == [False, True, True] and "more than 2 ranks" in found[
+        "problem"
+    ]
     assert "--ranks 2 does not fit: rows and moments take" in capsys.readouterr().out
     html = recipe.parent / "plan.html"
     for more in (["--sweep", "ranks=1..2"], ["--sweep", "ranks=2..8", "--html", str(html)]):
@@ -146,14 +150,14 @@ def test_a_page_is_whole_and_needs_nothing_else(recipe: Path, ranks: str):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--sweep", "ranks"], "--sweep is 'ranks', must be like ranks=8..4096 or network=100Gbit/s..800Gbit/s"),
+        (["--sweep", "ranks"], "--sweep: got 'ranks', expected e.g. ranks=8..4096 or network=100Gbit/s..800Gbit/s"),
         (["--sweep", "netwrk=1..2"], "--sweep: got 'netwrk', expected one of ranks, "),
         (["--sweep", "network=fast..2"], "--sweep: network: got 'fast', expected a number of bytes/s"),
-        (["--sweep", "ranks=8..4"], "the first value must be above 0, and the second not below it"),
-        (["--sweep", "ranks=1..65536"], "and end with 16,384 at most"),
+        (["--sweep", "ranks=8..4"], "expected a first value above 0"),
+        (["--sweep", "ranks=1..65536"], "at most 16,384 last"),
         (
             ["--sweep", "ranks=3..8", "--replicas", "2"],
-            "ranks begin with 3, must begin with a multiple of parallel.replicas 2",
+            "ranks: got 3 first, expected a multiple of parallel.replicas 2",
         ),
         (["--price", "0"], "--price: got 0"),
         (["--stragglers.share", "2"], "stragglers.share: got 2.0, expected a finite number at least 0 and at most 1"),
@@ -166,8 +170,8 @@ def test_a_page_is_whole_and_needs_nothing_else(recipe: Path, ranks: str):
             "network_efficiency: got 1.2599210498948732, expected a finite number above 0 and at most 1",
         ),
         (["--sweep", "oversubscription=0.5..2"], "oversubscription: got 0.5, expected a finite number at least 1"),
-        (["--sweep", "mlp=0.5..2"], "nothing reads mlp of a100-40 with 4 ranks: it has none"),
-        (["--sweep", "network=1GB/s..2GB/s"], "with 4 ranks: they are all on one node; vary node_link, or give more"),
+        (["--sweep", "mlp=0.5..2"], "mlp of a100-40 has no effect with 4 ranks: it has no value"),
+        (["--sweep", "network=1GB/s..2GB/s"], "with 4 ranks: all ranks are on one node"),
     ],
 )
 def test_what_cannot_be_is_said(

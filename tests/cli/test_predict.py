@@ -311,7 +311,7 @@ class OfHistories:
 
 
 def test_the_page_s_code_scores_histories_and_weights_of_ids(tmp_path: Path) -> None:
-    recipe = model_testing.recipe_of(cast("type[ModelContract]", OfHistories), tmp_path)
+    recipe = model_testing.contract_recipe(cast("type[ModelContract]", OfHistories), tmp_path)
     recipe["train"] |= {"checkpoint": "last"}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     status, _, run = train(tmp_path / "recipe.yaml")

@@ -124,8 +124,8 @@ def test_a_checkpoint_holds_no_samples(recipe: Path, capsys: Output) -> None:
             ["PREPARED", "--split", "tets"],
             "there is no split 'tets'; there are train, valid, test; did you mean 'test'?",
         ),
-        (["PREPARED", "--batch_size", "0"], "batch_size is 0, must be at least 1"),
-        (["PREPARED", "--sampled_rows", "0"], "sampled_rows is 0, must be at least 1"),
+        (["PREPARED", "--batch_size", "0"], "batch_size: got 0"),
+        (["PREPARED", "--sampled_rows", "0"], "sampled_rows: got 0"),
         (["PREPARED", "--smpled_rows", "3"], "unknown argument --smpled_rows; did you mean '--sampled_rows'?"),
     ],
 )

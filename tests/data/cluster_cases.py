@@ -182,7 +182,7 @@ def kill_at(moment: Path) -> None:
 def dying(folder: Path, module: str, name: str, job: Any) -> Any:
     """Run a task of a preparation, and kill the worker at the moments that were drawn."""
     task: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
-    result = job.table if name == "merge" else job.out.name
+    result = job.table if name == "merge_runs" else job.out.name
     at = {place: folder / f"{name}-{result}-{place}" for place in PLACES}
     kill_at(at["begin"])
     with pytest.MonkeyPatch.context() as patch:
@@ -201,7 +201,7 @@ def dying(folder: Path, module: str, name: str, job: Any) -> Any:
 
 def kill_workers_at(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let the tasks of preparations kill their workers at the moments of a folder."""
-    for module, name in (("counting", "count"), ("counting", "merge"), ("encoded_rows", "encode")):
+    for module, name in (("counting", "count_values"), ("counting", "merge_runs"), ("encoded_rows", "encode_group")):
         patch.setattr(
             f"hotbed.data.preparation.prepare_dataset.{name}",
             partial(dying, folder, f"hotbed.data.preparation.{module}", name),

@@ -52,7 +52,7 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("expected") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hotbed.data.preparation.pieces._GROUP_ROWS", 300)
+        patch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", 300)
         prepare(raw, out, **SMALL, workers=1)
     return digests(out)
 
@@ -170,7 +170,7 @@ def test_the_same_bytes(
     cluster: str,
 ) -> None:
     """Paths are relative to where the command runs."""
-    monkeypatch.setattr("hotbed.data.preparation.pieces._GROUP_ROWS", 300)
+    monkeypatch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", 300)
     monkeypatch.chdir(tmp_path)
     prepare(os.path.relpath(raw), "out", **SMALL, executor=request.getfixturevalue(cluster))
     assert digests(tmp_path / "out") == expected
@@ -194,9 +194,14 @@ def test_the_same_bytes_where_workers_are_killed(
     executor: str,
     moments: int,
 ) -> None:
-    monkeypatch.setattr("hotbed.data.preparation.pieces._GROUP_ROWS", 300)
+    monkeypatch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", 300)
     groups = [f"{i:06d}" for i in range(FILES * 400 // 300 + 1)]
-    choose_moments(tmp_path / "moments", {"count": groups, "merge": ["user", "tags"], "encode": groups}, moments, SEED)
+    choose_moments(
+        tmp_path / "moments",
+        {"count_values": groups, "merge_runs": ["user", "tags"], "encode_group": groups},
+        moments,
+        SEED,
+    )
     kill_workers_at(monkeypatch, tmp_path / "moments")
     if executor == "processes":
         prepare(raw, tmp_path / "out", **SMALL, executor=executor, workers=2)
@@ -279,7 +284,7 @@ def test_a_scheduler_that_does_not_answer_is_one_line_in_time(tmp_path: Path, ra
 def test_a_cluster_is_started_on_this_machine(
     raw: Path, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str
 ) -> None:
-    monkeypatch.setattr("hotbed.data.preparation.pieces._GROUP_ROWS", 300)
+    monkeypatch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", 300)
     prepare(raw, tmp_path / "out", **SMALL, executor=cluster, workers=2)
     assert digests(tmp_path / "out") == expected
     with open_tasks(cluster, 1) as tasks:
@@ -336,7 +341,7 @@ def test_a_ray_cluster_that_asks_for_a_token(ray: str, raw: Path, tmp_path: Path
 def test_the_same_bytes_by_a_client_of_ray(
     ray_nodes: Ray, raw: Path, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotbed.data.preparation.pieces._GROUP_ROWS", 300)
+    monkeypatch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", 300)
     prepare(raw, tmp_path / "out", **SMALL, executor=ray_nodes.client)
     assert digests(tmp_path / "out") == expected
 

@@ -62,12 +62,12 @@ def test_a_few_large_values_among_small_ids_make_no_count(tmp_path: Path) -> Non
         (np.where(np.arange(N) % 2000 == 7, 2.0**60, RNG.integers(1, 2000, N)), str(2**60)),
         (np.where(np.arange(N) % 2 == 1, 2.0**60, RNG.integers(1, 2000, N)), str(2**60)),
         (np.where(np.arange(N) % 9 == 7, -(2.0**60), RNG.integers(1, 20, N)), str(-(2**60))),
-        (with_one_missing(RNG.integers(1 << 25, 1 << 26, N), np.float32), r"6\d{7}, expected at most 16,777,216"),
+        (with_one_missing(RNG.integers(1 << 25, 1 << 26, N), np.float32), r"6\d{7} .* expected at most 16,777,216"),
     ],
 )
 def test_ids_that_lost_digits_as_floats_are_refused(tmp_path: Path, ids: Any, named: str) -> None:
     ids = np.where(np.arange(N) % 4 == 0, ids[1::4].repeat(4), ids)  # some are met several times
-    with pytest.raises(DataError, match=rf"column 'x': .*(?:float|double).*got {named}.*--drop 'x'"):
+    with pytest.raises(DataError, match=rf"column 'x': got the id {named}.*--drop 'x'"):
         drafted(tmp_path, ids)
     assert role(drafted(tmp_path, ids, drop=["x"])) == "--drop"
 
@@ -140,7 +140,7 @@ def test_columns_of_decimals_beyond_64_bits_are_left_out(tmp_path: Path) -> None
         assert re.search(rf"decimal128.*got values from {10**25} to .*expected at most 64 bits", role(found, name))
     assert ParquetSource(tmp_path / "log.parquet", found.schema).samples("train") == N
     assert role(draft(tmp_path / "log.parquet", drop=["x", "more"])) == "--drop"
-    with pytest.raises(DataError, match=r"column 'x': it is decimal128.*so it can be no label"):
+    with pytest.raises(DataError, match=r"label column 'x': it is decimal128"):
         draft(tmp_path / "log.parquet", label="x")
 
 
@@ -153,7 +153,7 @@ def test_decimals_with_a_fraction_are_no_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["uid", "product_id"])
 def test_decimals_with_a_scale_that_are_named_like_ids_are_left_out(tmp_path: Path, name: str) -> None:
     found = drafted(tmp_path, decimals(RNG.integers(0, 500, N), 20, 2), name)
-    assert re.search(r"decimal128\(20, 2\); write it as integers", role(found, name))
+    assert re.search(r"decimal128\(20, 2\)\. Write it as integers", role(found, name))
     source = ParquetSource(tmp_path / "log.parquet", found.schema)  # raises if the draft cannot be read
     assert len(source.read("train", 0)) > 0
 

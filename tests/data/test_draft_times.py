@@ -188,7 +188,7 @@ NO_TIMES = {
 def test_what_is_no_time(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     name, values = NO_TIMES[kind]
     assert role(drafted(tmp_path, values, name), name) == "ids"
-    assert "named like a time" not in caplog.text
+    assert "the name of a time" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -208,13 +208,13 @@ def test_columns_that_are_named_like_times_and_are_none_are_told(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         found = drafted(tmp_path, values, name)
-    assert f"Column '{name}' is named like a time, but its values have no known layout" in caplog.text
+    assert f"Column '{name}' has the name of a time, but its values have no known layout" in caplog.text
     assert any(f"Column '{name}'" in note for note in found.splits.notes)
 
 
 def test_a_time_by_which_rows_cannot_be_split_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     drafted(tmp_path, pa.array(TIMES, mask=np.arange(N) % 9 == 0), "day")
-    assert "The splits are drawn by a hash of the rows' places (11.1% of 'day' are missing)" in caplog.text
+    assert "The splits are by a hash of the rows' positions (11.1% of 'day' are missing)" in caplog.text
 
 
 def test_columns_that_differ_between_files_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

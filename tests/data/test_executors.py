@@ -38,7 +38,7 @@ class TestProcesses(ExecutorContract):
 def small_groups() -> Iterator[None]:
     """Several tasks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hotbed.data.preparation.pieces._GROUP_ROWS", 300)
+        patch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", 300)
         yield
 
 

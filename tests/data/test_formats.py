@@ -28,10 +28,9 @@ from prepare_cases import digests
 from hotbed.batch import Batch
 from hotbed.data import NpySource, ParquetSource, Source, SplitBinarySource
 from hotbed.data.encoding.vocabulary import read_vocabulary
-from hotbed.data.files.criteo import find_files
 from hotbed.data.files.delimited import has_header
 from hotbed.data.preparation.prepare_dataset import prepare
-from hotbed.data.preparation.raw_inputs import Logs
+from hotbed.data.preparation.raw_inputs import find_input
 from hotbed.errors import DataError, SpecError
 from hotbed.files import read_yaml
 from hotbed.locations import opened
@@ -112,16 +111,12 @@ def test_splits_of_a_dataset_are_kept(tmp_path: Path) -> None:
     prepare(write_npy(tmp_path / "set", days()), tmp_path / "one", threshold=2, test_rows=60, format="split_binary")
     report = prepare(tmp_path / "one", tmp_path / "two", threshold=2)
     assert report.samples == {"train": 303, "test": 60}
-    with pytest.raises(
-        SpecError, match=r"one says itself what its columns are \(feature_spec.yaml\); leave out the sch"
-    ):
+    with pytest.raises(SpecError, match=r"schema: .*one defines its own columns"):
         prepare(tmp_path / "one", tmp_path / "three", schema=SCHEMA)
 
 
 def test_what_any_source_reads_is_prepared(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"ListSource/train, column '\w+' has a weight for each id, and its schema names"
-    ):
+    with pytest.raises(DataError, match=r"ListSource/train, column '\w+': got weights of ids"):
         prepare(ListSource(mixed_batch(60), [20, 40], MIXED_SCHEMA), tmp_path / "weighted", threshold=1)
     source = ListSource(unweighted(mixed_batch(60)), [20, 40], MIXED_SCHEMA)
     report = prepare(source, tmp_path / "out", threshold=1)
@@ -135,9 +130,7 @@ def test_what_any_source_reads_is_prepared(tmp_path: Path) -> None:
     for a, b in ((found.dense, given.dense), (found.labels, given.labels), (found.weights, given.weights)):
         assert a is not None and b is not None and torch.equal(a, b)
     assert torch.equal(found.extra["session"], given.extra["session"])
-    with pytest.raises(
-        SpecError, match=r"ListSource says itself what its columns are \(its schema\); leave out the sch"
-    ):
+    with pytest.raises(SpecError, match="schema: ListSource defines its own columns"):
         prepare(source, tmp_path / "other", schema=MIXED_SCHEMA)
 
 
@@ -184,8 +177,8 @@ def test_a_remote_log_that_was_written_anew_is_another(s3: str, tmp_path: Path) 
     store, path = opened(uri)
     with store.open_output_stream(path) as out:
         out.write(log_line(1).encode())
-    found = Logs(find_files(uri), "error").state
-    assert found == [(uri, len(log_line(1)), store.get_file_info(path).mtime_ns)]
+    found = find_input([uri], None).state
+    assert found == ([(uri, len(log_line(1)), store.get_file_info(path).mtime_ns)], [])
     assert store.get_file_info(path).mtime_ns > 0
 
 

@@ -103,7 +103,7 @@ def test_another_hash_is_another_model(tmp_path: Path) -> None:
     [
         ({"hash_rows": {"usr": 9}}, "hash_rows names table 'usr', which there is not; did you mean 'user'"),
         ({"hash_rows": {"user": 1}}, "hash_rows: table 'user' has 1 rows, must be an integer from 2 to 2"),
-        ({"hash_rows": {"user": "9"}}, "hash_rows: table 'user' has '9' rows, must be an integer"),
+        ({"hash_rows": {"user": "9"}}, "hash_rows.user: got '9'"),
         ({"hash_rows": {"user": 9}, "hash_seed": -1}, "hash_seed is -1, must be an integer of at least 0, below 2"),
         ({"hash_rows": {"user": 1 << 33}, "format": "split_binary"}, "has a varying number|does not fit int32"),
     ],

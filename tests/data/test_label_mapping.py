@@ -108,7 +108,7 @@ def test_missing_labels_of_truth_are_counted(tmp_path: Path, positive: str, kind
     rows = open_rows(tmp_path / "log.parquet")
     checks = SchemaChecks(rows, made.schema, "hash")
     for found in rows.read():
-        checks.look_at(found)
+        checks.check(found)
     assert [(fault.column, fault.values) for fault in checks.faults] == [("y", 2)]
 
 

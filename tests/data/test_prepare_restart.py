@@ -26,7 +26,7 @@ from hotbed.errors import DataError, WorkerError
 PLACES = [
     ("hotbed.data.preparation.raw_inputs", "_parse", 2),
     ("hotbed.data.preparation.raw_inputs", "_parse", 0),
-    ("hotbed.data.preparation.counting", "_summed", 40),
+    ("hotbed.data.preparation.counting", "_sum_counts", 40),
     ("hotbed.data.preparation.counting", "write_vocabulary", 5),
     ("hotbed.data.preparation.encoded_rows", "_write_binary", 1),
     ("hotbed.data.formats.split_binary", "SplitBinaryWriter.append_dataset", 1),
@@ -64,7 +64,7 @@ def prepared(log: Path, out: Path, **options: Any) -> None:
     """Prepare in parts of 32 KiB, and groups of 300 rows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hotbed.data.preparation.raw_inputs.PART_BYTES", 1 << 15)
-        patch.setattr("hotbed.data.preparation.pieces._GROUP_ROWS", 300)
+        patch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", 300)
         prepare(log, out, threshold=2, workers=1, **options)
 
 
@@ -91,7 +91,7 @@ def test_killed_at_every_pass(log: Path, tmp_path: Path, places: list[tuple[str,
 
 
 def lose_workers(tasks: Tasks, task: Any, arguments: Any, error: type[BaseException] = WorkerError) -> Any:
-    if task.__name__ == "encode":
+    if task.__name__ == "encode_group":
         raise error("workers died")
     return map(task, arguments)
 
@@ -104,8 +104,8 @@ def test_what_is_done_is_kept_when_workers_are_lost_or_the_user_interrupts(
         patch.setattr(Tasks, "map", partialmethod(lose_workers, error=error))
         prepared(log, tmp_path / "out")
     assert [path.name.split("-")[0] for path in tmp_path.iterdir()] == [".out.unfinished"]
-    for name in ("raw_inputs._parse", "counting._Counts", "counting.write_vocabulary"):
-        monkeypatch.setattr(f"hotbed.data.{name}", None)  # all that is done
+    for name in ("raw_inputs._parse", "counting._ValueCounts", "counting.write_vocabulary"):
+        monkeypatch.setattr(f"hotbed.data.preparation.{name}", None)  # all that is done
     prepared(log, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -121,7 +121,7 @@ def test_text_files_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (kept,) = (tmp_path / "tables").glob("*.parquet")
     os.utime(kept, (1, 1))
     with monkeypatch.context() as patch:
-        patch.setattr("hotbed.data.preparation.counting._Counts", None)  # all is counted
+        patch.setattr("hotbed.data.preparation.counting._ValueCounts", None)  # all is counted
         prepare(tmp_path / "raw.csv", tmp_path / "out", **options)
     assert not list(tmp_path.glob(".out*"))
 
@@ -147,8 +147,8 @@ def test_tasks_that_run_twice_at_once(log: Path, tmp_path: Path, monkeypatch: py
             again.append(lambda task=task, argument=argument: task(argument))
             yield task(argument)
 
-    for module in ("counting", "encoding"):
-        monkeypatch.setattr(f"hotbed.data.{module}.task_directory", within)
+    for module in ("counting", "encoded_rows"):
+        monkeypatch.setattr(f"hotbed.data.preparation.{module}.task_directory", within)
     monkeypatch.setattr(Tasks, "map", run)
     prepared(log, tmp_path / "twice")
     assert nested and digests(tmp_path / "twice") == digests(tmp_path / "once")
@@ -181,20 +181,20 @@ def test_the_same_bytes_with_little_memory(tmp_path: Path, monkeypatch: pytest.M
     prepare(raw, tmp_path / "much/out", **SMALL, workers=1)
     counting = importlib.import_module("hotbed.data.preparation.counting")
     runs: list[int] = []
-    original = counting._merged
+    original = counting._merge_all
 
     def merged(of_table: Any, job: Any) -> Any:
         runs.append(len(of_table))
         return original(of_table, job)
 
-    monkeypatch.setattr(counting, "_merged", merged)
+    monkeypatch.setattr(counting, "_merge_all", merged)
     monkeypatch.setattr(counting, "_MOST_RUNS", 2)
     monkeypatch.setattr(counting, "_FEWEST_BATCH_ROWS", 3)
     monkeypatch.setattr(counting, "_ROW_BYTES", 1 << 30)  # few rows at once
     monkeypatch.setattr(
-        "hotbed.data.preparation.pieces._GROUP_BYTES", 1
+        "hotbed.data.preparation.raw_inputs._GROUP_BYTES", 1
     )  # a task for each of 24 row groups, 20 rows at once
-    monkeypatch.setattr("hotbed.data.preparation.pieces._FEWEST_ROWS", 20)
+    monkeypatch.setattr("hotbed.data.preparation.raw_inputs._FEWEST_ROWS", 20)
     monkeypatch.setattr("hotbed.data.preparation.prepare_dataset.CountJob", lambda *a: counting.CountJob(*a[:-1], 500))
     prepare(raw, tmp_path / "little/out", **SMALL, workers=1)
     assert min(runs) > 48  # more than two of a task
@@ -210,7 +210,7 @@ def test_runs_of_long_values_are_read_in_shorter_batches(tmp_path: Path) -> None
         pq.write_table(pa.table({"value": values, "count": [1] * 2000}), tmp_path / "run.parquet")
         with pq.ParquetFile(tmp_path / "run.parquet") as run:
             rows.append(counting._batch_rows(run, 16 << 20))
-        merged = pa.concat_tables(counting._fronts([tmp_path / "run.parquet"], 1 << 30))
+        merged = pa.concat_tables(counting._merge_open([tmp_path / "run.parquet"], 1 << 30))
         assert merged["value"].to_pylist() == values
     assert rows[0] > 100_000 and rows[1] < 5_000
 
@@ -219,7 +219,7 @@ def test_vocabularies_that_do_not_fit_into_memory(tmp_path: Path, monkeypatch: p
     raw = dataset(tmp_path)
     counting = importlib.import_module("hotbed.data.preparation.counting")
     monkeypatch.setattr("hotbed.data.preparation.prepare_dataset.MergeJob", lambda *a: counting.MergeJob(*a[:-1], 1000))
-    message = "table 'user': the values seen at least 2 times take more than the 1,000 bytes that a task may have;"
+    message = "table 'user', .* at least 2 times: got .* expected at most 1,000"
     with pytest.raises(DataError, match=message):
         prepare(raw, tmp_path / "out", **SMALL)
     assert prepare(raw, tmp_path / "out", **SMALL, top_k=5).rows["user"] == 6

@@ -1,18 +1,23 @@
-"""What is given to a preparation is found, and files that do not fit together are refused."""
+"""A preparation finds its input, refuses files that do not fit together, and bounds the memory of the rows read."""
 
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 from prepare_cases import SMALL, dataset
+from pyarrow import fs
 
 from hotbed.data import ParquetSource
+from hotbed.data.files.parquet_files import ParquetFile
 from hotbed.data.preparation.prepare_dataset import prepare
+from hotbed.data.preparation.prepare_options import PrepareOptions
+from hotbed.data.preparation.raw_inputs import Piece, RowBlock, Splits, divide_pieces, read_blocks_of
 from hotbed.errors import DataError, SpecError
 
 
@@ -40,7 +45,7 @@ def test_files_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (tmp_path / name).mkdir()
         dataset(tmp_path / name, files=2)
     raw = [tmp_path / "a", tmp_path / "b"]
-    message = rf"names day_1.parquet, which is each of {raw[0]}/day_1.parquet, {raw[1]}/day_1.parquet; give more of"
+    message = rf"test_files, day_1.parquet: .* got {raw[0]}/day_1.parquet, {raw[1]}/day_1.parquet"
     with pytest.raises(SpecError, match=message):
         prepare(raw, tmp_path / "out", **SMALL, test_files=["day_1.parquet"])
     monkeypatch.chdir(tmp_path / "b")
@@ -53,7 +58,7 @@ def test_files_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_file_without_rows_is_no_split(tmp_path: Path) -> None:
     first = dataset(tmp_path, files=2) / "day_0.parquet"
     pq.write_table(pq.read_table(first)[:0], first)
-    with pytest.raises(DataError, match=r"day_0.parquet has no rows; leave it out of test_files"):
+    with pytest.raises(DataError, match=r"day_0.parquet has no rows.* test_files"):
         prepare(tmp_path, tmp_path / "made/out", **SMALL, test_files=["day_0.parquet"])
 
 
@@ -66,8 +71,8 @@ def changed(path: Path, name: str, values: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "values", "kinds"),
     [
-        ("tags", pa.array([3] * 400), r"int64, and .*day_0.parquet has list<element: int64>"),
-        ("session", pa.array([3] * 400), r"int64, and .*day_0.parquet has string"),
+        ("tags", pa.array([3] * 400), r"int64, expected .* list<element: int64> in .*day_0.parquet"),
+        ("session", pa.array([3] * 400), r"int64, expected .* string in .*day_0.parquet"),
     ],
     ids=["lists", "group"],
 )
@@ -80,7 +85,7 @@ def test_types_that_differ_between_files(tmp_path: Path, name: str, values: Any,
     changed(tmp_path / "day_1.parquet", name, values)
     sparse = tuple(replace(column, ids=1) for column in SMALL["schema"].sparse)
     options = {**SMALL, "schema": replace(SMALL["schema"], sparse=sparse, group="session")}
-    with pytest.raises(DataError, match=rf"day_1.parquet, column '{name}' is {kinds}: .*; write one of them anew"):
+    with pytest.raises(DataError, match=rf"day_1.parquet, column '{name}': got {kinds}"):
         prepare(tmp_path, tmp_path / "made/out", **options)
     assert not (tmp_path / "made/out").exists()
 
@@ -113,7 +118,7 @@ def test_lists_that_are_all_missing_in_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int, group_rows: int
 ) -> None:
     """All files of a dataset have the same types, whatever was read at once."""
-    monkeypatch.setattr("hotbed.data.preparation.pieces._GROUP_ROWS", group_rows)
+    monkeypatch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", group_rows)
     dataset(tmp_path, files=2)
     for i in range(missing):
         changed(tmp_path / f"day_{1 - i}.parquet", "tags", pa.nulls(400))
@@ -126,3 +131,44 @@ def test_lists_that_are_all_missing_in_a_file(
     source = ParquetSource(out, **yaml.safe_load((out / "source.yaml").read_text(encoding="utf-8"))["init_args"])
     read = [source.read("train", i).sparse["tags"] for i in range(len(source.chunks("train")))]
     assert sum(len(bags.values) for bags in read) == sum(len(x or []) for x in tags)
+
+
+LIMIT, ROWS = 1 << 20, 6_000
+
+
+def pieces_of(file: Path, table: pa.Table, row_group: int) -> list[Piece]:
+    pq.write_table(table, file, row_group_size=row_group)
+    groups = ParquetFile(filesystem=fs.LocalFileSystem(), path=str(file), name=file.name, shown=str(file)).row_groups()
+    return divide_pieces([Piece(group) for group in groups], {}, PrepareOptions())[0]
+
+
+@pytest.mark.parametrize("row_group", [500, ROWS])
+@pytest.mark.parametrize("is_list", [False, True], ids=["texts", "lists"])
+def test_texts_that_repeat_are_read_in_small_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_group: int, is_list: bool
+) -> None:
+    monkeypatch.setattr("hotbed.data.preparation.raw_inputs._GROUP_BYTES", LIMIT)
+    texts = [f"{i % 10}" * 2_000 for i in range(ROWS)]
+    table = pa.table({"text": [[t] for t in texts] if is_list else texts, "label": [i % 2 for i in range(ROWS)]})
+    pieces = pieces_of(tmp_path / "texts.parquet", table, row_group)
+    assert sum(piece.bytes for piece in pieces) < LIMIT < table.nbytes / 10
+    parts = list(read_blocks_of(pieces, ["text", "label"], Splits(("train",), ends=(ROWS, ROWS))))
+    assert max(part.tables[0].nbytes for part in parts) < 1.5 * LIMIT
+    assert sum(len(part.codes) for part in parts) == ROWS
+    assert pa.concat_tables([part.tables[0] for part in parts]).to_pydict() == table.to_pydict()
+
+
+def test_small_row_groups_are_read_at_once(tmp_path: Path) -> None:
+    table = pa.table({"text": [f"{i % 10}" for i in range(ROWS)]})
+    pieces = pieces_of(tmp_path / "texts.parquet", table, 100)
+    (part,) = read_blocks_of(pieces, ["text"], Splits(("train",), ends=(ROWS, ROWS)))
+    assert (len(part.tables), len(part.codes)) == (60, ROWS)
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_bad_ids_are_named_by_their_row(is_list: bool) -> None:
+    values = [[1.0, 2.0], None, [], [3.0], [4.0, 0.5]] if is_list else [1.0, 2.0, None, 3.0, 0.5]
+    part = RowBlock([pa.table({"x": values})], ["log.parquet"], [np.arange(100, 105)], np.array([0, 1, 0, 0, 0]))
+    for of in (part, part.filter(part.codes == 0)):
+        with pytest.raises(DataError, match=r"^log.parquet, column 'x': id 0.5 at row 104;"):
+            of.values("x", pa.int64())

@@ -219,7 +219,7 @@ def test_files_without_rows_take_part_in_no_check(tmp_path: Path, case: str, spl
     source = ParquetSource(tmp_path / "data", found.schema)
     assert source.samples("train") == N
     assert sum(open_rows(tmp_path / "data").samples.values()) == N * (1 + (split == "test-"))
-    assert find_input([tmp_path / "data"], found.schema, "error").kinds() == {"user": pa.int64()}
+    assert find_input([tmp_path / "data"], found.schema).kinds == {"user": pa.int64()}
 
 
 def test_a_test_split_without_rows_takes_part_in_no_check(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def of(plan: Plan, table: str) -> list[Tile]:
 def test_any_cut_of_any_table_is_a_valid_plan(world_size, tables, cut):
     made = [Table(f"t{i}", rows, dim, dtype=dtype) for i, (rows, dim, dtype) in enumerate(tables)]
     if cut.cols != 1 and world_size > 1 and not cut.replicated and all(t.dim <= column_unit(t) for t in made):
-        with pytest.raises(PlanError, match="column parts of table 't[0-9]+': got"):
+        with pytest.raises(PlanError, match=r"column parts of table 't[0-9]+': got"):
             make_plan(made, world_size, cut)
         return
     plan = make_plan(made, world_size, cut)

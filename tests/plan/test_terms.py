@@ -52,10 +52,10 @@ def test_a_kernel_takes_the_longer_of_its_operations_and_its_bytes() -> None:
 
 
 def test_figures_say_what_they_are_and_changed_ones_do_not() -> None:
-    assert H100.said_of("stream") == "3.35 TB/s × 0.9 (h100, assumed)"
-    assert H100.with_(stream=1e12).said_of("stream") == "as given, without a source"
-    assert H100.scaled("stream", 2).said_of("flops").endswith("× 0.801 (h100, mamf)")
-    assert H100.with_(measured=True, stream=1e12).said_of("stream") == "measured on the machine"
+    assert H100.origin_of("stream") == "3.35 TB/s × 0.9 (h100, assumed)"
+    assert H100.with_(stream=1e12).origin_of("stream") == "a given value, without a source"
+    assert H100.scaled("stream", 2).origin_of("flops").endswith("× 0.801 (h100, mamf)")
+    assert H100.with_(measured=True, stream=1e12).origin_of("stream") == "measured on the machine"
 
 
 def test_measured_overheads_take_the_place_of_launches() -> None:

@@ -65,7 +65,10 @@ def test_a_plan_is_valid_exactly_if_every_cell_is_in_one_tile(data, rows, blocks
         ),
         (lambda: Plan(1, (tile(range(0, 9, 2)),)), "columns 0 … 32 of table 't': got 4 of 9 rows without a tile"),
         (lambda: Plan(1, (tile(range(1, 9)),)), "1 of 9 rows"),
-        (lambda: Plan(1, (tile(range(9), range(16, 32)),)), "columns 0 … 16 of table 't': got 9 of 9 rows without a tile"),
+        (
+            lambda: Plan(1, (tile(range(9), range(16, 32)),)),
+            "columns 0 … 16 of table 't': got 9 of 9 rows without a tile",
+        ),
         (
             lambda: Plan(1, (tile(range(9)),), {"t": "row"}),
             "wire of table 't': got 'row', expected one of rows, pooled",
@@ -90,7 +93,10 @@ def test_a_plan_is_valid_exactly_if_every_cell_is_in_one_tile(data, rows, blocks
             lambda: Plan.from_json('{"world_size": 1, "tiles": [], "wires": {}}'),
             "key of a plan: got 'wires', expected one of world_size, tiles, wire.*did you mean 'wire'",
         ),
-        (lambda: Plan.from_json("{"), "a plan is not valid JSON: the text is not JSON: Expecting property name enclosed in double"),
+        (
+            lambda: Plan.from_json("{"),
+            "a plan is not valid JSON: the text is not JSON: Expecting property name enclosed in double",
+        ),
         (lambda: Plan.from_json("[]"), "a plan: got a JSON list"),
         (lambda: Plan.from_dict({"world_size": 1}), "keys of a plan: got world_size"),
         (

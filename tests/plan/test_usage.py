@@ -11,7 +11,7 @@ from hotbed.plan import make_plan
 from hotbed.plan.cost import LAUNCHES, CostModel
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import search
-from hotbed.plan.simulation.simulate import Simulation, Usage, link_of, simulate, usage_of
+from hotbed.plan.simulation.simulate import Simulation, Usage, link_of_exchange, simulate, usage_of
 from hotbed.plan.step_time import arenas_of, estimate_step
 from hotbed.plan.workload import DenseWork, Workload
 from hotbed.specs import Table
@@ -48,7 +48,7 @@ def test_replicas_on_other_nodes_wait_for_the_network(ranks: int, replicas: int)
     ],
 )
 def test_each_exchange_has_its_link(exchange: str, ranks: int, replicas: int, link: str) -> None:
-    assert link_of(CostModel(work(ranks, replicas), ranks // replicas, A100), exchange) == link
+    assert link_of_exchange(CostModel(work(ranks, replicas), ranks // replicas, A100), exchange) == link
 
 
 def test_dense_gradients_in_two_hops_use_both_links() -> None:
@@ -59,7 +59,7 @@ def test_dense_gradients_in_two_hops_use_both_links() -> None:
 
     (model, few), (_, many) = on_links(300_000), on_links(600_000)
     assert model.links is not None
-    assert link_of(model, "all-reduce") == model.links.slowest("shards")
+    assert link_of_exchange(model, "all-reduce") == model.links.slowest("shards")
     for link, share in model.links.shares("shards").items():
         assert share > 0
         assert many[link].amount - few[link].amount == pytest.approx(2 * 63 / 64 * 4 * 300_000 * share)

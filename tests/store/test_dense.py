@@ -12,7 +12,7 @@ from hotbed.ops import launches
 from hotbed.optim import Adam, Moment
 from hotbed.optim.sgd import PLAIN
 from hotbed.store import DenseStore, Span, Storage
-from hotbed.testing.store_contract import BYTES, DIM, SLOTS, Format, StoreContract, bits
+from hotbed.testing.store_contract import BYTES, DIM, SLOTS, Format, StoreContract, stored_bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -24,7 +24,7 @@ class TestDenseOnHost(StoreContract):
         return DenseStore(spans, dim, dtype=dtype)
 
     def test_it_is_served_by_the_cpu_kernels(self, format):
-        store = self.filled(format)
+        store = self.fill(format)
         launches.clear()
         self.pooled(store, [[1]])
         self.step(store, PLAIN, [[1]], torch.ones(1, DIM))
@@ -34,14 +34,14 @@ class TestDenseOnHost(StoreContract):
     def test_bytes_are_counted(self, format):
         narrow = int(format.narrow().sum())
         expected = narrow * BYTES[format.dtype] + (SLOTS - narrow) * 4 * DIM
-        store = self.filled(format)
+        store = self.fill(format)
         assert store.nbytes == expected
         store.add_moment(Moment("row", "row"))
         store.add_moment(Moment("element", "element"))
         assert store.nbytes == expected + SLOTS * 4 * (1 + DIM)
 
     def test_raw_and_moments_share_its_memory(self, format):
-        store = self.filled(format)
+        store = self.fill(format)
         store.add_moment(Moment("element", "element"))
         for array in (store.raw(1)["weight"], store.moment(1, "element")):
             array.view(torch.uint8).fill_(1)
@@ -63,14 +63,14 @@ class InPlace(StoreContract):
         return Storage("host", host="uva").make(spans, dim, dtype=dtype, device=DEVICE, backend=self.backend)
 
     def test_it_is_a_dense_store_in_host_memory_with_the_bits_of_another(self, format):
-        store, other = self.filled(format), DenseStore(format.spans, DIM, dtype=format.dtype, device=DEVICE)
+        store, other = self.fill(format), DenseStore(format.spans, DIM, dtype=format.dtype, device=DEVICE)
         other.initialize(0, seed=5, rows=range(SLOTS), cols=range(DIM), bound=0.5)
         assert isinstance(store, DenseStore) and store.tier == "host" and store.device == other.device
         launches.clear()
         for one in (store, other):
             self.step(one, Adam.rule, [[3, 7], [3], [13, 20]], torch.ones(3, DIM))
         assert launches[f"{'triton' if self.backend == 'triton' or DEVICE.type == 'cuda' else 'cpu'}.update"] > 0
-        assert bits(store) == bits(other)
+        assert stored_bits(store) == stored_bits(other)
         moments = [self.read_all(one, name) for name in ("exp_avg", "exp_avg_sq") for one in (store, other)]
         assert torch.equal(moments[0], moments[1]) and torch.equal(moments[2], moments[3])
 
@@ -97,12 +97,12 @@ class TestDenseOnDevice(StoreContract):
         return DenseStore(spans, dim, dtype=dtype, device="cuda")
 
     def test_it_is_served_by_triton_and_moves_with_its_bits(self, format):
-        store = self.filled(format)
+        store = self.fill(format)
         store.add_moment(Moment("element", "element"))
         store.fill(1, "element", 2.0)
         host = store.to(torch.device("cpu"))
         assert store.tier == "device" and host.tier == "host"
-        assert bits(store) == bits(host)
+        assert stored_bits(store) == stored_bits(host)
         assert torch.equal(self.read_all(store, "element"), self.read_all(host, "element"))
 
 

@@ -52,7 +52,7 @@ class LazyContract(StoreContract):
 
     def test_one_backend_serves_all_of_it(self, format: Any, storage: Storage) -> None:
         launches.clear()
-        store = self.filled(format)
+        store = self.fill(format)
         self.pooled(store, [[1]])
         self.step(store, PLAIN, [[1]], torch.ones(1, self.dim))
         assert {key.split(".")[0] for key in launches} == {self.kernels}

@@ -14,7 +14,7 @@ import yaml
 from hotbed.cli.main import main
 from hotbed.config import HotRecipe
 from hotbed.data import Loader, SplitBinarySource
-from hotbed.data.skew.hot_loader import HotColdLoader
+from hotbed.data.skew.hot_cold import HotColdLoader
 from hotbed.train.runs.build import build, open_source
 from hotbed.train.runs.hot_batches import HotSchedule
 from tests.cli.cases import Output, refused, train

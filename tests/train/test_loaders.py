@@ -17,7 +17,7 @@ from hotbed.config import Component, Recipe
 from hotbed.data import Schema, SparseColumn, write_synthetic_log
 from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.errors import RecipeError
-from hotbed.testing.model_contract import ModelContract, recipe_of
+from hotbed.testing.model_contract import ModelContract, contract_recipe
 from hotbed.train.runs.build import build, open_source
 from hotbed.train.runs.callbacks import Callback
 from hotbed.train.runs.loaders import training_loader
@@ -107,7 +107,7 @@ class OfWeightedIds:
 
 
 def test_owners_read_weights_of_ids(ranks: Ranks, tmp_path: Path) -> None:
-    recipe = recipe_of(cast("type[ModelContract]", OfWeightedIds), tmp_path)
+    recipe = contract_recipe(cast("type[ModelContract]", OfWeightedIds), tmp_path)
     recipe["data"]["shuffle"] = False
     found = {reader: ranks.run(3, trained_by_reader, recipe, reader) for reader in ("each", "first", "owners")}
     assert found["owners"] == found["first"] == found["each"]

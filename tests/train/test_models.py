@@ -15,7 +15,7 @@ import pytest
 from hotbed import nn
 from hotbed.config import Component
 from hotbed.data import Schema, SparseColumn
-from hotbed.testing.model_contract import RANKS, ModelContract, recipe_of, run_of, trained, under
+from hotbed.testing.model_contract import RANKS, ModelContract, contract_recipe, run_of, train_all, with_plans
 from hotbed.testing.processes import World
 from hotbed.train.runs.stored_model import evaluate_checkpoint
 from tests.ranks import Ranks
@@ -113,7 +113,7 @@ class TestTwoTowerThatRetrieves(Contract):
         "k": [3, 5],
     }
 
-    def test_what_is_evaluated_are_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
+    def test_evaluation_uses_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
         """It is found among all items: the same with the checkpoint's model as in the run, whose test it was."""
         recipe["data"] |= {"test_split": "train"}
         run = run_of(recipe, tmp_path / "runs")
@@ -145,7 +145,7 @@ def test_every_model_of_the_package_is_here() -> None:
 def test_what_retrieval_has_learned_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
     """The one of its contract that needs no other process."""
     of = TestTwoTowerThatRetrieves()
-    of.test_a_resumed_run_is_the_run_that_was_not_stopped(recipe_of(of, tmp_path), tmp_path)
+    of.test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(contract_recipe(of, tmp_path), tmp_path)
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -161,9 +161,9 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("of", OF_MODELS)
 def test_every_optimizer_trains_the_same_model_under_any_plan(of: type[Contract], ranks: Ranks, tmp_path: Path) -> None:
     """Whether it has moments of rows or of their elements, or norms of both."""
-    recipe, plans = recipe_of(of, tmp_path), ("whole tables", "grid of rows and columns", "on disk, cached")
+    recipe, plans = contract_recipe(of, tmp_path), ("whole tables", "grid of rows and columns", "on disk, cached")
     found = [
-        ranks.run(RANKS, trained, under(recipe | {"sparse_optimizer": optimizer}, plans))[0]
+        ranks.run(RANKS, train_all, with_plans(recipe | {"sparse_optimizer": optimizer}, plans))[0]
         for optimizer in OPTIMIZERS.values()
     ]
     assert found == [dict.fromkeys(plans, by["whole tables"]) for by in found]
@@ -173,6 +173,6 @@ def test_every_optimizer_trains_the_same_model_under_any_plan(of: type[Contract]
 @pytest.mark.parametrize(("of", "optimizer"), list(zip(OF_MODELS, itertools.cycle(OPTIMIZERS), strict=False)))
 def test_each_model_with_one_optimizer(of: type[Contract], optimizer: str, ranks: Ranks, tmp_path: Path) -> None:
     """`make test-all` trains each model by all optimizers."""
-    recipe, plans = recipe_of(of, tmp_path), ("whole tables", "on disk, cached")
-    found = ranks.run(RANKS, trained, under(recipe | {"sparse_optimizer": OPTIMIZERS[optimizer]}, plans))[0]
+    recipe, plans = contract_recipe(of, tmp_path), ("whole tables", "on disk, cached")
+    found = ranks.run(RANKS, train_all, with_plans(recipe | {"sparse_optimizer": OPTIMIZERS[optimizer]}, plans))[0]
     assert found == dict.fromkeys(plans, found["whole tables"])

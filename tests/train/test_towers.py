@@ -210,9 +210,9 @@ def test_a_directory_without_towers(tmp_path: Path) -> None:
 
 
 def test_a_model_without_towers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from hotbed.testing.model_contract import recipe_of, run_of
+    from hotbed.testing.model_contract import contract_recipe, run_of
     from tests.train.test_models import TestDeepFM
 
-    run = run_of(recipe_of(TestDeepFM, tmp_path), tmp_path / "runs")
+    run = run_of(contract_recipe(TestDeepFM, tmp_path), tmp_path / "runs")
     with pytest.raises(CheckpointError, match=r"has a DeepFM, expected a hotbed\.nn\.TwoTower"):
         export_towers(run, tmp_path / "towers")

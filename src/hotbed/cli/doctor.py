@@ -109,8 +109,7 @@ def _show_stage(to: Console) -> Generator[Callable[[str], None]]:
 def print_profile(to: Console, profile: Mapping[str, Any]) -> None:
     """Print the figures of a profile and the points of its curves, with their spread and source."""
     from hotbed.cli.pages.report_page import ReportTable, print_table
-    from hotbed.plan.hardware import DIMENSIONS
-    from hotbed.plan.quantities import show
+    from hotbed.plan.hardware import DIMENSIONS, format_quantity
 
     def leaves(value: Any, at: str = "") -> list[tuple[str, Any]]:
         if not isinstance(value, dict):
@@ -124,7 +123,7 @@ def print_profile(to: Console, profile: Mapping[str, Any]) -> None:
         spread_at = dict(leaves(about.get("spread", {})))
         spreads += spread_at.values()
         for at, value in leaves(about["value"]):
-            text = str(value) if isinstance(value, str | bool) else show(value, DIMENSIONS[name])
+            text = str(value) if isinstance(value, str | bool) else format_quantity(value, DIMENSIONS[name])
             spread = f"{spread_at[at]:.0%}" if spread_at.get(at) is not None else ""
             rows.append([f"{name} {at}".strip(), text, spread, about["source"]])
     to.print(profile["description"], soft_wrap=True, highlight=False)

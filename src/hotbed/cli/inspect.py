@@ -24,8 +24,7 @@ from hotbed.data import NpySource, Schema
 from hotbed.data.arrow_columns import Ids
 from hotbed.data.derived_features import Bucket, Cross, Derived, Lookup
 from hotbed.data.inspection import DataSummary, SchemaChecks, compare, faults_error, summarize
-from hotbed.data.preparation.encoded_rows import MARKERS
-from hotbed.data.preparation.stored_rows import SourceRows, StoredRows, open_rows
+from hotbed.data.preparation.stored_rows import MARKERS, SourceRows, StoredRows, open_rows
 from hotbed.errors import DataError, RecipeError
 from hotbed.locations import is_storage, location
 from hotbed.train.runs.build import new_source

@@ -19,8 +19,8 @@ from hotbed.cli.arguments import Parser, add_json, add_parameters, console, read
 from hotbed.cli.pages.report_page import ReportTable, print_table
 from hotbed.config import Recipe
 from hotbed.data import SplitBinarySource
-from hotbed.data.skew.access_counts import count_accesses
 from hotbed.data.skew.hot_cold import pack
+from hotbed.data.skew.row_popularity import count_accesses
 from hotbed.embed import plan_tables, tables_on_meta
 from hotbed.embed.plan_names import names_in_plans
 from hotbed.errors import RecipeError

@@ -32,15 +32,14 @@ from hotbed.errors import PlanError, RecipeError
 from hotbed.plan import Plan
 from hotbed.plan.cost import TIERS
 from hotbed.plan.hardware import Hardware
-from hotbed.plan.ranks import ALIKE
+from hotbed.plan.ranks import TOLERANCE
 from hotbed.plan.schemes import Schemes
 from hotbed.plan.search import Found
-from hotbed.plan.simulation.simulate import Simulation, Stragglers, simulate
+from hotbed.plan.simulation.simulate import Simulation, Stragglers, chrome_trace, simulate
 from hotbed.plan.simulation.sweep import RANKS, Point, Sweep, assumed_range, elasticities, first_that_fits
-from hotbed.plan.simulation.timeline import chrome_trace
 from hotbed.plan.step_time import estimate_step, parts_of_busiest, terms_of
 from hotbed.train.runs.build import new_model, open_source
-from hotbed.train.runs.plan_search import hardware_of, plan_or_schemes, searched, searched_ranks
+from hotbed.train.runs.plan_search import find_plan, find_ranks, hardware_of, plan_or_schemes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +155,7 @@ def choose_ranks(
         raise RecipeError(f"--ranks: got {ranks}, expected auto or at least 1")
     source = open_source(recipe.data)
     options: dict[str, Any] = {"schemes": _schemes_in(recipe), "others": "auto", "price": price}
-    chosen = searched_ranks(_meta_model(recipe, source), recipe, ranks, replicas, source, **options)
+    chosen = find_ranks(_meta_model(recipe, source), recipe, ranks, replicas, source, **options)
     columns: Columns = {
         "ranks": lambda tried: str(tried.ranks),
         "replicas": lambda tried: str(tried.replicas),
@@ -180,7 +179,7 @@ def find_plans(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
     if isinstance(scheme, str) and scheme != "auto":
         try:
             source = open_source(recipe.data)
-            own = searched(_meta_model(recipe, source), recipe, ranks // recipe.parallel.replicas, source)
+            own = find_plan(_meta_model(recipe, source), recipe, ranks // recipe.parallel.replicas, source)
             others[scheme] = estimate_step(own.plan, own.costs, own.model).seconds
         except PlanError:
             others[scheme] = float("inf")
@@ -206,7 +205,7 @@ def faster_settings(recipe: Recipe, ranks: int, found: Found) -> dict[str, float
             other = search_plan(changed, count)
         except (PlanError, RecipeError):  # the tables do not fit, or the replicas do not divide the ranks
             continue
-        if samples_per_s(other) > ALIKE * samples_per_s(found):
+        if samples_per_s(other) > TOLERANCE * samples_per_s(found):
             result[setting] = samples_per_s(other)
     return result
 
@@ -224,7 +223,7 @@ def search_plan(recipe: Recipe, ranks: int, hardware: Hardware | None = None) ->
         raise RecipeError(f"--ranks: got {ranks}, expected a positive multiple of parallel.replicas {count}")
     source = open_source(recipe.data)
     model, schemes = _meta_model(recipe, source), _schemes_in(recipe)
-    return searched(model, recipe, ranks // count, source, schemes=schemes, others="auto", hardware=hardware)
+    return find_plan(model, recipe, ranks // count, source, schemes=schemes, others="auto", hardware=hardware)
 
 
 def _schemes_in(recipe: Recipe) -> Schemes:
@@ -277,7 +276,7 @@ def run_simulation(to: Console, found: Found, recipe: Recipe, ranks: int, option
     print_simulation(to, simulation, terms, hardware)
     result: dict[str, Any] = {"simulation": simulation.to_dict()}
     result["terms"] = [
-        asdict(term) | {"rates": {name: hardware.said_of(name) for name in term.figures}} for term in terms
+        asdict(term) | {"rates": {name: hardware.origin_of(name) for name in term.figures}} for term in terms
     ]
     points: list[Point] = []
     if sweep is not None:

@@ -11,27 +11,27 @@ from hotbed.cli.arguments import Parser, add_json, add_parameters, console, save
 from hotbed.errors import RecipeError
 from hotbed.files import read_yaml
 from hotbed.locations import local
-from hotbed.plan.quantities import parse
+from hotbed.plan.hardware import parse_quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from hotbed.data.preparation.prepare_dataset import PrepareReport
 
-_OWN = ("raw", "out", "progress", "vocabulary", "schema", "executor", "memory")
-"""Parameters of `hotbed.prepare` whose options are added by hand."""
+_OWN = ("vocabulary", "schema", "executor", "memory")
+"""Options that are added by hand."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the raw files, the dataset, and the options of `hotbed.prepare`."""
-    from hotbed.data.preparation.prepare_dataset import prepare
+    from hotbed.data.preparation.prepare_options import PrepareOptions
 
     parser.usage = "hotbed prepare RAW … OUT [options]"
     parser.add_argument(
         "raw", nargs="+", help="Criteo logs in time order, or Parquet, CSV or TSV files, folders or URIs."
     )
     parser.add_argument("out", help="Dataset directory to create.")
-    add_parameters(parser, prepare, skip=_OWN)
+    add_parameters(parser, PrepareOptions, skip=_OWN)
     parser.add_argument("--schema", help="YAML file with a schema, or a recipe (default: drafted from the columns).")
     parser.add_argument(
         "--executor", default="threads", help="threads, processes, dask:ADDRESS or ray:ADDRESS, e.g. dask:local."
@@ -48,7 +48,7 @@ def run(parsed: Namespace) -> None:
 
     options = dict(vars(parsed))
     raw, out, json = (options.pop(name) for name in ("raw", "out", "json"))
-    options["memory"] = int(parse("--memory", options["memory"], "bytes"))
+    options["memory"] = int(parse_quantity("--memory", options["memory"], "bytes"))
     if options["schema"] is not None:
         options["schema"] = _read_schema(local("--schema", options["schema"]))
     if options["vocabulary"] is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,16 +26,15 @@ from hotbed.data.drafting.roles import LABEL_NAMES, RATING_NAMES, find_labels
 from hotbed.data.encoding.encoder import raw_numbers, wrong_types
 from hotbed.data.encoding.labels import check_label, read_labels, read_weights, refuse_null
 from hotbed.data.place import Place
-from hotbed.data.preparation.stored_rows import FileRows, RowsSlice, SourceRows, StoredRows, ahead
+from hotbed.data.preparation.stored_rows import ParquetRows, RowsSlice, SourceRows, StoredRows
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.machine import usable_cores
 
-Progress = Callable[[int, int], None]
 COMPARED = 100
-"""Most frequent values of each of two data sets that are compared one by one; all others are taken together."""
+"""Number of most frequent values of each dataset that are compared one by one; all others are one bin."""
 _LEAST = 0.5
-"""Samples that a bin has at least, in an index."""
+"""Smallest number of samples in a bin, so that indices are finite."""
 _Z = 1.959963984540054  # of a two-sided interval of 95 %
 
 
@@ -54,7 +53,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class _CountingPlace(Place):
-    """A place whose bad values are counted, instead of raising an error at the first."""
+    """A place that counts bad values, instead of raising an error at the first."""
 
     faults: list[Fault] = field(default_factory=list[Fault])
 
@@ -76,38 +75,36 @@ class _CountingPlace(Place):
 
 
 class SchemaChecks:
-    """Checks a dataset by a schema: the columns and types of all files at once, then values, slice by slice."""
+    """Checks a dataset by a schema: columns and types of all files first, then values, slice by slice."""
 
     def __init__(self, data: StoredRows, schema: Schema, ids: Ids) -> None:
         self.schema = schema
         self.ids: Ids = ids
         self.faults: list[Fault] = []
-        files = dict(data.schemas)
-        for what, fields in files.items():
+        for what, fields in data.schemas:
             self._check_columns(what, fields)
         for column in schema.stored[0] if ids == "hash" else ():
             first: dict[str, str] = {}
-            for what, fields in files.items():
+            for what, fields in data.schemas:
                 if column.name in fields.names and (kind := arrow.kind_of_ids(fields.field(column.name).type)):
                     first.setdefault(kind, what)
             if len(first) > 1:
                 of_files = " and ".join(f"{kind} in {what}" for kind, what in first.items())
-                self._of_column(
+                self._add(
                     column.name,
                     "types differ",
-                    f"column '{column.name}' is {of_files}, which are other ids (5 and '5' are hashed to different "
-                    "rows); write it as one of them in all files",
+                    f"column '{column.name}': got {of_files}, expected one type, because 5 and '5' are hashed to "
+                    "different rows. Rewrite the column in some files.",
                 )
         self._wrong = {fault.column for fault in self.faults}
 
-    def look_at(self, found: RowsSlice) -> None:
+    def check(self, found: RowsSlice) -> None:
         """Check the values of some rows."""
         schema, place = self.schema, _CountingPlace(found.place.name, found.place.row_of, self.faults)
-        usable = {*found.table.column_names} - self._wrong
-        chosen = found.table.select([name for name in found.table.column_names if name in usable])
-        table = arrow.plain(chosen, place.name)
+        usable = [name for name in found.table.column_names if name not in self._wrong]
+        table = arrow.plain(found.table.select(usable), place.name)
         for column in (c for c in schema.stored[0] if c.name in usable):
-            lengths = self._ids(table, column, place)
+            lengths = self._check_ids(table, column, place)
             if column.weights in usable:
                 arrow.id_weights(column, table[column.weights].combine_chunks(), lengths, place)
         ruled = {of.name: of for of in schema.numericals} | {of.name: Numerical(name=of.name) for of in schema.scaling}
@@ -118,8 +115,8 @@ class SchemaChecks:
             numbers = arrow.wide_numbers(table[name])  # null becomes 0, but the model gets NaN and infinity as float32
             bad = ~(np.abs(numbers) <= np.finfo(np.float32).max) & ~arrow.nulls(table[name])
             fix = (
-                "numbers that no rule normalizes must be finite as float32: mend the data, or give the column a rule "
-                "and `missing`"
+                "numbers without a normalization rule must be finite as float32: correct the data, or set a rule and "
+                "`missing`"
             )
             place.refuse(name, "numbers not finite", bad, numbers, "{}", fix)
         mapped = {of.column: of for of in schema.positives}
@@ -130,10 +127,9 @@ class SchemaChecks:
         if schema.group is not None and schema.group in usable:
             refuse_null(table[schema.group], schema.group, place, "groups")
 
-    def _ids(self, table: pa.Table, column: SparseColumn, place: Place) -> NDArray[Any]:
-        """Check the ids of a column, and return how many each row has."""
-        stored = table[column.name].combine_chunks()
-        values, lengths = arrow.check_ids(stored, column, self.ids, place)
+    def _check_ids(self, table: pa.Table, column: SparseColumn, place: Place) -> NDArray[Any]:
+        """Return the number of ids of each row."""
+        values, lengths = arrow.check_ids(table[column.name].combine_chunks(), column, self.ids, place)
         each = np.ones(len(table), np.int64) if lengths is None else lengths
         if self.ids == "raw":
             rows = arrow.rows(values, column, "raw")
@@ -146,7 +142,6 @@ class SchemaChecks:
         return each
 
     def _check_columns(self, what: str, fields: pa.Schema) -> None:
-        """Find columns that are absent, or have a type that does not fit their role."""
         schema, names = self.schema, fields.names
         sparse, dense = schema.stored
         made_of = stored_inputs(schema.derived, (Cross, Lookup, Bucket))
@@ -154,20 +149,21 @@ class SchemaChecks:
         for name in dict.fromkeys([*(c.name for c in sparse), *dense, *schema.labels, *others, *made_of]):
             if name not in names:
                 hint = did_you_mean(name, names) or f"; it has {', '.join(names[:20])}{', …' * (len(names) > 20)}"
-                self._of_column(name, "missing column", f"{what} has no column '{name}'{hint}")
+                self._add(name, "missing column", f"{what} has no column '{name}'{hint}")
         for name, error in wrong_types(schema, self.ids, fields, what):
-            self._of_column(name, "wrong type", str(error))
+            self._add(name, "wrong type", str(error))
 
-    def _of_column(self, name: str, problem: str, message: str) -> None:
+    def _add(self, name: str, problem: str, message: str) -> None:
         if not any((fault.column, fault.problem) == (name, problem) for fault in self.faults):
             self.faults.append(Fault(name, problem, message))
 
 
 def faults_error(what: str, by: str, faults: Sequence[Fault]) -> DataError:
-    """Return an error about data that are not what a recipe says; the message has the first fault in full."""
+    """Return an error about data that contradict a recipe, with the message of the first fault."""
     wrong = ", ".join(dict.fromkeys(fault.column for fault in faults))
     return DataError(
-        f"{what} is not what {by} says: {len(faults):,} fault{'s' * (len(faults) > 1)} ({wrong}); {faults[0].message}"
+        f"{what} does not fit {by}: got {len(faults):,} fault{'s' * (len(faults) > 1)} ({wrong}), expected none. "
+        f"{faults[0].message}"
     )
 
 
@@ -176,10 +172,7 @@ def faults_error(what: str, by: str, faults: Sequence[Fault]) -> DataError:
 
 @dataclass
 class LabelCounts:
-    """Samples with a label, and the sum of their labels, by split.
-
-    A label that is missing, or cannot be read as one, is of no sample here.
-    """
+    """Samples with a label, and the sum of their labels, by split; missing and unreadable labels do not count."""
 
     mapping: Label | None = None
     samples: dict[str, int] = field(default_factory=dict[str, int])
@@ -196,12 +189,12 @@ class LabelCounts:
         self.positives[found.split] = self.positives.get(found.split, 0.0) + float(labels.sum(dtype=np.float64))
 
     @property
-    def rate(self) -> Interval:
+    def rate(self) -> RateInterval:
         """Share of positives over all splits."""
-        return rate(sum(self.positives.values()), sum(self.samples.values()))
+        return estimate_rate(sum(self.positives.values()), sum(self.samples.values()))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: rate, its interval, and rates by split."""
+        """Return the rate, its interval, and rates by split."""
         every = self.rate
         return {
             "rate": every.value,
@@ -220,10 +213,10 @@ class DataSummary:
     columns: dict[str, ColumnProfile]  # by name, in the order of the files
     labels: dict[str, LabelCounts]  # by label column
     no_label: str = ""  # why no label is known
-    faults: list[Fault] = field(default_factory=list[Fault])  # where the data contradict the schema
+    faults: list[Fault] = field(default_factory=list[Fault])  # contradictions to the schema
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON can hold."""
+        """Return plain values for JSON."""
         return {
             "kind": self.data.kind,
             "path": self.data.path,
@@ -239,44 +232,23 @@ class DataSummary:
 def summarize(
     data: StoredRows,
     *,
-    schema: Schema | None = None,
-    checks: SchemaChecks | None = None,
-    label: str | None = None,
-    earlier: DataSummary | None = None,
-    progress: Progress = lambda done, total: None,
+    schema: Schema | None = None,  # it names the labels
+    checks: SchemaChecks | None = None,  # of each slice of rows
+    label: str | None = None,  # label column without a schema (default: found by name)
+    earlier: DataSummary | None = None,  # earlier data, see `compare`
+    progress: Callable[[int, int], None] = lambda done, total: None,  # called with the rows read and all rows
 ) -> DataSummary:
-    """Read all rows once, and summarize every column.
+    """Read all rows once, and summarize every column in memory that does not grow with the rows.
 
-    Memory does not grow with the number of rows: it holds a few slices of rows, and some counts per column, see
-    `most_distinct`.
-
-    Parameters
-    ----------
-    data
-        The rows, see `open_rows`.
-    schema
-        Schema that names the labels (default: they are found by their names).
-    checks
-        Checks of each slice of rows.
-    label
-        Label column, if there is no schema (default: found by its name).
-    earlier
-        Data to compare with, see `compare`.
-    progress
-        Called with the rows read and the rows in total.
-
-    Raises
-    ------
-    DataError
-        If there are no rows, a file is damaged, or there is no such label.
+    Raise `DataError` if there are no rows, a file is damaged, or the label is missing.
     """
     if not data.rows:
         raise DataError(f"{data.path} has no rows")
-    types, (labels, why) = data.types, _labels(data, schema, label)
-    most = most_distinct(len(types))
+    names, (labels, why) = data.names, _find_labels(data, schema, label)
+    most = most_distinct(len(names))
     measures = () if schema is None else schema.stored[1]
     before = {} if earlier is None else earlier.columns
-    columns = {n: ColumnProfile(n, most, as_numbers=n in measures, earlier=before.get(n)) for n in types}
+    columns = {n: ColumnProfile(n, most, as_numbers=n in measures, earlier=before.get(n)) for n in names}
 
     def add(found: RowsSlice, name: str) -> None:
         if name in found.table.column_names:
@@ -286,41 +258,40 @@ def summarize(
 
     done = 0
     with ThreadPoolExecutor(usable_cores()) as pool:
-        for found in ahead(data.read()):
+        for found in _read_ahead(data):
             list(pool.map(add, itertools.repeat(found), columns))
             for name, counts in labels.items():
                 if name in found.table.column_names:
                     counts.add(found, name)
             if checks is not None:
-                checks.look_at(found)
+                checks.check(found)
             progress(done := done + len(found.table), data.rows)
-    faults = [] if checks is None else checks.faults
-    return DataSummary(data, columns, labels, why, faults)
+    return DataSummary(data, columns, labels, why, [] if checks is None else checks.faults)
+
+
+def _read_ahead(data: StoredRows) -> Iterator[RowsSlice]:
+    """Yield all slices; another thread reads the next one."""
+    slices = data.read()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(next, slices, None)
+        while (found := waiting.result()) is not None:
+            waiting = pool.submit(next, slices, None)
+            yield found
 
 
 def compare(before: DataSummary, after: DataSummary) -> dict[str, Any]:
-    """Compare a summary with that of ``earlier`` data, column by column and label by label.
+    """Compare a summary with a summary of ``earlier`` data, column by column and label by label.
 
-    Returns
-    -------
-    dict
-        ``labels``: both rates, and the change with its interval (`rate_change`). ``columns``: see `drift`, of the
-        columns that both have, the largest index first. ``only_before``, ``only_after``: columns of one of them.
+    Labels have both rates, and the change with its interval (`rate_change`). Columns have their `drift`, the largest
+    index first.
     """
     both = [name for name in after.columns if name in before.columns and name not in after.labels]
     drifts = [drift(before.columns[name], after.columns[name]) for name in both]
     changes: list[dict[str, Any]] = []
     for name in (name for name in after.labels if name in before.labels):
         rates = before.labels[name].rate, after.labels[name].rate
-        change = rate_change(*rates)
-        changes.append(
-            {
-                "label": name,
-                "rates": [of.value for of in rates],
-                "change": change.value,
-                "interval": [change.low, change.high],
-            }
-        )
+        change, low, high = rate_change(*rates)
+        changes.append({"label": name, "rates": [of.value for of in rates], "change": change, "interval": [low, high]})
     return {
         "path": before.data.path,
         "rows": before.data.rows,
@@ -331,8 +302,8 @@ def compare(before: DataSummary, after: DataSummary) -> dict[str, Any]:
     }
 
 
-def _labels(data: StoredRows, schema: Schema | None, label: str | None) -> tuple[dict[str, LabelCounts], str]:
-    """Labels by a schema, a source's own, or by name; or why there are none."""
+def _find_labels(data: StoredRows, schema: Schema | None, label: str | None) -> tuple[dict[str, LabelCounts], str]:
+    """Return labels by the schema, the source or their names; or the reason why there are none."""
     if schema is None and isinstance(data, SourceRows):
         schema = data.source.schema
     if schema is not None:
@@ -340,27 +311,26 @@ def _labels(data: StoredRows, schema: Schema | None, label: str | None) -> tuple
         is_mapped = isinstance(data, SourceRows) and not data.is_stored
         found = {name: None if is_mapped else mapped.get(name) for name in schema.labels}
         return {name: LabelCounts(mapping) for name, mapping in found.items() if _can_be(data, name, mapping)}, ""
-    assert isinstance(data, FileRows)
-    names = [label] if label else [n for n in data.types if n.lower() in (*LABEL_NAMES, *RATING_NAMES)]
+    assert isinstance(data, ParquetRows)
+    names = [label] if label else [n for n in data.names if n.lower() in (*LABEL_NAMES, *RATING_NAMES)]
     groups = [group for group in data.row_groups if {*names} & {*group.file.schema.names}]
     with_all = [group for group in groups if not {*names} - {*group.file.schema.names}]
     try:
         if label is not None and not groups:
-            raise DataError(f"{data.path} has no column '{label}', which --label names")
-        sample = take_sample(with_all, names) if names and with_all else None
-        if sample is None:
-            return {}, "no column is named like a label; name one with --label NAME, or give --recipe"
-        return {
-            of.name: LabelCounts(of.mapping) for of in find_labels(data.path, sample, [label] if label else [], None)
-        }, ""
+            raise DataError(f"--label: {data.path} has no column '{label}'{did_you_mean(label, data.names)}")
+        if not names or not with_all:
+            return {}, "no column has the name of a label; set --label NAME or --recipe"
+        sample = take_sample(with_all, names)
+        labels = find_labels(data.path, sample, [label] if label else [], None)
+        return {of.name: LabelCounts(of.mapping) for of in labels}, ""
     except DataError as error:
         if label is not None:
             raise
-        return {}, f"{error} (with hotbed init, whose recipe --recipe takes here)"
+        return {}, f"{error} (with hotbed init; then set --recipe here)"
 
 
 def _can_be(data: StoredRows, name: str, mapping: Label | None) -> bool:
-    """Whether a column can be read as this label in all files that have it."""
+    """Return whether all files with a column can read it as this label."""
     kinds = [fields.field(name).type for _, fields in data.schemas if name in fields.names]
     try:
         for kind in kinds:
@@ -370,23 +340,19 @@ def _can_be(data: StoredRows, name: str, mapping: Label | None) -> bool:
     return bool(kinds)
 
 
-# -- figures of drift ----------------------------------------------------------------------------------------------
+# -- drift ---------------------------------------------------------------------------------------------------------
 
 
 def drift(before: ColumnProfile, after: ColumnProfile) -> dict[str, Any]:
-    """Compare the values of a column in two data sets; ``after`` must have had ``before`` as `earlier`.
+    """Compare the values of a column in two datasets; ``before`` must be `earlier` of ``after``.
 
-    ``unseen_share`` and ``unseen_values`` concern values that the earlier data lack; measures have neither. The
+    ``unseen_share`` and ``unseen_values`` concern values that the earlier data lack, except for measures. The
     stability index and the Jensen-Shannon divergence compare the bins of measures. For other columns they compare the
-    most frequent values of both data sets, all others together, and missing ones. Times are not compared.
+    most frequent values of both datasets, all others together, and missing values. Times are not compared.
     """
-    found: dict[str, Any] = {
-        "column": after.name,
-        "missing": [before.missing_share, after.missing_share],
-    }
-    if before.values is None or after.values is None:
-        return found
-    if before.is_time or after.is_time:  # whose values are later in later data
+    found: dict[str, Any] = {"column": after.name, "missing": [before.missing_share, after.missing_share]}
+    # Later data have later times.
+    if before.values is None or after.values is None or before.is_time or after.is_time:
         return found
     if before.is_measure or after.is_measure:
         first, second = before.bins, after.bins
@@ -405,8 +371,8 @@ def drift(before: ColumnProfile, after: ColumnProfile) -> dict[str, Any]:
     return found | {"stability_index": stability_index(first, second), "jensen_shannon": jensen_shannon(first, second)}
 
 
-class Interval(NamedTuple):
-    """A figure and its confidence interval of 95 %."""
+class RateInterval(NamedTuple):
+    """A rate, or a change of rates, with its confidence interval of 95 %."""
 
     value: float
     low: float
@@ -414,10 +380,10 @@ class Interval(NamedTuple):
 
 
 def stability_index(first: NDArray[Any], second: NDArray[Any]) -> float:
-    """Population stability index of counts ``[bins]``: Σ (p − q) ln(p / q), where p and q are shares of all.
+    """Return the population stability index of counts ``[bins]``: Σ (p − q) ln(p / q), with shares p and q.
 
-    Below 0.1 two distributions are taken to be alike, above 0.25 they are not, as a rule of thumb (Siddiqi, "Credit
-    Risk Scorecards", 2006). A bin counts as half a sample at least, so that empty ones do not make it infinite.
+    As a rule of thumb, distributions are similar below 0.1, and different above 0.25 (Siddiqi, "Credit Risk
+    Scorecards", 2006). A bin counts as half a sample at least, so that empty bins do not make it infinite.
     """
     p, q = np.maximum(first, _LEAST), np.maximum(second, _LEAST)
     p, q = p / p.sum(), q / q.sum()
@@ -425,10 +391,10 @@ def stability_index(first: NDArray[Any], second: NDArray[Any]) -> float:
 
 
 def jensen_shannon(first: NDArray[Any], second: NDArray[Any]) -> float:
-    """Jensen-Shannon divergence of counts ``[bins]`` in bits, from 0 (alike) to 1 (no bin in common).
+    """Return the Jensen-Shannon divergence of counts ``[bins]`` in bits, from 0 (equal) to 1 (no common bin).
 
     ½ Σ p log₂(p / m) + ½ Σ q log₂(q / m) with m = (p + q) / 2 (Lin, "Divergence measures based on the Shannon entropy",
-    IEEE Transactions on Information Theory 37(1), 1991). NaN where one of both has no counts.
+    IEEE Transactions on Information Theory 37(1), 1991). NaN without counts.
     """
     if not first.sum() or not second.sum():
         return math.nan
@@ -438,27 +404,28 @@ def jensen_shannon(first: NDArray[Any], second: NDArray[Any]) -> float:
     return max(0.0, sum(parts) / 2)
 
 
-def rate(positives: float, samples: int) -> Interval:
-    """Share of positives with its interval by Wilson's score.
+def estimate_rate(positives: float, samples: int) -> RateInterval:
+    """Return the share of positives with the interval of Wilson's score.
 
     (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n) (Wilson, Journal of the American Statistical Association 22,
-    1927). Of labels between 0 and 1, whose variance is smaller than p(1−p), the interval is wider than it need be.
+    1927). For labels between 0 and 1 the interval is wider than necessary, because their variance is below p(1−p).
     """
     if not samples:
-        return Interval(math.nan, math.nan, math.nan)
+        return RateInterval(math.nan, math.nan, math.nan)
     p, z = positives / samples, _Z
     middle, divisor = p + z * z / (2 * samples), 1 + z * z / samples
     reach = z * math.sqrt(max(0.0, p * (1 - p)) / samples + z * z / (4 * samples * samples))
-    return Interval(p, max(0.0, (middle - reach) / divisor), min(1.0, (middle + reach) / divisor))
+    return RateInterval(p, max(0.0, (middle - reach) / divisor), min(1.0, (middle + reach) / divisor))
 
 
-def rate_change(before: Interval, after: Interval) -> Interval:
-    """Difference of two independent rates, after − before, with its interval.
+def rate_change(before: RateInterval, after: RateInterval) -> RateInterval:
+    """Return the difference of two independent rates, after − before, with its interval.
 
-    By their own intervals: Δ − √((p₂ − l₂)² + (u₁ − p₁)²) to Δ + √((u₂ − p₂)² + (p₁ − l₁)²) (Newcombe, "Interval
-    estimation for the difference between independent proportions", Statistics in Medicine 17, 1998, method 10).
+    Δ − √((p₂ − l₂)² + (u₁ − p₁)²) to Δ + √((u₂ − p₂)² + (p₁ − l₁)²), by the intervals of both rates (Newcombe,
+    "Interval estimation for the difference between independent proportions", Statistics in Medicine 17, 1998, method
+    10).
     """
     change = after.value - before.value
     down = math.hypot(after.value - after.low, before.high - before.value)
     up = math.hypot(after.high - after.value, before.value - before.low)
-    return Interval(change, change - down, change + up)
+    return RateInterval(change, change - down, change + up)

@@ -12,7 +12,7 @@ from torch import nn
 
 from hotbed.embed.collection import EmbeddingCollection
 from hotbed.plan import Cut, Plan, make_plan
-from hotbed.plan.here import hardware_here
+from hotbed.plan.hardware import hardware_here
 from hotbed.plan.schemes import AUTO
 from hotbed.specs import Table
 

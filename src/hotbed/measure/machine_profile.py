@@ -41,8 +41,7 @@ from hotbed.measure.step_overheads import StepSizes, measure_overheads
 from hotbed.ops import RuleStep
 from hotbed.optim import RowWiseAdagrad
 from hotbed.plan.cost import table_bytes
-from hotbed.plan.hardware import DIMENSIONS, Hardware
-from hotbed.plan.quantities import show
+from hotbed.plan.hardware import DIMENSIONS, Hardware, format_quantity
 from hotbed.specs import Table
 from hotbed.store import DenseStore
 from hotbed.store.memory import available_bytes, staging
@@ -337,7 +336,7 @@ def _figure(name: str, samples: Any, source: str = MEASURED) -> dict[str, Any]:
         return {key: each(v, what) for key, v in of.items()} if isinstance(of, dict) else what(of)
 
     return {
-        "value": each(samples, lambda values: show(statistics.median(values), dimension)),
+        "value": each(samples, lambda values: format_quantity(statistics.median(values), dimension)),
         "source": source,
         "spread": each(samples, _spread),
     }

@@ -1,15 +1,15 @@
-"""Publish the tests of hotbed's contracts, for implementations of your own; needs pytest.
+"""Tests of hotbed's contracts, for implementations of your own; they need pytest.
 
-=========================  ==============================================================================
-`hotbed.testing.executor_contract`  ``ExecutorContract``: what an executor must do that runs the tasks of
-`hotbed.prepare`
-`hotbed.testing.model_contract`     ``ModelContract``: what every model that a recipe names must do
-`hotbed.testing.rule_contract`      ``RuleContract``: what every `hotbed.optim.SparseOptimizer` must do
-`hotbed.testing.source_contract`    ``SourceContract``: what every `hotbed.data.Source` must do
-`hotbed.testing.store_contract`     ``StoreContract``: what every `hotbed.store.RowStore` must do
-=========================  ==============================================================================
+A test class subclasses a contract and defines how to make the implementation; see docs/extending.md. hotbed's own
+models, optimizers, sources and stores run the same tests.
 
-hotbed's own models, optimizers, sources and stores run the same tests. How they are used is shown in docs/extending.md.
+==================================  ============================================================
+`hotbed.testing.executor_contract`  ``ExecutorContract`` for executors of `hotbed.prepare`
+`hotbed.testing.model_contract`     ``ModelContract`` for models of recipes
+`hotbed.testing.rule_contract`      ``RuleContract`` for every `hotbed.optim.SparseOptimizer`
+`hotbed.testing.source_contract`    ``SourceContract`` for every `hotbed.data.Source`
+`hotbed.testing.store_contract`     ``StoreContract`` for every `hotbed.store.RowStore`
+==================================  ============================================================
 """
 
 try:

@@ -1,17 +1,17 @@
-"""Check a model: the contract of a recipe's ``model``, as tests that any class can run.
+"""Test a model: the contract of a recipe's ``model``.
 
-A test class of a model subclasses `ModelContract` and says which columns the model is given::
+::
 
     class TestTwoTower(ModelContract):
         model = Component(class_path="two_tower.TwoTower", init_args={"width": 16})
         schema = Schema(sparse=(SparseColumn(name="user", rows=90), SparseColumn(name="item", rows=60)))
 
-Its samples are drawn: ids of all columns, lists of up to `LONGEST` where their number varies, their weights where a
-column has some, and labels that depend on the ids. Tests go the way of ``hotbed train``, ``predict``, ``export`` and
-``serve``, in several processes, too, which must be able to import the test's module.
+Samples are drawn: ids of all columns (lists of up to `LONGEST` ids), weights of ids, and labels that depend on the ids.
+Tests train, predict, export and serve like the commands. Some run in several processes, which must be able to import
+the test's module.
 """
-
 # pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import hashlib
@@ -20,6 +20,7 @@ import json
 import tempfile
 from abc import ABC
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -52,12 +53,12 @@ from hotbed.train.workflows.prediction import predict
 Group = dist.ProcessGroup | None
 
 RANKS = 3
-"""Processes of a world: of two, sums have one order."""
+"""Number of processes; with three, sums may have several orders."""
 BATCH, STEPS = 24, 4
 LONGEST = 5
-"""Ids of a drawn list."""
+"""Largest number of ids in a drawn list."""
 DIM = 32
-"""Columns of the tables, so that they can be cut in two."""
+"""Columns of the tables, enough for a cut into two."""
 
 PLANS: dict[str, Any] = {
     "whole tables": "table",
@@ -69,72 +70,58 @@ PLANS: dict[str, Any] = {
     "in the host's memory": {"*": {"rows": 0, "tier": "host"}},
     "on disk, cached": {"*": {"rows": 0, "tier": "disk", "cache_rows": 8}},
 }
-"""What the same model is trained under: values of ``parallel.plan``."""
+"""Values of ``parallel.plan`` under which every model must train to the same bits."""
 
 
 class ModelContract(ABC):
-    """What every model must do; the tests of a subclass run for the model that its attributes name.
+    """Tests that every model must pass."""
 
-    Attributes
-    ----------
-    model
-        As in a recipe: the class, and arguments besides those that hotbed gives.
-    schema
-        Columns; ``labels`` may be several.
-    dim
-        Columns of the tables, or by table; multiples of 32 can be cut into columns.
-    retrieval
-        The recipe's section, of a model that is to find items; None: it is trained for the labels.
-    """
-
-    model: ClassVar[Component]
-    schema: ClassVar[Schema]
-    dim: ClassVar[int | Mapping[str, int]] = DIM
-    retrieval: ClassVar[Mapping[str, Any] | None] = None
+    model: ClassVar[Component]  # as in a recipe: the class and its own arguments
+    schema: ClassVar[Schema]  # columns; there may be several labels
+    dim: ClassVar[int | Mapping[str, int]] = DIM  # columns of tables, or by table; multiples of 32 can be cut
+    retrieval: ClassVar[Mapping[str, Any] | None] = None  # section of the recipe, for a model that retrieves items
 
     @pytest.fixture
     def world(self) -> World:
-        """What runs a function in several processes; override it where some are running already."""
+        """Return a function that runs another in several processes; override it to reuse processes."""
         return run_in_processes
 
     @pytest.fixture
     def recipe(self, tmp_path: Path) -> dict[str, Any]:
-        """A recipe of the model, as plain values, with drawn samples."""
-        return recipe_of(self, tmp_path)
+        """Return a recipe of the model with drawn samples."""
+        return contract_recipe(self, tmp_path)
 
-    def test_every_plan_trains_the_same_model(self, recipe: dict[str, Any], world: World) -> None:
-        """To the bit, wherever rows are."""
-        found = world(RANKS, trained, under(recipe, PLANS))[0]
+    def test_every_plan_trains_to_the_same_bits(self, recipe: dict[str, Any], world: World) -> None:
+        found = world(RANKS, train_all, with_plans(recipe, PLANS))[0]
         assert found == dict.fromkeys(PLANS, found["whole tables"])
 
-    def test_replicas_train_the_same_model_under_every_plan(self, recipe: dict[str, Any], world: World) -> None:
-        """Two groups of two processes, whose copies are averaged."""
+    def test_replicas_train_to_the_same_bits_under_every_plan(self, recipe: dict[str, Any], world: World) -> None:
         plans = ("whole tables", "cut into rows", "cut into columns")
-        found = world(4, trained, under(recipe | {"parallel": {"replicas": 2}}, plans))[0]
+        found = world(4, train_all, with_plans(recipe | {"parallel": {"replicas": 2}}, plans))[0]
         assert found == dict.fromkeys(plans, found["whole tables"])
 
-    def test_a_run_goes_on_under_another_plan(self, recipe: dict[str, Any], world: World, tmp_path: Path) -> None:
-        """From a checkpoint, to the bit of the run that was not stopped."""
-        recipes = under(recipe, ("cut into rows", "on disk, cached", "cut into columns"))
-        straight = world(RANKS, trained, {"": recipes.pop("cut into rows")})[0][""]
-        assert world(RANKS, trained_in_two, *recipes.values(), str(tmp_path / "checkpoint"))[0] == straight
+    def test_a_run_resumes_under_another_plan_to_the_same_bits(
+        self, recipe: dict[str, Any], world: World, tmp_path: Path
+    ) -> None:
+        recipes = with_plans(recipe, ("cut into rows", "on disk, cached", "cut into columns"))
+        straight = world(RANKS, train_all, {"": recipes.pop("cut into rows")})[0][""]
+        assert world(RANKS, train_halves, *recipes.values(), str(tmp_path / "checkpoint"))[0] == straight
 
-    def test_one_process_with_rows_on_disk_trains_the_same_model(self, recipe: dict[str, Any]) -> None:
-        """As with rows in the host's memory; with all in the device's, a model with dropout draws other numbers."""
+    def test_rows_on_disk_train_to_the_same_bits(self, recipe: dict[str, Any]) -> None:
         memories = {"host": {"tier": "host"}, "disk": {"tier": "disk", "cache_rows": 8}}
-        found = trained(None, {name: recipe | {"memory": memory} for name, memory in memories.items()})
+        found = train_all(None, {name: recipe | {"memory": memory} for name, memory in memories.items()})
         assert found["host"] == found["disk"]
 
     def test_it_learns(self, recipe: dict[str, Any]) -> None:
-        """Samples that it sees again and again; losses are finite."""
         recipe["train"] |= {"steps": 80, "epochs": 10}
         losses = _Losses()
         _fit(Recipe.from_dict(recipe), losses)
         first, last = np.mean(losses.found[:8]), np.mean(losses.found[-8:])
-        assert last < 0.95 * first, f"the mean loss is {last:.4f} after ten epochs, and was {first:.4f} in the first"
+        assert last < 0.95 * first, (
+            f"mean loss after ten epochs: got {last:.4f}, expected less than 0.95 of the first, {first:.4f}"
+        )
 
     def test_a_batch_without_samples(self, recipe: dict[str, Any]) -> None:
-        """As ranks get them where a batch has fewer samples than there are ranks."""
         source = open_source(Recipe.from_dict(recipe).data)
         trainer = build(Recipe.from_dict(recipe), source)
         empty = source.read("train", 0).take(torch.empty(0, dtype=torch.int64))
@@ -143,23 +130,18 @@ class ModelContract(ABC):
         logits.sum().backward()
         assert all(p.isfinite().all() for p in trainer.model.state_dict().values())
 
-    def test_predictions_are_those_that_are_served(self, recipe: dict[str, Any], tmp_path: Path) -> None:
-        """To the bit, by the exported model, whichever rows are beside a row, and without what training has beside."""
+    def test_served_scores_have_the_bits_of_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
         run = run_of(recipe, tmp_path / "runs")
         expected = _predicted(run, recipe)
-        assert len(np.unique(expected)) > len(expected) // 2, "nearly all rows have one score"
+        assert len(np.unique(expected)) > len(expected) // 2, "nearly all rows have the same score"
         export_model(run, tmp_path / "model", trust_recipe=True)
         rows = _inputs(recipe)
-        served = ServedModel.open(tmp_path / "model")
-        try:
+        with closing(ServedModel.open(tmp_path / "model")) as served:
             np.testing.assert_array_equal(served.score(rows)[0], expected)
             for i in (0, 7):
                 np.testing.assert_array_equal(served.score(rows.slice(i, 1))[0], expected[i : i + 1])
-        finally:
-            served.close()
 
-    def test_a_program_of_torch_alone_gives_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
-        """``hotbed export --single``: the same scores, but for the order of sums."""
+    def test_an_exported_program_has_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
         run = run_of(recipe, tmp_path / "runs")
         export_single(run, tmp_path / "program.pt2", trust_recipe=True)
         program = torch.export.load(tmp_path / "program.pt2").module()
@@ -176,8 +158,7 @@ class ModelContract(ABC):
         logits = program(batch.dense, ids, *([weights] if weights else []))
         np.testing.assert_allclose(logits.detach().double().sigmoid().numpy(), _predicted(run, recipe), atol=1e-6)
 
-    def test_what_is_evaluated_are_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
-        """``hotbed eval``: logloss and AUC of each label are those of the scores of ``hotbed predict``."""
+    def test_evaluation_uses_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
         run = run_of(recipe, tmp_path / "runs")
         found = evaluate_checkpoint(run, "train", trust_recipe=True)[2]
         scores, labels = _predicted(run, recipe), pq.read_table(recipe["data"]["path"])
@@ -185,24 +166,20 @@ class ModelContract(ABC):
             p, y = scores[:, i], labels[name].to_numpy()
             of_label = found.tasks[name] if found.tasks else found
             assert of_label.logloss == pytest.approx(-np.mean(np.log(np.where(y > 0, p, 1 - p))), rel=1e-5)
-            assert of_label.auc == pytest.approx(np.mean(_above(p[y > 0], p[y == 0])), abs=1e-5)
+            positive, negative = p[y > 0][:, None], p[y == 0]
+            above = (positive > negative) + 0.5 * (positive == negative)
+            assert of_label.auc == pytest.approx(np.mean(above), abs=1e-5)
 
-    def test_a_resumed_run_is_the_run_that_was_not_stopped(self, recipe: dict[str, Any], tmp_path: Path) -> None:
-        """``hotbed train --resume``: the model, moments and losses, to the bit."""
+    def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(self, recipe: dict[str, Any], tmp_path: Path) -> None:
         straight = run_of(recipe, tmp_path / "straight")
         stopped = run_of(recipe, tmp_path / "runs", steps=STEPS // 2)
         resumed = run_of(recipe, tmp_path / "runs", resume=str(stopped))
         assert resumed != stopped
         assert _learned(resumed, recipe) == _learned(straight, recipe) != _learned(stopped, recipe)
-        losses = [json.loads(line) for line in (straight / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        went_on = [json.loads(line) for line in (resumed / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        by_step = {of["step"]: of["loss"] for of in losses if "loss" in of}
-        assert {of["step"]: of["loss"] for of in went_on if "loss" in of} == {
-            step: loss for step, loss in by_step.items() if step > STEPS // 2
-        }
+        losses = _losses_by_step(straight)
+        assert _losses_by_step(resumed) == {step: loss for step, loss in losses.items() if step > STEPS // 2}
 
-    def test_a_server_follows_what_a_run_publishes(self, recipe: dict[str, Any], tmp_path: Path) -> None:
-        """``train.publish``: with a change applied, an earlier model has the scores of the later one, to the bit."""
+    def test_a_server_applies_published_changes_to_the_bit(self, recipe: dict[str, Any], tmp_path: Path) -> None:
         published, rows = tmp_path / "published", _inputs(recipe)
         recipe["train"] |= {"publish": str(published)}
         run = run_of(recipe, tmp_path / "runs", steps=STEPS // 2)
@@ -222,10 +199,10 @@ class ModelContract(ABC):
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-def recipe_of(contract: ModelContract | type[ModelContract], folder: Path) -> dict[str, Any]:
-    """Draw samples into a folder, and make a recipe of a contract's model, as plain values."""
+def contract_recipe(contract: ModelContract | type[ModelContract], folder: Path) -> dict[str, Any]:
+    """Draw samples into a folder, and return a recipe of a contract's model."""
     path = folder / "samples.parquet"
-    pq.write_table(drawn(contract.schema, 8 * BATCH), path)
+    pq.write_table(draw_samples(contract.schema, 8 * BATCH), path)
     source = {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": contract.schema.to_dict()}}
     return {
         "name": "contract",
@@ -238,8 +215,8 @@ def recipe_of(contract: ModelContract | type[ModelContract], folder: Path) -> di
     }
 
 
-def drawn(schema: Schema, samples: int, seed: int = 0) -> Any:
-    """Draw samples of a schema, an Arrow table; labels depend on whether ids are odd, and on the first numerical."""
+def draw_samples(schema: Schema, samples: int, seed: int = 0) -> Any:
+    """Draw samples as an Arrow table; labels depend on the parity of ids, and on the first numerical."""
     rng = np.random.default_rng(seed)
     columns: dict[str, Any] = {}
     score = rng.normal(0, 0.2, samples)
@@ -271,13 +248,13 @@ def _lists(values: NDArray[Any], lengths: NDArray[np.int64]) -> Any:
 # -- runs, also as one rank of several -----------------------------------------------------------------------------
 
 
-def under(recipe: Mapping[str, Any], plans: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the recipe with each of these plans, by the plan's name in `PLANS`."""
+def with_plans(recipe: Mapping[str, Any], plans: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the recipe with each of these plans, by the name in `PLANS`."""
     return {n: {**recipe, "parallel": {**recipe.get("parallel", {}), "plan": PLANS[n]}} for n in plans}
 
 
-def trained(_: Group, recipes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Train by each recipe; return the SHA-256 of its losses and of everything that was learned, by the same name."""
+def train_all(_: Group, recipes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Train each recipe; return the SHA-256 of losses, model and moments by the same name."""
     found: dict[str, str] = {}
     for name, recipe in recipes.items():
         losses = _Losses()
@@ -285,13 +262,13 @@ def trained(_: Group, recipes: Mapping[str, Mapping[str, Any]]) -> dict[str, str
     return found
 
 
-def trained_in_two(_: Group, first: Mapping[str, Any], second: Mapping[str, Any], checkpoint: str) -> str:
-    """Train half of the steps by each of two recipes, by the second from a checkpoint of the first."""
+def train_halves(_: Group, first: Mapping[str, Any], second: Mapping[str, Any], checkpoint: str) -> str:
+    """Train half of the steps with each of two recipes, and resume the second from a checkpoint of the first."""
     losses = _Losses()
     half = {**first, "train": {**first["train"], "steps": STEPS // 2}}
     trainer = _fit(Recipe.from_dict(half), losses)
     save_checkpoint(checkpoint, trainer.parts(), step=trainer.step).wait()
-    trainer.ranks.add(0)  # nobody reads before it is there
+    trainer.ranks.add(0)  # other ranks wait for the checkpoint
     return _digest(losses, _fit(Recipe.from_dict(dict(second)), losses, checkpoint))
 
 
@@ -317,23 +294,27 @@ def _fit(recipe: Recipe, losses: _Losses, checkpoint: str | None = None) -> Trai
 
 
 def run_of(recipe: Mapping[str, Any], root: Path, *, steps: int = STEPS, resume: str | None = None) -> Path:
-    """Train as ``hotbed train`` does, with a checkpoint at the end; the run's directory."""
+    """Train like ``hotbed train``, with a checkpoint at the end; return the run's directory."""
     values = {"checkpoint": "last", "log_every": 1, **recipe["train"], "steps": steps}
     found = Recipe.from_dict({**recipe, "train": values})
     summary = train(found, RunDirectory(root, found.name), Console(file=io.StringIO()), resume=resume)
     return Path(summary["run"])
 
 
+def _losses_by_step(run: Path) -> dict[int, float]:
+    entries = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
+
+
 def _learned(run: Path, recipe: Mapping[str, Any]) -> str:
-    """SHA-256 of what a run's newest checkpoint holds."""
-    made = Recipe.from_dict(dict(recipe))
-    trainer = build(made)
+    """Return the SHA-256 of a run's newest checkpoint."""
+    trainer = build(Recipe.from_dict(dict(recipe)))
     load_checkpoint(find_checkpoint(run), trainer.parts())
     return _digest(_Losses(), trainer)
 
 
 def _predicted(run: Path, recipe: Mapping[str, Any]) -> NDArray[np.float64]:
-    """Scores ``[B, T]`` of ``hotbed predict``."""
+    """Return the scores ``[B, T]`` of ``hotbed predict``."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "scores.parquet"
         predict(run, Path(recipe["data"]["path"]), out, trust_recipe=True)
@@ -343,17 +324,12 @@ def _predicted(run: Path, recipe: Mapping[str, Any]) -> NDArray[np.float64]:
 
 
 def _inputs(recipe: Mapping[str, Any]) -> Any:
-    """The samples without their labels, an Arrow table."""
+    """Return the samples without labels as an Arrow table."""
     return pq.read_table(recipe["data"]["path"]).drop_columns(_labels(recipe)).combine_chunks()
 
 
 def _labels(recipe: Mapping[str, Any]) -> list[str]:
     return list(recipe["data"]["source"]["init_args"]["schema"]["labels"])
-
-
-def _above(positive: NDArray[np.float64], negative: NDArray[np.float64]) -> NDArray[np.float64]:
-    """For each pair, 1 where the positive has the higher score, and a half where both have the same."""
-    return (positive[:, None] > negative) + 0.5 * (positive[:, None] == negative)
 
 
 def _digest(losses: _Losses, trainer: Trainer) -> str:

@@ -1,4 +1,4 @@
-"""Run a function in several processes that are joined by Gloo, for contracts that need ranks."""
+"""Run a function in several processes with a Gloo group, for contracts that need ranks."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ import torch.distributed as dist
 from hotbed.train.ranks.process_group import end_groups
 
 TIMEOUT_S = 300
-"""After which a rank that waits for another gives up: the other may be compiling kernels on a busy machine."""
+"""Timeout of collectives; other ranks may compile kernels on a busy machine."""
 
 
 class World(Protocol):
-    """Calls a function in so many processes, each as ``function(group, *args)``; results by rank."""
+    """Calls ``function(group, *args)`` in ``size`` processes, and returns the results by rank."""
 
     def __call__(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]: ...
 
 
 def run_in_processes(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Start processes, call ``function(group, *args)`` in each, which it must be possible to import, and end them."""
+    """Call ``function(group, *args)`` in new processes, which must be able to import it; return results by rank."""
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, get_context("spawn")) as pool:
         store = str(Path(folder) / "store")
-        # A rank waits for all others when it joins them, so each of these has a process of its own.
-        return [f.result() for f in [pool.submit(_as_rank, rank, size, store, function, args) for rank in range(size)]]
+        # Each rank waits for all others, so each call has its own process.
+        return [f.result() for f in [pool.submit(_run_rank, rank, size, store, function, args) for rank in range(size)]]
 
 
-def _as_rank(rank: int, size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _run_rank(rank: int, size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)

@@ -1,6 +1,6 @@
-"""Check a data format: the contract of `hotbed.data.Source`, as tests that any implementation can run.
+"""Test a data format: the contract of `hotbed.data.Source`.
 
-A test class of a source subclasses `SourceContract` and says how to make one::
+::
 
     class TestCsvSource(SourceContract):
         def make(self, path):
@@ -13,6 +13,7 @@ from __future__ import annotations
 import pickle
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,38 +27,36 @@ from hotbed.specs import check_specs
 Made = tuple[Source, dict[str, Batch]]
 
 
+def _read_all(source: Source, split: str) -> list[Batch]:
+    return [source.read(split, i) for i in range(len(source.chunks(split)))]
+
+
 class SourceContract(ABC):
-    """What every source must do; the tests of a subclass run for the source that its `make` returns."""
+    """Tests that every source must pass."""
 
     @abstractmethod
     def make(self, path: Path) -> Made:
-        """Make a source below an empty directory; return it and all samples of each of its splits, in order.
+        """Make a source below an empty directory; return it, and all samples by split, in order.
 
-        There must be a split ``"train"`` of several chunks.
+        There must be a split ``"train"`` with several chunks.
         """
 
     @pytest.fixture
     def made(self, tmp_path: Path) -> Made:
-        """The source, and its samples by split."""
+        """Return the source, and its samples by split."""
         return self.make(tmp_path)
 
     def test_chunks_are_the_samples_in_order(self, made: Made) -> None:
-        """Of every split; what `Source.chunks` counts is what `Source.read` returns."""
         source, expected = made
         assert set(source.splits) == set(expected)
+        assert len(source.chunks("train")) > 1, "the other tests need several chunks"
         for split, samples in expected.items():
-            sizes = source.chunks(split)
-            assert source.samples(split) == sum(sizes) == len(samples)
-            chunks = [source.read(split, i) for i in range(len(sizes))]
-            assert [len(c) for c in chunks] == sizes
+            chunks = _read_all(source, split)
+            assert source.samples(split) == sum(source.chunks(split)) == len(samples)
+            assert [len(c) for c in chunks] == source.chunks(split)
             assert_same(Batch.concatenate(chunks), samples)
 
-    def test_train_has_several_chunks(self, made: Made) -> None:
-        """Or the other tests say little."""
-        assert len(made[0].chunks("train")) > 1
-
     def test_batches_have_the_columns_of_the_schema(self, made: Made) -> None:
-        """Names, ids per sample and ranges are those that models are built from."""
         source = made[0]
         schema, batch = source.schema, source.read("train", 0)
         check_specs(schema.tables(4), schema.features())
@@ -72,30 +71,26 @@ class SourceContract(ABC):
             ids = batch.sparse[column.name].values
             assert 0 <= int(ids.min()) <= int(ids.max()) < column.rows
 
-    def test_labels_can_be_checked_before_training(self, made: Made) -> None:
-        """`Source.check_labels` says the range of what is read, or looks at nothing."""
+    def test_labels_are_checked_before_training(self, made: Made) -> None:
         source, expected = made
         for split, samples in expected.items():
-            found = source.check_labels(split)
-            if found:
+            if found := source.check_labels(split):  # empty if the source cannot read labels alone
                 assert samples.labels is not None
                 spans = zip(samples.labels.amin(0).tolist(), samples.labels.amax(0).tolist(), strict=True)
                 assert found == dict(zip(source.schema.labels, spans, strict=True))
 
-    def test_numericals_can_be_read_alone(self, made: Made) -> None:
-        """`Source.read_numericals` is what `Source.read` has; numbers for a model to normalize are float64."""
+    def test_numericals_are_read_alone(self, made: Made) -> None:
         source, expected = made
         for split in expected:
-            for i in range(len(source.chunks(split))):
-                found, whole = source.read_numericals(split, i), source.read(split, i).dense
+            for i, whole in enumerate(batch.dense for batch in _read_all(source, split)):
+                found = source.read_numericals(split, i)
                 assert (found is None) == (whole is None)
                 if found is not None and whole is not None:
                     assert torch.equal(found.nan_to_num(), whole.nan_to_num())
                     assert found.dtype == whole.dtype
                     assert not source.schema.numericals or found.dtype == torch.float64
 
-    def test_columns_that_are_left_out(self, made: Made) -> None:
-        """`Source.only` gives the same samples with fewer ids, and leaves the source as it was."""
+    def test_only_reads_fewer_columns_and_keeps_the_source(self, made: Made) -> None:
         source, expected = made
         names = [column.name for column in source.schema.sparse]
         kept = names[-1]
@@ -107,45 +102,38 @@ class SourceContract(ABC):
         assert len(found) == len(whole)
         assert_same(whole, expected["train"].take(torch.arange(len(whole))))
 
-    def test_reads_in_any_order_from_threads(self, made: Made) -> None:
-        """A loader's threads share a source."""
+    def test_threads_read_in_any_order(self, made: Made) -> None:
         source = made[0]
-        expected = [source.read("train", i) for i in range(len(source.chunks("train")))]
+        expected = _read_all(source, "train")
         order = [*range(len(expected))][::-1] * 4
         with ThreadPoolExecutor(4) as pool:
-            reads = [(i, pool.submit(source.read, "train", i)) for i in order]
-            for i, batch in reads:
-                assert_same(batch.result(), expected[i])
+            for i, batch in zip(order, pool.map(partial(source.read, "train"), order), strict=True):
+                assert_same(batch, expected[i])
 
-    def test_readers_in_other_processes(self, made: Made) -> None:
-        """A pickled copy reads the same; it has paths that hold in any directory."""
+    def test_pickled_copies_read_the_same(self, made: Made) -> None:
         source = made[0]
-        sent = pickle.loads(pickle.dumps(source))
+        copied = pickle.loads(pickle.dumps(source))
         for split in source.splits:
-            assert sent.chunks(split) == source.chunks(split)
-            for i in range(len(source.chunks(split))):
-                assert_same(sent.read(split, i), source.read(split, i))
+            assert copied.chunks(split) == source.chunks(split)
+            for copy, batch in zip(_read_all(copied, split), _read_all(source, split), strict=True):
+                assert_same(copy, batch)
 
-    def test_loads(self, made: Made) -> None:
-        """A `Loader` cuts it into batches of any size, in order or shuffled."""
+    def test_loaders_cut_and_shuffle_batches(self, made: Made) -> None:
         source, expected = made
         assert_same(Batch.concatenate(list(Loader(source, "train", 7))), expected["train"])
         assert sum(len(b) for b in Loader(source, "train", 7, shuffle=True)) == len(expected["train"])
 
-    def test_unknown_split_and_chunk(self, made: Made) -> None:
-        """Errors name what there is."""
+    def test_errors_name_unknown_splits_and_chunks(self, made: Made) -> None:
         source = made[0]
-        with pytest.raises(SpecError, match=r"there is no split 'trian'; there are .*train.*did you mean 'train'"):
+        with pytest.raises(SpecError, match=r"'trian'.*train.*did you mean 'train'"):
             source.chunks("trian")
-        count = len(source.chunks("train"))
-        with pytest.raises(SpecError, match=f"split 'train' has {count} chunks, there is no chunk {count}"):
-            source.read("train", count)
-        with pytest.raises(SpecError, match="there is no chunk -1"):
-            source.read("train", -1)
+        for bad in (len(source.chunks("train")), -1):
+            with pytest.raises(SpecError, match=f"'train'.*{bad}"):
+                source.read("train", bad)
 
 
 def assert_same(actual: Batch, expected: Batch) -> None:
-    """Assert that two batches have the same columns and values, to the bit; ids may be int32 or int64."""
+    """Check that two batches have the same columns and values, to the bit; ids may be int32 or int64."""
     assert len(actual) == len(expected)
     assert actual.sparse.names == expected.sparse.names
     for name in expected.sparse.names:

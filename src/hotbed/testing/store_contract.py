@@ -1,14 +1,13 @@
-"""Test what every `hotbed.store.RowStore` must do, bit for bit.
+"""Test a store, bit for bit: the contract of `hotbed.store.RowStore`.
 
-A store's test module subclasses `StoreContract` and says how to make an empty store; pytest runs the rest::
+::
 
     class TestMyStore(StoreContract):
         def make(self, spans, dim, dtype):
             return MyStore(spans, dim, dtype)
 
-Stores have 40 slots in two spans, 13 and 27 rows of two tables, of ``dim`` columns: 130, or what the subclass says. The
-fixture ``format`` goes through all dtypes, with and without float32 rows before the narrow ones; override it to test
-fewer.
+Stores have 40 slots in two spans, the 13 and 27 rows of two tables, with ``dim`` columns. The fixture ``format`` yields
+all dtypes, with and without float32 rows before the low-precision rows; override it to test fewer.
 """
 
 from __future__ import annotations
@@ -38,45 +37,40 @@ FIRST = (0, 13)
 
 
 class Format(NamedTuple):
-    """Say what the rows of a store are."""
+    """Formats of the rows of a store."""
 
     dtype: RowDtype
     fp32_rows: tuple[int, int]
 
     @property
     def spans(self) -> list[Span]:
-        """Two tables, 13 and 27 rows."""
+        """Spans of the two tables."""
         return [Span(13, self.fp32_rows[0]), Span(27, self.fp32_rows[1])]
 
     def narrow(self) -> Tensor:
-        """Find which slots ``[40]`` have narrow rows."""
+        """Return which slots ``[40]`` have low-precision rows."""
         wide = [s.rows if self.dtype == "fp32" else s.fp32_rows for s in self.spans]
         return torch.tensor([row >= w for span, w in zip(self.spans, wide, strict=True) for row in range(span.rows)])
 
-    def rounded(self, values: Tensor, slots: Tensor) -> Tensor:
-        """Round float32 values to what these slots, which were 0 before, can hold."""
-        return torch.where(self.narrow()[slots, None], nearest(values, self.dtype), values)
+    def round(self, values: Tensor, slots: Tensor) -> Tensor:
+        """Round float32 values to the precision of these slots with zero rows."""
+        return torch.where(self.narrow()[slots, None], _round_to_nearest(values, self.dtype), values)
 
 
 FORMATS = [Format(d, wide) for d in ("fp32", "bf16", "fp16", "int8", "fp8") for wide in ((0, 0), (5, 8))]
 FORMATS.append(Format("int8", (0, 27)))
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 BYTES = {"fp32": 4 * DIM, "bf16": 2 * DIM, "fp16": 2 * DIM, "int8": DIM + 2, "fp8": DIM}
-"""Of a narrow row."""
+"""Bytes of a low-precision row."""
 OWN: dict[str, list[float]] = {
     "sgd": [],
     "rowwise_adagrad": [1e-8, 0.0, 1.0, 0.0],
     "adam": [0.9, 0.99, 1e-8, 0.1, 0.01],
 }
-"""Own hyperparameters of the rules, those of a first step."""
+"""Hyperparameters of the rules in a first step, besides the common ones."""
 
 
-def format_id(format: Format) -> str:
-    """Name a format in the ids of tests."""
-    return f"{format.dtype}-{format.fp32_rows[0]}-{format.fp32_rows[1]}"
-
-
-def nearest(values: Tensor, dtype: RowDtype) -> Tensor:
+def _round_to_nearest(values: Tensor, dtype: RowDtype) -> Tensor:
     """Round float32 values to a dtype; an int8 block has the smallest power of two as its scale."""
     if dtype != "int8":
         return values.to(FLOATS[dtype]).float()
@@ -88,16 +82,16 @@ def nearest(values: Tensor, dtype: RowDtype) -> Tensor:
     return torch.cat(blocks, dim=1).float()
 
 
-def spacing(values: Tensor, dtype: RowDtype) -> Tensor:
-    """Bound the distance of the two values of a dtype between which a value of a row ``[D]`` lies."""
+def _spacing(values: Tensor, dtype: RowDtype) -> Tensor:
+    """Return an upper limit of the distance of neighboring values of a dtype around each value of a row ``[D]``."""
     if dtype == "int8":
         return torch.cat([(2 / 127 * block.abs().amax()).expand(len(block)) for block in values.split(128)])
     digits, smallest = {"fp32": (21, 0.0), "bf16": (7, 0.0), "fp16": (10, 2**-24), "fp8": (3, 2**-9)}[dtype]
     return values.abs() * 2.0**-digits + smallest
 
 
-def bits(store: RowStore) -> list[bytes]:
-    """Read the bytes that each slot's row is stored as."""
+def stored_bits(store: RowStore) -> list[bytes]:
+    """Return the stored bytes of each slot's row."""
     out: list[bytes] = []
     for span in (0, 1):
         raw = {name: [bytes(row) for row in t.view(torch.uint8).cpu().numpy()] for name, t in store.raw(span).items()}
@@ -108,39 +102,35 @@ def bits(store: RowStore) -> list[bytes]:
 
 
 class StoreContract:
-    """Run by pytest in a subclass that has `make`.
+    """Tests that every store must pass."""
 
-    Attributes
-    ----------
-    dim
-        Columns of the stores.
-    """
+    dim = DIM  # columns of the stores
 
-    dim = DIM
-
-    @pytest.fixture(params=FORMATS, ids=format_id)
+    @pytest.fixture(params=FORMATS, ids=lambda f: f"{f.dtype}-{f.fp32_rows[0]}-{f.fp32_rows[1]}")
     def format(self, request: pytest.FixtureRequest) -> Format:
-        """What rows are, one format after the other."""
+        """Return one format after the other."""
         return request.param
 
     @abstractmethod
     def make(self, spans: Sequence[Span], dim: int, dtype: RowDtype) -> Any:
-        """Make an empty store of these spans."""
+        """Return an empty store with these spans."""
 
-    def filled(self, format: Format, seed: int = 5) -> Any:
-        """Make a store whose two spans are one table with its initial values."""
+    def fill(self, format: Format, seed: int = 5, moments: bool = False) -> Any:
+        """Return a store with the initial values of one table in both spans, and on request with two moments."""
         store = self.make(format.spans, self.dim, format.dtype)
         store.initialize(0, seed=seed, rows=range(SLOTS), cols=range(self.dim), bound=0.5)
+        for moment in (Moment("row", "row"), Moment("element", "element")) if moments else ():
+            store.add_moment(moment)
         return store
 
     @staticmethod
     def read_all(store: RowStore, moment: str | None = None) -> Tensor:
-        """Read all rows, or a moment of them, to the CPU."""
+        """Copy all rows, or a moment of them, to the CPU."""
         return store.read(torch.arange(SLOTS, device=store.device), moment).cpu()
 
     @staticmethod
     def bags(store: RowStore, ids: list[list[int]], weights: list[float] | None = None) -> BagLayout:
-        """Lay out a ragged sum feature of each span; ``ids`` is a list of bags of slots, each within one span."""
+        """Return the layout of a ragged sum feature per span; ``ids`` are bags of slots, each within one span."""
         lengths = [[len(bag) * (f == any(i >= 13 for i in bag)) for bag in ids] for f in (0, 1)]
         values = [[i - FIRST[f] for bag, n in zip(ids, lengths[f], strict=True) for i in bag[:n]] for f in (0, 1)]
         features = [[0, -1, 0, 0, 0, 0, 0], [len(values[0]), -1, 1, 13, 0, 1, 1]]
@@ -162,7 +152,7 @@ class StoreContract:
         dtype: torch.dtype = torch.float32,
         weights: list[float] | None = None,
     ) -> Tensor:
-        """Look up ``[len(ids), 2, D]``, to the CPU."""
+        """Look up pooled vectors ``[len(ids), 2, D]``, and copy them to the CPU."""
         out = torch.full((len(ids), 2, self.dim), torch.nan, dtype=dtype, device=store.device)
         store.lookup(self.bags(store, ids, weights), out)
         return out.cpu()
@@ -178,7 +168,7 @@ class StoreContract:
         active: tuple[float, float] = (1.0, 1.0),
         seeds: tuple[int, int] = (3, 4),
     ) -> None:
-        """Update by one step with learning rate 0.1; ``grad`` has a row per bag."""
+        """Apply one step with learning rate 0.1; ``grad`` has a row per bag."""
         for moment in rule.moments:
             store.add_moment(moment)
         common = [0.1, torch.inf, torch.inf, 0.0, 0.0]
@@ -194,55 +184,53 @@ class StoreContract:
 
     # -- rows ------------------------------------------------------------------------------------------------------
 
-    def test_rows_that_start_at_zero_have_no_sign(self, format: Format) -> None:
+    def test_initial_zeros_have_no_sign(self, format: Format) -> None:
         store = self.make(format.spans, self.dim, format.dtype)
         store.initialize(0, seed=1, rows=range(SLOTS), cols=range(self.dim), bound=0.0)
         assert not self.read_all(store).view(torch.int32).any()
 
-    def test_initial_values_are_those_of_the_table_cells_rounded_to_the_nearest(self, format: Format) -> None:
+    def test_initial_values_are_rounded_to_nearest(self, format: Format) -> None:
         store = self.make(format.spans, self.dim, format.dtype)
         cells = {"rows": range(3, 43, 2), "cols": range(16, 16 + self.dim)}
         store.initialize(2, seed=9, **cells, bound=0.25)
         expected = torch.zeros(SLOTS, self.dim)
         oracle.initial_values_(expected[2:22], seed=9, **cells, bound=0.25)
-        assert torch.equal(self.read_all(store), format.rounded(expected, torch.arange(SLOTS)))
+        assert torch.equal(self.read_all(store), format.round(expected, torch.arange(SLOTS)))
 
-    def test_what_was_written_is_read_rounded_to_the_nearest(self, format: Format) -> None:
+    def test_written_rows_are_rounded_to_nearest(self, format: Format) -> None:
         store = self.make(format.spans, self.dim, format.dtype)
         slots = torch.tensor([38, 2, 13, 12, 20])
         values = torch.randn(5, self.dim, generator=torch.Generator().manual_seed(1))
         store.write(slots.to(store.device), values.to(store.device))
         expected = torch.zeros(SLOTS, self.dim)
-        expected[slots] = format.rounded(values, slots)
+        expected[slots] = format.round(values, slots)
         assert torch.equal(self.read_all(store), expected)
 
-    def test_writing_what_was_read_changes_no_bit(self, format: Format) -> None:
-        store = self.filled(format)
-        before = bits(store)
+    def test_writing_read_rows_changes_no_bit(self, format: Format) -> None:
+        store = self.fill(format)
+        before = stored_bits(store)
         slots = torch.arange(SLOTS, device=store.device)
         store.write(slots, store.read(slots))
-        assert bits(store) == before
+        assert stored_bits(store) == before
 
-    def test_putting_the_values_that_are_there_changes_no_bit(self, format: Format) -> None:
-        store = self.filled(format)
-        for moment in (Moment("row", "row"), Moment("element", "element")):
-            store.add_moment(moment)
+    def test_putting_read_values_changes_no_bit(self, format: Format) -> None:
+        store = self.fill(format, moments=True)
         store.write(torch.tensor([4], device=store.device), torch.ones(1, device=store.device), "row")
-        before, slots = bits(store), torch.tensor([30, 4, 13], device=store.device)
+        before, slots = stored_bits(store), torch.tensor([30, 4, 13], device=store.device)
         values = store.values(slots)
         assert torch.equal(values.rows.cpu(), store.read(slots).cpu())
         assert {name: m.shape for name, m in values.moments.items()} == {"row": (3,), "element": (3, self.dim)}
         assert values.moments["row"].tolist() == [0.0, 1.0, 0.0]
         store.put(slots, values)
-        assert bits(store) == before
+        assert stored_bits(store) == before
         more = {name: moment + 1 for name, moment in values.moments.items()}
         store.put(slots, values._replace(moments=more))
-        assert bits(store) == before
+        assert stored_bits(store) == before
         assert self.read_all(store, "row")[[30, 4, 13, 5]].tolist() == [1.0, 2.0, 1.0, 0.0]
         assert self.read_all(store, "element").sum() == 3 * self.dim
 
-    def test_scales_of_int8_rows_grow_to_what_is_put(self, format: Format) -> None:
-        store = self.filled(format)
+    def test_scales_of_int8_rows_grow_to_put_scales(self, format: Format) -> None:
+        store = self.fill(format)
         slots = torch.tensor([1, 12, 13, 30])
         here, narrow = slots.to(store.device), format.narrow()[slots]
         there = store.values(here)
@@ -263,8 +251,8 @@ class StoreContract:
         expected = torch.where(narrow[:, None], (rows.double() / quanta).round() * quanta, rows.double())
         assert torch.equal(store.read(here).cpu().double(), expected)
 
-    def test_raw_says_what_rows_are_stored_as(self, format: Format) -> None:
-        store = self.filled(format)
+    def test_raw_has_the_stored_dtypes_and_shapes(self, format: Format) -> None:
+        store = self.fill(format)
         for span, (rows, wide, *_) in enumerate(format.spans):
             raw = {name: (t.dtype, tuple(t.shape)) for name, t in store.raw(span).items()}
             if format.dtype == "fp32" or wide == rows:
@@ -278,19 +266,19 @@ class StoreContract:
             assert raw == expected
 
     def test_raw_loads_the_rows_to_the_bit(self, format: Format) -> None:
-        store, other = self.filled(format), self.filled(format, seed=6)
+        store, other = self.fill(format), self.fill(format, seed=6)
         assert not torch.equal(self.read_all(store), self.read_all(other))
         for span in (0, 1):
             other.load_raw(span, store.raw(span))
             last = FIRST[span] + format.spans[span].rows
             assert torch.equal(self.read_all(store)[:last], self.read_all(other)[:last])
-        assert bits(store) == bits(other)
+        assert stored_bits(store) == stored_bits(other)
 
     # -- lookups ---------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    def test_lookup_pools_the_rows_that_read_returns(self, format: Format, dtype: torch.dtype) -> None:
-        store = self.filled(format)
+    def test_lookup_pools_the_read_rows(self, format: Format, dtype: torch.dtype) -> None:
+        store = self.fill(format)
         rows = self.read_all(store)
         out = self.pooled(store, [[3, 7], [], [39]], dtype)
         zero = torch.zeros(self.dim)
@@ -298,7 +286,7 @@ class StoreContract:
         assert torch.equal(out, torch.stack([torch.stack(pair) for pair in expected]).to(dtype))
 
     def test_lookup_and_gradient_of_weights(self, format: Format) -> None:
-        store = self.filled(format)
+        store = self.fill(format)
         rows = self.read_all(store)
         ids, weights = [[3, 7], [39, 13]], [2.0, 0.5, 1.0, 3.0]
         out = self.pooled(store, ids, weights=weights)
@@ -312,9 +300,7 @@ class StoreContract:
     # -- moments ---------------------------------------------------------------------------------------------------
 
     def test_moments_start_at_zero_and_adding_twice_keeps_them(self, format: Format) -> None:
-        store = self.filled(format)
-        for moment in (Moment("row", "row"), Moment("element", "element")):
-            store.add_moment(moment)
+        store = self.fill(format, moments=True)
         assert torch.equal(self.read_all(store, "row"), torch.zeros(SLOTS))
         assert torch.equal(self.read_all(store, "element"), torch.zeros(SLOTS, self.dim))
         store.write(torch.tensor([4], device=store.device), torch.ones(1, device=store.device), "row")
@@ -323,7 +309,7 @@ class StoreContract:
         assert self.read_all(store, "row").nonzero().tolist() == [[4]]
 
     def test_moments_of_a_span_are_filled_read_and_loaded(self, format: Format) -> None:
-        store = self.filled(format)
+        store = self.fill(format)
         for moment in (Moment("row", "row"), Moment("element", "element")):
             store.add_moment(moment)
             store.fill(1, moment.name, 2.0)
@@ -339,56 +325,55 @@ class StoreContract:
     # -- updates ---------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("rule", [PLAIN, RowWiseAdagrad.rule, Adam.rule], ids=lambda rule: rule.name)
-    def test_update_touches_each_distinct_row_once_and_no_other(self, format: Format, rule: Rule) -> None:
-        store = self.filled(format)
-        before, bits_before = self.read_all(store), bits(store)
+    def test_update_changes_each_distinct_row_once_and_no_other(self, format: Format, rule: Rule) -> None:
+        store = self.fill(format)
+        before, bits_before = self.read_all(store), stored_bits(store)
         grad = torch.rand(4, self.dim, generator=torch.Generator().manual_seed(1)) + 0.5
         self.step(store, rule, [[3, 7], [3], [12], [13, 20]], grad)
         total = {3: grad[0] + grad[1], 7: grad[0], 12: grad[2], 13: grad[3], 20: grad[3]}
-        after, bits_after = self.read_all(store), bits(store)
+        after, bits_after = self.read_all(store), stored_bits(store)
         assert [i for i in range(SLOTS) if bits_after[i] != bits_before[i]] == list(total)
         for slot, g in total.items():
             down = {"sgd": g, "rowwise_adagrad": g / g.square().mean().sqrt(), "adam": g.sign()}[rule.name]
             expected = before[slot] - 0.1 * down
             dtype = format.dtype if format.narrow()[slot] else "fp32"
-            seen = (
-                torch.maximum(before[slot].abs(), expected.abs()) if dtype == "int8" else expected
-            )  # scales only grow
-            assert ((after[slot] - expected).abs() <= spacing(seen, dtype) + 1e-6).all(), slot
+            # Scales of int8 rows only grow.
+            seen = torch.maximum(before[slot].abs(), expected.abs()) if dtype == "int8" else expected
+            assert ((after[slot] - expected).abs() <= _spacing(seen, dtype) + 1e-6).all(), slot
         for moment in rule.moments:
-            touched = self.read_all(store, moment.name).view(SLOTS, -1).any(1)
-            assert touched.nonzero().flatten().tolist() == list(total)
+            updated = self.read_all(store, moment.name).view(SLOTS, -1).any(1)
+            assert updated.nonzero().flatten().tolist() == list(total)
 
     @pytest.mark.parametrize("off", [{"gate": 0.0}, {"active": (0.0, 0.0)}])
-    def test_a_closed_gate_or_an_inactive_table_touches_nothing(self, format: Format, off: dict[str, Any]) -> None:
-        store = self.filled(format)
-        before = bits(store)
+    def test_a_closed_gate_or_an_inactive_table_changes_nothing(self, format: Format, off: dict[str, Any]) -> None:
+        store = self.fill(format)
+        before = stored_bits(store)
         self.step(store, Adam.rule, [[1, 8], [38, 14]], torch.ones(2, self.dim), **off)
-        assert bits(store) == before
+        assert stored_bits(store) == before
         assert not self.read_all(store, "exp_avg").any()
 
     def test_only_active_tables_are_updated(self, format: Format) -> None:
-        store = self.filled(format)
-        before = bits(store)
+        store = self.fill(format)
+        before = stored_bits(store)
         self.step(store, PLAIN, [[1, 8], [38, 14]], torch.ones(2, self.dim), active=(0.0, 1.0))
-        assert [i for i in range(SLOTS) if bits(store)[i] != before[i]] == [14, 38]
+        assert [i for i in range(SLOTS) if stored_bits(store)[i] != before[i]] == [14, 38]
 
-    def test_the_same_seeds_give_the_same_bits_and_others_do_not(self, format: Format) -> None:
+    def test_bits_depend_on_seeds(self, format: Format) -> None:
         draw = torch.Generator().manual_seed(3)
         ids = (torch.randint(0, 5, (20, 8), generator=draw) + torch.tensor([[3], [19]]).repeat(10, 1)).tolist()
         grad = torch.randn(20, self.dim, generator=draw)
 
         def run(seeds: tuple[int, int]) -> list[bytes]:
-            store = self.filled(format)
+            store = self.fill(format)
             self.step(store, RowWiseAdagrad.rule, ids, grad, seeds=seeds)
-            return bits(store)
+            return stored_bits(store)
 
         once, other = run((3, 4)), run((3, 5))
         assert run((3, 4)) == once
-        rounded_otherwise = [i for i in range(SLOTS) if once[i] != other[i]]
+        changed = [i for i in range(SLOTS) if once[i] != other[i]]
         expected = [i for i in range(19, 24) if format.narrow()[i]]
-        assert rounded_otherwise == expected if self.dim == DIM else set(rounded_otherwise) <= set(expected)
+        assert changed == expected if self.dim == DIM else set(changed) <= set(expected)
 
-    def test_to_the_same_device_is_the_store_itself(self, format: Format) -> None:
-        store = self.filled(format)
+    def test_to_the_same_device_returns_the_store(self, format: Format) -> None:
+        store = self.fill(format)
         assert store.to(store.device) is store

@@ -63,7 +63,7 @@ def open_stored(path: str | Path) -> OpenedData | None:
     at = location(str(path))
     described = open_described(at)
     if described is not None:
-        return OpenedData(described.source, described.said)
+        return OpenedData(described.source, described.entry)
     return _open_arrays(at) if isinstance(at, Path) and has_days(at) else None
 
 

@@ -29,9 +29,8 @@ from hotbed.cli.pages.report_page import (
 from hotbed.plan.cost import PARTS, TIERS, Cost, tile_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found
-from hotbed.plan.simulation.simulate import Simulation, amount_text
+from hotbed.plan.simulation.simulate import THREADS, Simulation, format_amount
 from hotbed.plan.simulation.sweep import ASSUMED_FACTOR, RANKS, Point, Sweep, assumed_range, first_that_fits
-from hotbed.plan.simulation.timeline import THREADS
 from hotbed.plan.step_time import Term, estimate_step, parts_of_busiest
 from hotbed.plan.tiling import Plan, Tile, extent
 from hotbed.train.runs.report import size
@@ -134,7 +133,7 @@ def print_simulation(to: Console, simulation: Simulation, terms: Sequence[Term],
     if any(term.hidden for term in terms):
         to.print("in brackets: overlapped, so not added to the step")
     used = dict.fromkeys(figure for term in terms for figure in term.figures)
-    sources = [hardware.said_of(figure) for figure in used]
+    sources = [hardware.origin_of(figure) for figure in used]
     for figure, source in zip(used, sources, strict=True):
         to.print(f"{figure}: {source}", soft_wrap=True)
     cited = {name for text in sources for name in text[text.rfind("(") + 1 :].rstrip(")").split(", ")}
@@ -204,8 +203,8 @@ def _tables(found: Found) -> ReportTable:
 def _resources(simulation: Simulation) -> ReportTable:
     columns: Columns = {
         "resource": lambda named: named[0],
-        "mean": lambda named: amount_text(named[1].amount, named[1].unit),
-        "most": lambda named: amount_text(named[1].most, named[1].unit),
+        "mean": lambda named: format_amount(named[1].amount, named[1].unit),
+        "most": lambda named: format_amount(named[1].most, named[1].unit),
         "in use": lambda named: _ms(named[1].seconds),
         "of the step": lambda named: f"{named[1].utilisation:.1%}",
     }
@@ -218,7 +217,7 @@ def _terms(terms: Sequence[Term]) -> ReportTable:
         "term": lambda t: t.name,
         "ms": lambda t: f"({t.seconds * 1e3:.3g})" if t.hidden else f"{t.seconds * 1e3:.3g}",
         "kernels": lambda t: str(t.kernels or ""),
-        "amount": lambda t: "" if t.unit == "s" else amount_text(t.amount, t.unit),
+        "amount": lambda t: "" if t.unit == "s" else format_amount(t.amount, t.unit),
         "counted by": lambda t: t.counted,
         "at": lambda t: ", ".join(t.figures),
     }
@@ -229,7 +228,7 @@ def _sweep(sweep: Sweep, points: Sequence[Point]) -> ReportTable:
     first = first_that_fits(list(points))
     rows: list[list[str]] = []
     for point in points:
-        at, simulation = sweep.shown(point.value), point.simulation
+        at, simulation = sweep.format_value(point.value), point.simulation
         if simulation is None or first is None:
             rows.append([at, "does not fit", "", "", "", "", ""])
             continue
@@ -411,7 +410,7 @@ def _scaling(page: Page, sweep: Sweep, points: Sequence[Point]) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks([p.ranks for p in points], [f"{p.ranks:,}" for p in points])
-    axes.set_yticks(marks, [amount_text(mark, "/s") for mark in marks])
+    axes.set_yticks(marks, [format_amount(mark, "/s") for mark in marks])
     axes.minorticks_off()
     axes.margins(0.06, 0.12)
     page.text("The batch per rank is constant. Dashed: every rank is as fast as at the first point.")

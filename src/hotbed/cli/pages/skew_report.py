@@ -19,7 +19,7 @@ from hotbed.cli.pages.report_page import Columns, ReportTable, format_cell, prin
 from hotbed.config import Recipe, check_trust, import_from
 from hotbed.data import ParquetSource, Source, draft_schema
 from hotbed.data.skew.hot_cold import write_hot_order
-from hotbed.data.skew.row_popularity import SAMPLED_ROWS, SHARES, Popularity, measure_popularity
+from hotbed.data.skew.row_popularity import SAMPLED_ROWS, SHARES, RowPopularity, measure_popularity
 from hotbed.errors import DataError
 from hotbed.files import new_directory, write_json
 from hotbed.locations import is_storage, local
@@ -122,7 +122,7 @@ SKEW_DEFAULTS = {
 
 def _measure(
     path: str | Path, console: Console, split: str, batch_size: int, sampled_rows: int, trust_recipe: bool
-) -> tuple[dict[str, Any], list[Popularity]]:
+) -> tuple[dict[str, Any], list[RowPopularity]]:
     started = time.perf_counter()
     source = open_data(path, trust_recipe=trust_recipe)
     with StageProgress(console) as progress:

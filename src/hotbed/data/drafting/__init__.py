@@ -1,4 +1,4 @@
-"""What do the columns of unknown files hold, and which schema fits them?
+"""Profile the columns of any files, and draft a schema for them.
 
-`hotbed init` and `hotbed inspect` share the column profile.
+``hotbed init`` and ``hotbed inspect`` share the column profile.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import fs
 
+from hotbed.checks import check_known
 from hotbed.data import arrow_columns as arrow
 from hotbed.data.columns import Numerical, SparseColumn
 from hotbed.data.drafting.profile import count_distinct, take_sample
@@ -47,24 +48,23 @@ from hotbed.data.files.parquet_files import (
 from hotbed.data.files.text_dates import parse_dates
 from hotbed.data.hashing import rows_of
 from hotbed.data.schema import Schema
-from hotbed.errors import DataError, SpecError, did_you_mean
+from hotbed.errors import DataError, SpecError
 
 _log = logging.getLogger("hotbed")
 
 WEIGHT_NAMES = ("weight", "weights", "sample_weight")
 SMALL = 20_000
-"""Rows of train data below which several epochs are drafted, with a validation split that decides which is the best."""
+"""Number of train rows below which several epochs are drafted, with a validation split that selects the best."""
 MANY_REPEATS = 100
-"""Mean occurrences of an id, above which several epochs are drafted for any number of rows."""
-_SMALLEST_TABLE = 64
-_LARGEST_TABLE = 1 << 31
-_ROWS_PER_VALUE = ((250_000, 16), (1_000_000, 8), (math.inf, 4))
-"""By the most distinct values. Of 4 × a fifth of the ids that training never saw fall on a row of one that it saw."""
+"""Mean occurrences of an id above which several epochs are drafted for any number of rows."""
 FEWEST_ROWS = 50
-"""Of fewer rows none are cut off."""
+"""Smallest number of rows for splits that are cut off."""
+_SMALLEST_TABLE, _LARGEST_TABLE = 64, 1 << 31
+_ROWS_PER_VALUE = ((250_000, 16), (1_000_000, 8), (math.inf, 4))
+"""Rows per distinct value, by the number of values. With 4, a fifth of new ids share the row of a trained one."""
 _SHARE = 0.1
-_FEW_ROWS, _SHARE_OF_FEW = 5_000, 0.2  # a tenth of so few says little
-_SMALLEST, _LARGEST = 0.03, 0.3  # shares that a split by time may have where many rows have one time
+_FEW_ROWS, _SHARE_OF_FEW = 5_000, 0.2  # a tenth of few rows means little
+_SMALLEST, _LARGEST = 0.03, 0.3  # limits of shares of a split by time, if many rows have the same time
 _MISSING = 0.01
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _INDICATOR = 0.005
@@ -80,6 +80,18 @@ class LeftOut:
     reason: str
 
 
+@dataclass
+class DraftedSplits:
+    """Drafted splits: arguments of the source, the reason, and the resulting splits."""
+
+    init_args: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""
+    has_valid: bool = False
+    has_test: bool = False
+    in_time_order: bool = False  # whether the rows are stored in the order of time
+    notes: list[str] = field(default_factory=list)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Draft:
     """Drafted parts of a recipe, with the reasons."""
@@ -89,8 +101,8 @@ class Draft:
     left_out: tuple[LeftOut, ...]
     labels: tuple[FoundLabel, ...]
     splits: DraftedSplits
-    samples: int  # rows to train on and to cut other splits from
-    repeats: float  # how often an id occurs in these rows, on average
+    samples: int  # rows for training, and from which other splits are cut off
+    repeats: float  # mean occurrences of an id in these rows
     # entry `data.source` of the recipe, unless it is a `ParquetSource` with this schema
     source: Mapping[str, object] | None = None
 
@@ -98,28 +110,27 @@ class Draft:
 def draft_schema(
     path: str | Path, *, label: str | Sequence[str] = (), filesystem: fs.FileSystem | None = None
 ) -> Schema:
-    """Propose a schema from names, types and values, see `draft`.
+    """Propose a schema from names, types and values.
 
-    Labels are columns of a usual name (label, click, target, …), or ratings; numbers that measure something are
-    numericals with a rule of normalization; ids, categories and lists of them are sparse. Rows of a table are 16 ×
-    the estimated number of distinct values (8 × of more than 250,000, 4 × of more than a million), rounded up to a
-    power of 2, so that few of the values share a row with another when hashed. What is no input is left out: times,
-    free text, constants, numbers of rows, columns that give the label away. Where there is a train split, only that is
-    looked at.
+    Labels are columns with a common name (label, click, target, …), or ratings. Numbers that measure something are
+    numericals with a normalization rule. Ids, categories and lists of them are sparse. A table has 16 rows per
+    distinct value (8 above 250,000 values, 4 above a million), rounded up to a power of 2, so that few hashed values
+    share a row. Times, free text, constants, row numbers and columns that reveal the label are left out. If there is a
+    train split, only its files are read.
 
     Parameters
     ----------
     path
         File, folder or URI, as for `ParquetSource`.
     label
-        The label column, where its name is not a usual one, or several, of a task each.
+        Label column, or several for a multi-task model (default: found by name).
     filesystem
         See `ParquetSource`.
 
     Raises
     ------
     DataError
-        If there is no such path, no label column is found, two columns have one name, or no column can be sparse.
+        If the path does not exist, no label is found, two columns have the same name, or no column can be sparse.
     """
     return draft(path, label=label, filesystem=filesystem).schema
 
@@ -140,67 +151,71 @@ def draft(
     filesystem: fs.FileSystem | None = None,
 ) -> Draft:
     """Propose schema and splits of a dataset."""
+    histories, of_ids = dict(histories or {}), dict(weights or {})
     files = DraftFiles.find(path, test, filesystem)
-    groups = files.train
+    groups = [group for file in files.train for group in file.row_groups()]
     if not groups:
         raise DataError(f"{path} has no rows")
-    names = _names(files.train_files)
-    asked_for = {"--drop": drop, "--time": [time] if time else [], "--history": [*chain(*(histories or {}).items())]}
-    for option, name in ((option, name) for option, of_option in asked_for.items() for name in of_option):
-        if name not in names:
-            raise DataError(f"{option} names column '{name}', which {path} does not have{did_you_mean(name, names)}")
-    missing = _not_everywhere(files.train_files, names)
+    names = list(dict.fromkeys(name for file in files.train for name in file.schema.names))
+    chosen = {"--drop": drop, "--time": [time] if time else [], "--history": chain(*histories.items())}
+    for option, of_option in chosen.items():
+        for name in of_option:
+            check_known(f"{option}, column of {path}", name, names, DataError)
+    missing = _unlike(files.train, names)
     sample = _sample(groups, [name for name in names if name not in drop], missing)
     total = sum(group.samples for group in groups)
-    asked = list(dict.fromkeys([label] if isinstance(label, str) else label))
-    if dropped := [name for name in asked if name in drop]:
-        raise SpecError(f"--label and --drop both name '{dropped[0]}'; leave one of them out")
-    unlike = next((n for n in missing if n in asked or (not asked and n.lower() in LABEL_NAMES)), None)
+    required = list(dict.fromkeys([label] if isinstance(label, str) else label))
+    if dropped := [name for name in required if name in drop]:
+        raise SpecError(f"--label and --drop: got '{dropped[0]}' in both. Remove it from one.")
+    unlike = next((n for n in missing if n in required or (not required and n.lower() in LABEL_NAMES)), None)
     try:
-        labels = find_labels(
-            str(path),
-            sample.select([n for n in sample.column_names if n not in drop]),
-            asked,
-            positive,
-            needed=needs_label,
-        )
+        labels = find_labels(str(path), sample, required, positive, needed=needs_label)
     except DataError:
         if unlike is None:
             raise
-        raise DataError(f"{path}, column '{unlike}': {missing[unlike]}, so it can be no label; write it anew") from None
+        raise DataError(f"{path}, label column '{unlike}': {missing[unlike]}. Rewrite the column.") from None
     of_label = [found.name for found in labels]
-    missing |= _not_everywhere(with_rows([*files.train_files, *files.others_with(of_label)]), names)
-    used = [n for n in sample.column_names if n not in of_label and n not in drop and n not in missing]
+    # Files of other splits without a label are not used.
+    others = [f for of in files.others.values() for f in with_rows(of) if not {*of_label} - {*f.schema.names}]
+    missing |= _unlike(with_rows([*files.train, *others]), names)
+    used = [n for n in sample.column_names if n not in of_label and n not in missing]
     weight = next((n for n in used if n.lower() in WEIGHT_NAMES and n != time and _may_be_weight(sample[n])), None)
-    of_ids = dict(weights or {})
     inputs = [n for n in used if n != weight and n not in of_ids.values()]
     distinct = count_distinct(groups, {n: sample[n].type for n in inputs if _is_counted(sample[n])})
     profiles = [SampledColumn(name, sample[name], total, distinct.get(name)) for name in inputs]
     roles = {p.name: role_of(p, None) for p in profiles}
     for i, found in enumerate(labels):
         values = sample_labels(sample, found)
-        for column in profiles:  # the first label decides before the type of the column does
+        for column in profiles:  # the first label may explain columns that are left out anyway
             if roles[column.name].role != "left out" or not i:
                 leak = leak_reason(sample[column.name], values, found.name)
                 roles[column.name] = roles[column.name] if leak is None else role_of(column, leak)
-    roles |= roles_of_histories(str(path), profiles, histories or {})
-    _refuse_inexact_ids(str(path), profiles, roles)
+    roles |= roles_of_histories(str(path), profiles, histories)
+    for column in profiles:
+        if roles[column.name].role in ("id", "category") and (value := column.inexact) is not None:
+            raise DataError(
+                f"{path}, column '{column.name}': got the id {value:.0f} as {column.type}, which has lost its last "
+                f"digits, expected at most {arrow.exact_integers(column.type):,}. Write the column as integers (Int64 "
+                f"in pandas) or strings, or leave it out: --drop '{column.name}'"
+            )
     times = [p for p in profiles if roles[p.name].role == "time" or p.name == time]
     if time is not None:
-        chosen, problem = next((p for p in profiles if p.name == time), None), ""
+        problem = None
         if time in of_label:
-            problem = "which is the label; name the column of the rows' times"
-        elif chosen is None:
-            problem = f"which is left out ({missing.get(time, '--drop')})"
-        elif chosen.dates == "other":
-            problem = "but its text does not sort by time; write it as 2024-12-31, or as times"
-        if problem:
-            raise SpecError(f"--time names '{time}', {problem}")
+            problem = "it is the label"
+        elif time not in inputs:
+            problem = f"it is left out ({missing.get(time, '--drop')})"
+        elif any(p.name == time and p.dates == "other" for p in profiles):
+            problem = "its text does not sort by time. Write it as 2024-12-31, or as times"
+        if problem is not None:
+            raise SpecError(f"--time: got '{time}', expected the column of the rows' times, but {problem}.")
         roles[time] = ColumnRole("time", "the splits are by it")
-    schema, reasons = _schema(str(path), labels, weight, profiles, roles, sample, histories or {})
+    schema, reasons = _schema(str(path), labels, weight, profiles, roles, sample, histories)
     schema = weighted(str(path), schema, of_ids, sample)
     reasons |= {name: f"the weight of each id of '{ids}'" for ids, name in of_ids.items()}
-    repeats = _repeats(profiles, schema)
+    used_ids = [p for p in profiles if p.name in {column.name for column in schema.sparse}]
+    lookups = sum(p.present * (p.length if arrow.is_list(p.type) else 1) for p in used_ids)
+    repeats = lookups / max(1, sum(p.distinct for p in used_ids))
     several_epochs = total < SMALL or repeats >= MANY_REPEATS
     splits = draft_splits(files, of_label, sample, times, total=total, time=time, valid=valid or several_epochs)
     unused = _unused_times(profiles, roles, time)
@@ -210,14 +225,13 @@ def draft(
         unused += [] if by_time or not any(map(is_named_like_time, times)) else [f"The splits are {splits.reason}"]
     for note in (*unused, *(f"Column '{name}' is left out: {why}" for name, why in missing.items())):
         _log.warning("%s: %s", path, note)
-    types = {field.name: str(field.type) for file in files.train_files for field in file.schema}
-    dropped = [LeftOut(name, types[name], "--drop") for name in dict.fromkeys(drop)]
-    elsewhere = [LeftOut(name, types[name], why) for name, why in missing.items()]
-    left = [LeftOut(p.name, str(p.type), why) for p in profiles if (why := _why(roles[p.name]))]
+    types = {field.name: str(field.type) for file in files.train for field in file.schema}
+    reasons_out = {p.name: why for p in profiles if (why := _reason_left_out(roles[p.name]))}
+    reasons_out |= missing | dict.fromkeys(drop, "--drop")
     return Draft(
         schema=schema,
         reasons=reasons,
-        left_out=(*left, *elsewhere, *dropped),
+        left_out=tuple(LeftOut(name, types[name], why) for name, why in reasons_out.items()),
         labels=tuple(labels),
         splits=splits,
         samples=total,
@@ -226,7 +240,7 @@ def draft(
 
 
 def _sample(groups: Sequence[RowGroup], names: Sequence[str], missing: dict[str, str]) -> pa.Table:
-    """Sample columns that are not in `missing`, to which those are added that have decimals of more than 64 bits."""
+    """Sample columns that are not ``missing``; columns with decimals of more than 64 bits are added to ``missing``."""
     while True:
         try:
             return take_sample(groups, [name for name in names if name not in missing])
@@ -234,13 +248,8 @@ def _sample(groups: Sequence[RowGroup], names: Sequence[str], missing: dict[str,
             missing[error.column] = f"it {error.reason}"
 
 
-def _names(files: Sequence[ParquetFile]) -> list[str]:
-    """Columns of any of the files."""
-    return list(dict.fromkeys(name for file in files for name in file.schema.names))
-
-
-def _not_everywhere(files: Sequence[ParquetFile], names: Sequence[str]) -> dict[str, str]:
-    """Columns that some of these files lack, or have of another type than others; with the reason."""
+def _unlike(files: Sequence[ParquetFile], names: Sequence[str]) -> dict[str, str]:
+    """Return columns that some files lack, or have with an incompatible type, with the reason."""
     found: dict[str, str] = {}
     for name in names:
         kinds: list[pa.DataType] = []
@@ -259,40 +268,20 @@ def _not_everywhere(files: Sequence[ParquetFile], names: Sequence[str]) -> dict[
 
 
 def _unused_times(profiles: Sequence[SampledColumn], roles: Mapping[str, ColumnRole], time: str | None) -> list[str]:
-    """Describe columns that are named like the time of their row, or have dates, but hold no time that is known."""
+    """Describe columns with the name of the row's time, or with dates, but without a known layout."""
     found: list[str] = []
     for column in profiles:
-        role = roles[column.name]
         is_known = time_reason(column) is not None or column.name == time or column.distinct < 2
         if is_known or not (is_named_like_time(column) or column.dates == "other"):
             continue
         values = f"{column.type}, {column.low:.16g} to {column.high:.16g}" if column.quantiles else str(column.type)
-        use = "left out" if role.role == "left out" else "an input"
+        is_input = roles[column.name].role != "left out"
         found.append(
-            f"Column '{column.name}' is named like a time, but its values have no known layout ({values}): it is {use}"
-            ", and splits are not by it. Write it as times or 2024-12-31 if it is the time of the rows"
-            + (f", or draft with --time '{column.name}'" if use == "an input" else "")
+            f"Column '{column.name}' has the name of a time, but its values have no known layout ({values}), so splits "
+            f"are not by it, and it is {'an input' if is_input else 'left out'}. If it is the time of the rows, write "
+            "it as times or 2024-12-31" + (f", or draft with --time '{column.name}'" if is_input else "")
         )
     return found
-
-
-def _refuse_inexact_ids(path: str, profiles: Sequence[SampledColumn], roles: Mapping[str, ColumnRole]) -> None:
-    """Raise `DataError` if ids were written as floats that do not hold them exactly."""
-    for column in profiles:
-        if roles[column.name].role in ("id", "category") and (value := column.inexact) is not None:
-            raise DataError(
-                f"{path}, column '{column.name}': the ids are {column.type}, which has lost digits of large ones: got "
-                f"{value:.0f}, expected at most {arrow.exact_integers(column.type):,}. Write the column as integers "
-                f"(Int64 in pandas) or strings, or leave it out: --drop '{column.name}'"
-            )
-
-
-def _repeats(profiles: Sequence[SampledColumn], schema: Schema) -> float:
-    """Return the mean number of lookups per distinct id."""
-    sparse = {column.name for column in schema.sparse}
-    used = [column for column in profiles if column.name in sparse]
-    lookups = sum(c.present * (c.length if arrow.is_list(c.type) else 1) for c in used)
-    return lookups / max(1, sum(c.distinct for c in used))
 
 
 def _may_be_weight(column: pa.ChunkedArray) -> bool:
@@ -303,19 +292,26 @@ def _may_be_weight(column: pa.ChunkedArray) -> bool:
 
 
 def _is_counted(column: pa.ChunkedArray) -> bool:
-    """Whether the number of distinct values matters: of ids, of what may be ids, and of lists of these."""
+    """Return whether a column may hold ids, or lists of them, so that the number of distinct values matters."""
     kind = column.type
     inner = kind.value_type if arrow.is_list(kind) else kind
     if pa.types.is_floating(kind):
         numbers = arrow.wide_numbers(column)
         return bool((np.isnan(numbers) | (numbers == np.floor(numbers))).all())
-    return (arrow.is_whole(inner) and not pa.types.is_boolean(inner)) or arrow.is_text(inner)
+    return _is_of_ids(inner)
 
 
-def _why(role: ColumnRole) -> str:
+def _is_of_ids(kind: pa.DataType) -> bool:
+    return (arrow.is_whole(kind) and not pa.types.is_boolean(kind)) or arrow.is_text(kind)
+
+
+def _reason_left_out(role: ColumnRole) -> str:
     if role.role == "time":
         return f"a time ({role.reason}): later rows have values that training has not seen"
     return role.reason if role.role == "left out" else ""
+
+
+# -- the schema ----------------------------------------------------------------------------------------------------
 
 
 def _schema(
@@ -327,10 +323,10 @@ def _schema(
     sample: pa.Table,
     histories: Mapping[str, str],
 ) -> tuple[Schema, dict[str, str]]:
-    """The schema, and what was found of each of its inputs."""
+    """Return the schema, and the reason for each of its columns."""
     reasons: dict[str, str] = {found.name: found.remark for found in labels}
     if weight is not None:
-        reasons[weight] = "by its name, how much a sample counts; null if it is none, and the column among `dense`"
+        reasons[weight] = "by its name, the weight of a sample; otherwise set null, and add the column to `dense`"
     sparse: list[SparseColumn] = []
     numericals: list[Numerical] = []
     shared = shared_tables(profiles, roles, sample) | {h: c for h, c in histories.items() if h in roles}
@@ -343,50 +339,45 @@ def _schema(
             numericals.append(Numerical(name=column.name, rule=rule, missing=missing))
             reasons[column.name] = why + (f" ({role.reason})" if role.reason else "") + absent
         elif role.role in ("id", "category", "list"):
-            sparse.append(_sparse(column, shared.get(column.name)))
+            ragged = arrow.is_list(column.type)
+            is_fixed = pa.types.is_fixed_size_list(column.type) and not column.missing_share
+            ids = int(column.type.list_size) if is_fixed else None if ragged else 1
+            rows = _without_collisions(column, hashed_rows(column.distinct))
+            pooling = "mean" if ids is None else "sum"
+            table = shared.get(column.name)
+            sparse.append(SparseColumn(name=column.name, rows=rows, table=table, ids=ids, pooling=pooling))
             reasons[column.name] = role.reason + absent
-    sparse = _same_rows(sparse)
     if not sparse:
-        out = "; ".join(f"'{n}': {_why(r)}" for n, r in list(roles.items())[:8] if _why(r))
-        raise DataError(
-            f"{path} has no column of integers, strings or lists of them to embed, beside its label"
-            + (f" (left out: {out})" if out else "")
-        )
-    positives = tuple(found.mapping for found in labels if found.mapping is not None)
+        left_out = [(n, why) for n, role in roles.items() if (why := _reason_left_out(role))][:8]
+        listed = "; ".join(f"'{n}': {why}" for n, why in left_out)
+        out = f" (left out: {listed})" if left_out else ""
+        raise DataError(f"{path}: got no column of ids besides its label{out}, expected integers, strings or lists")
+    most: dict[str, int] = {}  # a shared table has the rows of its largest column
+    for column in sparse:
+        most[column.table_name] = max(most.get(column.table_name, 0), column.rows)
     try:
         schema = Schema(
             labels=tuple(found.name for found in labels),
-            positives=positives,
+            positives=tuple(found.mapping for found in labels if found.mapping is not None),
             weight=weight,
             dense=tuple(n.name for n in numericals),
             numericals=tuple(numericals),
-            sparse=tuple(sparse),
+            sparse=tuple(replace(column, rows=most[column.table_name]) for column in sparse),
         )
     except SpecError as error:
         raise DataError(f"{path}: {error}") from None
     return schema, reasons
 
 
-def _sparse(column: SampledColumn, table: str | None) -> SparseColumn:
-    kind = column.type
-    ragged = arrow.is_list(kind)
-    ids = None if ragged else 1
-    if pa.types.is_fixed_size_list(kind) and not column.missing_share:
-        ids = int(kind.list_size)
-    rows = _without_collisions(column, hashed_rows(column.distinct))
-    pooling = "mean" if ragged and ids is None else "sum"
-    return SparseColumn(name=column.name, rows=rows, table=table, ids=ids, pooling=pooling)
-
-
 def hashed_rows(distinct: int) -> int:
-    """Compute the rows of a table for this number of distinct values, which are hashed, see `draft_schema`."""
+    """Return the rows of a table for a number of distinct hashed values, see `draft_schema`."""
     per_value = next(times for most, times in _ROWS_PER_VALUE if distinct <= most)
     rows = max(_SMALLEST_TABLE, per_value * distinct)
     return min(_LARGEST_TABLE, 1 << (rows - 1).bit_length())
 
 
 def _without_collisions(column: SampledColumn, rows: int) -> int:
-    """Return up to 16 times more rows if each of a few values then has its own row."""
+    """Return up to 16 times more rows, if each of a few values then has its own row."""
     if column.few is None or column.distinct > len(column.few) or len(column.few) > _FEW_VALUES:
         return rows
     kind = column.type.value_type if arrow.is_list(column.type) or pa.types.is_dictionary(column.type) else column.type
@@ -394,34 +385,16 @@ def _without_collisions(column: SampledColumn, rows: int) -> int:
     if pa.types.is_floating(values.type):
         values = pa.array(values.cast(pa.float64()).to_numpy().astype(np.int64))
     hashes = arrow.hashes(values)
-    for larger in (rows, 2 * rows, 4 * rows, 8 * rows, 16 * rows):
-        if len(np.unique(rows_of(hashes, larger))) == len(hashes):
-            return larger
-    return rows
-
-
-def _same_rows(columns: list[SparseColumn]) -> list[SparseColumn]:
-    """Columns with the rows of the largest that shares their table."""
-    most: dict[str, int] = {}
-    for column in columns:
-        most[column.table_name] = max(most.get(column.table_name, 0), column.rows)
-    return [replace(column, rows=most[column.table_name]) for column in columns]
+    larger = (rows << i for i in range(5))
+    return next((n for n in larger if len(np.unique(rows_of(hashes, n))) == len(hashes)), rows)
 
 
 def weighted(path: str, schema: Schema, weights: Mapping[str, str], sample: pa.Table) -> Schema:
-    """Return a schema whose columns of ids have these weights; the sample has all columns that can be inputs."""
-    names: list[str] = sample.column_names
-    inputs = [column.name for column in schema.sparse]
+    """Return a schema with these weights for columns of ids; the sample has all columns that can be inputs."""
     for ids, name in weights.items():
         for column in (ids, name):
-            if column not in names:
-                hint = did_you_mean(column, names)
-                raise DataError(f"--weights names column '{column}', which {path} does not have in all files{hint}")
-        if ids not in inputs:
-            raise SpecError(
-                f"--weights gives weights to '{ids}', which is no input of ids; there are {', '.join(inputs)}"
-                f"{did_you_mean(ids, inputs)}"
-            )
+            check_known(f"--weights, column in all files of {path}", column, sample.column_names, DataError)
+        check_known("--weights, input of ids", ids, [column.name for column in schema.sparse], SpecError)
     columns = tuple(replace(column, weights=weights.get(column.name)) for column in schema.sparse)
     for column in (column for column in columns if column.weights is not None):
         arrow.check_id_weights(column, sample.schema, path)
@@ -431,7 +404,7 @@ def weighted(path: str, schema: Schema, weights: Mapping[str, str], sample: pa.T
 def shared_tables(
     profiles: Sequence[SampledColumn], roles: Mapping[str, ColumnRole], sample: pa.Table
 ) -> dict[str, str]:
-    """Find lists whose elements are values of another column (``history`` of ``item_id``), with the table of that."""
+    """Return for each list the column with the same values, e.g. ``item_id`` for ``history``."""
     found: dict[str, str] = {}
     scalars = [p for p in profiles if roles[p.name].role in ("id", "category") and not pa.types.is_boolean(p.type)]
     for column in (p for p in profiles if roles[p.name].role == "list"):
@@ -444,8 +417,8 @@ def shared_tables(
             kind = pa.large_string() if of_text else pa.int64()
             inside = pc.mean(pc.is_in(pc.cast(elements, kind, safe=False), value_set=pc.cast(values, kind, safe=False)))
             related = {w.rstrip("s") for w in words_of(column.name)} & {w.rstrip("s") for w in words_of(other.name)}
-            # Numbers from 1 on are in all columns of numbers from 1 on, and few texts (yes, no) in many columns: these
-            # need a word in common.
+            # Most columns of numbers contain the numbers from 1 on, and many columns contain yes and no: these need a
+            # common word.
             by_values = of_text and roles[other.name].role == "id"
             if (inside.as_py() or 0) > 0.5 and (by_values or related - {"id"}):
                 found[column.name] = other.name
@@ -455,33 +428,26 @@ def shared_tables(
 def roles_of_histories(
     path: str, profiles: Sequence[SampledColumn], histories: Mapping[str, str]
 ) -> dict[str, ColumnRole]:
-    """Check histories, each with its candidate column, and return the roles that both have."""
+    """Check histories with their candidate columns, and return the roles of both."""
     found: dict[str, ColumnRole] = {}
     by_name = {column.name: column for column in profiles}
     for pair in histories.items():
         for name in pair:
-            if name not in by_name:
-                raise SpecError(f"--history names '{name}', which is a label, a weight, or left out; name an input")
-        (history, candidate), problem = (by_name[name].type for name in pair), ""
+            check_known("--history, input", name, by_name, SpecError)
+        history, candidate = (by_name[name].type for name in pair)
         if not arrow.is_list(history) or not _is_of_ids(history.value_type):
-            problem = (
-                f"'{pair[0]}': a history is a list of integers or strings, this is {history}; write it as --history "
-                "HISTORY=CANDIDATE"
+            raise DataError(
+                f"--history, column '{pair[0]}' of {path}: got {history}, expected lists of integers or strings. Set "
+                "--history HISTORY=CANDIDATE."
             )
-        elif not _is_of_ids(candidate) or arrow.is_text(candidate) != arrow.is_text(history.value_type):
-            problem = (
-                f"'{pair[1]}': the candidate of '{pair[0]}' has one value in each row, of the kind of the list's, "
-                f"which is {history.value_type}; this is {candidate}"
+        if not _is_of_ids(candidate) or arrow.is_text(candidate) != arrow.is_text(history.value_type):
+            raise DataError(
+                f"--history, column '{pair[1]}' of {path}: got {candidate}, expected one {history.value_type} per row, "
+                f"as in the lists of '{pair[0]}'"
             )
-        if problem:
-            raise DataError(f"{path}, column {problem}")
-        found[pair[0]] = ColumnRole("list", f"earlier values of {pair[1]}, as --history says")
-        found.setdefault(pair[1], ColumnRole("id", f"the candidate of {pair[0]}, as --history says"))
+        found[pair[0]] = ColumnRole("list", f"earlier values of {pair[1]}, by --history")
+        found.setdefault(pair[1], ColumnRole("id", f"the candidate of {pair[0]}, by --history"))
     return found
-
-
-def _is_of_ids(kind: pa.DataType) -> bool:
-    return (arrow.is_whole(kind) and not pa.types.is_boolean(kind)) or arrow.is_text(kind)
 
 
 # -- splits ---------------------------------------------------------------------------------------------------------
@@ -489,62 +455,28 @@ def _is_of_ids(kind: pa.DataType) -> bool:
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """Files of a dataset by split, and of a separate test split."""
+    """Files of a dataset by split."""
 
-    path: str
-    by_split: dict[str, list[ParquetFile]]  # result of `find_parquet`
-    test_path: str | None = None  # a separate test split
-    test_files: tuple[ParquetFile, ...] = ()
+    train: Sequence[ParquetFile]  # from which other splits may be cut off
+    others: Mapping[str, Sequence[ParquetFile]]
+    test_path: str | None = None  # path of a separate test split
 
     @staticmethod
     def find(path: str | Path, test: str | Path | None, filesystem: fs.FileSystem | None) -> DraftFiles:
-        """Find the files; `DataError` if there is nothing to train on."""
+        """Find the files; raise `DataError` without a train split."""
         files = find_parquet(path, filesystem)
         if "" not in files and "train" not in files:
-            raise DataError(
-                f"{path} has no train split, only {', '.join(files)}; add one, or give one of these by itself"
-            )
+            raise DataError(f"{path}: got the splits {', '.join(files)}, expected train. Add it, or pass one split.")
+        others: dict[str, Sequence[ParquetFile]] = {s: of for s, of in files.items() if s not in ("", "train")}
+        train = with_rows(files.get("", files.get("train", [])))
         if test is None:
-            return DraftFiles(str(path), files)
+            return DraftFiles(train, others)
         if "test" in files:
-            raise SpecError(f"--test is {test}, but {path} has a test split; leave --test out, or give the train files")
-        found = find_parquet(test, filesystem, text_columns(file for of in files.values() for file in of))
+            raise SpecError(f"--test: got {test}, but {path} has a test split. Remove --test, or pass the train files.")
+        found = find_parquet(test, filesystem, text_columns(chain(*files.values())))
         of_test = found.get("test", next(iter(found.values())))
         refuse_same_files("test", of_test, files)
-        return DraftFiles(str(path), files, str(test), tuple(of_test))
-
-    @property
-    def train_files(self) -> Sequence[ParquetFile]:
-        """Files to train on, and to cut other splits off."""
-        return with_rows(self.by_split.get("", self.by_split.get("train", [])))
-
-    @property
-    def train(self) -> list[RowGroup]:
-        """Row groups of these files."""
-        return [group for file in self.train_files for group in file.row_groups()]
-
-    @property
-    def others(self) -> dict[str, Sequence[ParquetFile]]:
-        """Files of the other splits."""
-        there = {split: files for split, files in self.by_split.items() if split not in ("", "train")}
-        return {**there, **({"test": self.test_files} if self.test_path else {})}
-
-    def others_with(self, labels: Sequence[str]) -> list[ParquetFile]:
-        """Files of the other splits that have labels: those without are not used."""
-        return [f for of in self.others.values() for f in with_rows(of) if not {*labels} - {*f.schema.names}]
-
-
-@dataclass
-class DraftedSplits:
-    """Drafted splits: arguments of the source, the reason, and the resulting splits."""
-
-    init_args: dict[str, Any] = field(default_factory=dict)
-    reason: str = ""
-    has_valid: bool = False
-    has_test: bool = False
-    in_time_order: bool = False
-    """Whether the rows are known to be stored in the order of time."""
-    notes: list[str] = field(default_factory=list)
+        return DraftFiles(train, {**others, "test": of_test}, str(test))
 
 
 def draft_splits(
@@ -554,31 +486,32 @@ def draft_splits(
     times: Sequence[SampledColumn],  # columns of times in the sample
     *,
     total: int,  # rows of the train data
-    time: str | None = None,  # column of times to cut by, if it is known
+    time: str | None = None,  # column of times to split by
     valid: bool = False,  # whether a validation split is wanted
 ) -> DraftedSplits:
-    """Keep the splits that there are, and cut the others off the train data: the last in time, else by a hash."""
+    """Keep existing splits, and cut the others off the train data: the latest rows, or rows by a hash."""
     found = DraftedSplits()
     paths: dict[str, str | None] = {}
     there: set[str] = set()
     for split, of_split in files.others.items():
+        is_path = split == "test" and files.test_path is not None
         lacking = next((f for f in with_rows(of_split) if any(name not in f.schema.names for name in labels)), None)
         if lacking is None:
             there.add(split)
-            if split == "test" and files.test_path:
+            if is_path:
                 paths["test"] = files.test_path
-        elif split == "test" and files.test_path:
-            raise DataError(f"--test is {files.test_path}, but {lacking} has no column {labels[0]!r} to test by")
+        elif is_path:
+            raise DataError(f"--test: {lacking} has no column {labels[0]!r}, which is the label")
         else:
             paths[split] = None
             found.notes.append(f"The {split} files ({lacking.name}) have no column {labels[0]!r} and are not used.")
     found.has_valid, found.has_test = "valid" in there, "test" in there
     wanted = [split for split in ("valid", "test") if split not in there and (split == "test" or valid)]
     if wanted and total < FEWEST_ROWS:
-        found.reason = f"{total:,} rows are too few to cut off some"
+        found.reason = f"{total:,} rows are too few to cut off splits"
     elif wanted:
         shares = {split: _SHARE_OF_FEW if split == "valid" and total < _FEW_ROWS else _SHARE for split in wanted}
-        split, found.reason = _cut(files, sample, times, shares, time)
+        split, found.reason = _cut(files.train, sample, times, shares, time)
         found.init_args["split"] = split
         ordered = {column.name for column in times if column.is_sorted}
         found.in_time_order = split["by"] == "order" or split.get("column") in ordered
@@ -589,48 +522,42 @@ def draft_splits(
 
 
 def _cut(
-    files: DraftFiles, sample: pa.Table, times: Sequence[SampledColumn], wanted: dict[str, float], time: str | None
+    train: Iterable[ParquetFile],
+    sample: pa.Table,
+    times: Sequence[SampledColumn],
+    shares: Mapping[str, float],
+    time: str | None,
 ) -> tuple[dict[str, object], str]:
-    """How to cut splits off the train data, and why so."""
-    shares: dict[str, object] = dict(wanted)
-    if time is None and all(is_delimited(f.shown) and tuple(f.schema.names) == COLUMNS for f in files.train_files):
-        return {"by": "order", **shares}, "the last rows: logs of Criteo are in the order of time"
-    ranked = sorted(times, key=lambda c: (-time_rank(c.name), -c.distinct))
+    """Return the rule that cuts splits off the train data, and the reason."""
+    if time is None and all(is_delimited(f.shown) and tuple(f.schema.names) == COLUMNS for f in train):
+        return {"by": "order", **shares}, "the last rows, because Criteo logs are in the order of time"
     unfit: list[str] = []
-    for column in ranked if time is None else [c for c in times if c.name == time]:
-        if time is None and (why := _unfit(column)):
-            unfit.append(why)
-            continue
-        starts = _starts(sample[column.name], wanted, column.date_format)
-        if starts is not None:
-            by_time = {"by": "time", "column": column.name, **{f"{s}_from": t for s, t in starts.items()}}
-            by_time |= {} if column.date_format is None else {"format": column.date_format}
-            return by_time, f"the latest rows by '{column.name}': a model is to predict what comes after its training"
-        if time is not None:
-            raise DataError(
-                f"--time is {time}, but the latest of its values are in fewer than {_SMALLEST:.0%} or more than "
-                f"{_LARGEST:.0%} of the rows, so it makes no test split; leave --time out"
-            )
-        unfit.append(
-            f"'{column.name}' has no value that the latest {_SMALLEST:.0%} to {_LARGEST:.0%} of the rows begin with"
-        )
-    why = f" ({'; '.join(unfit)})" if unfit else ", for there is no column of time"
-    return {"by": "hash", **shares}, f"drawn by a hash of the rows' places{why}"
+    for column in sorted(times, key=lambda c: (-time_rank(c.name), -c.distinct)):
+        if time is None and column.missing_share >= _MISSING:
+            unfit.append(f"{column.missing_share:.1%} of '{column.name}' are missing")
+        elif time is None and not time_rank(column.name) and not column.is_sorted:
+            unfit.append(f"'{column.name}' may not be the time of the row; otherwise set --time")
+        elif time in (None, column.name):
+            starts = _starts(sample[column.name], shares, column.date_format)
+            if starts is not None:
+                by_time = {"by": "time", "column": column.name, **{f"{s}_from": t for s, t in starts.items()}}
+                by_time |= {} if column.date_format is None else {"format": column.date_format}
+                return (
+                    by_time,
+                    f"the latest rows by '{column.name}', because a model predicts the future",
+                )
+            if time is not None:
+                raise DataError(
+                    f"--time: got {time}, expected a time with {_SMALLEST:.0%} to {_LARGEST:.0%} of the rows "
+                    "after it, for a test split. Remove --time."
+                )
+            unfit.append(f"'{column.name}' has no time with {_SMALLEST:.0%} to {_LARGEST:.0%} of the rows after it")
+    why = f" ({'; '.join(unfit)})" if unfit else ", because there is no column of time"
+    return {"by": "hash", **shares}, f"by a hash of the rows' positions{why}"
 
 
-def _unfit(column: SampledColumn) -> str:
-    """Why rows are not to be split by a column of times that nobody named for it; "" where they may be."""
-    if column.missing_share >= _MISSING:
-        return f"{column.missing_share:.1%} of '{column.name}' are missing"
-    if not time_rank(column.name) and not column.is_sorted:
-        return f"'{column.name}' may not be the time of the row; if it is: --time"
-    return ""
-
-
-def _starts(
-    column: pa.ChunkedArray, wanted: dict[str, float], date_format: str | None = None
-) -> dict[str, object] | None:
-    """Return first times of the splits, so that each has about its share of the rows; None if there are none."""
+def _starts(column: pa.ChunkedArray, shares: Mapping[str, float], date_format: str | None) -> dict[str, object] | None:
+    """Return the first time of each split, so that it has about its share of the rows; None if there are none."""
     column = pc.drop_null(column)
     kind = column.type
     if pa.types.is_dictionary(kind):
@@ -652,21 +579,18 @@ def _starts(
     left = 1 - firsts / len(values)  # share of the rows from each value on
     starts: dict[str, object] = {}
     total = 0.0
-    for split, share in reversed(wanted.items()):
+    for split, share in reversed(list(shares.items())):
         at = int(np.abs(left - (total + share)).argmin())
         if not _SMALLEST <= left[at] - total <= _LARGEST:
             return None
         total = float(left[at])
-        starts[split] = _plain(different[at], kind)
+        starts[split] = _plain_time(different[at].item(), kind)
     return dict(reversed(starts.items()))
 
 
-def _plain(value: np.generic, kind: pa.DataType) -> object:
-    """Convert a time to a plain value for the recipe."""
+def _plain_time(value: Any, kind: pa.DataType) -> object:
+    """Convert a time to a value for the recipe."""
     if arrow.is_time(kind):
-        time = (_EPOCH + datetime.timedelta(microseconds=int(value))).replace(tzinfo=None)  # pyright: ignore[reportArgumentType]
+        time = (_EPOCH + datetime.timedelta(microseconds=value)).replace(tzinfo=None)
         return str(time.date()) if time.time() == datetime.time() else str(time)
-    if isinstance(value, np.str_):
-        return str(value)
-    number = float(value)  # pyright: ignore[reportArgumentType]
-    return int(number) if number.is_integer() else number
+    return int(value) if isinstance(value, float) and value.is_integer() else value

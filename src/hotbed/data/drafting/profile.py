@@ -1,24 +1,19 @@
-"""Profile the columns of any rows, in one pass and bounded memory: `ColumnProfile`.
+"""Profile the columns of a dataset in one pass and bounded memory: `ColumnProfile`.
 
-``hotbed inspect`` profiles all rows. ``hotbed init`` profiles a sample that `take_sample` spreads over all files, and
-counts distinct values with `count_distinct`: a sample of rows is a poor guide to their number, because data may be
-sorted by the very column.
+``hotbed inspect`` profiles all rows. ``hotbed init`` profiles a sample of rows (`take_sample`), and estimates distinct
+values over all rows (`count_distinct`), because data may be sorted by a column.
 
-*Theory of operation of `ValueCounts`.* Values are identified by 64-bit hashes. Up to a bound on the number of distinct
-values, each has its exact count. Beyond the bound three summaries are kept:
+`ValueCounts` counts values by 64-bit hashes, exactly up to a bound. Beyond the bound it keeps three summaries:
 
-- *A sample of the values*, those with the smallest hashes, with their exact counts: a value below the last threshold θ
-  (as a share of all hashes) was below all earlier ones, so no occurrence of it was missed. k values below θ stand for
-  k / θ distinct ones, with a relative standard error of 1 / √(k − 1) (Dasgupta, Lang, Rhodes and Thaler, "A framework
-  for estimating stream expression cardinalities", ICDT 2016).
-- *The hottest values*: when there are too many counts, the largest count that does not fit is subtracted from all of
-  them, and values with nothing left are dropped (Misra and Gries, "Finding repeated elements", 1982; merged as in
-  Agarwal et al., "Mergeable summaries", PODS 2012). The subtracted total is added again on reading: counts are then
-  exact for values that were always among the hottest, and otherwise too high by at most that total.
-- *A Bloom filter of the values* (`SeenValues`), for comparison with later data: a value that it does not find is new
-  for certain. It misses a known share f of the new values, so their number is divided by 1 − f.
+- *Sampled values*: the values with the smallest hashes, with exact counts. k values below a threshold θ (a share of
+  all hashes) represent k / θ values, with a relative standard error of 1 / √(k − 1) (Dasgupta et al., "A framework for
+  estimating stream expression cardinalities", ICDT 2016).
+- *Hot values*: if there are too many counts, the largest count that does not fit is subtracted from all counts, and
+  values without a remainder are dropped (Misra and Gries, "Finding repeated elements", 1982; Agarwal et al.,
+  "Mergeable summaries", PODS 2012). Reported counts are at most the subtracted total too high.
+- *A Bloom filter* (`SeenValues`), to find new values in later data.
 
-Results depend on the values and the order of the rows alone, not on a random generator.
+Results depend on the values and their order only, not on a random generator.
 """
 
 from __future__ import annotations
@@ -45,32 +40,32 @@ from hotbed.data.hashing import Hashes, hash_integers
 from hotbed.errors import DataError
 
 MOST_DISTINCT = 1 << 18
-"""Distinct values of a column up to which all are counted; sampled ones beyond it."""
+"""Largest number of distinct values per column with exact counts."""
 FEWEST_DISTINCT = 1 << 12
-_OF_ALL_COLUMNS = 1 << 23
+_OF_ALL_COLUMNS = 1 << 23  # about 400 MB
 SHOWN = 10
-"""Hottest values that are known by their text, and not by their hash alone."""
+"""Number of hottest values that are reported by text."""
 TOP = (1, 10, 100, 1_000, 10_000)
-"""`ColumnProfile.to_dict` reports the share of the 1, 10, … most frequent values."""
+"""Numbers of most frequent values with a reported share."""
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 PER_DOUBLING = 4
 SMALLEST, LARGEST = -30, 64
-"""Powers of 2 between which bins separate sizes: ratios of a billionth, times in nanoseconds."""
+"""Powers of 2 between which bins separate magnitudes, e.g. ratios of a billionth, times in nanoseconds."""
 REACH = (LARGEST - SMALLEST) * PER_DOUBLING
 BINS = 2 * REACH + 2
-"""Bins of numbers by sign and size, the last for missing values. No bin depends on the data, so counts add up."""
+"""Number of bins of numbers by sign and magnitude; the last is for missing values. Bins do not depend on the data."""
 SAMPLED_ROWS = 200_000
-_SAMPLED_CELLS = 30_000_000  # bounds the sample's memory where there are hundreds of columns
+_SAMPLED_CELLS = 30_000_000
 _FEWEST_ROWS = 5_000
 _BATCH_ROWS = 32_768
 _COUNTED_CELLS = 60_000_000  # some ten seconds
 _READERS = 2
 _MOST_WAITING = 256
 _MOST_LENGTH = 1 << 16
-_ALL = 1 << 64  # hashes that there are
+_ALL = 1 << 64  # number of hashes
 _EPOCH = datetime.datetime(1970, 1, 1)
-_BITS, _POSITIONS = 27, 4
-_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)  # of each byte
+_BITS, _HASHES = 27, 4  # of the Bloom filter
+_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)  # set bits of each byte
 
 Integers = NDArray[np.int64]
 
@@ -79,9 +74,9 @@ Integers = NDArray[np.int64]
 
 
 class ColumnProfile:
-    """Profile of one column of the rows that were added.
+    """Profile of one column of the added rows.
 
-    Shares of missing values, extremes and lengths are exact. Estimates come with their errors.
+    Shares of missing values, extremes and lengths are exact. Estimates have errors.
     """
 
     def __init__(
@@ -97,7 +92,7 @@ class ColumnProfile:
         self.rows = 0
         self.missing = 0  # null, NaN, and the rows of files without the column
         self.types: list[str] = []  # distinct types of the files
-        # elements of lists count one by one; None for types whose values cannot be compared
+        # elements of lists count one by one; None for types without comparable values
         self.values: ValueCounts | None = None
         self.numbers: ColumnStatistics | None = None  # of numbers and times (microseconds since 1970)
         self.bins: Integers = np.zeros(BINS, np.int64)  # see `bins_of`
@@ -110,7 +105,7 @@ class ColumnProfile:
         self._earlier = None if earlier is None else earlier.values
 
     def add_absent(self, rows: int) -> None:
-        """Count rows of a file that has no such column as missing."""
+        """Count the rows of a file without this column as missing."""
         self.rows += rows
         self.missing += rows
 
@@ -121,7 +116,11 @@ class ColumnProfile:
         array = arrow.decode(column.combine_chunks())
         missing, of_lists = array.null_count, arrow.is_list(array.type)
         if of_lists:
-            self._add_lengths(array)
+            lengths = arrow.lengths(array.drop_null())
+            self._elements += int(lengths.sum())
+            counts = np.bincount(np.minimum(lengths, _MOST_LENGTH), minlength=max(1, len(self.lengths)))
+            counts[: len(self.lengths)] += self.lengths
+            self.lengths = counts
         if is_counted(array.type):
             values = present_values(array)
             if not of_lists:
@@ -134,7 +133,7 @@ class ColumnProfile:
         self.missing += missing
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values that JSON can hold."""
+        """Return plain values for JSON."""
         found: dict[str, Any] = {"column": self.name, "type": ", ".join(self.types), "missing": self.missing_share}
         if (values := self.values) is not None:
             distinct = values.distinct
@@ -149,22 +148,21 @@ class ColumnProfile:
                 "zipf_exponent": None if self.is_measure else values.zipf_exponent(),
             }
         if (numbers := self.numbers) is not None and numbers.count:
-            quantiles = zip(QUANTILES, self.quantiles, strict=True)
-            shown = _time if self.is_time else float
+            plain = _format_time if self.is_time else float
             found["numbers"] = {
-                "low": shown(numbers.low),
-                "high": shown(numbers.high),
+                "low": plain(numbers.low),
+                "high": plain(numbers.high),
                 **({} if self.is_time else {"mean": numbers.mean, "deviation": numbers.deviation}),
                 "infinite": numbers.missing,
-                "quantiles": {f"{at:g}": shown(value) for at, value in quantiles},
+                "quantiles": {f"{at:g}": plain(value) for at, value in zip(QUANTILES, self.quantiles, strict=True)},
             }
         if len(self.lengths):
-            lengths = np.flatnonzero(self.lengths)
+            lengths = np.append(np.flatnonzero(self.lengths), 0)
             ends = np.cumsum(self.lengths) / max(1, int(self.lengths.sum()))
             found["lengths"] = {
                 "mean": self.mean_length,
-                "low": int(lengths[0]) if len(lengths) else 0,
-                "high": int(lengths[-1]) if len(lengths) else 0,
+                "low": int(lengths[0]),
+                "high": int(lengths.max()),
                 "quantiles": {f"{at:g}": int(np.searchsorted(ends, at)) for at in QUANTILES},
             }
         return found
@@ -176,22 +174,22 @@ class ColumnProfile:
 
     @property
     def is_measure(self) -> bool:
-        """Whether values are measurements and not ids: floats, decimals, times, and dense columns of a schema."""
+        """Whether values are measurements, not ids: floats, decimals, times, and dense columns of a schema."""
         return self.numbers is not None and (self._as_numbers or self.is_time or self._has_fractions)
 
     @property
     def low(self) -> float:
-        """Smallest finite number or time; NaN if there is none."""
+        """Smallest finite number or time; NaN without any."""
         return math.nan if self.numbers is None or not self.numbers.count else self.numbers.low
 
     @property
     def high(self) -> float:
-        """Largest finite number or time; NaN if there is none."""
+        """Largest finite number or time; NaN without any."""
         return math.nan if self.numbers is None or not self.numbers.count else self.numbers.high
 
     @property
     def quantiles(self) -> tuple[float, ...]:
-        """The `QUANTILES` of finite numbers and times; empty if there are none."""
+        """The `QUANTILES` of finite numbers and times; empty without any."""
         if self.numbers is None or not self.numbers.count:
             return ()
         return tuple(self.numbers.quantiles(np.array(QUANTILES)).tolist())
@@ -201,43 +199,35 @@ class ColumnProfile:
         """Mean number of elements of lists; 0 for other columns."""
         return self._elements / max(1, int(self.lengths.sum()))
 
-    def _add_lengths(self, array: pa.Array) -> None:
-        lengths = arrow.lengths(array.drop_null())
-        self._elements += int(lengths.sum())
-        counts = np.bincount(np.minimum(lengths, _MOST_LENGTH), minlength=max(1, len(self.lengths)))
-        counts[: len(self.lengths)] += self.lengths
-        self.lengths = counts
-
     def _add_numbers(self, column: pa.ChunkedArray) -> None:
         self.is_time = arrow.is_time(column.type)
         self._has_fractions |= pa.types.is_floating(column.type) or pa.types.is_decimal(column.type)
-        numbers = wide_numbers(column)
+        numbers = floats_of(column)
         self.numbers = self.numbers or ColumnStatistics(limit=self._quantile_sample)
-        there = numbers[~np.isnan(numbers)]
-        self.numbers.add(there, self.numbers.count + self.numbers.missing)
+        self.numbers.add(numbers[~np.isnan(numbers)], self.numbers.count + self.numbers.missing)
         self.bins += np.bincount(bins_of(torch.from_numpy(numbers.copy())).numpy(), minlength=BINS)
 
 
 def is_counted(kind: pa.DataType) -> bool:
-    """Whether values of this type, or elements of lists of it, can be compared and counted."""
+    """Return whether values of this type, or elements of lists of it, can be compared and counted."""
     kind = kind.value_type if arrow.is_list(kind) else kind
     return arrow.is_number(kind) or arrow.is_text(kind) or arrow.is_time(kind)
 
 
 def present_values(array: pa.Array) -> pa.Array:
-    """Return all values but null and NaN, without a dictionary encoding. Lists are flattened."""
+    """Return all values except null and NaN, without dictionary encoding, and with lists flattened."""
     values = arrow.decode(array.flatten() if arrow.is_list(array.type) else array).drop_null()
     if pa.types.is_float16(values.type):
         values = values.cast(pa.float32())
     return values.filter(pc.invert(pc.is_nan(values))) if pa.types.is_floating(values.type) else values
 
 
-def wide_numbers(column: pa.ChunkedArray) -> arrow.Array:
-    """Convert numbers and times (as microseconds since 1970) ``[n]`` to float64 with NaN for null."""
+def floats_of(column: pa.ChunkedArray) -> arrow.Array:
+    """Convert numbers, or times to microseconds since 1970, ``[n]`` to float64 with NaN for null."""
     return arrow.wide_numbers(arrow.microseconds(column) if arrow.is_time(column.type) else column)
 
 
-def _time(microseconds: float) -> str:
+def _format_time(microseconds: float) -> str:
     if not math.isfinite(microseconds):
         return str(microseconds)
     return str(_EPOCH + datetime.timedelta(microseconds=round(microseconds)))
@@ -252,7 +242,7 @@ def bins_of(values: Tensor) -> Tensor:
 
 
 def upper_edge(number: int) -> float:
-    """Return the largest number in a bin. The bins of the largest numbers and of missing values have none."""
+    """Return the largest number of a bin; the bins of the largest numbers and of missing values have no such number."""
     step = number - REACH
     return math.copysign(2.0 ** (SMALLEST + (step if step > 0 else -step - 1) / PER_DOUBLING), step) if step else 0.0
 
@@ -261,48 +251,54 @@ def upper_edge(number: int) -> float:
 
 
 class Estimate(NamedTuple):
-    """A figure and its standard error, which is 0 where it is exact."""
+    """A number and its standard error, which is 0 for exact numbers."""
 
     value: float
     error: float
 
 
 class _Counts(NamedTuple):
-    """Values by rising hash, and how often each occurs."""
+    """Counts of values, by rising hash."""
 
     hashes: Hashes
     counts: Integers
 
+    def find(self, hashes: Hashes) -> tuple[Integers, NDArray[np.bool_]]:
+        """Return the position of each hash ``[n]``, and whether it is here."""
+        if not len(self.hashes):
+            return np.zeros(len(hashes), np.int64), np.zeros(len(hashes), np.bool_)
+        at = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
+        return at, self.hashes[at] == hashes
 
-def _none() -> _Counts:
-    return _Counts(np.empty(0, np.uint64), np.empty(0, np.int64))
+
+_NO_COUNTS = _Counts(np.empty(0, np.uint64), np.empty(0, np.int64))
 
 
 def most_distinct(columns: int) -> int:
-    """Return the distinct values to count per column, so that all columns together need about 400 MB."""
+    """Return the number of distinct values to count per column, so that all columns need about 400 MB."""
     return max(FEWEST_DISTINCT, min(MOST_DISTINCT, _OF_ALL_COLUMNS // max(1, columns)))
 
 
 class ValueCounts:
-    """Counts of the values of one column, exact for up to ``most_distinct`` different values. No more are kept.
+    """Counts of the values of one column; exact for at most ``most_distinct`` distinct values.
 
-    ``earlier`` has the counts of earlier data, for the share of new values.
+    ``earlier`` holds the counts of earlier data, to find new values.
     """
 
     def __init__(self, most_distinct: int = MOST_DISTINCT, earlier: ValueCounts | None = None) -> None:
         self.total = 0
         self._earlier, self._unseen, self._unseen_squares = earlier, 0.0, 0.0
-        self._seen: SeenValues | None = None  # once values are sampled
         self._bound = most_distinct
-        self._sample, self._threshold = _none(), _ALL
-        self._hot: _Counts | None = None  # once values are sampled
-        self._taken_off = 0
+        self._sample, self._threshold = _NO_COUNTS, _ALL
+        self._hot: _Counts | None = None  # None while all values are counted
+        self._seen: SeenValues | None = None  # likewise
+        self._subtracted = 0
         self._waiting: list[tuple[Hashes, Integers, pa.Array]] = []
         self._waiting_values = 0
         self._names: dict[int, str] = {}
 
     def add(self, values: pa.Array) -> None:
-        """Add values ``[n]`` of a type that has hashes, none of them null."""
+        """Add values ``[n]`` of a type with hashes, without null."""
         if not len(values):
             return
         counted = values.value_counts()
@@ -316,8 +312,9 @@ class ValueCounts:
     @property
     def distinct(self) -> Estimate:
         """Number of distinct values."""
-        kept = len(self._all.hashes)
-        if self.is_exact:
+        self._merge()
+        kept = len(self._sample.hashes)
+        if self._hot is None:
             return Estimate(kept, 0.0)
         found = kept / self._rate
         return Estimate(found, found / math.sqrt(max(1, kept - 1)))
@@ -330,15 +327,15 @@ class ValueCounts:
 
     @property
     def hottest(self) -> list[tuple[str, int]]:
-        """At most `SHOWN` of the `ranked` values as text, with their counts, see `hottest_error`."""
+        """At most `SHOWN` of the `ranked` values as text, with their counts."""
         hot, count = self._falling(), min(SHOWN, self.ranked)
         return [(self._names[int(h)], int(n)) for h, n in zip(hot.hashes[:count], hot.counts[:count], strict=True)]
 
     @property
     def hottest_error(self) -> int:
-        """Upper limit of the error of hot values' counts, which are never too low; 0 if all values were counted."""
+        """Upper limit of the error of hot values' counts, which are never too low; 0 for exact counts."""
         self._merge()
-        return self._taken_off
+        return self._subtracted
 
     def top_shares(self, sizes: Sequence[int]) -> list[float]:
         """Return the shares of all occurrences of the first ``sizes`` `ranked` values; NaN without values."""
@@ -350,16 +347,16 @@ class ValueCounts:
 
     @property
     def ranked(self) -> int:
-        """Number of values that are known to be the most frequent: all values if all were counted."""
+        """Number of values that are certainly the most frequent; all values if counts are exact."""
         return len(self.known_hot())
 
     def known_hot(self) -> Integers:
-        """Return the falling counts ``[K]`` of the `ranked` values. At most half of each count is an error."""
+        """Return the falling counts ``[K]`` of the `ranked` values; at most half of a count is an error."""
         counts = self._falling().counts
-        return counts[counts > 2 * self._taken_off]
+        return counts[counts > 2 * self._subtracted]
 
     def zipf_exponent(self) -> float | None:
-        """Fit the exponent of Zipf's law to the most frequent values; None if they are too few."""
+        """Fit the exponent of Zipf's law to the most frequent values; None for too few values."""
         counts = self.known_hot()
         return fitted_exponent(counts[counts >= RANKED])
 
@@ -373,71 +370,60 @@ class ValueCounts:
 
     @property
     def unseen_values(self) -> Estimate:
-        """Number of distinct values that are not among the earlier ones."""
-        hashes = self._all.hashes
-        new = 0 if self._earlier is None else int((~self._earlier.has(hashes)).sum())
+        """Number of distinct values that the earlier data lack."""
+        self._merge()
+        new = 0 if self._earlier is None else int((~self._earlier.has(self._sample.hashes)).sum())
         rate = self._rate * (1 - self._false_rate)
         return Estimate(new / rate, math.sqrt((1 - rate) * new) / rate)
 
     def has(self, hashes: Hashes) -> NDArray[np.bool_]:
-        """Return whether values with these hashes ``[n]`` occur; see `SeenValues` if not all values were counted."""
-        known = self._all.hashes
-        if self._seen is not None:
-            return self._seen.has(hashes)
-        if not len(known):
-            return np.zeros(len(hashes), np.bool_)
-        return known[np.minimum(np.searchsorted(known, hashes), len(known) - 1)] == hashes
+        """Return whether values with these hashes ``[n]`` occur; see `SeenValues` if counts are not exact."""
+        self._merge()
+        return self._sample.find(hashes)[1] if self._seen is None else self._seen.has(hashes)
+
+    def shares_beside(self, other: ValueCounts, values: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return both counts of the most frequent values of either column; the last entry counts all other values."""
+        hashes = np.union1d(self._falling().hashes[:values], other._falling().hashes[:values])
+        first, second = (
+            np.append(found := of._counts_of(hashes), max(0, of.total - int(found.sum()))) for of in (self, other)
+        )
+        return first, second
+
+    def _counts_of(self, hashes: Hashes) -> Integers:
+        known = self._sample if self._hot is None else self._hot
+        at, is_known = known.find(hashes)
+        counts = np.zeros(len(hashes), np.int64)
+        counts[is_known] = known.counts[at[is_known]] + self._subtracted
+        return counts
 
     @property
     def _false_rate(self) -> float:
         return 0.0 if self._earlier is None or self._earlier._seen is None else self._earlier._seen.false_rate
 
-    def shares_beside(self, other: ValueCounts, values: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return both counts of each most frequent value of either column; the last entry counts all other values."""
-        mine, others = self._falling(), other._falling()
-        hashes = np.union1d(mine.hashes[:values], others.hashes[:values])
-        first, second = self._counts_of(hashes), other._counts_of(hashes)
-        return (
-            np.append(first, max(0, self.total - int(first.sum()))),
-            np.append(second, max(0, other.total - int(second.sum()))),
-        )
-
-    def _counts_of(self, hashes: Hashes) -> Integers:
-        known = self._all if self._hot is None else self._hot
-        at = np.minimum(np.searchsorted(known.hashes, hashes), max(0, len(known.hashes) - 1))
-        if not len(known.hashes):
-            return np.zeros(len(hashes), np.int64)
-        return np.where(known.hashes[at] == hashes, known.counts[at] + self._taken_off, 0)
-
     @property
     def _rate(self) -> float:
         return self._threshold / _ALL
 
-    @property
-    def _all(self) -> _Counts:
-        self._merge()
-        return self._sample
-
     def _falling(self) -> _Counts:
-        """Return values by falling count. The counts are upper limits."""
+        """Return values by falling count; counts are upper limits."""
         self._merge()
         hashes, counts = self._sample if self._hot is None else self._hot
         order = np.argsort(-counts, kind="stable")
-        return _Counts(hashes[order], counts[order] + self._taken_off)
+        return _Counts(hashes[order], counts[order] + self._subtracted)
 
     def _merge(self) -> None:
-        """Merge the waiting values."""
         if not self._waiting:
             return
         waiting, self._waiting, self._waiting_values = self._waiting, [], 0
-        new = _summed([_Counts(hashes, counts) for hashes, counts, _ in waiting])
+        new = _sum_by_hash([_Counts(hashes, counts) for hashes, counts, _ in waiting])
         if self._earlier is not None:
             unseen = new.counts[~self._earlier.has(new.hashes)].astype(np.float64)
             self._unseen += float(unseen.sum())
             self._unseen_squares += float(np.square(unseen).sum())
-        merged = _summed([self._sample, _below(new, self._threshold)])
+        end = len(new.hashes) if self._threshold == _ALL else np.searchsorted(new.hashes, np.uint64(self._threshold))
+        merged = _sum_by_hash([self._sample, _Counts(new.hashes[:end], new.counts[:end])])
         if self._hot is not None and self._seen is not None:
-            self._hot = self._cut(_summed([self._hot, new]))
+            self._hot = self._cut(_sum_by_hash([self._hot, new]))
             self._seen.add(new.hashes)
         elif len(merged.hashes) > self._bound:
             self._hot, self._seen = self._cut(merged), SeenValues()
@@ -446,7 +432,13 @@ class ValueCounts:
             self._threshold = int(merged.hashes[self._bound])
             merged = _Counts(merged.hashes[: self._bound], merged.counts[: self._bound])
         self._sample = merged
-        self._name(waiting)
+        # A value that becomes one of the hottest is among the added values, so that its text is known.
+        hot = self._falling().hashes[:SHOWN]
+        self._names = {int(h): self._names[int(h)] for h in hot if int(h) in self._names}
+        for hashes, _, values in waiting:
+            for at in np.flatnonzero(np.isin(hashes, hot)).tolist():
+                if int(hashes[at]) not in self._names:
+                    self._names[int(hashes[at])] = _format_value(values[at])
 
     def _cut(self, counts: _Counts) -> _Counts:
         """Keep the most frequent values, and subtract the largest count that does not fit from all counts."""
@@ -454,18 +446,9 @@ class ValueCounts:
         if len(counts.hashes) <= most:
             return counts
         off = int(np.partition(counts.counts, len(counts.counts) - most - 1)[len(counts.counts) - most - 1])
-        self._taken_off += off
+        self._subtracted += off
         left = counts.counts > off
         return _Counts(counts.hashes[left], counts.counts[left] - off)
-
-    def _name(self, waiting: list[tuple[Hashes, Integers, pa.Array]]) -> None:
-        """Store the text of the hottest values. A value that becomes one of them is among the newly added values."""
-        hot = self._falling().hashes[:SHOWN]
-        self._names = {int(h): self._names[int(h)] for h in hot if int(h) in self._names}
-        for hashes, _, values in waiting:
-            for at in np.flatnonzero(np.isin(hashes, hot)).tolist():
-                if int(hashes[at]) not in self._names:
-                    self._names[int(hashes[at])] = _shown(values[at])
 
 
 def _hashes(values: pa.Array) -> Hashes:
@@ -479,36 +462,27 @@ def _hashes(values: pa.Array) -> Hashes:
     return hash_integers(np.where(whole, np.where(whole, numbers, 0).astype(np.int64), numbers.view(np.int64)))
 
 
-def _shown(value: pa.Scalar) -> str:
+def _format_value(value: pa.Scalar) -> str:
     found = value.as_py()
     return found.decode("utf-8", "backslashreplace") if isinstance(found, bytes) else str(found)
 
 
-def _summed(parts: list[_Counts]) -> _Counts:
-    """One count per hash."""
+def _sum_by_hash(parts: list[_Counts]) -> _Counts:
     hashes, counts = np.concatenate([p.hashes for p in parts]), np.concatenate([p.counts for p in parts])
     if not len(hashes):
-        return _none()
+        return _NO_COUNTS
     order = np.argsort(hashes, kind="stable")
     hashes, counts = hashes[order], counts[order]
     first = np.flatnonzero(np.append(True, hashes[1:] != hashes[:-1]))
     return _Counts(hashes[first], np.add.reduceat(counts, first))
 
 
-def _below(counts: _Counts, threshold: int) -> _Counts:
-    if threshold == _ALL:
-        return counts
-    end = int(np.searchsorted(counts.hashes, np.uint64(threshold)))
-    return _Counts(counts.hashes[:end], counts.counts[:end])
-
-
 class SeenValues:
-    """A Bloom filter over 64-bit hashes in 16 MiB, which finds all added values, and a few others.
+    """Bloom filter over 64-bit hashes in 16 MiB.
 
-    A value that was not added is found if all of its 4 bits are set: with probability (share of set bits)⁴, 0.4 % after
-    10 million values. The positions are h₁ + i h₂ of the two halves of the hash (Bloom, "Space/time trade-offs in hash
-    coding with allowable errors", Communications of the ACM 13(7), 1970; Kirsch and Mitzenmacher, "Less hashing, same
-    performance", ESA 2006).
+    An added value is always found. Another value is found with probability (share of set bits)⁴, e.g. 0.4 % after 10
+    million values. Bit positions are h₁ + i h₂ of the two halves of the hash (Kirsch and Mitzenmacher, "Less hashing,
+    same performance", ESA 2006).
     """
 
     def __init__(self) -> None:
@@ -516,25 +490,25 @@ class SeenValues:
 
     def add(self, hashes: Hashes) -> None:
         """Add values ``[n]`` by their hashes."""
-        for byte, bit in _places(hashes):
+        for byte, bit in _bits_of(hashes):
             np.bitwise_or.at(self._bytes, byte, bit)
 
     def has(self, hashes: Hashes) -> NDArray[np.bool_]:
         """Return whether each of these values ``[n]`` is found."""
         found = np.ones(len(hashes), dtype=np.bool_)
-        for byte, bit in _places(hashes):
+        for byte, bit in _bits_of(hashes):
             found &= (self._bytes[byte] & bit) != 0
         return found
 
     @property
     def false_rate(self) -> float:
         """Probability that a value is found that was never added."""
-        return float(_ONES[self._bytes].sum(dtype=np.int64) / (8 * len(self._bytes))) ** _POSITIONS
+        return float(_ONES[self._bytes].sum(dtype=np.int64) / (8 * len(self._bytes))) ** _HASHES
 
 
-def _places(hashes: Hashes) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
+def _bits_of(hashes: Hashes) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
     first, step = hashes & np.uint64(0xFFFFFFFF), hashes >> np.uint64(32) | np.uint64(1)
-    for i in range(_POSITIONS):
+    for i in range(_HASHES):
         at = (first + np.uint64(i) * step) & np.uint64((1 << _BITS) - 1)
         yield (at >> np.uint64(3)).astype(np.int64), np.uint8(1) << (at & np.uint64(7)).astype(np.uint8)
 
@@ -543,42 +517,41 @@ def _places(hashes: Hashes) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint
 
 
 def take_sample(groups: Sequence[RowGroup], names: Sequence[str]) -> pa.Table:
-    """Read rows that are spread evenly over row groups, in their order, in batches of bounded memory."""
+    """Read rows that are spread evenly over row groups, in order, in batches of bounded memory."""
     total = sum(group.samples for group in groups)
     wanted = min(SAMPLED_ROWS, max(_FEWEST_ROWS, _SAMPLED_CELLS // max(1, len(names))))
     per_group = max(1, total // len(groups))
-    count = max(1, min(len(groups), 4 * wanted // per_group))
-    picked = [groups[int(i)] for i in np.linspace(0, len(groups) - 1, count).round()]
-    share = min(1.0, wanted / sum(group.samples for group in picked))
+    chosen = _spread(groups, 4 * wanted // per_group)
+    share = min(1.0, wanted / sum(group.samples for group in chosen))
     parts: list[pa.Table] = []
-    for group in picked:
-        rows = np.unique(
-            np.linspace(0, group.samples - 1, max(1, round(share * group.samples))).round().astype(np.int64)
-        )
+    for group in chosen:
+        count = max(1, round(share * group.samples))
+        rows = np.unique(np.linspace(0, group.samples - 1, count).round().astype(np.int64))
         start = 0
         for batch in _batches(group, names):
             mine = rows[(rows >= start) & (rows < start + len(batch))] - start
-            parts.append(batch.take(pa.array(mine)))
-            _check_values(parts[-1], str(group))
+            parts.append(part := batch.take(pa.array(mine)))
             start += len(batch)
+            for name in names:
+                try:
+                    part[name].validate(full=True)
+                except pa.ArrowInvalid as error:  # e.g. text that is not UTF-8
+                    raise DataError(
+                        f"{group}, column '{name}': {error}, expected values of its type. Rewrite the column."
+                    ) from None
     kinds = {name: arrow.common_type([part.schema.field(name).type for part in parts]) for name in names}
-    alike = [pa.table({name: part[name].cast(kind, safe=False) for name, kind in kinds.items()}) for part in parts]
-    return pa.concat_tables(alike)
+    return pa.concat_tables(
+        [pa.table({name: part[name].cast(kind, safe=False) for name, kind in kinds.items()}) for part in parts]
+    )
 
 
-def _check_values(part: pa.Table, where: str) -> None:
-    """Raise `DataError` if a column has values that its type cannot have, such as text that is no UTF-8."""
-    for name in part.column_names:
-        try:
-            part[name].validate(full=True)
-        except pa.ArrowInvalid as error:
-            raise DataError(
-                f"{where}, column '{name}': it is not what its type says ({error}); write it again"
-            ) from None
+def _spread(groups: Sequence[RowGroup], count: int) -> list[RowGroup]:
+    """Return about ``count`` row groups that are spread evenly over the data."""
+    at = np.linspace(0, len(groups) - 1, max(1, min(len(groups), count))).round()
+    return [groups[int(i)] for i in np.unique(at)]
 
 
 def _batches(group: RowGroup, names: Sequence[str]) -> Iterator[pa.Table]:
-    """Read the rows of a row group in order. A small one is read at once."""
     if group.samples <= 4 * _BATCH_ROWS:
         yield group.read(names)
     else:
@@ -586,20 +559,17 @@ def _batches(group: RowGroup, names: Sequence[str]) -> Iterator[pa.Table]:
 
 
 def count_distinct(groups: Sequence[RowGroup], kinds: Mapping[str, pa.DataType]) -> dict[str, int]:
-    """Estimate the distinct values of columns in all rows, see `ValueCounts`.
+    """Estimate the number of distinct values of columns in all rows.
 
-    If there are too many cells, only some row groups are counted, spread over the data. The number is then extrapolated
-    by its growth from the first half of them to all: d · (all ÷ counted)^log₂(d ÷ d of the half). ``kinds`` are the
-    types in which values are counted, because the types of files may differ, see `arrow.common_type`.
+    If there are too many cells, only some row groups are counted. The number is then extrapolated by its growth from
+    the first half of them to all: d · (all ÷ counted)^log₂(d ÷ d of the half). ``kinds`` are the types by column in
+    which values are counted, because files may differ; see `arrow.common_type`.
     """
     names = list(kinds)
     total = sum(group.samples for group in groups)
     budget = max(_BATCH_ROWS, _COUNTED_CELLS // max(1, len(names)))
-    count = len(groups) if total <= budget else max(2, len(groups) * budget // total)
-    picked = [groups[int(i)] for i in np.unique(np.linspace(0, len(groups) - 1, min(count, len(groups))).round())]
-    halves = [picked[::2], picked[1::2]]
-    most = most_distinct(len(names))
-    counts = {name: ValueCounts(most) for name in names}
+    chosen = _spread(groups, len(groups) if total <= budget else max(2, len(groups) * budget // total))
+    counts = {name: ValueCounts(most_distinct(len(names))) for name in names}
     at_half: dict[str, float] = {}
     rows = 0
 
@@ -607,7 +577,7 @@ def count_distinct(groups: Sequence[RowGroup], kinds: Mapping[str, pa.DataType])
         counts[name].add(present_values(batch[name].cast(kinds[name], safe=False).combine_chunks()))
 
     with ThreadPoolExecutor(_READERS) as pool:
-        for half in halves:
+        for half in (chosen[::2], chosen[1::2]):
             for group in half:
                 rows += group.samples
                 for batch in _batches(group, names):

@@ -1,4 +1,4 @@
-"""Decide what each column of a sample is for, by its name and its values: `find_labels`, `role_of`, `rule_of`."""
+"""Decide the role of each column from its name and a sample of its values: `find_labels`, `role_of`, `rule_of`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ import torch
 from hotbed.auc import auc
 from hotbed.data import arrow_columns as arrow
 from hotbed.data.columns import Label, Rule
-from hotbed.data.drafting.profile import QUANTILES, ColumnProfile, is_counted, present_values, wide_numbers
+from hotbed.data.drafting.profile import QUANTILES, ColumnProfile, floats_of, is_counted, present_values
 from hotbed.data.encoding.labels import check_label, read_labels
 from hotbed.data.files.text_dates import DatesFound, digit_layout, find_dates
 from hotbed.data.place import Place
@@ -25,7 +25,7 @@ from hotbed.errors import DataError, SpecError, did_you_mean
 Role = Literal["id", "category", "list", "number", "time", "left out"]
 
 LEAK = 0.995
-"""AUC of a single column from which on it is taken to give the label away."""
+"""AUC of a single column above which it reveals the label."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -58,22 +58,22 @@ _OTHER_TIMES = _words(
 )
 _LAYOUT_WORDS = _words("hour month minute week period")
 _LAYOUT_NAMES = {"YYYYMMDD": "days", "YYYYMM": "months"}
-_SURE_DATES = 24  # distinct numbers, all of which are dates by chance in no log
-_MINUTES = 60  # an hour, month or minute of fewer values recurs
-_FIRST_YEAR = 1900  # numbers from here on may begin with a year (202352), and no hour, month or minute is so large
+_SURE_DATES = 24  # distinct numbers that cannot all be dates by chance
+_MINUTES = 60  # an hour, month or minute with fewer values recurs
+_FIRST_YEAR = 1900  # larger numbers may begin with a year (202352), and cannot be an hour, month or minute
 _INDEX_NAMES = re.compile(
     r"(unnamed: \d+|__index_level_\d+__|level_\d+|index|row_?(id|nr|number|index)?|)", re.IGNORECASE
 )
 _FEW = 1_000
-_LARGEST_ID = 2.0**64  # whole floats beyond it cannot come from ids of 64 bits
+_LARGEST_ID = 2.0**64  # larger whole floats are not ids of 64 bits
 _FEWEST_OF_A_CLASS = 50
-_FREQUENT = 0.6  # share from which on a class is found in most rows of any kind
-_RECALL = 0.2  # share of a class that rows must have to give it away: a few rows may be of one class by another cause
-_OTHERS = 0.02  # of the rows of the other class that chance would give, in rows that are of one class
+_FREQUENT = 0.6  # share above which a class is found in most rows of any kind
+_RECALL = 0.2  # smallest share of a class in rows that reveal it
+_OTHERS = 0.02  # largest share of the other class in such rows, compared to chance
 _FEW_VALUES = 50
-_COUNTS_FROM = -100  # some logs say by a small negative number that there is none
-_LARGE, _COUNTS_TO = 2.0**24, 2.0**53  # no count is beyond the second
-_UNIQUE_ROWS = 100  # of fewer rows nothing is said: any column may be unique in them
+_COUNTS_FROM = -100  # some logs write a small negative number for none
+_LARGE, _COUNTS_TO = 2.0**24, 2.0**53  # no count is above the second
+_UNIQUE_ROWS = 100  # in fewer rows, any column may be unique
 _LONG_TEXT = 60
 _HUGE = 1e100
 LABEL_NAMES = (
@@ -92,6 +92,7 @@ _BEFORE_LABELS = frozenset(("is", "was", "has", "did"))
 _POSITIVE_TEXTS = ("yes", "true", "1", "y", "t", "positive", "pos", "clicked", "click", "converted", "buy", "+1")
 _NEGATIVE_TEXTS = ("no", "false", "0", "n", "f", "negative", "neg", "not clicked", "none", "-1")
 _MOST_RATINGS = 101
+_MOST_LISTED = 60
 
 _YEAR_1990, _YEAR_2100 = 631_152_000, 4_102_444_800
 _YEAR_2000, _YEAR_2035 = 946_684_800, 2_051_222_400
@@ -102,14 +103,14 @@ _UNITS = {1: "seconds", 1_000: "milliseconds", 1_000_000: "microseconds", 1_000_
 
 
 class SampledColumn(ColumnProfile):
-    """Profile of a column in a sample of the rows, in their order, and further facts that decide its role."""
+    """Profile of a column in a sample of rows, in their order, with further facts that decide its role."""
 
     def __init__(
         self,
         name: str,
         column: pa.ChunkedArray,
         total: int,  # rows of all data
-        distinct: int | None,  # distinct values in all rows; None: those of the sample
+        distinct: int | None,  # distinct values in all rows (default: in the sample)
     ) -> None:
         super().__init__(name, quantile_sample=len(column))
         self.add(column)
@@ -124,20 +125,20 @@ class SampledColumn(ColumnProfile):
         self.dates, self.date_format, self.layout = find_dates(unique) if of_text else DatesFound()
         # Whether all numbers are integers of at most 64 bits, whatever their type, and whether they never fall.
         self.is_whole = self.is_sorted = False
-        # Of values of at least 0, if the only negative value is -1, which many logs write for none.
+        # Quantiles of numbers from 0 on, if the only negative value is -1, which many logs write for none.
         self.quantiles_from_0: tuple[float, ...] = ()
         if self.numbers is not None:
-            numbers = wide_numbers(column)
-            self._look_at_numbers(numbers[~np.isnan(numbers)])
+            numbers = floats_of(column)
+            self._profile_numbers(numbers[~np.isnan(numbers)])
 
     @property
     def is_number(self) -> bool:
-        """Whether the values are numbers and no truth values."""
+        """Whether the values are numbers, not booleans."""
         return arrow.is_number(self.type) and not pa.types.is_boolean(self.type)
 
     @property
     def inexact(self) -> float | None:
-        """The largest value, if floats of this type do not hold all integers of its size, so that ids lost digits."""
+        """The largest value, if floats of this type do not hold all integers of its magnitude."""
         largest = max(self.low, self.high, key=abs)
         is_float = pa.types.is_floating(self.type)
         return largest if is_float and abs(largest) > arrow.exact_integers(self.type) else None
@@ -147,7 +148,7 @@ class SampledColumn(ColumnProfile):
         """Estimated number of values in all rows."""
         return round(self.total * (1 - self.missing_share))
 
-    def _look_at_numbers(self, values: arrow.Array) -> None:
+    def _profile_numbers(self, values: arrow.Array) -> None:
         finite = values[np.isfinite(values)]
         if not len(finite):
             return
@@ -166,164 +167,142 @@ class SampledColumn(ColumnProfile):
 
 @dataclass(frozen=True)
 class ColumnRole:
-    """What a column is good for, and why."""
+    """Role of a column, and the reason."""
 
     role: Role
-    reason: str
+    reason: str = ""
 
 
 def words_of(name: str) -> list[str]:
-    """Words of a name in lower case: ``userId``, ``user_id`` and ``User ID`` have two."""
+    """Return the words of a name in lower case, e.g. two for ``userId``, ``user_id`` and ``User ID``."""
     apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name)
     return [word.lower() for word in re.split(r"[\W_\d]+", apart) if word]
 
 
 def _named_as(name: str) -> Literal["id", "number", ""]:
-    """Return what a name says of its integers by its last known word (``item_price``), but for ``num_items``."""
+    """Return the meaning of a name's last known word (``item_price``), with exceptions such as ``num_items``."""
     words = words_of(name)
     if len(words) > 1 and words[0] in _NUMBER_FIRST:
         return "number"
     if not _MEASURES.isdisjoint(words) and words[-1] not in _CODES:
         return "number"
-    said = [word for word in words if word in _ID_WORDS or word in _NUMBER_WORDS]
-    return "" if not said else "id" if said[-1] in _ID_WORDS else "number"
+    known = [word for word in words if word in _ID_WORDS or word in _NUMBER_WORDS]
+    return "" if not known else "id" if known[-1] in _ID_WORDS else "number"
 
 
 def role_of(column: SampledColumn, leak: str | None) -> ColumnRole:
     """Return the role of a column that is neither label nor weight; ``leak`` is its `leak_reason`."""
-    kind = column.type
-    if not column.name:
-        return ColumnRole("left out", "it has no name")
-    if (reason := _no_input(kind)) is not None:
+    if (reason := _unusable(column) or leak) is not None:
         return ColumnRole("left out", reason)
-    if column.missing_share == 1 or not column.distinct:
-        return ColumnRole("left out", "it is empty")
-    if column.distinct == 1 and not column.missing_share:
-        value = "" if not column.few else f" ({str(column.few[0])[:40]!r})"
-        return ColumnRole("left out", f"all rows have the same value{value}")
-    if leak is not None:
-        return ColumnRole("left out", leak)
+    kind = column.type
     if arrow.is_list(kind):
-        return ColumnRole("list", f"{column.length:.3g} ids per row in the mean, {column.distinct:,} different ones")
+        return ColumnRole("list", f"{column.length:.3g} ids per row on average, {column.distinct:,} distinct ones")
     if column.dates == "other":
         return ColumnRole(
             "left out",
-            "dates as text of several formats, or with an ambiguous day and month: later rows have values that "
-            "training has not seen; written as 2024-12-31, splits can be by them",
+            "dates as text in several formats, or with an ambiguous day and month: later rows have values that "
+            "training has not seen. Write them as 2024-12-31 to split by them",
         )
     if (reason := time_reason(column)) is not None:
         if column.is_number and not is_time_of_row(column):
             return ColumnRole("number", f"{reason}; a time, but by its name not that of the row")
         return ColumnRole("time", reason)
-    if (reason := _row_number(column)) is not None:
-        return ColumnRole("left out", reason)
+    whole = column.is_whole or arrow.is_text(kind)
+    if whole and column.distinct_share > 0.999 and column.distinct > 0.9 * column.present:
+        if _INDEX_NAMES.fullmatch(column.name) and column.is_whole:
+            return ColumnRole("left out", "it numbers the rows")
+        # Measures such as a duration in milliseconds may be unique.
+        if column.total >= _UNIQUE_ROWS and not (column.is_number and _named_as(column.name) == "number"):
+            return ColumnRole("left out", "nearly every row has its own value, so other rows learn nothing from it")
     if pa.types.is_boolean(kind):
         return ColumnRole("category", "true or false")
     if arrow.is_text(kind):
-        return _text(column)
-    if column.is_whole:
-        return _whole_number(column)
-    return ColumnRole("number", "")
+        if column.length > _LONG_TEXT and column.distinct_share > 0.5:
+            return ColumnRole("left out", f"free text ({column.length:.0f} characters on average) is no input yet")
+        return _ids(column)
+    return _whole_number(column) if column.is_whole else ColumnRole("number")
 
 
-def _no_input(kind: pa.DataType) -> str | None:
-    """Why a column of this type can be no input; None if it can."""
+def _unusable(column: SampledColumn) -> str | None:
+    """Return why a column can be no input; None if it can."""
+    kind = column.type
     inner = kind.value_type if arrow.is_list(kind) else kind
+    if not column.name:
+        return "it has no name"
     if arrow.is_list(kind) and (pa.types.is_floating(inner) or pa.types.is_decimal(inner)):
         return "lists of floats, as embeddings are, are no inputs yet"
-    known = arrow.is_number(inner) or arrow.is_text(inner) or arrow.is_time(kind)
-    if not known or pa.types.is_null(kind):
-        return (
-            "it is empty"
-            if pa.types.is_null(kind)
-            else f"columns of type {kind} are no inputs yet{arrow.hint_for_struct(kind)}"
-        )
+    if pa.types.is_null(kind):
+        return "it is empty"
+    if not (arrow.is_number(inner) or arrow.is_text(inner) or arrow.is_time(kind)):
+        return f"columns of type {kind} are no inputs yet{arrow.hint_for_struct(kind)}"
+    if column.missing_share == 1 or not column.distinct:
+        return "it is empty"
+    if column.distinct == 1 and not column.missing_share:
+        return "all rows have the same value" + (f" ({str(column.few[0])[:40]!r})" if column.few else "")
     return None
 
 
-class OneSided(NamedTuple):
-    """Rows that are nearly all of one class."""
-
-    rows: str  # how they differ from other rows
-    label: int
-    precision: float
-    recall: float
+def _ids(column: SampledColumn, why: str = "") -> ColumnRole:
+    floats = ", whole numbers stored as floats" if pa.types.is_floating(column.type) else ""
+    role: Role = "category" if column.distinct <= _FEW_VALUES else "id"
+    return ColumnRole(role, f"{column.distinct:,} values{floats}{why}")
 
 
-def leak_reason(column: pa.ChunkedArray, labels: arrow.Array | None, name: str) -> str | None:
-    """Return how a column of the sample gives the labels ``[n]`` of this name away; None if it does not."""
-    if labels is None or arrow.is_list(column.type) or not is_counted(column.type):
-        return None
-    is_number = arrow.is_number(column.type) or arrow.is_time(column.type)
-    numbers = wide_numbers(column) if is_number else None
-    is_missing = column.is_null().to_numpy() if numbers is None else np.isnan(numbers)
-    advice = "if it is known before the event, add it again"
-    if (found := _either_way(_auc(is_missing.astype(np.float64), labels))) >= LEAK:
-        return f"whether it is missing gives '{name}' away (AUC {found:.3f}); {advice}"
-    if (found := _value_auc(column, numbers, labels)) >= LEAK:
-        return f"it alone gives '{name}' away (AUC {found:.3f}); {advice}"
-    if (rows := _one_sided(column, is_missing, labels)) is not None:
-        shares = f"precision {rows.precision:.3f}, recall {rows.recall:.3f}"
-        return f"it gives '{name}' away: in {rows.rows} the label is {rows.label} ({shares}); {advice}"
-    return None
+def _whole_number(column: SampledColumn) -> ColumnRole:
+    """Distinguish ids, categories and counts: by name, by the number of values, or by their distribution."""
+    named, is_decimal = _named_as(column.name), pa.types.is_decimal(column.type)
+    if named == "id" and is_decimal:
+        reason = f"it has the name of ids, but ids cannot be read from {column.type}. Write it as integers"
+        return ColumnRole("left out", reason)
+    if named == "id":
+        return _ids(column)
+    if is_decimal or (named == "number" and column.distinct > 2):
+        return ColumnRole("number")
+    if column.distinct <= _FEW_VALUES or max(abs(column.low), abs(column.high)) > _COUNTS_TO:
+        return _ids(column)
+    large = sum(abs(quantile) > _LARGE for quantile in column.quantiles)
+    if column.low < -_LARGE and column.high > _LARGE and large >= len(column.quantiles) - 1:
+        return _ids(column, ", likely signed hashes")  # measures have many small values
+    quantiles = column.quantiles_from_0 or column.quantiles
+    median, upper = quantiles[2], quantiles[4]
+    # A few values above 2²⁴ among small ones may be ids of other systems: alone they make no count.
+    tail = (50 * max(1.0, median) < column.high <= _LARGE) or upper > 8 * max(1.0, median)
+    if tail and column.low > _COUNTS_FROM and column.high > 2 * column.distinct:
+        return ColumnRole("number", "a count by its distribution")
+    if column.low < 0 and not column.quantiles_from_0:
+        return ColumnRole("number", "it has negative values")
+    return _ids(column, ", likely ids")
 
 
-def _value_auc(column: pa.ChunkedArray, numbers: arrow.Array | None, labels: arrow.Array) -> float:
-    """AUC of a score per row: of values that are met often the mean label in other rows, else the number itself."""
-    indices = _codes(column)
-    count = int(indices.max(initial=0)) + 1
-    if numbers is not None and count > len(labels) // 20:
-        lowest = np.append(numbers[np.isfinite(numbers)], 0.0).min()
-        return _either_way(_auc(np.where(np.isfinite(numbers), numbers, lowest), labels))
-    half = np.random.default_rng(0).random(len(labels)) < 0.5
-    scores = np.empty(len(labels))
-    for fitted in (half, ~half):
-        sums = np.bincount(indices[fitted], labels[fitted], count)
-        counts = np.bincount(indices[fitted], minlength=count)
-        means = (sums + labels.mean()) / (counts + 1)
-        scores[~fitted] = means[indices[~fitted]]
-    return _auc(scores, labels)
+def rule_of(column: SampledColumn) -> tuple[Rule, str]:
+    """Return the normalization rule of a number, and the reason; see `Numerical`."""
+    first, lower, median, upper, last = column.quantiles or (0.0,) * 5
+    spread = upper - lower
+    heavy: tuple[Rule, str] = ("log", "a long tail, as counts and prices have" if lower < 1e6 else "a long tail")
+    if median < 1:
+        heavy = "asinh", "a long tail of small numbers"
+    if column.is_whole and column.low > _COUNTS_FROM and last > 4 * max(1.0, median):
+        return "log", "a long tail, as counts have"
+    if max(abs(column.low), abs(column.high)) > _HUGE:
+        return "log", "numbers with squares too large for float64"
+    if not spread:
+        return ("log", "most values are equal, others far") if column.low >= 0 else ("asinh", "most values are equal")
+    if column.low >= 0 and (last - median > 6 * spread or (median > 0 and last > 20 * median)):
+        return heavy
+    if last - upper > 3 * spread or lower - first > 3 * spread or column.high - median > 100 * spread:
+        return "asinh", "heavy tails"
+    if first > -6 and last < 6 and 0.4 < spread < 4 and abs(median) < 1 and column.low < 0:
+        return "as_is", "it is already about standardized"
+    if column.low >= 0 and (last - median) / max(median - first, 1e-300) > 4:
+        return heavy
+    return "standard", f"from {first:.4g} to {last:.4g} without long tails"
 
 
-def _codes(column: pa.ChunkedArray) -> arrow.Array:
-    """Return a number for each distinct value ``[n]``, 0 for null."""
-    values = pc.cast(column, column.type.value_type) if pa.types.is_dictionary(column.type) else column
-    codes = pc.dictionary_encode(values).combine_chunks()
-    return pc.fill_null(codes.indices, -1).to_numpy(zero_copy_only=False).astype(np.int64) + 1
-
-
-def _one_sided(column: pa.ChunkedArray, null: arrow.Array, labels: arrow.Array) -> OneSided | None:
-    """Find rows that are nearly all of a class which is not frequent, see `ColumnProfile`."""
-    codes = _codes(column)
-    groups = {
-        "rows that have a value": ~null,
-        "rows where it is missing": null,
-        "rows with another value than most": codes != np.bincount(codes).argmax(),
-    }
-    for label, of_class in ((1, labels), (0, 1 - labels)):
-        for rows, there in groups.items():
-            count, right = int(there.sum()), float(of_class[there].sum())
-            by_chance = count * float(1 - of_class.mean())
-            is_sure = by_chance >= _FEWEST_OF_A_CLASS and count - right <= _OTHERS * by_chance
-            recall = right / max(1.0, float(of_class.sum()))
-            if is_sure and of_class.mean() <= _FREQUENT and recall >= _RECALL:
-                return OneSided(rows, label, right / count, recall)
-    return None
-
-
-def _auc(scores: arrow.Array, labels: arrow.Array) -> float:
-    positives = labels.sum()
-    if min(positives, len(labels) - positives) < _FEWEST_OF_A_CLASS:
-        return 0.5  # too few to tell
-    return auc(torch.from_numpy(np.ascontiguousarray(scores, dtype=np.float64)), torch.from_numpy(labels))
-
-
-def _either_way(found: float) -> float:
-    return max(found, 1 - found)
+# -- times ---------------------------------------------------------------------------------------------------------
 
 
 def time_reason(column: SampledColumn) -> str | None:
-    """What kind of time a column holds; None if it holds none."""
+    """Return how a column stores times; None if it does not."""
     if column.is_time:
         return str(column.type)
     words = words_of(column.name)
@@ -333,7 +312,8 @@ def time_reason(column: SampledColumn) -> str | None:
     if column.dates == "format":
         return f"text of dates as {column.date_format}"
     named_layout = named or not _LAYOUT_WORDS.isdisjoint(words)
-    sure = len(column.layout) > len("YYYYMM") and column.distinct >= _SURE_DATES and _named_as(column.name) != "id"
+    is_id = _named_as(column.name) == "id"
+    sure = len(column.layout) > len("YYYYMM") and column.distinct >= _SURE_DATES and not is_id
     if column.layout and (named_layout or (sure and column.is_number)):
         return f"{_LAYOUT_NAMES.get(column.layout, 'times')} as {column.layout}"
     if not column.is_number or not column.quantiles:
@@ -344,24 +324,23 @@ def time_reason(column: SampledColumn) -> str | None:
         low, high = column.low / unit, column.high / unit
         if named and _YEAR_1990 <= low <= high < _YEAR_2100:
             return f"{unit_name} since 1970"
-        if _named_as(column.name) == "id":
-            continue
         in_order = column.is_sorted and column.distinct_share > 0.01
-        # Ids of which each is met once or twice would say nothing, so nothing is lost where these are some.
-        if (in_order or column.distinct_share >= 0.5) and _YEAR_2000 <= low <= high < _YEAR_2035:
+        # Ids that occur once or twice would be useless anyway, so a wrong guess costs nothing.
+        in_range = (in_order or column.distinct_share >= 0.5) and _YEAR_2000 <= low <= high < _YEAR_2035
+        if in_range and not is_id:
             return f"{unit_name} since 1970, by its range" + (" and its order" if in_order else "")
     return None
 
 
 def is_time_of_row(column: SampledColumn) -> bool:
-    """Whether a column of times may say when the row happened: by its name, or because the rows are in its order."""
+    """Return whether a column of times may be the time of the row: by its name, or because rows are in its order."""
     words = {*words_of(column.name)}
     known = _TIME_WORDS | _LAYOUT_WORDS if column.layout else _TIME_WORDS
     return column.is_sorted or bool(words & known and not words & _OTHER_TIMES)
 
 
 def is_named_like_time(column: SampledColumn) -> bool:
-    """Return whether a name says that a column is the time of its row."""
+    """Return whether a column has the name of the row's time."""
     words = {*words_of(column.name)}
     recurs = column.distinct <= _MINUTES and not (column.low >= _FIRST_YEAR or column.dates)
     known = _TIME_WORDS if recurs else _TIME_WORDS | _LAYOUT_WORDS
@@ -369,99 +348,71 @@ def is_named_like_time(column: SampledColumn) -> bool:
 
 
 def time_rank(name: str) -> int:
-    """How well a time says when the row happened, by its name; the higher the better, 0 is another time."""
+    """Return how well a name fits the row's time; 0 for another time."""
     words = {*words_of(name)}
     if words & _OTHER_TIMES:
         return 0
     return 2 if words & {"time", "timestamp", "ts", "datetime", "epoch", "when"} else 1
 
 
-def _row_number(column: SampledColumn) -> str | None:
-    whole = column.is_whole or arrow.is_text(column.type)
-    unique = column.distinct_share > 0.999 and column.distinct > 0.9 * column.present
-    if not whole or not unique:
+# -- leaks ---------------------------------------------------------------------------------------------------------
+
+
+def leak_reason(column: pa.ChunkedArray, labels: arrow.Array | None, name: str) -> str | None:
+    """Return how a column of the sample reveals the labels ``[n]`` of this name; None if it does not."""
+    if labels is None or arrow.is_list(column.type) or not is_counted(column.type):
         return None
-    if _INDEX_NAMES.fullmatch(column.name) and column.is_whole:
-        return "it numbers the rows"
-    measures = column.is_number and _named_as(column.name) == "number"  # such as a duration in milliseconds
-    if column.total >= _UNIQUE_ROWS and not measures:
-        return "nearly every row has a value of its own, of which nothing can be learned for others"
+    is_number = arrow.is_number(column.type) or arrow.is_time(column.type)
+    numbers = floats_of(column) if is_number else None
+    is_missing = column.is_null().to_numpy() if numbers is None else np.isnan(numbers)
+    values = pc.cast(column, column.type.value_type) if pa.types.is_dictionary(column.type) else column
+    indices = pc.dictionary_encode(values).combine_chunks().indices
+    codes = pc.fill_null(indices, -1).to_numpy(zero_copy_only=False).astype(np.int64) + 1  # 0 for null
+    advice = "to keep it, because it is known before the event, add it again"
+    if (found := _auc(is_missing.astype(np.float64), labels, either_way=True)) >= LEAK:
+        return f"whether it is missing reveals '{name}' (AUC {found:.3f}); {advice}"
+    if (found := _value_auc(codes, numbers, labels)) >= LEAK:
+        return f"it alone reveals '{name}' (AUC {found:.3f}); {advice}"
+    # Rows that are nearly all of a class which is not frequent.
+    groups = {
+        "rows that have a value": ~is_missing,
+        "rows where it is missing": is_missing,
+        "rows with another value than most": codes != np.bincount(codes).argmax(),
+    }
+    for label, of_class in ((1, labels), (0, 1 - labels)):
+        share = float(of_class.mean())
+        for rows, there in groups.items():
+            count, right = int(there.sum()), float(of_class[there].sum())
+            by_chance = count * (1 - share)
+            recall = right / max(1.0, float(of_class.sum()))
+            is_sure = by_chance >= _FEWEST_OF_A_CLASS and count - right <= _OTHERS * by_chance
+            if is_sure and share <= _FREQUENT and recall >= _RECALL:
+                shares = f"precision {right / count:.3f}, recall {recall:.3f}"
+                return f"it reveals '{name}': in {rows} the label is {label} ({shares}); {advice}"
     return None
 
 
-def _text(column: SampledColumn) -> ColumnRole:
-    if column.length > _LONG_TEXT and column.distinct_share > 0.5:
-        return ColumnRole("left out", f"free text ({column.length:.0f} characters in the mean) is no input yet")
-    return _ids(column)
+def _value_auc(codes: arrow.Array, numbers: arrow.Array | None, labels: arrow.Array) -> float:
+    """Return the AUC of the mean label of the value in other rows; of the number itself if values are rarely equal."""
+    count = int(codes.max(initial=0)) + 1
+    if numbers is not None and count > len(labels) // 20:
+        lowest = np.append(numbers[np.isfinite(numbers)], 0.0).min()
+        return _auc(np.where(np.isfinite(numbers), numbers, lowest), labels, either_way=True)
+    half = np.random.default_rng(0).random(len(labels)) < 0.5
+    scores = np.empty(len(labels))
+    for fitted in (half, ~half):
+        sums = np.bincount(codes[fitted], labels[fitted], count)
+        means = (sums + labels.mean()) / (np.bincount(codes[fitted], minlength=count) + 1)
+        scores[~fitted] = means[codes[~fitted]]
+    return _auc(scores, labels)
 
 
-def _ids(column: SampledColumn, why: str = "") -> ColumnRole:
-    role: Role = "category" if column.distinct <= _FEW_VALUES else "id"
-    many = f"{column.distinct:,} values"
-    floats = "" if not pa.types.is_floating(column.type) else ", whole numbers stored as floats"
-    return ColumnRole(role, f"{many}{floats}{why}")
-
-
-def _whole_number(column: SampledColumn) -> ColumnRole:
-    """Ids, categories or counts: by name, by the number of values, or by their distribution."""
-    named = _named_as(column.name)
-    if named == "id" and pa.types.is_decimal(column.type):
-        return ColumnRole(
-            "left out", f"its name is one of ids, but ids cannot be read from {column.type}; write it as integers"
-        )
-    if named == "id":
-        return _ids(column)
-    if named == "number" and column.distinct > 2:
-        return ColumnRole("number", "")
-    if pa.types.is_decimal(column.type):
-        return ColumnRole("number", "")
-    if column.distinct <= _FEW_VALUES or max(abs(column.low), abs(column.high)) > _COUNTS_TO:
-        return _ids(column)
-    if _is_signed_hash(column):
-        return _ids(column, ", taken for signed hashes")
-    quantiles = column.quantiles_from_0 or column.quantiles
-    median, upper = quantiles[2], quantiles[4]
-    # A few values beyond 2²⁴ among small ones may be ids of other systems: they alone make no count.
-    tail = (50 * max(1.0, median) < column.high <= _LARGE) or upper > 8 * max(1.0, median)
-    if tail and column.low > _COUNTS_FROM and column.high > 2 * column.distinct:
-        return ColumnRole("number", "a count by its distribution")
-    if column.low < 0 and not column.quantiles_from_0:
-        return ColumnRole("number", "it has negative values")
-    return _ids(column, ", taken for ids")
-
-
-def _is_signed_hash(column: SampledColumn) -> bool:
-    """Return whether integers are large on both sides of 0, and few are small: measures have many small values."""
-    large = sum(abs(quantile) > _LARGE for quantile in column.quantiles)
-    return column.low < -_LARGE and column.high > _LARGE and large >= len(column.quantiles) - 1
-
-
-def rule_of(column: SampledColumn) -> tuple[Rule, str]:
-    """How a number is to be normalized, with the reason; see `Numerical`."""
-    first, lower, median, upper, last = column.quantiles or (0.0,) * 5
-    spread = upper - lower
-    if column.is_whole and column.low > _COUNTS_FROM and last > 4 * max(1.0, median):
-        return "log", "a long tail, as counts have"
-    if max(abs(column.low), abs(column.high)) > _HUGE:
-        return "log", "numbers so large that their squares are beyond float64"
-    if not spread:
-        return ("log", "most values are alike, others far") if column.low >= 0 else ("asinh", "most values are alike")
-    if column.low >= 0 and (last - median > 6 * spread or (median > 0 and last > 20 * median)):
-        return _of_heavy_tail(median, lower)
-    if last - upper > 3 * spread or lower - first > 3 * spread or column.high - median > 100 * spread:
-        return "asinh", "heavy tails"
-    if first > -6 and last < 6 and 0.4 < spread < 4 and abs(median) < 1 and column.low < 0:
-        return "as_is", "it is about standardised already"
-    skew = (last - median) / max(median - first, 1e-300)
-    if column.low >= 0 and skew > 4:
-        return _of_heavy_tail(median, lower)
-    return "standard", f"from {first:.4g} to {last:.4g} without long tails"
-
-
-def _of_heavy_tail(median: float, lower: float) -> tuple[Rule, str]:
-    if median < 1:
-        return "asinh", "a long tail of small numbers"
-    return "log", "a long tail, as counts and prices have" if lower < 1e6 else "a long tail"
+def _auc(scores: arrow.Array, labels: arrow.Array, *, either_way: bool = False) -> float:
+    positives = labels.sum()
+    if min(positives, len(labels) - positives) < _FEWEST_OF_A_CLASS:
+        return 0.5  # unknown
+    found = auc(torch.from_numpy(np.ascontiguousarray(scores, dtype=np.float64)), torch.from_numpy(labels))
+    return max(found, 1 - found) if either_way else found
 
 
 # -- labels --------------------------------------------------------------------------------------------------------
@@ -469,7 +420,7 @@ def _of_heavy_tail(median: float, lower: float) -> tuple[Rule, str]:
 
 @dataclass(frozen=True)
 class FoundLabel:
-    """A label column, its condition if its values are not 0 and 1, and a remark for the recipe's reader."""
+    """A label column, its condition unless its values are 0 and 1, and a remark for the recipe."""
 
     name: str
     mapping: Label | None
@@ -477,43 +428,44 @@ class FoundLabel:
 
 
 def find_labels(
-    path: str, sample: pa.Table, asked: Sequence[str], positive: str | None, *, needed: bool = True
+    path: str, sample: pa.Table, required: Sequence[str], positive: str | None, *, needed: bool = True
 ) -> list[FoundLabel]:
-    """Find labels by names and values, or check those that are ``asked`` for.
+    """Find labels by names and values, or check the ``required`` ones.
 
     ``positive`` is the condition of the only label (default: found). Unless ``needed``, there may be no label.
     """
     names: list[str] = sample.column_names
-    for label in asked:
+    for label in required:
         if label not in names:
-            raise DataError(f"{path} has no column '{label}'; it has {_listed(names)}{did_you_mean(label, names)}")
-    candidates = list(asked) or _named(sample)
+            raise DataError(
+                f"label: {path} has no column '{label}'{did_you_mean(label, names)} It has {_listed(names)}."
+            )
+    candidates = list(required) or _label_names(sample)
     if not candidates and not needed and positive is None:
         return []
     if not candidates:
         named = next((name for name in names if name.strip().lower() in (*LABEL_NAMES, *RATING_NAMES)), None)
-        unfit = "" if named is None else f", but '{named}', which is {sample[named].type} and can be none"
-        binary: list[str] = [name for name in names if _is_binary(sample[name])]
-        binary.sort(key=lambda name: _LABEL_WORDS.isdisjoint(words_of(name)))
-        hint = f", such as one of 0 and 1: {_listed(binary)}" if binary else ""
+        unfit = "" if named is None else f", but '{named}' of type {sample[named].type}, which can be no label"
+        binary = sorted((n for n in names if _is_binary(sample[n])), key=lambda n: _LABEL_WORDS.isdisjoint(words_of(n)))
+        hint = f", e.g. a column of 0 and 1: {_listed(binary)}" if binary else ""
         raise DataError(
-            f"{path} has no column named like a label ({', '.join(LABEL_NAMES[:10])}, …, {', '.join(RATING_NAMES)})"
-            f"{unfit}; it has {_listed(names)}. Name one with --label NAME (label=… in Python){hint}"
+            f"{path} has no label column ({', '.join(LABEL_NAMES[:10])}, …, {', '.join(RATING_NAMES)}){unfit}; it has "
+            f"{_listed(names)}. Set --label NAME (label=… in Python){hint}"
         )
-    if positive is not None and len(asked) > 1:
+    if positive is None:
+        return [_find_mapping(path, sample, name) for name in candidates]
+    if len(required) > 1:
         raise SpecError(
-            f"--positive says which values of one label are positive, and --label names {len(asked)}: "
-            f"{', '.join(asked)}; leave it out, and write `positive` beside each in the recipe (docs/tasks.md)"
+            f"--positive: got {len(required)} labels ({', '.join(required)}), expected one. Remove it, and set "
+            "`positive` of each label in the recipe (docs/tasks.md)."
         )
-    if positive is not None:
-        mapping = Label(candidates[0], positive)
-        check_label(mapping.column, sample.schema.field(mapping.column).type, mapping, path)
-        return [FoundLabel(mapping.column, mapping, _share(sample, mapping))]
-    return [_found(path, sample, name) for name in candidates]
+    mapping = Label(candidates[0], positive)
+    check_label(mapping.column, sample.schema.field(mapping.column).type, mapping, path)
+    return [FoundLabel(mapping.column, mapping, _describe_share(sample, mapping))]
 
 
 def sample_labels(sample: pa.Table, found: FoundLabel) -> arrow.Array | None:
-    """Labels of the sample ``[n]`` from 0 to 1; None where one is missing or another number."""
+    """Return the labels of the sample ``[n]`` from 0 to 1; None if one is missing or another number."""
     column = sample[found.name]
     if column.null_count:
         return None
@@ -522,29 +474,22 @@ def sample_labels(sample: pa.Table, found: FoundLabel) -> arrow.Array | None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    most = 60
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return ", ".join(names[:_MOST_LISTED]) + more
 
 
-def _named(sample: pa.Table) -> list[str]:
-    """Find columns named like labels: all of 0 and 1, or the first of others."""
+def _label_names(sample: pa.Table) -> list[str]:
+    """Return columns with names of labels: all with values 0 and 1, or the first with others."""
     by_name = {name.strip().lower(): name for name in reversed(sample.column_names)}
-    types = {lower: sample[name].type for lower, name in by_name.items()}
-    named = [
-        by_name[n]
-        for n in LABEL_NAMES
-        if (kind := types.get(n)) is not None and (arrow.is_number(kind) or arrow.is_text(kind))
-    ]
-    binary = [name for name in sample.column_names if name in named and _is_binary(sample[name])]
-    ratings = [by_name[n] for n in RATING_NAMES if n in by_name and arrow.is_number(sample[by_name[n]].type)]
-    return binary or named[:1] or _like_labels(sample) or ratings[:1]
-
-
-def _like_labels(sample: pa.Table) -> list[str]:
-    """Find columns of 0 and 1 with a name such as ``isClick`` or ``was_converted``; ``Class`` if there is no other."""
+    named = [by_name[n] for n in LABEL_NAMES if n in by_name]
+    named = [n for n in named if arrow.is_number(sample[n].type) or arrow.is_text(sample[n].type)]
+    if found := [name for name in sample.column_names if name in named and _is_binary(sample[name])] or named[:1]:
+        return found
+    # Columns of 0 and 1 with a name such as isClick or was_converted; Class only without any other.
     words = {name: [w for w in words_of(name) if w not in _BEFORE_LABELS] for name in sample.column_names}
-    like = [n for n, of in words.items() if len(of) == 1 and of[0] in _LABEL_WORDS and _is_binary(sample[n])]
-    return [name for name in like if words[name] != ["class"]] or like
+    similar = [n for n, of in words.items() if len(of) == 1 and of[0] in _LABEL_WORDS and _is_binary(sample[n])]
+    ratings = [by_name[n] for n in RATING_NAMES if n in by_name and arrow.is_number(sample[by_name[n]].type)]
+    return [name for name in similar if words[name] != ["class"]] or similar or ratings[:1]
 
 
 def _is_binary(column: pa.ChunkedArray) -> bool:
@@ -552,41 +497,38 @@ def _is_binary(column: pa.ChunkedArray) -> bool:
         return True
     if not arrow.is_number(column.type) or column.null_count:
         return False
-    values = arrow.wide_numbers(column)
-    return bool(np.isin(values, (0, 1)).all())
+    return bool(np.isin(arrow.wide_numbers(column), (0, 1)).all())
 
 
-def _found(path: str, sample: pa.Table, name: str) -> FoundLabel:
-    kind = sample.schema.field(name).type
-    if _is_binary(sample[name]):
-        share = arrow.numbers(pc.fill_null(sample[name], False) if pa.types.is_boolean(kind) else sample[name]).mean()
+def _find_mapping(path: str, sample: pa.Table, name: str) -> FoundLabel:
+    column = sample[name]
+    if _is_binary(column):
+        share = arrow.numbers(pc.fill_null(column, False) if pa.types.is_boolean(column.type) else column).mean()
         return FoundLabel(name, None, f"{share:.1%} are positive")
-    if arrow.is_text(kind):
-        mapping = _of_text(sample[name], name)
-    elif arrow.is_number(kind):
-        mapping = _of_numbers(sample[name], name)
+    where = f"{path}, label column '{name}'"
+    if arrow.is_text(column.type):
+        mapping = _map_text(where, column, name)
+    elif arrow.is_number(column.type):
+        mapping = _map_numbers(where, column, name)
     else:
-        mapping = f"is {kind}, must be numbers, booleans or text; name another (--label)"
-    if isinstance(mapping, str):
-        raise DataError(f"{path}: label column '{name}' {mapping}")
-    return FoundLabel(name, mapping, "" if mapping is None else _share(sample, mapping))
+        raise DataError(f"{where}: got {column.type}, expected numbers, booleans or text. Set --label NAME.")
+    return FoundLabel(name, mapping, "" if mapping is None else _describe_share(sample, mapping))
 
 
-def _of_text(column: pa.ChunkedArray, name: str) -> Label | str:
-    """Return the condition for texts such as yes and no, or the problem of the column."""
+def _map_text(where: str, column: pa.ChunkedArray, name: str) -> Label:
+    """Return the condition for texts such as yes and no."""
     texts = pc.cast(column, column.type.value_type) if pa.types.is_dictionary(column.type) else column
-    values = [
-        v.decode(errors="replace") if isinstance(v, bytes) else v for v in pc.unique(texts).drop_null().to_pylist()
-    ]
+    unique = pc.unique(texts).drop_null().to_pylist()
+    values = sorted(v.decode(errors="replace") if isinstance(v, bytes) else v for v in unique)
     positives = [v for v in values if v.strip().lower() in _POSITIVE_TEXTS]
     rest = [v for v in values if v not in positives]
     if len(positives) == 1 and len(rest) <= 1 and all(v.strip().lower() in _NEGATIVE_TEXTS for v in rest):
         return Label(name, f"== {_quoted(positives[0])}")
-    shown = ", ".join(repr(v) for v in sorted(values)[:8])
-    example = _quoted(sorted(values)[0]) if values else "yes"
-    return (
-        f"is text with {len(values):,} values ({shown}{', …' * (len(values) > 8)}); say "
-        f'which are positive: --positive "== {example}" (or "in [a, b]"), or name another column with --label NAME'
+    listed = ", ".join(repr(v) for v in values[:8])
+    raise DataError(
+        f"{where}: got text with {len(values):,} values ({listed}{', …' * (len(values) > 8)}), expected yes and no. "
+        f'Set the positive ones: --positive "== {_quoted(values[0]) if values else "yes"}" (or "in [a, b]"), or '
+        "another column: --label NAME."
     )
 
 
@@ -594,12 +536,12 @@ def _quoted(text: str) -> str:
     return text if text.strip() == text and text.isalnum() else f"'{text}'"
 
 
-def _of_numbers(column: pa.ChunkedArray, name: str) -> Label | str | None:
-    """Return the condition for ±1 and for ratings, None for numbers from 0 to 1, or the problem of the column."""
+def _map_numbers(where: str, column: pa.ChunkedArray, name: str) -> Label | None:
+    """Return the condition for ±1 and for ratings; None for numbers from 0 to 1."""
     values = arrow.wide_numbers(column)
     known = values[~np.isnan(values)]
     if not len(known):
-        return "is empty; name another with --label NAME"
+        raise DataError(f"{where}: got no values, expected some. Set --label NAME.")
     if known.min() >= 0 and known.max() <= 1:
         return None
     different = np.unique(known)
@@ -608,23 +550,21 @@ def _of_numbers(column: pa.ChunkedArray, name: str) -> Label | str | None:
     if len(different) == 2:
         return Label(name, f">= {different[1]:g}")
     if len(different) > _MOST_RATINGS:
-        return (
-            f"has {len(different):,} different numbers from {known.min():g} to "
-            f"{known.max():g}, and labels are 0 and 1; say which are positive: --positive "
-            f'">= {np.median(known):g}", or name another column with --label NAME'
+        raise DataError(
+            f"{where}: got {len(different):,} different numbers from {known.min():g} to {known.max():g}, expected 0 "
+            f'and 1. Set the positive ones: --positive ">= {np.median(known):g}", or another column: --label NAME.'
         )
     shares = np.array([(known >= value).mean() for value in different[1:]])
     return Label(name, f">= {different[1:][np.abs(shares - 0.5).argmin()]:g}")
 
 
-def _share(sample: pa.Table, mapping: Label) -> str:
+def _describe_share(sample: pa.Table, mapping: Label) -> str:
     column = pc.drop_null(sample[mapping.column])
-    values = arrow.wide_numbers(column) if arrow.is_number(column.type) else None
-    if values is not None:
+    counts: Counter[float] = Counter()
+    if arrow.is_number(column.type):
+        values = arrow.wide_numbers(column)
         column = column.filter(pa.array(~np.isnan(values)))
-        values = values[~np.isnan(values)]
+        counts.update(values[~np.isnan(values)].tolist())
     labels = read_labels(column, mapping.column, mapping, Place("the sample"))
-    counts = Counter((values if values is not None else np.array([])).tolist())
     spread = ", ".join(f"{value:g}: {count / len(labels):.0%}" for value, count in sorted(counts.items()))
-    spread = f" ({spread})" if 0 < len(counts) <= 11 else ""
-    return f"{labels.mean():.1%} are positive by this{spread}"
+    return f"{labels.mean():.1%} are positive by this" + (f" ({spread})" if 0 < len(counts) <= 11 else "")

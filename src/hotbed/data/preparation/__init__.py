@@ -1,4 +1,4 @@
-"""How do ids become row numbers of tables?
+"""Convert raw logs or tables to a dataset of ids: `hotbed prepare`.
 
-`hotbed prepare` counts ids out of core, builds vocabularies, and writes the encoded rows.
+`prepare_dataset` runs the stages: `raw_inputs` (read), `counting` (count and merge), `encoded_rows` (encode).
 """

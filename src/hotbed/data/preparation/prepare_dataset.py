@@ -1,15 +1,12 @@
-"""Prepare raw logs or tables as a dataset of ids.
+"""Prepare raw logs or tables as a dataset of ids, in four stages.
 
-Four passes, each of tasks that write what they make under names of their own, so that any workers can run them and a
-preparation that was killed goes on where it was:
+1. *read* (`raw_inputs`; Criteo logs only): check and parse every field, and spool the rows as Parquet.
+2. *count* (`counting`): count the values of each table, as sorted runs.
+3. *merge* (`counting`): merge the runs, and number frequent values: the vocabularies.
+4. *write* (`encoded_rows`): replace values by ids.
 
-1. *read* (`hotbed.data.preparation.raw_inputs`; logs only): every field is checked; parsed parts are spooled to disk
-as Parquet.
-2. *count* (`hotbed.data.preparation.counting`): how often each value of a table occurs, as sorted runs.
-3. *merge* (`hotbed.data.preparation.counting`): runs are merged, and frequent values are numbered: vocabularies.
-4. *write* (`hotbed.data.preparation.encoded_rows`): values become ids.
-
-All is written into a hidden directory beside the output, which is renamed when everything is there.
+Each stage consists of tasks that write files under names of their own. So any worker can run them, and a killed
+preparation resumes. A hidden directory next to the output holds all files, and is renamed at the end.
 """
 
 from __future__ import annotations
@@ -18,74 +15,47 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import Literal, get_args
-
-import pyarrow as pa
+from typing import Any
 
 from hotbed.data import arrow_columns as arrow
 from hotbed.data.encoding.prepared_dataset import HashEntry, Kind, PreparationEntry, VocabularyEntry, check_hashed
 from hotbed.data.encoding.vocabulary import VOCABULARY, read_vocabulary, vocabulary_file
-from hotbed.data.executors import STARTED_HERE, open_tasks
-from hotbed.data.files.criteo import Negatives, OnBadLine
-from hotbed.data.files.row_split import row_split
-from hotbed.data.preparation.counting import CountJob, MergeJob, count, merge
-from hotbed.data.preparation.encoded_rows import (
-    MARKERS,
-    EncodeJob,
-    Format,
-    assemble,
-    check_format,
-    dataset_schema,
-    encode,
+from hotbed.data.executors import open_tasks
+from hotbed.data.preparation.counting import CountJob, MergeJob, count_values, merge_runs
+from hotbed.data.preparation.encoded_rows import EncodeJob, assemble, check_format, dataset_schema, encode_group
+from hotbed.data.preparation.prepare_options import PrepareOptions
+from hotbed.data.preparation.raw_inputs import (
+    Piece,
+    Progress,
+    divide_pieces,
+    find_input,
+    group_pieces,
+    parse_logs,
+    splits_of_files,
 )
-from hotbed.data.preparation.pieces import HeldOut, divided, groups_of, in_order, splits_of_files, with_splits
-from hotbed.data.preparation.raw_inputs import Logs, Progress, Tables, find_input
-from hotbed.data.schema import Schema
+from hotbed.data.preparation.stored_rows import MARKERS, Format
 from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError, WorkerError
 from hotbed.files import new_directory
-from hotbed.machine import usable_cores
 
-CountOn = Literal["train", "all"]
-
-MEMORY_BYTES = 2 << 30
-_BASE_BYTES, _TASK_BYTES = 512 << 20, 384 << 20
 _DONE = ".done"
-_VERSION = 2  # of what is left of a killed preparation
+_VERSION = 3  # of the files of a killed preparation
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareReport:
-    """What `prepare` made.
-
-    Attributes
-    ----------
-    path
-        The dataset directory.
-    samples
-        Samples by split.
-    rows
-        Rows by table, id 0 included.
-    skipped
-        Lines left out, by what was wrong with them: ``fields``, ``label``, ``numerical``, ``categorical``.
-    replaced
-        By column, the negative numericals of Criteo logs that the rule ``negatives`` has replaced.
-    left_out
-        Columns that the drafted schema has left out, with their types and the reasons.
-    seconds
-        Wall-clock time.
-    """
+    """Report of `prepare`."""
 
     path: Path
-    samples: Mapping[str, int]
-    rows: Mapping[str, int]
-    skipped: Mapping[str, int]
-    replaced: Mapping[str, int]
-    left_out: Mapping[str, str]
+    samples: Mapping[str, int]  # by split
+    rows: Mapping[str, int]  # by table, including id 0
+    skipped: Mapping[str, int]  # lines by fault: fields, label, numerical, categorical
+    replaced: Mapping[str, int]  # by column, the numericals of Criteo logs that the rule `negatives` replaced
+    left_out: Mapping[str, str]  # columns that the drafted schema omits, with their types and the reasons
     seconds: float
 
 
@@ -93,167 +63,88 @@ def prepare(
     raw: str | Path | Source | Sequence[str | Path],
     out: str | Path,
     *,
-    schema: Schema | Mapping[str, object] | None = None,
-    threshold: int = 15,
-    top_k: int | None = None,
-    hash_rows: Mapping[str, int] | None = None,
-    hash_seed: int = 0,
-    valid_fraction: float | None = None,
-    test_fraction: float | None = None,
-    valid_rows: int = 0,
-    test_rows: int = 0,
-    valid_files: Sequence[str] = (),
-    test_files: Sequence[str] = (),
-    split: Mapping[str, object] | None = None,
-    count_on: CountOn = "train",
-    vocabulary: str | Path | None = None,
-    on_bad_line: OnBadLine = "error",
-    negatives: Negatives = "keep",
-    format: Format | None = None,
-    executor: str | Executor = "threads",
-    workers: int | None = None,
-    memory: int = MEMORY_BYTES,
-    overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = lambda stage, done, total: None,
+    **options: Any,
 ) -> PrepareReport:
-    """Turn raw Criteo logs, or Parquet, CSV and TSV files with any columns, into a dataset of ids.
+    """Convert raw Criteo logs, or Parquet, CSV and TSV files with any columns, to a dataset of ids.
 
-    Per table, values seen at least ``threshold`` times get ids 1, 2, … by falling count, ties by value; missing and
-    rarer values are id 0. Of Criteo logs, numericals become ln(x + 3), missing ones 0; of other files, all columns but
-    the sparse ones stay as they are. Samples keep their order, which is taken for that of time: the last ones are the
-    test split and those before them the valid split, unless files, folders or ``split`` say otherwise.
+    Values of a table with at least ``threshold`` occurrences get ids 1, 2, … by falling count, ties by value. Missing
+    and rarer values are id 0. Numericals of Criteo logs become ln(x + 3), and missing ones 0. All other columns are
+    stored without change. Samples keep their order. By default it is taken as the order of time, so that the last
+    samples are the test split.
 
     The directory holds a folder per split, ``vocabulary/``, and ``feature_spec.yaml`` (split-binary format, for
-    `SplitBinarySource`) or ``source.yaml`` (Parquet, for `ParquetSource`). What is in it depends on the data and the
-    options alone, to the byte, whoever computes it. A preparation that was killed goes on where it was when the same
-    is asked for again.
+    `SplitBinarySource`) or ``source.yaml`` (Parquet, for `ParquetSource`). Its bytes depend only on the data and the
+    options, not on the workers. The same call resumes a preparation that was killed.
 
     Parameters
     ----------
     raw
-        Criteo logs: a file (plain, gzip or zstd), several in time order, or a directory of ``day_*`` or
-        ``*.tsv[.gz|.zst]`` files. Or files or folders of Parquet, and of CSV or TSV with a header, as `ParquetSource`
-        reads them. Paths or URIs. Or a folder as `SplitBinarySource` or `NpySource` read it, or any `Source`, whose
-        ids are then taken for values.
+        Criteo logs: a file (plain, gzip or zstd), several in order of time, or a directory of ``day_*`` or
+        ``*.tsv[.gz|.zst]`` files. Or files or folders of Parquet, CSV or TSV with a header, as `ParquetSource` reads
+        them. Paths or URIs. Or a folder that `SplitBinarySource` or `NpySource` reads, or any `Source`, with its ids
+        as values.
     out
-        The dataset directory to make.
-    schema
-        Which columns of Parquet, CSV or TSV files are what; the rows that it says of tables are not used. Default:
-        `draft_schema`'s; the report says what that leaves out. Columns that share a table share a vocabulary.
-    threshold
-        Smallest count of a value that gets an id of its own. NVIDIA's default is 15.
-    top_k
-        Most values of a table that get ids, the most frequent; all that reach the threshold by default.
-    hash_rows
-        By table, the rows that its values are hashed to, in the place of a vocabulary: for values that never end, such
-        as users or queries.
-    hash_seed
-        Which hash that is, see `hotbed.data.encoding.prepared_dataset.HashEntry`.
-    valid_fraction, test_fraction
-        Share of the samples in these splits; 0 leaves the split out. By default the test split has 0.1, unless another
-        way to choose it is given.
-    valid_rows, test_rows
-        Number of samples in these splits, in the place of a share.
-    valid_files, test_files
-        Names or paths of files that are in these splits, whole: ``day_23``, ``week_1/day_23``.
-    split
-        Divide Parquet, CSV and TSV files by row: ``{by: time, column: ts, test_from: …}``, ``{by: hash, test: 0.1}``;
-        see `hotbed.data.files.row_split`.
-    count_on
-        ``"train"`` counts values in the train split only, so nothing about the test split leaks into the vocabulary:
-        a value that is new there is id 0, as it would be in production. ``"all"`` counts all samples, as NVIDIA's
-        scripts do.
-    vocabulary
-        ``vocabulary/`` directory of an earlier dataset: its values keep their ids, whatever their counts are now, and
-        new values come after them.
-    on_bad_line
-        ``"error"`` stops at a bad line of a log; ``"skip"`` leaves bad lines out and counts them.
-    negatives
-        Rule for negative numericals x of Criteo logs. ``"keep"``: ln(x + 3), where -3, which the published logs
-        contain, is taken as -2; smaller values are bad. ``"zero"``: negative values become 0 first, as in the scripts
-        of Facebook's DLRM. The report has the number of replaced values.
-    format
-        ``"split_binary"`` or ``"parquet"``. Default: split-binary for Criteo logs, and Parquet for all else, as the
-        former holds one id per column only.
-    executor
-        What runs the tasks: ``"threads"``, ``"processes"``, ``"dask:ADDRESS"``, ``"ray:ADDRESS"`` or any
-        `concurrent.futures.Executor`. Workers need hotbed, and all files at the same paths.
-    workers
-        Threads or processes. Default: one per core, or as many as ``memory`` is enough for.
-    memory
-        Bytes that may be used, by all threads and processes together, or by each worker of a cluster. What does not
-        fit waits on the disk.
-    overwrite
-        Replace ``out`` if it is a dataset already.
+        Directory of the dataset.
     progress
-        See `Progress`.
-
-    Returns
-    -------
-    PrepareReport
-        Samples by split, rows by table, lines skipped, columns left out, seconds.
+        Function that is called with a stage, the work done, and the total work.
+    options
+        Fields of `hotbed.data.preparation.prepare_options.PrepareOptions`, e.g. ``threshold=2``.
 
     Raises
     ------
     DataError
-        If a line is bad (names file, line, column and value), a file is empty or truncated, or ``out`` exists.
+        If a line is bad (the message names file, line, column and value), a file is empty or truncated, or ``out``
+        exists.
     SpecError
-        If an argument is out of range.
+        If an option is out of range.
     WorkerError
-        If workers die again and again, or a cluster does not answer. What was done is kept, so that the same call goes
-        on.
+        If workers die repeatedly, or a cluster does not answer. Finished tasks are kept, and the same call resumes.
     OSError
-        If the disk is full. Nothing is left behind after this or any other failure.
+        If the disk is full. No files are left after this or any other failure.
     """
     started = time.perf_counter()
-    held_out = _held_out(valid_fraction, test_fraction, (valid_rows, test_rows), (valid_files, test_files), split)
-    choices = {
-        "count_on": (count_on, get_args(CountOn)),
-        "on_bad_line": (on_bad_line, get_args(OnBadLine)),
-        "negatives": (negatives, get_args(Negatives)),
-        "format": (format or "parquet", get_args(Format)),
+    chosen = PrepareOptions(**options)
+    found = find_input([raw] if isinstance(raw, str | Path | Source) else list(raw), chosen.schema)
+    is_log, schema, kinds = bool(found.logs), found.schema, found.kinds
+    if is_log and chosen.split is not None:
+        raise SpecError("split: got Criteo logs, expected files with named columns. Use rows, files or fractions.")
+    if not is_log and chosen.negatives != "keep":
+        raise SpecError(f"negatives: got {chosen.negatives!r}, expected Criteo logs. Remove it.")
+    form: Format = chosen.format or ("split_binary" if is_log else "parquet")
+    hashed = dict(chosen.hash_rows or {})
+    check_hashed(hashed, chosen.hash_seed, schema)
+    check_format(schema, form, hashed)
+    columns = {
+        table: tuple(c.name for c in schema.sparse if c.table_name == table)
+        for table in schema.rows
+        if table not in hashed
     }
-    _check_arguments(threshold, top_k, choices, workers, memory)
-    found = find_input([raw] if isinstance(raw, str | Path | Source) else list(raw), schema, on_bad_line, negatives)
-    if held_out.by is not None and isinstance(found, Logs):
-        raise SpecError("split is for files with columns of their own; choose splits of Criteo logs by rows or files")
-    if negatives != "keep" and not isinstance(found, Logs):
-        raise SpecError(
-            f"negatives is {negatives!r}, but only Criteo logs have such a rule; leave it out, "
-            "because other numbers stay as they are"
-        )
-    form: Format = format or ("split_binary" if isinstance(found, Logs) else "parquet")
-    hashed = dict(hash_rows or {})
-    check_hashed(hashed, hash_seed, found.schema)
-    check_format(found.schema, form, hashed)
-    sparse, names = found.schema.sparse, [table for table in found.schema.rows if table not in hashed]
-    columns = {table: tuple(c.name for c in sparse if c.table_name == table) for table in names}
-    earlier = (
-        {} if vocabulary is None else {table: vocabulary_file(Path(vocabulary).absolute(), table) for table in columns}
-    )
+    earlier: dict[str, Path] = {}
+    if chosen.vocabulary is not None:
+        earlier = {table: vocabulary_file(Path(chosen.vocabulary).absolute(), table) for table in columns}
     for file in earlier.values():
-        read_vocabulary(file)
-    of_files = splits_of_files(found.names(), valid_files, test_files)
-    said = (
-        threshold,
-        top_k,
-        sorted(hashed.items()),
-        hash_seed,
-        held_out,
-        count_on,
-        on_bad_line,
-        negatives,
+        read_vocabulary(file)  # checks it
+    of_files = splits_of_files(found.names(), chosen)
+    content = (
+        _VERSION,
+        found.state,
+        [(str(file), (info := file.stat()).st_size, info.st_mtime_ns) for file in earlier.values()],
+        schema.to_dict(),
+        chosen.content(),
         form,
+        sorted(hashed.items()),
         sorted(of_files.items()),
     )
-    key = _key(found.state, [_state(file) for file in earlier.values()], found.schema.to_dict(), said)
-    workers = workers or _workers_within(memory, executor)
-    each = max(1 << 20, (memory - _BASE_BYTES) // (2 * (workers or 1)))
-    report = progress or _silent
+    key = hashlib.sha256(repr(content).encode()).hexdigest()[:8]
     with (
-        open_tasks(executor, workers) as tasks,
+        open_tasks(chosen.executor, chosen.worker_count()) as tasks,
         new_directory(
-            Path(out), marker=MARKERS[form], overwrite=overwrite, key=key, kept_on=(WorkerError, KeyboardInterrupt)
+            Path(out),
+            marker=MARKERS[form],
+            overwrite=chosen.overwrite,
+            key=key,
+            kept_on=(WorkerError, KeyboardInterrupt),
         ) as directory,
     ):
         rmtree(directory / _DONE, ignore_errors=True)
@@ -261,150 +152,77 @@ def prepare(
         spool, counts, encoded = work / "spool", work / "counts", work / "encoded"
         for folder in (vocabularies, spool, counts, encoded):
             folder.mkdir(parents=True, exist_ok=True)
-        pieces = with_splits(found.pieces(spool, tasks, report), of_files)
-        splits = divided(pieces := in_order(pieces), held_out)
-        kinds, types, lists = found.kinds(), found.types(), found.lists()
-        groups = groups_of(pieces)
+        skipped, replaced = Counter[str](), Counter[str]()
+        pieces = [
+            Piece(rows, split=split or None)
+            for split, of_split in found.tables.items()
+            for file in of_split
+            for rows in file.row_groups()
+        ]
+        if is_log:
+            pieces, skipped, replaced = parse_logs(found.logs, chosen, spool, tasks, progress)
+        pieces, splits = divide_pieces(pieces, of_files, chosen)
+        groups = group_pieces(pieces)
+
+        def kind(table: str) -> Kind:
+            return "hexadecimal" if is_log else "text" if arrow.is_text(kinds[table]) else "integers"
+
         samples: Counter[str] = Counter()
+        each, total = chosen.task_bytes(), len(groups) + len(columns)
         counting = [
-            CountJob(group, columns, kinds, splits, count_on == "train", counts / f"{i:06d}", each)
+            CountJob(group, columns, kinds, splits, chosen.count_on == "train", counts / f"{i:06d}", each)
             for i, group in enumerate(groups)
         ]
-        total = len(groups) + len(columns)
-        for done, of_group in enumerate(tasks.map(count, counting)):
-            report("count", done, total)
+        for done, of_group in enumerate(tasks.map(count_values, counting)):
+            progress("count", done, total)
             samples.update(of_group)
-        _check_splits(samples, splits.names)
+        if (empty := next((split for split in splits.names if not samples[split]), None)) is not None:
+            raise DataError(f"{empty} split: got no samples, expected some. Choose the splits another way.")
         merging = [
-            MergeJob(table, counts, kinds[table], threshold, top_k, earlier.get(table), vocabularies, each)
+            MergeJob(
+                table, counts, kinds[table], chosen.threshold, chosen.top_k, earlier.get(table), vocabularies, each
+            )
             for table in columns
         ]
         entries: dict[str, VocabularyEntry] = {}
-        for table, (values, sha256) in zip(columns, tasks.map(merge, merging), strict=True):
-            report("count", len(groups) + len(entries), total)
-            entries[table] = VocabularyEntry(kind=_kind(found, kinds[table]), values=values, sha256=sha256)
-        rows = {table: hashed.get(table) or entries[table].values + 1 for table in found.schema.rows}
-        report("count", total, total)
-        made = dataset_schema(found.schema, rows)
+        for table, (values, sha256) in zip(columns, tasks.map(merge_runs, merging), strict=True):
+            progress("count", len(groups) + len(entries), total)
+            entries[table] = VocabularyEntry(kind=kind(table), values=values, sha256=sha256)
+        rows = {table: hashed.get(table) or entries[table].values + 1 for table in schema.rows}
+        progress("count", total, total)
+        made = dataset_schema(schema, rows)
         preparation = PreparationEntry(
             vocabularies=entries,
             tables={column.name: column.table_name for column in made.sparse},
-            hashed={
-                table: HashEntry(kind=_kind(found, kinds[table]), rows=n, seed=hash_seed) for table, n in hashed.items()
-            },
-            numericals=("log_zero" if negatives == "zero" else "log") if isinstance(found, Logs) else "as_is",
+            hashed={table: HashEntry(kind=kind(table), rows=n, seed=chosen.hash_seed) for table, n in hashed.items()},
+            numericals=("log_zero" if chosen.negatives == "zero" else "log") if is_log else "as_is",
             dtype="float16" if form == "split_binary" else None,
         )
-        encoding = [
-            EncodeJob(
-                group,
-                i,
-                made,
-                found.schema.group,
-                kinds,
-                types,
-                lists,
-                splits,
-                vocabularies,
-                encoded / f"{i:06d}",
-                form,
-                preparation,
-            )
-            for i, group in enumerate(groups)
-        ]
-        for done, _ in enumerate(tasks.map(encode, encoding)):
-            report("write", done, len(groups))
+        encode_job = partial(
+            EncodeJob,
+            schema=made,
+            group_column=schema.group,
+            kinds=kinds,
+            types=found.types,
+            lists=found.lists,
+            splits=splits,
+            vocabularies=vocabularies,
+            form=form,
+            preparation=preparation,
+        )
+        encoding = [encode_job(group=group, index=i, out=encoded / f"{i:06d}") for i, group in enumerate(groups)]
+        for done, _ in enumerate(tasks.map(encode_group, encoding)):
+            progress("write", done, len(groups))
         assemble([job.out for job in encoding], directory, made, splits, form, preparation)
-        report("write", len(groups), len(groups))
-        work.replace(directory / _DONE)  # so that what is removed in part is not taken for what is there
+        progress("write", len(groups), len(groups))
+        work.replace(directory / _DONE)  # a successor must not resume from a directory that is partly removed
         rmtree(directory / _DONE)
     return PrepareReport(
         path=Path(out),
         samples={split: samples[split] for split in splits.names},
         rows=rows,
-        skipped=dict(found.skipped),
-        replaced=dict(found.replaced),
+        skipped=dict(skipped),
+        replaced=dict(replaced),
         left_out=dict(found.left_out),
         seconds=time.perf_counter() - started,
     )
-
-
-def _kind(found: Logs | Tables, values: pa.DataType) -> Kind:
-    if isinstance(found, Logs):
-        return "hexadecimal"
-    return "text" if arrow.is_text(values) else "integers"
-
-
-def _held_out(
-    valid_fraction: float | None,
-    test_fraction: float | None,
-    rows: tuple[int, int],
-    files: tuple[Sequence[str], Sequence[str]],
-    split: Mapping[str, object] | None,
-) -> HeldOut:
-    """Check how splits were asked for; by default the test split has a tenth."""
-    for name, share in (("valid_fraction", valid_fraction), ("test_fraction", test_fraction)):
-        if share is not None and not 0 <= share < 1:
-            raise SpecError(f"{name} is {share}, must be at least 0 and below 1")
-    for name, number in zip(("valid_rows", "test_rows"), rows, strict=True):
-        if number < 0:
-            raise SpecError(f"{name} is {number:,}, must be at least 0")
-    valid, test = valid_fraction or 0.0, test_fraction or 0.0
-    if valid + test >= 1:
-        raise SpecError(f"valid_fraction {valid} and test_fraction {test} leave nothing to train on; lower one")
-    ways = {
-        "a fraction": valid or test,
-        "rows": any(rows),
-        "files": any(files),
-        "split": split is not None,
-    }
-    asked = [way for way, is_asked in ways.items() if is_asked]
-    if len(asked) > 1:
-        raise SpecError(f"splits are chosen by {' and by '.join(asked)}; choose one way")
-    return HeldOut(valid, test_fraction, *rows, None if split is None else row_split(split))
-
-
-def _check_arguments(
-    threshold: int,
-    top_k: int | None,
-    choices: Mapping[str, tuple[object, tuple[str, ...]]],
-    workers: int | None,
-    memory: int,
-) -> None:
-    if threshold < 1:
-        raise SpecError(f"threshold is {threshold:,}, must be at least 1 (1 keeps every value)")
-    for name, number in (("top_k", top_k), ("workers", workers)):
-        if number is not None and number < 1:
-            raise SpecError(f"{name} is {number:,}, must be at least 1")
-    if memory < _BASE_BYTES + _TASK_BYTES:
-        least = _BASE_BYTES + _TASK_BYTES
-        raise SpecError(f"memory is {memory:,} bytes, must be at least {least:,}, which one task needs")
-    for name, (value, known) in choices.items():
-        if value not in known:
-            raise SpecError(f"{name} is {value!r}, must be one of {', '.join(known)}")
-
-
-def _check_splits(samples: Mapping[str, int], names: Sequence[str]) -> None:
-    for split in names:
-        if not samples[split]:
-            raise DataError(f"no sample is in the {split} split; choose splits another way")
-
-
-def _workers_within(memory: int, executor: str | Executor) -> int | None:
-    """Workers that memory is enough for; None where the executor has its own."""
-    if executor not in STARTED_HERE:
-        return None
-    return max(1, min(usable_cores(), (memory - _BASE_BYTES) // _TASK_BYTES))
-
-
-def _key(*said: object) -> str:
-    """8 hexadecimal digits of all that decides what is made."""
-    return hashlib.sha256(repr((_VERSION, said)).encode()).hexdigest()[:8]
-
-
-def _state(file: Path) -> object:
-    info = file.stat()
-    return str(file), info.st_size, info.st_mtime_ns
-
-
-def _silent(stage: str, done: int, total: int) -> None: ...

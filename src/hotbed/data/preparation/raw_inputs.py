@@ -1,20 +1,23 @@
-"""Find what is to be prepared: Criteo logs, which are parsed first, or what can be read as tables where it is.
+"""Stage 1 of a preparation: find the input, parse logs, assign rows to splits, and read rows block by block.
 
-Logs are parsed part by part into Parquet files, which the later passes of a preparation read column by column. A part
-is a compressed file, or a range of bytes of a plain one, so that several workers can read one file.
+Criteo logs are parsed into Parquet files, one per compressed file or range of bytes. All other inputs are read where
+they are. Both become `Piece`s, i.e. row groups with a split. One task reads a group of consecutive pieces.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 from pyarrow import fs
 
 from hotbed.data import arrow_columns as arrow
@@ -37,24 +40,198 @@ from hotbed.data.files.criteo import (
     size_of,
 )
 from hotbed.data.files.delimited import has_header, is_delimited
-from hotbed.data.files.parquet_files import ParquetFile, TableFile, find_parquet, is_table, with_rows
-from hotbed.data.preparation.pieces import Piece
+from hotbed.data.files.parquet_files import ParquetFile, RowGroup, TableFile, find_parquet, is_table, with_rows
+from hotbed.data.files.row_split import SPLITS, Position, RowSplit
+from hotbed.data.place import Place
+from hotbed.data.preparation.prepare_options import PrepareOptions
 from hotbed.data.preparation.stored_rows import is_source, source_files
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
-from hotbed.errors import DataError, SpecError
+from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.files import new_file
 from hotbed.locations import RemoteFile, location, opened
 
 PART_BYTES = 64 << 20
+_GROUP_ROWS = 1 << 19
+_GROUP_BYTES = 256 << 20
+_FEWEST_ROWS = 1 << 8
+_PROBED_ROWS = 1 << 10
+_NOT_PROBED = 64
+_NOWHERE = Position(0, 0)
 _SKIPPED, _REPLACED = b"hotbed.skipped", b"hotbed.replaced"
-_SCHEMA = pa.schema(
+_PARSED = pa.schema(
     [(LABEL, pa.uint8()), *((name, pa.float32()) for name in DENSE), *((name, pa.uint32()) for name in SPARSE)]
 )
+_LOG_SCHEMA = Schema(labels=(LABEL,), dense=DENSE, sparse=tuple(SparseColumn(name=name, rows=2) for name in SPARSE))
+
+Progress = Callable[[str, int, int], None]
+"""Function that is called with a stage, the work done, and the total work."""
+
+
+# -- inputs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawInput:
+    """Files to prepare: Criteo logs, or tables by split ("" if neither folders nor names show the split)."""
+
+    schema: Schema
+    logs: Sequence[Path | RemoteFile] = ()
+    tables: Mapping[str, Sequence[TableFile]] = field(default_factory=dict[str, Sequence[TableFile]])
+    kinds: Mapping[str, pa.DataType]  # by table, the type of its counted values
+    types: Mapping[str, pa.DataType]  # by column without ids, a type that holds the values of all files
+    lists: frozenset[str] = frozenset()  # sparse columns that hold lists
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])  # types and reasons, of a drafted schema
+
+    @property
+    def state(self) -> object:
+        """Paths, sizes and modification times."""
+        times = ((f, f.stat().st_mtime_ns if isinstance(f, Path) else f.mtime_ns) for f in self.logs)
+        return (
+            [(str(f), size_of(f), time) for f, time in times],
+            [(split, *file.state) for split, of_split in self.tables.items() for file in of_split],
+        )
+
+    def names(self) -> list[tuple[str, str]]:
+        """Return the path of each file, and its name below the input."""
+        return [(str(f), f.name) for f in self.logs] + [(f.shown, f.name) for f in chain(*self.tables.values())]
+
+
+def find_input(raw: Sequence[str | Path | Source], schema: Schema | Mapping[str, object] | None) -> RawInput:
+    """Find Criteo logs, tables or a source.
+
+    Files are tables if there is a schema, or their names or first line show it.
+    """
+    if any(map(is_source, raw)):
+        if len(raw) > 1:
+            raise SpecError(f"raw: got {len(raw)} inputs with a whole dataset, expected the dataset alone")
+        source = raw[0] if isinstance(raw[0], Source) else Path(location(str(raw[0])))
+        return _check_tables(*source_files(source, schema))
+    paths = [path for path in raw if not isinstance(path, Source)]
+    if schema is None and not any(map(_has_tables, paths)):
+        logs = [file.absolute() if isinstance(file, Path) else file for file in find_files(paths)]
+        if not has_header(logs[0]):
+            kinds = dict.fromkeys(SPARSE, pa.int64())  # hexadecimal digits are numbers
+            types = {name: _PARSED.field(name).type for name in (LABEL, *DENSE)}
+            return RawInput(schema=_LOG_SCHEMA, logs=logs, kinds=kinds, types=types)
+    if schema is None and len(paths) > 1:
+        raise SpecError(f"schema: got none for {len(paths)} paths of tables, expected one. Pass it, or one folder.")
+    files: dict[str, list[ParquetFile]] = {}
+    for path in paths:
+        for split, of_split in find_parquet(path).items():
+            files.setdefault(split, []).extend(of_split)
+    if schema is not None:
+        return _check_tables(schema, files)
+    every = with_rows(chain(*files.values()))
+    names = dict.fromkeys(name for file in every for name in file.schema.names)
+    _check_types(every, list(names), "Rewrite one of the files, or pass a schema without this column.")
+    drafted = draft(paths[0])
+    left_out = {column.name: f"{column.type}; {column.reason}" for column in drafted.left_out}
+    return replace(_check_tables(drafted.schema, files), left_out=left_out)
+
+
+def _has_tables(path: str | Path) -> bool:
+    place = location(str(path))
+    if not isinstance(place, Path):
+        names = _remote_names(place)
+    elif place.is_dir():
+        names = [file.relative_to(place).as_posix() for file in place.rglob("*")]
+    else:
+        names = [place.name]
+    return any(is_table(name) and (".csv" in name.lower() or not is_delimited(name)) for name in names)
+
+
+def _remote_names(uri: str) -> list[str]:
+    try:
+        store, root = opened(uri)
+    except ValueError:  # `find_files` raises the error
+        return []
+    if store.get_file_info(root).type != fs.FileType.Directory:
+        return [root.rsplit("/", 1)[-1]]
+    found = store.get_file_info(fs.FileSelector(root, recursive=True))
+    return [file.path[len(root) :].strip("/") for file in found if file.is_file]
+
+
+def plain_columns(schema: Schema) -> list[str]:
+    """Return the columns that are stored without change."""
+    group = [schema.group] if schema.group is not None else []
+    return list(dict.fromkeys([*schema.labels, *schema.dense, *schema.weight_columns, *schema.id_weights, *group]))
+
+
+# -- tables --------------------------------------------------------------------------------------------------------
+
+
+def _check_tables(schema: Schema | Mapping[str, object], tables: Mapping[str, Sequence[TableFile]]) -> RawInput:
+    schema = schema if isinstance(schema, Schema) else Schema.from_dict(schema)
+    if schema.derived:
+        raise SpecError(
+            f"schema.features: got '{schema.derived[0].name}', expected none, because a prepared dataset holds ids and "
+            "no values to derive features from. Remove `features`, or train on the files without preparation."
+        )
+    # The vocabularies determine rows.
+    schema = replace(schema, sparse=tuple(replace(column, rows=1 << 30) for column in schema.sparse))
+    encoder = Encoder(schema, ids="hash")
+    every = list(chain(*tables.values()))
+    # Types of files without rows mean nothing.
+    files = [file for file in every if file.row_groups()]
+    for file in files or every:
+        encoder.check(file.schema, file.shown)
+    kinds = _kinds(schema, files)
+    _check_types(files, encoder.names, "Rewrite one of the files.")
+    if not files:
+        raise DataError(f"{every[0].shown} has no rows")
+    stored = {name: [file.schema.field(name).type for file in files] for name in encoder.names}
+    lists: set[str] = set()
+    for column in schema.sparse:
+        of_files = set(map(arrow.kind_of_values, stored[column.name]))
+        if "lists" in of_files or (not any(of_files) and column.ids != 1):  # all values may be missing
+            lists.add(column.name)
+    types = {name: arrow.common_type(stored[name]) for name in plain_columns(schema)}
+    return RawInput(schema=schema, tables=tables, kinds=kinds, types=types, lists=frozenset(lists))
+
+
+def _kinds(schema: Schema, files: Sequence[TableFile]) -> dict[str, pa.DataType]:
+    """Return by table the type of its counted values; raise `DataError` for a mix of text and integers."""
+    found: dict[str, tuple[pa.DataType, str]] = {}
+    for file in files:
+        for column in schema.sparse:
+            stored = file.schema.field(column.name).type
+            if not arrow.kind_of_ids(stored):  # all values are missing
+                continue
+            kind, where = value_type(stored), f"{file}, column '{column.name}'"
+            other, first = found.setdefault(column.table_name, (kind, where))
+            if arrow.is_text(kind) != arrow.is_text(other):
+                raise DataError(
+                    f"{where}: got {stored}, expected {other}, as in {first}, because 5 and '5' are different ids of "
+                    f"table '{column.table_name}'. Write all values as text, or all as integers."
+                )
+            if kind in (pa.uint64(), pa.large_binary()):
+                found[column.table_name] = (kind, first)
+    return {table: found[table][0] if table in found else pa.int64() for table in schema.rows}
+
+
+def _check_types(files: Sequence[TableFile], names: Sequence[str], fix: str) -> None:
+    """Raise `DataError` if types of a column are incompatible between files."""
+    for name in names:
+        seen: dict[pa.DataType, TableFile] = {}
+        for file in files:
+            if (at := file.schema.get_field_index(name)) < 0:
+                continue
+            stored = file.schema.types[at]
+            other = next((kind for kind in seen if not arrow.alike(kind, stored)), None)
+            if other is not None:
+                raise DataError(
+                    f"{file}, column '{name}': got {stored}, expected a type compatible with {other} in {seen[other]}. "
+                    f"{fix}"
+                )
+            seen.setdefault(stored, file)
+
+
+# -- logs ----------------------------------------------------------------------------------------------------------
 
 
 class LogPart(NamedTuple):
-    """What one task parses, and where what it finds goes."""
+    """A part of a log that one task parses, and the file for its rows."""
 
     file: Path | RemoteFile
     start: int
@@ -65,27 +242,44 @@ class LogPart(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the file that it reads."""
+        """Bytes of the log."""
         return (size_of(self.file) if self.stop is None else self.stop) - self.start
 
 
-def parts_of(
-    files: Sequence[Path | RemoteFile], on_bad_line: OnBadLine, negatives: Negatives, spool: Path
-) -> list[LogPart]:
-    """Cut files into parts, in order."""
+def parse_logs(
+    logs: Sequence[Path | RemoteFile], options: PrepareOptions, spool: Path, tasks: Tasks, report: Progress
+) -> tuple[list[Piece], Counter[str], Counter[str]]:
+    """Parse logs into Parquet files; return their pieces, skipped lines by fault, and replaced values by column."""
     parts: list[LogPart] = []
-    for file in files:
-        with file.open("rb") as stored:
+    for log in logs:
+        with log.open("rb") as stored:
             is_plain = codec_of(stored) is None
-        size = size_of(file)
+        size = size_of(log)
         for start in range(0, size, PART_BYTES) if is_plain else (0,):
             stop = min(start + PART_BYTES, size) if is_plain else None
-            parts.append(LogPart(file, start, stop, on_bad_line, negatives, spool / f"{len(parts):06d}.parquet"))
-    return parts
+            out = spool / f"{len(parts):06d}.parquet"
+            parts.append(LogPart(log, start, stop, options.on_bad_line, options.negatives, out))
+    done, total = 0, sum(part.bytes for part in parts)
+    report("read", 0, total)
+    for part, _ in zip(parts, tasks.map(parse_part, parts), strict=True):
+        done += part.bytes
+        report("read", done, total)
+    pieces: list[Piece] = []
+    counts = {_SKIPPED: Counter[str](), _REPLACED: Counter[str]()}
+    for part in parts:
+        local = fs.LocalFileSystem()
+        file = ParquetFile(filesystem=local, path=str(part.spool), name=part.file.name, shown=str(part.file))
+        for key, counter in counts.items():
+            counter.update(json.loads((file.metadata.metadata or {}).get(key, b"{}")))
+        pieces += [Piece(rows) for rows in file.row_groups()]
+    skipped, replaced = counts.values()
+    if not pieces:
+        raise DataError(f"{logs[0]}: got no good line ({sum(skipped.values()):,} skipped), expected some")
+    return pieces, skipped, replaced
 
 
 def parse_part(part: LogPart) -> None:
-    """Parse a part, unless that was done."""
+    """Parse a part unless its file exists."""
     if part.spool.is_file():
         return
     try:
@@ -93,261 +287,238 @@ def parse_part(part: LogPart) -> None:
     except DataError:
         if not part.start:
             raise
-        _parse(part, line=2 + count_lines(part.file, part.start - 1))  # the same error, with the line's number
+        _parse(part, line=2 + count_lines(part.file, part.start - 1))  # raises the same error with the line's number
         raise
 
 
 def _parse(part: LogPart, line: int) -> None:
     checker = LineChecker(part.on_bad_line, negatives=part.negatives)
-    # The writer is Arrow's, because it reports a full disk as an OSError with its errno.
-    with new_file(part.spool) as unfinished, pq.ParquetWriter(unfinished, _SCHEMA, compression="lz4") as writer:
+    # Arrow's writer reports a full disk as an OSError with its errno.
+    with new_file(part.spool) as unfinished, pq.ParquetWriter(unfinished, _PARSED, compression="lz4") as writer:
         for block in read_blocks(part.file, start=part.start, stop=part.stop, line=line):
             frame = checker.parse(block)
             if len(frame):
-                writer.write_table(frame.to_arrow().cast(_SCHEMA))
+                writer.write_table(frame.to_arrow().cast(_PARSED))
         for key, counts in ((_SKIPPED, checker.skipped), (_REPLACED, checker.replaced)):
             writer.add_key_value_metadata({key: json.dumps(counts).encode()})
 
 
-def parsed_pieces(parts: Sequence[LogPart]) -> tuple[list[Piece], Counter[str], Counter[str]]:
-    """Return the parsed parts in order, the skipped lines by reason, and the replaced values by column."""
-    pieces: list[Piece] = []
-    skipped, replaced = Counter[str](), Counter[str]()
-    for part in parts:
-        file = ParquetFile(
-            filesystem=fs.LocalFileSystem(), path=str(part.spool), name=part.file.name, shown=str(part.file)
-        )
-        for counts, key in ((skipped, _SKIPPED), (replaced, _REPLACED)):
-            counts.update(json.loads((file.metadata.metadata or {}).get(key, b"{}")))
-        pieces += [Piece(rows) for rows in file.row_groups()]
-    if not pieces:
-        raise DataError(f"{parts[0].file} has no good line ({sum(skipped.values()):,} were skipped)")
-    return pieces, skipped, replaced
-
-
-Progress = Callable[[str, int, int], None]
-"""Called with a stage, what is done of it, and what there is to do."""
-
-_LOG_SCHEMA = Schema(labels=(LABEL,), dense=DENSE, sparse=tuple(SparseColumn(name=name, rows=2) for name in SPARSE))
-
-
-def find_input(
-    raw: Sequence[str | Path | Source],
-    schema: Schema | Mapping[str, object] | None,
-    on_bad_line: OnBadLine,
-    negatives: Negatives = "keep",
-) -> Logs | Tables:
-    """Find logs; or tables, where there is a schema, or names or the first line say so; or what a source reads."""
-    if any(map(is_source, raw)):
-        if len(raw) > 1:
-            raise SpecError(f"{len(raw)} inputs were given, one of which is a whole dataset; prepare it by itself")
-        place = raw[0] if isinstance(raw[0], Source) else location(str(raw[0]))
-        assert not isinstance(place, str)
-        return _tables(*source_files(place, schema))
-    paths = [path for path in raw if not isinstance(path, Source)]
-    if schema is None and not any(map(_has_tables, paths)):
-        files = find_files(paths)
-        if not has_header(files[0]):
-            return Logs(files, on_bad_line, negatives)
-    if schema is None and len(paths) > 1:
-        raise SpecError(f"{len(paths)} paths of tables were given without a schema; give one, or one folder of files")
-    files = _files(paths)
-    if schema is not None:
-        return _tables(schema, files)
-    everything = with_rows(file for of_split in files.values() for file in of_split)
-    names = dict.fromkeys(name for file in everything for name in file.schema.names)
-    _check_types(everything, list(names), "write one of them anew, or give a schema without this column")
-    drafted = draft(paths[0])
-    return replace(
-        _tables(drafted.schema, files),
-        left_out={column.name: f"{column.type}; {column.reason}" for column in drafted.left_out},
-    )
-
-
-def _has_tables(path: str | Path) -> bool:
-    place = location(str(path))
-    if isinstance(place, Path):
-        names = (file.relative_to(place).as_posix() for file in place.rglob("*")) if place.is_dir() else [place.name]
-    else:
-        names = _remote_names(place)
-    return any(map(_is_no_log, names))
-
-
-def _remote_names(uri: str) -> list[str]:
-    """Names of the file at a URI, or of those in its folder and below; none where it cannot be opened."""
-    try:
-        store, root = opened(uri)
-    except ValueError:  # said when logs are looked for
-        return []
-    if store.get_file_info(root).type != fs.FileType.Directory:
-        return [root.rsplit("/", 1)[-1]]
-    found = store.get_file_info(fs.FileSelector(root, recursive=True))
-    return [file.path[len(root) :].strip("/") for file in found if file.is_file]
-
-
-def _is_no_log(name: str) -> bool:
-    """Whether a file of this name, below what was given, is a table and no log."""
-    return is_table(name) and (".csv" in name.lower() or not is_delimited(name))
-
-
-@dataclass
-class Logs:
-    """Criteo logs."""
-
-    files: Sequence[Path | RemoteFile]
-    on_bad_line: OnBadLine
-    negatives: Negatives = "keep"
-    schema: Schema = _LOG_SCHEMA
-    # By fault, the skipped lines, and by column, the numericals that the rule replaced; known when pieces are.
-    skipped: Mapping[str, int] = field(default_factory=dict[str, int])
-    replaced: Mapping[str, int] = field(default_factory=dict[str, int])
-    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
-
-    @property
-    def state(self) -> object:
-        """Paths, sizes and times of change, which change when a file does."""
-        return [(str(f), size_of(f), f.stat().st_mtime_ns if isinstance(f, Path) else f.mtime_ns) for f in self.files]
-
-    def names(self) -> list[tuple[str, str]]:
-        """Paths as pieces have them, with the name of each file."""
-        return [(str(f.absolute() if isinstance(f, Path) else f), f.name) for f in self.files]
-
-    def pieces(self, spool: Path, tasks: Tasks, report: Progress) -> list[Piece]:
-        """Parse the logs into Parquet files."""
-        files = [f.absolute() if isinstance(f, Path) else f for f in self.files]
-        parts = parts_of(files, self.on_bad_line, self.negatives, spool)
-        done, total = 0, sum(part.bytes for part in parts)
-        report("read", 0, total)
-        for part, _ in zip(parts, tasks.map(parse_part, parts), strict=True):
-            done += part.bytes
-            report("read", done, total)
-        pieces, self.skipped, self.replaced = parsed_pieces(parts)
-        return pieces
-
-    def kinds(self) -> dict[str, pa.DataType]:
-        """By table, the type in which its values are counted: integers, because hexadecimal digits are numbers."""
-        return dict.fromkeys(SPARSE, pa.int64())
-
-    def types(self) -> dict[str, pa.DataType]:
-        """By column without ids, the type as it is spooled."""
-        return {LABEL: pa.uint8(), **dict.fromkeys(DENSE, pa.float32())}
-
-    def lists(self) -> frozenset[str]:
-        """Inputs of ids that are lists: none."""
-        return frozenset()
+# -- splits and groups ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Tables:
-    """Files that can be read as tables, by split where folders or names say one."""
+class Piece:
+    """A row group with its position among all samples, and its split if all of its rows are in one."""
 
-    files: Mapping[str, Sequence[TableFile]]
-    schema: Schema
-    skipped: Mapping[str, int] = field(default_factory=dict[str, int])
-    replaced: Mapping[str, int] = field(default_factory=dict[str, int])
-    # By column that a drafted schema left out, its type and the reason.
-    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
+    rows: RowGroup
+    split: str | None = None
+    at: Position = _NOWHERE
 
     @property
-    def state(self) -> object:
-        """Paths, sizes and times of change, which change when a file does."""
-        return [(split, *file.state) for split, of_split in self.files.items() for file in of_split]
+    def bytes(self) -> int:
+        """Uncompressed bytes of all columns."""
+        return self.rows.file.nbytes(self.rows.index)
 
-    def names(self) -> list[tuple[str, str]]:
-        """Paths as messages have them, with names below the input."""
-        return [(file.shown, file.name) for of_split in self.files.values() for file in of_split]
 
-    @property
-    def checked(self) -> list[TableFile]:
-        """Files with rows, or all files if none has; columns and types of empty files mean nothing."""
-        every = [file for of_split in self.files.values() for file in of_split]
-        return [file for file in every if file.row_groups()] or every
+@dataclass(frozen=True)
+class Splits:
+    """Splits of a dataset, and the rule that assigns the rows of pieces without a split."""
 
-    def pieces(self, spool: Path, tasks: Tasks, report: Progress) -> list[Piece]:
-        """Row groups, which are read where they are."""
+    names: tuple[str, ...]
+    ends: tuple[int, int] = (0, 0)  # positions among these rows where train and valid end
+    by: RowSplit | None = None  # rule that replaces the positions
+
+    def codes(self, piece: Piece) -> NDArray[np.int64]:
+        """Return the index in `SPLITS` of each row of a piece ``[n]``."""
+        n = piece.rows.samples
+        if piece.split is not None:
+            return np.full(n, SPLITS.index(piece.split))
+        if self.by is None:
+            return np.searchsorted(self.ends, np.arange(piece.at.before, piece.at.before + n), side="right")
+        table = None if self.by.column is None else piece.rows.read([self.by.column])
+        return np.asarray(self.by.codes(piece.rows, piece.at, table), dtype=np.int64)
+
+
+def splits_of_files(files: Sequence[tuple[str, str]], options: PrepareOptions) -> dict[str, str]:
+    """Return the split by path of the files that ``valid_files`` and ``test_files`` name.
+
+    ``files`` holds each path with its name below the input. Options may name files by path, end of path or name.
+    """
+    paths = dict(files)
+    chosen: dict[str, str] = {}
+    for split, of_split in (("valid", options.valid_files), ("test", options.test_files)):
+        for name in of_split:
+            whole = [path for path in (name, str(Path(name).absolute())) if path in paths][:1]
+            found = whole or [p for p, below in paths.items() if name == below or p.endswith(f"/{name}")]
+            if len(found) != 1:
+                hint = "" if found else did_you_mean(name, paths.values())
+                matches = f"{', '.join(found)}. Add more of the path." if found else f"none{hint}"
+                raise SpecError(f"{split}_files, {name}: expected one file of the data, got {matches}")
+            if chosen.setdefault(found[0], split) != split:
+                raise SpecError(f"{name}: got valid_files and test_files, expected one of them. Remove it from one.")
+    return chosen
+
+
+def divide_pieces(
+    pieces: Sequence[Piece], of_files: Mapping[str, str], options: PrepareOptions
+) -> tuple[list[Piece], Splits]:
+    """Return pieces with the splits of their files and their positions, and the splits of the dataset."""
+    if of_files:
+        paths = [piece.rows.file.shown for piece in pieces]
+        for file, split in of_files.items():
+            if file not in paths:
+                raise DataError(f"{file} has no rows. Remove it from {split}_files.")
+        pieces = [
+            replace(p, split=of_files.get(path, p.split or "train")) for p, path in zip(pieces, paths, strict=True)
+        ]
+    ends = np.cumsum([0, *(piece.rows.samples if piece.split is None else 0 for piece in pieces)]).tolist()
+    pieces = [replace(p, at=Position(before, ends[-1])) for p, before in zip(pieces, ends, strict=False)]
+    return pieces, _choose_splits(pieces, ends[-1], options)
+
+
+def _choose_splits(pieces: Sequence[Piece], total: int, options: PrepareOptions) -> Splits:
+    named = {piece.split for piece in pieces if piece.split is not None}
+
+    def in_order(more: Sequence[str] = ()) -> tuple[str, ...]:
+        return tuple(split for split in SPLITS if split in {*named, *more})
+
+    if not total:
+        if options.has_splits:
+            raise SpecError(
+                f"splits: got {', '.join(in_order())} from the files, expected no options for splits. Remove them."
+            )
+        return Splits(in_order())
+    if options.by is not None:
+        for piece in pieces:
+            if piece.split is None:
+                options.by.check(piece.rows.file.schema, piece.rows.file.shown)
+        return Splits(in_order(options.by.names), by=options.by)
+    share = options.test_share()
+    valid = options.valid_rows or round(total * (options.valid_fraction or 0.0))
+    test = options.test_rows or round(total * share)
+    sizes = {"train": total - valid - test}
+    sizes |= {"valid": valid} if options.valid_fraction or options.valid_rows else {}
+    sizes |= {"test": test} if share or options.test_rows else {}
+    for split, size in sizes.items():
+        if size < 1:
+            raise DataError(
+                f"{split} split: got {size:,} of {total:,} samples (valid {valid:,}, test {test:,}), expected at least "
+                "1. Change the fractions or rows of the splits, or set one to 0."
+            )
+    return Splits(in_order(list(sizes)), ends=(total - valid - test, total - test))
+
+
+def group_pieces(pieces: Sequence[Piece]) -> list[tuple[Piece, ...]]:
+    """Return groups of pieces, one per task; they must not depend on workers, because files depend on them."""
+    found: list[tuple[Piece, ...]] = []
+    group: list[Piece] = []
+    rows = size = 0
+    for piece in pieces:
+        n, nbytes = piece.rows.samples, piece.bytes
+        if group and (rows + n > _GROUP_ROWS or size + nbytes > _GROUP_BYTES):
+            found.append(tuple(group))
+            group, rows, size = [], 0, 0
+        group.append(piece)
+        rows, size = rows + n, size + nbytes
+    return [*found, tuple(group)] if group else found
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Consecutive rows of one or several pieces."""
+
+    tables: Sequence[pa.Table]  # by piece
+    names: Sequence[str]  # by piece, the file and row group, for messages
+    rows: Sequence[NDArray[np.int64]]  # by piece, the positions of its rows
+    codes: NDArray[np.int64]  # index in `SPLITS` of each row ``[n]``
+
+    def column(self, name: str, kind: pa.DataType) -> pa.ChunkedArray:
+        """Cast a column; raise `DataError` with its file if a value does not fit."""
+        chunks: list[pa.Array] = []
+        for table, where in zip(self.tables, self.names, strict=True):
+            try:
+                chunks += table[name].cast(kind).chunks
+            except pa.ArrowInvalid as error:
+                raise _misfit(where, name, kind, error) from None
+        return pa.chunked_array(chunks, kind)
+
+    def lists(self, name: str) -> tuple[pa.Array, pa.Array]:
+        """Return the offsets ``[n + 1]`` of a column of lists, and a mask ``[n]`` of missing lists."""
+        arrays = [table[name].combine_chunks() for table in self.tables]
+        lengths = [arrow.lengths(a) if arrow.is_list(a.type) else np.zeros(len(a), np.int64) for a in arrays]
+        return pa.array(np.cumsum(np.concatenate([[0], *lengths]))), pa.concat_arrays([a.is_null() for a in arrays])
+
+    def filter(self, mask: NDArray[np.bool_]) -> RowBlock:
+        """Return the rows where a mask ``[n]`` is true."""
+        ends = np.cumsum([len(table) for table in self.tables])[:-1]
+        masks = np.split(mask, ends)
+        tables = [table.filter(pa.array(kept)) for table, kept in zip(self.tables, masks, strict=True)]
+        rows = [of[kept] for of, kept in zip(self.rows, masks, strict=True)]
+        return RowBlock(tables, self.names, rows, self.codes[mask])
+
+    def places(self) -> list[tuple[pa.Table, Place]]:
+        """Return the tables with their places for messages."""
         return [
-            Piece(rows, split=split or None)
-            for split, of_split in self.files.items()
-            for file in of_split
-            for rows in file.row_groups()
+            (table, Place(name, lambda at, rows=rows: f"row {rows[at]:,}"))
+            for table, name, rows in zip(self.tables, self.names, self.rows, strict=True)
         ]
 
-    def kinds(self) -> dict[str, pa.DataType]:
-        """By table, the type in which the values of all its files and columns are counted."""
-        found: dict[str, tuple[pa.DataType, str]] = {}
-        for file in self.checked:
-            for column in self.schema.sparse:
-                stored = file.schema.field(column.name).type
-                if not arrow.kind_of_ids(stored):  # all values are missing
-                    continue
-                kind, where = value_type(stored), f"{file}, column '{column.name}'"
-                other, first = found.setdefault(column.table_name, (kind, where))
-                if arrow.is_text(kind) != arrow.is_text(other):
-                    raise DataError(
-                        f"{where} is {stored}, and {first} is {other}: the values of table '{column.table_name}' must "
-                        "be all text or all integers, as 5 and '5' are other ids; write one of them anew"
-                    )
-                if kind in (pa.uint64(), pa.large_binary()):
-                    found[column.table_name] = (kind, first)
-        return {table: found[table][0] if table in found else pa.int64() for table in self.schema.rows}
+    def values(self, column: str, kind: pa.DataType, *, is_list: bool = False) -> pa.Array:
+        """Return all values of a column as one array; lists are concatenated.
 
-    def types(self) -> dict[str, pa.DataType]:
-        """By column without ids, a type that holds the values of all files."""
-        s = self.schema
-        names = [*s.labels, *s.dense, *s.weight_columns, *s.id_weights, *([s.group] if s.group is not None else [])]
-        return {name: arrow.common_type([file.schema.field(name).type for file in self.checked]) for name in names}
-
-    def lists(self) -> frozenset[str]:
-        """Inputs of ids that are lists in any file, or by the schema if all values of all files are missing."""
-        files, sparse = self.checked, self.schema.sparse
-        of_column = {c: {arrow.kind_of_values(f.schema.field(c.name).type) for f in files} for c in sparse}
-        return frozenset(
-            c.name for c, kinds in of_column.items() if "lists" in kinds or (not any(kinds) and c.ids != 1)
-        )
-
-
-def _tables(schema: Schema | Mapping[str, object], files: Mapping[str, Sequence[TableFile]]) -> Tables:
-    schema = schema if isinstance(schema, Schema) else Schema.from_dict(schema)
-    if schema.derived:
-        raise SpecError(
-            f"'{schema.derived[0].name}' is made of other columns when they are read, which are ids in a prepared "
-            "dataset; prepare the columns without `features`, or train on the files as they are"
-        )
-    # What is said of rows is not used.
-    schema = replace(schema, sparse=tuple(replace(column, rows=1 << 30) for column in schema.sparse))
-    encoder = Encoder(schema, ids="hash")
-    tables = Tables(files, schema)
-    everything = tables.checked
-    for file in everything:
-        encoder.check(file.schema, file.shown)
-    tables.kinds()
-    _check_types(everything, encoder.names, "write one of them anew")
-    if not any(file.row_groups() for file in everything):
-        raise DataError(f"{everything[0].shown} has no rows")
-    return tables
-
-
-def _files(raw: Sequence[str | Path]) -> dict[str, list[ParquetFile]]:
-    files: dict[str, list[ParquetFile]] = {}
-    for path in raw:
-        for split, of_split in find_parquet(path).items():
-            files.setdefault(split, []).extend(of_split)
-    return files
-
-
-def _check_types(files: Sequence[TableFile], names: Sequence[str], fix: str) -> None:
-    """Raise unless values of one column are of one kind in all files that have it."""
-    for name in names:
-        seen: dict[pa.DataType, TableFile] = {}
-        for file in files:
-            at = file.schema.get_field_index(name)
-            if at < 0:
+        ``is_list`` matters for files with missing values only, because their type does not show lists.
+        """
+        found: list[pa.Array] = []
+        for table, place in self.places():
+            array = table[column].combine_chunks()
+            if pa.types.is_null(array.type):
+                found.append(pa.nulls(0 if is_list else len(array), kind))
                 continue
-            stored = file.schema.types[at]
-            other = next((kind for kind in seen if not arrow.alike(kind, stored)), None)
-            if other is not None:
-                raise DataError(
-                    f"{file}, column '{name}' is {stored}, and {seen[other]} has {other}: rows of both cannot stand in "
-                    f"one dataset; {fix}"
-                )
-            seen.setdefault(stored, file)
+            if arrow.is_list(array.type):
+                array, place = array.flatten(), place.of_lists(arrow.lengths(array))
+            values = arrow.hashable(array, column, place)
+            try:
+                found.append(arrow.decode(values).cast(kind))
+            except pa.ArrowInvalid as error:
+                raise _misfit(place.name, column, kind, error) from None
+        return pa.concat_arrays(found)
+
+
+def _misfit(where: str, column: str, kind: pa.DataType, error: Exception) -> DataError:
+    return DataError(
+        f"{where}, column '{column}': {error}, expected {kind}, as in the other files. Rewrite the column."
+    )
+
+
+def read_blocks_of(group: Sequence[Piece], columns: Sequence[str], splits: Splits) -> Iterator[RowBlock]:
+    """Read the rows of a group in order: at once, or in slices if the group is large."""
+    sizes = [_bytes_read(piece, columns) for piece in group]
+    if sum(piece.rows.samples for piece in group) <= _GROUP_ROWS and sum(sizes) <= _GROUP_BYTES:
+        tables = [piece.rows.read(columns) for piece in group]
+        codes = np.concatenate([splits.codes(piece) for piece in group])
+        yield RowBlock(tables, [str(piece.rows) for piece in group], [np.arange(len(t)) for t in tables], codes)
+        return
+    for piece, nbytes in zip(group, sizes, strict=True):
+        codes, start = splits.codes(piece), 0
+        rows = max(_FEWEST_ROWS, min(_GROUP_ROWS, _GROUP_BYTES * piece.rows.samples // max(1, nbytes)))
+        for table in piece.rows.batches(columns, rows):
+            stop = start + len(table)
+            yield RowBlock([table], [str(piece.rows)], [np.arange(start, stop)], codes[start:stop])
+            start = stop
+
+
+def _bytes_read(piece: Piece, columns: Sequence[str]) -> int:
+    """Estimate the bytes of a piece's columns in memory.
+
+    Repeated texts are stored once, so their size in the footer may be far too small. The first rows are a sample.
+    """
+    rows = piece.rows
+    texts = rows.file.repeated_texts(rows.index, columns)
+    most = sum(texts.values())
+    if most <= _GROUP_BYTES // _NOT_PROBED:
+        return piece.bytes + most
+    first = next(rows.batches(list(texts), _PROBED_ROWS))
+    return piece.bytes + first.nbytes * rows.samples // max(1, len(first))

@@ -1,22 +1,22 @@
-"""Read all columns of any data in slices of rows, in order and bounded memory: `open_rows`, `SourceRows`.
+"""Read the rows of any data: in order and bounded memory (`open_rows`), or as files to prepare (`source_files`).
 
-Parquet, CSV, TSV and logs are read as they are stored, with all columns that their files have and no schema. Of other
-formats the samples of a `Source` are turned into columns.
+Parquet, CSV, TSV and logs are read without a schema, with all of their columns. For other formats the batches of a
+`Source` are converted to columns.
 
-`open_described` opens a folder that describes its own columns, as `hotbed.prepare` writes it. NVIDIA's split-binary
-format has ``feature_spec.yaml``, Parquet ``source.yaml``, with the entry ``data.source`` of a recipe.
+`open_described` opens a prepared dataset, i.e. a folder with a file that describes its columns:
+``feature_spec.yaml`` (NVIDIA's split-binary format) or ``source.yaml`` (Parquet; ``data.source`` of a recipe).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, cast
 from uuid import uuid4
 
 import numpy as np
@@ -26,49 +26,54 @@ from torch import Tensor
 
 from hotbed.bags import Bags, weights_of
 from hotbed.batch import Batch
+from hotbed.checks import check_known
 from hotbed.data.files.parquet_files import ParquetFile, RowGroup, TableFile, find_parquet, with_rows
 from hotbed.data.files.row_split import SPLITS
 from hotbed.data.formats.npy import NpySource, find_days, has_days
 from hotbed.data.formats.parquet import ParquetSource
 from hotbed.data.formats.split_binary import DESCRIPTION, SplitBinarySource
 from hotbed.data.place import Place
-from hotbed.data.preparation.encoded_rows import MARKERS
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError
 from hotbed.locations import location, opened
 from hotbed.parsing import TextError, parse_yaml
 
+Format = Literal["split_binary", "parquet"]
+MARKERS: Mapping[Format, str] = {"split_binary": DESCRIPTION, "parquet": "source.yaml"}
+"""File of a dataset that is written last, by format."""
 _PARQUET = "hotbed.data.ParquetSource"
 _SPLIT_BINARY = "hotbed.data.SplitBinarySource"
 _MOST_BYTES = 64 << 20
+_ANY_ROWS = 1 << 62
+_CELLS = 2_000_000
+_FEWEST_ROWS, _MOST_ROWS = 1_024, 1 << 16
+
+
+# -- prepared datasets ---------------------------------------------------------------------------------------------
 
 
 class Described(NamedTuple):
-    """A source, and what a recipe says of it."""
+    """A source, and its entry in a recipe."""
 
     source: Source
-    said: Mapping[str, object]
+    entry: Mapping[str, object]
 
 
 def open_described(path: str | Path) -> Described | None:
-    """Open a prepared dataset by its folder or the marker file in it; return None for any other path.
+    """Open a prepared dataset by its folder or its description; return None for any other path.
 
-    At a URI (a string) only Parquet is found.
+    At a URI only Parquet is found.
     """
     if isinstance(path, Path):
         path = path.parent if path.name in MARKERS.values() else path
-        if (path / MARKERS["split_binary"]).is_file():
+        if (path / DESCRIPTION).is_file():
             return Described(SplitBinarySource(path), {"class_path": _SPLIT_BINARY})
         if not path.is_dir():
             return None
-    return _parquet(path)
-
-
-def _parquet(path: str | Path) -> Described | None:
     try:
         store, root = (fs.LocalFileSystem(), str(path)) if isinstance(path, Path) else opened(path)
-    except ValueError:  # said when files are looked for
+    except ValueError:  # a search for files raises the error
         return None
     file = f"{root.rstrip('/')}/{MARKERS['parquet']}"
     if not store.get_file_info(file).is_file:
@@ -76,24 +81,21 @@ def _parquet(path: str | Path) -> Described | None:
     with store.open_input_stream(file) as stream:
         text: bytes = stream.read(_MOST_BYTES)
     try:
-        said: Any = parse_yaml(text.decode("utf-8"))
+        entry: Any = parse_yaml(text.decode("utf-8"))
     except (UnicodeDecodeError, TextError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{file} cannot be read as YAML: {reason}; prepare the data again") from None
-    arguments = cast("Mapping[str, Any]", said).get("init_args") if isinstance(said, Mapping) else None
-    if not isinstance(arguments, Mapping) or cast("Mapping[str, Any]", said).get("class_path") != _PARQUET:
-        raise DataError(f"{file} must say class_path: {_PARQUET} and its init_args; prepare the data again")
+        raise DataError(f"{file}: {' '.join(str(error).split())}. Prepare the data again.") from None
+    arguments = cast("Mapping[str, Any]", entry).get("init_args") if isinstance(entry, Mapping) else None
+    if not isinstance(arguments, Mapping) or cast("Mapping[str, Any]", entry).get("class_path") != _PARQUET:
+        raise DataError(f"{file}: expected class_path: {_PARQUET} with its init_args. Prepare the data again.")
+    arguments = cast("Mapping[str, Any]", arguments)
     try:
-        signature(ParquetSource).bind(path, **cast("Mapping[str, Any]", arguments))
+        signature(ParquetSource).bind(path, **arguments)
     except TypeError as error:
-        raise DataError(f"{file}: init_args: {error}; prepare the data again") from None
-    return Described(ParquetSource(path, **cast("Mapping[str, Any]", arguments)), cast("Mapping[str, object]", said))
+        raise DataError(f"{file}, init_args: {error}. Prepare the data again.") from None
+    return Described(ParquetSource(path, **arguments), cast("Mapping[str, object]", entry))
 
 
-_ANY_ROWS = 1 << 62
-_CELLS = 2_000_000
-_FEWEST_ROWS, _MOST_ROWS = 1_024, 1 << 16
-T = TypeVar("T")
+# -- rows of any data ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class RowsSlice:
     """Consecutive rows."""
 
     table: pa.Table
-    split: str  # empty if there is none
+    split: str  # empty if the data have no splits
     place: Place
 
 
@@ -109,27 +111,18 @@ class StoredRows(ABC):
     """Rows of a dataset with all of their columns."""
 
     path: str
-    kind: str
-    """What sort of dataset it is, in words."""
+    kind: str  # of the dataset, for reports
+    samples: dict[str, int]  # rows by split ("" for data without splits)
+    about: dict[str, int]  # further figures, e.g. files and row groups
 
-    @property
-    @abstractmethod
-    def samples(self) -> dict[str, int]:
-        """Rows by split; the split of data without any is ""."""
-
-    @property
-    @abstractmethod
-    def about(self) -> dict[str, int]:
-        """Further figures: files, row groups, bytes."""
-
-    @property
+    @cached_property
     @abstractmethod
     def schemas(self) -> list[tuple[str, pa.Schema]]:
-        """Columns of each file, with what messages call it."""
+        """Columns of each file, with its name for messages."""
 
     @abstractmethod
-    def read(self, columns: Sequence[str] | None = None) -> Iterator[RowsSlice]:
-        """Read all rows in order, with all columns or some; a file that lacks one gives rows without it."""
+    def read(self) -> Iterator[RowsSlice]:
+        """Read all rows in order; rows of a file that lacks a column come without it."""
 
     @property
     def rows(self) -> int:
@@ -137,92 +130,66 @@ class StoredRows(ABC):
         return sum(self.samples.values())
 
     @property
-    def types(self) -> dict[str, list[str]]:
-        """By column in the order of the files, its types, of which there is more than one where files differ."""
-        found: dict[str, list[str]] = {}
-        for _, schema in self.schemas:
-            for field in schema:
-                types = found.setdefault(field.name, [])
-                if str(field.type) not in types:
-                    types.append(str(field.type))
-        return found
+    def names(self) -> list[str]:
+        """Columns in the order of the files."""
+        return list(dict.fromkeys(name for _, schema in self.schemas for name in schema.names))
 
 
-class FileRows(StoredRows):
-    """Rows of files of Parquet, or of text that was converted to it, by split."""
+class ParquetRows(StoredRows):
+    """Rows of Parquet files, or of text files that were converted to Parquet."""
 
     kind = "Parquet"
 
     def __init__(self, path: str | Path, files: Mapping[str, Sequence[ParquetFile]]) -> None:
-        self.path = str(path)
-        self.files = {split: list(of_split) for split, of_split in files.items()}
+        self.path, self._files = str(path), files
+        self.samples = {split: sum(file.metadata.num_rows for file in of) for split, of in files.items()}
+        self._all = list(chain(*files.values()))
+        self.row_groups = [group for file in self._all for group in file.row_groups()]
+        self.about = {"files": len(self._all), "row_groups": len(self.row_groups)}
 
-    @property
-    def samples(self) -> dict[str, int]:
-        """Rows by split, by the footers."""
-        return {split: sum(file.metadata.num_rows for file in of) for split, of in self.files.items()}
-
-    @property
-    def about(self) -> dict[str, int]:
-        """Files and row groups."""
-        return {"files": len(self._all), "row_groups": len(self.row_groups)}
-
-    @property
+    @cached_property
     def schemas(self) -> list[tuple[str, pa.Schema]]:
         """Columns of each file."""
         return [(str(file), file.schema) for file in with_rows(self._all)]
 
-    @property
-    def row_groups(self) -> list[RowGroup]:
-        """All row groups that have rows, in order."""
-        return [group for file in self._all for group in file.row_groups()]
-
-    def read(self, columns: Sequence[str] | None = None) -> Iterator[RowsSlice]:
-        """Read row group by row group, large ones in parts."""
-        for split, of_split in self.files.items():
+    def read(self) -> Iterator[RowsSlice]:
+        """Read row group by row group, and large ones in slices."""
+        for split, of_split in self._files.items():
             for file in of_split:
-                names = [name for name in file.schema.names if columns is None or name in columns]
+                names = file.schema.names
+                rows = max(_FEWEST_ROWS, min(_MOST_ROWS, _CELLS // max(1, len(names))))
                 for group in file.row_groups():
-                    yield from _slices(group, names, split)
-
-    @property
-    def _all(self) -> list[ParquetFile]:
-        return [file for of_split in self.files.values() for file in of_split]
+                    start = 0
+                    for table in group.batches(names, rows) if group.samples > rows else [group.read(names)]:
+                        at = Place(str(group), lambda i, group=group, start=start: group.place(start + i))
+                        yield RowsSlice(table, split, at)
+                        start += len(table)
 
 
 class SourceRows(StoredRows):
-    """Rows of a source, in its splits: as they are stored where it has them, else what its batches have as columns."""
+    """Rows of a source: stored columns if the source has them, or columns of its batches."""
 
     def __init__(self, path: str | Path, source: Source, kind: str) -> None:
-        self.path, self.source, self.kind = str(path), source.streamed(), kind
+        self.path, self.source, self.kind, self.about = str(path), source.streamed(), kind, {}
+        self.samples = {split: self.source.samples(split) for split in self.source.splits}
 
     @property
     def tables(self) -> dict[str, int]:
-        """Rows of its tables; none where the data do not say them."""
+        """Rows of each table, if the data define them."""
         return {name: rows for name, rows in self.source.schema.rows.items() if rows < _ANY_ROWS}
 
     @property
     def is_stored(self) -> bool:
-        """Whether rows are as they are stored, and not what batches have: labels as a schema maps them, ids as rows."""
+        """Whether columns are as stored, with labels that are not mapped and ids that are not rows."""
         return isinstance(self.source, ParquetSource)
 
-    @property
-    def samples(self) -> dict[str, int]:
-        """Samples by split."""
-        return {split: self.source.samples(split) for split in self.source.splits}
-
-    @property
-    def about(self) -> dict[str, int]:
-        """Nothing that all formats have."""
-        return {}
-
-    @property
+    @cached_property
     def schemas(self) -> list[tuple[str, pa.Schema]]:
-        """Columns of the first sample's batch."""
+        """Columns of the first chunk."""
         found = next(self.read(), None)
         return [] if found is None else [(self.path, found.table.schema)]
 
-    def read(self, columns: Sequence[str] | None = None) -> Iterator[RowsSlice]:
+    def read(self) -> Iterator[RowsSlice]:
         """Read chunk by chunk."""
         for split in self.source.splits:
             start = 0
@@ -231,20 +198,14 @@ class SourceRows(StoredRows):
                     table = self.source.read_columns(split, i, list(self.source.column_types()))
                 else:
                     table = columns_of(self.source.read(split, i), self.source.schema)
-                names = [name for name in table.column_names if columns is None or name in columns]
-                yield RowsSlice(
-                    table.select(names),
-                    split,
-                    Place(f"split '{split}'", lambda at, start=start: f"sample {start + at:,}"),
-                )
+                yield RowsSlice(table, split, Place(f"split '{split}'", lambda i, at=start: f"sample {at + i:,}"))
                 start += samples
 
 
 def open_rows(path: str | Path, schema: Schema | None = None) -> StoredRows:
-    """Find the rows at a path: a prepared dataset's, those of Parquet, CSV or TSV files and logs, or of NumPy arrays.
+    """Find a prepared dataset, NumPy arrays (with days as splits), Parquet, CSV or TSV files, or logs at a path.
 
-    The schema names the columns of arrays, which do not do so themselves; default: as in TorchRec's scripts. Their
-    splits are days.
+    The schema names the columns of arrays, which have no names (default: the names of TorchRec's scripts).
     """
     if isinstance(path, Path) and has_days(path):
         days = {day.name: [day.name] for day in find_days(path)}
@@ -252,33 +213,15 @@ def open_rows(path: str | Path, schema: Schema | None = None) -> StoredRows:
         return SourceRows(path, NpySource(path, schema, rows=rows, splits=days), "arrays of NumPy")
     if (described := open_described(path)) is not None:
         return SourceRows(path, described.source, "prepared dataset")
-    return FileRows(path, find_parquet(path))
+    return ParquetRows(path, find_parquet(path))
 
 
-def ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same, each made by another thread while the one before it is used."""
-    end = object()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(next, items, end)
-        while (item := waiting.result()) is not end:
-            waiting = pool.submit(next, items, end)
-            yield item  # pyright: ignore[reportReturnType]
-
-
-def _slices(group: RowGroup, names: Sequence[str], split: str) -> Iterator[RowsSlice]:
-    rows = max(_FEWEST_ROWS, min(_MOST_ROWS, _CELLS // max(1, len(names))))
-    start = 0
-    for table in group.batches(names, rows) if group.samples > rows else iter([group.read(names)]):
-        yield RowsSlice(table, split, Place(str(group), lambda at, start=start: group.place(start + at)))
-        start += len(table)
-
-
-# -- a source as files of columns -----------------------------------------------------------------------------------
+# -- sources as files of columns -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile(TableFile):
-    """A split of a source; its parts are chunks, ids are int64, and numbers are as they are read."""
+    """A split of a source with chunks as row groups, int64 ids, and numbers that are not scaled."""
 
     unit = "chunk"
     source: Source
@@ -299,10 +242,10 @@ class SourceFile(TableFile):
 
     @property
     def state(self) -> tuple[object, ...]:
-        """Paths, sizes and times of change of the files."""
+        """Paths, sizes and modification times of the files."""
         found = ((str(file), file.stat()) for file in self.files)
         known = [(path, info.st_size, info.st_mtime_ns) for path, info in found]
-        return (self.shown, *(known or [uuid4().hex]))  # of what is not known it may always be another
+        return (self.shown, *(known or [uuid4().hex]))  # a source without files may change at any time
 
     def row_groups(self) -> list[RowGroup]:
         """List the chunks."""
@@ -318,74 +261,63 @@ class SourceFile(TableFile):
             weights = batch.sparse[column.name].weights
             if weights is not None and bool((weights != 1).any()):
                 raise DataError(
-                    f"{self}, column '{column.name}' has a weight for each id, and its schema names no column of them; "
-                    "say `weights`, or leave them out"
+                    f"{self}, column '{column.name}': got weights of ids, expected their column in the schema. Set "
+                    "`weights`, or remove the weights."
                 )
         found = columns_of(batch, schema)
         return pa.table({name: found[name].cast(self.schema.field(name).type) for name in columns})
 
     def nbytes(self, row_group: int) -> int:
-        """Bytes of a chunk, with one id where their number varies."""
+        """Estimate the bytes of a chunk, with one id per bag of varying length."""
         s = self.source.schema
         numbers = len(s.dense) * (8 if s.numericals else 4) + 4 * len(s.labels)
         ids = 8 * sum(column.ids or 1 for column in s.sparse)
         return (numbers + ids) * self.source.chunks(self.split)[row_group]
 
 
+def is_source(raw: str | Path | Source) -> bool:
+    """Return whether `source_files` can read an input."""
+    if isinstance(raw, Source):
+        return True
+    path = location(str(raw))
+    return isinstance(path, Path) and ((path / DESCRIPTION).is_file() or has_days(path))
+
+
 def source_files(
     raw: Path | Source, schema: Schema | Mapping[str, object] | None
 ) -> tuple[Schema, dict[str, list[SourceFile]]]:
-    """Files of a source, or of a folder of NumPy arrays or of the split-binary format, by split, with their schema."""
-    if isinstance(raw, Path) and has_days(raw):
-        return _days(raw, schema)
-    if schema is not None:
-        said = DESCRIPTION if isinstance(raw, Path) else "its schema"
-        raise SpecError(f"{_shown(raw)} says itself what its columns are ({said}); leave out the schema")
-    source = SplitBinarySource(raw) if isinstance(raw, Path) else raw
-    if (other := next((split for split in source.splits if split not in SPLITS), None)) is not None:
-        raise DataError(f"{_shown(raw)} has a split '{other}'; only {', '.join(SPLITS)} can be prepared")
-    _check_labels(source)
-    stored = source.files()
-    return source.schema, {s: [_source_file(source, s, raw, stored)] for s in source.splits}
+    """Return the schema and the files by split of a source, of NumPy arrays, or of split-binary data.
 
-
-def _days(path: Path, schema: Schema | Mapping[str, object] | None) -> tuple[Schema, dict[str, list[SourceFile]]]:
-    """Each day is a file."""
-    days = find_days(path)
-    rows = 1 << 30 if schema is None else None
-    source = NpySource(path, schema, rows=rows, splits={day.name: [day.name] for day in days})
-    _check_labels(source)
-    files = {day.name: _source_file(source, day.name, path, day.files) for day in days}
-    if files.keys() <= set(SPLITS):
-        return source.schema, {split: [file] for split, file in files.items()}
-    return source.schema, {"": list(files.values())}
-
-
-def _source_file(source: Source, split: str, raw: Path | Source, files: Sequence[Path]) -> SourceFile:
-    shown = f"{_shown(raw)}/{split}"
-    return SourceFile(name=split, shown=shown, source=source, split=split, files=tuple(files))
-
-
-def _check_labels(source: Source) -> None:
-    """Raise `DataError` for a label that training would refuse; batches no longer say in which file it is."""
+    Labels are checked here, because batches do not name their files.
+    """
+    shown = str(raw) if isinstance(raw, Path) else type(raw).__name__
+    days_of = raw if isinstance(raw, Path) and has_days(raw) else None
+    files: dict[str, Sequence[Path]]
+    if days_of is not None:
+        days = find_days(days_of)
+        rows = 1 << 30 if schema is None else None
+        source = NpySource(days_of, schema, rows=rows, splits={day.name: [day.name] for day in days})
+        files = {day.name: day.files for day in days}
+    else:
+        if schema is not None:
+            raise SpecError(f"schema: {shown} defines its own columns. Remove the schema.")
+        source = SplitBinarySource(raw) if isinstance(raw, Path) else raw
+        for split in source.splits:
+            check_known(f"{shown}, split", split, SPLITS, DataError)
+        files = dict.fromkeys(source.splits, source.files())
     for split in source.splits:
         source.check_labels(split)
-
-
-def is_source(raw: str | Path | Source) -> bool:
-    """Whether this is something that `source_files` knows."""
-    if isinstance(raw, Source):
-        return True
-    place = location(str(raw))
-    return isinstance(place, Path) and ((place / DESCRIPTION).is_file() or has_days(place))
-
-
-def _shown(raw: Path | Source) -> str:
-    return str(raw) if isinstance(raw, Path) else type(raw).__name__
+    found = {
+        split: SourceFile(name=split, shown=f"{shown}/{split}", source=source, split=split, files=tuple(of_split))
+        for split, of_split in files.items()
+    }
+    if days_of is not None and not files.keys() <= set(SPLITS):
+        return source.schema, {"": list(found.values())}
+    return source.schema, {split: [file] for split, file in found.items()}
 
 
 def columns_of(batch: Batch, schema: Schema) -> pa.Table:
-    """A batch's samples as columns by name; labels, numericals and weights are floats, ids integers or lists."""
+    """Convert a batch to columns by name: floats for labels, numericals and weights, integers or lists for ids."""
     columns: dict[str, pa.Array] = {}
     for values, names in ((batch.labels, schema.labels), (batch.dense, schema.dense)):
         if values is not None:
@@ -404,7 +336,7 @@ def columns_of(batch: Batch, schema: Schema) -> pa.Table:
 
 
 def _lists(bags: Bags, values: Tensor) -> pa.Array:
-    """A value for each id of bags, in lists where a sample has not one id."""
+    """Return one value per id; in lists unless each bag has one id."""
     column = pa.array(values.numpy())
     if bags.offsets is not None:
         return pa.LargeListArray.from_arrays(pa.array(bags.offsets.numpy().astype("int64")), column)

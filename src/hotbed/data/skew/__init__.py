@@ -1,4 +1,1 @@
-"""How often is each row of a table used?
-
-Popularity, LRU hit rates, and the split of samples into hot and cold batches.
-"""
+"""Measure how often each row of a table is used, and split samples into hot and cold batches."""

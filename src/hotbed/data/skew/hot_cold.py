@@ -1,46 +1,62 @@
-"""Classify inputs as hot or cold, and pack them into splits of their own.
+"""Pack hot and cold samples into splits of their own (`pack`), and alternate their batches (`HotColdLoader`).
 
-An input is *hot* if and only if every id of all its bags is a hot row of its table (Adnan et al. 2021, arXiv
-2103.00686). As rows are numbered by falling popularity, hot rows are the first ones, and the test is one comparison per
-id.
+A sample is *hot* if all of its ids are hot rows (Adnan et al. 2021, arXiv 2103.00686). Rows are numbered by falling
+popularity, so the hot rows of a table are its first rows, and the test is one comparison per id.
 
-*Files of the hot order* hold the rows of each table by falling number of accesses:
-``DIRECTORY/TABLE.npy``, in NumPy's format: all rows of the table once, ``[R]``, the most accessed first, ties by row
-number; little-endian int32, or int64 where the table has more than 2³¹ rows. Characters of a table's name that a file's
-cannot have are percent-encoded.
+*Files of the hot order*, ``DIRECTORY/TABLE.npy``, hold all rows ``[R]`` of a table by falling number of accesses, ties
+by row number, as little-endian int32, or int64 above 2³¹ rows. Table names are percent-encoded.
+
+*Rounds.* An epoch consists of rounds. A round at rate r is r % of the epoch's cold batches, then r % of its hot
+batches, and at least one of each while any are left. Each kind has its own `Loader` and its order. The rate of a round
+may depend on an evaluation after the previous round, but a trainer prefetches one batch. The first batch of a round
+does not depend on its rate, so the end of a round is fixed when its *second* batch is requested, or by
+`HotColdLoader.round_is_over`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Annotated, Any, BinaryIO, cast
 from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hotbed.data.formats.split_binary import SplitBinarySource, StoredFile, read_feature_spec
+from hotbed.batch import Batch
+from hotbed.checks import Range, check, check_known
+from hotbed.data.formats.split_binary import DESCRIPTION, SplitBinarySource, read_feature_spec
+from hotbed.data.loader import Loader
 from hotbed.data.schema import Schema
-from hotbed.data.skew.hot_loader import COLD, HOT
-from hotbed.errors import DataError, SpecError, did_you_mean
+from hotbed.errors import DataError, SpecError
 from hotbed.files import new_directory, write_json
 from hotbed.jagged import Jagged
 from hotbed.parsing import TextError, map_npy
 
+HOT, COLD = "hot", "cold"
+"""Suffixes of the names of the splits that `pack` makes."""
+HOT_ROWS = "hot_rows.json"
+"""File of a packed dataset with its number of hot rows by table."""
+_NONE = {"cold": 0, "hot": 0}
+_STATE = ("cold", "hot", "given", "begin", "end")
+
+
+# -- hot orders ----------------------------------------------------------------------------------------------------
+
 
 def hot_order_file(directory: str | Path, table: str) -> Path:
-    """The file of a table's hot order."""
+    """Return the path of a table's hot order."""
     return Path(directory) / f"{quote(table, safe=' ')}.npy"
 
 
 def write_hot_order(directory: str | Path, orders: Mapping[str, NDArray[np.int64]]) -> None:
-    """Write the hot orders of tables by name, ``[R]`` each, into an existing directory."""
+    """Write the hot orders ``[R]`` of tables by name into an existing directory."""
     for table, order in orders.items():
         np.save(hot_order_file(directory, table), order.astype(_dtype(len(order))))
 
@@ -51,24 +67,24 @@ def read_hot_order(directory: str | Path, table: str, rows: int) -> NDArray[Any]
     Raises
     ------
     DataError
-        If there is no such file, or it does not hold each row of the table once.
+        If the file does not exist, or does not hold each row of the table once.
     """
     file = hot_order_file(directory, table)
     if not file.is_file():
-        raise DataError(f"{file} does not exist; measure the hot order with hotbed inspect --skew DATA --out DIRECTORY")
+        raise DataError(f"{file} does not exist. Measure the hot order: hotbed inspect --skew DATA --out DIRECTORY")
     try:
         order = map_npy(file)
     except TextError as error:
-        raise DataError(f"{file} {error}; measure the hot order again") from None
+        raise DataError(f"{file} {error}. Measure the hot order again.") from None
     if order.shape != (rows,) or order.dtype != _dtype(rows):
         raise DataError(
-            f"{file} holds {order.dtype} {list(order.shape)}, must hold {_dtype(rows)} [{rows}], the rows of table "
-            f"'{table}'; measure the hot order of this data again"
+            f"{file}: got {order.dtype} {list(order.shape)}, expected {_dtype(rows)} [{rows}], the rows of table "
+            f"'{table}'. Measure the hot order of this data again."
         )
     seen = np.zeros(rows, dtype=np.bool_)
     seen[order[(order >= 0) & (order < rows)]] = True
     if not seen.all():
-        raise DataError(f"{file} leaves out row {int(seen.argmin()):,} of table '{table}'; measure the hot order again")
+        raise DataError(f"{file} lacks row {int(seen.argmin()):,} of table '{table}'. Measure the hot order again.")
     return np.array(order)
 
 
@@ -76,13 +92,12 @@ def _dtype(rows: int) -> np.dtype[Any]:
     return np.dtype("<i4" if rows <= 1 << 31 else "<i8")
 
 
-HOT_ROWS = "hot_rows.json"
-"""Name of the file that says which rows are hot."""
+# -- packing -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """What `pack` made: the dataset, and the hot and cold samples in it."""
+    """A dataset that `pack` made, and its hot and cold samples."""
 
     path: Path
     hot: int
@@ -90,15 +105,7 @@ class Packed:
 
 
 def hot_inputs(sparse: Jagged, hot_rows: Mapping[str, int]) -> NDArray[np.bool_]:
-    """Which samples are hot, ``[B]``.
-
-    Parameters
-    ----------
-    sparse
-        Ids by feature, in CPU memory.
-    hot_rows
-        By feature, how many of the first rows are hot.
-    """
+    """Return which samples are hot, ``[B]``, given ids in CPU memory and the number of hot rows by feature."""
     hot = np.ones(len(sparse), dtype=np.bool_)
     for name in sparse.names:
         bags = sparse[name]
@@ -114,13 +121,11 @@ def hot_inputs(sparse: Jagged, hot_rows: Mapping[str, int]) -> NDArray[np.bool_]
 
 
 def by_feature(schema: Schema, hot_rows: Mapping[str, int]) -> dict[str, int]:
-    """Hot rows by feature, from those by table."""
+    """Return the hot rows by feature from those by table."""
     for name in hot_rows:
-        if name not in schema.rows:
-            raise SpecError(f"hot_rows names table '{name}', which does not exist{did_you_mean(name, schema.rows)}")
+        check_known("hot_rows, table", name, schema.rows, SpecError)
     for name in schema.rows:
-        if name not in hot_rows:
-            raise SpecError(f"hot_rows leaves out table '{name}'; give every table a number, 0 where no row is hot")
+        check_known("hot_rows, table", name, hot_rows, SpecError, "Set a number for every table, 0 for no hot rows.")
     return {column.name: hot_rows[column.table_name] for column in schema.sparse}
 
 
@@ -132,12 +137,11 @@ def pack(
     split: str = "train",  # its new splits are ``SPLIT_hot`` and ``SPLIT_cold``
     about: Mapping[str, Any] | None = None,  # further entries of `HOT_ROWS`
     overwrite: bool = False,  # whether to replace ``out`` if it is a dataset
-    progress: Callable[[int, int], None] | None = None,  # called with the samples done and their total
+    progress: Callable[[int, int], None] = lambda done, total: None,  # called with the samples done and their total
 ) -> Packed:
-    """Write a split once more, as a split of its hot and one of its cold samples, each in the order they had.
+    """Write the hot and the cold samples of a split as two splits, each in the former order.
 
-    One pass, in memory of one chunk. The new dataset has all splits of the old one, too, whose files are linked
-    (copied, where the file system cannot), and `HOT_ROWS`.
+    This takes one pass and the memory of one chunk. The new dataset links (or copies) the files of all former splits.
     """
     import yaml
 
@@ -147,23 +151,16 @@ def pack(
     limits, sizes = by_feature(source.schema, hot_rows), source.chunks(split)
     kinds = {f"{split}_{kind}": kind == HOT for kind in (HOT, COLD)}
     counts = dict.fromkeys(kinds, 0)
-    for name, files_of_split in spec.files.items():
-        paths = {file.path for file in files_of_split.values()}
-        twice = [file for file, count in Counter(path.name for path in paths).items() if count > 1]
-        if twice:
-            raise SpecError(
-                f"split '{name}' has several files named {twice[0]}, which would share a folder; rename one"
-            )
-    with new_directory(Path(out), marker="feature_spec.yaml", overwrite=overwrite) as directory, ExitStack() as stack:
+    for name, of_split in spec.files.items():
+        names = Counter(path.name for path in {file.path for file in of_split.values()})
+        if twice := [file for file, count in names.items() if count > 1]:
+            raise SpecError(f"split '{name}': got several files named {twice[0]}, expected unique names. Rename one.")
+    with new_directory(Path(out), marker=DESCRIPTION, overwrite=overwrite) as directory, ExitStack() as stack:
         if (vocabulary := spec.folder / VOCABULARY).is_dir():
-            (directory / VOCABULARY).mkdir()
-            for path in vocabulary.iterdir():
-                _link(path, directory / VOCABULARY / path.name)
+            _link(vocabulary.iterdir(), directory / VOCABULARY)
         for other in source.splits:
-            if other not in kinds:  # those of an earlier packing are made anew
-                (directory / other).mkdir()
-                for path in {file.path for file in spec.files[other].values()}:
-                    _link(path, directory / other / path.name)
+            if other not in kinds:  # splits of an earlier packing are replaced
+                _link({file.path for file in spec.files[other].values()}, directory / other)
         files = {file.path: file for file in spec.files[split].values()}
         writers: dict[tuple[str, Path], BinaryIO] = {}
         for made in kinds:
@@ -174,17 +171,18 @@ def pack(
         for i, size in enumerate(sizes):
             hot = hot_inputs(source.read(split, i).sparse, limits)
             for path, file in files.items():
-                stored = _stored(file, done, size)
+                stored = np.fromfile(path, np.uint8, size * file.sample_bytes, offset=done * file.sample_bytes)
+                samples = stored.reshape(size, file.sample_bytes)
                 for made, kind in kinds.items():
-                    writers[made, path].write(stored[hot == kind].data)
+                    writers[made, path].write(samples[hot == kind].data)
             for made, kind in kinds.items():
                 counts[made] += int((hot == kind).sum())
             done += size
-            if progress is not None:
-                progress(done, sum(sizes))
+            progress(done, sum(sizes))
         stack.close()
-        description = _described(root if root.is_file() else root / "feature_spec.yaml", split, counts)
-        (directory / "feature_spec.yaml").write_text(yaml.safe_dump(description, sort_keys=False), encoding="utf-8")
+        text = (root if root.is_file() else root / DESCRIPTION).read_text(encoding="utf-8")
+        description = _describe_packed(yaml.safe_load(text), split, counts)
+        (directory / DESCRIPTION).write_text(yaml.safe_dump(description, sort_keys=False), encoding="utf-8")
         hot_samples, cold_samples = counts.values()
         entries = [{"table": t, "rows": r, "hot_rows": hot_rows[t]} for t, r in source.schema.rows.items()]
         found = {"split": split, "samples": done, "hot_samples": hot_samples, **(about or {}), "tables": entries}
@@ -192,31 +190,140 @@ def pack(
     return Packed(path=Path(out), hot=hot_samples, cold=cold_samples)
 
 
-def _stored(file: StoredFile, first: int, samples: int) -> NDArray[np.uint8]:
-    """Samples of a file as they are stored, ``[samples, bytes]``."""
-    count, offset = samples * file.sample_bytes, first * file.sample_bytes
-    return np.fromfile(file.path, np.uint8, count, offset=offset).reshape(samples, file.sample_bytes)
+def _link(files: Iterable[Path], folder: Path) -> None:
+    folder.mkdir()
+    for file in files:
+        try:
+            os.link(file, folder / file.name)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(file, folder / file.name)
 
 
-def _link(path: Path, to: Path) -> None:
-    try:
-        os.link(path, to)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(path, to)
-
-
-def _described(file: Path, split: str, counts: Mapping[str, int]) -> dict[str, Any]:
-    """The description of the new dataset, whose files have the names they had, in a directory for each split."""
-    import yaml
-
-    description = cast("dict[str, Any]", yaml.safe_load(file.read_text(encoding="utf-8")))
+def _describe_packed(description: dict[str, Any], split: str, counts: Mapping[str, int]) -> dict[str, Any]:
+    """Return the description of the packed dataset, with the former names of files in a folder per split."""
     source: dict[str, Any] = description["source_spec"]
-    places = {name: name for name in source if name not in counts} | dict.fromkeys(counts, split)
+    origins = {name: name for name in source if name not in counts} | dict.fromkeys(counts, split)
     description["source_spec"] = {
         name: [{**entry, "files": [f"{name}/{Path(f).name}" for f in entry["files"]]} for entry in source[origin]]
-        for name, origin in places.items()
+        for name, origin in origins.items()
     }
     metadata = description.get("metadata")
     if isinstance(metadata, dict) and isinstance(metadata.get("samples"), dict):
         metadata["samples"].update(counts)
     return description
+
+
+# -- loading -------------------------------------------------------------------------------------------------------
+
+
+class HotColdLoader:
+    """Iterate over hot and cold batches; one iteration is one epoch.
+
+    As with a `Loader`, an epoch that ends early counts as finished, unless `load_state_dict` resumes it.
+
+    Parameters
+    ----------
+    hot, cold
+        Loaders of hot and cold batches; None without samples.
+    rate
+        Percent of each kind's batches in a round.
+
+    Attributes
+    ----------
+    rate
+        Rate of later rounds; it may be set at any time, and is not part of the state.
+    queue_depth
+        Queue depth of the loader of the last batch.
+
+    Raises
+    ------
+    SpecError
+        If there is no batch, or the rate is out of range.
+    """
+
+    def __init__(self, hot: Loader | None, cold: Loader | None, *, rate: float = 50) -> None:
+        if hot is None and cold is None:
+            raise SpecError("got no hot and no cold samples, expected some. Pack a split with samples.")
+        check("rate", rate, Annotated[float, Range(above=0, most=100, note=" (percent)")], SpecError)
+        self.rate = rate
+        self.queue_depth = 0
+        self._loaders = {kind: loader for kind, loader in (("cold", cold), ("hot", hot)) if loader is not None}
+        self._sizes = _NONE | {kind: len(loader) for kind, loader in self._loaders.items()}
+        # Batches of this epoch by kind: yielded, and at the begin and the end (once fixed) of the round.
+        self._given, self._begin, self._end = dict(_NONE), dict(_NONE), dict[str, int]()
+        self._fresh = True  # whether the next iteration continues the epoch
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch."""
+        return sum(self._sizes.values())
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self._fresh:
+            self._given, self._begin, self._end = dict(_NONE), dict(_NONE), {}
+        self._fresh = False
+        with ExitStack() as stack:
+            batches = {
+                kind: stack.enter_context(closing(cast("Generator[Batch]", iter(loader))))
+                for kind, loader in self._loaders.items()
+                if self._is_left(kind)
+            }
+            while self._given != self._sizes:
+                kind = self._next_kind()
+                batch = next(batches[kind])
+                self.queue_depth = self._loaders[kind].queue_depth
+                self._given[kind] += 1
+                yield batch
+
+    def round_is_over(self, batches: int) -> bool:
+        """Return whether a round ends after this number of batches; at most one more may have been yielded."""
+        if batches in (sum(self._begin.values()), len(self)):
+            return batches > 0
+        return batches == sum(self._end_of_round().values())
+
+    def _next_kind(self) -> str:
+        if self._given != self._begin:
+            for kind, end in self._end_of_round().items():
+                if self._given[kind] < end:
+                    return kind
+            self._begin, self._end = dict(self._given), {}
+        return next(filter(self._is_left, self._sizes))
+
+    def _end_of_round(self) -> Mapping[str, int]:
+        """Fix the end at the first call in a round, by the current rate."""
+        if not self._end:
+            self._end = {
+                kind: min(self._begin[kind] + math.ceil(size * self.rate / 100), size)
+                for kind, size in self._sizes.items()
+            }
+        return self._end
+
+    def _is_left(self, kind: str) -> bool:
+        return self._given[kind] < self._sizes[kind]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the positions of the loaders and in the round as plain values."""
+        counts = (self._given, self._begin, self._end) if self._given != self._sizes else (_NONE, _NONE, {})
+        loaders = {kind: self._loaders[kind].state_dict() if kind in self._loaders else None for kind in _NONE}
+        return {**loaders, **dict(zip(("given", "begin", "end"), map(dict, counts), strict=True))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume: the next iteration yields exactly the remaining batches, at equal rates.
+
+        Raises
+        ------
+        SpecError
+            If the state belongs to another kind of loader, or to other hot and cold samples.
+        """
+        if set(state) != set(_STATE):
+            raise SpecError(
+                f"state of hot and cold batches: got {', '.join(state) or 'nothing'}, expected {', '.join(_STATE)}. "
+                "Resume with the former hot.batches."
+            )
+        for kind in _NONE:
+            if (state[kind] is None) != (kind not in self._loaders):
+                got, expected = ("some", "none") if kind in self._loaders else ("none", "some")
+                raise SpecError(f"{kind} samples: got {got}, expected {expected}, as in the state. Pack as before.")
+        for kind, loader in self._loaders.items():
+            loader.load_state_dict(state[kind])
+        self._given, self._begin, self._end = (dict(state[key]) for key in ("given", "begin", "end"))
+        self._fresh = True

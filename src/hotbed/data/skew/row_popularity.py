@@ -1,61 +1,141 @@
-"""Measure how unevenly the rows of each table are looked up, in one pass over a split.
+"""Count lookups per row, in one pass over a split: `count_accesses` for the choice of hot rows, `measure_popularity`.
 
-Per table: how often every row occurs, in how many batches, and the stack distances of an LRU cache
-(`hotbed.data.skew.stack_distance`). What follows from them is in `Popularity`: the hot order, skew curves, a Zipf
-exponent,
-and hit rates of caches and of placing the hottest rows.
+`measure_popularity` also counts lookups per batch, and follows stack distances (`StackDistances`). `RowPopularity`
+derives the hot order, skew curves, a Zipf exponent, and hit rates of LRU caches and of static placement. It needs 32
+bytes per row and the memory of `StackDistances`.
 
-Memory is 24 bytes per row of the tables while counting (without pages of rows that are never touched) and 8 more for
-the hot order, what `StackDistances` takes for the sampled rows, and a few chunks of the source.
+`count_accesses` needs 8 bytes per counted row. It counts only the first `COUNTED_ROWS` rows of a table. This loses no
+popular row if rows are numbered by falling popularity, as by `hotbed prepare`. It may lose some in larger tables of
+hashed ids, or of data from NVIDIA's scripts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from hotbed.batch import Batch
+from hotbed.checks import Count, Range, Size, check
 from hotbed.data.formats.zipf_source import RANKED, fitted_exponent
-from hotbed.data.skew.access_counts import positions, read_pieces
-from hotbed.data.skew.stack_distance import StackDistances, count
+from hotbed.data.loader import Loader
+from hotbed.data.skew.stack_distance import StackDistances, count_batches
 from hotbed.data.source import Source
-from hotbed.errors import SpecError
+from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Progress = Callable[[int, int], None]
 
+COUNTED_ROWS = 1 << 27
+"""Largest number of rows per table that `count_accesses` counts: a gibibyte of counts."""
 SHARES = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Shares of rows at which curves are given."""
-
+"""Shares of rows at which curves are reported."""
 SAMPLED_ROWS = 1 << 20
-"""Tables with more rows are sampled for the LRU curve, by default."""
+"""Largest number of rows per table with an exact LRU curve by default; larger tables are sampled."""
+_PIECE = 65_536  # approximate number of samples that are read at once
+
+
+def read_pieces(
+    source: Source,
+    split: str,
+    *,
+    batch_size: int = 1,  # every piece but the last has a multiple of it
+    sample: float = 1.0,  # share of the samples to draw at random from the whole split
+    seed: int = 0,
+    progress: Progress = lambda done, total: None,  # called with the samples read and their total
+) -> Iterator[Batch]:
+    """Read a split once, in order, in pieces of whole batches, and check every id."""
+    loader = Loader(source, split, batch_size * max(1, _PIECE // batch_size), prefetch=2, pin_memory=False)
+    random = np.random.default_rng(seed)
+    done = 0
+    for piece in loader:
+        size, numbers = len(piece), np.arange(done, done + len(piece))
+        if sample < 1:
+            drawn = np.flatnonzero(random.random(size) < sample)
+            piece, numbers = piece.take(torch.from_numpy(drawn)), numbers[drawn]
+        for column in source.schema.sparse:
+            ids = piece.sparse[column.name].values.numpy()
+            bad = np.flatnonzero((ids < 0) | (ids >= column.rows))
+            if len(bad):
+                first = first_ids(piece.sparse, column.name, np.arange(len(piece) + 1))
+                at = int(np.searchsorted(first - first[0], bad[0], side="right")) - 1
+                raise DataError(
+                    f"split '{split}', feature '{column.name}', sample {numbers[at]:,}: got id {ids[bad[0]]:,}, "
+                    f"expected 0 to {column.rows - 1:,}, the rows of table '{column.table_name}'. Raise its rows in "
+                    "the description of the data, or prepare the data again."
+                )
+        yield piece
+        done += size
+        progress(done, loader.samples)
+
+
+def first_ids(sparse: Jagged, feature: str, samples: Integers) -> Integers:
+    """Return the positions in ``sparse.values`` of a feature's first ids of these samples."""
+    i = sparse.index(feature)
+    fixed = sparse.fixed[i]
+    if fixed is not None or sparse.offsets is None:
+        return sparse.starts[i] + samples * (fixed or 0)
+    return sparse.starts[i] + sparse.offsets[sparse.ragged_rows[i]].numpy()[samples]
+
+
+# -- counts --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Popularity:
-    """How often the rows of one table were looked up.
+class AccessCounts:
+    """Accesses of rows, by table."""
 
-    Attributes
-    ----------
-    table
-        Its name.
-    accesses
-        ``[R]`` int64: ids of each row.
-    batches
-        ``[R]`` int64: batches in which each row occurs. A batch looks a row up once, however often it occurs there.
-    distances
-        Stack distances of these lookups.
-    """
+    samples: int
+    counted: dict[str, Integers]  # of each of the first rows ``[≤ R]``
+    accesses: dict[str, int]  # of all rows
+
+
+def count_accesses(
+    source: Source,
+    split: str,
+    *,
+    sample: float = 1.0,  # share of the samples to count, drawn at random from the whole split
+    seed: int = 0,
+    progress: Progress = lambda done, total: None,  # called with the samples read and their total
+) -> AccessCounts:
+    """Count the lookups of each row of each table; raise `DataError` for an id that is not a row of its table."""
+    check("sample", sample, Annotated[float, Range(above=0, most=1)], SpecError)
+    check("seed", seed, Size, SpecError)
+    rows = source.schema.rows
+    counted = {name: np.zeros(min(count, COUNTED_ROWS), dtype=np.int64) for name, count in rows.items()}
+    accesses = dict.fromkeys(rows, 0)
+    samples = 0
+    for piece in read_pieces(source, split, sample=sample, seed=seed, progress=progress):
+        samples += len(piece)
+        for column in source.schema.sparse:
+            ids, counts = piece.sparse[column.name].values.numpy(), counted[column.table_name]
+            np.add.at(counts, ids[ids < len(counts)], 1)
+            accesses[column.table_name] += len(ids)
+    if not samples:
+        total = source.samples(split)
+        raise SpecError(f"sample: got {sample}, drawing none of the {total:,} samples of split '{split}'. Raise it.")
+    return AccessCounts(samples=samples, counted=counted, accesses=accesses)
+
+
+# -- popularity ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPopularity:
+    """Lookups of the rows of one table."""
 
     table: str
-    accesses: Integers
+    accesses: Integers  # number of ids of each row ``[R]``
+    # number of batches with each row ``[R]``: a batch looks a row up once, however often it occurs there
     batches: Integers
-    distances: StackDistances
+    distances: StackDistances  # of these lookups
 
     @property
     def rows(self) -> int:
@@ -73,24 +153,24 @@ class Popularity:
         return np.argsort(-self.accesses, kind="stable")
 
     def top_share(self, rows: Sequence[int]) -> Floats:
-        """Share of the accesses that goes to so many rows of the hot order; NaN where there was no access."""
+        """Return the share of accesses of the first ``rows`` of the hot order, by number; NaN without accesses."""
         return _share_of_first(self.accesses[self.hot_order], rows)
 
     def static_hit_rates(self, rows: Sequence[int]) -> Floats:
-        """Share of the lookups that so many rows of the hot order serve, if they are placed and stay."""
+        """Return the hit rates of a static cache with the first ``rows`` of the hot order, by number."""
         return _share_of_first(self.batches[self.hot_order], rows)
 
     @cached_property
     def zipf_exponent(self) -> float | None:
-        """Exponent s of Zipf's law, by which the row of rank r has a share of the accesses in proportion to r^−s.
+        """Exponent s of Zipf's law: the row of rank r has a share of accesses in proportion to r^−s.
 
-        See `hotbed.data.formats.zipf_source.fitted_exponent`; None where fewer than two rows have at least 10 accesses.
+        None if fewer than two rows have 10 accesses; see `hotbed.data.formats.zipf_source.fitted_exponent`.
         """
         return fitted_exponent(self.accesses[self.hot_order[: np.count_nonzero(self.accesses >= RANKED)]])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON can hold, with curves at `SHARES` of the rows."""
-        sizes = [max(1, round(share * self.rows)) for share in SHARES]
+        """Return plain values for JSON, with curves at `SHARES` of the rows."""
+        sizes, touched = ([max(1, round(share * n)) for share in SHARES] for n in (self.rows, self.touched))
         return {
             "table": self.table,
             "rows": self.rows,
@@ -101,9 +181,7 @@ class Popularity:
             "sample_rate": self.distances.rate,
             "cache_rows": sizes,
             "accesses_of_top_rows": self.top_share(sizes).tolist(),
-            "accesses_of_top_touched": self.top_share(
-                [max(1, round(share * self.touched)) for share in SHARES]
-            ).tolist(),
+            "accesses_of_top_touched": self.top_share(touched).tolist(),
             "lru": self.distances.hit_rates(sizes).tolist(),
             "static": self.static_hit_rates(sizes).tolist(),
         }
@@ -115,73 +193,60 @@ def measure_popularity(
     *,
     batch_size: int = 1,
     sampled_rows: int = SAMPLED_ROWS,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[Popularity]:
-    """Read a split once, in order, and count how often each row of each table is looked up.
+    progress: Progress = lambda done, total: None,
+) -> list[RowPopularity]:
+    """Read a split once, in order, and count the lookups of each row of each table.
 
-    A batch looks up the distinct rows of a table that its features name, in any of its samples: it is these lookups
-    that hit or miss a cache.
+    A batch looks up the distinct rows of a table in all of its samples and features. These lookups hit or miss a cache.
 
     Parameters
     ----------
-    source
-        Where the samples are.
-    split
-        Which split of it.
+    source, split
+        Source of the samples, and the split to read.
     batch_size
         Samples per batch.
     sampled_rows
-        Rows of a table whose stack distances are followed, about; a table with no more rows is followed exactly.
+        Approximate number of rows per table with measured stack distances. Smaller tables are followed exactly.
     progress
-        Called with the samples read and those there are.
+        Function that is called with the samples read and all samples.
 
     Returns
     -------
-    list[Popularity]
+    list[RowPopularity]
         One per table, in the order of the schema.
 
     Raises
     ------
     SpecError
-        If an argument is out of range, there is no such split, or it has no sample.
+        If an argument is out of range, the source has no such split, or the split has no sample.
     DataError
         If an id is not a row of its table.
     """
-    for name, value in (("batch_size", batch_size), ("sampled_rows", sampled_rows)):
-        if value < 1:
-            raise SpecError(f"{name} is {value:,}, must be at least 1")
+    check("batch_size", batch_size, Count, SpecError)
+    check("sampled_rows", sampled_rows, Count, SpecError)
     tables = [
-        _Counter(source, name, rows, min(1.0, sampled_rows / rows), seed)
+        RowPopularity(
+            table=name,
+            accesses=np.zeros(rows, np.int64),
+            batches=np.zeros(rows, np.int64),
+            distances=StackDistances(rows, rate=min(1.0, sampled_rows / rows), seed=seed),
+        )
         for seed, (name, rows) in enumerate(source.schema.rows.items())
     ]
+    last = [np.zeros(table.rows, np.int64) for table in tables]  # number of the last batch with each row
+    done = 0
     for piece in read_pieces(source, split, batch_size=batch_size, progress=progress):
         edges = np.minimum(np.arange(0, len(piece) + batch_size, batch_size), len(piece))
-        for table in tables:
-            table.count(piece.sparse, edges)
-    return [table.popularity() for table in tables]
-
-
-class _Counter:
-    """Counts the accesses of one table, piece by piece."""
-
-    def __init__(self, source: Source, table: str, rows: int, rate: float, seed: int) -> None:
-        self._table = table
-        self._features = [c.name for c in source.schema.sparse if c.table_name == table]
-        self._accesses, self._batches, self._last = (np.zeros(rows, dtype=np.int64) for _ in range(3))
-        self._distances = StackDistances(rows, rate=rate, seed=seed)
-        self._done = 0  # batches
-
-    def count(self, sparse: Jagged, edges: Integers) -> None:
-        """Count the batches between ``edges``, which are samples of a piece."""
-        bounds = np.stack([positions(sparse, name, edges) for name in self._features])
-        distinct = np.empty(int((bounds[:, -1] - bounds[:, 0]).sum()), dtype=np.int64)
-        ends = np.empty(len(edges) - 1, dtype=np.int64)
-        count(sparse.values.numpy(), bounds, self._done, self._accesses, self._batches, self._last, distinct, ends)
-        self._done += len(ends)
-        self._distances.follow(distinct[: ends[-1]], ends)
-
-    def popularity(self) -> Popularity:
-        return Popularity(table=self._table, accesses=self._accesses, batches=self._batches, distances=self._distances)
+        batches = len(edges) - 1
+        for table, last_of_table in zip(tables, last, strict=True):
+            names = [column.name for column in source.schema.sparse if column.table_name == table.table]
+            bounds = np.stack([first_ids(piece.sparse, name, edges) for name in names])
+            distinct = np.empty(int((bounds[:, -1] - bounds[:, 0]).sum()), np.int64)
+            ends, values = np.empty(batches, np.int64), piece.sparse.values.numpy()
+            count_batches(values, bounds, done, table.accesses, table.batches, last_of_table, distinct, ends)
+            table.distances.follow(distinct[: ends[-1]], ends)
+        done += batches
+    return tables
 
 
 def _share_of_first(counts: Integers, sizes: Sequence[int]) -> Floats:

@@ -1,33 +1,33 @@
-# pyright: basic
-"""Measure hit rates of LRU caches of every size, in one pass over the rows that are looked up.
+"""Measure hit rates of LRU caches of all sizes in one pass over the looked-up rows.
 
-*Theory of operation.* LRU is a stack algorithm: a cache of C rows always holds the C most recently used ones (Mattson,
-Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2), 1970). So a lookup
-hits if and only if its *stack distance*, 1 + the number of distinct rows used since, is at most C, and a histogram of
-distances is the whole curve. Every use of a row takes the next position on a time line; a row keeps the position of its
-last use only, and a Fenwick tree counts the positions that are taken after a given one: O(log M) per lookup, M rows.
-When the time line is full the taken positions are moved to its beginning.
+An LRU cache of C rows always holds the C most recently used rows (Mattson et al., "Evaluation techniques for storage
+hierarchies", IBM Systems Journal 9(2), 1970). So a lookup hits if its *stack distance*, 1 + the number of distinct rows
+used since, is at most C, and a histogram of distances is the whole curve. Every use of a row takes the next position
+on a time line, and the row keeps only its last position. A Fenwick tree counts the taken positions after a position, in
+O(log M) for M rows. When the time line is full, the taken positions move to its beginning.
 
 *Batches.* All rows of a batch are looked up before any of them moves, as in a cache that serves a batch at once.
 
-*Sampling.* Rows are sampled, not lookups, so that every lookup of a sampled row is seen: rows whose hash is below a
-threshold, a share ``rate`` of all. A distance among them counts ``rate`` of the rows between, and is scaled up
-(Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC construction with SHARDS", FAST 2015). The hottest rows may be
-sampled too often or too seldom; as in the paper's SHARDS-adj, the lookups that are missing from ``rate`` of all are
-counted as hits at the smallest distance. The hash is a bijection, so that sampled rows are numbered without a gap.
+*Sampling.* Rows with a hash below a threshold are sampled, a share ``rate`` of all rows, so that every lookup of a
+sampled row is followed. Distances are scaled up (Waldspurger et al., "Efficient MRC construction with SHARDS", FAST
+2015). The hottest rows may be over- or underrepresented. As in SHARDS-adj, the difference between the expected and the
+sampled lookups counts as hits at the smallest distance. The hash is a bijection, so that sampled rows have consecutive
+numbers.
 
-*Kernels.* Numba compiles them in every process that uses them, which takes seconds: they serve measurements, not
-training.
+Numba compiles the kernels in every process, which takes seconds. They serve measurements, not training.
 """
+# pyright: basic
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from hotbed.checks import Count, Range, Size, check
 from hotbed.data.hashing import mix
 from hotbed.errors import SpecError
 
@@ -35,10 +35,10 @@ _kernel = njit(nogil=True, error_model="numpy")
 
 
 @_kernel
-def count(values, bounds, done, accesses, batches, last, distinct, ends):
-    """Count the rows of some batches, and list those of each batch in ``distinct``, once each.
+def count_batches(values, bounds, done, accesses, batches, last, distinct, ends):
+    """Count the rows of some batches, and write the distinct rows of each batch to ``distinct``.
 
-    ``bounds [features, batches + 1]`` says where in ``values`` the ids of a feature begin at each batch.
+    ``bounds [features, batches + 1]`` are the positions in ``values`` of a feature's first id of each batch.
     """
     n = 0
     for batch in range(len(ends)):
@@ -46,7 +46,7 @@ def count(values, bounds, done, accesses, batches, last, distinct, ends):
             for i in range(bounds[feature, batch], bounds[feature, batch + 1]):
                 row = values[i]
                 accesses[row] += 1
-                if last[row] != done + batch + 1:  # 0 is "in no batch yet"
+                if last[row] != done + batch + 1:  # 0 means no batch yet
                     last[row] = done + batch + 1
                     batches[row] += 1
                     distinct[n] = row
@@ -56,7 +56,7 @@ def count(values, bounds, done, accesses, batches, last, distinct, ends):
 
 @_kernel
 def slot_of(row, hash):
-    """Bijection of the numbers below a power of 2: multiplications by odd numbers and shifts, both of which invert."""
+    """Map the numbers below a power of 2 one to one, by multiplications with odd numbers and shifts."""
     offset, mask, half = hash[0], hash[1], hash[2]
     x = (np.uint64(row) + offset) & mask
     x = (x * np.uint64(0x9E3779B97F4A7C15)) & mask
@@ -98,8 +98,8 @@ def _move_to_the_beginning(last, taken_by, tree):
 
 
 @_kernel
-def follow(rows, ends, hash, last, taken_by, tree, histogram, clock):
-    """Add the stack distances of the rows of some batches, which end at ``ends``, to the histogram."""
+def follow_batches(rows, ends, hash, last, taken_by, tree, histogram, clock):
+    """Add the stack distances of the rows of some batches to the histogram; ``ends`` are the batches' ends in rows."""
     now, taken = clock[0], clock[1]
     start = 0
     for end in ends:
@@ -131,43 +131,40 @@ Integers = NDArray[np.int64]
 
 
 class StackDistances:
-    """Stack distances of the rows of one table, of which a share ``rate`` (rounded to whole rows) is sampled.
+    """Stack distances of a sample of the rows of one table.
 
-    Memory is 28 bytes per number that a sampled row can have: at most ``2 · rate · rows``. A rate of 1 is exact.
+    The share ``rate`` is rounded to whole rows; 1 is exact. At most ``2 · rate · rows`` slots take 28 bytes each.
     `lookups` counts all lookups, sampled or not.
     """
 
     def __init__(self, rows: int, *, rate: float = 1.0, seed: int = 0) -> None:
-        if rows < 1:
-            raise SpecError(f"rows is {rows:,}, must be at least 1")
-        if not 0 < rate <= 1:
-            raise SpecError(f"rate is {rate}, must be above 0 and at most 1 (1 follows every row)")
-        if seed < 0:
-            raise SpecError(f"seed is {seed:,}, must not be negative")
+        check("rows", rows, Count, SpecError)
+        check("rate", rate, Annotated[float, Range(above=0, most=1)], SpecError)
+        check("seed", seed, Size, SpecError)
         bits = (rows - 1).bit_length()
         slots = max(1, round(rate * (1 << bits)))
-        places = 2 * slots + 64  # twice: the time line is moved once per `slots` lookups at most
-        dtype = np.int32 if places < 1 << 31 else np.int64
+        positions = 2 * slots + 64  # so that the time line moves at most once per `slots` lookups
+        dtype = np.int32 if positions < 1 << 31 else np.int64
         self.rate = slots / (1 << bits)
         self.lookups = 0
-        # by stack distance among sampled rows; at 0 the first lookups of rows
+        # by stack distance among sampled rows; entry 0 counts first lookups of rows
         self.histogram: Integers = np.zeros(slots + 1, dtype=np.int64)
         offset = int(mix(np.array([seed], dtype=np.uint64))[0])
         self._hash = np.array([offset, (1 << bits) - 1, (bits + 1) // 2], dtype=np.uint64)
         self._last = np.zeros(slots, dtype=dtype)  # position of a slot's last use; 0 for none
-        self._taken_by = np.zeros(places, dtype=dtype)  # slot + 1 by position; 0 where none is
-        self._tree = np.zeros(places, dtype=dtype)
-        self._clock = np.zeros(2, dtype=np.int64)  # the last position, and how many are taken
+        self._taken_by = np.zeros(positions, dtype=dtype)  # slot + 1 by position; 0 for none
+        self._tree = np.zeros(positions, dtype=dtype)
+        self._clock = np.zeros(2, dtype=np.int64)  # the last position, and the number of taken positions
 
     def follow(self, rows: Integers, ends: Integers) -> None:
-        """Look up ``rows [n]`` batch after batch, which end at ``ends``; no batch has a row twice."""
+        """Look up ``rows [n]`` batch after batch, with the batches' ends in rows; the rows of a batch are distinct."""
         self.lookups += len(rows)
-        follow(rows, ends, self._hash, self._last, self._taken_by, self._tree, self.histogram, self._clock)
+        follow_batches(rows, ends, self._hash, self._last, self._taken_by, self._tree, self.histogram, self._clock)
 
     def hit_rates(self, cache_rows: Sequence[int]) -> NDArray[np.float64]:
-        """Share of the lookups that a cache of so many rows serves, by size; NaN where no lookup was sampled.
+        """Return the hit rate of an LRU cache by its size in rows; NaN without sampled lookups.
 
-        The first lookup of a row is a miss. A distance d among sampled rows stands for 1 + (d − 1) / rate.
+        The first lookup of a row is a miss. A distance d among sampled rows represents 1 + (d − 1) / rate.
         """
         sampled, expected = int(self.histogram.sum()), self.rate * self.lookups
         if not sampled:

@@ -1,1 +1,1 @@
-"""How long would a training step take on hardware that is not present?"""
+"""Simulate training steps of a plan on any hardware."""

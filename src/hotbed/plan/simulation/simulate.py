@@ -1,8 +1,7 @@
-"""Simulate training steps of a plan on machines that need not be here: what runs beside what, and who waits for whom.
+"""Simulate training steps of a plan on any hardware: operations, their overlap, and the waits of ranks.
 
-All seconds are those of `hotbed.plan.cost` and `hotbed.plan.step_time`; this file knows their order only, which is
-that of
-the trainer. Of batch ``b``, threads and what they do (``│``: all ranks of a group, or all ranks, meet)::
+`hotbed.plan.cost` and `hotbed.plan.step_time` estimate all seconds. This file only defines the order of operations,
+which follows the trainer. For batch ``b``, threads do the following (``│``: the ranks of a group, or all, wait)::
 
     prefetch    input b+1 · (ids b+1 │ · read ahead b+1)                                                  over Gloo
     step        (ids b │) · launches · slower memories · lookup · rows │ · pooling · forward · loss │
@@ -11,13 +10,18 @@ the trainer. Of batch ``b``, threads and what they do (``│``: all ranks of a g
     average     every `sync_every` steps, until the next reader of rows │                                 over Gloo
 
 Over NCCL exchanges never overlap with each other (`hotbed.comm`): ids are exchanged, and replicas averaged, in the
-step. An all-to-all ends for all ranks when the rank that sends most is done, for all need something from it. Stragglers
-are ranks that take longer for what they compute, drawn anew for each step.
+step. An all-to-all ends for all ranks when the rank with most bytes is done, because all need rows from it. Stragglers
+are ranks with slower computation, drawn for each step.
+
+Each thread issues operations in a fixed order (`Timeline`). An operation begins when its thread, its resource and its
+dependencies are free. An exchange begins when the last rank is ready, and ends when the rank with most bytes is done.
+Each resource serves one operation at a time, in the order of `Timeline.run`. So no shorter operation delays another, as
+it might with queues that choose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -43,7 +47,6 @@ from hotbed.plan.cost import (
 )
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.links import LinkName
-from hotbed.plan.simulation.timeline import Among, Event, Operation, Timeline
 from hotbed.plan.step_time import (
     EXCHANGES_OF_COPIES,
     StepEstimate,
@@ -57,75 +60,85 @@ from hotbed.plan.step_time import (
 from hotbed.plan.tiling import Plan
 
 MOST_BUCKETS = 16
-"""Buckets that are told apart; of more, several count as one. Ranks that share cores hide nothing of an all-reduce,
-which takes cores, too: theirs begins when backward is over."""
+"""Number of simulated buckets; more are merged. Ranks that share cores hide nothing of an all-reduce, because it needs
+cores, so theirs begins after backward."""
 WARM_UP, MEASURED = 8, 32
-"""Steps before those that count, and at least so many that do."""
+"""Steps before the counted ones, and the least number of counted steps."""
 DRAWN = 3
-"""Steps whose events are kept."""
+"""Steps with recorded events."""
+Among = Literal["rank", "shards", "replicas", "all"]
+"""Ranks that an operation involves: one, a group with one copy of the tables, the copies of a tile, or all."""
+_AXES: dict[Among, tuple[int, ...]] = {"rank": (), "shards": (1,), "replicas": (0,), "all": (0, 1)}
+THREADS = ("step", "prefetch", "all-reduce", "average")
+"""Threads of a rank, as in `hotbed.train.prefetch`, `hotbed.embed.dense_parallel` and `hotbed.embed.replicas`."""
+
+
+# -- options and results -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stragglers(Section, where="stragglers.", error=PlanError):
-    """Ranks that are slow for a step.
+    """Ranks that are slow in some steps."""
 
-    Attributes
-    ----------
-    share
-        Of ranks and steps.
-    slowdown
-        How many times as long they take for what they compute and read; at least 1.
-    seed
-        The same gives the same ranks and steps.
-    """
-
-    share: Annotated[float, Range(least=0, most=1)] = 0.0
-    slowdown: Annotated[float, Range(least=1)] = 1.5
-    seed: Size = 0
+    share: Annotated[float, Range(least=0, most=1)] = 0.0  # of ranks and steps
+    slowdown: Annotated[float, Range(least=1)] = 1.5  # factor of the seconds of computation and reads
+    seed: Size = 0  # of the draw
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What the trainer does beside computing a batch."""
+    """Work that overlaps with the computation of a batch."""
 
-    ids: bool  # ids of the next batch are exchanged, and rows that are in files read ahead
+    ids: bool  # ids of the next batch are exchanged, and rows in files are read ahead
     averages: bool  # replicas are averaged until the next reader of their rows
     buckets: bool = True
-    """The all-reduce begins with a bucket when backward has made it; else with the backward pass, as
-    `hotbed.plan.step_time` counts."""
+    """Whether the all-reduce begins with the first bucket of backward, and not with backward itself as in
+    `hotbed.plan.step_time`."""
 
     @classmethod
     def of(cls, hardware: Hardware) -> Overlap:
-        """What is done on a machine: over NCCL, between GPUs, exchanges do not overlap."""
+        """Return the overlap on a machine; over NCCL, between GPUs, exchanges do not overlap."""
         return cls(ids=hardware.cores_shared, averages=hardware.cores_shared)
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one resource, per step and rank."""
+    """Usage of one resource, per step and rank."""
 
     amount: float  # mean over ranks
-    unit: Literal["B", "FLOP", ""]  # of cores nothing is counted but time
-    most: float  # of the rank with most
-    seconds: float  # in which it is used, mean over ranks
+    unit: Literal["B", "FLOP", ""]  # empty for cores, for which only time is counted
+    most: float  # largest amount of a rank
+    seconds: float  # mean over ranks
     utilisation: float  # share of the step
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """What a simulated run did."""
+class Event:
+    """An operation of one rank, in seconds since the beginning."""
 
-    steps: int  # that were counted
+    rank: int
+    thread: str
+    name: str
+    resource: str
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Results of a simulated run."""
+
+    steps: int  # counted steps
     step_s: float
     samples_per_s: float  # of all ranks together
     critical: Mapping[str, float]
-    """Seconds of a step by what they are spent on, on the rank that waits least; largest first."""
-    waiting: float  # share of a step in which a rank waits for others, or for links: mean over ranks
-    binds: str  # the resource that the critical rank's step is mostly made of; ``"messages"``: their fixed costs
+    """Seconds of a step by operation, of the rank that waits least; largest first."""
+    waiting: float  # share of a step in which a rank waits for others, or for links; mean over ranks
+    binds: str  # the resource with most seconds of the critical rank; ``"messages"`` for fixed costs of messages
     usage: Mapping[str, Usage]  # by resource
-    nodes: int  # that are taken
+    nodes: int
     price_per_hour: float | None  # of a node
-    closed_form: StepEstimate  # the estimate without order, of the same seconds
+    closed_form: StepEstimate  # estimate from the same seconds, without order
     events: tuple[Event, ...]  # of a few steps and ranks
 
     @property
@@ -136,7 +149,7 @@ class Simulation:
         return 1e9 / self.samples_per_s / 3600 * self.nodes * self.price_per_hour
 
     def to_dict(self) -> dict[str, Any]:
-        """All but events, as JSON has it."""
+        """Return everything but events as plain values for JSON."""
         return {
             "steps": self.steps,
             "step_s": self.step_s,
@@ -151,6 +164,9 @@ class Simulation:
         }
 
 
+# -- simulation ----------------------------------------------------------------------------------------------------
+
+
 def simulate(
     plan: Plan,
     costs: RankCosts,
@@ -159,16 +175,16 @@ def simulate(
     stragglers: Stragglers | None = None,
     overlap: Overlap | None = None,
 ) -> Simulation:
-    """Simulate steps of a plan, until what is measured no longer depends on how they began.
+    """Simulate steps of a plan, after enough steps that the beginning does not matter.
 
-    Ranks of equal load are simulated once, as are replicas; with stragglers, all are.
+    Ranks of equal load, and replicas, are simulated once, unless there are stragglers.
     """
     here, work = model.hardware, model.workload
     if here is None:
-        raise PlanError("a simulation needs hardware; give the cost model a profile")
+        raise PlanError("hardware: got none, expected a profile to simulate. Set it in the cost model.")
     slow = stragglers if stragglers is not None and stragglers.share > 0 and stragglers.slowdown > 1 else None
     parts, counts, first = costs.parts, np.ones(plan.world_size), np.arange(plan.world_size)
-    if slow is None:  # to twelve digits: sums of the same tiles in another order
+    if slow is None:  # rounded, because equal ranks may sum tiles in another order
         rounded = np.round(parts / max(float(parts.max()), 1e-300), 12)
         _, first, counts = np.unique(rounded, axis=0, return_index=True, return_counts=True)
         parts = parts[first]
@@ -193,12 +209,12 @@ def simulate(
         does.step(timeline, factor, averages=(step + 1 - WARM_UP) % every == 0)
     seconds = (float(timeline.moment().max()) - begin) / measured
     most = [float(busy.max()) for busy in timeline.busy.values()]
-    seconds = max(seconds, *(total / measured for total in most))  # a queue may still have been filling
+    seconds = max(seconds, *(total / measured for total in most))  # a queue may still grow
     return _result(timeline, does, measured, seconds, counts, costs, estimate, model)
 
 
 class _Trainer:
-    """Operations of a step, and the order in which threads issue them."""
+    """Operations of a step, and their order."""
 
     def __init__(self, parts: Array, estimate: StepEstimate, model: CostModel, overlap: Overlap) -> None:
         work = model.workload
@@ -208,7 +224,7 @@ class _Trainer:
         self.buckets = 1
         if overlap.buckets and not (model.hardware is not None and model.hardware.cores_shared):
             self.buckets = min(max(buckets_of(model), 1), MOST_BUCKETS)
-        # Fixed costs of messages go with their exchanges, by how many each has.
+        # Exchanges share the fixed costs of messages by their number of messages.
         assert model.links is not None
         peers = model.links.messages
         messages = {
@@ -221,7 +237,7 @@ class _Trainer:
         }
         every = sum(messages.values())
         fixed = estimate.messages / every if every else 0.0
-        beside = 0.0 if every else estimate.messages  # measured, of what has no exchange
+        extra = 0.0 if every else estimate.messages  # measured without exchanges
         dense = "cores" if dense_launches_s(model) > products_s(model) else "arithmetic"
         known = (LOOKUP, POOLING, IDS, ROWS, GRADIENTS, UPDATE, COPIES, SUMS, HOST, DISK, REPLICAS)
         others = [part for part in range(parts.shape[1]) if part not in known]
@@ -232,22 +248,22 @@ class _Trainer:
         def exchange(name: str, part: int, among: Among = "shards", times: float = 1.0) -> Operation:
             return Operation(name, "links", times * (of(part) + fixed * messages[name]), among)
 
-        def alike(value: float) -> Array:
+        def equal(value: float) -> Array:
             return np.full((1, len(parts)), value)
 
         memory, whole = "device memory", self._every
-        self._input = Operation("input", "host link", alike(estimate.input))
+        self._input = Operation("input", "host link", equal(estimate.input))
         self._ids = exchange("ids", IDS)
         self._read_ahead = Operation("read from disk", "disk", of(DISK, 1 / 2))
-        self._launches = Operation("launches", "cores", alike(estimate.launches + beside))
+        self._launches = Operation("launches", "cores", equal(estimate.launches + extra))
         self._fetch = Operation("read from host", "host link", of(HOST, 1 / 2))
         self._others = Operation("grouping", memory, parts[None][:, :, others].sum(2))
         self._lookup = Operation("lookup", memory, of(LOOKUP))
         self._rows = exchange("rows", ROWS)
         self._pool = Operation("pooling", memory, of(POOLING, 1 / 2))
-        self._forward = Operation("forward", dense, alike(estimate.dense / 3))
-        self._backward = Operation("backward", dense, alike(2 / 3 * estimate.dense / self.buckets))
-        self._reduce = Operation("all-reduce", "links", alike(estimate.all_reduce / self.buckets), "all")
+        self._forward = Operation("forward", dense, equal(estimate.dense / 3))
+        self._backward = Operation("backward", dense, equal(2 / 3 * estimate.dense / self.buckets))
+        self._reduce = Operation("all-reduce", "links", equal(estimate.all_reduce / self.buckets), "all")
         self._segment = Operation("sums per row", memory, of(POOLING, 1 / 2))
         self._gradients = exchange("gradients", GRADIENTS)
         self._update = Operation("update", memory, of(UPDATE))
@@ -261,22 +277,22 @@ class _Trainer:
         self.resources["prefetch"] = max(ahead, key=lambda op: float(op.seconds.max())).resource
 
     def prefetch(self, on: Timeline, factor: Array) -> None:
-        """Give the next batch to its thread."""
+        """Start preparing the next batch."""
         on.run(self._input, "prefetch")
         if self._overlap.ids:
             on.run(self._ids, "prefetch")
             on.run(_times(self._read_ahead, factor), "prefetch")
 
     def step(self, on: Timeline, factor: Array, *, averages: bool) -> None:
-        """Train on a batch; ``factor``: how many times as long ranks take for what they do by themselves."""
+        """Train on a batch; ``factor`` multiplies the seconds of what ranks do alone."""
 
         def alone(*operations: Operation) -> None:
             for operation in operations:
                 on.run(_times(operation, factor))
 
-        asked = on.moment()
+        now = on.moment()
         on.join("step", "prefetch", "prefetch")
-        on.join_at("prefetch", asked)
+        on.join_at("prefetch", now)
         self.prefetch(on, factor)
         if not self._overlap.ids:
             on.run(self._ids)
@@ -288,13 +304,13 @@ class _Trainer:
         on.run(self._rows)
         alone(self._pool, self._forward)
         if self._ranks > 1:
-            on.meet()  # whether the loss is finite, and how many samples there were
+            on.meet()  # to agree on the finite loss and the number of samples
         for _ in range(self.buckets):
             if not self._overlap.buckets:
-                self._reduced(on)
+                self._run_reduce(on)
             alone(self._backward)
             if self._overlap.buckets:
-                self._reduced(on)
+                self._run_reduce(on)
         alone(self._segment)
         on.run(self._gradients)
         on.join("step", "all-reduce", "all-reduce")
@@ -308,7 +324,7 @@ class _Trainer:
         elif averages:
             on.run(self._average)
 
-    def _reduced(self, on: Timeline) -> None:
+    def _run_reduce(self, on: Timeline) -> None:
         on.join("all-reduce", "step")
         on.run(self._reduce, "all-reduce")
 
@@ -320,7 +336,7 @@ def _times(operation: Operation, factor: Array) -> Operation:
 
 
 def _sample(parts: Array, first: Array) -> list[tuple[int, int, int]]:
-    """The busiest, the median and the idlest rank, of the first replica."""
+    """Return the busiest, the median and the idlest rank of the first replica."""
     order = parts.sum(1).argsort(kind="stable")[::-1].tolist()
     columns = dict.fromkeys([order[0], order[len(order) // 2], order[-1]])
     return [(int(first[column]), 0, column) for column in columns]
@@ -345,11 +361,11 @@ def _result(
         resource = does.resources.get(name) or "links"
         by_resource[resource] = by_resource.get(resource, 0.0) + value
     binds = max(by_resource, key=lambda name: by_resource[name], default="cores")
-    if binds == "links":  # bytes, of the exchange that takes longest, or the fixed costs of messages
+    if binds == "links":  # the link of the longest exchange, or the fixed costs of messages
         exchanges = [name for name in spent if does.resources.get(name) == "links"]
         longest = max(exchanges, key=lambda name: spent[name], default="")
         fixed = estimate.reduce_messages if longest == "all-reduce" else estimate.messages
-        binds = "messages" if fixed > by_resource["links"] / 2 else link_of(model, longest)
+        binds = "messages" if fixed > by_resource["links"] / 2 else link_of_exchange(model, longest)
     busy = {name: float((values @ counts).mean() / counts.sum()) / steps for name, values in timeline.busy.items()}
     ranks = model.world_size * work.replicas
     return Simulation(
@@ -367,8 +383,8 @@ def _result(
     )
 
 
-def link_of(model: CostModel, exchange: str) -> str:
-    """Which link an exchange of the simulation waits for: ``"node link"`` or ``"network"``."""
+def link_of_exchange(model: CostModel, exchange: str) -> str:
+    """Return the link that an exchange waits for: ``"node link"`` or ``"network"``."""
     here = model.hardware
     assert here is not None
     if exchange == "all-reduce":
@@ -383,9 +399,9 @@ def link_of(model: CostModel, exchange: str) -> str:
 def usage_of(
     busy: Mapping[str, float], step_s: float, costs: RankCosts, model: CostModel, all_reduce_s: float
 ) -> dict[str, Usage]:
-    """By resource; those of which nothing is used are left out.
+    """Return the usage by resource, without unused ones.
 
-    Of two links that carry at once the slower is in use for the seconds that an exchange is charged, messages aside.
+    If an exchange uses two links at once, the slower one is used for all of its seconds except fixed costs.
     """
     here, work = model.hardware, model.workload
     assert here is not None and model.links is not None
@@ -429,11 +445,120 @@ def usage_of(
     return found
 
 
-def amount_text(value: float, unit: str) -> str:
-    """An amount with a decimal prefix; nothing where nothing is counted."""
+def format_amount(value: float, unit: str) -> str:
+    """Format an amount with a decimal prefix; empty without a unit."""
     if not unit:
         return ""
     for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= scale:
             return f"{value / scale:,.3g} {prefix}{unit}"
     return f"{value:,.3g} {unit}"
+
+
+# -- timeline -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of ranks."""
+
+    name: str
+    resource: str | None  # that it occupies; None for a wait
+    seconds: Array  # of each rank ``[M or 1, N or 1]``
+    among: Among = "rank"
+
+
+class Timeline:
+    """Clocks of the threads and resources of ranks, a matrix of replicas × shards; equal ranks can be one column."""
+
+    def __init__(self, replicas: int, shards: int) -> None:
+        self._shape = replicas, shards
+        self._threads = {name: np.zeros(self._shape) for name in THREADS}
+        self._free: dict[str, Array] = {}
+        self.busy: dict[str, Array] = {}  # seconds of use by resource ``[M, N]``
+        self.spent: dict[str, Array] = {}  # seconds of the thread "step" by operation, waits included
+        self.waited = np.zeros(self._shape)  # seconds in which the thread "step" waited for ranks or a resource
+        self._watched: Sequence[tuple[int, int, int]] = ()
+        self.events: list[Event] = []
+
+    def watch(self, ranks: Sequence[tuple[int, int, int]]) -> None:
+        """Record events of these ranks (number, replica, column) from now on; empty to stop."""
+        self._watched = ranks
+
+    def run(self, operation: Operation, thread: str = "step") -> None:
+        """Issue the next operation of a thread."""
+        if not operation.seconds.any():
+            return
+        own = np.broadcast_to(operation.seconds, self._shape)
+        ready = self._threads[thread]
+        start = ready
+        if operation.resource is not None:
+            start = np.maximum(start, self._free.setdefault(operation.resource, np.zeros(self._shape)))
+        axes = _AXES[operation.among]
+        end, others = start + own, np.zeros(1)
+        if axes:
+            start = np.broadcast_to(start.max(axes, keepdims=True), self._shape)
+            others = own.max(axes, keepdims=True) - own  # extra seconds of the slowest rank
+            end = start + own.max(axes, keepdims=True)
+        if operation.resource is not None:
+            self._free[operation.resource] = end
+            self.busy[operation.resource] = self.busy.get(operation.resource, 0.0) + own
+        if thread == "step":
+            self._add(operation.name, own)
+            self.waited = self.waited + (start - ready) + others
+        self._threads[thread] = end
+        for rank, replica, shard in self._watched:
+            begin, seconds = float(start[replica, shard]), float(own[replica, shard])
+            if seconds:
+                self.events.append(Event(rank, thread, operation.name, operation.resource or "", begin, seconds))
+
+    def join(self, thread: str, other: str, name: str = "") -> None:
+        """Let a thread wait until another has finished; ``name`` is the operation of the wait."""
+        self.join_at(thread, self._threads[other], name)
+
+    def join_at(self, thread: str, moment: Array, name: str = "") -> None:
+        """Let a thread wait for a moment of each rank."""
+        ready = self._threads[thread]
+        self._threads[thread] = np.maximum(ready, moment)
+        if thread == "step" and name:
+            self._add(name, self._threads[thread] - ready)
+
+    def meet(self) -> None:
+        """Let the steps of all ranks wait for the last one."""
+        ready = self._threads["step"]
+        self._threads["step"] = np.full(self._shape, ready.max())
+        self.waited = self.waited + (ready.max() - ready)
+
+    def moment(self, thread: str = "step") -> Array:
+        """Return the moments ``[M, N]`` when a thread of each rank finishes."""
+        return self._threads[thread]
+
+    def reset_counts(self) -> None:
+        """Reset `busy`, `spent` and `waited`."""
+        self.busy, self.spent, self.waited = {}, {}, np.zeros(self._shape)
+
+    def _add(self, name: str, seconds: Array) -> None:
+        self.spent[name] = self.spent.get(name, 0.0) + seconds
+
+
+def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
+    """Return events for Chrome and Perfetto: a process per rank, a thread per thread, microseconds."""
+    found: list[dict[str, Any]] = []
+    for rank in sorted({event.rank for event in events}):
+        found.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
+        for number, thread in enumerate(THREADS):
+            about = {"name": thread}
+            found.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": about})
+    found += [
+        {
+            "ph": "X",
+            "name": event.name,
+            "cat": event.resource,
+            "pid": event.rank,
+            "tid": THREADS.index(event.thread),
+            "ts": event.start * 1e6,
+            "dur": event.seconds * 1e6,
+        }
+        for event in events
+    ]
+    return {"traceEvents": found, "displayTimeUnit": "ms"}

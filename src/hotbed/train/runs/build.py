@@ -17,7 +17,7 @@ from hotbed.checks import check_known, naming
 from hotbed.config import Component, DataRecipe, Recipe, TaskRecipe
 from hotbed.config.validation import checkpoint_policy, patience
 from hotbed.data import Source
-from hotbed.data.skew.hot_loader import COLD, HOT
+from hotbed.data.skew.hot_cold import COLD, HOT
 from hotbed.embed import Distributed, tables_on_meta
 from hotbed.embed.dense_shards import is_sharded
 from hotbed.errors import DataError, HotbedError, RecipeError, SpecError

@@ -12,7 +12,7 @@ from hotbed.batch import Batch
 from hotbed.config import Recipe
 from hotbed.data import Loader, Source, open_readers
 from hotbed.data.executors import Tasks
-from hotbed.data.skew.hot_loader import COLD, HOT, HotColdLoader
+from hotbed.data.skew.hot_cold import COLD, HOT, HotColdLoader
 from hotbed.embed import Distributed
 from hotbed.errors import RecipeError
 from hotbed.train.ranks.broadcast import BroadcastLoader

@@ -33,7 +33,7 @@ from hotbed.parsing import TextError, parse_json, parse_yaml
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes, tile_bytes
 from hotbed.plan.hardware import Hardware
-from hotbed.plan.here import hardware_here
+from hotbed.plan.hardware import hardware_here
 from hotbed.plan.hit_rates import Curve
 from hotbed.plan.ranks import Chosen, search_ranks
 from hotbed.plan.schemes import AUTO, SCHEMES, Cut, Schemes, cuts_of, schemes_from

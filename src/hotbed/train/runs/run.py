@@ -21,7 +21,7 @@ from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, init
 from hotbed.config import Recipe
 from hotbed.config.validation import checkpoint_policy, monitored, notice, patience
 from hotbed.data import Loader, Source
-from hotbed.data.skew.hot_loader import HotColdLoader
+from hotbed.data.skew.hot_cold import HotColdLoader
 from hotbed.embed import Distributed, collections_of
 from hotbed.errors import StoppedError
 from hotbed.nn.normalization import normalization_of

@@ -1,4 +1,4 @@
-"""Protects that counts are exact up to a bound, and that what is estimated beyond is within the error that is told."""
+"""Counts of values are exact up to a bound, and estimates beyond it are within their errors."""
 
 from __future__ import annotations
 

@@ -1,17 +1,20 @@
+"""Lookups per row are counted exactly, and curves, orders and hit rates follow from the counts."""
+
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from data_cases import MIXED_SCHEMA, ListSource, mixed_batch
+from data_cases import MIXED_SCHEMA, NUMBERED_SCHEMA, ListSource, mixed_batch, numbered_batch
 
-import hotbed.data.skew.access_counts
+import hotbed.data.skew.row_popularity
 from hotbed.batch import Batch
 from hotbed.data import Schema, SparseColumn, measure_popularity, read_hot_order
 from hotbed.data.formats.zipf_source import Zipf
 from hotbed.data.skew.hot_cold import hot_order_file, write_hot_order
-from hotbed.data.skew.row_popularity import SHARES, Popularity
+from hotbed.data.skew.row_popularity import SHARES, RowPopularity, count_accesses
 from hotbed.data.skew.stack_distance import StackDistances
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
@@ -23,9 +26,9 @@ def ids_by_sample(batch: Batch, features: list[str]) -> list[list[int]]:
     return [[int(v) for f in features for v in sample[f].values] for sample in taken]
 
 
-def popularity(accesses: list[int]) -> Popularity:
+def popularity(accesses: list[int]) -> RowPopularity:
     counts = np.array(accesses, dtype=np.int64)
-    return Popularity(table="t", accesses=counts, batches=counts, distances=StackDistances(len(counts)))
+    return RowPopularity(table="t", accesses=counts, batches=counts, distances=StackDistances(len(counts)))
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 100])
@@ -34,7 +37,7 @@ def test_counts_of_shared_ragged_and_multi_hot_features(
     batch_size: int, sizes: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`items` is looked up by a feature with two ids per sample and by one with any number."""
-    monkeypatch.setattr(hotbed.data.skew.access_counts, "_PIECE", piece)
+    monkeypatch.setattr(hotbed.data.skew.row_popularity, "_PIECE", piece)
     batch = mixed_batch(60)
     tables = measure_popularity(ListSource(batch, sizes, MIXED_SCHEMA), "train", batch_size=batch_size)
     assert [t.table for t in tables] == ["user", "items"]
@@ -91,7 +94,7 @@ def test_curves() -> None:
 
 def test_static_hit_rates_count_a_row_once_per_batch() -> None:
     counts, batches = np.array([8, 2]), np.array([1, 2])
-    table = Popularity(table="t", accesses=counts, batches=batches, distances=StackDistances(2))
+    table = RowPopularity(table="t", accesses=counts, batches=batches, distances=StackDistances(2))
     assert table.top_share([1]) == [0.8]
     assert table.static_hit_rates([1]) == [pytest.approx(1 / 3)]
 
@@ -122,10 +125,10 @@ def test_the_exponent_of_exact_counts() -> None:
 
 @pytest.mark.parametrize(("bad", "position"), [(1000, 41), (-1, 3)])
 def test_an_id_that_is_no_row(bad: int, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotbed.data.skew.access_counts, "_PIECE", 16)
+    monkeypatch.setattr(hotbed.data.skew.row_popularity, "_PIECE", 16)
     batch = mixed_batch(60)
     batch.sparse["user"].values[position] = bad
-    message = f"split 'train', feature 'user': id {bad:,} at sample {position} is not within the 1,000 rows of table"
+    message = f"split 'train', feature 'user', sample {position}: got id {bad:,}, expected 0 to 999"
     with pytest.raises(DataError, match=message):
         measure_popularity(ListSource(batch, [20, 40], MIXED_SCHEMA), "train", batch_size=8)
 
@@ -135,17 +138,15 @@ def test_a_ragged_id_that_is_no_row() -> None:
     history = batch.sparse["history"]
     last = int(np.flatnonzero(history.lengths().numpy())[-1])
     history.values[-1] = 50
-    with pytest.raises(
-        DataError, match=f"feature 'history': id 50 at sample {last} is not within the 50 rows of table 'it"
-    ):
+    with pytest.raises(DataError, match=f"feature 'history', sample {last}: got id 50, expected 0 to 49"):
         measure_popularity(ListSource(batch, [60], MIXED_SCHEMA), "train")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size is 0, must be at least 1"),
-        ({"sampled_rows": 0}, "sampled_rows is 0, must be at least 1"),
+        ({"batch_size": 0}, "batch_size: got 0"),
+        ({"sampled_rows": 0}, "sampled_rows: got 0"),
     ],
 )
 def test_options_out_of_range(options: dict[str, int], message: str) -> None:
@@ -174,14 +175,14 @@ def test_hot_order_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"t.npy does not exist; measure the hot order with hotbed inspect --skew DATA --out DIRECTORY"),
+        (None, r"t.npy does not exist"),
         (b"", "is not a file of NumPy's format, or is cut short"),
         (b"id,row\n", "is not a file of NumPy's format, or is cut short"),
-        (np.array([1, 0], dtype=np.int32), r"t.npy holds int32 \[2\], must hold int32 \[3\], the rows of table 't'"),
-        (np.array([2, 1, 0]), r"t.npy holds int64 \[3\], must hold int32 \[3\]"),
-        (np.array([2, 1, 1], dtype=np.int32), "t.npy leaves out row 0 of table 't'"),
-        (np.array([0, 1, -1], dtype=np.int32), "t.npy leaves out row 2 of table 't'"),
-        (np.array([0, 3, 2], dtype=np.int32), "t.npy leaves out row 1 of table 't'"),
+        (np.array([1, 0], dtype=np.int32), r"t.npy: got int32 \[2\], expected int32 \[3\], the rows of table 't'"),
+        (np.array([2, 1, 0]), r"t.npy: got int64 \[3\], expected int32 \[3\]"),
+        (np.array([2, 1, 1], dtype=np.int32), "t.npy lacks row 0 of table 't'"),
+        (np.array([0, 1, -1], dtype=np.int32), "t.npy lacks row 2 of table 't'"),
+        (np.array([0, 3, 2], dtype=np.int32), "t.npy lacks row 1 of table 't'"),
     ],
 )
 def test_files_that_are_no_hot_order(tmp_path: Path, content: bytes | np.ndarray | None, message: str) -> None:
@@ -192,3 +193,70 @@ def test_files_that_are_no_hot_order(tmp_path: Path, content: bytes | np.ndarray
         np.save(file, content)
     with pytest.raises(DataError, match=message):
         read_hot_order(tmp_path, "t", 3)
+
+
+# --
+
+
+def test_all_ids_of_all_features_of_a_table_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = mixed_batch(500)
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(hotbed.data.skew.row_popularity, "_PIECE", 200)
+    source = ListSource(batch, [200, 1, 299], MIXED_SCHEMA)
+    found = count_accesses(source, "train", progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(200, 500), (400, 500), (500, 500)]
+    assert found.samples == 500
+    expected: dict[str, list[int]] = {"user": batch.sparse["user"].values.tolist()}
+    expected["items"] = batch.sparse["pair"].values.tolist() + batch.sparse["history"].values.tolist()
+    assert found.counted.keys() == expected.keys()
+    for table, ids in expected.items():
+        counts = found.counted[table]
+        assert counts.tolist() == np.bincount(ids, minlength=len(counts)).tolist()
+        assert found.accesses[table] == len(ids)
+
+
+def test_a_sample_is_of_all_parts_and_repeatable() -> None:
+    source = ListSource(numbered_batch(9000), [3000, 3000, 3000])
+    found = count_accesses(source, "train", sample=0.1, seed=3)
+    assert found.samples == found.counted["a"].sum() == pytest.approx(900, abs=120)
+    drawn = np.flatnonzero(found.counted["a"])
+    assert np.histogram(drawn, bins=3, range=(0, 9000))[0].min() > 200
+    assert np.array_equal(np.flatnonzero(found.counted["b"]), drawn + 1)  # whole samples
+    again = count_accesses(source, "train", sample=0.1, seed=3)
+    assert np.array_equal(again.counted["a"], found.counted["a"])
+    other = count_accesses(source, "train", sample=0.1, seed=4)
+    assert not np.array_equal(other.counted["a"], found.counted["a"])
+
+
+def test_only_the_first_rows_of_large_tables_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = ListSource(numbered_batch(9000), [9000])
+    whole = count_accesses(source, "train")
+    monkeypatch.setattr(hotbed.data.skew.row_popularity, "COUNTED_ROWS", 50)
+    found = count_accesses(source, "train")
+    assert found.accesses == whole.accesses
+    for table, counts in found.counted.items():
+        assert counts.tolist() == whole.counted[table][:50].tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sample": 0.0}, "sample: got 0.0, expected .* above 0 and at most 1"),
+        ({"sample": 5.0}, "sample: got 5.0"),
+        ({"sample": 1e-9}, "sample: got 1e-09, .* 100 samples of split 'train'"),
+        ({"seed": -1}, "seed: got -1"),
+    ],
+)
+def test_arguments_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        count_accesses(ListSource(numbered_batch(100), [100]), "train", **options)
+
+
+@pytest.mark.parametrize("sample", [1.0, 0.9])
+@pytest.mark.parametrize("bad", [-1, 10_000])
+def test_an_id_that_is_no_row_of_access_counts(bad: int, sample: float) -> None:
+    batch = numbered_batch(100)
+    batch.sparse["a"].values[7] = torch.tensor(bad)
+    message = rf"split 'train', feature 'a', sample 7: got id {bad:,}, expected 0 to 9,999"
+    with pytest.raises(DataError, match=message):
+        count_accesses(ListSource(batch, [100], NUMBERED_SCHEMA), "train", sample=sample)

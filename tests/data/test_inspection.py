@@ -1,4 +1,4 @@
-"""Protects the figures by which distributions are compared: known values, limits, and intervals that hold."""
+"""Distributions are compared by known figures, with intervals that hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hotbed.data.drafting.profile import BINS, bins_of, upper_edge
-from hotbed.data.inspection import jensen_shannon, rate, rate_change, stability_index
+from hotbed.data.inspection import estimate_rate, jensen_shannon, rate_change, stability_index
 
 
 def test_known_values() -> None:
@@ -31,11 +31,11 @@ def test_the_upper_edge_of_a_numbers_bin_is_just_above_it(value: float) -> None:
 
 
 def test_intervals_of_rates() -> None:
-    assert rate(0, 100) == pytest.approx((0, 0, 0.0369935), abs=1e-6)
-    assert rate(56, 70) == pytest.approx((0.8, 0.6918, 0.8770), abs=1e-4)
-    assert all(map(math.isnan, rate(0, 0)))
+    assert estimate_rate(0, 100) == pytest.approx((0, 0, 0.0369935), abs=1e-6)
+    assert estimate_rate(56, 70) == pytest.approx((0.8, 0.6918, 0.8770), abs=1e-4)
+    assert all(map(math.isnan, estimate_rate(0, 0)))
     # The example of Newcombe (1998), table II, row (a): 56/70 − 48/80.
-    change = rate_change(rate(48, 80), rate(56, 70))
+    change = rate_change(estimate_rate(48, 80), estimate_rate(56, 70))
     assert change == pytest.approx((0.2, 0.0524, 0.3339), abs=1e-4)
 
 
@@ -44,6 +44,6 @@ def test_intervals_hold_the_true_change_about_as_often_as_they_say() -> None:
     held = 0
     for _ in range(1_000):
         first, second = random.binomial(500, 0.03), random.binomial(800, 0.05)
-        _, low, high = rate_change(rate(first, 500), rate(second, 800))
+        _, low, high = rate_change(estimate_rate(first, 500), estimate_rate(second, 800))
         held += low <= 0.02 <= high
     assert 925 <= held <= 980
