@@ -19,7 +19,7 @@ from pyarrow import fs
 from hotbed.data import ParquetSource, Schema, SparseColumn, draft_schema
 from hotbed.data.files.criteo import COLUMNS as OF_LOG
 from hotbed.data.files.delimited import _convert, parquet_of
-from hotbed.data.hashing import hash_integers, rows_of
+from hotbed.data.hashing import hash_integers, hashes_to_rows
 from hotbed.errors import DataError
 from tests.ranks import Ranks
 
@@ -349,7 +349,7 @@ def test_a_source_reads_it_as_parquet(tmp_path: Path) -> None:
     schema = Schema(sparse=(SparseColumn(name="item", rows=100),))
     source = ParquetSource(tmp_path / "data", schema)
     assert {split: source.samples(split) for split in source.splits} == {"train": 6, "test": 4}
-    assert source.read("train", 0).sparse.values.tolist() == rows_of(hash_integers(np.arange(6)), 100).tolist()
+    assert source.read("train", 0).sparse.values.tolist() == hashes_to_rows(hash_integers(np.arange(6)), 100).tolist()
     with pytest.raises(DataError, match=r"ratings_train.csv has no column 'itme'"):
         ParquetSource(tmp_path / "data", Schema(sparse=(SparseColumn(name="itme", rows=100),)))
 

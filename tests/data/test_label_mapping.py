@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hotbed.data import Label, ParquetSource, Schema, SparseColumn
 from hotbed.data.encoding.labels import read_labels
 from hotbed.data.inspection import SchemaChecks
-from hotbed.data.place import Place
 from hotbed.data.preparation.stored_rows import open_rows
+from hotbed.data.row_location import RowLocation
 from hotbed.errors import DataError, SpecError
 
 
@@ -152,5 +152,5 @@ def test_weights_that_are_none(tmp_path: Path, value: float, shown: str) -> None
 def test_integers_are_compared_exactly(values: list[int], comparison: str, limit: int) -> None:
     compare = {">=": int.__ge__, "<=": int.__le__, "==": int.__eq__, "!=": int.__ne__, ">": int.__gt__, "<": int.__lt__}
     label = Label("y", f"{comparison} {limit}")
-    found = read_labels(pa.chunked_array([pa.array(values, pa.int64())]), "y", label, Place("here"))
+    found = read_labels(pa.chunked_array([pa.array(values, pa.int64())]), "y", label, RowLocation("here"))
     assert found.tolist() == [float(compare[comparison](value, limit)) for value in values]

@@ -14,7 +14,7 @@ from pyarrow import fs
 
 from hotbed.batch import Batch
 from hotbed.data import Label, Numerical, ParquetSource, Schema, Source, SparseColumn
-from hotbed.data.hashing import hash_integers, hash_strings, rows_of
+from hotbed.data.hashing import hash_integers, hash_strings, hashes_to_rows
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.testing.source_contract import SourceContract
@@ -79,7 +79,7 @@ class TestHashedIdsInSplitFolders(SourceContract):
         hashed: dict[str, Any] = {}
         for column in MIXED_SCHEMA.sparse:
             bags = batch.sparse[column.name]
-            ids = torch.from_numpy(rows_of(hash_integers(bags.values.numpy()), column.rows))
+            ids = torch.from_numpy(hashes_to_rows(hash_integers(bags.values.numpy()), column.rows))
             hashed[column.name] = (ids, bags.offsets) if bags.offsets is not None else ids.reshape(-1, bags.fixed or 1)
         batch = Batch(
             sparse=Jagged.from_dict(hashed),
@@ -104,7 +104,7 @@ def one_column(path: Path, values: Any, ids: int | None = 1, rows: int = 1000, *
 def string_rows(*texts: str) -> list[int]:
     offsets = np.cumsum([0, *(len(t.encode()) for t in texts)])
     data = np.frombuffer("".join(texts).encode(), dtype=np.uint8)
-    return rows_of(hash_strings(offsets, data), 1000).tolist()
+    return hashes_to_rows(hash_strings(offsets, data), 1000).tolist()
 
 
 OLDEST_WITH_VIEWS = 21
@@ -134,13 +134,13 @@ def test_lists_of_strings_with_nulls_at_every_level(tmp_path: Path) -> None:
 
 
 def test_integers_booleans_and_nulls(tmp_path: Path) -> None:
-    expected = rows_of(hash_integers(np.array([5, -5, 2**62])), 1000).tolist()
+    expected = hashes_to_rows(hash_integers(np.array([5, -5, 2**62])), 1000).tolist()
     array = pa.array([5, None, -5, 2**62])
     assert one_column(tmp_path, array).sparse.values.tolist() == [expected[0], 0, *expected[1:]]
-    yes, no = rows_of(hash_integers(np.array([1, 0])), 1000).tolist()
+    yes, no = hashes_to_rows(hash_integers(np.array([1, 0])), 1000).tolist()
     assert one_column(tmp_path, pa.array([True, False, None])).sparse.values.tolist() == [yes, no, 0]
     unsigned = one_column(tmp_path, pa.array([2**64 - 1], pa.uint64())).sparse.values
-    assert unsigned.tolist() == rows_of(hash_integers(np.array([-1])), 1000).tolist()
+    assert unsigned.tolist() == hashes_to_rows(hash_integers(np.array([-1])), 1000).tolist()
 
 
 def test_raw_ids_are_rows(tmp_path: Path) -> None:

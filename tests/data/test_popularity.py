@@ -9,7 +9,7 @@ from data_cases import MIXED_SCHEMA, ListSource, mixed_batch
 import hotbed.data.skew.access_counts
 from hotbed.batch import Batch
 from hotbed.data import Schema, SparseColumn, measure_popularity, read_hot_order
-from hotbed.data.formats.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import ZipfLaw
 from hotbed.data.skew.hot_cold import hot_order_file, write_hot_order
 from hotbed.data.skew.row_popularity import SHARES, Popularity
 from hotbed.data.skew.stack_distance import StackDistances
@@ -106,7 +106,7 @@ def test_a_table_that_is_never_looked_up() -> None:
 
 @pytest.mark.parametrize("exponent", [0.6, 1.0, 1.05, 1.5])
 def test_the_exponent_of_zipfs_law_is_found(exponent: float) -> None:
-    rows = Zipf(100_000, exponent).draw((1, 3), np.arange(500_000, dtype=np.uint64))
+    rows = ZipfLaw(100_000, exponent).draw((1, 3), np.arange(500_000, dtype=np.uint64))
     found = popularity(np.bincount(rows, minlength=100_000).tolist()).zipf_exponent
     assert found == pytest.approx(exponent, abs=0.06)
 

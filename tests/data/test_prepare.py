@@ -21,8 +21,8 @@ from hotbed.batch import Batch
 from hotbed.data import Source, SplitBinarySource, SplitBinaryWriter, write_synthetic_log
 from hotbed.data.encoding.vocabulary import read_vocabulary
 from hotbed.data.files.criteo import LineChecker, read_blocks
-from hotbed.data.place import Place
 from hotbed.data.preparation.prepare_dataset import prepare
+from hotbed.data.row_location import RowLocation
 from hotbed.errors import DataError, SpecError
 from hotbed.testing.source_contract import SourceContract
 
@@ -223,7 +223,7 @@ def test_negative_numericals(
     preparation = source.encoder.preparation
     assert preparation is not None
     raw = pa.table({"I2": pa.array([None if x == "" else x for x in NUMBERS], pa.int64())})
-    served = preparation.stored(raw, ["I2"], Place())["I2"]
+    served = preparation.stored(raw, ["I2"], RowLocation())["I2"]
     assert served.to_pylist() == dense[:, 1].tolist()
 
 

@@ -13,7 +13,7 @@ import torch
 
 from hotbed.data import ParquetSource, Schema, SparseColumn
 from hotbed.data.drafting.draft import Draft, draft
-from hotbed.data.hashing import hash_integers, hash_strings, rows_of
+from hotbed.data.hashing import hash_integers, hash_strings, hashes_to_rows
 from hotbed.data.preparation.raw_inputs import find_input
 from hotbed.data.preparation.stored_rows import open_rows
 from hotbed.errors import DataError
@@ -48,7 +48,7 @@ def left_out(found: Draft) -> dict[str, str]:
 def rows_of_text(*texts: str) -> list[int]:
     data = "".join(texts).encode()
     ends = np.cumsum([0, *(len(text) for text in texts)])
-    return rows_of(hash_strings(ends, np.frombuffer(data, np.uint8)), 64).tolist()
+    return hashes_to_rows(hash_strings(ends, np.frombuffer(data, np.uint8)), 64).tolist()
 
 
 def ids_of(source: ParquetSource, split: str = "train") -> list[int]:
@@ -161,7 +161,10 @@ def test_codes_are_text_in_all_files_if_they_are_in_one(tmp_path: Path) -> None:
     assert ids_of(source) == rows_of_text("12", "7", "12", "A1", "NA", "007")
     assert source.id_kinds() == {"c": "text"}
     (tmp_path / "data" / "2.csv").unlink()
-    assert ids_of(ParquetSource(tmp_path / "data", IDS)) == rows_of(hash_integers(np.array([12, 7, 12])), 64).tolist()
+    assert (
+        ids_of(ParquetSource(tmp_path / "data", IDS))
+        == hashes_to_rows(hash_integers(np.array([12, 7, 12])), 64).tolist()
+    )
     assert ids_of(ParquetSource(tmp_path / "data", IDS, text=["c"])) == rows_of_text("12", "7", "12")
 
 

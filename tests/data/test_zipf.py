@@ -8,7 +8,7 @@ import yaml
 
 from hotbed.batch import Batch
 from hotbed.data import Source, ZipfSource
-from hotbed.data.formats.zipf_source import CRITEO_1TB, Zipf, bits, stream, uniform
+from hotbed.data.formats.zipf_source import CRITEO_1TB, ZipfLaw, random_uniform, random_words, stream_key
 from hotbed.errors import DataError, SpecError
 from hotbed.testing.source_contract import SourceContract, assert_same
 
@@ -32,7 +32,7 @@ def described(path: Path, **values: object) -> Path:
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 100, 1_000_000])
 def test_frequencies_are_those_of_the_law(rows: int, exponent: float) -> None:
     n = 400_000
-    drawn = Zipf(rows, exponent).draw((1, 5), counters(n))
+    drawn = ZipfLaw(rows, exponent).draw((1, 5), counters(n))
     assert drawn.min() >= 0
     assert drawn.max() < rows
     law = np.arange(1, rows + 1) ** -float(exponent)
@@ -48,17 +48,17 @@ def test_frequencies_are_those_of_the_law(rows: int, exponent: float) -> None:
 
 def test_few_points_are_drawn_again() -> None:
     for exponent in (0.0, 0.5, 1.0, 1.05, 2.0):
-        _, accepted = Zipf(1_000_000, exponent)._propose(uniform(stream(1), counters(100_000)))
+        _, accepted = ZipfLaw(1_000_000, exponent)._propose(random_uniform(stream_key(1), counters(100_000)))
         assert accepted.mean() > 0.85
 
 
 def test_the_largest_table() -> None:
-    drawn = Zipf(1 << 52, 0.1).draw((1,), counters(1000))
+    drawn = ZipfLaw(1 << 52, 0.1).draw((1,), counters(1000))
     assert 1 << 51 < drawn.max() < 1 << 52
 
 
 def test_any_part_of_a_stream_is_made_alone() -> None:
-    law, many = Zipf(1_000_000, 1.05), counters(5000)
+    law, many = ZipfLaw(1_000_000, 1.05), counters(5000)
     whole = law.draw((3, 4), many)
     assert np.array_equal(np.concatenate([law.draw((3, 4), part) for part in np.array_split(many, 17)]), whole)
     assert np.array_equal(law.draw((3, 4), many[::-1].copy()), whole[::-1])
@@ -66,14 +66,14 @@ def test_any_part_of_a_stream_is_made_alone() -> None:
 
 
 def test_streams_are_uniform_and_independent() -> None:
-    one, two = uniform(stream(1), counters(100_000)), uniform(stream(2), counters(100_000))
+    one, two = random_uniform(stream_key(1), counters(100_000)), random_uniform(stream_key(2), counters(100_000))
     assert one.min() >= 0
     assert one.max() < 1
     assert abs(one.mean() - 0.5) < 0.005
     assert abs(one.var() - 1 / 12) < 0.002
     assert abs(np.corrcoef(one, two)[0, 1]) < 0.01
     assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.01
-    assert len(np.unique(bits(stream(1), counters(100_000)))) == 100_000
+    assert len(np.unique(random_words(stream_key(1), counters(100_000)))) == 100_000
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_streams_are_uniform_and_independent() -> None:
 )
 def test_laws_that_cannot_be(rows: int, exponent: float, message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        Zipf(rows, exponent)
+        ZipfLaw(rows, exponent)
 
 
 # -- the source ----------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from hotbed.data.columns import Scaling, SparseColumn
-from hotbed.data.hashing import Hashes, hash_integers, hash_strings, rows_of
-from hotbed.data.place import Place
+from hotbed.data.hashing import Hashes, hash_integers, hash_strings, hashes_to_rows
+from hotbed.data.row_location import RowLocation
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 Ids = Literal["hash", "raw"]
@@ -54,13 +54,13 @@ def exact_integers(t: pa.DataType) -> int:
     return 1 << {16: 11, 32: 24, 64: 53}[t.bit_width]
 
 
-def kind_of_ids(t: pa.DataType) -> str:
+def type_of_ids(t: pa.DataType) -> str:
     """What the values of a column of this type are to a hash: ``"text"`` or ``"integers"``; "" where all are null."""
     value = t.value_type if is_list(t) else t
     return "" if pa.types.is_null(value) else "text" if is_text(value) else "integers"
 
 
-def kind_of_values(t: pa.DataType) -> str:
+def type_family(t: pa.DataType) -> str:
     """What one word says of all types whose columns may stand below each other; "" of that where all are null."""
     if is_list(t):
         return "lists"
@@ -70,11 +70,11 @@ def kind_of_values(t: pa.DataType) -> str:
     return next((kind for kind, is_kind in known.items() if is_kind(t)), str(t))
 
 
-def alike(first: pa.DataType, second: pa.DataType) -> bool:
+def are_compatible(first: pa.DataType, second: pa.DataType) -> bool:
     """Whether columns of these types may stand below each other."""
     if is_list(first) and is_list(second):
-        return alike(first.value_type, second.value_type)
-    return len({kind_of_values(first), kind_of_values(second)} - {""}) < 2
+        return are_compatible(first.value_type, second.value_type)
+    return len({type_family(first), type_family(second)} - {""}) < 2
 
 
 def plain_type(t: pa.DataType) -> pa.DataType:
@@ -94,7 +94,7 @@ def plain_type(t: pa.DataType) -> pa.DataType:
     return t
 
 
-def plain(table: pa.Table, where: str = "the rows") -> pa.Table:
+def to_plain_types(table: pa.Table, where: str = "the rows") -> pa.Table:
     """Return a table with columns of `plain_type`; whole decimals of many digits are int64 where some are negative."""
     types = [plain_type(field.type) for field in table.schema]
     if types == table.schema.types:
@@ -137,11 +137,11 @@ def _integers_of_decimals(column: pa.ChunkedArray, kind: pa.DataType, where: str
 
 def regroup(values: pa.Array, lists: pa.Array) -> pa.Array:
     """Put values ``[N]`` into lists as long as these, and as often null."""
-    ends = pa.array(np.concatenate([[0], np.cumsum(lengths(lists))]))
+    ends = pa.array(np.concatenate([[0], np.cumsum(list_lengths(lists))]))
     return pa.LargeListArray.from_arrays(ends, values, mask=lists.is_null())
 
 
-def decode(values: pa.Array) -> pa.Array:
+def decode_dictionary(values: pa.Array) -> pa.Array:
     """Replace a dictionary encoding by plain values."""
     return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
 
@@ -162,7 +162,7 @@ def without_empty_types(table: pa.Table, names: Sequence[str]) -> pa.Table:
 
 
 def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
-    """A type that holds the values of columns of these, which are of one `kind_of_values`, or null."""
+    """A type that holds the values of columns of these, which are of one `type_family`, or null."""
     different = list(dict.fromkeys(t for t in types if not pa.types.is_null(t)))
     if len(different) < 2:
         return different[0] if different else pa.null()
@@ -192,7 +192,7 @@ class NoColumnError(DataError):
     columns: Sequence[str] = ()  # names of all columns that are absent
 
 
-def check_there(names: Sequence[str], fields: pa.Schema, what: str) -> None:
+def check_columns_exist(names: Sequence[str], fields: pa.Schema, what: str) -> None:
     """Raise `NoColumnError` unless ``what`` has columns of these names."""
     known: list[str] = fields.names
     for name in names:
@@ -252,33 +252,33 @@ def microseconds(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.cast(pc.cast(column, pa.timestamp("us", zone), safe=False), pa.int64())
 
 
-def numbers(column: pa.ChunkedArray) -> Array:
+def to_float32(column: pa.ChunkedArray) -> Array:
     """Convert numbers ``[n]`` to the nearest float32 (integers are exact up to 2²⁴); a null becomes NaN."""
     values = pc.cast(column, pa.float32(), safe=False).combine_chunks()
     # A copy, because Arrow's own memory is read-only.
     return values.to_numpy(zero_copy_only=False).astype(np.float32)
 
 
-def scaled(column: pa.ChunkedArray, scaling: Scaling) -> Array:
+def scale_numbers(column: pa.ChunkedArray, scaling: Scaling) -> Array:
     """Scale numbers ``[n]`` to float32, see `Scaling`; the difference is float64, as a large center needs."""
     with np.errstate(over="ignore", invalid="ignore"):
-        distances = (wide_numbers(column) - scaling.center) / scaling.scale
+        distances = (to_float64(column) - scaling.center) / scaling.scale
     return np.where(np.isfinite(distances), np.arcsinh(distances), 0).astype(np.float32)
 
 
-def wide_numbers(column: pa.ChunkedArray) -> Array:
+def to_float64(column: pa.ChunkedArray) -> Array:
     """Convert numbers ``[n]`` to float64; a null becomes NaN."""
     if not pa.types.is_float64(column.type):
         column = pc.cast(column, pa.float64(), safe=False)
     return column.combine_chunks().to_numpy(zero_copy_only=False)
 
 
-def hashes(values: pa.Array) -> Hashes:
+def hash_values(values: pa.Array) -> Hashes:
     """Hash integers or strings ``[n]`` to 64 bits; what a null gives is left open."""
     if pa.types.is_dictionary(values.type):
         if not len(values.dictionary):
             return np.zeros(len(values), dtype=np.uint64)
-        return hashes(values.dictionary)[_plain_numpy(values.indices)]
+        return hash_values(values.dictionary)[_plain_numpy(values.indices)]
     if is_text(values.type):
         if pa.types.is_string(values.type):
             values = values.cast(pa.large_string())
@@ -290,8 +290,8 @@ def hashes(values: pa.Array) -> Hashes:
     return hash_integers(_plain_numpy(values))
 
 
-def hashable(values: pa.Array, column: str, place: Place) -> pa.Array:
-    """Convert ids ``[n]`` to values that `hashes` takes: whole floats become integers, and NaN null."""
+def to_hashable(values: pa.Array, column: str, place: RowLocation) -> pa.Array:
+    """Convert ids ``[n]`` to values that `hash_values` takes: whole floats become integers, and NaN null."""
     if not pa.types.is_floating(values.type):
         return values.cast(pa.int64()) if pa.types.is_null(values.type) else values
     limit = exact_integers(values.type)
@@ -310,7 +310,7 @@ def hashable(values: pa.Array, column: str, place: Place) -> pa.Array:
     return pa.array(np.where(missing | bad, 0, numbers).astype(np.int64), mask=missing)
 
 
-def check_ids(array: pa.Array, column: SparseColumn, ids: Ids, place: Place) -> tuple[pa.Array, Array | None]:
+def check_ids(array: pa.Array, column: SparseColumn, ids: Ids, place: RowLocation) -> tuple[pa.Array, Array | None]:
     """Return ids ``[N]`` that can be hashed or are rows, and the ids per sample ``[n]``, or None if each has one.
 
     A null list is an empty bag. In a column of one id per sample it is a missing id.
@@ -321,10 +321,10 @@ def check_ids(array: pa.Array, column: SparseColumn, ids: Ids, place: Place) -> 
     if is_list(array.type):
         if column.ids == 1 and array.null_count:
             array = pc.fill_null(array, pa.scalar([None], array.type))
-        each = lengths(array)
+        each = list_lengths(array)
         refuse_lengths(each, column, place)
         array, place = array.flatten(), place.of_lists(each)
-    values = hashable(array, column.name, place)
+    values = to_hashable(array, column.name, place)
     if ids == "raw" and values.null_count:
         fix = "ids that are rows must be there: fill them with an id, or hash values (ids: hash), where null is row 0"
         null = values.is_null().to_numpy(zero_copy_only=False)
@@ -332,29 +332,29 @@ def check_ids(array: pa.Array, column: SparseColumn, ids: Ids, place: Place) -> 
     return values, each
 
 
-def refuse_lengths(lengths: Array, column: SparseColumn, place: Place) -> None:
+def refuse_lengths(lengths: Array, column: SparseColumn, place: RowLocation) -> None:
     """Raise `DataError` if a sample ``[n]`` has another number of ids than the schema declares."""
     if column.ids is not None:
         fix = f"the schema says {column.ids:,}: cut or fill the lists, or set ids to null (ragged)"
         place.refuse(column.name, "number of ids", lengths != column.ids, lengths, "{:,} ids", fix)
 
 
-def rows(values: pa.Array, column: SparseColumn, ids: Ids) -> Array:
+def ids_to_rows(values: pa.Array, column: SparseColumn, ids: Ids) -> Array:
     """Return the rows of the table for checked ids ``[n]``; a null is row 0."""
     if ids == "raw":
-        return _plain_numpy(decode(values)).astype(np.int64)
-    out = rows_of(hashes(values), column.rows)
+        return _plain_numpy(decode_dictionary(values)).astype(np.int64)
+    out = hashes_to_rows(hash_values(values), column.rows)
     if values.null_count:
         out[values.is_null().to_numpy(zero_copy_only=False)] = 0
-    return narrow(out, column)
+    return narrow_rows(out, column)
 
 
-def narrow(rows: Array, column: SparseColumn) -> Array:
+def narrow_rows(rows: Array, column: SparseColumn) -> Array:
     """Return rows as int32 if the column's table has no more."""
     return rows if column.rows > _INT32 else rows.astype(np.int32)
 
 
-def nulls(column: pa.ChunkedArray) -> NDArray[np.bool_]:
+def null_mask(column: pa.ChunkedArray) -> NDArray[np.bool_]:
     """Return which values ``[n]`` are null."""
     return column.is_null().to_numpy()
 
@@ -373,12 +373,12 @@ def check_id_weights(column: SparseColumn, fields: pa.Schema, what: str) -> None
         raise SpecError(f"{where}, and '{column.name}' is {ids}: give each id one weight, in a list where ids are one")
 
 
-def id_weights(column: SparseColumn, array: pa.Array, ids: Array, place: Place) -> Array:
+def read_id_weights(column: SparseColumn, array: pa.Array, ids: Array, place: RowLocation) -> Array:
     """Return the weights ``[N]`` float32 of the ids of a column, of which each row ``[n]`` has ``ids``.
 
     Each id has one finite weight. It may be negative or 0, as ``torch.nn.EmbeddingBag`` takes them.
     """
-    name, there = str(column.weights), per_row(array)
+    name, there = str(column.weights), values_per_row(array)
     if is_list(array.type):
         array = array.flatten()
     elif pa.types.is_null(array.type) and column.ids != 1:
@@ -387,7 +387,7 @@ def id_weights(column: SparseColumn, array: pa.Array, ids: Array, place: Place) 
         fix = f"column '{column.name}' has {ids[wrong[0]]:,} ids there: give each id one weight"
         place.refuse(name, "number of weights", there != ids, there, "{:,} weights", fix)
     with np.errstate(over="ignore"):  # by way of float64, as JSON has numbers
-        weights = wide_numbers(pa.chunked_array([array])).astype(np.float32)
+        weights = to_float64(pa.chunked_array([array])).astype(np.float32)
     fix = (
         "the weight of an id must be a finite number as float32 (negative ones and 0 are taken): mend the data, or "
         f"leave out `weights` of '{column.name}'"
@@ -396,17 +396,17 @@ def id_weights(column: SparseColumn, array: pa.Array, ids: Array, place: Place) 
     return weights
 
 
-def per_row(array: pa.Array) -> Array:
+def values_per_row(array: pa.Array) -> Array:
     """Return the number of values of each row ``[n]`` int64: the length of a list, else 1."""
-    return lengths(array) if is_list(array.type) else np.ones(len(array), np.int64)
+    return list_lengths(array) if is_list(array.type) else np.ones(len(array), np.int64)
 
 
-def lengths(array: pa.Array) -> Array:
+def list_lengths(array: pa.Array) -> Array:
     """Values per list ``[n]`` int64, 0 for null."""
     return _plain_numpy(pc.list_value_length(array)).astype(np.int64)
 
 
-def shown(value: pa.Scalar) -> str:
+def format_scalar(value: pa.Scalar) -> str:
     """A value as messages have it; bytes that are text as text."""
     found = value.as_py()
     if isinstance(found, bytes):

@@ -80,7 +80,7 @@ def item_ids(ids: Jagged, item: str) -> Tensor:
 def items_in(ids: Jagged, features: Sequence[str]) -> ItemSet:
     """The items of a batch's ids; the first of the features says which item it is."""
     found = item_ids(ids, features[0])
-    return merged([ItemSet(found, _jagged({name: ids[name] for name in features}), torch.ones_like(found))])
+    return merge_items([ItemSet(found, _jagged({name: ids[name] for name in features}), torch.ones_like(found))])
 
 
 def items_of(source: Source, features: Sequence[str], splits: Sequence[str], counted: str | None = None) -> ItemSet:
@@ -99,13 +99,13 @@ def items_of(source: Source, features: Sequence[str], splits: Sequence[str], cou
             parts.append(replace(found, counts=found.counts * (split == counted)))
             waiting += len(parts[-1])
             if waiting > max(_FEWEST, 2 * len(parts[0])):
-                parts, waiting = [merged(parts)], 0
+                parts, waiting = [merge_items(parts)], 0
     if not parts:
         raise DataError(f"splits {', '.join(splits)} have no item; give other data")
-    return merged(parts)
+    return merge_items(parts)
 
 
-def merged(parts: Sequence[ItemSet]) -> ItemSet:
+def merge_items(parts: Sequence[ItemSet]) -> ItemSet:
     """Make one set of rows of items: each once, as the last of its rows is, with the sum of their counts."""
     whole = Jagged.concatenate([part.features for part in parts])
     ids, counts = (torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "counts"))

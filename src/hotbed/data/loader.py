@@ -32,7 +32,7 @@ import torch
 from hotbed.batch import Batch
 from hotbed.data.executors import Tasks
 from hotbed.data.join import join
-from hotbed.data.readers import Ranges, RemoteWindow, WindowTask, merged, packed_source
+from hotbed.data.readers import Ranges, RemoteWindow, WindowTask, merge_window, packed_source
 from hotbed.data.source import Source
 from hotbed.errors import SpecError, did_you_mean
 
@@ -343,4 +343,4 @@ class _Epoch:
 
 
 def _merge(chunks: list[Future[Batch]], order: tuple[int, ...]) -> Batch:
-    return merged([chunk.result() for chunk in chunks], order)
+    return merge_window([chunk.result() for chunk in chunks], order)

@@ -140,7 +140,7 @@ def read_window(task: WindowTask) -> Any:
                 f"found {size:,}: the files at this path are others; give all the same ones"
             )
         chunks.append(chunk)
-    return batch_to_buffer(merged(chunks, task.order, task.ranges))
+    return batch_to_buffer(merge_window(chunks, task.order, task.ranges))
 
 
 def _on_reader(here: str, error: OSError | HotbedError) -> Exception:
@@ -151,7 +151,7 @@ def _on_reader(here: str, error: OSError | HotbedError) -> Exception:
     return type(error)(f"{here}: {error}" + (f"; {_SAME_PATH}" if missing else ""))
 
 
-def merged(chunks: Sequence[Batch], order: tuple[int, ...] | None, ranges: Ranges | None = None) -> Batch:
+def merge_window(chunks: Sequence[Batch], order: tuple[int, ...] | None, ranges: Ranges | None = None) -> Batch:
     """Return samples of a window: of its chunks in a random order (by its seed), or of its only chunk as stored.
 
     ``ranges`` selects samples by their places in that order; default: all.

@@ -45,7 +45,7 @@ from hotbed.data.files.parquet_files import (
     with_rows,
 )
 from hotbed.data.files.text_dates import parse_dates
-from hotbed.data.hashing import rows_of
+from hotbed.data.hashing import hashes_to_rows
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
 
@@ -250,7 +250,7 @@ def _not_everywhere(files: Sequence[ParquetFile], names: Sequence[str]) -> dict[
                 found.setdefault(name, f"{file.name} has no such column")
                 continue
             kind = file.schema.types[at]
-            other = next((before for before in kinds if not arrow.alike(before, kind)), None)
+            other = next((before for before in kinds if not arrow.are_compatible(before, kind)), None)
             if other is not None:
                 found.setdefault(name, f"in {file.name} it is {kind}, in another file {other}")
             if kind not in kinds:
@@ -298,7 +298,7 @@ def _repeats(profiles: Sequence[SampledColumn], schema: Schema) -> float:
 def _may_be_weight(column: pa.ChunkedArray) -> bool:
     if not arrow.is_number(column.type) or column.null_count:
         return False
-    weights = arrow.wide_numbers(column)
+    weights = arrow.to_float64(column)
     return bool(((weights >= 0) & (weights < np.inf)).all())
 
 
@@ -307,7 +307,7 @@ def _is_counted(column: pa.ChunkedArray) -> bool:
     kind = column.type
     inner = kind.value_type if arrow.is_list(kind) else kind
     if pa.types.is_floating(kind):
-        numbers = arrow.wide_numbers(column)
+        numbers = arrow.to_float64(column)
         return bool((np.isnan(numbers) | (numbers == np.floor(numbers))).all())
     return (arrow.is_whole(inner) and not pa.types.is_boolean(inner)) or arrow.is_text(inner)
 
@@ -393,9 +393,9 @@ def _without_collisions(column: SampledColumn, rows: int) -> int:
     values = pa.array([v for v in column.few if v is not None], kind)
     if pa.types.is_floating(values.type):
         values = pa.array(values.cast(pa.float64()).to_numpy().astype(np.int64))
-    hashes = arrow.hashes(values)
+    hashes = arrow.hash_values(values)
     for larger in (rows, 2 * rows, 4 * rows, 8 * rows, 16 * rows):
-        if len(np.unique(rows_of(hashes, larger))) == len(hashes):
+        if len(np.unique(hashes_to_rows(hashes, larger))) == len(hashes):
             return larger
     return rows
 
@@ -643,7 +643,7 @@ def _starts(
     elif arrow.is_text(column.type):
         values = np.array(pc.cast(column, pa.string()).to_pylist(), dtype=np.str_)
     else:
-        values = arrow.wide_numbers(column)
+        values = arrow.to_float64(column)
         values = values[np.isfinite(values)]
     if not len(values):
         return None

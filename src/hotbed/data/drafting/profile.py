@@ -40,7 +40,7 @@ from torch import Tensor
 from hotbed.data import arrow_columns as arrow
 from hotbed.data.files.column_statistics import SAMPLE, ColumnStatistics
 from hotbed.data.files.parquet_files import RowGroup
-from hotbed.data.formats.zipf_source import RANKED, fitted_exponent
+from hotbed.data.formats.zipf_source import RANKED, fit_exponent
 from hotbed.data.hashing import Hashes, hash_integers
 from hotbed.errors import DataError
 
@@ -118,7 +118,7 @@ class ColumnProfile:
         """Add the values of consecutive rows ``[n]``."""
         if str(column.type) not in self.types:
             self.types.append(str(column.type))
-        array = arrow.decode(column.combine_chunks())
+        array = arrow.decode_dictionary(column.combine_chunks())
         missing, of_lists = array.null_count, arrow.is_list(array.type)
         if of_lists:
             self._add_lengths(array)
@@ -202,7 +202,7 @@ class ColumnProfile:
         return self._elements / max(1, int(self.lengths.sum()))
 
     def _add_lengths(self, array: pa.Array) -> None:
-        lengths = arrow.lengths(array.drop_null())
+        lengths = arrow.list_lengths(array.drop_null())
         self._elements += int(lengths.sum())
         counts = np.bincount(np.minimum(lengths, _MOST_LENGTH), minlength=max(1, len(self.lengths)))
         counts[: len(self.lengths)] += self.lengths
@@ -226,7 +226,7 @@ def is_counted(kind: pa.DataType) -> bool:
 
 def present_values(array: pa.Array) -> pa.Array:
     """Return all values but null and NaN, without a dictionary encoding. Lists are flattened."""
-    values = arrow.decode(array.flatten() if arrow.is_list(array.type) else array).drop_null()
+    values = arrow.decode_dictionary(array.flatten() if arrow.is_list(array.type) else array).drop_null()
     if pa.types.is_float16(values.type):
         values = values.cast(pa.float32())
     return values.filter(pc.invert(pc.is_nan(values))) if pa.types.is_floating(values.type) else values
@@ -234,7 +234,7 @@ def present_values(array: pa.Array) -> pa.Array:
 
 def wide_numbers(column: pa.ChunkedArray) -> arrow.Array:
     """Convert numbers and times (as microseconds since 1970) ``[n]`` to float64 with NaN for null."""
-    return arrow.wide_numbers(arrow.microseconds(column) if arrow.is_time(column.type) else column)
+    return arrow.to_float64(arrow.microseconds(column) if arrow.is_time(column.type) else column)
 
 
 def _time(microseconds: float) -> str:
@@ -361,7 +361,7 @@ class ValueCounts:
     def zipf_exponent(self) -> float | None:
         """Fit the exponent of Zipf's law to the most frequent values; None if they are too few."""
         counts = self.known_hot()
-        return fitted_exponent(counts[counts >= RANKED])
+        return fit_exponent(counts[counts >= RANKED])
 
     @property
     def unseen_share(self) -> Estimate:
@@ -473,7 +473,7 @@ def _hashes(values: pa.Array) -> Hashes:
     if arrow.is_time(values.type):
         values = pc.cast(values, pa.timestamp("us", getattr(values.type, "tz", None)), safe=False).cast(pa.int64())
     if not (pa.types.is_floating(values.type) or pa.types.is_decimal(values.type)):
-        return arrow.hashes(values)
+        return arrow.hash_values(values)
     numbers = values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     whole = (numbers == np.floor(numbers)) & (np.abs(numbers) <= 2.0**53)
     return hash_integers(np.where(whole, np.where(whole, numbers, 0).astype(np.int64), numbers.view(np.int64)))

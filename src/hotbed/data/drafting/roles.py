@@ -19,7 +19,7 @@ from hotbed.data.columns import Label, Rule
 from hotbed.data.drafting.profile import QUANTILES, ColumnProfile, is_counted, present_values, wide_numbers
 from hotbed.data.encoding.labels import check_label, read_labels
 from hotbed.data.files.text_dates import DatesFound, digit_layout, find_dates
-from hotbed.data.place import Place
+from hotbed.data.row_location import RowLocation
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 Role = Literal["id", "category", "list", "number", "time", "left out"]
@@ -517,7 +517,7 @@ def sample_labels(sample: pa.Table, found: FoundLabel) -> arrow.Array | None:
     column = sample[found.name]
     if column.null_count:
         return None
-    labels = read_labels(column, found.name, found.mapping, Place("the sample"))
+    labels = read_labels(column, found.name, found.mapping, RowLocation("the sample"))
     return labels if ((labels >= 0) & (labels <= 1)).all() else None
 
 
@@ -552,14 +552,16 @@ def _is_binary(column: pa.ChunkedArray) -> bool:
         return True
     if not arrow.is_number(column.type) or column.null_count:
         return False
-    values = arrow.wide_numbers(column)
+    values = arrow.to_float64(column)
     return bool(np.isin(values, (0, 1)).all())
 
 
 def _found(path: str, sample: pa.Table, name: str) -> FoundLabel:
     kind = sample.schema.field(name).type
     if _is_binary(sample[name]):
-        share = arrow.numbers(pc.fill_null(sample[name], False) if pa.types.is_boolean(kind) else sample[name]).mean()
+        share = arrow.to_float32(
+            pc.fill_null(sample[name], False) if pa.types.is_boolean(kind) else sample[name]
+        ).mean()
         return FoundLabel(name, None, f"{share:.1%} are positive")
     if arrow.is_text(kind):
         mapping = _of_text(sample[name], name)
@@ -596,7 +598,7 @@ def _quoted(text: str) -> str:
 
 def _of_numbers(column: pa.ChunkedArray, name: str) -> Label | str | None:
     """Return the condition for ±1 and for ratings, None for numbers from 0 to 1, or the problem of the column."""
-    values = arrow.wide_numbers(column)
+    values = arrow.to_float64(column)
     known = values[~np.isnan(values)]
     if not len(known):
         return "is empty; name another with --label NAME"
@@ -619,11 +621,11 @@ def _of_numbers(column: pa.ChunkedArray, name: str) -> Label | str | None:
 
 def _share(sample: pa.Table, mapping: Label) -> str:
     column = pc.drop_null(sample[mapping.column])
-    values = arrow.wide_numbers(column) if arrow.is_number(column.type) else None
+    values = arrow.to_float64(column) if arrow.is_number(column.type) else None
     if values is not None:
         column = column.filter(pa.array(~np.isnan(values)))
         values = values[~np.isnan(values)]
-    labels = read_labels(column, mapping.column, mapping, Place("the sample"))
+    labels = read_labels(column, mapping.column, mapping, RowLocation("the sample"))
     counts = Counter((values if values is not None else np.array([])).tolist())
     spread = ", ".join(f"{value:g}: {count / len(labels):.0%}" for value, count in sorted(counts.items()))
     spread = f" ({spread})" if 0 < len(counts) <= 11 else ""

@@ -13,8 +13,8 @@ from hotbed.data import arrow_columns as arrow
 from hotbed.data.columns import SparseColumn
 from hotbed.data.derived_features import Bucket, Cross, Derived, Lookup
 from hotbed.data.encoding.lookup_table import LookupTable
-from hotbed.data.hashing import Hashes, mix, rows_of
-from hotbed.data.place import Place
+from hotbed.data.hashing import Hashes, hashes_to_rows, mix
+from hotbed.data.row_location import RowLocation
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError
 
@@ -47,7 +47,7 @@ class Columns:
     tables: Mapping[str, LookupTable]  # by `Lookup` feature
     boundaries: Mapping[str, Sequence[float]]  # measured ones, by bucket
     lists: Collection[str]  # stored columns that have lists, even if all of these rows are null
-    place: Place  # of the rows
+    place: RowLocation  # of the rows
 
     def __post_init__(self) -> None:
         self._made: dict[str, pa.ChunkedArray] = {}
@@ -74,19 +74,19 @@ class Columns:
             return values.to_numpy(zero_copy_only=False).astype(np.int32), None
         if isinstance(derived, Cross):
             found = self._cross(derived)
-            rows = rows_of(found.hashes, column.rows)
+            rows = hashes_to_rows(found.hashes, column.rows)
             rows[found.missing] = 0
-            rows = arrow.narrow(rows, column)
+            rows = arrow.narrow_rows(rows, column)
             if found.lengths is not None:
                 arrow.refuse_lengths(found.lengths, column, self.place)
             return rows, found.lengths if column.ids is None else None
         how = ids if derived is None else "hash"
         values, lengths = arrow.check_ids(self[column.name].combine_chunks(), column, how, self.place)
-        return arrow.rows(values, column, how), lengths if column.ids is None else None
+        return arrow.ids_to_rows(values, column, how), lengths if column.ids is None else None
 
     def numbers(self, name: str) -> arrow.Array:
         """A column of numbers ``[n]`` as float64, with NaN for null."""
-        return arrow.wide_numbers(self[name])
+        return arrow.to_float64(self[name])
 
     def _bucket(self, bucket: Bucket) -> pa.Array:
         boundaries = bucket.boundaries if bucket.boundaries is not None else self.boundaries.get(bucket.name)
@@ -111,15 +111,15 @@ class Columns:
 
     def _hashed(self, name: str) -> Hashed:
         values, lengths = self._hashable(name)
-        return Hashed(arrow.hashes(values), values.is_null().to_numpy(zero_copy_only=False), lengths)
+        return Hashed(arrow.hash_values(values), values.is_null().to_numpy(zero_copy_only=False), lengths)
 
     def _hashable(self, name: str) -> tuple[pa.Array, arrow.Array | None]:
-        """Values ``[N]`` of a column that `arrow.hashes` takes, and of lists their lengths ``[n]``."""
+        """Values ``[N]`` of a column that `arrow.hash_values` takes, and of lists their lengths ``[n]``."""
         values = self[name].combine_chunks()
         if not arrow.is_list(values.type):
-            return arrow.hashable(values, name, self.place), None
-        lengths = arrow.lengths(values)
-        return arrow.hashable(values.flatten(), name, self.place.of_lists(lengths)), lengths
+            return arrow.to_hashable(values, name, self.place), None
+        lengths = arrow.list_lengths(values)
+        return arrow.to_hashable(values.flatten(), name, self.place.of_lists(lengths)), lengths
 
     def _paired(self, cross: Cross, left: Hashed, right: Hashed) -> Hashed:
         """Each id of a row on the left with each on the right, those of the first left one first."""
@@ -158,7 +158,7 @@ def check_derived_types(
             if not isinstance(d, Bucket) and not _is_id(t):
                 problems.append(f"column '{name}' is {t}, must be integers, text or lists of them")
         if isinstance(d, Lookup) and not problems:
-            table, kind = tables[d.name], arrow.kind_of_ids(inputs[0])
+            table, kind = tables[d.name], arrow.type_of_ids(inputs[0])
             if kind and len(table.keys) and kind != table.kind_of_keys:
                 raise DataError(
                     f"feature '{d.name}': column '{d.column}' of {what} is {kind}, and the keys of {d.file} are "

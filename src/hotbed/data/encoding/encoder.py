@@ -26,7 +26,7 @@ from hotbed.data.encoding.json_rows import InputColumn, typed_table
 from hotbed.data.encoding.labels import check_group, check_label, read_group, read_labels, weights_by_label
 from hotbed.data.encoding.lookup_table import LookupTable
 from hotbed.data.encoding.prepared_dataset import Preparation, hint_for_text
-from hotbed.data.place import ROWS, Place, place_of_row, refuse_other_kind
+from hotbed.data.row_location import ROWS, RowLocation, check_id_type, name_row
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
@@ -47,15 +47,15 @@ def read_numericals(table: Columns, schema: Schema) -> arrow.Array:
         if name in numericals:
             columns.append(raw_numbers(column, numericals[name], table.place))
         elif name in scaling:
-            columns.append(arrow.scaled(column, scaling[name]))
+            columns.append(arrow.scale_numbers(column, scaling[name]))
         else:
-            columns.append(np.where(arrow.nulls(column), np.float32(0), arrow.numbers(column)))
+            columns.append(np.where(arrow.null_mask(column), np.float32(0), arrow.to_float32(column)))
     return np.stack(columns, axis=1, dtype=np.float64 if numericals else np.float32)
 
 
-def raw_numbers(column: pa.ChunkedArray, numerical: Numerical, place: Place) -> arrow.Array:
+def raw_numbers(column: pa.ChunkedArray, numerical: Numerical, place: RowLocation) -> arrow.Array:
     """Numbers ``[n]`` float64 that a model normalizes, NaN for null."""
-    values = arrow.wide_numbers(column)
+    values = arrow.to_float64(column)
     if numerical.missing == "error":
         fix = "the schema says missing: error; mend the data, or say missing: center or missing: indicator"
         place.refuse(numerical.name, "missing numbers", ~np.isfinite(values), column, "{}", fix)
@@ -233,18 +233,18 @@ class Encoder:
         SpecError
             If a column has a type that does not fit its role.
         """
-        arrow.check_there(self.names, fields, what)
+        arrow.check_columns_exist(self.names, fields, what)
         for _, error in wrong_types(self.schema, self.ids, fields, what, self.preparation):
             raise error
         for name in self.hashed:
-            refuse_other_kind(what, name, self.kind_of(name, fields), self.id_kinds.get(name, ""))
+            check_id_type(what, name, self.kind_of(name, fields), self.id_kinds.get(name, ""))
         check_derived_types(self.schema, fields, self._lookups, what, self._lists)
 
     def kind_of(self, name: str, fields: pa.Schema) -> str:
         """What the ids of a column of these types are, see ``id_kinds``."""
         kind = arrow.plain_type(fields.field(name).type)
         is_sparse = any(c.name == name for c in self.schema.stored[0])
-        found = arrow.kind_of_ids(kind)
+        found = arrow.type_of_ids(kind)
         return f"{LISTS_OF}{found}" if found and arrow.is_list(kind) and not is_sparse else found
 
     def table(self, rows: Mapping[str, Sequence[object]]) -> pa.Table:
@@ -263,7 +263,7 @@ class Encoder:
             raise DataError(f"{error}{hint_for_text(rows, encoded)}") from None
 
     def batch(
-        self, table: pa.Table | pa.RecordBatch, *, place: str = ROWS, row_of: Callable[[int], str] = place_of_row
+        self, table: pa.Table | pa.RecordBatch, *, place: str = ROWS, row_of: Callable[[int], str] = name_row
     ) -> Batch:
         """Encode rows.
 
@@ -281,7 +281,7 @@ class Encoder:
         SpecError
             If a column has a type that does not fit its role.
         """
-        s, columns = self.schema, self._columns(table, Place(place, row_of))
+        s, columns = self.schema, self._columns(table, RowLocation(place, row_of))
         table, where = columns.stored, columns.place
         bags = [columns.bags(column, self.ids) for column in s.sparse]
         offsets = [np.concatenate([[0], np.cumsum(lengths)]) for _, lengths in bags if lengths is not None]
@@ -306,17 +306,17 @@ class Encoder:
         )
 
     def numericals(
-        self, table: pa.Table, *, place: str = ROWS, row_of: Callable[[int], str] = place_of_row
+        self, table: pa.Table, *, place: str = ROWS, row_of: Callable[[int], str] = name_row
     ) -> Tensor | None:
         """The batch's ``dense`` alone, of `names_of_dense`; None where the schema has none."""
         if not self.schema.dense:
             return None
-        columns = self._columns(table, Place(place, row_of), check=False)
+        columns = self._columns(table, RowLocation(place, row_of), check=False)
         return torch.from_numpy(read_numericals(columns, self.schema))
 
     def numbers(self, table: pa.Table, names: Sequence[str]) -> dict[str, arrow.Array]:
         """Numbers ``[n]`` float64 of stored or looked-up columns, of the columns of `stored_for`; NaN for null."""
-        columns = self._columns(table, Place(), check=False)
+        columns = self._columns(table, RowLocation(), check=False)
         return {name: columns.numbers(name) for name in names}
 
     # -- what checkpoints keep ---------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ class Encoder:
         made.load_state(values.get("features", {}))
         return made
 
-    def _columns(self, table: pa.Table | pa.RecordBatch, place: Place, *, check: bool = True) -> Columns:
+    def _columns(self, table: pa.Table | pa.RecordBatch, place: RowLocation, *, check: bool = True) -> Columns:
         if isinstance(table, pa.RecordBatch):
             table = pa.Table.from_batches([table])
         checked = self._checked  # read once, because other threads replace it
@@ -429,7 +429,7 @@ class Encoder:
         elif not is_known:
             table = self._checked_table(table, place.name)
         if checked is None or not (check and is_known and checked[1]):
-            table = arrow.plain(table, place.name)
+            table = arrow.to_plain_types(table, place.name)
         if self.preparation is not None:
             table = self.preparation.stored(table, self.schema.dense, place)
         derived = {d.name: d for d in self.schema.derived}
@@ -462,7 +462,9 @@ def _id_weights(
             found.append(np.ones(len(rows), np.float32))
         else:
             each = np.full(len(columns.stored), column.ids or 0) if lengths is None else lengths
-            found.append(arrow.id_weights(column, columns.stored[column.weights].combine_chunks(), each, columns.place))
+            found.append(
+                arrow.read_id_weights(column, columns.stored[column.weights].combine_chunks(), each, columns.place)
+            )
     return np.concatenate(found)
 
 
@@ -503,7 +505,7 @@ def encoding_of(encoder: Encoder, column: str) -> dict[str, str]:
     if derived is None and encoder.ids == "raw":
         return {"encoding": "rows"}
     if derived is not None:
-        return {"encoding": "hash", "values": arrow.kind_of_ids(encoder.tables[column]["value"].type)}
+        return {"encoding": "hash", "values": arrow.type_of_ids(encoder.tables[column]["value"].type)}
     return {"encoding": "hash", "values": encoder.id_kinds.get(column, "")}
 
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from hotbed.data import arrow_columns as arrow
 from hotbed.data.columns import Label, Positive
-from hotbed.data.place import Place, refuse_labels
+from hotbed.data.row_location import RowLocation, check_label_range
 from hotbed.data.schema import Schema
 from hotbed.errors import SpecError
 
@@ -56,7 +56,7 @@ def read_labels(
     column: pa.ChunkedArray,
     name: str,
     label: Label | None,
-    place: Place,
+    place: RowLocation,
     *,
     check: bool = False,  # whether to refuse values outside 0 to 1 if there is no condition
 ) -> arrow.Array:
@@ -64,22 +64,22 @@ def read_labels(
     refuse_null(column, name, place, "labels")
     if label is not None:
         return _mapped(column, name, label, place)
-    labels = arrow.numbers(column)
+    labels = arrow.to_float32(column)
     if check:
-        there = np.where(arrow.nulls(column), 0, labels) if column.null_count else labels
-        refuse_labels(there, name, place, values=column, can_map=True)
+        there = np.where(arrow.null_mask(column), 0, labels) if column.null_count else labels
+        check_label_range(there, name, place, values=column, can_map=True)
     return labels
 
 
-def read_weights(column: pa.ChunkedArray, name: str, place: Place) -> arrow.Array:
+def read_weights(column: pa.ChunkedArray, name: str, place: RowLocation) -> arrow.Array:
     """Return sample weights ``[n]`` float32, which must be finite and at least 0."""
-    weights = arrow.numbers(column)
+    weights = arrow.to_float32(column)
     fix = "weights must be finite and at least 0: mend the data, or leave `weight` out of the schema"
     place.refuse(name, "bad weights", ~((weights >= 0) & (weights < np.inf)), column, "weight {}", fix)
     return weights
 
 
-def weights_by_label(table: pa.Table, schema: Schema, place: Place) -> arrow.Array | None:
+def weights_by_label(table: pa.Table, schema: Schema, place: RowLocation) -> arrow.Array | None:
     """Return sample weights ``[n]``, or ``[n, T]`` where labels have their own; None where there are none."""
     found = {name: read_weights(table[name], name, place) for name in schema.weight_columns}
     if not schema.label_weights:
@@ -88,16 +88,16 @@ def weights_by_label(table: pa.Table, schema: Schema, place: Place) -> arrow.Arr
     return np.stack([ones if name is None else found[name] for name in schema.weights], axis=1)
 
 
-def refuse_null(column: pa.ChunkedArray, name: str, place: Place, what: str) -> None:
+def refuse_null(column: pa.ChunkedArray, name: str, place: RowLocation, what: str) -> None:
     """Raise `DataError` for a null in a column of labels or groups, which must be complete."""
     if column.null_count:
         fix = f"{what} must be there: drop these rows, or name another column"
-        place.refuse(name, f"missing {what}", arrow.nulls(column), column, f"{what[:-1]} {{}}", fix)
+        place.refuse(name, f"missing {what}", arrow.null_mask(column), column, f"{what[:-1]} {{}}", fix)
 
 
-def _mapped(column: pa.ChunkedArray, name: str, label: Label, place: Place) -> arrow.Array:
+def _mapped(column: pa.ChunkedArray, name: str, label: Label, place: RowLocation) -> arrow.Array:
     """1 where the condition is true, else 0."""
-    condition, values = label.parsed(), arrow.decode(column.combine_chunks())
+    condition, values = label.parsed(), arrow.decode_dictionary(column.combine_chunks())
     if arrow.is_text(values.type):
         wanted = pa.array(condition.values, pa.large_string())
         found = pc.is_in(pc.cast(values, pa.large_string()), value_set=wanted).to_numpy(zero_copy_only=False)
@@ -109,7 +109,9 @@ def _mapped(column: pa.ChunkedArray, name: str, label: Label, place: Place) -> a
         values = values.fill_null(False)  # `hotbed inspect` counts nulls, and goes on
     numbers = values.to_numpy(zero_copy_only=False)
     if numbers.dtype.kind == "f" and (missing := np.isnan(numbers)).any():
-        refuse_labels(np.where(missing & ~arrow.nulls(column), np.nan, 0), name, place, values=column, can_map=True)
+        check_label_range(
+            np.where(missing & ~arrow.null_mask(column), np.nan, 0), name, place, values=column, can_map=True
+        )
     if condition.comparison == "in":
         found = np.logical_or.reduce([numbers == value for value in wanted])
     else:
@@ -136,12 +138,12 @@ def check_group(name: str, kind: pa.DataType, what: str) -> None:
         raise SpecError(f"{what}: group column '{name}' is {kind}, must be integers or strings")
 
 
-def read_group(column: pa.ChunkedArray, name: str, place: Place) -> arrow.Array:
+def read_group(column: pa.ChunkedArray, name: str, place: RowLocation) -> arrow.Array:
     """Return group keys ``[n]`` int64: integers as they are, strings hashed."""
     refuse_null(column, name, place, "groups")
-    values = arrow.decode(column.combine_chunks())
+    values = arrow.decode_dictionary(column.combine_chunks())
     if arrow.is_text(values.type):
-        return arrow.hashes(values).view(np.int64)
+        return arrow.hash_values(values).view(np.int64)
     return values.to_numpy(zero_copy_only=False).astype(np.int64)
 
 

@@ -17,7 +17,7 @@ from hotbed.data import arrow_columns as arrow
 from hotbed.data.derived_features import Lookup
 from hotbed.data.files.parquet_files import find_parquet, with_rows
 from hotbed.data.hashing import Hashes
-from hotbed.data.place import Place
+from hotbed.data.row_location import RowLocation
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 _STORED = ("key", "value", "hash")
@@ -53,7 +53,7 @@ class LookupTable:
             parts += [group.read(names) for group in file.row_groups()]
             parts.append(file.schema.empty_table().select(names))
         try:
-            whole = pa.concat_tables([arrow.plain(part) for part in parts], promote_options="permissive")
+            whole = pa.concat_tables([arrow.to_plain_types(part) for part in parts], promote_options="permissive")
         except (pa.ArrowTypeError, pa.ArrowInvalid) as error:
             raise DataError(f"feature '{lookup.name}': files of {lookup.file} differ in types: {error}") from None
         return LookupTable.of(whole[lookup.key], whole[lookup.value], lookup)
@@ -69,7 +69,7 @@ class LookupTable:
         key, hashes = made.keys, made._hashes
         same = np.flatnonzero(hashes[1:] == hashes[:-1])
         if len(same):
-            first, second = (arrow.shown(key[int(same[0]) + i]) for i in (0, 1))
+            first, second = (arrow.format_scalar(key[int(same[0]) + i]) for i in (0, 1))
             problem = (
                 f"the key {first} is there twice; leave one of its rows, so that there is one value"
                 if first == second
@@ -82,7 +82,7 @@ class LookupTable:
     def ordered(keys: pa.Array, values: pa.Array) -> LookupTable:
         """Order distinct keys ``[n]`` and their values."""
         keys = _normal(keys, "keys", may_be_list=False)
-        hashes = arrow.hashes(keys)
+        hashes = arrow.hash_values(keys)
         order = np.argsort(hashes, kind="stable")
         return LookupTable(keys.take(pa.array(order)), values.take(pa.array(order)), hashes[order])
 
@@ -123,7 +123,7 @@ class LookupTable:
     @property
     def kind_of_keys(self) -> str:
         """What keys are to a hash: ``"text"`` or ``"integers"``; "" where there are none."""
-        return arrow.kind_of_ids(self.keys.type)
+        return arrow.type_of_ids(self.keys.type)
 
     def refuse_other(self, lookup: Lookup, trained: Mapping[str, Any]) -> None:
         """Raise `DataError` if a model was trained with other keys or values: those of so many keys and a SHA-256."""
@@ -144,7 +144,7 @@ class LookupTable:
         """Values ``[n]`` of keys ``[n]``; null for those that are null or not in the table."""
         if not len(self.keys) or not len(asked):
             return pa.nulls(len(asked), self.values.type)
-        hashes = arrow.hashes(asked)
+        hashes = arrow.hash_values(asked)
         at = np.minimum(np.searchsorted(self._hashes, hashes), len(self.keys) - 1)
         found = (self._hashes[at] == hashes) & ~asked.is_null().to_numpy(zero_copy_only=False)
         if arrow.is_text(self.keys.type):  # of integers, equal hashes are equal keys
@@ -154,7 +154,7 @@ class LookupTable:
 
     @cached_property
     def _hashes(self) -> Hashes:
-        return arrow.hashes(self.keys) if self.stored_hashes is None else self.stored_hashes
+        return arrow.hash_values(self.keys) if self.stored_hashes is None else self.stored_hashes
 
 
 def content_sha256(*arrays: pa.Array) -> str:
@@ -167,7 +167,7 @@ def content_sha256(*arrays: pa.Array) -> str:
 
 def _normal(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
     """Integers as int64 (uint64 where they need it), numbers as float64, text as bytes, and lists of these."""
-    array = arrow.decode(array)
+    array = arrow.decode_dictionary(array)
     kind = array.type
     if may_be_list and arrow.is_list(kind):
         values = array.flatten()
@@ -178,7 +178,7 @@ def _normal(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
     if pa.types.is_null(kind):
         return array.cast(pa.int64())
     if not may_be_list and pa.types.is_floating(kind):
-        return arrow.hashable(array, "", Place(where, lambda at: f"key {at:,}"))
+        return arrow.to_hashable(array, "", RowLocation(where, lambda at: f"key {at:,}"))
     if pa.types.is_uint64(kind) and (highest := pc.max(array).as_py()) is not None and highest >= 1 << 63:
         return array
     if arrow.is_whole(kind):
@@ -190,7 +190,7 @@ def _normal(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
 
 
 def _bytes(array: pa.Array) -> pa.Array:
-    array = arrow.decode(array)
+    array = arrow.decode_dictionary(array)
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         array = array.cast(pa.large_string())
     return array.cast(pa.large_binary())
@@ -201,7 +201,7 @@ def _update(found: hashlib._Hash, array: pa.Array) -> None:
     found.update(f"{array.type} {len(array)} ".encode())
     found.update(np.packbits(array.is_null().to_numpy(zero_copy_only=False)).tobytes())
     if arrow.is_list(array.type):
-        found.update(arrow.lengths(array).astype("<i8").tobytes())
+        found.update(arrow.list_lengths(array).astype("<i8").tobytes())
         _update(found, array.flatten())
     elif arrow.is_text(array.type):
         filled = pc.fill_null(array, b"")

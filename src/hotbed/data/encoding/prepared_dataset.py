@@ -30,8 +30,8 @@ from hotbed.data.columns import SparseColumn
 from hotbed.data.encoding.lookup_table import LookupTable, content_sha256
 from hotbed.data.encoding.vocabulary import VOCABULARY, read_vocabulary, vocabulary_file
 from hotbed.data.files.criteo import hexadecimal, logarithm
-from hotbed.data.hashing import mix, rows_of
-from hotbed.data.place import Place
+from hotbed.data.hashing import hashes_to_rows, mix
+from hotbed.data.row_location import RowLocation
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.parsing import fault_of
@@ -57,8 +57,8 @@ class HashEntry(Entry):
 
     def ids(self, values: pa.Array) -> NDArray[np.int64]:
         """Rows ``[n]`` of values ``[n]``: integers, of hexadecimal ones as well, or text."""
-        h = arrow.hashes(values)
-        found = rows_of(mix(h ^ np.uint64(self.seed)) if self.seed else h, self.rows)
+        h = arrow.hash_values(values)
+        found = hashes_to_rows(mix(h ^ np.uint64(self.seed)) if self.seed else h, self.rows)
         found[values.is_null().to_numpy(zero_copy_only=False)] = 0
         return found
 
@@ -219,7 +219,7 @@ class Preparation:
                     "or asked of hotbed serve --encoded true)"
                 )
 
-    def stored(self, table: pa.Table, dense: Sequence[str], place: Place) -> pa.Table:
+    def stored(self, table: pa.Table, dense: Sequence[str], place: RowLocation) -> pa.Table:
         """Replace raw values of the columns that are there: ids by their numbers, numericals ``dense`` by theirs."""
         for at, name in enumerate(table.column_names):
             if name in self._columns:
@@ -235,31 +235,31 @@ class Preparation:
         table = self.entry.tables[column]
         return self.entry.hashed.get(table) or self.entry.vocabularies[table]
 
-    def _bags(self, column: pa.ChunkedArray, name: str, place: Place) -> pa.Array:
+    def _bags(self, column: pa.ChunkedArray, name: str, place: RowLocation) -> pa.Array:
         """Ids in the place of values, also of those in lists."""
         array = column.combine_chunks()
         if not arrow.is_list(array.type):
             missing = pa.types.is_null(array.type) and self._columns[name].ids != 1  # bags
             return array if missing else self._ids(array, name, place)
-        inside = place.of_lists(arrow.lengths(array))
+        inside = place.of_lists(arrow.list_lengths(array))
         return arrow.regroup(self._ids(array.flatten(), name, inside), array)
 
-    def _ids(self, array: pa.Array, name: str, place: Place) -> pa.Array:
+    def _ids(self, array: pa.Array, name: str, place: RowLocation) -> pa.Array:
         if pa.types.is_null(array.type):
             return pa.array(np.zeros(len(array), np.int32))
-        array = arrow.decode(array)
+        array = arrow.decode_dictionary(array)
         entry = self._entry(name)
-        values = _parsed(array, name, place) if entry.kind == "hexadecimal" else arrow.hashable(array, name, place)
+        values = _parsed(array, name, place) if entry.kind == "hexadecimal" else arrow.to_hashable(array, name, place)
         if isinstance(entry, HashEntry):
             return pa.array(entry.ids(values))
         return pc.fill_null(self._table(self.entry.tables[name]).find(values), 0)
 
-    def _numbers(self, column: pa.ChunkedArray, name: str, place: Place) -> pa.Array:
+    def _numbers(self, column: pa.ChunkedArray, name: str, place: RowLocation) -> pa.Array:
         """Numericals as they are stored: of the same steps of rounding as `hotbed prepare` takes."""
-        found = arrow.numbers(column)
+        found = arrow.to_float32(column)
         missing = np.isnan(found)
         if self.entry.numericals != "as_is":
-            values, negatives = arrow.wide_numbers(column), "zero" if self.entry.numericals == "log_zero" else "keep"
+            values, negatives = arrow.to_float64(column), "zero" if self.entry.numericals == "log_zero" else "keep"
             least = -np.inf if negatives == "zero" else -3
             good = missing | (np.isfinite(values) & (values == np.floor(values)) & (values >= least))
             limit = "" if negatives == "zero" else " of at least −3, because ln(x + 3) is stored"
@@ -322,7 +322,7 @@ def _read(folder: Path, entry: PreparationEntry, name: str) -> LookupTable:
     return LookupTable.ordered(values, pa.array(np.arange(1, len(values) + 1, dtype=ids)))
 
 
-def _parsed(array: pa.Array, name: str, place: Place) -> pa.Array:
+def _parsed(array: pa.Array, name: str, place: RowLocation) -> pa.Array:
     """Hexadecimal text ``[n]`` as integers; null where it is missing or empty, as in a log."""
     import polars as pl
 

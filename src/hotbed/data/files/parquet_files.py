@@ -337,7 +337,7 @@ class ParquetFile(TableFile):
             opened = pq.ParquetFile(stream, metadata=self.metadata)
             table = opened.read_row_group(row_group, columns=self._stored(columns), use_threads=False)
         rows = self.metadata.row_group(row_group).num_rows
-        return self._with_folders(arrow.plain(table, str(self)), columns, rows)
+        return self._with_folders(arrow.to_plain_types(table, str(self)), columns, rows)
 
     def batches(self, row_group: int, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
         """Read some columns of a row group in order, at most ``rows`` rows at once."""
@@ -345,7 +345,7 @@ class ParquetFile(TableFile):
             # Without a buffer, or with one that is filled beforehand, all columns would be read before the first rows.
             opened = pq.ParquetFile(stream, metadata=self.metadata, buffer_size=_BUFFER_BYTES, pre_buffer=False)
             for batch in opened.iter_batches(rows, [row_group], self._stored(columns), use_threads=False):
-                table = arrow.plain(pa.Table.from_batches([batch]), str(self))
+                table = arrow.to_plain_types(pa.Table.from_batches([batch]), str(self))
                 yield self._with_folders(table, columns, batch.num_rows)
 
     def nbytes(self, row_group: int) -> int:

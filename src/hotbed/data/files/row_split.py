@@ -1,7 +1,6 @@
 """Divide samples into train, valid and test by row: by time, by a hash, or by their order.
 
-A split divides row groups into `Rows`, which read like row groups and hold the samples of one split. Which rows these
-are is computed again whenever a row group is read, so no memory grows with the data.
+A split divides row groups into `SplitRows`. Each holds the samples of one split and reads like a row group.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows(RowsOfGroup):
+class SplitRows(RowsOfGroup):
     """The rows of a row group that are in one split."""
 
     at: Position
@@ -86,7 +85,7 @@ class Rows(RowsOfGroup):
         return self.group.place(int(np.flatnonzero(mine)[at]))
 
 
-def divide(split: RowSplit, groups: Sequence[RowGroup]) -> dict[str, list[RowGroup | Rows]]:
+def divide(split: RowSplit, groups: Sequence[RowGroup]) -> dict[str, list[RowGroup | SplitRows]]:
     """Row groups, or parts of them, by split; a split may have none."""
     ends = np.cumsum([0, *(group.samples for group in groups)]).tolist()
     places = [Position(before, ends[-1]) for before in ends[:-1]]
@@ -98,14 +97,14 @@ def divide(split: RowSplit, groups: Sequence[RowGroup]) -> dict[str, list[RowGro
         table = None if split.column is None else group.read([split.column])
         return np.bincount(split.codes(group, at, table), minlength=len(SPLITS)).tolist()
 
-    found: dict[str, list[RowGroup | Rows]] = {name: [] for name in split.names}
+    found: dict[str, list[RowGroup | SplitRows]] = {name: [] for name in split.names}
     with ThreadPoolExecutor(_READERS) as pool:
         for group, at, of_split in zip(groups, places, pool.map(counts, groups, places), strict=True):
             for code, (name, samples) in enumerate(zip(SPLITS, of_split, strict=True)):
                 if samples == group.samples:
                     found[name].append(group)
                 elif samples:
-                    found[name].append(Rows(group, at, split, code, samples))
+                    found[name].append(SplitRows(group, at, split, code, samples))
     return found
 
 

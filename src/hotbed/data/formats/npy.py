@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from hotbed.batch import Batch
 from hotbed.data.columns import SparseColumn
-from hotbed.data.place import Place, label_ranges
+from hotbed.data.row_location import RowLocation, find_label_ranges
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError, did_you_mean
@@ -91,7 +91,7 @@ class StoredArray:
 
 
 @dataclass(frozen=True)
-class Day:
+class DayArrays:
     """The arrays of one day, with as many rows each."""
 
     name: str  # prefix of its files
@@ -129,7 +129,7 @@ def has_days(path: Path) -> bool:
     return path.is_dir() and any(_PART.fullmatch(file.name) for file in path.iterdir())
 
 
-def find_days(path: Path) -> list[Day]:
+def find_days(path: Path) -> list[DayArrays]:
     """Find the days of a folder, in the order of the numbers in their names."""
     if not path.is_dir():
         raise DataError(f"{path} is no folder; give the one that has day_0_dense.npy, day_0_sparse.npy and so on")
@@ -164,7 +164,7 @@ def _shown(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _day(path: Path, name: str, parts: Mapping[str, Path], wanted: Sequence[str]) -> Day:
+def _day(path: Path, name: str, parts: Mapping[str, Path], wanted: Sequence[str]) -> DayArrays:
     if "sparse" in parts and "sparse_multi_hot" in parts:
         raise DataError(
             f"{path} has {parts['sparse'].name} and {parts['sparse_multi_hot'].name}, which are one or several ids of "
@@ -188,7 +188,7 @@ def _day(path: Path, name: str, parts: Mapping[str, Path], wanted: Sequence[str]
                 f"{array} has {array.rows:,} rows, and {first} has {first.rows:,}; they must be of the same samples, "
                 "so write both anew"
             )
-    return Day(name, dense, labels, of_ids, is_multi_hot=sparse.suffix == ".npz")
+    return DayArrays(name, dense, labels, of_ids, is_multi_hot=sparse.suffix == ".npz")
 
 
 def open_npy(path: Path, part: str) -> StoredArray:
@@ -263,7 +263,7 @@ _HELD_OUT = 0.1
 class _Part:
     """Consecutive rows of a day."""
 
-    day: Day
+    day: DayArrays
     start: int
     samples: int
 
@@ -357,8 +357,8 @@ class NpySource(Source):
         return None if dense is None else torch.from_numpy(dense)
 
     def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
-        return label_ranges(
-            (Place(str(part.day.labels), lambda at, start=part.start: f"row {start + at:,}"), name, labels)
+        return find_label_ranges(
+            (RowLocation(str(part.day.labels), lambda at, start=part.start: f"row {start + at:,}"), name, labels)
             for whole in (self._parts[split] if self.schema.labels else ())
             for part in _cut(whole, _LABELS_AT_ONCE)
             for name, labels in zip(self.schema.labels, self._labels(part).T, strict=True)
@@ -396,7 +396,7 @@ class NpySource(Source):
         )
 
 
-def draft_names(day: Day) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+def draft_names(day: DayArrays) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """What TorchRec calls the columns of a day: the sparse ones, the dense ones, the labels."""
     labels = 0 if day.labels is None else day.labels.columns
     return (
@@ -406,7 +406,7 @@ def draft_names(day: Day) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, 
     )
 
 
-def _named(day: Day, rows: int | Sequence[int] | None, path: str) -> Schema:
+def _named(day: DayArrays, rows: int | Sequence[int] | None, path: str) -> Schema:
     names, dense, labels = draft_names(day)
     if rows is None:
         raise SpecError(
@@ -420,7 +420,7 @@ def _named(day: Day, rows: int | Sequence[int] | None, path: str) -> Schema:
     return Schema(sparse=sparse, dense=dense, labels=labels)
 
 
-def _check(schema: Schema, day: Day, path: str) -> None:
+def _check(schema: Schema, day: DayArrays, path: str) -> None:
     """Raise `SpecError` unless a schema is of as many columns as the arrays have."""
     names, dense, labels = draft_names(day)
     counts = [("sparse columns", len(schema.sparse), len(names)), ("dense columns", len(schema.dense), len(dense))]
@@ -440,7 +440,7 @@ def _check(schema: Schema, day: Day, path: str) -> None:
             raise SpecError(f"arrays of NumPy {problem}; use Parquet for them")
 
 
-def _default_splits(days: Sequence[Day]) -> dict[str, list[_Part]]:
+def _default_splits(days: Sequence[DayArrays]) -> dict[str, list[_Part]]:
     """By the days' names if they are splits'; else the last day is held out, half to validate and half to test."""
     if {day.name for day in days} <= {"train", "valid", "test"}:
         named = {day.name: [_Part(day, 0, day.rows)] for day in days}
@@ -460,7 +460,7 @@ def _default_splits(days: Sequence[Day]) -> dict[str, list[_Part]]:
     }
 
 
-def _chosen(days: Sequence[Day], splits: Mapping[str, Sequence[str]], path: str) -> dict[str, list[_Part]]:
+def _chosen(days: Sequence[DayArrays], splits: Mapping[str, Sequence[str]], path: str) -> dict[str, list[_Part]]:
     by_name = {day.name: day for day in days}
     if not isinstance(splits, Mapping):
         raise SpecError(f"splits is {splits!r}, must be none, or days by split: {{train: [{days[0].name}]}}")

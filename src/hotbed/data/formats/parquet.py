@@ -36,8 +36,8 @@ from hotbed.data.files.parquet_files import (
     text_columns,
     with_rows,
 )
-from hotbed.data.files.row_split import SPLITS, Rows, RowSplit, divide, row_split
-from hotbed.data.place import Place
+from hotbed.data.files.row_split import SPLITS, RowSplit, SplitRows, divide, row_split
+from hotbed.data.row_location import RowLocation
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError, did_you_mean
@@ -45,7 +45,7 @@ from hotbed.locations import location
 
 _LABEL_READERS = 4
 _STREAMED_CELLS, _FEWEST_STREAMED = 2_000_000, 4_096
-Chunk = RowGroup | RowSlice | Rows
+Chunk = RowGroup | RowSlice | SplitRows
 Groups = dict[str, list[Chunk]]
 
 
@@ -260,7 +260,7 @@ def _label_range(group: Chunk, name: str, label: Label | None) -> tuple[float, f
     found = None if label else group.integer_range(name)
     if found is not None and found[0] >= 0 and found[1] <= 1:
         return found
-    labels = read_labels(group.read([name])[name], name, label, Place(str(group), group.place), check=True)
+    labels = read_labels(group.read([name])[name], name, label, RowLocation(str(group), group.place), check=True)
     return float(labels.min()), float(labels.max())
 
 

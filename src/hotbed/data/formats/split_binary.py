@@ -40,7 +40,7 @@ from pydantic import BaseModel, Field, ValidationError
 from hotbed.batch import Batch
 from hotbed.checks import Count, check
 from hotbed.data.columns import SparseColumn
-from hotbed.data.place import Place, label_ranges
+from hotbed.data.row_location import RowLocation, find_label_ranges
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError, did_you_mean
@@ -297,14 +297,14 @@ class OpenFiles:
         if not same:
             _convert(stored, out.reshape(-1))
 
-    def labels(self, name: str, file: StoredFile, samples: int) -> Iterator[tuple[Place, str, NDArray[Any]]]:
+    def labels(self, name: str, file: StoredFile, samples: int) -> Iterator[tuple[RowLocation, str, NDArray[Any]]]:
         """Read the labels of a file part by part, each with its place and the name of its column."""
         for start in range(0, samples, _LABELS_AT_ONCE):
             part = np.empty(min(_LABELS_AT_ONCE, samples - start), dtype=file.dtype)
             self.read(file, start, part)
             if part.dtype == np.bool_:
                 part = part.view(np.uint8)  # a byte may hold more than 0 and 1
-            yield Place(str(file.path), lambda at, start=start: f"sample {start + at:,}"), name, part
+            yield RowLocation(str(file.path), lambda at, start=start: f"sample {start + at:,}"), name, part
 
     def _descriptor(self, path: Path) -> int:
         """One that stays open, unless there are too many of them."""
@@ -441,7 +441,7 @@ class SplitBinarySource(Source):
 
     def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
         files, samples = self._spec.files[split], self._samples[split]
-        return label_ranges(
+        return find_label_ranges(
             part for name in self.schema.labels for part in self._open.labels(name, files[name], samples)
         )
 
@@ -605,7 +605,7 @@ class SplitBinaryWriter:
 
     def _refuse(self, bad: NDArray[np.bool_], values: NDArray[Any], key: str, column: str, wanted: str) -> None:
         """Raise `DataError` if any value ``[n]`` is bad, naming the first; samples count from the split's start."""
-        place = Place(key, lambda at: f"sample {self._written[key] + at:,}")
+        place = RowLocation(key, lambda at: f"sample {self._written[key] + at:,}")
         place.refuse(column, "values", bad, values, "{}", f"it must be {wanted}")
 
     def _description(self) -> dict[str, object]:

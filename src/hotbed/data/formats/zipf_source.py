@@ -42,24 +42,24 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64's state
 
 
 @cache
-def stream(*names: int) -> np.uint64:
+def stream_key(*names: int) -> np.uint64:
     """Key of the stream with these names, integers of at least 0, of which the last is not 0."""
     return np.random.SeedSequence(names).generate_state(1, np.uint64)[0]
 
 
-def bits(key: np.uint64, counters: Hashes) -> Hashes:
+def random_words(key: np.uint64, counters: Hashes) -> Hashes:
     """Random words of a stream at these counters ``[n]``."""
     state = counters * _STEP
     state += key
     return mix(state)
 
 
-def uniform(key: np.uint64, counters: Hashes) -> Floats:
+def random_uniform(key: np.uint64, counters: Hashes) -> Floats:
     """Random numbers in [0, 1) of a stream at these counters ``[n]``, multiples of 2⁻⁵³."""
-    return (bits(key, counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (random_words(key, counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-class Zipf:
+class ZipfLaw:
     """Zipf's law over ranks 0 … R − 1: rank r has a probability in proportion to (r + 1)^−s; s = 0 is uniform.
 
     Sampled by rejection-inversion (Hörmann and Derflinger, "Rejection-inversion to generate variates from monotone
@@ -88,7 +88,7 @@ class Zipf:
         left, attempt = np.arange(len(counters)), 1
         while len(left):
             drawn, accepted = self._propose(
-                uniform(stream(*names, attempt), counters[left] if attempt > 1 else counters)
+                random_uniform(stream_key(*names, attempt), counters[left] if attempt > 1 else counters)
             )
             if attempt == 1:
                 ranks[:] = drawn
@@ -123,7 +123,7 @@ RANKED = 10
 """Occurrences from which on the rank of a value says something about its popularity."""
 
 
-def fitted_exponent(counts: NDArray[Any]) -> float | None:
+def fit_exponent(counts: NDArray[Any]) -> float | None:
     """Exponent s of Zipf's law, by which the value of rank r has a share of the occurrences in proportion to r^−s.
 
     The maximum of the likelihood over the ranks 1 … K of values with at least `RANKED` occurrences, by falling
@@ -243,7 +243,7 @@ class ZipfSource(Source):
         sizes = {"train": train_samples, "valid": valid_samples, "test": test_samples}
         self._sizes = {split: size for split, size in sizes.items() if size}
         self.splits = tuple(self._sizes)
-        self._columns = {name: (i, Zipf(rows, exponent)) for i, (name, rows) in enumerate(shape.rows.items())}
+        self._columns = {name: (i, ZipfLaw(rows, exponent)) for i, (name, rows) in enumerate(shape.rows.items())}
         self._dtype = np.int32 if max(shape.rows.values()) <= 1 << 31 else np.int64
 
     def _chunks(self, split: str) -> Sequence[int]:
@@ -266,9 +266,9 @@ class ZipfSource(Source):
             column[:] = self._ids(name, np.arange(first * each, (first + n) * each, dtype=np.uint64))
         dense = np.empty((n, len(self.schema.dense)), dtype=np.float32)
         for j in range(len(self.schema.dense)):
-            dense[:, j] = (2 * uniform(stream(_DENSE, self.seed, j + 1), counters) - 1) * 3**0.5
+            dense[:, j] = (2 * random_uniform(stream_key(_DENSE, self.seed, j + 1), counters) - 1) * 3**0.5
         made = {name: columns[name][:: self._each[name]] for name in names}  # the first of each sample
-        clicked = uniform(stream(_LABEL, self.seed, 1), counters) < self._probability(counters, made, dense)
+        clicked = random_uniform(stream_key(_LABEL, self.seed, 1), counters) < self._probability(counters, made, dense)
         return Batch(
             sparse=Jagged(names, torch.from_numpy(ids), batch_size=n, fixed=fixed),
             dense=torch.from_numpy(dense) if self.schema.dense else None,
@@ -286,10 +286,10 @@ class ZipfSource(Source):
         # All columns, also those that `only` has left out: it must not change the labels.
         for name, (i, _) in list(self._columns.items())[::_EVERY]:
             ids = made[name] if name in made else self._ids(name, counters * np.uint64(self._each[name]))
-            effect = uniform(stream(_EFFECT, self.seed, i + 1), ids.astype(np.uint64))
+            effect = random_uniform(stream_key(_EFFECT, self.seed, i + 1), ids.astype(np.uint64))
             score += _SPARSE_EFFECT * (2 * effect - 1)
         for j in range(0, dense.shape[1], _EVERY):
-            sign = 1.0 if int(stream(_WEIGHT, self.seed, j + 1)) & 1 else -1.0
+            sign = 1.0 if int(stream_key(_WEIGHT, self.seed, j + 1)) & 1 else -1.0
             score += _DENSE_EFFECT * sign * dense[:, j]
         return 1 / (1 + np.exp(-score))
 

@@ -138,13 +138,13 @@ def _check(job: EncodeJob, part: Part) -> None:
             read_labels(table[name], name, mapped.get(name), place, check=True)
         for name in job.schema.weight_columns:
             read_weights(table[name], name, place)
-        stored = arrow.plain(table)
+        stored = arrow.to_plain_types(table)
         for column in (c for c in job.schema.sparse if c.weights is not None):
             ids = stored[column.name].combine_chunks()
-            lengths = arrow.per_row(ids)
+            lengths = arrow.values_per_row(ids)
             if pa.types.is_null(ids.type) and column.ids != 1:
                 lengths = np.zeros_like(lengths)
-            arrow.id_weights(column, stored[column.weights].combine_chunks(), lengths, place)
+            arrow.read_id_weights(column, stored[column.weights].combine_chunks(), lengths, place)
         if job.group_column is not None:
             refuse_null(table[job.group_column], job.group_column, place, "groups")
 
@@ -153,8 +153,8 @@ def _write_binary(job: EncodeJob, writer: SplitBinaryWriter) -> None:
     for part in read_parts(job.group, stored_columns(job.schema), job.splits):
         _check(job, part)
         chosen = {split: part.codes == SPLITS.index(split) for split in job.splits.names}
-        labels = np.stack([arrow.numbers(part.column(name, job.types[name])) for name in job.schema.labels], axis=1)
-        dense = [arrow.numbers(part.column(name, job.types[name])) for name in job.schema.dense]
+        labels = np.stack([arrow.to_float32(part.column(name, job.types[name])) for name in job.schema.labels], axis=1)
+        dense = [arrow.to_float32(part.column(name, job.types[name])) for name in job.schema.dense]
         for split, mask in chosen.items():
             writer.append_labels(split, labels[mask])
             if dense:

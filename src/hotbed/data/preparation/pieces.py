@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hotbed.data import arrow_columns as arrow
 from hotbed.data.files.parquet_files import RowGroup
 from hotbed.data.files.row_split import SPLITS, Position, RowSplit
-from hotbed.data.place import Place
+from hotbed.data.row_location import RowLocation
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 _TEST_FRACTION = 0.1
@@ -189,7 +189,7 @@ class Part:
     def lists(self, name: str) -> tuple[pa.Array, pa.Array]:
         """Of a column of lists, where they begin and end ``[n + 1]``, and which are missing ``[n]``."""
         arrays = [table[name].combine_chunks() for table in self.tables]
-        lengths = [arrow.lengths(a) if arrow.is_list(a.type) else np.zeros(len(a), np.int64) for a in arrays]
+        lengths = [arrow.list_lengths(a) if arrow.is_list(a.type) else np.zeros(len(a), np.int64) for a in arrays]
         return pa.array(np.cumsum(np.concatenate([[0], *lengths]))), pa.concat_arrays([a.is_null() for a in arrays])
 
     def only(self, mask: NDArray[np.bool_]) -> Part:
@@ -200,10 +200,10 @@ class Part:
         rows = [of[kept] for of, kept in zip(self.rows, masks, strict=True)]
         return Part(tables, self.places, rows, self.codes[mask])
 
-    def placed(self) -> list[tuple[pa.Table, Place]]:
+    def placed(self) -> list[tuple[pa.Table, RowLocation]]:
         """The tables, each with its place for messages."""
         return [
-            (table, Place(name, lambda at, rows=rows: f"row {rows[at]:,}"))
+            (table, RowLocation(name, lambda at, rows=rows: f"row {rows[at]:,}"))
             for table, name, rows in zip(self.tables, self.places, self.rows, strict=True)
         ]
 
@@ -248,15 +248,15 @@ def _bytes_read(piece: Piece, columns: Sequence[str]) -> int:
     return piece.bytes + first.nbytes * rows.samples // max(1, len(first))
 
 
-def _values(column: pa.ChunkedArray, name: str, kind: pa.DataType, place: Place, *, is_list: bool) -> pa.Array:
+def _values(column: pa.ChunkedArray, name: str, kind: pa.DataType, place: RowLocation, *, is_list: bool) -> pa.Array:
     array = column.combine_chunks()
     if pa.types.is_null(array.type):
         return pa.nulls(0 if is_list else len(array), kind)
     if arrow.is_list(array.type):
-        array, place = array.flatten(), place.of_lists(arrow.lengths(array))
-    values = arrow.hashable(array, name, place)
+        array, place = array.flatten(), place.of_lists(arrow.list_lengths(array))
+    values = arrow.to_hashable(array, name, place)
     try:
-        return arrow.decode(values).cast(kind)
+        return arrow.decode_dictionary(values).cast(kind)
     except pa.ArrowInvalid as error:
         raise DataError(
             f"{place.name}, column '{name}': {error}; its values must be {kind}, as in the other files"

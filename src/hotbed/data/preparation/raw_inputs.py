@@ -278,7 +278,7 @@ class Tables:
         for file in self.checked:
             for column in self.schema.sparse:
                 stored = file.schema.field(column.name).type
-                if not arrow.kind_of_ids(stored):  # all values are missing
+                if not arrow.type_of_ids(stored):  # all values are missing
                     continue
                 kind, where = value_type(stored), f"{file}, column '{column.name}'"
                 other, first = found.setdefault(column.table_name, (kind, where))
@@ -300,7 +300,7 @@ class Tables:
     def lists(self) -> frozenset[str]:
         """Inputs of ids that are lists in any file, or by the schema if all values of all files are missing."""
         files, sparse = self.checked, self.schema.sparse
-        of_column = {c: {arrow.kind_of_values(f.schema.field(c.name).type) for f in files} for c in sparse}
+        of_column = {c: {arrow.type_family(f.schema.field(c.name).type) for f in files} for c in sparse}
         return frozenset(
             c.name for c, kinds in of_column.items() if "lists" in kinds or (not any(kinds) and c.ids != 1)
         )
@@ -344,7 +344,7 @@ def _check_types(files: Sequence[TableFile], names: Sequence[str], fix: str) -> 
             if at < 0:
                 continue
             stored = file.schema.types[at]
-            other = next((kind for kind in seen if not arrow.alike(kind, stored)), None)
+            other = next((kind for kind in seen if not arrow.are_compatible(kind, stored)), None)
             if other is not None:
                 raise DataError(
                     f"{file}, column '{name}' is {stored}, and {seen[other]} has {other}: rows of both cannot stand in "

@@ -31,8 +31,8 @@ from hotbed.data.files.row_split import SPLITS
 from hotbed.data.formats.npy import NpySource, find_days, has_days
 from hotbed.data.formats.parquet import ParquetSource
 from hotbed.data.formats.split_binary import DESCRIPTION, SplitBinarySource
-from hotbed.data.place import Place
 from hotbed.data.preparation.encoded_rows import MARKERS
+from hotbed.data.row_location import RowLocation
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError
@@ -102,7 +102,7 @@ class RowsSlice:
 
     table: pa.Table
     split: str  # empty if there is none
-    place: Place
+    place: RowLocation
 
 
 class StoredRows(ABC):
@@ -235,7 +235,7 @@ class SourceRows(StoredRows):
                 yield RowsSlice(
                     table.select(names),
                     split,
-                    Place(f"split '{split}'", lambda at, start=start: f"sample {start + at:,}"),
+                    RowLocation(f"split '{split}'", lambda at, start=start: f"sample {start + at:,}"),
                 )
                 start += samples
 
@@ -269,7 +269,7 @@ def _slices(group: RowGroup, names: Sequence[str], split: str) -> Iterator[RowsS
     rows = max(_FEWEST_ROWS, min(_MOST_ROWS, _CELLS // max(1, len(names))))
     start = 0
     for table in group.batches(names, rows) if group.samples > rows else iter([group.read(names)]):
-        yield RowsSlice(table, split, Place(str(group), lambda at, start=start: group.place(start + at)))
+        yield RowsSlice(table, split, RowLocation(str(group), lambda at, start=start: group.place(start + at)))
         start += len(table)
 
 

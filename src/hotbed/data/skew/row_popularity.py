@@ -1,7 +1,7 @@
 """Measure how unevenly the rows of each table are looked up, in one pass over a split.
 
 Per table: how often every row occurs, in how many batches, and the stack distances of an LRU cache
-(`hotbed.data.skew.stack_distance`). What follows from them is in `Popularity`: the hot order, skew curves, a Zipf
+(`hotbed.data.skew.stack_distance`). What follows from them is in `Popularity`: the hot order, skew curves, a ZipfLaw
 exponent,
 and hit rates of caches and of placing the hottest rows.
 
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotbed.data.formats.zipf_source import RANKED, fitted_exponent
+from hotbed.data.formats.zipf_source import RANKED, fit_exponent
 from hotbed.data.skew.access_counts import positions, read_pieces
 from hotbed.data.skew.stack_distance import StackDistances, count
 from hotbed.data.source import Source
@@ -84,9 +84,9 @@ class Popularity:
     def zipf_exponent(self) -> float | None:
         """Exponent s of Zipf's law, by which the row of rank r has a share of the accesses in proportion to r^−s.
 
-        See `hotbed.data.formats.zipf_source.fitted_exponent`; None where fewer than two rows have at least 10 accesses.
+        See `hotbed.data.formats.zipf_source.fit_exponent`; None where fewer than two rows have at least 10 accesses.
         """
-        return fitted_exponent(self.accesses[self.hot_order[: np.count_nonzero(self.accesses >= RANKED)]])
+        return fit_exponent(self.accesses[self.hot_order[: np.count_nonzero(self.accesses >= RANKED)]])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON can hold, with curves at `SHARES` of the rows."""

@@ -16,9 +16,9 @@ from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.single_files import suffix
 from hotbed.config import Component, ParallelRecipe, Recipe, TaskRecipe, check_trust
 from hotbed.data import Encoder, Loader, NpySource, ParquetSource, Schema, Source, SplitBinarySource
-from hotbed.data.items import ItemSet, items_of, merged
+from hotbed.data.items import ItemSet, items_of, merge_items
 from hotbed.data.formats.parquet import is_prepared
-from hotbed.data.place import refuse_other_kind
+from hotbed.data.row_location import check_id_type
 from hotbed.data.formats.split_binary import DESCRIPTION
 from hotbed.errors import CheckpointError, DataError, RecipeError
 from hotbed.locations import is_storage, location
@@ -74,7 +74,7 @@ def _items(recipe: Recipe, manifest: Manifest, source: Source, data: str | None,
         if recipe.retrieval is None or recipe.retrieval.items is None:
             trained = new_source(replace(recipe.data, source=_as_trained(recipe.data.source, manifest)))
             take_features(trained, manifest)
-        return merged([all_items(recipe, trained, item), here])
+        return merge_items([all_items(recipe, trained, item), here])
     except DataError as error:
         raise DataError(
             f"items are searched for among those of {data} and those that the model was trained with, which cannot be "
@@ -262,7 +262,7 @@ def refuse_other_ids(manifest: Manifest, source: Source, data: str) -> None:
     for name, kind in source.id_kinds().items():
         trained = before.get(name, "")
         if trained not in ("", kind) and not source.is_missing(name):
-            refuse_other_kind(data, name, kind, trained)
+            check_id_type(data, name, kind, trained)
 
 
 def has_features(source: Source) -> bool:
