@@ -198,9 +198,9 @@ def test_types_that_cannot_be(changed: dict[str, Any], message: str, tmp_path: P
 
 def test_schemas_that_cannot_be(tmp_path: Path) -> None:
     for given in ("", "user"):
-        with pytest.raises(SpecError, match=f"'user': weights is '{given}', must be the name of the column of"):
+        with pytest.raises(SpecError, match=f"'user': weights: got '{given}'"):
             SparseColumn(name="user", rows=9, weights=given)
-    with pytest.raises(SpecError, match=r"sparse\[0\].weights is 10, must be the name of a column; put it in quotes"):
+    with pytest.raises(SpecError, match=r"sparse\[0\]: sparse column 'user': weights: got 10"):
         hb.Schema.from_dict({"sparse": [{"name": "user", "rows": 9, "weights": 10}]})
     user = SparseColumn(name="user", rows=9, weights="w")
     with pytest.raises(SpecError, match="column 'w' is used 2 times in the schema; each column has one role"):

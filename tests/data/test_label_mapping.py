@@ -114,7 +114,7 @@ def test_missing_labels_of_truth_are_counted(tmp_path: Path, positive: str, kind
 
 @pytest.mark.parametrize("positive", ["4", ">=", "=> 4", "in", "in 4", "in []", "in [[1]]", "in {a", True, 4, "is yes"])
 def test_conditions_that_are_none(positive: Any) -> None:
-    with pytest.raises(SpecError, match=r"label 'y': positive is .*, must be a comparison such as '>= 4'"):
+    with pytest.raises(SpecError, match="label 'y': positive: got"):
         Schema.from_dict({"labels": [{"column": "y", "positive": positive}], "sparse": [{"name": "a", "rows": 9}]})
 
 
@@ -127,9 +127,9 @@ def test_the_schema_keeps_the_condition() -> None:
     assert Schema.from_dict(schema.to_dict()) == schema
     assert Schema.from_dict({**values, "labels": [{"column": "click", "positive": None}]}).positives == ()
     columns = (SparseColumn(name="a", rows=9),)
-    with pytest.raises(SpecError, match="positives names 'star', which is no label; did you mean 'stars'"):
+    with pytest.raises(SpecError, match="positives: got 'star'"):
         Schema(sparse=columns, labels=("stars",), positives=(Label("star", "> 1"),))
-    with pytest.raises(SpecError, match="label 'stars' has 2 conditions; give it one"):
+    with pytest.raises(SpecError, match="positives: got 'stars' 2 times"):
         Schema(sparse=columns, labels=("stars",), positives=(Label("stars", "> 1"), Label("stars", "> 2")))
     with pytest.raises(SpecError, match=r"labels\[0\] has no 'column', which is required"):
         Schema.from_dict({**values, "labels": [{"positive": "> 1"}]})

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hotbed.data import arrow_columns as arrow
-from hotbed.data.columns import Label, Positive
+from hotbed.data.columns import Condition, Label
 from hotbed.data.row_location import RowLocation, check_label_range
 from hotbed.data.schema import Schema
 from hotbed.errors import SpecError
@@ -39,7 +39,7 @@ def check_label(name: str, kind: pa.DataType, label: Label | None, what: str) ->
         if not arrow.is_number(kind):
             raise SpecError(f"{where} is {kind}, must be numbers, booleans or text")
         return
-    condition = label.parsed()
+    condition = label.condition()
     if arrow.is_text(kind):
         if condition.comparison not in ("==", "!=", "in"):
             raise SpecError(
@@ -97,7 +97,7 @@ def refuse_null(column: pa.ChunkedArray, name: str, place: RowLocation, what: st
 
 def _mapped(column: pa.ChunkedArray, name: str, label: Label, place: RowLocation) -> arrow.Array:
     """1 where the condition is true, else 0."""
-    condition, values = label.parsed(), arrow.decode_dictionary(column.combine_chunks())
+    condition, values = label.condition(), arrow.decode_dictionary(column.combine_chunks())
     if arrow.is_text(values.type):
         wanted = pa.array(condition.values, pa.large_string())
         found = pc.is_in(pc.cast(values, pa.large_string()), value_set=wanted).to_numpy(zero_copy_only=False)
@@ -119,7 +119,7 @@ def _mapped(column: pa.ChunkedArray, name: str, label: Label, place: RowLocation
     return np.asarray(found).astype(np.float32)
 
 
-def _numbers(name: str, kind: pa.DataType, condition: Positive) -> list[int | float | bool]:
+def _numbers(name: str, kind: pa.DataType, condition: Condition) -> list[int | float | bool]:
     """What numbers are compared with; a `SpecError` names what is none."""
     is_truth = pa.types.is_boolean(kind.value_type if pa.types.is_dictionary(kind) else kind)
     found: list[int | float | bool] = []
