@@ -30,8 +30,7 @@ from cluster_cases import (
 )
 from prepare_cases import SMALL, dataset, digests
 
-from hotbed.data.clusters import Cluster, RayExecutor, dask_cluster, ray_cluster
-from hotbed.data.executors import open_tasks
+from hotbed.data.executors import Cluster, RayExecutor, dask_cluster, open_tasks, ray_cluster
 from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.errors import SpecError, WorkerError
 from hotbed.testing.executor_contract import ExecutorContract, double, ones
@@ -246,7 +245,7 @@ def test_a_cluster_ends_with_the_tests_that_started_it(tmp_path: Path, sent: sig
 
 
 def test_a_scheduler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotbed.data.clusters._CONNECT_S", 1)
+    monkeypatch.setattr("hotbed.data.executors._CONNECT_S", 1)
     message = r"the scheduler dask:tcp://127.0.0.1:1 cannot be reached .*is it running"
     with pytest.raises(WorkerError, match=message), dask_cluster("tcp://127.0.0.1:1"):
         pass

@@ -14,8 +14,7 @@ from typing import NoReturn
 import pytest
 from prepare_cases import SMALL, dataset, digests
 
-from hotbed.data.clusters import versions
-from hotbed.data.executors import Tasks, open_tasks
+from hotbed.data.executors import Tasks, open_tasks, versions
 from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.errors import DataError, SpecError, WorkerError
 from hotbed.testing.executor_contract import ExecutorContract, double

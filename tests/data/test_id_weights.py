@@ -19,9 +19,9 @@ from hotbed.data.columns import SparseColumn as Column
 from hotbed.data.derived_features import Cross
 from hotbed.data.formats.split_binary import check_split_binary
 from hotbed.data.inspection import SchemaChecks
-from hotbed.data.join import join
 from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.data.preparation.stored_rows import columns_of, open_described, open_rows
+from hotbed.data.readers import merge_batches
 from hotbed.errors import DataError, SpecError
 from hotbed.serve.requests import record_batch
 from hotbed.testing.source_contract import SourceContract, assert_same
@@ -73,7 +73,7 @@ def test_they_are_read_beside_their_ids_and_travel_with_them(tmp_path: Path) -> 
     source = hb.ParquetSource(log(tmp_path), SCHEMA)
     batch = source.read("train", 0)
     check(batch)
-    check(join([(batch.take(torch.arange(2)), 0, 2), (batch.take(torch.arange(2, 5)), 0, 3)]))
+    check(merge_batches([(batch.take(torch.arange(2)), 0, 2), (batch.take(torch.arange(2, 5)), 0, 3)]))
     assert weights(batch.take(torch.tensor([4, 0])), "Tag's IDs %") == np.float32([1e-3, 7, 3, 1.5, -2]).tolist()
     shown = columns_of(batch, source.schema)
     assert shown["wie oft (β)"].to_pylist()[4] == np.float32(TIMES[4]).tolist()

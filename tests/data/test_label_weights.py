@@ -15,9 +15,9 @@ import hotbed as hb
 from hotbed.data import SparseColumn
 from hotbed.data.batch_ipc import batch_from_buffer, batch_to_buffer
 from hotbed.data.columns import Label, LabelWeight
-from hotbed.data.join import join
 from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.data.preparation.stored_rows import columns_of
+from hotbed.data.readers import merge_batches
 from hotbed.errors import DataError, SpecError
 
 N = 60
@@ -49,7 +49,7 @@ def log(path: Path, **changed: Any) -> Path:
 def test_a_label_s_own_weights_take_the_place_of_those_of_all(tmp_path: Path) -> None:
     source = hb.ParquetSource(log(tmp_path), SCHEMA)
     table = pq.read_table(tmp_path / "log.parquet")
-    batch = join([(source.read("train", i), 0, n) for i, n in enumerate(source.chunks("train"))])
+    batch = merge_batches([(source.read("train", i), 0, n) for i, n in enumerate(source.chunks("train"))])
     expected = np.stack([table[name].to_numpy().astype(np.float32) for name in ("w", "click", "seen")], axis=1)
     assert batch.weights is not None
     assert np.array_equal(batch.weights.numpy(), expected)

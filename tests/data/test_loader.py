@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hotbed.batch import Batch
 from hotbed.data import Loader
-from hotbed.data.join import join
+from hotbed.data.readers import merge_batches
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.testing.source_contract import assert_same
@@ -313,7 +313,7 @@ def test_features_of_one_length_are_joined_as_they_would_be_one_by_one(
         ),
         labels=torch.rand(6, 2, generator=draw),
     )
-    found = join([(part, start, stop) for start, stop in spans])
+    found = merge_batches([(part, start, stop) for start, stop in spans])
     taken = torch.cat([torch.arange(start, stop) for start, stop in spans])
     assert_same(found, part.take(taken))
     assert found.sparse.starts == part.take(taken).sparse.starts
@@ -324,5 +324,5 @@ def test_features_of_one_length_are_joined_as_they_would_be_one_by_one(
 
 def test_a_whole_chunk_is_given_as_it_was_read() -> None:
     chunk = mixed_batch(8)
-    assert join([(chunk, 0, 8)]) is chunk
-    assert join([(chunk, 0, 7)]) is not chunk
+    assert merge_batches([(chunk, 0, 8)]) is chunk
+    assert merge_batches([(chunk, 0, 7)]) is not chunk

@@ -16,7 +16,7 @@ from data_cases import assert_same
 from derived_cases import ITEMS, crossed, encoder, ids, items, of_items, row_of
 
 from hotbed.data import Encoder, Numerical
-from hotbed.data.encoding.encoder import described_features, encoding_of
+from hotbed.data.encoding.encoder import describe_features, encoding_of
 from hotbed.data.encoding.lookup_table import LookupTable
 from hotbed.data.hashing import mix
 from hotbed.errors import DataError, SpecError
@@ -146,7 +146,7 @@ def test_tables_that_do_not_fit(
 def test_a_table_without_rows_finds_nothing(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": pa.array([], pa.string()), "kind": pa.array([], pa.string())}), tmp_path / "i.pq")
     assert ids(encoder(of_items(str(tmp_path / "i.pq"))).batch(ITEMS), "kind") == [0] * 5
-    assert LookupTable.read(encoder(of_items(str(tmp_path / "i.pq"))).schema.derived[0]).kind_of_keys == "text"  # type: ignore[arg-type]
+    assert LookupTable.read(encoder(of_items(str(tmp_path / "i.pq"))).schema.derived[0]).type_of_keys == "text"  # type: ignore[arg-type]
 
 
 # -- without hotbed ----------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_the_page_s_code_makes_the_same_ids(tmp_path: Path) -> None:
     ages, seen = [20, None, 25.5, 50.0, 1], [["a", "zz"], [], ["b", None], ["a"], []]
     table = ITEMS.append_column("age", pa.array(ages, pa.float64())).append_column("seen", pa.array(seen))
     batch = made.batch(table)
-    about = json.loads(json.dumps(described_features(made)))
+    about = json.loads(json.dumps(describe_features(made)))
     code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)[-1]
     page: dict[str, Any] = {}
     exec(code.rpartition("print(")[0], page)
@@ -197,7 +197,7 @@ def test_the_page_s_code_makes_the_same_ids(tmp_path: Path) -> None:
 def test_tables_that_json_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = encoder(of_items(items(tmp_path / "items.parquet", id=pa.array([b"\xff", b"b", b"c", b"d"]))))
     with pytest.raises(SpecError, match=r"feature 'kind': .* has bytes that are no UTF-8"):
-        described_features(made)
+        describe_features(made)
     monkeypatch.setattr("hotbed.data.encoding.encoder.MOST_KEYS", 3)
     with pytest.raises(SpecError, match=r"'kind' looks values up in 4 keys of .* holds at most 3; leave out keys"):
-        described_features(made)
+        describe_features(made)

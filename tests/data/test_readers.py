@@ -211,7 +211,7 @@ class Replaced(Recorded):
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hotbed.data.readers._opened", lambda _: self.source)
+            patch.setattr("hotbed.data.readers._open_source", lambda _: self.source)
             return super().submit(fn, *args, **kwargs)
 
 
@@ -260,7 +260,7 @@ def test_the_command_says_what_it_cannot_read_with(
     assert "executor is 'spark', must be threads, processes" in (said := capsys.readouterr().err)
     assert "Traceback" not in said
     pytest.importorskip("distributed", reason="needs hotbed[dask]")
-    monkeypatch.setattr("hotbed.data.clusters._CONNECT_S", 1)
+    monkeypatch.setattr("hotbed.data.executors._CONNECT_S", 1)
     with warnings.catch_warnings(action="ignore"):  # of Dask
         assert main(["train", str(recipe), "--data.executor", "dask:tcp://127.0.0.1:1", *runs]) != 0
     assert "the scheduler dask:tcp://127.0.0.1:1 cannot be reached" in capsys.readouterr().err

@@ -639,7 +639,7 @@ def _starts(
         kind = pa.timestamp("us")
         column = pc.cast(parse_dates(column, date_format), kind)
     if arrow.is_time(kind):
-        values = arrow.microseconds(column).to_numpy()
+        values = arrow.to_microseconds(column).to_numpy()
     elif arrow.is_text(column.type):
         values = np.array(pc.cast(column, pa.string()).to_pylist(), dtype=np.str_)
     else:

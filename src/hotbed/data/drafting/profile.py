@@ -234,7 +234,7 @@ def present_values(array: pa.Array) -> pa.Array:
 
 def wide_numbers(column: pa.ChunkedArray) -> arrow.Array:
     """Convert numbers and times (as microseconds since 1970) ``[n]`` to float64 with NaN for null."""
-    return arrow.to_float64(arrow.microseconds(column) if arrow.is_time(column.type) else column)
+    return arrow.to_float64(arrow.to_microseconds(column) if arrow.is_time(column.type) else column)
 
 
 def _time(microseconds: float) -> str:

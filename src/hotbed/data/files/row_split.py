@@ -239,7 +239,7 @@ def _comparable(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Times as microseconds since 1970, other numbers as they are, and text as text."""
     kind = column.type
     if arrow.is_time(kind):
-        return arrow.microseconds(column)
+        return arrow.to_microseconds(column)
     if pa.types.is_dictionary(kind):
         column = pc.cast(column, kind.value_type)
     if arrow.is_text(column.type):

@@ -211,7 +211,7 @@ class ParquetSource(Source):
     def _read_numericals(self, split: str, i: int) -> Tensor | None:
         group = self._groups[split][i]
         encoder = self._of_stored
-        return encoder.numericals(group.read(encoder.names_of_dense), place=str(group), row_of=group.place)
+        return encoder.numericals(group.read(encoder.names_of_dense), RowLocation(str(group), group.place))
 
     def _read_columns(self, split: str, i: int, names: Sequence[str]) -> pa.Table:
         return self._groups[split][i].read(names)
@@ -230,7 +230,7 @@ class ParquetSource(Source):
     def _read(self, split: str, i: int) -> Batch:
         group = self._groups[split][i]
         encoder = self._of_stored
-        return encoder.batch(group.read(encoder.names), place=str(group), row_of=group.place)
+        return encoder.batch(group.read(encoder.names), RowLocation(str(group), group.place))
 
 
 def is_prepared(path: str | Path) -> bool:
@@ -294,7 +294,7 @@ def _id_kinds(encoder: Encoder, files: Sequence[tuple[ParquetFile, pa.Schema]]) 
     schema = encoder.schema
     names = [*(c.name for c in schema.stored[0]), *encoder.hashed, *([schema.group] if schema.group else [])]
     for name in dict.fromkeys(names):
-        kinds = [(kind, file) for file, fields in files if (kind := encoder.kind_of(name, fields))]
+        kinds = [(kind, file) for file, fields in files if (kind := encoder.type_of(name, fields))]
         if len({kind for kind, _ in kinds}) > 1:
             kinds = [(kind, file) for kind, file in kinds if not file.is_missing(name)]
         for kind, file in kinds:

@@ -168,7 +168,7 @@ class SentBatch:
 
     link: Link  # the ranks
     reader: int  # the rank that has read it
-    header: Mapping[str, Any]  # of this rank's samples, see `hotbed.data.batch_ipc.packed`
+    header: Mapping[str, Any]  # of this rank's samples, see `hotbed.data.batch_ipc.pack_batch`
     nbytes: int  # of this rank's samples
     # content, sizes: on the reader: bytes of all ranks in page-locked memory, and how many each rank's are
     content: Tensor | None = None
@@ -182,7 +182,7 @@ class SentBatch:
 
         The host has checked what `Jagged.verified` says of the ids, and labels, before they were sent.
         """
-        from hotbed.data.batch_ipc import unpacked
+        from hotbed.data.batch_ipc import unpack_batch
 
         size = self.link.size
         if self.content is None:
@@ -190,20 +190,20 @@ class SentBatch:
         else:
             whole, sent = self.content.to(device, non_blocking=True), list(self.sizes)
         expected = [self.nbytes if rank == self.reader else 0 for rank in range(size)]
-        return unpacked(self.header, self.link.all_to_all("batches", whole, sent, expected).wait())
+        return unpack_batch(self.header, self.link.all_to_all("batches", whole, sent, expected).wait())
 
 
 def messages_of(
     shares: Sequence[Batch | None], about: Mapping[str, Any], device: torch.device
 ) -> tuple[list[Tensor], Tensor, list[int]]:
     """Return what tells each rank of its samples, all their bytes, and how many each rank's are."""
-    from hotbed.data.batch_ipc import packed
+    from hotbed.data.batch_ipc import pack_batch
 
     headers: list[dict[str, Any]] = []
     places: list[tuple[int, Tensor]] = []
     sizes: list[int] = []
     for share in shares:
-        header, own, nbytes = ({"batch": None}, [], 0) if share is None else packed(share)
+        header, own, nbytes = ({"batch": None}, [], 0) if share is None else pack_batch(share)
         places += [(sum(sizes) + start, t) for start, t in own]
         sizes.append(nbytes)
         headers.append({**header, "nbytes": nbytes, "about": dict(about)})
