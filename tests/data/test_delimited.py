@@ -18,7 +18,7 @@ from pyarrow import fs
 
 from hotbed.data import ParquetSource, Schema, SparseColumn, draft_schema
 from hotbed.data.files.criteo import COLUMNS as OF_LOG
-from hotbed.data.files.delimited import _convert, parquet_of
+from hotbed.data.files.delimited import _convert, convert_to_parquet
 from hotbed.data.hashing import hash_integers, hashes_to_rows
 from hotbed.errors import DataError
 from tests.ranks import Ranks
@@ -30,7 +30,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def converted(path: Path) -> pa.Table:
-    return pq.read_table(parquet_of(fs.LocalFileSystem(), str(path)))
+    return pq.read_table(convert_to_parquet(fs.LocalFileSystem(), str(path)))
 
 
 def table(tmp_path: Path, text: str | bytes, name: str = "log.csv") -> pa.Table:
@@ -285,16 +285,16 @@ def test_rows_of_criteo_need_no_label(tmp_path: Path, log: Path, kind: str) -> N
 def test_it_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("a,b\n1,2\n")
     store = fs.LocalFileSystem()
-    first = parquet_of(store, str(tmp_path / "log.csv"))
+    first = convert_to_parquet(store, str(tmp_path / "log.csv"))
     state = first.stat().st_ino
-    assert parquet_of(store, str(tmp_path / "log.csv")) == first and first.stat().st_ino == state
+    assert convert_to_parquet(store, str(tmp_path / "log.csv")) == first and first.stat().st_ino == state
     (tmp_path / "log.csv").write_text("a,b\n1,2\n3,4\n")
-    second = parquet_of(store, str(tmp_path / "log.csv"))
+    second = convert_to_parquet(store, str(tmp_path / "log.csv"))
     assert second != first and len(pq.read_table(second)) == 2
     assert first.is_file()  # a run may read it
     os.utime(first, (0, 0))
     (tmp_path / "log.csv").write_text("a,b\n")
-    parquet_of(store, str(tmp_path / "log.csv"))
+    convert_to_parquet(store, str(tmp_path / "log.csv"))
     assert not first.exists()
 
 
@@ -303,7 +303,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOTBED_TABLES", str(tmp_path / "file"))
     with pytest.raises(DataError, match=r"log.csv could not be converted to Parquet in .*; set HOTBED_TABLES"):
-        parquet_of(fs.LocalFileSystem(), str(tmp_path / "log.csv"))
+        convert_to_parquet(fs.LocalFileSystem(), str(tmp_path / "log.csv"))
 
 
 def made_by(rank: int, path: Path) -> tuple[str, int]:
@@ -316,7 +316,7 @@ def made_by(rank: int, path: Path) -> tuple[str, int]:
     os.environ["HOTBED_TABLES"] = str(path.parent / "tables")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hotbed.data.files.delimited._convert", convert)
-        return str(parquet_of(fs.LocalFileSystem(), str(path))), len(made)
+        return str(convert_to_parquet(fs.LocalFileSystem(), str(path))), len(made)
 
 
 def test_several_processes_make_one_file(ranks: Ranks, tmp_path: Path) -> None:

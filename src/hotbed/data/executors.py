@@ -316,8 +316,8 @@ def dask_cluster(address: str, workers: int | None = None) -> Generator[Cluster]
             client = Client(target, timeout=_CONNECT_S, set_as_default=False, direct_to_workers=True)
         except (OSError, ValueError) as error:
             raise WorkerError(
-                f"the scheduler dask:{address} is unreachable ({error}). Check that it is running, or use dask:local to "
-                "start a cluster on this machine"
+                f"the scheduler dask:{address} is unreachable ({error}). Check that it is running, or use dask:local "
+                "to start a cluster on this machine"
             ) from None
         stack.callback(client.close)
         lost = (KilledWorker, CommClosedError, CancelledError)
@@ -358,7 +358,7 @@ def _dask_slots(client: Any) -> int:
 
 @contextmanager
 def ray_cluster(address: str, workers: int | None = None) -> Generator[Cluster]:
-    """Connect to a Ray cluster, or start one here (``local``) with ``workers`` concurrent tasks (default: one per core).
+    """Connect to a Ray cluster, or start one here (``local``) with ``workers`` concurrent tasks (default: cores).
 
     An address is ``auto`` (the cluster of this machine or of ``RAY_ADDRESS``), ``HOST:6379`` on a machine of the
     cluster, or ``ray://HOST:10001`` from any other machine, through Ray's client server (``pip install

@@ -5,12 +5,12 @@ chunks are in a random order, and the samples of each ``window`` of chunks are i
 from (seed, epoch, window), so it depends neither on threads nor on the position at which an epoch was resumed. Batch j
 has the samples j·B … (j + 1)·B − 1 of that order, which may span windows.
 
-*Tasks.* One thread pool runs a queue of futures: read a chunk, merge the chunks of a window, slice batches. A task waits
-only for tasks that were queued before it, and the pool starts tasks in queue order. So the oldest running task never
-waits for an unstarted one, and any number of threads is free of deadlocks. Memory is bounded because tasks are queued
-only a few batches ahead of the consumer: at most two windows besides the current one, and ``prefetch`` batches. Passing
-a result between threads takes longer than slicing a batch of 1,024 samples, so a task slices consecutive batches of a
-window up to 16,384 samples, and then two tasks are queued.
+*Tasks.* One thread pool runs a queue of futures: read a chunk, merge the chunks of a window, slice batches. A task
+waits only for tasks that were queued before it, and the pool starts tasks in queue order. So the oldest running task
+never waits for an unstarted one, and any number of threads is free of deadlocks. Memory is bounded because tasks are
+queued only a few batches ahead of the consumer: at most two windows besides the current one, and ``prefetch`` batches.
+Passing a result between threads takes longer than slicing a batch of 1,024 samples, so a task slices consecutive
+batches of a window up to 16,384 samples, and then two tasks are queued.
 
 *Executors.* With an ``executor``, each window is one task (`hotbed.data.readers`) that reads and merges its chunks and
 returns this rank's samples. At most ``workers`` windows are requested beyond those that the next batches need. Batches

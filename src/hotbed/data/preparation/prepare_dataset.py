@@ -31,7 +31,7 @@ from hotbed.data.encoding.prepared_dataset import HashEntry, Kind, PreparationEn
 from hotbed.data.encoding.vocabulary import VOCABULARY, read_vocabulary, vocabulary_file
 from hotbed.data.executors import STARTED_HERE, open_tasks
 from hotbed.data.files.criteo import Negatives, OnBadLine
-from hotbed.data.files.row_split import row_split
+from hotbed.data.files.row_split import parse_row_split
 from hotbed.data.preparation.counting import CountJob, MergeJob, count, merge
 from hotbed.data.preparation.encoded_rows import (
     MARKERS,
@@ -361,7 +361,7 @@ def _held_out(
     asked = [way for way, is_asked in ways.items() if is_asked]
     if len(asked) > 1:
         raise SpecError(f"splits are chosen by {' and by '.join(asked)}; choose one way")
-    return HeldOut(valid, test_fraction, *rows, None if split is None else row_split(split))
+    return HeldOut(valid, test_fraction, *rows, None if split is None else parse_row_split(split))
 
 
 def _check_arguments(

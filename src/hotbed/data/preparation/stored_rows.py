@@ -269,7 +269,7 @@ def _slices(group: RowGroup, names: Sequence[str], split: str) -> Iterator[RowsS
     rows = max(_FEWEST_ROWS, min(_MOST_ROWS, _CELLS // max(1, len(names))))
     start = 0
     for table in group.batches(names, rows) if group.samples > rows else iter([group.read(names)]):
-        yield RowsSlice(table, split, RowLocation(str(group), lambda at, start=start: group.place(start + at)))
+        yield RowsSlice(table, split, RowLocation(str(group), lambda at, start=start: group.name_row(start + at)))
         start += len(table)
 
 
