@@ -28,7 +28,7 @@ from prepare_cases import digests
 from hotbed.batch import Batch
 from hotbed.data import NpySource, ParquetSource, Source, SplitBinarySource
 from hotbed.data.encoding.vocabulary import read_vocabulary
-from hotbed.data.files.criteo import find_files
+from hotbed.data.files.criteo import find_log_files
 from hotbed.data.files.delimited import has_header
 from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.data.preparation.raw_inputs import Logs
@@ -184,7 +184,7 @@ def test_a_remote_log_that_was_written_anew_is_another(s3: str, tmp_path: Path) 
     store, path = opened(uri)
     with store.open_output_stream(path) as out:
         out.write(log_line(1).encode())
-    found = Logs(find_files(uri), "error").state
+    found = Logs(find_log_files(uri), "error").state
     assert found == [(uri, len(log_line(1)), store.get_file_info(path).mtime_ns)]
     assert store.get_file_info(path).mtime_ns > 0
 

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from hotbed.data import arrow_columns as arrow
+from hotbed.data.files.criteo import natural_order
 from hotbed.data.files.delimited import convert_to_parquet, is_blank, is_delimited
 from hotbed.data.row_location import RowLocation
 from hotbed.errors import DataError
@@ -444,7 +445,7 @@ def find_parquet(
         problem = "does not exist" if info.type == fs.FileType.NotFound else "is neither a file nor a folder"
         raise DataError(f"{path} {problem}, expected a Parquet, CSV or TSV file, or a folder of them")
     entries = store.get_file_info(fs.FileSelector(root, recursive=True))
-    found = [e.path[len(root) :].strip("/") for e in sorted(entries, key=_natural_order) if e.is_file]
+    found = [e.path[len(root) :].strip("/") for e in sorted(entries, key=lambda e: natural_order(e.path)) if e.is_file]
     others = "vocabulary/" if "source.yaml" in found else "\0"  # in a dataset of `hotbed prepare`
     names = _by_split([name for name in found if is_table(name) and not name.startswith(others)])
     if not names:
@@ -524,10 +525,6 @@ def refuse_same_files(split: str, of_split: Sequence[ParquetFile], others: Mappi
             )
 
 
-def _natural_order(entry: fs.FileInfo) -> list[int | str]:
-    return [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", entry.path)]
-
-
 def is_table(name: str) -> bool:
     """Return whether a file of this name has samples. Hidden files have none."""
     hidden = any(part.startswith((".", "_")) for part in name.split("/"))
@@ -559,7 +556,7 @@ def _split_of_file(name: str, words: int | None) -> str:
 
 
 def _partitions(names: Sequence[str]) -> dict[str, Partitions]:
-    """Return the columns of each file's folders, as in Hive: integers if all values are (``2``, not ``02``), else text."""
+    """Return the columns of each file's folders, as in Hive: integers if all values are (e.g. ``2``, not ``02``)."""
     values = {name: _folders(name) for name in names}
     kinds: dict[str, pa.DataType] = {}
     for field in {field for of in values.values() for field in of}:

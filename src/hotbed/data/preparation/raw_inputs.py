@@ -32,7 +32,7 @@ from hotbed.data.files.criteo import (
     OnBadLine,
     codec_of,
     count_lines,
-    find_files,
+    find_log_files,
     read_blocks,
     size_of,
 )
@@ -146,7 +146,7 @@ def find_input(
         return _tables(*source_files(place, schema))
     paths = [path for path in raw if not isinstance(path, Source)]
     if schema is None and not any(map(_has_tables, paths)):
-        files = find_files(paths)
+        files = find_log_files(paths)
         if not has_header(files[0]):
             return Logs(files, on_bad_line, negatives)
     if schema is None and len(paths) > 1:
