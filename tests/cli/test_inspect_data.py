@@ -229,7 +229,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, int], str]]
         {"user": [0.5, None, *np.arange(98.0)]},
         {},
         ("user", "no whole numbers", 1),
-        r"id 0\.5 at row 0 .*; ids of double must be whole numbers up to 9,007,199,254,740,992",
+        r"id 0\.5 at row 0 .*; expected whole numbers up to 9,007,199,254,740,992",
     ),
     "other type": (
         {"user": pa.array([{"a": 1}] * 100)},

@@ -246,7 +246,7 @@ def test_a_cluster_ends_with_the_tests_that_started_it(tmp_path: Path, sent: sig
 
 def test_a_scheduler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotbed.data.executors._CONNECT_S", 1)
-    message = r"the scheduler dask:tcp://127.0.0.1:1 cannot be reached .*is it running"
+    message = r"the scheduler dask:tcp://127\.0\.0\.1:1 is unreachable"
     with pytest.raises(WorkerError, match=message), dask_cluster("tcp://127.0.0.1:1"):
         pass
 
@@ -265,7 +265,7 @@ def test_a_scheduler_that_does_not_answer_is_one_line_in_time(tmp_path: Path, ra
             timeout=DEADLINE_S,
         )
         start = time.monotonic()
-        with pytest.raises(WorkerError, match="cannot be reached"), dask_cluster(address):
+        with pytest.raises(WorkerError, match=r"the scheduler.* 8 s\)"), dask_cluster(address):
             pass
         assert time.monotonic() - start < 12  # so that the command ends in 15
     assert done.returncode == 2

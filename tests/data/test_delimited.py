@@ -142,7 +142,7 @@ def test_line_ends_in_quotes_are_kept_at_any_border_of_blocks(
 def test_a_first_line_that_names_the_separator_is_no_header(tmp_path: Path, directive: str) -> None:
     found = table(tmp_path, f'{directive}label;price;text\n1;1,5;"a;b"\n0;2;c,d\n')
     assert found.to_pydict() == {"label": [1, 0], "price": [1.5, 2.0], "text": ["a;b", "c,d"]}
-    with pytest.raises(DataError, match="is empty; it needs a line of column names"):
+    with pytest.raises(DataError, match="is empty"):
         table(tmp_path, directive)
 
 
@@ -164,7 +164,7 @@ def test_spaces_after_separators_are_no_part_of_names_and_text(tmp_path: Path) -
     assert schema["labels"] == [{"column": "label", "positive": "== yes"}]
     some = table(tmp_path, "a,b\n1, x\n2,y\n")
     assert some["b"].to_pylist() == [" x", "y"]
-    with pytest.raises(DataError, match="several columns named 'a'"):
+    with pytest.raises(DataError, match=r"columns of log\.csv: got 'a' 2 times"):
         table(tmp_path, "a, a\n1, 2\n")
 
 
@@ -174,7 +174,7 @@ def test_blank_files_of_a_folder_are_ignored(tmp_path: Path, blank: bytes, name:
     folder = tmp_path / "log"
     folder.mkdir()
     (folder / name).write_bytes(gzip.compress(blank) if name.endswith("gz") else blank)
-    with pytest.raises(DataError, match="is empty; it needs a line of column names"):
+    with pytest.raises(DataError, match="is empty"):
         draft_schema(folder)
     (folder / "part-0.csv").write_text("user,label\n" + "".join(f"u{i % 41},{i % 2}\n" for i in range(400)))
     assert ParquetSource(folder, draft_schema(folder)).samples("train") == 400
@@ -190,7 +190,7 @@ def test_types_are_those_of_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_how_numbers_with_commas_were_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     table(tmp_path, "price;n\n1,5;1\n", "log.csv")
-    assert "log.csv: column 'price': commas are taken for decimal commas (1,5)" in caplog.text
+    assert "log.csv: column 'price': read commas as decimal commas" in caplog.text
     assert f"converting {tmp_path}/log.csv to Parquet, once; it is kept in {tmp_path}/tables/" in caplog.text
 
 
@@ -232,12 +232,15 @@ def test_byte_order_marks_are_no_part_of_names(tmp_path: Path) -> None:
 ERRORS = {
     "latin-1": ("a,b\nä,1\n".encode("latin-1"), r"is not UTF-8 .*iconv -f LATIN1 -t UTF-8 OLD > NEW"),
     "latin-1, late": (b"a,b\n" + b"x,1\n" * 500_000 + "ä,1\n".encode("latin-1"), r"is not UTF-8 .*iconv -f LATIN1"),
-    "utf-16": ("a,b\n1,2\n".encode("utf-16"), r"is UTF-16; convert it: iconv -f UTF-16"),
-    "empty": (b"", "is empty; it needs a line of column names"),
-    "blank": (b"\n\n \n", "is empty; it needs a line of column names"),
-    "fields": (b"a,b\n1,2\n1,2,3\n", r"cannot be read: .*Expected 2 columns, got 3.*as many fields as the header"),
-    "headerless": (b"1,0.5,x\n0,0.7,y\n", r"has no header, its first line is 1, 0.5, x; put a line of column names"),
-    "twice": (b"a,b,a\n1,2,3\n", "has several columns named 'a'; rename all but one"),
+    "utf-16": ("a,b\n1,2\n".encode("utf-16"), r"log\.csv is UTF-16"),
+    "empty": (b"", ".* is empty"),
+    "blank": (b"\n\n \n", ".* is empty"),
+    "fields": (
+        b"a,b\n1,2\n1,2,3\n",
+        r"log\.csv cannot be parsed: CSV parse error: Row #3: Expected 2 columns, got 3: 1,2,3",
+    ),
+    "headerless": (b"1,0.5,x\n0,0.7,y\n", r"log\.csv has no header: its first line is 1, 0\.5, x"),
+    "twice": (b"a,b,a\n1,2,3\n", r"columns of log\.csv: got 'a' 2 times"),
 }
 
 
@@ -302,7 +305,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
     (tmp_path / "log.csv").write_text("a,b\n1,2\n")
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOTBED_TABLES", str(tmp_path / "file"))
-    with pytest.raises(DataError, match=r"log.csv could not be converted to Parquet in .*; set HOTBED_TABLES"):
+    with pytest.raises(
+        DataError, match=r"log\.csv could not be converted to Parquet in file: \[Errno 17\] File exists: 'file'"
+    ):
         convert_to_parquet(fs.LocalFileSystem(), str(tmp_path / "log.csv"))
 
 
@@ -350,7 +355,7 @@ def test_a_source_reads_it_as_parquet(tmp_path: Path) -> None:
     source = ParquetSource(tmp_path / "data", schema)
     assert {split: source.samples(split) for split in source.splits} == {"train": 6, "test": 4}
     assert source.read("train", 0).sparse.values.tolist() == hashes_to_rows(hash_integers(np.arange(6)), 100).tolist()
-    with pytest.raises(DataError, match=r"ratings_train.csv has no column 'itme'"):
+    with pytest.raises(DataError, match=r"ratings_train\.csv: column 'itme' is missing"):
         ParquetSource(tmp_path / "data", Schema(sparse=(SparseColumn(name="itme", rows=100),)))
 
 

@@ -64,16 +64,14 @@ def test_each_value_of_a_list_meets_each_of_the_others() -> None:
     assert ids(made, "x") == [row for bag in expected for row in bag]
     two = encoder({"name": "x", "cross": ["user", "tags"], "rows": 999, "ids": 2})
     assert ids(two.batch(table.slice(0, 1)), "x") == [crossed((1, tag), 999) for tag in "ab"]
-    with pytest.raises(DataError, match="the rows, column 'x': 1 ids at row 1; the schema says 2"):
+    with pytest.raises(DataError, match="the rows, column 'x': 1 ids at row 1"):
         two.batch(table)
 
 
 def test_too_many_pairs_are_refused() -> None:
     table = pa.table({"user": [1], "a": [list(range(100))], "b": [list(range(50))]})
     made = encoder({"name": "x", "cross": ["a", "b"], "rows": 10, "ids": None})
-    with pytest.raises(
-        DataError, match="'x': 5,000 pairs of a cross at row 0; at most 4,096 pairs are crossed: shorten"
-    ):
+    with pytest.raises(DataError, match="the rows, column 'x': 5,000 pairs of a cross at row 0"):
         made.batch(table)
 
 
@@ -103,7 +101,7 @@ def test_quantiles_are_measured_once_over_what_is_trained_on(tmp_path: Path) -> 
     features = {"labels": ["label"], "sparse": [USERS], "features": [{"name": "q", "bucket": "age", "quantiles": 4}]}
     source = ParquetSource(file, features, valid_fraction=0.2)
     fewer = source.only(["q"])
-    with pytest.raises(SpecError, match=r"quantiles of feature 'q' are not measured; call source\.measure\(\)"):
+    with pytest.raises(SpecError, match="the quantiles of feature 'q' are not measured"):
         source.read("train", 0)
     with pytest.raises(SpecError, match="quantiles of feature 'q' are not measured"):
         source.encoder.to_dict()
@@ -207,17 +205,25 @@ def test_features_that_cannot_be(features: list[Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("feature", "table", "message"),
     [
-        (CROSS, {"user": [1], "item": [1.5]}, "column 'item': id 1.5 at row 0; ids of double must be whole"),
-        (CROSS, {"user": [1], "item": [{"x": 1}]}, "feature 'x': column 'item' is struct.*, must be integers, text or"),
+        (CROSS, {"user": [1], "item": [1.5]}, r"the rows, column 'item': id 1\.5 at row 0"),
+        (CROSS, {"user": [1], "item": [{"x": 1}]}, "feature 'x': column 'item': got struct<x: int64>"),
         (
             CROSS | {"ids": None},
             {"user": [1], "item": [1]},
             "got one value per sample, expected a list of any",
         ),
-        (CROSS, {"user": [1]}, "the rows has no column 'item'"),
-        (CROSS, {"user": [1], "item": [1], "x": [2]}, "the rows has a column 'x', which is also the name of a feature"),
-        ({"name": "b", "bucket": "age", "boundaries": [1]}, {"user": [1], "age": ["a"]}, "buckets are of numbers"),
-        ({"name": "b", "bucket": "age", "boundaries": [1]}, {"user": [1], "age": [[1]]}, "buckets are of numbers"),
+        (CROSS, {"user": [1]}, "the rows: column 'item' is missing"),
+        (CROSS, {"user": [1], "item": [1], "x": [2]}, "the rows: column 'x' has the name of a feature of the schema"),
+        (
+            {"name": "b", "bucket": "age", "boundaries": [1]},
+            {"user": [1], "age": ["a"]},
+            "feature 'b': column 'age': got",
+        ),
+        (
+            {"name": "b", "bucket": "age", "boundaries": [1]},
+            {"user": [1], "age": [[1]]},
+            "feature 'b': column 'age': got",
+        ),
     ],
 )
 def test_columns_that_cannot_be_used(feature: dict[str, Any], table: dict[str, Any], message: str) -> None:
@@ -245,5 +251,5 @@ def test_kinds_of_ids_are_those_of_training(tmp_path: Path) -> None:
     assert_same(inputs.batch(unknown), inputs.batch(empty))
     with pytest.raises(DataError, match="the rows, column 'seen': got text"):
         inputs.batch(stored.set_column(2, "seen", pa.array(["a", "b"])))
-    with pytest.raises(DataError, match="column 'item', row 0: 5 is not text"):
+    with pytest.raises(DataError, match="column 'item', row 0: got 5"):
         inputs.table({"user": [1], "item": [5], "seen": [None]})

@@ -264,13 +264,16 @@ def test_a_line_without_an_end_in_a_gzip_file(tmp_path: Path) -> None:
         prepare(tmp_path / "log.tsv.gz", tmp_path / "out")
     with gzip.open(tmp_path / "table.csv.gz", "wb", compresslevel=1) as stream:
         stream.write(b"a,b\n" + b"0" * (64 << 20))
-    with pytest.raises(DataError, match=r"table\.csv\.gz cannot be read"):
+    with pytest.raises(
+        DataError,
+        match=r"table\.csv\.gz cannot be parsed",
+    ):
         draft_schema(tmp_path / "table.csv.gz")
 
 
 def test_a_header_of_a_million_columns(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text(",".join(f"c{i}" for i in range(100_000)) + "\n")
-    with pytest.raises(DataError, match=r"table.csv has 100,000 columns, at most 20,000"):
+    with pytest.raises(DataError, match=r"table\.csv: got 100,000 columns"):
         draft_schema(tmp_path / "table.csv")
 
 
@@ -286,7 +289,5 @@ def test_a_row_group_of_more_rows_than_its_file_can_have(tmp_path: Path) -> None
     same = pa.chunked_array([pa.nulls(rows, pa.int8())])
     pq.write_table(pa.table({"user": same}), tmp_path / "table.parquet", row_group_size=rows, compression="zstd")
     assert (tmp_path / "table.parquet").stat().st_size < 100_000
-    with pytest.raises(
-        DataError, match=r"row group 0: its footer says 16,777,217 rows in .* bytes; at most 16,777,216"
-    ):
+    with pytest.raises(DataError, match=r"table\.parquet, row group 0: got 16,777,217 rows in 36,491 bytes"):
         ParquetSource(tmp_path / "table.parquet", {"sparse": [{"name": "user", "rows": 9}], "labels": []})

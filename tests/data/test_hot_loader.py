@@ -148,5 +148,5 @@ def test_what_cannot_be() -> None:
         made.load_state_dict(loader(0, 4).state_dict())
     with pytest.raises(SpecError, match="there are no hot samples, and there were when the position was saved"):
         loader(0, 4).load_state_dict(made.state_dict())
-    with pytest.raises(SpecError, match="saved with samples 8, but this loader has 4"):
+    with pytest.raises(SpecError, match="the loader's position: samples: got 8"):
         made.load_state_dict(loader(8, 4).state_dict())

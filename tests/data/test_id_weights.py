@@ -144,18 +144,30 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
         {"wie oft (β)": [[1.5], [], [0.0], None, [1.0, 7, 3]]},
         "column 'wie oft (β)': 1 weights at row 0.*; column 'Tag's IDs %' has 2 ids there: give each id one",
     ),
-    "none at all": ({"wie oft (β)": [None] * 5}, "0 weights at row 0.*; column 'Tag's IDs %' has 2 ids there"),
+    "none at all": (
+        {"wie oft (β)": [None] * 5},
+        r"log\.parquet, row group 0, column 'wie oft \(β\)': 0 weights at row 0 \(row 0 of the file\)",
+    ),
     "null": (
         {"wie oft (β)": [[1.5, 2], [], [0.0], None, [1, None, 3]]},
         "'wie oft (β)': weight null at row 4.*; the weight of",
     ),
     "NaN": (
         {"share": [1, 2, float("nan"), 3, 4]},
-        "'share': weight nan at row 2.*must be a finite number as float32 .negative",
+        r"log\.parquet, row group 0, column 'share': weight nan at row 2 \(row 2 of the file\)",
     ),
-    "too large": ({"share": [1, 2, 3, 1e300, 4]}, r"'share': weight 1e\+300 at row 3.*mend the data"),
-    "a null alone": ({"share": [None, 2, 3, 1, 4]}, "'share': weight null at row 0.*or leave out `weights` of 'item'"),
-    "of two": ({"of pair": [[1.0, 2], [3.0], [1.0, 2], [1.0, 2], [1.0, 2]]}, "1 weights at row 1.* has 2 ids there"),
+    "too large": (
+        {"share": [1, 2, 3, 1e300, 4]},
+        r"log\.parquet, row group 0, column 'share': weight 1e\+300 at row 3 \(row 3 of the file\)",
+    ),
+    "a null alone": (
+        {"share": [None, 2, 3, 1, 4]},
+        r"log\.parquet, row group 0, column 'share': weight null at row 0 \(row 0 of the file\)",
+    ),
+    "of two": (
+        {"of pair": [[1.0, 2], [3.0], [1.0, 2], [1.0, 2], [1.0, 2]]},
+        r"log\.parquet, row group 0, column 'of pair': 1 weights at row 1 \(row 1 of the file\)",
+    ),
 }
 
 
@@ -181,11 +193,11 @@ def test_weights_that_cannot_be_are_refused_by_all_who_read(case: str, tmp_path:
     [
         (
             {"share": ["a", "b", "c", "d", "e"]},
-            "column 'share' is .*string.*, must be numbers to be the weights of 'item'",
+            r"log\.parquet: column 'share': got large_string",
         ),
-        ({"share": [[1.0]] * 5}, "column 'share' is .*, and 'item' is .*: give each id one weight, in a list where"),
-        ({"of pair": [1.0] * 5}, "column 'of pair' is double, and 'pair' is .*: give each id one weight, in a list"),
-        ({"share": [{"of": 1.0}] * 5}, "must be numbers to be the weights of 'item'; write its fields of as columns"),
+        ({"share": [[1.0]] * 5}, r"log\.parquet: column 'share': got large_list<element: double>"),
+        ({"of pair": [1.0] * 5}, r"log\.parquet: column 'of pair': got double"),
+        ({"share": [{"of": 1.0}] * 5}, r"log\.parquet: column 'share': got struct<of: double>"),
     ],
 )
 def test_types_that_cannot_be(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -203,7 +215,7 @@ def test_schemas_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"sparse\[0\]: sparse column 'user': weights: got 10"):
         hb.Schema.from_dict({"sparse": [{"name": "user", "rows": 9, "weights": 10}]})
     user = SparseColumn(name="user", rows=9, weights="w")
-    with pytest.raises(SpecError, match="column 'w' is used 2 times in the schema; each column has one role"):
+    with pytest.raises(SpecError, match="columns of the schema: got 'w' 2 times"):
         hb.Schema(sparse=(user,), dense=("w",))
     cross = Cross(name="both", columns=("user", "item"))
     with pytest.raises(

@@ -106,7 +106,7 @@ def test_a_column_s_entry_is_checked() -> None:
 def test_bad_weights_of_a_label_are_refused(tmp_path: Path) -> None:
     path = log(tmp_path, seen=np.where(np.arange(N) == 30, -1.0, 1.0))
     with pytest.raises(
-        DataError, match=r"column 'seen': weight -1.0 at row 5 .*; weights must be finite and at least 0"
+        DataError, match=r"log\.parquet, row group 1, column 'seen': weight -1\.0 at row 5 \(row 30 of the file\)"
     ):
         hb.ParquetSource(path, SCHEMA).read("train", 1)
     with pytest.raises(SpecError, match=r"column 'seen' is .*string.*, must be numbers to be a numerical or weight"):

@@ -144,5 +144,5 @@ def test_labels_of_split_binary_files(
 def test_a_source_that_cannot_read_labels_alone_leaves_it_to_the_trainer() -> None:
     source = ZipfSource("criteo_1tb_t15", train_samples=10)
     assert source.check_labels("train") == {}
-    with pytest.raises(SpecError, match="there is no split 'tests'"):
+    with pytest.raises(SpecError, match="split: got 'tests'"):
         source.check_labels("tests")

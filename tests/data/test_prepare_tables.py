@@ -206,7 +206,7 @@ def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
     raw = clicks(60)
     write(tmp_path / "raw/a.parquet", raw)
     b = write(tmp_path / "raw/b.parquet", raw.drop_columns("price"))
-    with pytest.raises(DataError, match=r"b.parquet has no column 'price'"):
+    with pytest.raises(DataError, match=r"b\.parquet: column 'price' is missing"):
         prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=[f"i{i}" for i in range(60)]))
     with pytest.raises(DataError, match=r"b.parquet, column 'item' is string, and .*table 'item' must be all text or"):
@@ -230,7 +230,9 @@ def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw.parquet", clicks(60))
     raw.write_bytes(raw.read_bytes()[:-100])
-    with pytest.raises(DataError, match=r"raw.parquet is not a Parquet file, or is cut short"):
+    with pytest.raises(
+        DataError, match=r"raw\.parquet is not a Parquet file, or is truncated: Parquet magic bytes not found in footer"
+    ):
         prepare(raw, tmp_path / "out", schema=SCHEMA)
 
 
@@ -244,9 +246,9 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
         ({"test_rows": 5, "valid_fraction": 0.1}, "splits are chosen by a fraction and by rows; choose one way"),
         ({"test_rows": 60}, None),
         ({"format": "csv"}, "format is 'csv', must be one of split_binary, parquet"),
-        ({"executor": "spark"}, "executor is 'spark', must be threads, processes, dask:ADDRESS or ray:ADDRESS"),
-        ({"executor": "dask"}, "executor is 'dask', needs an address, such as dask:tcp://HOST:8786"),
-        ({"executor": "dask:tcp://x:1", "workers": 2}, "workers is 2, but dask:tcp://x:1 has workers of its own"),
+        ({"executor": "spark"}, "executor: got 'spark'"),
+        ({"executor": "dask"}, "executor: got 'dask'"),
+        ({"executor": "dask:tcp://x:1", "workers": 2}, "workers: got 2"),
         ({"test_files": ["c.parquet"]}, "test_files names c.parquet, which is no file of the data"),
         ({"split": {"by": "time", "column": "when", "test_from": 1}}, "when"),
     ],

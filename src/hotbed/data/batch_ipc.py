@@ -28,7 +28,7 @@ _OF_ARROW = frozenset(
     {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.float16, torch.float32, torch.float64}
 )
 ALIGNMENT = 16
-"""Alignment of each tensor of `pack_batch` in bytes, for which kernels are compiled."""
+"""Alignment of each tensor of `pack_batch` in bytes. Kernels are compiled for it."""
 
 
 def batch_to_buffer(batch: Batch | None, about: Mapping[str, Any] | None = None) -> pa.Buffer:

@@ -107,7 +107,7 @@ def items_of(source: Source, features: Sequence[str], splits: Sequence[str], cou
 
 
 def merge_items(parts: Sequence[ItemSet]) -> ItemSet:
-    """Merge sets of items. Features are those of an item's last occurrence, and counts are summed."""
+    """Merge sets of items. The last occurrence of an item determines its features, and counts are summed."""
     whole = Jagged.concatenate([part.features for part in parts])
     ids, counts = (torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "counts"))
     distinct, last, of_row = np.unique(ids.flip(0).numpy(), return_index=True, return_inverse=True)

@@ -50,7 +50,7 @@ class Schema:
     label_weights
         Labels with their own sample weights. The batch's ``weights`` are then ``[B, T]``, with 1 for labels without.
     derived
-        Derived features in order (``features`` of the dict form). Those that are inputs are also in ``sparse`` or
+        Derived features in order (``features`` of the dict form). Model inputs among them are also in ``sparse`` or
         ``dense``, after the stored columns.
 
     Raises
@@ -305,7 +305,7 @@ def _parse_sparse(where: str, entry: object) -> SparseColumn:
 
 
 def _parse_dense(where: str, entry: object) -> str | Scaling | Numerical:
-    """Parse an entry of ``dense``. Constants without a rule are those of `Scaling`."""
+    """Parse an entry of ``dense``. Constants without a rule define a `Scaling`."""
     if isinstance(entry, Scaling | Numerical):
         return entry
     if not isinstance(entry, Mapping):

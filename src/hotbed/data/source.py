@@ -27,8 +27,8 @@ class Source(ABC):
     """Stored samples in splits (``"train"``, ``"valid"``, ``"test"``), each a list of chunks in time order.
 
     A subclass sets ``schema`` and ``splits``, and implements ``_chunks`` and ``_read``. It overrides ``_check_labels``
-    and ``_read_numericals`` if it can read labels and numericals alone, and ``_read_columns`` if it stores columns
-    besides those of its schema. It returns columns of `Schema.numericals` as stored, in float64, with NaN for null.
+    and ``_read_numericals`` if it can read labels and numericals alone, and ``_read_columns`` if it stores
+    additional columns. It returns columns of `Schema.numericals` as stored, in float64, with NaN for null.
     """
 
     schema: Schema

@@ -135,10 +135,10 @@ class SourceContract(ABC):
     def test_unknown_split_and_chunk(self, made: Made) -> None:
         """Errors name what there is."""
         source = made[0]
-        with pytest.raises(SpecError, match=r"there is no split 'trian'; there are .*train.*did you mean 'train'"):
+        with pytest.raises(SpecError, match=r"split: got 'trian', expected .*train.*did you mean 'train'"):
             source.chunks("trian")
         count = len(source.chunks("train"))
-        with pytest.raises(SpecError, match=f"split 'train' has {count} chunks, there is no chunk {count}"):
+        with pytest.raises(SpecError, match=f"chunk of split 'train': got {count}, expected"):
             source.read("train", count)
         with pytest.raises(SpecError, match="there is no chunk -1"):
             source.read("train", -1)

@@ -39,7 +39,7 @@ def read_numericals(table: Columns, schema: Schema) -> arrow.Array:
     """Return dense columns ``[n, I]``: float32, or float64 if the model normalizes some of them.
 
     Float64 distinguishes all seconds since 1970. Float32 layers reject it, so raw numbers cannot be used as inputs by
-    mistake. Columns of `Schema.scaling` are scaled. In those of `Schema.numericals` null is NaN, in others 0.
+    mistake. Columns of `Schema.scaling` are scaled. Null is NaN in columns of `Schema.numericals`, and 0 in others.
     """
     scaling = {scaling.name: scaling for scaling in schema.scaling}
     numericals = {numerical.name: numerical for numerical in schema.numericals}
@@ -182,7 +182,7 @@ class Encoder:
 
     @property
     def names(self) -> list[str]:
-        """All columns that are read: those of inputs, then labels, weights and group."""
+        """All columns that are read: inputs, then labels, weights and group."""
         s = self.schema
         rest = [*s.labels, *s.weight_columns, *([s.group] if s.group else [])]
         return list(dict.fromkeys([*(column.name for column in self.columns()), *rest]))

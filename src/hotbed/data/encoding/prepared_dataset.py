@@ -89,7 +89,7 @@ class VocabularyEntry(_PreparedEntry):
 
 
 class PreparationEntry(_PreparedEntry):
-    """The conversion of raw values to those of a prepared dataset."""
+    """The conversion of raw values to the values of a prepared dataset."""
 
     vocabularies: dict[str, VocabularyEntry]  # by table
     tables: dict[str, str]  # by sparse column
@@ -142,7 +142,7 @@ class Preparation:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickling, without vocabularies: each reader reads those that it needs."""
+        """Return the state for pickling, without vocabularies: each reader reads the vocabularies that it needs."""
         return {**self.__dict__, "_tables": {}}
 
     def state(self) -> dict[str, Any]:

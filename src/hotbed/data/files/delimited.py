@@ -274,7 +274,7 @@ class Layout:
 
 
 def is_delimited(name: str) -> bool:
-    """Return whether a file name is that of a CSV or TSV file, or a day of a Criteo log, plain or compressed."""
+    """Return whether a file is a CSV or TSV file, or a day of a Criteo log, by its name."""
     return _NAME.search(name) is not None
 
 
@@ -294,7 +294,7 @@ def is_blank(store: fs.FileSystem, info: fs.FileInfo) -> bool:
 def has_header(file: Path | RemoteFile) -> bool:
     """Return whether a file of tab-separated fields begins with a header, unlike a Criteo log.
 
-    A header has at least two unique names that are not numbers, and as many fields as the next line.
+    A header has at least two unique names that are not numbers, and the number of fields of the next line.
     """
     remote = isinstance(file, RemoteFile)
     store, path = (file.filesystem, file.path) if remote else (fs.LocalFileSystem(), str(file))
@@ -426,7 +426,7 @@ def _explained(path: str) -> Generator[None]:
         if "invalid UTF8" in reason:
             raise _not_utf8(path, reason) from None
         raise DataError(
-            f"{path} cannot be parsed: {reason}. Each line must have as many fields as the header, and fields with a "
+            f"{path} cannot be parsed: {reason}. All lines must have the fields of the header, and fields with a "
             "separator or a quote must be quoted"
         ) from None
     except (OSError, EOFError) as error:

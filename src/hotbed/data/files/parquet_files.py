@@ -297,7 +297,7 @@ class ParquetFile(TableFile):
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """Names and types of the columns, followed by those of the folders."""
+        """Names and types of the columns in the file and of its folders."""
         stored = self.metadata.schema.to_arrow_schema()
         for name, count in Counter(stored.names).items():
             if count > 1 and self.metadata.num_rows:

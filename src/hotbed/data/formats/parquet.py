@@ -325,7 +325,7 @@ def _with_paths(
 
 
 def _by_rows(path: str, groups: Groups, split: RowSplit, fractions: float) -> Groups:
-    """Divide rows without a split, or those of the train split, and keep the other splits."""
+    """Divide rows without a split, or rows of the train split, and keep the other splits."""
     whole = [group for group in groups.get("", groups.get("train", [])) if isinstance(group, RowGroup)]
     others = {name: of_split for name, of_split in groups.items() if name not in ("", "train")}
     both = next((name for name in split.names if name in others), None)

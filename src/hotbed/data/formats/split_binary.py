@@ -556,7 +556,7 @@ class SplitBinaryWriter:
     def append(self, split: str, batch: Batch) -> None:
         """Append all columns of a batch. Columns are matched by name."""
         if batch.labels is None or (batch.dense is None) == bool(self.schema.dense):
-            raise SpecError("the batch lacks labels or numericals, expected those of the schema")
+            raise SpecError("the batch lacks labels or numericals, expected all columns of the schema")
         self.append_labels(split, batch.labels.numpy())
         if batch.dense is not None:
             self.append_dense(split, batch.dense.numpy())
