@@ -235,13 +235,13 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, int], str]]
         {"user": pa.array([{"a": 1}] * 100)},
         {},
         ("user", "wrong type", 0),
-        r"sparse column 'user' is struct<a: int64>, must be integers, strings or lists of them",
+        r"sparse column 'user': got struct<a: int64>, expected integers, strings or lists of them",
     ),
     "label above 1": (
         {"click": [0, 3] * 50},
         {},
         ("click", "labels out of range", 50),
-        r"column 'click': label 3 at row 1 .*; labels must be from 0 to 1: .*positive: '>= 4'",
+        r"column 'click': label 3 at row 1 .*; expected labels from 0 to 1: .*positive: '>= 4'",
     ),
     "missing label": (
         {"click": pa.array([0, None] * 50)},
@@ -259,7 +259,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, int], str]]
         {"price": ["1"] * 100},
         {},
         ("price", "wrong type", 0),
-        r"column 'price' is string, must be numbers to be a numerical or weight; write it as numbers, or name another",
+        r"column 'price': got string, expected numbers",
     ),
 }
 
@@ -308,7 +308,7 @@ def test_faults_of_columns_are_printed_with_all_else_and_end_the_command(tmp_pat
     message = refused(
         ["inspect", str(tmp_path / "days"), "--recipe", str(recipe), "--json", str(tmp_path / "f")], capsys
     )
-    assert f"days is not what {recipe} says: 2 faults (user, words); {file} has no column 'user'" in message
+    assert f"days is not what {recipe} says: 2 faults (user, words); {file}: column 'user' is missing" in message
     assert "did you mean 'usr'?" in message
     found = json.loads((tmp_path / "f").read_text())
     assert found["rows"] == 150
@@ -322,7 +322,7 @@ def test_a_recipe_of_prepared_data(prepared: Path, recipe: Path, tmp_path: Path,
     assert found["tables"][0] == {"table": "C1", "rows": SplitBinarySource(prepared).schema.rows["C1"]}
     file = write(tmp_path / "a.parquet", rows())
     message = refused(["inspect", str(file), "--recipe", str(recipe)], capsys)
-    assert "40 faults" in message and "has no column 'C1'" in message
+    assert "40 faults" in message and "column 'C1' is missing" in message
 
 
 def test_the_page(tmp_path: Path) -> None:
@@ -366,5 +366,5 @@ def test_options_that_cannot_be(prepared: Path, recipe: Path, tmp_path: Path, ca
         assert message in refused(["inspect", *argv], capsys)
     (tmp_path / "cut.parquet").write_bytes(data.read_bytes()[:-100])
     message = refused(["inspect", str(tmp_path / "cut.parquet"), "--html", str(tmp_path / "x.html")], capsys)
-    assert "cut.parquet is not a Parquet file, or is cut short" in message
+    assert "cut.parquet is not a Parquet file, or is truncated" in message
     assert not (tmp_path / "x.html").exists()

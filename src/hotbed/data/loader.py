@@ -13,8 +13,8 @@ Passing a result between threads takes longer than slicing a batch of 1,024 samp
 batches of a window up to 16,384 samples, and then two tasks are queued.
 
 *Executors.* With an ``executor``, each window is one task (`hotbed.data.readers`) that reads and merges its chunks and
-returns this rank's samples. At most ``workers`` windows are requested in addition to the windows of the next batches. Batches
-are sliced in this process.
+returns this rank's samples. At most ``workers`` windows are requested in addition to the windows of the next batches.
+Batches are sliced in this process.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class ParquetSource(Source):
         ``"hash"`` hashes values to rows. ``"raw"`` uses integers as rows; the embedding checks that they are below
         ``rows``. Use ``"raw"`` for files of `hotbed.prepare`, which have rows.
     split
-        Rule that divides all rows, or those of ``train`` if the path has splits, e.g. ``{by: time, column: ts,
+        Rule that divides all rows, or only the train split if the path has splits, e.g. ``{by: time, column: ts,
         test_from: 2024-06-01}``, ``{by: hash, valid: 0.1, test: 0.1}`` or ``{by: order, test: 0.1}``. See
         `hotbed.data.files.row_split`.
     split_paths

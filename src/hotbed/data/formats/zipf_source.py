@@ -177,7 +177,7 @@ class _Shape(NamedTuple):
 class ZipfSource(Source):
     """Samples with ids by Zipf's law: row r of a table with a probability in proportion to (r + 1)^−exponent.
 
-    Ids are sorted by descending popularity, like those of `hotbed.prepare`. They are int32, or int64 if a table has
+    Ids are sorted by descending popularity, as in data of `hotbed.prepare`. They are int32, or int64 if a table has
     more than 2³¹ rows. Columns are independent of each other. Dense inputs are uniform with mean 0 and variance 1.
     Labels follow a logistic regression over every fourth column, with a separate effect for each row.
 
