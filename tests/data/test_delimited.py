@@ -191,7 +191,7 @@ def test_types_are_those_of_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_how_numbers_with_commas_were_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     table(tmp_path, "price;n\n1,5;1\n", "log.csv")
     assert "log.csv: column 'price': read commas as decimal commas" in caplog.text
-    assert f"converting {tmp_path}/log.csv to Parquet, once; it is kept in {tmp_path}/tables/" in caplog.text
+    assert f"converting {tmp_path}/log.csv to Parquet once, in {tmp_path}/tables/" in caplog.text
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])

@@ -90,9 +90,7 @@ def test_another_hash_is_another_model(tmp_path: Path) -> None:
     a.refuse_other(a.state())
     with pytest.raises(DataError, match=r"table 'user': got ids hashed to 1,000 rows with seed 1 \(text\)"):
         b.refuse_other(a.state(), may_grow=True)
-    with pytest.raises(
-        DataError, match=r"table 'user': its ids are those of \d+ values, and .* on hashed to 1,000 rows"
-    ):
+    with pytest.raises(DataError, match="table 'user': got ids of 73 values"):
         c.refuse_other(a.state(), may_grow=True)
 
 
@@ -103,7 +101,10 @@ def test_another_hash_is_another_model(tmp_path: Path) -> None:
         ({"hash_rows": {"user": 1}}, r"hash_rows\.user: got 1"),
         ({"hash_rows": {"user": "9"}}, r"hash_rows\.user: got '9'"),
         ({"hash_rows": {"user": 9}, "hash_seed": -1}, "hash_seed: got -1"),
-        ({"hash_rows": {"user": 1 << 33}, "format": "split_binary"}, "has a varying number|does not fit int32"),
+        (
+            {"hash_rows": {"user": 1 << 33}, "format": "split_binary"},
+            "split-binary format: sparse column 'tags': got a varying number of ids per sample",
+        ),
     ],
 )
 def test_bad_arguments(tmp_path: Path, options: dict[str, Any], message: str) -> None:

@@ -142,31 +142,31 @@ class TestSource(SourceContract):
 BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "too few": (
         {"wie oft (β)": [[1.5], [], [0.0], None, [1.0, 7, 3]]},
-        "column 'wie oft (β)': 1 weights at row 0.*; column 'Tag's IDs %' has 2 ids there: give each id one",
+        "column 'wie oft (β)': 1 weights at row 0.*; expected one weight for each of the 2 ids of column 'Tag's IDs %'",
     ),
     "none at all": (
         {"wie oft (β)": [None] * 5},
-        r"log\.parquet, row group 0, column 'wie oft \(β\)': 0 weights at row 0 \(row 0 of the file\)",
+        r"log\.parquet, row group 0, column 'wie oft \(β\)': 0 weights at row 0",
     ),
     "null": (
         {"wie oft (β)": [[1.5, 2], [], [0.0], None, [1, None, 3]]},
-        "'wie oft (β)': weight null at row 4.*; the weight of",
+        "'wie oft (β)': weight null at row 4.*; expected a finite",
     ),
     "NaN": (
         {"share": [1, 2, float("nan"), 3, 4]},
-        r"log\.parquet, row group 0, column 'share': weight nan at row 2 \(row 2 of the file\)",
+        r"log\.parquet, row group 0, column 'share': weight nan at row 2",
     ),
     "too large": (
         {"share": [1, 2, 3, 1e300, 4]},
-        r"log\.parquet, row group 0, column 'share': weight 1e\+300 at row 3 \(row 3 of the file\)",
+        r"log\.parquet, row group 0, column 'share': weight 1e\+300 at row 3",
     ),
     "a null alone": (
         {"share": [None, 2, 3, 1, 4]},
-        r"log\.parquet, row group 0, column 'share': weight null at row 0 \(row 0 of the file\)",
+        r"log\.parquet, row group 0, column 'share': weight null at row 0",
     ),
     "of two": (
         {"of pair": [[1.0, 2], [3.0], [1.0, 2], [1.0, 2], [1.0, 2]]},
-        r"log\.parquet, row group 0, column 'of pair': 1 weights at row 1 \(row 1 of the file\)",
+        r"log\.parquet, row group 0, column 'of pair': 1 weights at row 1",
     ),
 }
 
@@ -218,9 +218,7 @@ def test_schemas_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="columns of the schema: got 'w' 2 times"):
         hb.Schema(sparse=(user,), dense=("w",))
     cross = Cross(name="both", columns=("user", "item"))
-    with pytest.raises(
-        SpecError, match="'both' is made of other columns, and weights is 'w'; only ids that are stored"
-    ):
+    with pytest.raises(SpecError, match="feature 'both': weights: got 'w'"):
         hb.Schema(sparse=(SparseColumn(name="both", rows=9, weights="w"),), derived=(cross,))
     shared = hb.Schema(sparse=(user, SparseColumn(name="shop", rows=9, weights="w")))
     assert shared.id_weights == ("w",)

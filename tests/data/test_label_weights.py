@@ -109,7 +109,7 @@ def test_bad_weights_of_a_label_are_refused(tmp_path: Path) -> None:
         DataError, match=r"log\.parquet, row group 1, column 'seen': weight -1\.0 at row 5 \(row 30 of the file\)"
     ):
         hb.ParquetSource(path, SCHEMA).read("train", 1)
-    with pytest.raises(SpecError, match=r"column 'seen' is .*string.*, must be numbers to be a numerical or weight"):
+    with pytest.raises(SpecError, match=r"log\.parquet: column 'seen': got string"):
         hb.ParquetSource(log(tmp_path, seen=["a"] * N), SCHEMA)
 
 

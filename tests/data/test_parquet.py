@@ -212,9 +212,7 @@ def test_bad_ids(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"t\.parquet, row group 0, column 'c': id null at row 1 \(row 1 of the file\)"):
         ParquetSource(path, schema, ids="raw").read("train", 0)
     schema = Schema(sparse=(SparseColumn(name="d", rows=9, ids=2),), labels=())
-    with pytest.raises(
-        DataError, match=r"column 'd': 1 ids at row 1 \(row 1 of the file\); the schema says 2: .*set ids to null"
-    ):
+    with pytest.raises(DataError, match=r"t\.parquet, row group 0, column 'd': 1 ids at row 1 \(row 1 of the file\)"):
         ParquetSource(path, schema).read("train", 0)
 
 
@@ -263,7 +261,7 @@ def test_bad_paths(tmp_path: Path) -> None:
     schema = Schema(sparse=(SparseColumn(name="c", rows=9),), labels=())
     with pytest.raises(DataError, match="nowhere does not exist"):
         ParquetSource(tmp_path / "nowhere", schema)
-    with pytest.raises(DataError, match=r"has no file that ends in .parquet"):
+    with pytest.raises(DataError, match="test_bad_paths0: got no files"):
         ParquetSource(tmp_path, schema)
     (tmp_path / "text.parquet").write_text("label,c")
     with pytest.raises(DataError, match=r"text.parquet is not a Parquet file, or is cut short"):

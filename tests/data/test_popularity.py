@@ -144,7 +144,7 @@ def test_a_ragged_id_that_is_no_row() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size: got 0"),
+        ({"batch_size": 0}, "batch_size is 0, must be at least 1"),
         ({"sampled_rows": 0}, "sampled_rows is 0, must be at least 1"),
     ],
 )

@@ -180,7 +180,7 @@ def test_split_binary_of_a_table(tmp_path: Path) -> None:
     assert batch.dense.flatten().tolist() == [v or 0.0 for v in raw["price"][90:].to_pylist()]
     passes: list[str] = []
     options: dict[str, Any] = {"format": "split_binary", "progress": lambda stage, *_: passes.append(stage)}
-    with pytest.raises(SpecError, match="has no weight or group column; use Parquet"):
+    with pytest.raises(SpecError, match="split-binary format: got a weight or group column"):
         prepare(tmp_path / "raw.parquet", tmp_path / "other", schema=SCHEMA, **options)
     lists = replace(SCHEMA, weight=None, group=None)
     with pytest.raises(
@@ -212,7 +212,7 @@ def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"b.parquet, column 'item' is string, and .*table 'item' must be all text or"):
         prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=[{"id": i} for i in range(60)]))
-    with pytest.raises(SpecError, match=r"sparse column 'item' is struct<id: int64>, must be integers, strings"):
+    with pytest.raises(SpecError, match=r"b\.parquet: sparse column 'item': got struct<id: int64>"):
         prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=[i + 0.5 * (i == 50) for i in range(60)]))
     with pytest.raises(DataError, match=r"b.parquet, row group 1, column 'item': id 50.5 at row 10; ids of double"):

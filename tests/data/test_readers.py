@@ -263,7 +263,7 @@ def test_the_command_says_what_it_cannot_read_with(
     monkeypatch.setattr("hotbed.data.executors._CONNECT_S", 1)
     with warnings.catch_warnings(action="ignore"):  # of Dask
         assert main(["train", str(recipe), "--data.executor", "dask:tcp://127.0.0.1:1", *runs]) != 0
-    assert "the scheduler dask:tcp://127.0.0.1:1 cannot be reached" in capsys.readouterr().err
+    assert "the scheduler dask:tcp://127.0.0.1:1 is unreachable" in capsys.readouterr().err
     assert not (recipe.parent / "runs").exists()
 
 

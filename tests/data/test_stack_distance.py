@@ -111,7 +111,7 @@ def test_without_lookups_there_is_no_hit_rate() -> None:
         ({"rows": 0}, "rows is 0, must be at least 1"),
         ({"rows": 5, "rate": 0.0}, "rate is 0.0, must be above 0 and at most 1"),
         ({"rows": 5, "rate": 1.5}, "rate is 1.5, must be above 0"),
-        ({"rows": 5, "seed": -1}, "seed: got -1"),
+        ({"rows": 5, "seed": -1}, "seed is -1, must not be negative"),
     ],
 )
 def test_parameters_out_of_range(given: dict[str, float], message: str) -> None:

@@ -79,10 +79,10 @@ def test_streams_are_uniform_and_independent() -> None:
 @pytest.mark.parametrize(
     ("rows", "exponent", "message"),
     [
-        (0, 1, r"rows is 0, must be between 1 and 2⁵² \(4,503,599,627,370,496\)"),
-        ((1 << 52) + 1, 1, "rows is 4,503,599,627,370,497, must be between"),
-        (5, -0.5, r"exponent is -0.5, must be between 0 \(all rows alike\) and 16"),
-        (5, float("nan"), "exponent is nan, must be between 0"),
+        (0, 1, "rows: got 0"),
+        ((1 << 52) + 1, 1, "rows: got 4,503,599,627,370,497"),
+        (5, -0.5, r"exponent: got -0\.5"),
+        (5, float("nan"), "exponent: got nan"),
     ],
 )
 def test_laws_that_cannot_be(rows: int, exponent: float, message: str) -> None:
@@ -236,7 +236,7 @@ def test_a_list_of_rows_is_repeated(tmp_path: Path) -> None:
         ({"valid_samples": -2}, "valid_samples: got -2, expected at least 0 and at most 1,099,511,627,776"),
         ({"seed": -1}, "seed: got -1, expected at least 0"),
         ({"chunk_samples": 0}, "chunk_samples: got 0, expected at least 1 and at most 1,099,511,627,776"),
-        ({"exponent": 99}, "exponent is 99, must be between 0"),
+        ({"exponent": 99}, "exponent: got 99"),
     ],
 )
 def test_options_out_of_range(options: dict[str, int], message: str) -> None:
@@ -254,19 +254,19 @@ def test_an_unknown_preset() -> None:
     ("text", "message"),
     [
         ("{", "tables.yaml is not YAML"),
-        ("dense: 3", "has no 'rows'; write for example rows: {C1: 1000, C2: 50}"),
-        ("[1, 2]", "has no 'rows'"),
+        ("dense: 3", "rows: got None, expected a list"),
+        ("[1, 2]", "rows: got None"),
         ("{rows: [5], dnse: 3}", "key: got 'dnse', expected one of rows, dense, ids, times; did you mean 'dense'?"),
-        ("rows: 5", "rows: got 5, expected a list or mapping with at least one column"),
-        ("rows: []", "rows: got [], expected a list or mapping with at least one column"),
+        ("rows: 5", "rows: got 5, expected a list"),
+        ("rows: []", "rows: got [], expected at least one"),
         ("{rows: [5], dense: -1}", "dense: got -1, expected at least 0"),
         ("{rows: [5], dense: x}", "dense: got 'x', expected an integer"),
         ("{rows: [5], ids: 0}", "ids: got 0, expected at least 1"),
         ("{rows: [5, 6], ids: [1, 0]}", "ids: got 0, expected at least 1"),
-        ("{rows: [5, 6], ids: [1, 2, 3]}", "ids lists 3 numbers for 2 columns; give one for each, or one for all"),
+        ("{rows: [5, 6], ids: [1, 2, 3]}", "ids: got 3 numbers, expected 1 or 2"),
         ("{rows: [5], times: 0}", "times: got 0, expected at least 1"),
-        ("{rows: {a: 5}, times: 2}", "times is 2, but rows is no list; only a list is repeated"),
-        ("{rows: [5], times: 100001}", "rows and times make more than 100,000 columns; lower times"),
+        ("{rows: {a: 5}, times: 2}", "times: got 2"),
+        ("{rows: [5], times: 100001}", "got 100,001 columns, expected at most 100,000"),
     ],
 )
 def test_files_that_describe_no_tables(tmp_path: Path, text: str, message: str) -> None:
