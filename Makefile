@@ -60,12 +60,13 @@ test-newest: $(NEWEST)/bin/python  ## the main journeys with the newest versions
 $(NEWEST)/bin/python:
 	$(PYTHON) -m venv $(NEWEST)
 
-check: .venv/ready  ## lint, types, layers, public names
+check: .venv/ready  ## lint, types, layers, names, prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest tests/test_public_names.py
+	$(BIN)/python -m pytest tests/test_public_names.py tests/test_names.py
+	$(BIN)/python -m tests.prose
 
 format: .venv/ready  ## apply the formatter
 	$(BIN)/ruff check --fix .

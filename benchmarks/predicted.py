@@ -28,10 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.net.hosts import Hosts, available, run_ranks
-from hotbed.checkpoint.single_files import write_text
+from hotbed.checkpoint.single_files import write_text_uri
 from hotbed.errors import HotbedError
 from hotbed.files import json_text
-from hotbed.measure.step_jobs import StepJob, request_of, step_seconds
+from hotbed.measure.step_jobs import StepJob, build_request, step_seconds
 from hotbed.plan import Plan
 from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import Hardware
@@ -200,7 +200,7 @@ def run(case: Case, jobs: Sequence[StepJob], repeats: int, steps: int) -> list[l
     """Seconds of a step of each job in each repeat, between the ranks of a case."""
     if case.mbit_per_s is None:
         return step_seconds(jobs, case.ranks, repeats=repeats, steps=steps).steps
-    request = json.dumps(request_of(jobs, repeats, steps))
+    request = json.dumps(build_request(jobs, repeats, steps))
     with Hosts(case.ranks, case.mbit_per_s) as hosts:
         found = run_ranks(hosts, [sys.executable, "-m", "hotbed.measure.step_jobs", request], TIMEOUT_S)
     return found[0]["steps"]
@@ -224,7 +224,7 @@ def measure(
         about = {**environment(torch.device("cpu")), "date": now(), "rounds": i + 1, "steps": steps}
         found = {**found, "cases": {**rows, **_measured(rows, taken, unable)}, "measured": about}
         found = found | {"summary": summary_of(found["cases"])}
-        write_text(file, json_text(found))
+        write_text_uri(file, json_text(found))
     return found
 
 

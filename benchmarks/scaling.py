@@ -26,7 +26,7 @@ from hotbed.plan.cost import CostModel, table_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found, search
 from hotbed.plan.simulation.simulate import simulate
-from hotbed.plan.workload import DensePart, Workload
+from hotbed.plan.workload import DenseWork, Workload
 from hotbed.specs import Table
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -66,7 +66,7 @@ def workload(args: argparse.Namespace, way: Way) -> Workload:
     """What a step does."""
     made, ids = tables(args.tables, args.bytes)
     activation_bytes = 2 * 2 * (sum(t.dim for t in made) + 20_000)
-    dense = DensePart(
+    dense = DenseWork(
         parameters=20_000_000,
         flops=4e8,
         dtype="bf16",

@@ -27,7 +27,7 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.parent / f".{path.name}.unfinished-{uuid.uuid4().hex[:8]}"
     try:
-        with naming(path), unfinished.open("w", encoding="utf-8") as stream:
+        with name_file_errors(path), unfinished.open("w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
@@ -37,7 +37,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Generator[None]:
+def name_file_errors(path: Path) -> Generator[None]:
     """Name a file in the errors of the body that name none, as those of open files do: a full disk's."""
     try:
         yield

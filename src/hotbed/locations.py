@@ -302,7 +302,7 @@ def _key(path: str) -> str:
 
 
 @contextmanager
-def explained(what: str) -> Generator[None]:
+def explain_storage_errors(what: str) -> Generator[None]:
     """Raise errors of obstore's as `OSError`, with what could not be read or written, and why."""
     from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 

@@ -55,7 +55,7 @@ def number(thing: object) -> int:
     return found
 
 
-def numbered(found: int) -> object | None:
+def find_by_number(found: int) -> object | None:
     """Return the object that has this number in this process; None if there is none any more."""
     return _numbered.get(found)
 

@@ -20,7 +20,7 @@ from hotbed.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from hotbed.checkpoint.single_files import write_text
+from hotbed.checkpoint.single_files import write_text_uri
 from hotbed.checkpoint.storage import PART_BYTES, LocalDirectory
 from hotbed.errors import CheckpointError
 from hotbed.train.runs.callbacks import KeepLast
@@ -74,7 +74,7 @@ def test_text_at_a_local_path_needs_no_directory_that_can_be_opened(
         return opened(path, *args, **options)
 
     monkeypatch.setattr(os, "open", refuse)
-    write_text(tmp_path / "a" / "b.txt", "x")
+    write_text_uri(tmp_path / "a" / "b.txt", "x")
     assert (tmp_path / "a" / "b.txt").read_text() == "x"
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hotbed.checkpoint.single_files import exists, new_output, read_text, write_text
+from hotbed.checkpoint.single_files import exists, new_output, read_text_uri, write_text_uri
 from hotbed.cli.main import main
 from hotbed.locations import opened
 from tests.cli.cases import Output, refused
@@ -26,7 +26,7 @@ class Bucket:
         return self._template.replace("PATH", path)
 
     def figures(self) -> dict[str, Any]:
-        return json.loads(read_text(self("figures.json")))
+        return json.loads(read_text_uri(self("figures.json")))
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_from_a_recipe_to_predictions(clicks: Bucket, tmp_path: Path, capsys: Ou
     filesystem, path = opened(at("scores.parquet"))
     scores = pq.read_table(path, filesystem=filesystem)
     assert (scores.num_rows, scores.column_names) == (1200, ["user", "score"])
-    assert read_text(at("scores.csv")).splitlines()[0] == '"user","score"'
+    assert read_text_uri(at("scores.csv")).splitlines()[0] == '"user","score"'
     assert main(["inspect", "--skew", recipe, *figures]) == 0
     assert at.figures()["samples"] > 0
     copy = at("copies/int8")
@@ -100,10 +100,10 @@ def test_logs_are_prepared_and_packed_by_a_recipe(at: Bucket, log: Path, recipe:
     assert reports[0] == reports[1] == reports[2]
     for file in sorted((tmp_path / "data-0").rglob("*.bin")):
         assert file.read_bytes() == (tmp_path / "data-2" / file.relative_to(tmp_path / "data-0")).read_bytes()
-    write_text(at("small.yaml"), recipe.read_text())
+    write_text_uri(at("small.yaml"), recipe.read_text())
     packed = tmp_path / "packed"
     assert main(["pack", at("small.yaml"), str(packed), "--budget", "100000", "--json", at("figures.json")]) == 0
-    write_text(at("hot_rows.json"), (packed / "hot_rows.json").read_text())
+    write_text_uri(at("hot_rows.json"), (packed / "hot_rows.json").read_text())
     run = ["train", at("small.yaml"), "--out", str(tmp_path / "runs"), "--train.steps", "1", "--data.path", str(packed)]
     assert main([*run, "--hot.rows", at("hot_rows.json")]) == 0
 

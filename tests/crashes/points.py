@@ -150,7 +150,7 @@ SCOPES: list[tuple[Any, str, Callable[[Any], str]]] = [
     (FileRecords, "_write", lambda _: "write-back"),
     (FileRecords, "_write_oldest", lambda _: "write-back"),
     (CachedRecords, "_insert", lambda _: "evictions"),
-    (dynamic.Vocabulary, "_local", lambda _: "evictions"),
+    (dynamic.DynamicVocabulary, "_local", lambda _: "evictions"),
     (replicas.Sync, "_average", lambda _: "replicas"),
     (replicas, "gather_gradients", lambda _: "replicas"),
 ]

@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from triton.runtime.errors import InterpreterError
 
-from hotbed.embed.dense_parallel import mean_of_rows
+from hotbed.embed.dense_parallel import average_ranks
 from hotbed.ops import (
     CacheTags,
     reference,
@@ -161,8 +161,8 @@ def _relu(ops: Any) -> Same:
 def _mean(ops: Any) -> Same:
     """Whether a mean over more columns than a program takes is that of rows added in order."""
     values = torch.randn(7, 300)
-    expected = mean_of_rows(values)
-    return lambda: torch.equal(getattr(ops, "mean_of_rows", triton_dense.mean_of_rows)(values), expected)
+    expected = average_ranks(values)
+    return lambda: torch.equal(getattr(ops, "mean_of_rows", triton_dense.average_rows)(values), expected)
 
 
 OPERATIONS: dict[str, Callable[[Any], Same]] = {

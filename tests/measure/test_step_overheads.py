@@ -22,8 +22,8 @@ from hotbed.measure.step_overheads import (
     jobs_of,
     measure_overheads,
     mlp_rates,
-    rows_of,
     solved,
+    tabulate_overheads,
 )
 from hotbed.plan import make_plan
 from hotbed.plan.cost import CostModel
@@ -95,7 +95,7 @@ def test_ids_and_rows_are_told_apart() -> None:
 
 def test_what_other_parts_take_is_not_taken_for_rows() -> None:
     jobs = jobs_of(2, SIZES)
-    of_id, factor = rows_of(
+    of_id, factor = tabulate_overheads(
         jobs, as_predicted(list(jobs.values()), 2, repeats=1), machine(2).with_(efficiency={}), 2, 0
     )
     assert of_id == pytest.approx(0, abs=1e-12)  # the machine's overheads have these already

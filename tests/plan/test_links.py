@@ -13,7 +13,7 @@ from hotbed.plan.schemes import Cut
 from hotbed.plan.search import search
 from hotbed.plan.simulation.simulate import simulate
 from hotbed.plan.step_time import BUCKET_BYTES, estimate_step
-from hotbed.plan.workload import DensePart, Workload
+from hotbed.plan.workload import DenseWork, Workload
 from hotbed.specs import Table
 
 A100 = Hardware.load("a100-40")
@@ -72,7 +72,7 @@ def test_exchanges_of_a_group_have_messages_to_its_ranks_alone() -> None:
 
 def test_sums_of_dense_gradients_have_messages_to_all_ranks() -> None:
     def reduce(parameters: int, ranks: int, hop: int | None = None, here: Hardware = A100) -> tuple[float, float]:
-        dense = DensePart(parameters=parameters)
+        dense = DenseWork(parameters=parameters)
         work = Workload.of([Table("t", 1000, 16)], batch_size=ranks, dense=dense, ranks_per_node=hop)
         plan = make_plan([use.table for use in work.uses], ranks, "row")
         model = CostModel(work, ranks, here)

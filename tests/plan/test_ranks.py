@@ -12,14 +12,14 @@ from hotbed.plan import ranks
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.ranks import search_ranks
 from hotbed.plan.search import Found, search
-from hotbed.plan.workload import DensePart, Workload
+from hotbed.plan.workload import DenseWork, Workload
 from hotbed.specs import Table
 
 A100 = Hardware.load("a100-40")
 SMALL = A100.with_(device_bytes=1 << 30)
 TABLES = [Table("users", 4_000_000, 64), Table("items", 1_000_000, 64), Table("shops", 20, 64)]
 """1.2 GiB."""
-DENSE = DensePart(parameters=1_000_000, flops=1e9)
+DENSE = DenseWork(parameters=1_000_000, flops=1e9)
 """By which a step takes so long that more ranks are faster."""
 
 

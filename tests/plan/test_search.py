@@ -23,7 +23,7 @@ from hotbed.plan.limits import limits_of
 from hotbed.plan.schemes import schemes_from
 from hotbed.plan.search import ALIKE_LOAD, WORTHWHILE, search
 from hotbed.plan.step_time import estimate_step
-from hotbed.plan.workload import DensePart, TableUse, Workload
+from hotbed.plan.workload import DenseWork, TableUse, Workload
 from hotbed.specs import Table
 
 A100 = Hardware.load("a100-40")
@@ -234,7 +234,7 @@ def test_what_makes_tables_too_large_is_said_with_ways_out():
     assert said.endswith("bf16 rows, which take 210 GiB less; 3 more ranks")
     small = A100.with_(device_bytes=10**9)
     with pytest.raises(PlanError, match=r"0\.931 GiB of device memory, .* beside rows \(activations .*lower the batch"):
-        search(criteo(dense=DensePart(activation_bytes=1e6)), 8, small)
+        search(criteo(dense=DenseWork(activation_bytes=1e6)), 8, small)
 
 
 def test_rows_that_devices_cannot_hold_are_in_slower_memory_the_popular_ones_not():
@@ -317,7 +317,7 @@ def test_tables_whose_vectors_are_pooled_by_owners_are_not_copied() -> None:
 
 def test_the_dense_part_takes_products_and_moved_bytes_and_its_launches() -> None:
     def dense(**options: Any) -> float:
-        work = criteo(dense=DensePart(flops=1e6, **options))
+        work = criteo(dense=DenseWork(flops=1e6, **options))
         model = CostModel(work, 8, A100)
         plan = make_plan([use.table for use in work.uses], 8, "row")
         return estimate_step(plan, model.ranks(plan), model).dense

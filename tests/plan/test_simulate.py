@@ -20,7 +20,7 @@ from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found, search
 from hotbed.plan.simulation.simulate import MEASURED, Overlap, Simulation, Stragglers, simulate
 from hotbed.plan.step_time import BUCKET_BYTES, BUCKET_MESSAGES, estimate_step
-from hotbed.plan.workload import DensePart, Workload
+from hotbed.plan.workload import DenseWork, Workload
 from hotbed.specs import Table
 
 A100 = Hardware.load("a100-40")
@@ -43,7 +43,7 @@ def work_of(
         replicas=replicas,
         sync_every=every,
         layout=layout,
-        dense=DensePart(**figures),
+        dense=DenseWork(**figures),
     )
 
 

@@ -13,7 +13,7 @@ from hotbed.plan import Cut, make_plan
 from hotbed.plan.cost import GROUPING, LOOKUP, POOLING, ROWS, UPDATE, CostModel
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.step_time import StepEstimate, estimate_step
-from hotbed.plan.workload import DensePart, Workload
+from hotbed.plan.workload import DenseWork, Workload
 from hotbed.specs import Table
 
 CPU = Hardware.load("epyc-7742x2").with_(cores_per_node=2, ranks_per_node=4)
@@ -29,7 +29,7 @@ OVERHEADS = {
     "bf16": {1: 1e-3},
 }
 MEASURED = CPU.with_(overheads=OVERHEADS)
-DENSE = DensePart(parameters=100, flops=1000.0, layers=3)
+DENSE = DenseWork(parameters=100, flops=1000.0, layers=3)
 
 
 def step(scheme: Any, ranks: int, hardware: Hardware, **options: Any) -> tuple[StepEstimate, CostModel]:

@@ -12,7 +12,7 @@ from hotbed.plan.hardware import DIMENSIONS, Hardware
 from hotbed.plan.search import Found, search
 from hotbed.plan.simulation.simulate import simulate
 from hotbed.plan.simulation.sweep import MOST_RANKS, RANKS, Sweep, elasticities
-from hotbed.plan.workload import DensePart, Workload
+from hotbed.plan.workload import DenseWork, Workload
 from hotbed.specs import Table
 
 A100 = Hardware.load("a100-40")
@@ -33,7 +33,7 @@ SHARES = ("network_efficiency",)
 
 
 def found_on(hardware: Hardware, ranks: int = 4) -> Found:
-    dense = DensePart(parameters=300_000, flops=2e5, layers=3)
+    dense = DenseWork(parameters=300_000, flops=2e5, layers=3)
     tables = [Table("users", 50_000, 64), Table("items", 300, 64)]
     work = Workload.of(tables, moments=RowWiseAdagrad.rule.moments, batch_size=256 * ranks, dense=dense)
     return search(work, ranks, hardware)

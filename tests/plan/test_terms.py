@@ -9,7 +9,7 @@ from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import make_plan
 from hotbed.plan.step_time import CENSUS, Term, estimate_step, kernel_s, terms_of
-from hotbed.plan.workload import DensePart, Kernel, Workload
+from hotbed.plan.workload import DenseWork, Kernel, Workload
 from hotbed.specs import Table
 
 H100 = Hardware.load("h100")
@@ -21,7 +21,7 @@ KERNELS = (LARGE, SMALL, RELU)
 
 def terms(hardware: Hardware, ranks: int = 1, **dense: object) -> tuple[list[Term], float, CostModel]:
     tables = [Table("users", 50_000, 64), Table("items", 300, 64)]
-    part = DensePart(parameters=300_000, flops=2e6, layers=3, dtype="bf16", input_bytes=100, **dense)  # pyright: ignore[reportArgumentType]
+    part = DenseWork(parameters=300_000, flops=2e6, layers=3, dtype="bf16", input_bytes=100, **dense)  # pyright: ignore[reportArgumentType]
     moments = RowWiseAdagrad.rule.moments
     work = Workload.of(tables, moments=moments, batch_size=4096, dense=part, arena_launches={"device": 19})
     model = CostModel(work, ranks, hardware)

@@ -13,7 +13,7 @@ from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import search
 from hotbed.plan.simulation.simulate import Simulation, Usage, link_of, simulate, usage_of
 from hotbed.plan.step_time import arenas_of, estimate_step
-from hotbed.plan.workload import DensePart, Workload
+from hotbed.plan.workload import DenseWork, Workload
 from hotbed.specs import Table
 
 A100 = Hardware.load("a100-40").with_(message_s=0.0)
@@ -21,7 +21,7 @@ TABLES = [Table("users", 100_000, 64), Table("items", 70_000, 64)]
 
 
 def work(ranks: int, replicas: int = 1, **dense: float) -> Workload:
-    part = DensePart(**{"parameters": 300_000, "flops": 2e5, **dense})  # pyright: ignore[reportArgumentType]
+    part = DenseWork(**{"parameters": 300_000, "flops": 2e5, **dense})  # pyright: ignore[reportArgumentType]
     moments = RowWiseAdagrad.rule.moments
     return Workload.of(TABLES, moments=moments, batch_size=256 * ranks, replicas=replicas, dense=part)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hotbed.embed.dynamic import Vocabulary
+from hotbed.embed.dynamic import DynamicVocabulary
 from hotbed.errors import DamagedError
 from hotbed.ops import cpu_cache
 from hotbed.serve.served_tables import ServedIds
@@ -25,7 +25,7 @@ def ids_of(rows: Tensor, wanted: Tensor) -> list[int]:
 @given(data=st.data())
 @settings(max_examples=examples(15), deadline=None)
 def test_the_ids_of_training_are_found_after_each_change(data: st.DataObject) -> None:
-    trained = Vocabulary(TABLE, 0, 1)
+    trained = DynamicVocabulary(TABLE, 0, 1)
     seen = torch.tensor(data.draw(st.lists(st.integers(0, 3000), min_size=1, max_size=600)))
     trained.rows_of(seen, None, train=True)
     before = trained.state(None)["ids"]

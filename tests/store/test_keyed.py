@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hotbed.errors import StoreError
 from hotbed.ops import cpu_cache
 from hotbed.store.file_records import FileRecords
-from hotbed.store.hash_index import MemoryRecords, positions
+from hotbed.store.hash_index import MemoryRecords, find_positions
 from hotbed.store.segments import Segments
 
 
@@ -143,7 +143,7 @@ def test_more_rows_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 @given(st.sets(st.integers(0, 60)), st.lists(st.integers(-1, 65)))
 def test_values_are_found_among_rising_ones_in_any_order(of: set[int], wanted: list[int]) -> None:
     rising = sorted(of)
-    found = positions(torch.tensor(rising, dtype=torch.int64), torch.tensor(wanted, dtype=torch.int64))
+    found = find_positions(torch.tensor(rising, dtype=torch.int64), torch.tensor(wanted, dtype=torch.int64))
     assert found.tolist() == [rising.index(value) if value in of else -1 for value in wanted]
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotbed.store.listing import Listing, padded_positions, positions, rising
+from hotbed.store.listing import Listing, list_set_bits, padded_positions, sort_slots
 
 masks = st.lists(st.booleans(), max_size=40)
 
@@ -14,7 +14,7 @@ masks = st.lists(st.booleans(), max_size=40)
 @given(masks)
 def test_padded_positions_begin_with_those_that_are_meant(mask: list[bool]) -> None:
     expected = [i for i, is_meant in enumerate(mask) if is_meant]
-    at = positions(torch.tensor(mask, dtype=torch.bool))
+    at = list_set_bits(torch.tensor(mask, dtype=torch.bool))
     assert at.tolist() == expected
     if mask:
         padded, count = padded_positions(torch.tensor(mask))
@@ -35,4 +35,4 @@ def test_a_list_is_the_same_whether_its_length_is_known_or_not(mask: list[bool],
 
 @given(st.lists(st.integers(-2, 9), max_size=30))
 def test_rising_slots_are_distinct_and_not_negative(slots: list[int]) -> None:
-    assert rising(torch.tensor(slots, dtype=torch.int64)).tolist() == sorted({s for s in slots if s >= 0})
+    assert sort_slots(torch.tensor(slots, dtype=torch.int64)).tolist() == sorted({s for s in slots if s >= 0})

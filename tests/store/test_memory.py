@@ -184,21 +184,21 @@ def test_memory_that_the_system_does_not_give_is_said_to_be_so(monkeypatch: pyte
 
     store = DenseStore([Span(1 << 20, 0)], 4)
     monkeypatch.setattr(large_tensors.mmap, "mmap", refuses)
-    for make in (memory.zeros, memory.empty):
+    for make in (memory.allocate_zeros, memory.allocate):
         with pytest.raises(StoreError, match=r"^1,099,511,627,776 bytes of cpu memory are needed .* memory\.tier disk"):
             make((1 << 38,), torch.float32, CPU)
     with pytest.raises(StoreError, match=r"^16,777,216 bytes of cpu memory are needed for rows or moments"):
         store.add_moment(Moment("m", "element"))
     monkeypatch.setattr(memory, "available_bytes", lambda _: None)
     with pytest.raises(StoreError, match="at once, more than the system gives; memory"):
-        memory.zeros((1 << 38,), torch.float32, CPU)
+        memory.allocate_zeros((1 << 38,), torch.float32, CPU)
 
     def other(*_: Any, **__: Any) -> Any:
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(large_tensors.mmap, "mmap", other)
     with pytest.raises(OSError, match="Too many open files"):
-        memory.zeros((1 << 38,), torch.float32, CPU)
+        memory.allocate_zeros((1 << 38,), torch.float32, CPU)
 
 
 def test_the_tier_that_would_hold_what_a_device_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +209,6 @@ def test_the_tier_that_would_hold_what_a_device_cannot(monkeypatch: pytest.Monke
     free = {"cuda": 1000, "cpu": 1 << 20}
     monkeypatch.setattr(memory, "available_bytes", lambda device: free[device.type])
     with pytest.raises(StoreError, match=r"cuda memory are needed .* but 1,000 bytes of it are free; memory.tier host"):
-        memory.zeros((1 << 18,), torch.float32, CUDA)
+        memory.allocate_zeros((1 << 18,), torch.float32, CUDA)
     with pytest.raises(StoreError, match=r"memory.tier disk"):
-        memory.zeros((1 << 19,), torch.float32, CUDA)
+        memory.allocate_zeros((1 << 19,), torch.float32, CUDA)

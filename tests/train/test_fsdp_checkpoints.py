@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import hotbed as hb
 from hotbed.checkpoint import load_checkpoint, save_checkpoint
-from hotbed.embed.dense_shards import gathered
+from hotbed.embed.dense_shards import gather_shards
 from hotbed.nn import DLRM
 from tests.ranks import Ranks
 from tests.train import planted
@@ -49,7 +49,7 @@ def state_of(parts: Parts) -> dict[str, Tensor]:
     """Parameters, tables and moments, whole."""
     found = {f"model.{name}": value.clone() for name, value in parts["model"].state_dict().items()}
     for part in ("dense", "sparse"):
-        for i, state in gathered(parts[part].state_dict())["state"].items():
+        for i, state in gather_shards(parts[part].state_dict())["state"].items():
             found |= {f"{part}.{i}.{name}": value.clone() for name, value in state.items()}
     assert not any(isinstance(value, DTensor) for value in found.values())
     return found

@@ -1,7 +1,7 @@
 """List what a checkpoint saves: states as plain values and tensors, and tables with their moments, cut into chunks.
 
 JSON has no tensors, tuples or integer keys, which torch's states use: they are written as ``{"$kind": …}``, and tensors
-go into a safetensors file (`plain`, `restored`).
+go into a safetensors file (`to_plain_value`, `restored`).
 
 A rank writes the tiles that it owns (`owned_tiles`), in chunks that fit into a file (`chunks_of`). Of a tile whose rows
 are materialized on their first update only those rows are written, in chunks with an array of keys. An example: a tile
@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from hotbed.checkpoint.manifest import PlanEntry, SavedMoment, SavedTable
-from hotbed.checkpoint.snapshot import Snapshot, rows_of
+from hotbed.checkpoint.snapshot import Snapshot, select_rows
 from hotbed.checkpoint.tensor_files import Array, Chunk, rows_per_chunk
 from hotbed.comm import Link
 from hotbed.embed import Distributed, EmbeddingCollection, LocalTile
 from hotbed.embed.arena import stored_as
-from hotbed.embed.dense_shards import gathered
+from hotbed.embed.dense_shards import gather_shards
 from hotbed.errors import CheckpointError
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Table
@@ -72,21 +72,22 @@ Tensors = dict[tuple[object, ...], tuple[str, Tensor]]
 """Key and tensor by what the tensor's memory is: tied weights have several places in a state and are saved once."""
 
 
-def plain(value: object, tensors: Tensors, where: str) -> object:
+def to_plain_value(value: object, tensors: Tensors, where: str) -> object:
     """Turn a value into what JSON has; its tensors are put into ``tensors``."""
     if isinstance(value, Tensor):
         memory = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
         return {"$tensor": tensors.setdefault(memory, (where, value))[0]}
     if isinstance(value, Mapping):
         items = [
-            (k, plain(v, tensors, f"{where}.{k}".lstrip("."))) for k, v in cast("Mapping[Any, Any]", value).items()
+            (k, to_plain_value(v, tensors, f"{where}.{k}".lstrip(".")))
+            for k, v in cast("Mapping[Any, Any]", value).items()
         ]
         if all(isinstance(k, str) and not k.startswith("$") for k, _ in items):
             return dict(items)
         if all(isinstance(k, str | int) for k, _ in items):
             return {"$items": [[k, v] for k, v in items]}
     elif isinstance(value, list | tuple):
-        found = [plain(v, tensors, f"{where}.{i}".lstrip(".")) for i, v in enumerate(cast("list[Any]", value))]
+        found = [to_plain_value(v, tensors, f"{where}.{i}".lstrip(".")) for i, v in enumerate(cast("list[Any]", value))]
         return {"$tuple": found} if isinstance(value, tuple) else found
     elif value is None or isinstance(value, str | int | float):
         return value
@@ -94,7 +95,7 @@ def plain(value: object, tensors: Tensors, where: str) -> object:
 
 
 def restored(value: object, tensors: Mapping[str, Tensor]) -> Any:
-    """Undo `plain` for a state that `read_manifest` has checked; KeyError for a missing tensor."""
+    """Undo `to_plain_value` for a state that `read_manifest` has checked; KeyError for a missing tensor."""
     if isinstance(value, list):
         return [restored(v, tensors) for v in cast("list[object]", value)]
     if not isinstance(value, dict):
@@ -116,12 +117,12 @@ def states_of(parts: Mapping[str, Stateful], *, is_first: bool) -> tuple[dict[st
     """
     with without_tables():
         # What FSDP2 has sharded is written whole, by the first rank.
-        states = {name: gathered(part.state_dict(), keep=is_first) for name, part in parts.items()}
+        states = {name: gather_shards(part.state_dict(), keep=is_first) for name, part in parts.items()}
     plains: dict[str, Any] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
     for name, state in states.items():
         found: Tensors = {}
-        plains[name] = plain(state, found, "")
+        plains[name] = to_plain_value(state, found, "")
         tensors[name] = {key: t.detach() for key, t in found.values()}
         if len(tensors[name]) < len(found):
             raise CheckpointError(f"two tensors of part '{name}' would have one name in {name}.safetensors; rename one")
@@ -186,7 +187,7 @@ def refuse_while_saved(tables: Mapping[str, ModelTable]) -> None:
             raise CheckpointError(f"table '{name}' is being saved; call wait() of what save_checkpoint returned first")
 
 
-def link_of(parts: Mapping[str, Stateful]) -> Link | None:
+def find_link(parts: Mapping[str, Stateful]) -> Link | None:
     """Return the ranks of a distributed model among the parts; None where there is none."""
     return next((part.link for part in parts.values() if isinstance(part, Distributed)), None)
 
@@ -279,7 +280,7 @@ def chunks_of(
     stores = sorted(dict.fromkeys(tile.arena.store for _, _, tile in owned), key=_most_bytes)
     order = {store: i for i, store in enumerate(stores)}
     tiles = sorted(owned, key=lambda tile: (order[tile[2].arena.store], tile[2].number))
-    saved = {store: rows_of(store, changed) for store in stores} if snapshot is None else snapshot.rows
+    saved = {store: select_rows(store, changed) for store in stores} if snapshot is None else snapshot.rows
     for tile in tiles:
         yield from _chunks(*tile, saved[tile[2].arena.store], snapshot)
 

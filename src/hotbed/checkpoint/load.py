@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from hotbed.checkpoint.contents import (
     ModelTable,
     Stateful,
-    link_of,
+    find_link,
     model_tables,
     refuse_parts_of_distributed,
     refuse_while_saved,
@@ -73,7 +73,7 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
     place = directory(path)
     manifest = read_manifest(place)
     _refuse_missing(parts, manifest, place)
-    refuse_parts_of_distributed(parts, link_of(parts))
+    refuse_parts_of_distributed(parts, find_link(parts))
     tables = model_tables(parts)
     refuse_while_saved(tables)
     for name, table in tables.items():

@@ -495,7 +495,7 @@ def _faults(manifest: Manifest) -> Iterator[str]:
 
 
 def _faults_of_state(value: object, key: str) -> Iterator[str]:
-    """Yield faults of a stored state (see `hotbed.checkpoint.contents.plain`)."""
+    """Yield faults of a stored state (see `hotbed.checkpoint.contents.to_plain_value`)."""
     if isinstance(value, list):
         for i, entry in enumerate(cast("list[object]", value)):
             yield from _faults_of_state(entry, f"{key}.{i}")

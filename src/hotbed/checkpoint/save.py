@@ -29,7 +29,7 @@ from hotbed.checkpoint.contents import (
     OwnedTile,
     Stateful,
     chunks_of,
-    link_of,
+    find_link,
     model_tables,
     owned_tiles,
     plan_of,
@@ -122,7 +122,7 @@ def save_checkpoint(
         neither a tensor nor plain.
     """
     started = time.perf_counter()
-    link = link_of(parts)
+    link = find_link(parts)
     refuse_parts_of_distributed(parts, link)
     tables = model_tables(parts)
     for name in parts:

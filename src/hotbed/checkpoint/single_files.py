@@ -39,7 +39,7 @@ def suffix(path: str | Path) -> str:
     return PurePosixPath(str(path).partition("?")[0] if "://" in str(path) else path).suffix
 
 
-def read_text(path: str | Path) -> str:
+def read_text_uri(path: str | Path) -> str:
     """Read the text of a file of at most `hotbed.files.MOST_TEXT_BYTES`."""
     place = location(str(path))
     if isinstance(place, Path):
@@ -48,7 +48,7 @@ def read_text(path: str | Path) -> str:
     return folder.read(name, files.MOST_TEXT_BYTES).decode("utf-8")
 
 
-def read_limited(path: str | Path, most: int = parsing.MOST_BYTES) -> bytes:
+def read_limited_uri(path: str | Path, most: int = parsing.MOST_BYTES) -> bytes:
     """Read a file of at most ``most`` bytes."""
     place = location(str(path))
     if isinstance(place, Path):
@@ -57,12 +57,12 @@ def read_limited(path: str | Path, most: int = parsing.MOST_BYTES) -> bytes:
     return folder.read(name, most)
 
 
-def read_yaml(path: str | Path) -> Any:
+def read_yaml_uri(path: str | Path) -> Any:
     """What a recipe's file holds; see `hotbed.files.read_yaml`."""
-    return files.yaml_of(lambda: read_text(path), str(location(str(path))))
+    return files.yaml_of(lambda: read_text_uri(path), str(location(str(path))))
 
 
-def write_text(path: str | Path, text: str) -> None:
+def write_text_uri(path: str | Path, text: str) -> None:
     """Write a file that appears whole or not at all."""
     place = location(str(path))
     if isinstance(place, Path):  # not by a `LocalDirectory`, which must open the directory

@@ -107,10 +107,10 @@ class Snapshot:
         self.waited_s = 0.0
         self.most_bytes = 0
         self.is_waiting = False
-        self.rows = {store: rows_of(store, changed) for store in stores}
+        self.rows = {store: select_rows(store, changed) for store in stores}
         """What is there now, by store."""
         self._arrays: dict[RowStore, dict[str, _Array]] = {
-            store: {name: _Array(t) for name, t in arrays_of(rows).items() if len(t)}
+            store: {name: _Array(t) for name, t in list_arrays(rows).items() if len(t)}
             for store, rows in self.rows.items()
         }
         self._marks = {store: _marks_of(store, rows) for store, rows in self.rows.items()}
@@ -191,7 +191,7 @@ class Snapshot:
         self._lock.notify_all()
 
 
-def rows_of(store: RowStore, changed: Mapping[RowStore, RisingSlots] | None = None) -> DenseStore | PickedRows:
+def select_rows(store: RowStore, changed: Mapping[RowStore, RisingSlots] | None = None) -> DenseStore | PickedRows:
     """Return the rows of a store that are to be saved: all that there are, or those that have changed."""
     assert isinstance(store, DenseStore | LazyStore)
     if changed is not None:
@@ -199,7 +199,7 @@ def rows_of(store: RowStore, changed: Mapping[RowStore, RisingSlots] | None = No
     return PickedRows(store, store.existing()) if isinstance(store, LazyStore) else store
 
 
-def arrays_of(rows: DenseStore | PickedRows) -> Mapping[str, Tensor | PickedArray]:
+def list_arrays(rows: DenseStore | PickedRows) -> Mapping[str, Tensor | PickedArray]:
     """Return the arrays that they are in."""
     return rows.arrays() if isinstance(rows, DenseStore) else rows.arrays
 

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from typing_extensions import override
 
 from hotbed.errors import CheckpointError, DamagedError
-from hotbed.files import naming, sync, write_text
-from hotbed.locations import CONDITIONAL_S, explained, is_storage, location, object_store
+from hotbed.files import name_file_errors, sync, write_text
+from hotbed.locations import CONDITIONAL_S, explain_storage_errors, is_storage, location, object_store
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, PutResult, UpdateVersion
@@ -283,7 +283,7 @@ class LocalDirectory(Directory):
         """Write a hidden file, to be given its name; its path, and what its tag will be."""
         path = self.root / f".{name}.unfinished-{uuid.uuid4().hex[:8]}"
         try:
-            with naming(self.root / name), path.open("xb") as stream:
+            with name_file_errors(self.root / name), path.open("xb") as stream:
                 stream.write(content)
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -327,13 +327,13 @@ class _LocalWriter:
         self._stream = path.open("wb", buffering=0)
 
     def write(self, data: memoryview) -> None:
-        with naming(self._path):
+        with name_file_errors(self._path):
             while data:
                 data = data[self._stream.write(data) :]
 
     def finish(self) -> None:
         try:
-            with naming(self._path):
+            with name_file_errors(self._path):
                 os.fsync(self._stream.fileno())
         finally:
             self._stream.close()
@@ -402,7 +402,7 @@ class ObjectDirectory(Directory):
 
     @override
     def names(self) -> list[str]:
-        with explained(self.path):
+        with explain_storage_errors(self.path):
             found = self._store.list_with_delimiter(self._root or None)
         paths = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
         return sorted({path.rsplit("/", 1)[-1] for path in paths if path != self._root})
@@ -414,7 +414,7 @@ class ObjectDirectory(Directory):
     @override
     def has(self, name: str) -> bool:
         try:
-            with explained(self._uri(name)):
+            with explain_storage_errors(self._uri(name)):
                 self._store.head(self._at(name))
         except FileNotFoundError:
             return False
@@ -430,14 +430,14 @@ class ObjectDirectory(Directory):
 
     @override
     def write(self, name: str, text: str) -> None:
-        with explained(self._uri(name)):
+        with explain_storage_errors(self._uri(name)):
             self._store.put(self._at(name), text.encode())
 
     @override
     def create(self, name: str, content: bytes) -> str | None:
         from obstore.exceptions import AlreadyExistsError
 
-        with explained(self._uri(name)):
+        with explain_storage_errors(self._uri(name)):
             try:
                 return _version_tag(self._brief(_conditional_s(content)).put(self._at(name), content, mode="create"))
             except AlreadyExistsError:
@@ -446,7 +446,7 @@ class ObjectDirectory(Directory):
     @override
     def read_tagged(self, name: str) -> Tagged | None:
         try:
-            with explained(self._uri(name)):
+            with explain_storage_errors(self._uri(name)):
                 found = self._store.get(self._at(name))
                 return Tagged(bytes(found.bytes()), _version_tag(found.meta))
         except FileNotFoundError:
@@ -456,7 +456,7 @@ class ObjectDirectory(Directory):
     def replace(self, name: str, content: bytes, tag: str) -> str | None:
         from obstore.exceptions import PreconditionError
 
-        with explained(self._uri(name)):
+        with explain_storage_errors(self._uri(name)):
             try:
                 return _version_tag(
                     self._brief(_conditional_s(content)).put(self._at(name), content, mode=_version(tag))
@@ -466,12 +466,12 @@ class ObjectDirectory(Directory):
 
     @override
     def remove(self, name: str) -> None:
-        with suppress(FileNotFoundError), explained(self._uri(name)):
+        with suppress(FileNotFoundError), explain_storage_errors(self._uri(name)):
             self._store.delete(self._at(name))
 
     @override
     def remove_all(self) -> None:
-        with explained(self.path):
+        with explain_storage_errors(self.path):
             for entries in self._store.list(self._root or None, chunk_size=1000):
                 self._store.delete([entry["path"] for entry in entries])
 
@@ -509,16 +509,16 @@ class _ObjectWriter:
         self._file = obstore.open_writer(store, path, buffer_size=PART_BYTES, max_concurrency=PARTS_UNDER_WAY)
 
     def write(self, data: memoryview) -> None:
-        with explained(self._uri):
+        with explain_storage_errors(self._uri):
             self._file.write(bytes(data))  # a copy: obstore reads it when it sends the part, and buffers are used again
 
     def finish(self) -> None:
-        with explained(self._uri):
+        with explain_storage_errors(self._uri):
             self._file.close()
 
     def abandon(self) -> None:
         error = OSError("given up")
-        with suppress(OSError), explained(self._uri):
+        with suppress(OSError), explain_storage_errors(self._uri):
             self._file.__exit__(type(error), error, None)  # ends an upload in parts, which a store would keep
 
 
@@ -527,14 +527,14 @@ class _ObjectReader:
 
     def __init__(self, store: ObjectStore, path: str, uri: str) -> None:
         self._store, self._path, self._uri = store, path, uri
-        with explained(uri):
+        with explain_storage_errors(uri):
             self.size = int(store.head(path)["size"])
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         if start + len(buffer) > self.size:
             raise DamagedError(f"{self._uri} ends at byte {self.size:,}, before what was to be read")
         if buffer:
-            with explained(self._uri):
+            with explain_storage_errors(self._uri):
                 data = self._store.get_range(self._path, start=start, length=len(buffer))
             if len(data) != len(buffer):
                 raise DamagedError(f"{self._uri} ends at byte {start + len(data):,}, before what was to be read")

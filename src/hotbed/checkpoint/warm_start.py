@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from hotbed.checkpoint.contents import (
     ModelTable,
     Stateful,
-    link_of,
+    find_link,
     model_tables,
     refuse_parts_of_distributed,
     refuse_while_saved,
@@ -90,7 +90,7 @@ def init_from(
     """
     place = find_checkpoint(path, best=True)
     manifest = read_manifest(place)
-    refuse_parts_of_distributed(parts, link_of(parts))
+    refuse_parts_of_distributed(parts, find_link(parts))
     tables = model_tables(parts)
     refuse_while_saved(tables)
     there = {

@@ -260,7 +260,9 @@ def load(path: str) -> Any:
     at = location(path)
     if isinstance(at, Path):
         return read_yaml(at)
-    from hotbed.checkpoint.single_files import read_yaml as read_remote  # with torch, which parsing alone does not need
+    from hotbed.checkpoint.single_files import (
+        read_yaml_uri as read_remote,  # with torch, which parsing alone does not need
+    )
 
     return read_remote(at)
 
@@ -325,9 +327,9 @@ def console(*, stderr: bool = False) -> Console:
 def write_json(path: str | None, value: Mapping[str, Any]) -> None:
     """Write the figures of a command where ``--json`` says, if it was given."""
     if path is not None:
-        from hotbed.checkpoint.single_files import write_text
+        from hotbed.checkpoint.single_files import write_text_uri
 
-        write_text(path, json_text(value))
+        write_text_uri(path, json_text(value))
 
 
 def check_json(path: str, option: str = "--json") -> None:

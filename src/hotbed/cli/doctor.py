@@ -83,7 +83,7 @@ def run(parsed: Namespace) -> None:
         write_json(parsed.json, {"command": "doctor", "checks": [check._asdict() for check in checks]})
         return
     check_json(parsed.measure, "--measure")
-    from hotbed.checkpoint.single_files import write_text
+    from hotbed.checkpoint.single_files import write_text_uri
     from hotbed.measure.machine_profile import MeasureOptions, measure
     from hotbed.parsing import yaml_text
 
@@ -92,7 +92,7 @@ def run(parsed: Namespace) -> None:
     with _stages(console(stderr=True)) as tell:
         profile = measure(options, folder, tell)
     about = {key: profile[key] for key in profile if key != "figures"}
-    write_text(parsed.measure, f"{yaml_text(about)}\n{yaml_text({'figures': profile['figures']}, width=110)}\n")
+    write_text_uri(parsed.measure, f"{yaml_text(about)}\n{yaml_text({'figures': profile['figures']}, width=110)}\n")
     print_profile(console(), profile)
     console().print(f"profile: {parsed.measure}", soft_wrap=True)
     write_json(parsed.json, {"command": "doctor", "profile": profile})

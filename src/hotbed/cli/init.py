@@ -66,7 +66,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(parsed: Namespace) -> None:
     """Draft a recipe, and write or print it."""
-    from hotbed.checkpoint.single_files import exists, write_text
+    from hotbed.checkpoint.single_files import exists, write_text_uri
 
     out = None if parsed.out is None else location(parsed.out)
     if out is not None and exists(out):
@@ -88,7 +88,7 @@ def run(parsed: Namespace) -> None:
     if out is None:
         print(text, end="")
     else:
-        write_text(out, text)
+        write_text_uri(out, text)
 
 
 def draft_recipe(

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, runs_in, verify_checkpoint
-from hotbed.checkpoint.single_files import write_text
+from hotbed.checkpoint.single_files import write_text_uri
 from hotbed.checks import is_int
 from hotbed.cli.arguments import Parser, add_json, add_parameters, add_trust, console, load, write_json
 from hotbed.cli.pages import data_page, run_page
@@ -86,7 +86,7 @@ def run(parsed: Namespace) -> None:
         if kind == "checkpoint":
             raise RecipeError(f"--html draws data and runs, and {path} is a checkpoint; give its run's directory")
         check_html(html)
-        write_text(html, run_page.page(read_runs(path)))
+        write_text_uri(html, run_page.page(read_runs(path)))
     print_description(console(), described)
     write_json(json, described)
 
@@ -142,7 +142,7 @@ def inspect_data(
     if recipe is not None:
         found |= {"recipe": recipe, "faults": [asdict(fault) for fault in after.faults]}
     if html is not None:
-        write_text(html, data_page.page(found, after, before))
+        write_text_uri(html, data_page.page(found, after, before))
     wrong = recipe is not None and after.faults
     return found, faults_error(str(path), str(recipe), after.faults) if wrong else None
 

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from hotbed.checkpoint.single_files import write_text
+from hotbed.checkpoint.single_files import write_text_uri
 from hotbed.cli.arguments import (
     Parser,
     add_json,
@@ -128,7 +128,7 @@ def run(parsed: Namespace) -> None:
         write_json(parsed.json, swept_without(recipe, ranks, options, error))
         return
     if out is not None:
-        write_text(out, found.plan.to_json())
+        write_text_uri(out, found.plan.to_json())
     to, figures = console(), as_dict(found, others)
     print_plan(to, found, others, recipe.memory.device_bytes)
     figures["faster"] = faster_settings(recipe, ranks, found)
@@ -292,12 +292,12 @@ def simulated(to: Console, found: Found, recipe: Recipe, ranks: int, options: Op
             words = "a figure 1 % better makes the step of the plan found so many percent shorter"
             to.print(f"{words}: {shown}", soft_wrap=True)
     if options.trace is not None:
-        write_text(options.trace, json.dumps(chrome_trace(simulation.events)))
+        write_text_uri(options.trace, json.dumps(chrome_trace(simulation.events)))
     if options.html is not None:
         if sweep is None or sweep.what != RANKS:
             sweep = Sweep.around(ranks, recipe.parallel.replicas)
             points = swept(sweep, recipe, ranks, options)
-        write_text(options.html, page(recipe.name, found, simulation, sweep, points))
+        write_text_uri(options.html, page(recipe.name, found, simulation, sweep, points))
     return result
 
 

@@ -1,7 +1,7 @@
-"""Run models that were written for ``torch.nn`` or TorchRec on hotbed's tables.
+"""How does a model that was written for ``torch.nn`` or TorchRec train on hotbed's tables?
 
-`swap_embeddings` replaces the ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model; `hotbed.compat.torchrec` has
-TorchRec's classes by their names.
+`swap_embeddings` replaces the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules of a model.
+`hotbed.compat.torchrec` provides TorchRec's classes under their own names.
 """
 
 from hotbed.compat.torch_nn import Embedding, EmbeddingBag, swap_embeddings

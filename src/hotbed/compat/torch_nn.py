@@ -1,8 +1,8 @@
-"""Replace the embeddings of any model by hotbed's tables.
+"""Replace the embedding modules of any model by hotbed's tables.
 
-`swap_embeddings` makes modules that are called like ``nn.Embedding`` and ``nn.EmbeddingBag``. For ids that are in range
-they return what torch's modules return. The gradient of a row goes to the optimizer of hotbed that was made for the
-model. ``torch.export`` records plain operators of torch, with the rows as constants.
+`swap_embeddings` builds modules with the interface of ``nn.Embedding`` and ``nn.EmbeddingBag``. For valid ids they
+return the same vectors as torch's modules. A sparse optimizer of hotbed, built for the model, applies the gradients of
+rows. ``torch.export`` records plain torch operators, with the rows as constants.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _SET_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 class TableRows(Tensor):
     """Rows ``[R, D]`` of a table.
 
-    To set ``requires_grad`` freezes or trains the table, and to set ``data`` replaces its rows. Results of operations
-    are plain tensors, except views of a copy, because writes to them must be refused, too.
+    Setting ``requires_grad`` freezes or unfreezes the table. Setting ``data`` replaces its rows. Operations return
+    plain tensors. Views of a copy are the exception, because writes to them must be refused, too.
     """
 
     _rows: EmbeddingCollection
@@ -54,7 +54,7 @@ class TableRows(Tensor):
 
     @classmethod
     def of(cls, rows: EmbeddingCollection, table: str) -> Tensor:
-        """Return the memory of a table that is all on this rank in a floating-point dtype, else a copy."""
+        """Return the table's own memory if it is unsharded and of a floating-point dtype, otherwise a copy."""
         store, values = rows.local_tiles(table)[0].arena.store, None
         if not rows.is_distributed and isinstance(store, DenseStore):
             raw = rows._group_of(table).raw(table)
@@ -64,8 +64,8 @@ class TableRows(Tensor):
         handle = rows.handles[table]
         if handle.requires_grad and torch.is_grad_enabled():
             why = (
-                f"the rows of table '{table}' are used where they need a gradient, as the weight of an output layer "
-                f"does, and a table has none but from lookups; leave the module as it is with skip=['{table}']"
+                f"table '{table}': got a backward pass through its rows (e.g. as the weight of an output layer), "
+                f"expected gradients from lookups only. Keep the module as it is with skip=['{table}']"
             )
             values = Refused.apply(handle, values, SpecError, why)
         if torch.compiler.is_compiling():
@@ -83,7 +83,7 @@ class TableRows(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Redirect writes; compute everything else as for plain tensors."""
+        """Redirect writes to the table. Other operations see a plain tensor."""
         own = args[0] if args else None
         if isinstance(own, TableRows) and hasattr(own, "_rows"):
             if func in _SET_TRAINED and not own._is_part:
@@ -97,13 +97,12 @@ class TableRows(Tensor):
             return func(*args, **(kwargs or {}))
 
     def _of_copy(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Refuse writes to a copy, and mark views of it, so that writes to them are refused, too."""
+        """Refuse writes to a copy, and mark its views, so that writes to them are refused, too."""
         name = getattr(func, "__name__", "")
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             raise SpecError(
-                f"the rows of table '{self._table}' are a copy, to which a write would be lost: got {name}, "
-                "expected a table that is all on this rank. Set `module.weight.data = values` on all ranks, or write "
-                "to a `.clone()`"
+                f"table '{self._table}': got {name} on a copy of its rows, expected an unsharded table, because the "
+                "write would be lost. Set `module.weight.data = values` on all ranks, or write to a `.clone()`"
             )
         with NoSubclasses():
             result = func(*args, **kwargs)
@@ -114,7 +113,7 @@ class TableRows(Tensor):
             return self._marked(result)
 
     def _marked(self, result: Any) -> Any:
-        """Return a view of this copy as `TableRows`, and anything else as it is."""
+        """Return a view of this copy as `TableRows`, and any other result unchanged."""
         if not isinstance(result, Tensor) or result.untyped_storage().data_ptr() != self.untyped_storage().data_ptr():
             return result
         view = result.as_subclass(TableRows)
@@ -131,11 +130,11 @@ class TableRows(Tensor):
 
 
 class Refused(torch.autograd.Function):
-    """Return rows or vectors of a table, and raise an error if a backward pass reaches them."""
+    """Return rows or vectors of a table. A backward pass that reaches them raises an error."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, vectors: Tensor, kind: type[Exception], why: str) -> Tensor:
-        """Return a view; ``anchor`` makes it need a gradient."""
+        """Return a view. ``anchor`` makes it require a gradient."""
         ctx.kind, ctx.why = kind, why
         return vectors.view_as(vectors)
 
@@ -146,10 +145,10 @@ class Refused(torch.autograd.Function):
 
 
 class _DropIn(nn.Module):
-    """Look up one feature of a collection of one table; modules that shared a weight share the collection.
+    """Look up one feature of a collection with one table. Modules that shared a weight share the collection.
 
-    ``padding_idx`` and ``max_norm`` are torch's. Updates of the optimizers keep ``max_norm``, so rows must be within it
-    from the start.
+    ``padding_idx`` and ``max_norm`` are torch's. Optimizers keep rows within ``max_norm``, so the initial rows must be
+    within it, too.
     """
 
     def __init__(
@@ -175,10 +174,10 @@ class _DropIn(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Rows ``[R, D]`` in the memory of the table; if ranks share the table, a copy that refuses writes.
+        """Rows ``[R, D]`` in the memory of the table. For a sharded table: a copy that refuses writes.
 
-        Its ``requires_grad`` freezes and trains the table. Backward through these rows, e.g. as the weight of an output
-        layer, raises `SpecError`.
+        Setting its ``requires_grad`` freezes or unfreezes the table. A backward pass through these rows, e.g. as the
+        weight of an output layer, raises `SpecError`.
         """
         return TableRows.of(self.rows, self.table)
 
@@ -186,20 +185,21 @@ class _DropIn(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             raise SpecError(
-                f"the weight of '{self.feature}' is a table: got {type(value).__name__} in its place, expected values. "
-                "Write them, `with torch.no_grad(): module.weight.copy_(values)`; leave tables out of functional_call"
+                f"the weight of '{self.feature}' is a table: got a new {type(value).__name__}, expected a copy of "
+                "values. Use `with torch.no_grad(): module.weight.copy_(values)`, and leave tables out of "
+                "functional_call"
             )
         super().__setattr__(name, value)
 
     @override
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Train the table, or freeze it."""
+        """Freeze or unfreeze the table."""
         self.rows.requires_grad_(requires_grad)
         return self
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradient of the table that waits for an optimizer's step."""
+        """Drop the table's gradient that no optimizer step has applied yet."""
         self.rows.zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -208,7 +208,7 @@ class _DropIn(nn.Module):
         if self.rows.is_distributed:
             raise SpecError(
                 f"table '{self.table}' is distributed: got reset_parameters(), expected it before hotbed.distribute. "
-                "Reset the model before it is distributed"
+                "Reset the model before you distribute it"
             )
         if self.rows.device.type == "meta":
             return
@@ -220,7 +220,7 @@ class _DropIn(nn.Module):
 
     @torch.no_grad()
     def limit_norms(self) -> None:
-        """Scale rows down to ``max_norm``, as torch does with rows when they are looked up."""
+        """Scale rows down to ``max_norm``, as torch does at each lookup."""
         if self.max_norm is not None:
             rows = self.rows.weight(self.table)
             norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
@@ -228,7 +228,7 @@ class _DropIn(nn.Module):
             self.rows.set_weight(self.table, scaled)
 
     def _integers(self, what: str, given: Tensor) -> Tensor:
-        """Return ids or offsets as int32 or int64; raise for what is no tensor of integers."""
+        """Return ids or offsets as int32 or int64, or raise if they are not a tensor of integers."""
         if isinstance(given, Tensor) and given.dtype in INDEX_DTYPES and not given.is_meta:
             return given
         if type(given).__module__.startswith("torch.fx"):
@@ -240,36 +240,36 @@ class _DropIn(nn.Module):
             return given.long()
         if given.dtype not in INDEX_DTYPES:
             raise BatchError(
-                f"{what} of '{self.feature}' are no integers that index rows: got {describe(given)}, expected int32 or "
-                "int64. Convert them with .long()"
+                f"{what} of '{self.feature}' are not integers: got {describe(given)}, expected int32 or int64. "
+                "Convert them with .long()"
             )
         raise BatchError(
-            f"{what} of '{self.feature}' have no values: got {describe(given)} on meta, expected ids on a device. Call "
-            "the model when its tables are on a device"
+            f"{what} of '{self.feature}' have no values: got {describe(given)} on meta, expected ids on a device. Move "
+            "the tables and ids to a device before you call the model"
         )
 
     def _constant(self) -> Tensor:
-        """Return the rows as ``torch.export`` records them."""
+        """Return the rows that ``torch.export`` records."""
         if self.rows.is_distributed:
             raise SpecError(
-                f"table '{self.table}' is distributed: got torch.export, expected a table on one rank. Load the "
-                "state into a model that is not distributed, and export that"
+                f"table '{self.table}' is distributed: got torch.export, expected a table on one rank. Load the state "
+                "into an undistributed model, and export that model"
             )
         with torch.no_grad():
             return self.weight.detach()
 
     @override
     def extra_repr(self) -> str:
-        """Return what torch's module would."""
-        said = f"{self.num_embeddings}, {self.embedding_dim}"
+        """Return the arguments that torch's module would show."""
+        text = f"{self.num_embeddings}, {self.embedding_dim}"
         for name in ("padding_idx", "max_norm"):
             if (value := getattr(self, name)) is not None:
-                said += f", {name}={value}"
-        return said
+                text += f", {name}={value}"
+        return text
 
 
 def rename_states(module: nn.Module, inner: str, outer: str) -> None:
-    """Save, load and report what a module's state has under ``inner`` as if it were under ``outer``."""
+    """Rename keys of a module's ``state_dict`` from the prefix ``inner`` to ``outer``, and back on load."""
     module.register_state_dict_post_hook(partial(_rename_saved, inner, outer))
     module.register_load_state_dict_pre_hook(partial(_rename_loaded, inner, outer))
     module.register_load_state_dict_post_hook(partial(_rename_reported, inner, outer))
@@ -298,14 +298,14 @@ def _limit_loaded(module: nn.Module, _: Any) -> None:
 
 
 class Embedding(_DropIn):
-    """Look ids of any shape up, as ``nn.Embedding`` does.
+    """Look up ids of any shape, like ``nn.Embedding``.
 
-    The row of ``padding_idx`` is looked up, but gets no gradient.
+    The row of ``padding_idx`` is returned but gets no gradient.
     """
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        """Look up ids ``[…]`` of any integer dtype of at most 64 bits with a sign, or uint8: ``[…, D]``."""
+        """Look up ids ``[…]`` of a signed integer dtype or uint8, and return vectors ``[…, D]``."""
         input = self._integers("ids", input)
         if is_exporting():
             return functional.embedding(input, self._constant(), self.padding_idx).to(self.rows.dtype)
@@ -317,10 +317,10 @@ class Embedding(_DropIn):
 
 
 class EmbeddingBag(_DropIn):
-    """Look bags up and pool them, as ``nn.EmbeddingBag`` does.
+    """Look up bags and pool them, like ``nn.EmbeddingBag``.
 
-    Ids that are ``padding_idx`` are left out of their bags. With ``include_last_offset``, offsets are ``[B + 1]``, with
-    the number of ids as the last one.
+    Ids equal to ``padding_idx`` are removed from their bags. With ``include_last_offset``, offsets are ``[B + 1]`` and
+    end with the number of ids.
     """
 
     def __init__(
@@ -337,11 +337,11 @@ class EmbeddingBag(_DropIn):
 
     @override
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Look up and pool ``[B, k]``, or ``[N]`` with offsets: ``[B, D]``.
+        """Look up and pool ids ``[B, k]``, or ``[N]`` with offsets. Return vectors ``[B, D]``.
 
-        Ids may have any integer dtype of at most 64 bits with a sign, or uint8. Offsets tell where each bag of ids
-        ``[N]`` starts, ``[B]``, or ``[B + 1]`` with ``include_last_offset``. ``per_sample_weights`` have the shape of
-        the ids, and are for mode ``"sum"`` only.
+        Ids have a signed integer dtype or uint8. Offsets are the positions where the bags of ids ``[N]`` start:
+        ``[B]``, or ``[B + 1]`` with ``include_last_offset``. ``per_sample_weights`` have the shape of the ids, and
+        require mode ``"sum"``.
         """
         input = self._integers("ids", input)
         weights = self._checked_weights(input, per_sample_weights)
@@ -350,7 +350,8 @@ class EmbeddingBag(_DropIn):
         bags = self._bags(input, offsets, weights)
         if self.mode != "max":
             return self._look_up(bags, self.padding_idx)
-        if self.padding_idx is not None and not torch.compiler.is_compiling():  # a graph cannot hold what this leaves
+        # In a graph, padding stays, because the number of remaining ids depends on the data.
+        if self.padding_idx is not None and not torch.compiler.is_compiling():
             bags, _ = without(bags, self.padding_idx)
         return _largest(self._look_up(bags), bags, self.padding_idx)
 
@@ -369,21 +370,23 @@ class EmbeddingBag(_DropIn):
         if weights is None:
             return None
         if self.mode != "sum":
-            raise BatchError(f"per_sample_weights are for mode 'sum' only, mode is {self.mode!r}; leave them out")
+            raise BatchError(f"per_sample_weights: got mode {self.mode!r}, expected 'sum'. Remove the weights.")
         if weights.shape != ids.shape:
             raise BatchError(
-                f"per_sample_weights are {list(weights.shape)}, must be of the ids' shape {list(ids.shape)}"
+                f"per_sample_weights: got shape {list(weights.shape)}, expected the ids' shape {list(ids.shape)}"
             )
         return weights.reshape(-1)
 
     def _bags(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Bags:
         if ids.dim() == 2:
             if offsets is not None:
-                raise BatchError(f"ids are {list(ids.shape)}, which is bags of {ids.shape[1]}; leave offsets out")
+                raise BatchError(
+                    f"offsets: got ids {list(ids.shape)} with offsets, expected one of both. Remove the offsets."
+                )
             return Bags(ids.reshape(-1), len(ids), ids.shape[1], None, weights)
         if ids.dim() != 1 or offsets is None:
             given = "no offsets" if offsets is None else f"offsets {describe(offsets)}"
-            raise BatchError(f"ids are {describe(ids)}, with {given}; give [B, k], or [N] with offsets of the bags")
+            raise BatchError(f"ids: got {describe(ids)} with {given}, expected [B, k], or [N] with offsets")
         offsets = self._integers("offsets", offsets).long()
         if self.include_last_offset and not len(offsets):
             raise BatchError(
@@ -396,11 +399,9 @@ class EmbeddingBag(_DropIn):
 
 
 def _largest(vectors: Tensor, bags: Bags, padding_idx: int | None) -> Tensor:
-    """Take the maximum of each column over the vectors of a bag: ``[N, D]`` to ``[B, D]``; of an empty bag, zeros.
-
-    As in torch, the first of several equal maxima has all of the gradient. `torch.scatter_reduce` would divide it, also
-    among the zeros that it begins with, and the gradient of `torch.segment_reduce` is wrong for equal rows (2.13).
-    """
+    """Return the maximum of each column over the vectors of a bag: ``[N, D]`` to ``[B, D]``, zeros for empty bags."""
+    # As in torch, the first of several equal maxima gets the whole gradient. torch.scatter_reduce would divide it,
+    # and the gradient of torch.segment_reduce is wrong for equal rows (torch 2.13).
     count, columns = vectors.shape
     bag = torch.arange(bags.batch_size, device=vectors.device).repeat_interleave(bags.lengths(), output_size=count)
     own = bag[:, None].expand_as(vectors)
@@ -408,8 +409,8 @@ def _largest(vectors: Tensor, bags: Bags, padding_idx: int | None) -> Tensor:
     values = vectors.detach().masked_fill(is_left_out, -torch.inf)
     largest = values.new_zeros(bags.batch_size, columns).scatter_reduce(0, own, values, "amax", include_self=False)
     is_largest = ((values == largest.gather(0, own)) | values.isnan()) & ~is_left_out
-    place = torch.arange(count, device=vectors.device)[:, None].expand_as(vectors).where(is_largest, count)
-    first = place.new_full((bags.batch_size, columns), count).scatter_reduce(0, own, place, "amin")
+    position = torch.arange(count, device=vectors.device)[:, None].expand_as(vectors).where(is_largest, count)
+    first = position.new_full((bags.batch_size, columns), count).scatter_reduce(0, own, position, "amin")
     return functional.pad(vectors, (0, 0, 0, 1)).gather(0, first)
 
 
@@ -418,37 +419,37 @@ def swap_embeddings(
 ) -> nn.Module:
     """Replace every ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model by a table of hotbed, in place.
 
-    Calls stay as they are, and so do values, names in ``state_dict`` and what is frozen. Call it before optimizers are
-    made: tables are no parameters any more, ``hb.optim.RowWiseAdagrad(model, lr=0.1)`` trains them, and
-    ``torch.optim`` the rest. `hotbed.distribute` then shards the tables, by the names of their modules.
+    Calls, values, names in ``state_dict`` and frozen modules stay the same. Call this function before you build
+    optimizers, because tables are not parameters: ``hb.optim.RowWiseAdagrad(model, lr=0.1)`` trains them, and
+    ``torch.optim`` trains the rest. `hotbed.distribute` shards the tables, which have the names of their modules.
 
-    Tables of one dim and dtype lie in one arena, which an optimizer updates by one launch. A module that is moved to
-    another device, or copied, takes its rows along and is updated by itself: swap a model where it is to be trained.
+    Tables of one dim and dtype share an arena, which an optimizer updates in one launch. A module that is copied, or
+    moved to another device, gets its own rows and its own launch. So swap a model on the device that trains it.
 
     Parameters
     ----------
     model
-        Any module. Embeddings that share a weight share a table. Tables keep the values that torch has drawn. Those on
-        ``meta`` get values of the standard deviation that torch's would have, 1, when the model is distributed.
+        Any module. Embeddings that share a weight share a table. Tables keep the values of torch's modules. Tables on
+        ``meta`` are initialized with torch's standard deviation, 1, when the model is distributed.
     skip
-        Names of modules to leave as they are, as in ``model.named_modules()``; ``*`` stands for any characters.
+        Names of modules to keep, as in ``model.named_modules()``. ``*`` matches any characters.
     seed
         Seed of the initial values of tables on ``meta``, as for `EmbeddingCollection`. By default it is drawn from
-        torch's generator, so that ``torch.manual_seed`` decides; several ranks take the seed of the first.
+        torch's generator, so ``torch.manual_seed`` determines it. All ranks use the seed of rank 0.
     backend
-        As for `EmbeddingCollection`.
+        Kernels, as for `EmbeddingCollection`.
 
     Returns
     -------
     nn.Module
-        The model; if it is an embedding itself, what replaces it.
+        The model, or its replacement if the model is an embedding itself.
 
     Raises
     ------
     SpecError
-        If there is nothing to replace, or an embedding cannot be: its weight is also that of another layer, its
-        gradients are scaled by frequency, its norm is not the Euclidean one, its dtype or width is none of tables, or
-        its class, hooks or parametrizations do more than look up.
+        If there is nothing to replace, or an embedding cannot be replaced: its weight is shared with another layer, its
+        gradients are scaled by frequency, its norm is not Euclidean, tables do not support its dtype or width, or its
+        class, hooks or parametrizations do more than look up.
 
     Examples
     --------
@@ -461,12 +462,12 @@ def swap_embeddings(
     names = dict(model.named_modules(remove_duplicate=False))
     for pattern in skip:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise SpecError(f"skip has '{pattern}', which no module is called{did_you_mean(pattern, found)}")
+            raise SpecError(f"skip: got '{pattern}', expected the name of a module{did_you_mean(pattern, found)}")
     chosen = {n: m for n, m in found.items() if not any(fnmatchcase(n, pattern) for pattern in skip)}
     if not chosen:
         raise SpecError(
             f"{type(model).__name__} has no nn.Embedding or nn.EmbeddingBag to replace"
-            + (f" except the modules to skip: {', '.join(found)}" if found else "")
+            + (f" except the skipped modules: {', '.join(found)}" if found else "")
         )
     for name, module in chosen.items():
         _check(name, module)
@@ -484,7 +485,7 @@ def swap_embeddings(
     made: dict[int, nn.Module] = {}
     for rows, named in tables:
         made |= _replacements(rows, named)
-    for name, module in names.items():  # a module may be at several places
+    for name, module in names.items():  # a module may have several names
         if id(module) in made and name:
             parent, _, own = name.rpartition(".")
             setattr(names[parent], own, made[id(module)])
@@ -497,10 +498,10 @@ def swap_embeddings(
 
 
 class _WithTables:
-    """A method of a module that contains tables, called for them, too, because they are no parameters of it."""
+    """Method of a module that also calls the method of its tables, because tables are not parameters."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self._module, self._name = weakref.ref(module), name  # the module has this, and a cycle would keep it alive
+        self._module, self._name = weakref.ref(module), name  # weak, because the module refers to this object
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._live()
@@ -512,8 +513,8 @@ class _WithTables:
     def _live(self) -> nn.Module:
         if (module := self._module()) is None:
             raise SpecError(
-                f"{self._name} belongs to a module that is gone: got a shallow copy of it, expected the module or a "
-                "deep copy. Copy modules with copy.deepcopy"
+                f"{self._name}: got a shallow copy of a deleted module, expected the module or a deep copy. Copy "
+                "modules with copy.deepcopy"
             )
         return module
 
@@ -523,27 +524,27 @@ class _WithTables:
 
 
 def _check(name: str, module: _Torch) -> None:
-    """Raise `SpecError` for an embedding that tables cannot replace."""
+    """Raise `SpecError` if a table cannot replace the embedding."""
     kind = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
     label = f"{type(module).__name__} '{name}'"
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     if weight is None:
-        wrong = "has a parametrization or no weight, which tables do not have"
+        wrong = "has a parametrization or no weight, which tables do not support"
     elif own := _own(type(module), kind) + _children(module)[1:]:
-        wrong = f"has a {own[0]} of its own, which a table would not have"
+        wrong = f"has its own {own[0]}, which a table would not have"
     elif _has_hooks(module, weight):
         wrong = "has hooks, which would be lost"
     elif module.scale_grad_by_freq:
-        wrong = "has scale_grad_by_freq, which optimizers of tables do not know"
+        wrong = "has scale_grad_by_freq, which sparse optimizers do not support"
     elif module.max_norm is not None and module.norm_type != 2:
-        wrong = f"has max_norm by norm_type {module.norm_type}, must be 2"
+        wrong = f"has norm_type {module.norm_type}, expected 2"
     elif weight.dtype not in _DTYPES:
-        wrong = f"is {str(weight.dtype).removeprefix('torch.')}; tables are float32, bfloat16 or float16"
+        wrong = f"has dtype {str(weight.dtype).removeprefix('torch.')}, expected float32, bfloat16 or float16"
     elif weight.shape[1] > MAX_DIM:
-        wrong = f"has {weight.shape[1]:,} columns, tables have at most {MAX_DIM:,}"
+        wrong = f"has {weight.shape[1]:,} columns, expected at most {MAX_DIM:,}"
     else:
         return
-    raise SpecError(f"{label} {wrong}; leave it as it is with skip=['{name}']")
+    raise SpecError(f"{label} {wrong}. Keep it with skip=['{name}']")
 
 
 def _children(module: nn.Module) -> list[str]:
@@ -560,32 +561,32 @@ def _own(derived: type, kind: type) -> list[str]:
 
 
 def _has_hooks(module: nn.Module, weight: Tensor) -> bool:
-    """Say whether something is called when a module, or the gradient of its weight, is computed."""
+    """Return whether a module or its weight has hooks."""
     return bool(hooks_of(module) or hooks_of(weight))
 
 
 def _refuse_shared(model: nn.Module, chosen: dict[str, _Torch]) -> None:
-    """Raise `SpecError` where another layer has the weight of an embedding, which would be a parameter no more."""
+    """Raise `SpecError` if another layer shares the weight of an embedding."""
     of_weight = {id(module.weight): name for name, module in chosen.items()}
     for name, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in of_weight and name not in chosen:
                 theirs, here = of_weight[id(parameter)], f"{name}.{own}".lstrip(".")
                 raise SpecError(
-                    f"the weight of '{theirs}' is also '{here}', which a table could not be; leave it "
-                    f"as it is with skip=['{theirs}']"
+                    f"the weight of '{theirs}' is also '{here}', which cannot use a table. Keep it with "
+                    f"skip=['{theirs}']"
                 )
 
 
 def _table(named: dict[str, _Torch], seed: int, backend: BackendName) -> EmbeddingCollection:
-    """Make the table of the modules of one weight, on ``meta``."""
+    """Build the table of the modules that share a weight, on ``meta``."""
     first, module = next(iter(named.items()))
     weight: Tensor = module.weight
     limits = {m.max_norm for m in named.values()}
     if len(limits) > 1:
         raise SpecError(
-            f"{', '.join(map(repr, named))} share a weight and have different max_norm: {sorted(map(str, limits))}; "
-            "give them the same"
+            f"max_norm of {', '.join(map(repr, named))}: got {sorted(map(str, limits))}, expected one value, because "
+            "they share a weight"
         )
     table = Table(
         first or "weight",
@@ -604,7 +605,7 @@ def _table(named: dict[str, _Torch], seed: int, backend: BackendName) -> Embeddi
 
 
 def _replacements(rows: EmbeddingCollection, named: dict[str, _Torch]) -> dict[int, nn.Module]:
-    """Fill the table of the modules of one weight, and make what replaces them, by their ids."""
+    """Fill the table of the modules that share a weight, and return their replacements by module id."""
     weight: Tensor = next(iter(named.values())).weight
     if not weight.is_meta:
         (table,) = rows.tables
@@ -624,13 +625,13 @@ def _replacements(rows: EmbeddingCollection, named: dict[str, _Torch]) -> dict[i
 
 
 def _bound(module: _Torch) -> float:
-    """Bound of uniform initial values of the deviation of torch's, 1; no row is longer than ``max_norm``."""
+    """Return the bound of uniform initial values with torch's deviation, 1, and rows within ``max_norm``."""
     longest = math.inf if module.max_norm is None else float(module.max_norm)
     return min(math.sqrt(3.0), longest / math.sqrt(module.embedding_dim))
 
 
 def _pooling(module: _Torch) -> Pooling:
-    """The pooling of a module's feature; of a mode that tables do not have, none."""
+    """Return the pooling of a module's feature, or none for a mode that tables do not have."""
     if isinstance(module, nn.Embedding):
         return "sum"
     return "none" if module.mode == "max" else cast(Pooling, module.mode)

@@ -137,9 +137,11 @@ class EmbeddingCollection(TableModule):
             converted to another dtype, as by ``model.double()``.
         """
         if torch.compiler.is_dynamo_compiling():
-            from hotbed.embed.compile_ops import look_up  # which imports the compiler, seconds of every `import hotbed`
+            from hotbed.embed.compile_ops import (
+                traced_lookup,  # which imports the compiler, seconds of every `import hotbed`
+            )
 
-            return look_up(self, ids, room)
+            return traced_lookup(self, ids, room)
         if not isinstance(ids, Jagged):
             refuse_other_ids(ids)
         self._check_call(ids, room, torch.is_grad_enabled() and self._is_trained(self.tables))

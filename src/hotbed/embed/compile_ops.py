@@ -30,7 +30,7 @@ from hotbed.embed.single_lookup import Collection
 from hotbed.embed.table_group import Request, TableGroup
 from hotbed.errors import BatchError, OptimizerError
 from hotbed.jagged import Jagged
-from hotbed.torch_hooks import number_tensor, numbered, traced_number
+from hotbed.torch_hooks import find_by_number, number_tensor, traced_number
 from hotbed.torch_private import is_exporting
 
 REASON = (
@@ -70,7 +70,7 @@ class TracedCollection(Collection, Protocol):
     ) -> tuple[list[Request], list[Tensor]]: ...
 
 
-def look_up(collection: TracedCollection, ids: Jagged, room: int) -> Embeddings:
+def traced_lookup(collection: TracedCollection, ids: Jagged, room: int) -> Embeddings:
     """Look up and pool, as `EmbeddingCollection.forward`, which is being traced; by a graph break where it must be."""
     number = traced_number(ids) if type(ids) is Jagged else None
     if number is None or is_exporting() or room not in (0, 1) or not collection.is_traceable:
@@ -148,8 +148,8 @@ def _look_up(
     trains_weights: bool,
 ) -> tuple[list[Tensor], Tensor]:
     """Look up: vectors by dim ``[B, room + features, D]``, and what `_receive` finds the calls by."""
-    tables = cast("TracedCollection | None", numbered(collection))
-    ids = cast("Jagged | None", numbered(int(number)))
+    tables = cast("TracedCollection | None", find_by_number(collection))
+    ids = cast("Jagged | None", find_by_number(int(number)))
     if tables is None or ids is None:
         raise BatchError(
             "the batch that a compiled lookup is computed again for is gone; keep the batch until backward is done"
@@ -184,7 +184,7 @@ def _(
     trains: bool,
     trains_weights: bool,
 ) -> tuple[list[Tensor], Tensor]:
-    tables = cast("TracedCollection", numbered(collection))
+    tables = cast("TracedCollection", find_by_number(collection))
     shapes = [(batch_size, room + len(group.pooled), group.dim) for group in tables._groups]
     calls = torch.empty(int(trains or trains_weights), dtype=torch.int64, device="cpu")
     return [values.new_empty(shape, dtype=dtype) for shape in shapes], calls
@@ -193,7 +193,7 @@ def _(
 @torch.library.custom_op("hotbed::receive", mutates_args=())
 def _receive(number: Tensor, gradients: Sequence[Tensor | None], room: int, weights: int) -> tuple[Tensor, Tensor]:
     """Hand gradients, by dim, to the optimizers: gradients of the anchor, and of the per-id weights ``[weights]``."""
-    found = cast("_Calls | None", numbered(int(number)))
+    found = cast("_Calls | None", find_by_number(int(number)))
     if found is None:
         raise OptimizerError(
             "backward was given a copy of what a compiled lookup saved, and the lookup itself is gone; leave out "
@@ -290,7 +290,7 @@ def _look_up_feature(
     trains_weights: bool,
 ) -> tuple[Tensor, Tensor]:
     """Look up: vectors ``[B, 1, D]``, and what `_receive` finds the call by."""
-    tables = cast("TracedCollection", numbered(collection))
+    tables = cast("TracedCollection", find_by_number(collection))
     name = tables.features[feature].name
     bags, positions = Bags(values, batch_size, fixed, offsets, weights), None
     if padding_idx is not None:
@@ -324,7 +324,7 @@ def _(
     trains: bool,
     trains_weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    tables = cast("TracedCollection", numbered(collection))
+    tables = cast("TracedCollection", find_by_number(collection))
     count = batch_size if tables.features[feature].is_pooled else values.shape[0]
     calls = torch.empty(int(trains or trains_weights), dtype=torch.int64, device="cpu")
     return values.new_empty((count, 1, tables._groups[0].dim), dtype=dtype), calls

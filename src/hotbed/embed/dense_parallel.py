@@ -150,16 +150,16 @@ def mean_over_ranks_(buffer: Tensor, link: Link) -> None:
     theirs = buffer.new_empty(link.size, sizes[link.rank])
     what = "gradients of dense parameters"
     link.exchange(what, shares, list(theirs), lambda _, receiver: nbytes[receiver]).wait()
-    mean = mean_of_rows(theirs)
+    mean = average_ranks(theirs)
     link.exchange(what, [mean] * link.size, shares, lambda sender, _: nbytes[sender]).wait()
 
 
-def mean_of_rows(values: Tensor) -> Tensor:
+def average_ranks(values: Tensor) -> Tensor:
     """Average rows ``[T, n]``: added from the first to the last, on a GPU by one kernel (not float64), then divided."""
     if values.is_cuda and values.dtype in (torch.float32, torch.bfloat16, torch.float16):
         from hotbed.ops import triton_dense
 
-        return triton_dense.mean_of_rows(values)
+        return triton_dense.average_rows(values)
     total = values[0]
     for row in values[1:]:
         total = total + row

@@ -26,7 +26,7 @@ def local_values(tensor: Tensor) -> Tensor:
     return cast("Any", tensor).to_local() if is_sharded(tensor) else tensor
 
 
-def gathered(value: object, *, keep: bool = True) -> Any:
+def gather_shards(value: object, *, keep: bool = True) -> Any:
     """Replace the sharded tensors of a state by whole ones; all ranks must call this.
 
     A rank that does not ``keep`` them gets its own shards in their place, so that it has no more than one whole tensor
@@ -39,9 +39,9 @@ def gathered(value: object, *, keep: bool = True) -> Any:
         entries = cast("Mapping[Any, object]", value)
         if not _has_sharded(entries):
             return entries
-        return {key: gathered(entry, keep=keep) for key, entry in entries.items()}
+        return {key: gather_shards(entry, keep=keep) for key, entry in entries.items()}
     if isinstance(value, list | tuple) and _has_sharded(cast("list[object]", value)):
-        return type(value)(gathered(entry, keep=keep) for entry in cast("list[object]", value))
+        return type(value)(gather_shards(entry, keep=keep) for entry in cast("list[object]", value))
     return value
 
 

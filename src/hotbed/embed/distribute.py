@@ -23,7 +23,7 @@ from hotbed.comm import Link, OneRank
 from hotbed.config.parallel_memory import MemoryOptions, ParallelOptions
 from hotbed.embed.agreed_plan import agreed, is_searched, plan_of_first
 from hotbed.embed.dense_parallel import data_parallel, materialize, refuse_sharded, wrapper_of
-from hotbed.embed.dense_shards import gathered, is_sharded, sharded_parameters
+from hotbed.embed.dense_shards import gather_shards, is_sharded, sharded_parameters
 from hotbed.embed.first_values import agree_on_values
 from hotbed.embed.plan_names import collections_of, local_plan, names_in_plans, plan_for, plan_tables
 from hotbed.embed.replicas import Replicas, check_replicas
@@ -269,7 +269,7 @@ class Distributed(nn.Module):
         if not are_tables_left_out():  # inside a checkpoint, which gathers for the rank that writes
             prefix: str = kwargs.get("prefix", args[1] if len(args) > 1 else "")
             own = {name: value for name, value in state.items() if name.startswith(prefix) and is_sharded(value)}
-            state.update(gathered(own))
+            state.update(gather_shards(own))
         return state
 
     def _take_state(self, state: dict[str, Any], prefix: str, *_: object) -> None:

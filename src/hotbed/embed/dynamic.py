@@ -1,9 +1,10 @@
 """Assign rows of dynamic tables to ids of any size: on first sight, and until they are evicted.
 
-Rows are the places of a set-associative directory (`Vocabulary`): an id's hash says in which set of 128 its row is. So
-which ids share room, and which one is evicted, depends on the ids alone, not on how tables or ranks are laid out. Each
-rank has some of the sets; distinct ids are sent to the rank that has theirs, and come back as rows. `DynamicTables`
-replaces ids by rows before anything else sees the batch; rows that change ids are reinitialized on all ranks.
+Rows are the places of a set-associative directory (`DynamicVocabulary`): an id's hash says in which set of 128 its
+row is. So which ids share room, and which one is evicted, depends on the ids alone, not on how tables or ranks are
+laid out. Each rank has some of the sets; distinct ids are sent to the rank that has theirs, and come back as rows.
+`DynamicTables` replaces ids by rows before anything else sees the batch; rows that change ids are reinitialized on
+all ranks.
 
 A table of 256 rows has 2 sets. On two ranks, rank 0 has set 0 (rows 0 … 127) and rank 1 set 1 (rows 128 … 255); an id
 that rank 0 sees and whose hash is in set 1 is sent to rank 1, which gives it row 128 if it is the set's first.
@@ -71,7 +72,7 @@ class _Directory:
         return {"ids": self.ids, "times": self.times, "counts": self.counts}
 
 
-class Vocabulary:
+class DynamicVocabulary:
     """Rows of the ids of a dynamic table, on one rank of ``size``.
 
     ``evicted`` counts ids that were evicted on this rank, ``unadmitted`` how often an id had no row, because it was
@@ -243,7 +244,7 @@ class DynamicTables:
 
     def __init__(self, tables: Sequence[Table], features: Sequence[Feature], link: Link | None = None) -> None:
         place = (0, 1) if link is None else (link.rank, link.size)
-        self._vocabularies = {t.name: Vocabulary(t, *place) for t in tables if t.dynamic is not None}
+        self._vocabularies = {t.name: DynamicVocabulary(t, *place) for t in tables if t.dynamic is not None}
         self._features = {t: [f.name for f in features if f.table == t] for t in self._vocabularies}
         self._link = link
         self.unadmitted: Counter[str] = Counter()

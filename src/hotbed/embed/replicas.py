@@ -47,7 +47,7 @@ from hotbed.ops.layout import ACTIVE, FREE
 from hotbed.ops.rows import step_seeds
 from hotbed.store import DenseStore, RowStore
 from hotbed.store.base import Values
-from hotbed.store.listing import positions, rising
+from hotbed.store.listing import list_set_bits, sort_slots
 from hotbed.store.memory import to_device, to_host
 from hotbed.store.touched import TouchedSlots
 
@@ -128,13 +128,13 @@ def gather_gradients(
             occurrences, grad = here[arena]
             assert occurrences.scale is None  # what arrives was summed by its sender
             slots, sums = occurrences.slots, grad[occurrences.bags]
-        slots = gathered("gradients' places", slots, of_replicas, link)
-        sums = gathered("gradients of replicas", sums, of_replicas, link)
+        slots = gather_from_groups("gradients' places", slots, of_replicas, link)
+        sums = gather_from_groups("gradients of replicas", sums, of_replicas, link)
         found.append((arena, Occurrences(slots, torch.arange(len(slots), device=device), None), sums))
     return found
 
 
-def gathered(what: str, values: Tensor, counts: Sequence[int], link: Link) -> Tensor:
+def gather_from_groups(what: str, values: Tensor, counts: Sequence[int], link: Link) -> Tensor:
     """Gather rows of all replicas ``[Σ counts, …]``, given how many each has."""
     found = values.new_empty(sum(counts), *values.shape[1:])
     link.exchange(what, [values.contiguous()] * link.size, list(found.split(list(counts)))).wait()
@@ -207,7 +207,7 @@ class Sync:
         for arena, of_replicas in zip(self._arenas, by_arena, strict=True):
             slots = touched_anywhere(arena.store, touched[arena], of_replicas, link)
             seeds = step_seeds(self._seeds[arena].to(device), torch.full((), -1, device=device))
-            for bucket in slots.split(max(BUCKET_BYTES // row_bytes(arena.store), 1)):
+            for bucket in slots.split(max(BUCKET_BYTES // stored_row_bytes(arena.store), 1)):
                 if len(bucket):
                     average_rows(arena, bucket, seeds, link)
             arena.updates += len(slots) > 0
@@ -226,7 +226,7 @@ def _trained(arena: Arena, slots: Tensor, step: RuleStep) -> Tensor:
     return torch.where(active[arena.locate(slots)[0]], slots, FREE)
 
 
-def row_bytes(store: RowStore) -> int:
+def stored_row_bytes(store: RowStore) -> int:
     """Count the bytes of a row and its moments on the wire."""
     return 4 * (store.dim + sum(1 if store.moment_is_per_row(m) else store.dim for m in store.moment_names))
 
@@ -252,18 +252,18 @@ def touched_anywhere(store: RowStore, touched: Tensor, counts: Sequence[int], li
     slots = store.slots
     if not sum(counts):
         return touched
-    message = choose_message(counts, slots, row_bytes(store))
+    message = choose_message(counts, slots, stored_row_bytes(store))
     if message == "nothing" and isinstance(store, DenseStore):  # in others not all rows exist
         return torch.arange(slots, device=touched.device)
     if message == "numbers":
         own = touched.to(torch.int32 if slots < 1 << 31 else torch.int64)
-        return rising(gathered("touched rows", own, counts, link).long())
+        return sort_slots(gather_from_groups("touched rows", own, counts, link).long())
     bits = torch.arange(8, dtype=torch.uint8, device=touched.device)
     mask = torch.zeros(slots + -slots % 8, dtype=torch.uint8, device=touched.device)
     mask[touched] = 1
     own = (mask.view(-1, 8) << bits).sum(1, dtype=torch.uint8)
     union = reduce(torch.bitwise_or, link.all_gather("bitmap of touched rows", own).wait())
-    return positions(((union[:, None] >> bits) & 1).view(-1)[:slots].bool())
+    return list_set_bits(((union[:, None] >> bits) & 1).view(-1)[:slots].bool())
 
 
 def average_rows(arena: Arena, slots: Tensor, seeds: Tensor, link: Link) -> None:

@@ -175,12 +175,12 @@ def step_seconds(
     Every repeat times ``steps`` steps of each job. Layers are given by width and samples; all ranks compute them at
     once.
     """
-    found = run_ranks(__name__, request_of(jobs, repeats, steps) | {"layers": layers, "codecs": codecs}, ranks)
+    found = run_ranks(__name__, build_request(jobs, repeats, steps) | {"layers": layers, "codecs": codecs}, ranks)
     timed = {(width, samples): seconds for (width, samples), seconds in zip(layers, found["layers"], strict=True)}
     return Measured(steps=found["steps"], layers=timed, codecs=found["codecs"])
 
 
-def request_of(jobs: Sequence[StepJob], repeats: int, steps: int) -> dict[str, Any]:
+def build_request(jobs: Sequence[StepJob], repeats: int, steps: int) -> dict[str, Any]:
     """What a rank is asked to run, as JSON."""
     return {"jobs": [asdict(job) for job in jobs], "repeats": repeats, "steps": steps}
 
@@ -217,7 +217,7 @@ def _timed(request: Mapping[str, Any], here: Started) -> dict[str, Any]:
 
 
 class JobRun:
-    """A job on this rank, and where it is in its batches; a `request_of` says how often it is timed."""
+    """A job on this rank, and where it is in its batches; a `build_request` says how often it is timed."""
 
     def __init__(self, job: StepJob, rank: int, ranks: int, request: Mapping[str, Any]) -> None:
         torch.manual_seed(0)

@@ -116,7 +116,7 @@ def measure_overheads(
         known = {name: {at: statistics.median(v) for at, v in by.items()} for name, by in overheads.items()}
         rates = {at: {of: statistics.median(v) for of, v in by.items()} for at, by in mlp.items()}
         here = hardware.with_(overheads=known, mlp=rates, ranks_per_node=max(ranks, hardware.ranks_per_node))
-        pairs = [rows_of(jobs, found, here, ranks, i) for i in range(sizes.repeats)]
+        pairs = [tabulate_overheads(jobs, found, here, ranks, i) for i in range(sizes.repeats)]
         overheads.setdefault("id", {})[ranks] = [of_id for of_id, _ in pairs]
         efficiency[ranks] = [1 / factor for _, factor in pairs]
         if "average, many" in jobs:
@@ -177,7 +177,7 @@ def averaged_rows(job: StepJob, seconds: Samples, here: Hardware, ranks: int) ->
     return [max(each - others, 0.0) / rows for each in seconds]
 
 
-def rows_of(
+def tabulate_overheads(
     jobs: Mapping[str, StepJob], found: Measured, here: Hardware, ranks: int, repeat: int
 ) -> tuple[float, float]:
     """Seconds of an id, and by which factor rows take longer than their bytes do at the measured rates, in a repeat."""

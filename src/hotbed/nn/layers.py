@@ -159,9 +159,9 @@ class DotInteraction(nn.Module):
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise BatchError(f"DotInteraction got {dtype} vectors; give it float32, bfloat16 or float16")
         if torch.compiler.is_dynamo_compiling() and not is_exporting():
-            from hotbed.nn.traced_ops import interaction
+            from hotbed.nn.traced_ops import traced_interaction
 
-            return interaction(vectors.to(dtype), self.width, self.backend_name)
+            return traced_interaction(vectors.to(dtype), self.width, self.backend_name)
         kernels = ops.select(vectors.device, self.backend_name)
         with torch.autocast(kind, enabled=False):
             return _DotInteraction.apply(vectors.to(dtype), self.width, kernels)

@@ -36,9 +36,9 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None)
     given = [t for t in (logits, labels, weights) if t is not None]
     fits = logits.ndim == 2 and all(t.device.type == "cuda" and t.dtype == torch.float32 for t in given)
     if fits and torch.compiler.is_dynamo_compiling():
-        from hotbed.nn.traced_ops import cross_entropy
+        from hotbed.nn.traced_ops import traced_cross_entropy
 
-        return cross_entropy(logits, labels, weights)
+        return traced_cross_entropy(logits, labels, weights)
     if fits and ops.select(logits.device).NAME == "triton":
         return _CrossEntropy.apply(logits, labels, weights)
     return F.binary_cross_entropy_with_logits(logits, labels, weights, reduction="sum")

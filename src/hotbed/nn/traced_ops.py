@@ -15,12 +15,12 @@ from hotbed import ops
 from hotbed.ops import BackendName
 
 
-def interaction(vectors: Tensor, width: int, backend: str) -> Tensor:
+def traced_interaction(vectors: Tensor, width: int, backend: str) -> Tensor:
     """Compute the dot interaction ``[B, width]`` of vectors ``[B, n, D]``, see `hotbed.nn.DotInteraction`."""
     return torch.ops.hotbed.interaction(vectors, width, backend)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+def traced_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
     """Sum the binary cross-entropy of logits on a GPU, see `hotbed.nn.loss.summed_cross_entropy`."""
     return torch.ops.hotbed.cross_entropy(logits, labels, weights)[0]
 

@@ -56,7 +56,7 @@ def _bounds(feature, offsets, sample, batch_size):
 
 
 @triton.jit
-def divisors(pooling, length):
+def mean_divisors(pooling, length):
     """What the sums of bags of these lengths are divided by; see `hotbed.ops.reference.divisors`."""
     return tl.where(pooling == MEAN, tl.maximum(length, 1), 1).to(tl.float32)
 
@@ -154,7 +154,7 @@ def _lookup_kernel(
     if HAS_DIVISORS:
         if KIND == _ONE:
             length = tl.full([BLOCK_B], 1, tl.int32)
-        by = divisors(tl.load(feature + POOLING), length)
+        by = mean_divisors(tl.load(feature + POOLING), length)
         acc = tl.div_rn(acc, tl.broadcast_to(by[:, None], [BLOCK_B, BLOCK_D]))
     col = tl.arange(0, BLOCK_D)
     to = out + (sample * width + room + tl.load(feature + OUT))[:, None] * D + col[None, :]
@@ -212,7 +212,7 @@ def _weight_gradient_kernel(
         live = length > j
         dot = block_sum(_rows_of_ids(rows, ids, first + j, live, feature, D, BLOCK_D, HAS_WIDE) * g, BLOCK_D)
         if HAS_DIVISORS:
-            dot = tl.div_rn(dot, divisors(tl.load(feature + POOLING), length))
+            dot = tl.div_rn(dot, mean_divisors(tl.load(feature + POOLING), length))
         tl.store(out + first + j, dot, mask=live)
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from hotbed.ops.backend import launches
 from hotbed.ops.layout import BagLayout, Occurrences
-from hotbed.ops.triton_lookup import divisors
+from hotbed.ops.triton_lookup import mean_divisors
 from hotbed.ops.triton_runtime import (
     BASE,
     FEATURE,
@@ -104,7 +104,7 @@ def _occurrences_kernel(
             if WEIGHTED:
                 factor = tl.load(weights + start + i, mask=live, other=0.0)
             if HAS_DIVISORS:
-                factor = tl.div_rn(factor, divisors(tl.load(feature + POOLING), length))
+                factor = tl.div_rn(factor, mean_divisors(tl.load(feature + POOLING), length))
             tl.store(scale + to, factor, mask=live)
     if f == FEATURES - 1:
         behind = out_start + total + (tl.program_id(0) % blocks).to(tl.int64) * BLOCK

@@ -72,7 +72,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DensePart:
+class DenseWork:
     """The part of a model without tables; figures are of one sample where they say so."""
 
     parameters: int = 0
@@ -111,7 +111,7 @@ class Workload(Section, error=PlanError):
     forward_codec: Codec = "fp32"
     backward_codec: Codec = "fp32"
     wire: Mapping[str, WireFormat] = field(default_factory=dict[str, WireFormat])
-    dense: DensePart = DensePart()
+    dense: DenseWork = DenseWork()
     arena_launches: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
     """Launches of a step for each arena whose rows are in this memory; `hotbed.plan.cost.LAUNCHES` where not given."""
 

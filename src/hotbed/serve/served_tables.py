@@ -32,7 +32,7 @@ from hotbed.serve.model_files import ChangeSet, ExportedModel, ModelManifest, Ta
 from hotbed.serve.row_files import CHANGED_ROWS, FileRows, FileStorage, ResidentRows, records_of
 from hotbed.specs import ANY_ID, DYNAMIC_WAYS, Feature, Table
 from hotbed.store import LazyStore, Storage, Traffic
-from hotbed.store.hash_index import positions
+from hotbed.store.hash_index import find_positions
 from hotbed.store.records import Records
 
 SETS_AT_ONCE = 1 << 13
@@ -93,10 +93,10 @@ class ServedLookup:
 class ServedIds:
     """Find the rows of the ids of a dynamic table. A lookup never assigns a row; changes evict ids and add others.
 
-    The directory is that of training (`hotbed.embed.dynamic.Vocabulary`): the row of an id is one of the 128 rows of
-    its set. It is a copy of the exported ids ``[R]`` (−1 where a row has none), mapped from a file without a name in
-    ``directory`` (default: the directory of temporary files). So the system can reclaim its memory. Changes name ids
-    and not rows, because any free row of the set will do.
+    The directory is that of training (`hotbed.embed.dynamic.DynamicVocabulary`): the row of an id is one of the 128
+    rows of its set. It is a copy of the exported ids ``[R]`` (−1 where a row has none), mapped from a file without a
+    name in ``directory`` (default: the directory of temporary files). So the system can reclaim its memory. Changes
+    name ids and not rows, because any free row of the set will do.
     """
 
     def __init__(self, table: str, ids: NDArray[np.int64], directory: str | Path | None = None) -> None:
@@ -147,7 +147,7 @@ class ServedIds:
         for some, of_some in zip(distinct.split(SETS_AT_ONCE), counts.split(SETS_AT_ONCE), strict=True):
             places = some[:, None] * DYNAMIC_WAYS + ways
             is_free = torch.from_numpy(self._ids[places.numpy()]) == cpu_cache.FREE
-            is_free |= (positions(freed_sorted, places.flatten()) >= 0).view_as(places)
+            is_free |= (find_positions(freed_sorted, places.flatten()) >= 0).view_as(places)
             if bool((is_free.sum(1) < of_some).any()):
                 raise DamagedError(
                     f"the changes give more ids to a set of table '{self._table}' than the {DYNAMIC_WAYS} that it has "
@@ -168,7 +168,7 @@ class ServedIds:
     def staged_rows(self, ids: Tensor) -> Tensor:
         """Find the rows that staged ids ``[n]`` will have."""
         rows = self.rows_of(ids)
-        at = positions(self._new_ids, ids)
+        at = find_positions(self._new_ids, ids)
         is_new = at >= 0
         rows[is_new] = self._new_rows[at[is_new]]
         return rows

@@ -29,7 +29,7 @@ from hotbed.config.parallel_memory import CachePolicy
 from hotbed.ops import BackendName, CacheTags
 from hotbed.ops.layout import FREE
 from hotbed.store import memory
-from hotbed.store.hash_index import distinct, gathered
+from hotbed.store.hash_index import distinct, gather_records
 from hotbed.store.listing import Listed, Listing
 from hotbed.store.records import InPlace, Records, Use
 from hotbed.store.rising import RisingSlots
@@ -70,7 +70,7 @@ class CachedRecords(Records):
         self._place(device or below.device)
         ways = min(WAYS, rows)
         places = -(-rows // ways) * ways
-        self._slab = memory.zeros((places, self.record_bytes), torch.uint8, self.device)
+        self._slab = memory.allocate_zeros((places, self.record_bytes), torch.uint8, self.device)
         free = torch.full((places,), FREE, dtype=torch.int64, device=self.device)
         self._tags = CacheTags(free, torch.zeros_like(free), torch.zeros_like(free), ways, policy == "lfu")
         self._dirty = torch.zeros(places + 1, dtype=torch.bool, device=self.device)  # the last is of place −1: none
@@ -314,7 +314,7 @@ class CachedRecords(Records):
             numbers = written.nonzero()[:, 0]
             sent = records.nbytes if self._is_apart else 0
             if len(numbers) < len(slots):
-                slots, records = slots[numbers], gathered(records, numbers)
+                slots, records = slots[numbers], gather_records(records, numbers)
             if len(slots):
                 self.below.write(slots, records)
             self.counted.from_device_bytes += sent

@@ -56,7 +56,7 @@ class DenseStore(RowStore):
         self.slots = sum(s.rows for s in spans)
         self.dim = dim
         self.backend_name: BackendName = backend
-        self._zeros = memory.host_zeros if tier == "host" else memory.zeros
+        self._zeros = memory.host_zeros if tier == "host" else memory.allocate_zeros
         place = torch.device(device)
         wide = sum(s.fp32_rows for s in self.spans)
         narrow = self.slots - wide
@@ -139,7 +139,7 @@ class DenseStore(RowStore):
 
     @override
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return memory.empty(shape, dtype, self.device)
+        return memory.allocate(shape, dtype, self.device)
 
     @override
     def occurrences(self, bags: BagLayout) -> Occurrences:

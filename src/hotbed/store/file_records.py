@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from hotbed.files import unnamed_file
 from hotbed.ops import cpu_cache
-from hotbed.store.hash_index import KeyedRecords, gathered, positions
+from hotbed.store.hash_index import KeyedRecords, find_positions, gather_records
 from hotbed.store.records import Use
 from hotbed.store.segments import PER_SEGMENT, Segments
 
@@ -102,7 +102,7 @@ class FileRecords(KeyedRecords):
             begun, places = segments.begin_read(), segments.places(numbers)
         try:
             for batch in reversed(waiting):  # the newest counts
-                at = positions(batch.numbers, numbers)
+                at = find_positions(batch.numbers, numbers)
                 cpu_cache.read_rows(batch.records, at, out)
                 numbers = numbers.masked_fill(at >= 0, -1)
             at = (numbers >= 0).nonzero()[:, 0]
@@ -134,7 +134,7 @@ class FileRecords(KeyedRecords):
     def _write(self, numbers: Tensor, records: Tensor) -> None:
         start = time.perf_counter()
         numbers, order = numbers.sort()  # popular rows have come first, so neighbours change about as often
-        batch = _Unwritten(numbers, gathered(records, order))
+        batch = _Unwritten(numbers, gather_records(records, order))
         with self._changed:
             while self._unwritten and self._unwritten_bytes + batch.records.nbytes > self._limit:
                 self._changed.wait()

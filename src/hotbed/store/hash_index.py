@@ -268,14 +268,14 @@ class TouchedNumbers(Touched):
         self._waiting, self._waiting_slots = [], 0
 
 
-def positions(of: Tensor, wanted: Tensor) -> Tensor:
+def find_positions(of: Tensor, wanted: Tensor) -> Tensor:
     """Find each wanted value ``[n]`` among rising ones: its position, or −1; fastest where they rise, too."""
     found = torch.empty_like(wanted)
     cpu_cache.find_rising(of.numpy(), wanted.numpy(), found.numpy())
     return found
 
 
-def gathered(records: Tensor, at: Tensor) -> Tensor:
+def gather_records(records: Tensor, at: Tensor) -> Tensor:
     """Copy the records ``[m, bytes]`` at these places ``[n]``, by all threads."""
     out = torch.empty(len(at), records.shape[1], dtype=torch.uint8)
     cpu_cache.read_rows(records, at, out)

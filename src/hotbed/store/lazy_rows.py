@@ -143,7 +143,7 @@ class LazyRows(RowStore):
 
     @override
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return memory.empty(shape, dtype, self.device)
+        return memory.allocate(shape, dtype, self.device)
 
     @override
     def to(self, device: torch.device) -> Self:
@@ -345,7 +345,7 @@ class LazyRows(RowStore):
 
     def _read(self, slots: Tensor, *, use: Use) -> tuple[Tensor, Tensor]:
         """Read records of slots, with new ones where there are none, and find which of their rows are wide."""
-        records = memory.empty((len(slots), self._format.record_bytes), torch.uint8, self.records.device)
+        records = memory.allocate((len(slots), self._format.record_bytes), torch.uint8, self.records.device)
         self._complete(records, self.records.read_or_list(slots, records, use=use))
         return records, self._is_wide(slots)
 

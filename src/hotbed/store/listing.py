@@ -45,7 +45,7 @@ class Listing:
         return Listed(self._at[:count], slots[1 : count + 1])
 
 
-def positions(mask: Tensor) -> Tensor:
+def list_set_bits(mask: Tensor) -> Tensor:
     """List where a mask ``[n]`` is true, rising ``[k]`` int64: one wait for a device, for what it was given so far."""
     if mask.device.type == "cpu" or not len(mask):
         return mask.nonzero()[:, 0]
@@ -53,12 +53,12 @@ def positions(mask: Tensor) -> Tensor:
     return at[: int(to_host(count))]
 
 
-def rising(slots: Tensor) -> Tensor:
-    """List the distinct slots among ``[n]`` int64, rising, without negative ones; one wait as in `positions`."""
+def sort_slots(slots: Tensor) -> Tensor:
+    """List the distinct slots among ``[n]`` int64, rising, without negative ones; one wait as in `list_set_bits`."""
     ordered = slots.sort().values
     is_first = ordered >= 0
     is_first[1:] &= ordered[1:] != ordered[:-1]
-    return ordered[positions(is_first)]
+    return ordered[list_set_bits(is_first)]
 
 
 def padded_positions(mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ _PORTABLE, _MAPPED = 1, 2
 """Flags of cudaHostRegister: for all contexts, and into the address space of devices."""
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate an uninitialised tensor; see `large_tensors.empty`."""
     with _explained(shape, dtype, device):
         if device.type == "cpu":
@@ -41,7 +41,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         return torch.empty(*shape, dtype=dtype, device=device)
 
 
-def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate a zero-filled tensor; see `large_tensors.zeros`."""
     with _explained(shape, dtype, device):
         if device.type == "cpu":
@@ -193,7 +193,7 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cuda" or not nbytes:
-        return zeros(shape, dtype, device)
+        return allocate_zeros(shape, dtype, device)
     if sys.platform != "linux":
         raise StoreError(
             "rows in the host's memory that a device reads in place (host 'uva') need Linux, where host and device "

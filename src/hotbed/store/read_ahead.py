@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed.ops import cpu_cache
-from hotbed.store.hash_index import distinct, gathered, positions
+from hotbed.store.hash_index import distinct, find_positions, gather_records
 from hotbed.store.records import Records, RecordsAbove, Use
 
 MOST_BATCHES_AHEAD = 32
@@ -41,7 +41,7 @@ class _Batch(NamedTuple):
 
     def overwrite(self, written: _Written) -> None:
         """Overwrite those that were written after they were read, or while."""
-        cpu_cache.write_rows(self.records, positions(self.slots, written.slots), written.records)
+        cpu_cache.write_rows(self.records, find_positions(self.slots, written.slots), written.records)
 
 
 class ReadAhead(RecordsAbove):
@@ -81,7 +81,7 @@ class ReadAhead(RecordsAbove):
             with self._lock:
                 at = there.nonzero()[:, 0]
                 if len(at) < len(slots):
-                    slots, records = slots[at], gathered(records, at)
+                    slots, records = slots[at], gather_records(records, at)
                 batch = _Batch(slots, records, torch.ones(len(slots), dtype=torch.bool))
                 for since in written:
                     batch.overwrite(since)
@@ -106,7 +106,7 @@ class ReadAhead(RecordsAbove):
             kept, first = distinct(kept)
             at = at[first]
         if kept is not slots:
-            records = gathered(records, at)
+            records = gather_records(records, at)
         with self._lock:
             self._looked_up.append(_Batch(kept, records, torch.zeros(len(kept), dtype=torch.bool)))
         return there

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.store.listing import rising
+from hotbed.store.listing import sort_slots
 from hotbed.store.rising import ListedSlots, MarkedSlots, RisingSlots
 
 
@@ -71,7 +71,7 @@ class TouchedSlots(Touched):
 
     def _merge(self, device: torch.device) -> None:
         nothing = torch.empty(0, dtype=torch.int64, device=device)
-        self._slots = [rising(torch.cat([nothing, *(earlier.to(device) for earlier in self._slots)]))]
+        self._slots = [sort_slots(torch.cat([nothing, *(earlier.to(device) for earlier in self._slots)]))]
         self._distinct = len(self._slots[0])
 
 

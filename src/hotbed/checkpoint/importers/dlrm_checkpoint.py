@@ -182,7 +182,7 @@ def _tensor(state: Mapping[str, Tensor], key: str, path: Path) -> Tensor:
     return value.detach()
 
 
-def arrays_of(path: Path, prefix: str = "") -> dict[str, PeerArray]:
+def read_saved_arrays(path: Path, prefix: str = "") -> dict[str, PeerArray]:
     """Return the arrays of a file, or of all files of a directory, by name; of ``torch.distributed.checkpoint``, too.
 
     Only names that begin with the prefix count, and what follows it is the name. An array that has no name, in
@@ -220,7 +220,7 @@ def read_embedding_bags(path: Path, names: Names, collection: str, prefix: str) 
 
     Keys of tables may begin with the name of the collection; the others keep theirs.
     """
-    arrays = arrays_of(path, prefix)
+    arrays = read_saved_arrays(path, prefix)
     if isinstance(names, Mapping):
         return _bags_by_key(path, arrays, names)
     keys = {_table_of(key, collection): key for key, array in arrays.items() if _may_be_table(key, array, arrays)}
@@ -273,7 +273,7 @@ _TORCHREC_TABLES = "sparse_arch.embedding_bag_collection.embedding_bags."
 
 def read_torchrec(path: Path, names: Sequence[str] | None, prefix: str) -> PeerModel:
     """Tables and layers of a file; see `hotbed.checkpoint.importers.import_checkpoint`."""
-    arrays = arrays_of(path, prefix)
+    arrays = read_saved_arrays(path, prefix)
     prefix = "model." if any(key.startswith(f"model.{_TORCHREC_TABLES}") for key in arrays) else ""
     arrays = {key.removeprefix(prefix): array for key, array in arrays.items()}
     found = {

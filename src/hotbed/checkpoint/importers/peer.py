@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hotbed.checkpoint.contents import Tensors, plain
+from hotbed.checkpoint.contents import Tensors, to_plain_value
 from hotbed.checkpoint.manifest import Manifest, SavedTable, write_manifest
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tensor_files import Array, Chunk, new_directory, rows_per_chunk
@@ -250,7 +250,7 @@ def write_peer(
     if not model.tables:
         raise CheckpointError("there are no tables to import; say what wrote it, and which weights are tables")
     tensors: Tensors = {}
-    states = {"model": plain(model.dense, tensors, "")}
+    states = {"model": to_plain_value(model.dense, tensors, "")}
     saved: dict[str, SavedTable] = {}
     for name, rows in model.tables.items():
         try:

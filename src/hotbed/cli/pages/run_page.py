@@ -10,7 +10,7 @@ from statistics import mean, median, stdev
 from typing import Any, NamedTuple, cast
 
 from hotbed.checkpoint import Directory, directory, runs_in
-from hotbed.checkpoint.single_files import read_yaml
+from hotbed.checkpoint.single_files import read_yaml_uri
 from hotbed.checks import is_int
 from hotbed.cli.pages.report_page import (
     TIER_COLORS,
@@ -385,7 +385,7 @@ def _record(line: bytes) -> tuple[int, Mapping[str, Any]]:
 def read_mapping(place: Directory, name: str) -> Mapping[str, Any]:
     """Read the recipe or the summary of a run."""
     try:
-        found = read_yaml((place / name).path) if name == RECIPE else parse_json(place.read(name))
+        found = read_yaml_uri((place / name).path) if name == RECIPE else parse_json(place.read(name))
         if isinstance(found, Mapping):
             return cast("Mapping[str, Any]", found)
         problem = "is no recipe" if name == RECIPE else "is no JSON object"

@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 
 from hotbed.checkpoint import MANIFEST, directory
-from hotbed.checkpoint.single_files import read_yaml
+from hotbed.checkpoint.single_files import read_yaml_uri
 from hotbed.cli.drafts.init_stored import open_stored
 from hotbed.cli.pages.report_page import Table, print_table, require_matplotlib
 from hotbed.config import Recipe, check_trust, import_from
@@ -46,7 +46,7 @@ def open_data(path: str | Path, *, trust_recipe: bool = False) -> Source:
     if (stored := open_stored(path)) is not None:
         return stored.source
     if place is not None and ((of_run := place.has(RECIPE)) or place.name.endswith((".yaml", ".yml"))):
-        recipe = Recipe.from_dict(read_yaml((place / RECIPE).path if of_run else path))
+        recipe = Recipe.from_dict(read_yaml_uri((place / RECIPE).path if of_run else path))
         if of_run:
             check_trust(recipe, (place / RECIPE).path, trusted=trust_recipe)
         elif isinstance(path, Path):

@@ -1,8 +1,8 @@
-"""Offer TorchRec's classes by their names, on hotbed's tables, so that a model needs another import only.
+"""Provide TorchRec's classes on hotbed's tables, so that a model needs only another import.
 
     from hotbed.compat.torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-Classes do what TorchRec's documentation describes. Batches and configs may also be TorchRec's own.
+The classes behave as TorchRec's documentation describes. Batches and configs may also be TorchRec's own.
 """
 
 from hotbed.compat.torchrec.distributed import (
@@ -25,7 +25,7 @@ from hotbed.compat.torchrec.distributed import (
     state_dict_to_device,
 )
 from hotbed.compat.torchrec.jagged_tensor import JaggedTensor, KeyedJaggedTensor, jt_is_equal, kjt_is_equal
-from hotbed.compat.torchrec.keyed_jagged import (
+from hotbed.compat.torchrec.keyed_optimizers import (
     CombinedOptimizer,
     GradientClipping,
     GradientClippingOptimizer,
@@ -48,7 +48,7 @@ from hotbed.compat.torchrec.modules import (
     KTRegroupAsDict,
     PoolingType,
 )
-from hotbed.compat.torchrec.table_configs import (
+from hotbed.compat.torchrec.table_views import (
     RowWiseAdagrad,
     apply_optimizer_in_backward,
     in_backward_optimizer_filter,

@@ -1,4 +1,4 @@
-"""Plan, distribute and train as TorchRec does, on hotbed's plans."""
+"""Plan, distribute and train with TorchRec's interface and hotbed's plans."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from hotbed.checks import check_known
 from hotbed.comm import Link
-from hotbed.compat.torchrec.keyed_jagged import CombinedOptimizer, TablesOptimizer
+from hotbed.compat.torchrec.keyed_optimizers import CombinedOptimizer, TablesOptimizer
 from hotbed.compat.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
-from hotbed.compat.torchrec.table_configs import adopt_optimizers
+from hotbed.compat.torchrec.table_views import adopt_optimizers
 from hotbed.config.parallel_memory import Codec, MemoryOptions, ParallelOptions
 from hotbed.embed import Distributed, collections_of, distribute
 from hotbed.embed.agreed_plan import plan_of_first
@@ -28,7 +28,7 @@ from hotbed.plan import Cut, Plan
 
 
 class ShardingType(Enum):
-    """How a table is divided over ranks."""
+    """Sharding of a table over ranks."""
 
     DATA_PARALLEL = "data_parallel"
     TABLE_WISE = "table_wise"
@@ -48,11 +48,11 @@ SCHEMES = {
     "table_column_wise": "column",
     "grid_shard": "grid",
 }
-"""Schemes of hotbed by TorchRec's sharding types; where ranks exchange in two hops is not a matter of the plan."""
+"""hotbed's schemes by TorchRec's sharding types. Exchanges in two hops are not part of a plan."""
 
 
 class ShardingEnv:
-    """The ranks that share a model; ``pg`` is None for one process without a process group."""
+    """Ranks that share a model. ``pg`` is None for one process without a process group."""
 
     def __init__(self, world_size: int, rank: int, pg: dist.ProcessGroup | None = None) -> None:
         self.world_size, self.rank, self.process_group = world_size, rank, pg
@@ -69,7 +69,7 @@ class ShardingEnv:
 
 
 class CommType(Enum):
-    """Number formats in which rows and gradients can cross the wire."""
+    """Dtypes in which rows and gradients can be exchanged."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -80,27 +80,27 @@ class CommType(Enum):
 
 @dataclass
 class QCommsConfig:
-    """Number formats in which rows (forward) and their gradients (backward) are exchanged."""
+    """Dtypes of exchanged rows (forward) and gradients (backward)."""
 
     forward_precision: CommType = CommType.FP32
     backward_precision: CommType = CommType.FP32
 
 
 def get_qcomm_codecs_registry(qcomms_config: QCommsConfig, device: object = None) -> QCommsConfig:
-    """Return what a sharder needs to know of the number formats."""
+    """Return the codecs for a sharder."""
     return qcomms_config
 
 
 class EmbeddingBagCollectionSharder:
-    """Options for the tables of `EmbeddingBagCollection`s; `DistributedModelParallel` shards them by its plan.
+    """Options of the tables of an `EmbeddingBagCollection`. `DistributedModelParallel` shards them by its plan.
 
     Parameters
     ----------
     fused_params
-        Optimizer of tables to which none was applied: ``optimizer``, ``learning_rate``, ``eps``, ``weight_decay``,
+        Optimizer of tables without an applied optimizer: ``optimizer``, ``learning_rate``, ``eps``, ``weight_decay``,
         ``beta1``, ``beta2``.
     qcomm_codecs_registry
-        Number formats of exchanges, from `get_qcomm_codecs_registry`.
+        Dtypes of exchanges, from `get_qcomm_codecs_registry`.
     """
 
     module_type: type[nn.Module] = EmbeddingBagCollection
@@ -116,7 +116,7 @@ class EmbeddingBagCollectionSharder:
 
 
 class EmbeddingCollectionSharder(EmbeddingBagCollectionSharder):
-    """Options for the tables of `EmbeddingCollection`s, as for `EmbeddingBagCollectionSharder`."""
+    """Options of the tables of an `EmbeddingCollection`, as for `EmbeddingBagCollectionSharder`."""
 
     module_type = EmbeddingCollection
 
@@ -125,7 +125,7 @@ Sharder = EmbeddingBagCollectionSharder
 
 
 def parallel_options(sharders: Sequence[Sharder]) -> ParallelOptions:
-    """Return the number formats that sharders ask for."""
+    """Return the exchange dtypes of the sharders."""
     chosen: set[tuple[Codec, Codec]] = {
         (config.forward_precision.value, config.backward_precision.value)
         for sharder in sharders
@@ -133,7 +133,7 @@ def parallel_options(sharders: Sequence[Sharder]) -> ParallelOptions:
     }
     if len(chosen) > 1:
         raise SpecError(
-            f"sharders have {len(chosen)} different qcomm_codecs_registry, expected one. Give all of them the same."
+            f"sharders have {len(chosen)} different qcomm_codecs_registry, expected one. Use the same for all."
         )
     if not chosen:
         return ParallelOptions()
@@ -143,7 +143,7 @@ def parallel_options(sharders: Sequence[Sharder]) -> ParallelOptions:
 
 @dataclass
 class Topology:
-    """The machine that a plan is for.
+    """Hardware of a plan.
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ class Topology:
     compute_device
         ``"cpu"`` or ``"cuda"``.
     hbm_cap, ddr_cap
-        Bytes of device and host memory per rank (default: those of this machine). On a CPU, tables are in ``ddr_cap``.
+        Bytes of device and host memory per rank (default: this machine's). On a CPU, tables use ``ddr_cap``.
     local_world_size
         Ranks per node.
     """
@@ -166,18 +166,18 @@ class Topology:
 
 @dataclass
 class ParameterConstraints:
-    """What a planner may do with a table.
+    """Constraints on the plan of a table.
 
     Parameters
     ----------
     sharding_types
-        Allowed values of `ShardingType` (default: all). The planner searches for the fastest of several.
+        Allowed values of `ShardingType` (default: all). The planner picks the fastest.
     compute_kernels
         ``"fused"`` or ``"dense"``; both mean hotbed's kernels.
     pooling_factors
         Mean number of ids per sample of each feature.
     min_partition, num_poolings, batch_sizes, is_weighted, feature_names
-        Accepted for TorchRec's sake, without effect. Columns are cut in multiples of 16.
+        Ignored. Columns are cut in multiples of 16.
     """
 
     sharding_types: list[str] | None = None
@@ -190,7 +190,7 @@ class ParameterConstraints:
     feature_names: list[str] | None = None
 
     def scheme(self, table: str) -> str:
-        """Return the scheme of hotbed for a table."""
+        """Return hotbed's scheme for a table."""
         kinds = [str(getattr(kind, "value", kind)) for kind in self.sharding_types or SCHEMES]
         for kind in kinds:
             check_known(f"table '{table}': sharding_types", kind, SCHEMES, SpecError)
@@ -203,16 +203,16 @@ class ParameterConstraints:
 
 
 class EmbeddingShardingPlanner:
-    """Make plans of hotbed from TorchRec's constraints.
+    """Search for hotbed's plans under TorchRec's constraints.
 
     Parameters
     ----------
     topology, batch_size
-        The machine (default: this one, with the ranks of the default process group), and samples per rank.
+        Hardware (default: this machine with the ranks of the default process group), and samples per rank.
     constraints
-        Constraints by table. A table without them is planned ``"auto"``: hotbed searches for the fastest plan.
+        Constraints by table. Tables without constraints use the scheme ``"auto"``, i.e. the fastest.
     debug
-        Accepted for TorchRec's sake.
+        Ignored.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class EmbeddingShardingPlanner:
         self._topology, self._batch_size, self._constraints = topology, batch_size, constraints or {}
 
     def plan(self, module: nn.Module, sharders: Sequence[Sharder] = ()) -> Plan:
-        """Make a plan for the tables of a model."""
+        """Return a plan for the tables of a model."""
         tables = names_in_plans(module)
         own = {table for _, table in tables}
         for table in self._constraints:
@@ -255,7 +255,7 @@ class EmbeddingShardingPlanner:
     def collective_plan(
         self, module: nn.Module, sharders: Sequence[Sharder] = (), pg: dist.ProcessGroup | None = None
     ) -> Plan:
-        """Make a plan on rank 0 and return it on all ranks, which must all call this."""
+        """Return the plan of rank 0 on all ranks. All ranks must call this."""
         if not (dist.is_available() and dist.is_initialized()):
             return self.plan(module, sharders)
         return plan_of_first(Link(pg, None), lambda: self.plan(module, sharders))
@@ -266,23 +266,23 @@ def _world_size() -> int:
 
 
 class DistributedModelParallel(nn.Module):
-    """Shard the tables of a model over all ranks, and copy the rest to each: `hotbed.distribute` by TorchRec's name.
+    """Shard the tables of a model over all ranks, and replicate the rest, like `hotbed.distribute`.
 
     Parameters
     ----------
     module
-        The model; tables and parameters on ``meta`` get their initial values here.
+        The model. Tables and parameters on ``meta`` are initialized here.
     env
-        The ranks; default: those of the default process group, or this process.
+        The ranks (default: the default process group, or this process).
     device
-        Where the model is to be; default: where it is, the CPU where that is ``meta``.
+        Device of the model (default: its current device, or the CPU for ``meta``).
     plan
-        A plan of hotbed, e.g. of `EmbeddingShardingPlanner`, a scheme (``"table"``, ``"row"``, ``"column"``,
-        ``"auto"`` …), or schemes by table; default ``"table"``. Plans of TorchRec are refused.
+        A plan of hotbed, e.g. from `EmbeddingShardingPlanner`, a scheme (``"table"``, ``"row"``, ``"column"``,
+        ``"auto"`` …), or schemes by table (default: ``"table"``). Plans of TorchRec are refused.
     sharders
-        Optimizers of tables to which none was applied (default: SGD with lr 0.01), and number formats of exchanges.
+        Optimizers of tables without an applied one (default: SGD with lr 0.01), and dtypes of exchanges.
     init_data_parallel, init_parameters
-        Accepted for TorchRec's sake: parameters always get values.
+        Ignored, because parameters are always initialized.
     parallel, memory
         As for `hotbed.distribute`.
 
@@ -291,7 +291,7 @@ class DistributedModelParallel(nn.Module):
     module, device
         The distributed model, and its device.
     fused_optimizer
-        Trains the tables in backward; its ``step`` does nothing.
+        Optimizer that updates the tables in backward. Its ``step`` does nothing.
     """
 
     def __init__(
@@ -311,8 +311,8 @@ class DistributedModelParallel(nn.Module):
         _check(env, sharders or ())
         if plan is not None and not isinstance(plan, (Plan, str, Cut, Mapping)):
             raise SpecError(
-                f"plan is a {type(plan).__name__}, must be a plan of hotbed or a scheme, 'table', 'row', 'column' or "
-                "'auto'; a plan changes where rows are, not the model, so any will do"
+                f"plan: got a {type(plan).__name__}, expected a plan of hotbed, or 'table', 'row', 'column' or 'auto'. "
+                "Use any of these, because a plan does not change the model."
             )
         for _, collection in _collections(module):
             own = [s.fused_params for s in sharders or () if s.module_type is type(collection)]
@@ -331,13 +331,13 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """Where the tables are."""
+        """Plan of the tables."""
         if isinstance(self.module, Distributed):
             return self.module.plan
         return self._given if isinstance(self._given, Plan) else plan_for(self.module, 1, self._given)
 
     def init_data_parallel(self) -> None:
-        """Do nothing: the model is ready."""
+        """Do nothing, because the model is ready."""
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -345,7 +345,7 @@ class DistributedModelParallel(nn.Module):
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the whole state of the model; all ranks must call this."""
+        """Return the full state of the model. All ranks must call this."""
         return self.module.state_dict(*args, **kwargs)
 
     @override
@@ -368,30 +368,29 @@ def _collections(model: nn.Module) -> list[tuple[str, EmbeddingBagCollection | E
 
 
 def _check(env: ShardingEnv | None, sharders: Sequence[Sharder]) -> None:
-    """Raise `SpecError` for ranks that are not all, and for sharders that are not hotbed's."""
+    """Raise `SpecError` for a subset of the ranks, and for sharders of TorchRec."""
     if env is not None and env.world_size != _world_size():
         raise SpecError(
-            f"env has {env.world_size} ranks, expected all {_world_size()}. Leave env out, and start as many processes "
-            "as there are ranks."
+            f"env: got {env.world_size} ranks, expected all {_world_size()}. Omit env, and start one process per rank."
         )
     for sharder in sharders:
         if not isinstance(sharder, Sharder):
             raise SpecError(
-                f"sharders has a {type(sharder).__name__}, expected sharders of hotbed.compat.torchrec. Import "
-                "EmbeddingBagCollectionSharder from there, or leave sharders out."
+                f"sharders: got a {type(sharder).__name__}, expected sharders of hotbed.compat.torchrec. Import "
+                "EmbeddingBagCollectionSharder from there, or omit sharders."
             )
 
 
 class Multistreamable(ABC):
-    """Base of batches whose memory may be used by several streams of a GPU."""
+    """Base of batches that several GPU streams may use."""
 
     @abstractmethod
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until the work of a stream that uses it is done."""
+        """Keep the memory until the stream has finished its work."""
 
 
 class Pipelineable(Multistreamable):
-    """Base of batches that a pipeline moves to a device."""
+    """Base of batches that a pipeline copies to a device."""
 
     @abstractmethod
     def to(self, device: torch.device, non_blocking: bool) -> Pipelineable:
@@ -399,7 +398,7 @@ class Pipelineable(Multistreamable):
 
 
 class TrainPipelineBase:
-    """Take training steps; the next batch is read and moved to the device while one is computed.
+    """Take training steps, and copy the next batch to the device meanwhile.
 
     A step calls ``optimizer.zero_grad()``, the model, ``backward()`` of the sum of its losses and ``optimizer.step()``.
     In ``eval()`` mode, only the model is called.
@@ -407,13 +406,13 @@ class TrainPipelineBase:
     Parameters
     ----------
     model, custom_model_fwd
-        Model that a batch is passed to, and a function that is called in its place. It returns losses and an output.
+        The model, and a function to call instead of it. Both return losses and an output.
     optimizer
-        Trains what backward does not.
+        Optimizer of the parameters that are not updated in backward.
     device
-        Where batches are computed.
+        Device of the model.
     **ignored
-        Further options of TorchRec's pipelines, which change when they exchange, not what they compute.
+        Further options of TorchRec's pipelines. They change the timing of exchanges, not the results.
     """
 
     ahead = 1
@@ -432,13 +431,13 @@ class TrainPipelineBase:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the batches that were read, and start with another iterator."""
+        """Discard prefetched batches, and start with the next iterator."""
         self._batches: deque[Any] = deque()
         self._source: Iterator[Any] | None = None
         self._is_exhausted = False
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Take a step with the next batch and return the output of the model."""
+        """Take a step with the next batch, and return the model's output."""
         if dataloader_iter is not self._source:
             self._source, self._is_exhausted = dataloader_iter, False
         self._fill(dataloader_iter, 1)
@@ -455,7 +454,7 @@ class TrainPipelineBase:
         return output
 
     def _fill(self, batches: Iterator[Any], count: int) -> None:
-        """Read batches until as many are waiting."""
+        """Prefetch up to ``count`` batches."""
         while len(self._batches) < count and not self._is_exhausted:
             try:
                 batch = next(batches)
@@ -466,7 +465,7 @@ class TrainPipelineBase:
                 self._batches.append(batch.to(self._device, non_blocking=True) if hasattr(batch, "to") else batch)
 
     def _ready(self, batch: Any) -> Any:
-        """Let the step wait for a batch that a stream of its own moves."""
+        """Wait for the copy of a batch on the current stream."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
@@ -476,9 +475,9 @@ class TrainPipelineBase:
 
 
 class TrainPipelineSparseDist(TrainPipelineBase):
-    """Take training steps as `TrainPipelineBase` does, with two batches read ahead.
+    """Take training steps like `TrainPipelineBase`, with two prefetched batches.
 
-    Ids are exchanged in the step itself; `hotbed.Trainer` exchanges them a batch ahead.
+    Ids are exchanged within the step. `hotbed.Trainer` exchanges them one batch ahead.
     """
 
     ahead = 2
@@ -488,7 +487,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         return self._model
 
     def attach(self, model: nn.Module | None = None) -> None:
-        """Train a model from now on."""
+        """Use this model for further steps."""
         if model is not None:
             self._model, self._forward = model, model
 
@@ -496,16 +495,13 @@ class TrainPipelineSparseDist(TrainPipelineBase):
 def state_dict_to_device(
     state_dict: Mapping[str, Any], pg: object = None, device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
-    """Copy a state to a device; the state of a distributed model is whole on every rank.
-
-    ``pg`` is accepted for TorchRec's sake.
-    """
+    """Copy a state to a device. Every rank has the full state of a distributed model. ``pg`` is ignored."""
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in state_dict.items()}
 
 
 @torch.no_grad()
 def state_dict_gather(src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
-    """Copy a state into the tensors of another one, by name; tensors on ``meta`` stay without values."""
+    """Copy the tensors of ``src`` into the tensors of ``dst`` by name. Tensors on ``meta`` stay without values."""
     for name, value in dst.items():
         check_known("name in the state", name, src, SpecError, "Gather equal models.")
         value.copy_(src[name])

@@ -1,7 +1,7 @@
-"""Hold ids and their lengths as TorchRec's ``JaggedTensor`` and ``KeyedJaggedTensor`` do.
+"""Hold ids and their lengths, like TorchRec's ``JaggedTensor`` and ``KeyedJaggedTensor``.
 
-Values beyond the sum of the lengths are not read. A `KeyedJaggedTensor` may have a different number of samples for each
-key, but collections of this package refuse such a batch.
+Values beyond the sum of the lengths are ignored. A `KeyedJaggedTensor` may have a different number of samples for each
+key, but the collections of this package refuse such a batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TENSORS = ("_values", "_weights", "_lengths", "_offsets")
 
 
 class JaggedBase:
-    """Hold values, their weights, and lengths or offsets of bags. The other one is computed when it is first read."""
+    """Hold values, their weights, and the lengths or offsets of bags. The missing one is computed on first use."""
 
     _no_keys: tuple[Any, ...] = ()
     """First arguments of the constructor for an object without keys."""
@@ -54,7 +54,7 @@ class JaggedBase:
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> Self:
-        """Build one without samples, and without keys."""
+        """Build an empty tensor, without samples and keys."""
         values = torch.empty(0, dtype=values_dtype, device=device)
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
@@ -110,7 +110,7 @@ class JaggedBase:
             t.record_stream(stream)  # pyright: ignore[reportArgumentType]
 
     def copy_(self, jt: Self, non_blocking: bool = False) -> Self:
-        """Copy the content of another one of the same shapes into these tensors."""
+        """Copy the content of a tensor with the same shapes into this one."""
         for name in self._moved:
             mine, given = getattr(self, name), getattr(jt, name)
             if mine is not None and given is not None:
@@ -128,18 +128,18 @@ class JaggedBase:
         return changed
 
     def _without_samples(self) -> Self:
-        """Return one without samples and keys, of the same dtypes."""
+        """Return an empty tensor with the same dtypes."""
         none = None if self._weights is None else self._weights.new_empty(0)
         return cast("Any", type(self))(*self._no_keys, self._values.new_empty(0), none, self.lengths().new_empty(0))
 
 
 class JaggedTensor(JaggedBase):
-    """Hold the values of samples, any number per sample.
+    """Hold any number of values per sample.
 
     Parameters
     ----------
     values, weights
-        Values ``[N, …]``, sample by sample, and one weight per value or None.
+        Values ``[N, …]``, ordered by sample, and one weight per value or None.
     lengths, offsets
         Number of values of each sample ``[B]``, or the position where each sample starts, and the end ``[B + 1]``.
         One of them is needed.
@@ -147,7 +147,7 @@ class JaggedTensor(JaggedBase):
 
     @staticmethod
     def empty_like(jt: JaggedTensor, device: torch.device | str | None = None) -> JaggedTensor:
-        """Build one without samples of the same dtypes, or, on a device, one of the same shapes without content."""
+        """Build an empty tensor with the same dtypes, or with ``device`` an uninitialized one with the same shapes."""
         return jt._without_samples() if device is None else jt._map(lambda t: torch.empty_like(t, device=device))
 
     @classmethod
@@ -179,7 +179,7 @@ class JaggedTensor(JaggedBase):
         return None if weights is None else [weights[a:b] for a, b in pairwise(self.offsets().tolist())]
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
-        """Return values ``[B, L, …]``, cut or padded to ``desired_length`` (default: that of the longest sample)."""
+        """Return values ``[B, L, …]``, cut or padded to ``desired_length`` (default: the longest sample)."""
         return self._padded(self._values, desired_length, padding_value)
 
     def to_padded_dense_weights(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor | None:
@@ -191,8 +191,8 @@ class JaggedTensor(JaggedBase):
         longest = desired_length if desired_length is not None else int(lengths.max()) if len(lengths) else 0
         padded = data.new_full((len(lengths), longest, *data.shape[1:]), padding_value)
         mask = padding_mask(lengths, longest, None)
-        places = self.offsets()[: len(lengths), None] + torch.arange(longest, device=lengths.device)
-        padded[mask] = data[places[mask]]
+        positions = self.offsets()[: len(lengths), None] + torch.arange(longest, device=lengths.device)
+        padded[mask] = data[positions[mask]]
         return padded
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedTensor:
@@ -250,11 +250,11 @@ class KeyedJaggedTensor(JaggedBase):
     stride_per_key_per_rank
         ``[F, ranks]``: number of samples of each key, if it differs between keys. Collections refuse such a batch.
     length_per_key
-        Number of ids of each key, if it is known already.
+        Number of ids of each key, if the caller knows it.
     inverse_indices
         Keys, and for each of them the bag of each sample ``[F, B]``. Collections refuse such a batch.
     stride_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict
-        Accepted, and computed from the other arguments instead.
+        Ignored; they are computed from the other arguments.
     """
 
     _no_keys = ((),)
@@ -291,8 +291,8 @@ class KeyedJaggedTensor(JaggedBase):
         bags = self._count_bags()
         if stride_per_key_per_rank is None and bags != self.stride() * len(self._keys):
             raise BatchError(
-                f"{bags:,} bags for {len(self._keys)} keys and {self.stride():,} samples; every key needs a length per "
-                "sample"
+                f"lengths: got {bags:,} for {len(self._keys)} keys and {self.stride():,} samples, expected one per "
+                "key and sample. Correct the lengths or the stride."
             )
 
     @classmethod
@@ -329,7 +329,7 @@ class KeyedJaggedTensor(JaggedBase):
 
     @staticmethod
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """Build from a jagged tensor per key. If only some have weights, ids of the others have the weight 1."""
+        """Build from a jagged tensor per key. If only some have weights, the weights of the rest are 1."""
         if not jt_dict:
             return KeyedJaggedTensor.empty()
         bags = [jt.lengths() for jt in jt_dict.values()]
@@ -348,11 +348,11 @@ class KeyedJaggedTensor(JaggedBase):
             )
             for (key, jt), weights, lengths, count in zip(jt_dict.items(), of_keys, bags, counts, strict=True)
         ]
-        return _join(parts)
+        return _concatenate(parts)
 
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
-        """Build one without keys for as many samples, or, on a device, one of the same shapes without content."""
+        """Build a tensor without keys with the same number of samples. With ``device``: uninitialized, same shapes."""
         if device is not None:
             return kjt._map(lambda t: torch.empty_like(t, device=device))
         made, strides = kjt._without_samples(), kjt._stride_per_key_per_rank
@@ -361,7 +361,7 @@ class KeyedJaggedTensor(JaggedBase):
 
     @staticmethod
     def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        """Put the keys of several batches of the same samples together."""
+        """Concatenate the keys of several batches of the same samples."""
         if not kjt_list:
             raise BatchError("nothing to concatenate: got an empty list. Pass at least one KeyedJaggedTensor.")
         keys = list(chain.from_iterable(part.keys() for part in kjt_list))
@@ -376,14 +376,14 @@ class KeyedJaggedTensor(JaggedBase):
         strides = [part.stride() for part in kjt_list]
         if not kjt_list[0].variable_stride_per_key() and len(set(strides)) > 1:
             raise BatchError(f"numbers of samples differ: got {strides}. Concatenate batches of the same samples.")
-        return _join(kjt_list)
+        return _concatenate(kjt_list)
 
     def keys(self) -> list[str]:
         """Return the names."""
         return self._keys
 
     def stride(self) -> int:
-        """Return the number of samples B. If it varies by key, it is that of inverse indices, or the largest."""
+        """Return the number of samples B. If it varies by key: the width of inverse indices, or the largest number."""
         if self._stride is None:
             strides, inverse = self._stride_per_key_per_rank, self._inverse_indices
             if not self._keys:
@@ -402,7 +402,7 @@ class KeyedJaggedTensor(JaggedBase):
         return [self.stride()] * len(self._keys) if strides is None else strides.sum(1).tolist()
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Return the number of samples of each key on each rank, or an empty list if all keys have the same one."""
+        """Return the number of samples of each key on each rank, or an empty list if it is equal for all keys."""
         return [] if self._stride_per_key_per_rank is None else self._stride_per_key_per_rank.tolist()
 
     def variable_stride_per_key(self) -> bool:
@@ -421,7 +421,7 @@ class KeyedJaggedTensor(JaggedBase):
         return None if keys is None or indices is None else (keys, indices)
 
     def length_per_key(self) -> list[int]:
-        """Return the number of ids of each key. It is computed once; on ``meta``, ids are divided evenly."""
+        """Return the number of ids of each key. On ``meta``, the ids are divided evenly."""
         if self._length_per_key is None:
             if not self._keys:
                 self._length_per_key = []
@@ -456,12 +456,12 @@ class KeyedJaggedTensor(JaggedBase):
         return {key: i for i, key in enumerate(self._keys)}
 
     def sync(self) -> Self:
-        """Compute the number of ids of each key, which the host needs to cut the batch."""
+        """Compute the number of ids of each key on the host."""
         self.length_per_key()
         return self
 
     def unsync(self) -> Self:
-        """Forget the number of ids of each key."""
+        """Discard the number of ids of each key."""
         self._length_per_key = None
         return self
 
@@ -471,7 +471,7 @@ class KeyedJaggedTensor(JaggedBase):
         return JaggedTensor(part._values, part._weights, part._lengths)
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """Return the ids by key. With ``compute_offsets=False``, each computes its offsets when they are read."""
+        """Return the ids by key. With ``compute_offsets=False``, offsets are computed on first use."""
         if not self._keys:
             return {}
         values, weights, lengths = self._split_by_key()
@@ -485,7 +485,7 @@ class KeyedJaggedTensor(JaggedBase):
         return {key: JaggedTensor(*tensors) for key, tensors in zip(self._keys, parts, strict=True)}
 
     def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
-        """Return the keys at these positions, in this order. A key may come twice; ``indices_tensor`` is not needed."""
+        """Return the keys at these positions, in this order, also repeatedly. ``indices_tensor`` is ignored."""
         del indices_tensor
         if not indices:
             return self._part(0, 0)
@@ -502,7 +502,7 @@ class KeyedJaggedTensor(JaggedBase):
         )
 
     def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
-        """Cut into parts with these numbers of keys, which may be 0."""
+        """Split into parts with these numbers of keys. A part may be empty."""
         starts = list(accumulate(segments, initial=0))
         if starts[-1] > len(self._keys):
             raise BatchError(
@@ -524,8 +524,8 @@ class KeyedJaggedTensor(JaggedBase):
         dtype: torch.dtype | None = None,
     ) -> KeyedJaggedTensor:
         """Copy to a device. As in TorchRec, ``dtype`` is that of the weights."""
-        place = self.device() if device is None else device
-        moved = self._map(lambda t: t.to(place, non_blocking=non_blocking))
+        target = self.device() if device is None else device
+        moved = self._map(lambda t: t.to(target, non_blocking=non_blocking))
         moved._weights = None if moved._weights is None else moved._weights.to(dtype or moved._weights.dtype)
         return moved
 
@@ -612,7 +612,7 @@ def _sums(parts: Sequence[Tensor]) -> list[int]:
 
 
 def _first(bags: JaggedBase, count: int) -> tuple[Tensor, Tensor | None]:
-    """Return the first ``count`` values and weights; what is behind them belongs to no sample."""
+    """Return the first ``count`` values and weights. Later values belong to no sample."""
     values, weights = bags.values(), bags.weights_or_none()
     for name, given in (("values", values), ("weights", weights)):
         if given is not None and len(given) < count:
@@ -623,8 +623,8 @@ def _first(bags: JaggedBase, count: int) -> tuple[Tensor, Tensor | None]:
     return values[:count], None if weights is None else weights[:count]
 
 
-def _join(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    """Put keys together. The parts have the same samples, and are alike in weights and inverse indices."""
+def _concatenate(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    """Concatenate keys. Either all parts have weights or none, and the same for inverse indices."""
     used = [_first(part, sum(part.length_per_key())) for part in parts]
     strides = [s for part in parts if (s := part._stride_per_key_per_rank) is not None]
     inverse = [i for part in parts if (i := part.inverse_indices_or_none()) is not None]
@@ -653,7 +653,7 @@ def _build_kjt(tensors: Iterable[Any], keys: list[str]) -> KeyedJaggedTensor:
 
 
 def _register_tree(kind: type[Any], unflatten: Callable[..., Any], names: tuple[str, ...]) -> None:
-    """Register a class whose instances are trees of tensors."""
+    """Register a class with torch's pytrees."""
 
     def flatten(tree: Any) -> tuple[list[Tensor | None], Any]:
         return [getattr(tree, name) for name in names], getattr(tree, "_keys", None)

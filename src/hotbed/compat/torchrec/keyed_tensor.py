@@ -1,4 +1,4 @@
-"""Hold and regroup vectors as TorchRec's ``KeyedTensor`` does."""
+"""Hold and regroup vectors, like TorchRec's ``KeyedTensor``."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hotbed.torch_private import TreeSpec, register_pytree_flatten_spec, registe
 
 
 class KeyedTensor:
-    """Hold the vectors of several keys, side by side.
+    """Hold the vectors of several keys, concatenated.
 
     Parameters
     ----------
     keys, length_per_key
         Names, and the size of each key along ``key_dim``.
     values
-        ``[B, Σ lengths]``, or a function that computes it when it is first read.
+        ``[B, Σ lengths]``, or a function that computes it on first use.
     key_dim
-        Dimension along which keys are side by side. Collections pass the vectors by key instead, for dimension 1. Until
-        ``values`` is read, these vectors are returned without a copy.
+        Dimension of concatenation. Collections pass the vectors by key instead, which means dimension 1. These vectors
+        are returned without a copy until ``values`` is first used.
     offset_per_key, index_per_key
-        Accepted, and computed from the other arguments instead.
+        Ignored; they are computed from the other arguments.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class KeyedTensor:
 
     @staticmethod
     def regroup(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
-        """Put the vectors of each group of keys side by side. A key may be in several groups, or in none."""
+        """Concatenate the vectors of each group of keys. A key may be in several groups, or in none."""
         parts = [keyed.to_dict() for keyed in keyed_tensors]
         named = {key: vectors for of_keys in parts for key, vectors in of_keys.items()}
         for key in chain.from_iterable(groups):
@@ -94,7 +94,7 @@ class KeyedTensor:
         return list(accumulate(self._length_per_key, initial=0))
 
     def key_dim(self) -> int:
-        """Return the dimension along which keys are side by side."""
+        """Return the dimension of concatenation."""
         return self._key_dim
 
     def device(self) -> torch.device:
@@ -121,7 +121,7 @@ class KeyedTensor:
         return self.values().narrow(self._key_dim, sum(self._length_per_key[:at]), self._length_per_key[at])
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Return the vectors by key. They are views of `values`, once these have been read."""
+        """Return the vectors by key."""
         if self._parts is not None and not isinstance(self._values, Tensor):
             return dict(self._parts)
         return dict(zip(self._keys, self.values().split(self._length_per_key, self._key_dim), strict=True))
@@ -135,10 +135,10 @@ class KeyedTensor:
 
 
 def check_names(groups: Sequence[Sequence[str]], keys: Sequence[str]) -> None:
-    """Raise `SpecError` unless there is a name for each group."""
+    """Raise `SpecError` unless each group has a key."""
     if len(groups) != len(keys):
         raise SpecError(
-            f"every group needs a name: got {len(groups)} groups and {len(keys)} keys. Pass a key per group."
+            f"every group needs a key: got {len(groups)} groups and {len(keys)} keys. Pass a key per group."
         )
 
 

@@ -1,4 +1,7 @@
-"""Describe tables and look up as TorchRec does. ``EmbeddingBagCollection`` pools, ``EmbeddingCollection`` does not."""
+"""Configure tables and look up ids, like TorchRec.
+
+``EmbeddingBagCollection`` pools, ``EmbeddingCollection`` does not.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from hotbed.checks import check_known
 from hotbed.compat.torch_nn import rename_states
 from hotbed.compat.torchrec.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from hotbed.compat.torchrec.keyed_tensor import KeyedTensor, check_names
-from hotbed.compat.torchrec.table_configs import TableView, optimizers_in_backward, untrained
+from hotbed.compat.torchrec.table_views import TableView, optimizers_in_backward, untrained
 from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.optim import SparseOptimizer
@@ -29,12 +32,12 @@ from hotbed.specs import Feature, RowDtype, Table
 
 _POOLINGS: dict[str, Pooling] = {"SUM": "sum", "MEAN": "mean"}
 _CASTS = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
-_LEAST = 1e-6
-"""TorchRec adds it to the sum of the weights of a bag, so that no sum is 0."""
+_EPSILON = 1e-6
+"""Added to the sum of a bag's weights, as in TorchRec, so that no divisor is 0."""
 
 
 class PoolingType(Enum):
-    """How the vectors of a bag become one."""
+    """Pooling of the vectors of a bag."""
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -42,7 +45,7 @@ class PoolingType(Enum):
 
 
 class DataType(Enum):
-    """What rows are stored as; those that hotbed has."""
+    """Dtypes of stored rows that hotbed supports."""
 
     FP32 = "FP32"
     FP16 = "FP16"
@@ -57,18 +60,18 @@ InitFn = Callable[[Tensor], object]
 
 @dataclass
 class EmbeddingConfig:
-    """A table whose vectors are not pooled.
+    """Configuration of a table without pooling.
 
     Parameters
     ----------
     num_embeddings, embedding_dim, name, data_type
-        Rows, columns, a name of its own, and the dtype of rows.
+        Rows, columns, a unique name, and the dtype of rows.
     feature_names
-        Features that are looked up in it; default: one of the table's name.
+        Features that use the table (default: one feature with the table's name).
     weight_init_max, weight_init_min
-        Initial values are uniform between them; default ``±√(1 / embedding_dim)``, as in TorchRec.
+        Bounds of uniform initial values (default: ``±√(1 / embedding_dim)``, as in TorchRec).
     init_fn
-        Fills the table in the place of that.
+        Function that fills the table instead.
     """
 
     num_embeddings: int
@@ -81,31 +84,31 @@ class EmbeddingConfig:
     init_fn: InitFn | None = None
 
     def get_weight_init_max(self) -> float:
-        """Largest initial value."""
+        """Return the largest initial value."""
         return sqrt(1 / self.embedding_dim) if self.weight_init_max is None else self.weight_init_max
 
     def get_weight_init_min(self) -> float:
-        """Smallest initial value."""
+        """Return the smallest initial value."""
         return -sqrt(1 / self.embedding_dim) if self.weight_init_min is None else self.weight_init_min
 
     def num_features(self) -> int:
-        """Number of features."""
+        """Return the number of features."""
         return len(self.feature_names)
 
 
 @dataclass
 class EmbeddingBagConfig(EmbeddingConfig):
-    """A table whose vectors are pooled, by sum or mean; other fields are those of `EmbeddingConfig`."""
+    """Configuration of a table with pooling by sum or mean. Other fields are as in `EmbeddingConfig`."""
 
     pooling: PoolingType = PoolingType.SUM
 
 
 def _table_of(config: EmbeddingConfig) -> Table:
-    """Make the table that a config describes; TorchRec's own configs will do."""
+    """Build a table from a config of this package or TorchRec."""
     kind: str = config.data_type.value
     check_known(f"table '{config.name}': data_type", kind, _DTYPES, SpecError)
     if getattr(config, "use_virtual_table", False):
-        raise SpecError(f"table '{config.name}': use_virtual_table is not supported; use a table of hotbed.Dynamic")
+        raise SpecError(f"table '{config.name}': got use_virtual_table, expected False. Use a table of hotbed.Dynamic.")
     bound = config.get_weight_init_max() if _is_symmetric(config) else None
     return Table(
         config.name, rows=config.num_embeddings, dim=config.embedding_dim, dtype=_DTYPES[kind], init_bound=bound
@@ -113,7 +116,7 @@ def _table_of(config: EmbeddingConfig) -> Table:
 
 
 def _is_symmetric(config: EmbeddingConfig) -> bool:
-    """Whether initial values are uniform on ``±x``, which tables make by themselves, on any rank."""
+    """Return whether initial values are uniform on ``±x``, which tables can generate on any rank."""
     filled = config.init_fn
     own = getattr(filled, "keywords", None)  # TorchRec's default is a partial of uniform_ with these bounds
     bounds = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
@@ -127,7 +130,7 @@ Config = TypeVar("Config", bound=EmbeddingConfig)
 
 
 def _embedding_names(configs: Sequence[Config]) -> dict[str, tuple[str, Config]]:
-    """Map what is looked up, ``feature`` or (of several tables) ``feature@table``, to feature and table."""
+    """Map ``feature``, or ``feature@table`` if several tables share it, to feature and table."""
     names = [config.name for config in configs]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"Duplicate table name {twice[0]}")
@@ -144,51 +147,51 @@ def _embedding_names(configs: Sequence[Config]) -> dict[str, tuple[str, Config]]
 def _pooling_of(config: EmbeddingConfig) -> Pooling:
     kind = getattr(config, "pooling", None)
     if kind is not None:
-        fix = "Vectors that are not pooled are looked up by EmbeddingCollection."
+        fix = "Use EmbeddingCollection for lookups without pooling."
         check_known(f"table '{config.name}': pooling", kind.value, _POOLINGS, SpecError, fix)
     return "none" if kind is None else _POOLINGS[kind.value]
 
 
-class _Collection(nn.Module, Generic[Config]):
-    """Hold what both collections share: tables, features, and names in ``state_dict``."""
+class _TorchRecCollection(nn.Module, Generic[Config]):
+    """Base of both collections: tables, features, and names in ``state_dict``."""
 
     views_name: str
     loaded_from = ""
-    """What names began with in the state that was loaded last."""
+    """Prefix of the names in the state that was loaded last."""
 
     def __init__(self, tables: Sequence[Config], device: torch.device | str | None, weighted: bool = False) -> None:
         super().__init__()
         self._configs = list(tables)
         self._names = _embedding_names(self._configs)
-        self._place = place = torch.get_default_device() if device is None else torch.device(device)
+        self._device = device = torch.get_default_device() if device is None else torch.device(device)
         poolings: dict[str, Pooling] = {config.name: _pooling_of(config) for config in self._configs}
         self._weighted_means = {table for table, pooling in poolings.items() if weighted and pooling == "mean"}
         for table in self._weighted_means:
             poolings[table] = "sum"  # weights already make it a mean
         features = [Feature(name, c.name, pooling=poolings[c.name]) for name, (_, c) in self._names.items()]
         if self._configs:
-            seed = int(torch.randint(2**32, (), device="cpu"))  # so torch.manual_seed decides initial values
+            seed = int(torch.randint(2**32, (), device="cpu"))  # so torch.manual_seed determines initial values
             tables_of_rows = [_table_of(config) for config in self._configs]
-            self.rows = embed.EmbeddingCollection(tables_of_rows, features, seed=seed, device=place)
+            self.rows = embed.EmbeddingCollection(tables_of_rows, features, seed=seed, device=device)
             self.rows.are_parameters = True
         setattr(self, self.views_name, nn.ModuleDict({c.name: TableView(self.rows, c.name) for c in self._configs}))
         self._fused: list[SparseOptimizer] = []
         self._features = tuple(feature for feature, _ in self._names.values())
         for config in self._configs:
-            self._initialize(config, place)
+            self._initialize(config, device)
         rename_states(self, "rows.", f"{self.views_name}.")
 
     @torch.no_grad()
-    def _initialize(self, config: EmbeddingConfig, place: torch.device) -> None:
-        """Fill a table as its config says, where that is not what tables do by themselves."""
+    def _initialize(self, config: EmbeddingConfig, device: torch.device) -> None:
+        """Fill a table whose initial values are not uniform on ``±x``."""
         if _is_symmetric(config):
             return
-        if place.type == "meta":
+        if device.type == "meta":
             raise SpecError(
-                f"table '{config.name}': init_fn, or bounds that are not ±x, cannot fill a table on 'meta'; make the "
-                "collection on 'cpu', or give weight_init_min = −weight_init_max"
+                f"table '{config.name}' on 'meta': got init_fn or asymmetric bounds, expected weight_init_min = "
+                "−weight_init_max. Build the collection on 'cpu', or change the bounds."
             )
-        values = torch.empty(config.num_embeddings, config.embedding_dim, device=place)
+        values = torch.empty(config.num_embeddings, config.embedding_dim, device=device)
         if config.init_fn is None:
             values.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
         else:
@@ -196,22 +199,22 @@ class _Collection(nn.Module, Generic[Config]):
         self.rows.set_weight(config.name, values)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_fused": []}  # a copy makes optimizers of its own
+        return {**self.__dict__, "_fused": []}  # a copy builds its own optimizers
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are."""
-        return self.rows.device if self._configs else self._place
+        """Device of the tables."""
+        return self.rows.device if self._configs else self._device
 
     def table_views(self) -> list[TableView]:
-        """Return the modules that show the tables."""
+        """Return the views of the tables."""
         views: nn.ModuleDict = getattr(self, self.views_name)
         return [view for view in views.values() if isinstance(view, TableView)]
 
     def _look_up(self, ids: Jagged) -> tuple[Embeddings | None, dict[str, TableView]]:
-        """Look up ids; return the vectors, and the tables without an optimizer of hotbed, which are looked up apart.
+        """Return the vectors, and the tables that no sparse optimizer trains, which need dense lookups.
 
-        The vectors are None if these are all tables, and torch's optimizers can train them.
+        The vectors are None if this holds for all tables, and torch optimizers can train them.
         """
         if not (self.training and torch.is_grad_enabled()):
             return self.rows(ids), {}
@@ -223,7 +226,7 @@ class _Collection(nn.Module, Generic[Config]):
         apart = {view.ref.table: view for view in views if view.ref.table in idle}
         if apart:
             for store in self.rows.stores():
-                store.replaced()  # optimizers of torch write to rows unnoticed
+                store.replaced()  # torch optimizers write to rows without notice
         if len(apart) == len(views) and all(view.has_rows for view in views):
             return None, apart
         dense = [table for table, view in apart.items() if view.has_rows]
@@ -236,51 +239,54 @@ class _Collection(nn.Module, Generic[Config]):
             self.rows.unfreeze(*dense)
 
     def _checked(self, ids: Jagged) -> Jagged:
-        """Check ids before torch's functions look them up; in a compiled graph, these functions check them."""
+        """Check ids before a dense lookup. In a compiled graph, torch's lookup checks them."""
         return ids if torch.compiler.is_dynamo_compiling() else self.rows.check(ids)
 
     def fused_optimizers(self) -> list[SparseOptimizer]:
-        """Return the optimizers that train the tables in backward; they are made when they are first needed."""
+        """Return the optimizers that update tables in backward. They are built on first use."""
         self._fused = self._fused or optimizers_in_backward(view.ref for view in self.table_views())
         return self._fused
 
     def _ids(self, features: KeyedJaggedTensor | Jagged, weighted: bool) -> Jagged:
-        """Convert a batch, of TorchRec or this package."""
+        """Convert a batch of TorchRec or this package."""
         if isinstance(features, Jagged):
             return features
         inverse = getattr(features, "inverse_indices_or_none", lambda: None)()
         if inverse is not None or getattr(features, "variable_stride_per_key", lambda: False)():
             raise BatchError(
-                "the batch has inverse indices, or batch sizes that differ by key, which hotbed does not take; give "
-                "every key the ids of every sample"
+                "batch: got inverse indices or batch sizes that differ by key, expected the ids of every sample for "
+                "every key. Expand the batch first."
             )
         weights = features.weights_or_none() if weighted else None
         if weighted and weights is None:
-            raise BatchError("the collection is_weighted, the batch has no weights; give it some, or is_weighted=False")
+            raise BatchError(
+                "batch of a weighted collection: got no weights, expected one per id. Pass weights, or set "
+                "is_weighted=False."
+            )
         ids = Jagged.from_keyed(features.keys(), features.values(), features.lengths(), weights)
         if self._features == tuple(self._names) and not self._weighted_means:
             return ids
-        given = ids.to_dict()  # a feature of several tables comes once for each
+        given = ids.to_dict()  # a feature of several tables is repeated for each
         own: dict[str, Tensor] = {}
         for name, (feature, config) in self._names.items():
             bags = ids[feature]
             if bags.weights is not None:
                 is_mean = config.name in self._weighted_means
-                own[name] = _shares(bags.weights, bags.lengths()) if is_mean else bags.weights
+                own[name] = _normalize(bags.weights, bags.lengths()) if is_mean else bags.weights
         return Jagged.from_dict({name: given[ids.names[ids.index(f)]] for name, (f, _) in self._names.items()}, own)
 
 
-class EmbeddingBagCollection(_Collection[EmbeddingBagConfig]):
+class EmbeddingBagCollection(_TorchRecCollection[EmbeddingBagConfig]):
     """Look up and pool features in tables.
 
     Parameters
     ----------
     tables
-        Their configs, of this package or TorchRec's.
+        Configs of this package or TorchRec.
     is_weighted
-        Whether batches bring a weight per id.
+        Whether batches have a weight per id.
     device
-        Where the tables are; default: torch's default device. On ``"meta"``, `DistributedModelParallel` makes them.
+        Device of the tables (default: torch's default device). `DistributedModelParallel` creates tables on ``"meta"``.
     """
 
     views_name = "embedding_bags"
@@ -297,9 +303,9 @@ class EmbeddingBagCollection(_Collection[EmbeddingBagConfig]):
 
     @override
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Look up: vectors ``[B, Σ D]`` float32, keys in the order of tables and their features."""
+        """Return vectors ``[B, Σ D]`` float32, with keys in the order of tables and their features."""
         if not self._configs:
-            return KeyedTensor([], [], torch.empty(features.stride(), 0, device=self._place))
+            return KeyedTensor([], [], torch.empty(features.stride(), 0, device=self._device))
         ids = self._ids(features, self._is_weighted)
         found, apart = self._look_up(ids)
         sizes = [config.embedding_dim for _, config in self._names.values()]
@@ -325,23 +331,23 @@ class EmbeddingBagCollection(_Collection[EmbeddingBagConfig]):
         )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Configs of the tables."""
+        """Return the configs of the tables."""
         return self._configs
 
     def is_weighted(self) -> bool:
-        """Whether batches bring a weight per id."""
+        """Return whether batches have a weight per id."""
         return self._is_weighted
 
 
-class EmbeddingCollection(_Collection[EmbeddingConfig]):
-    """Look up features in tables, a vector per id.
+class EmbeddingCollection(_TorchRecCollection[EmbeddingConfig]):
+    """Look up features in tables, without pooling.
 
     Parameters
     ----------
     tables, device
-        As for `EmbeddingBagCollection`; all of one dim.
+        As for `EmbeddingBagCollection`. All tables have one dim.
     need_indices
-        Whether what is returned has the ids as its weights.
+        Whether results have the ids as weights.
     """
 
     views_name = "embeddings"
@@ -355,13 +361,15 @@ class EmbeddingCollection(_Collection[EmbeddingConfig]):
     ) -> None:
         dims = {config.embedding_dim for config in tables}
         if len(dims) > 1:
-            raise ValueError(f"tables of an EmbeddingCollection must have one embedding_dim, got {sorted(dims)}")
+            raise ValueError(
+                f"embedding_dim of an EmbeddingCollection: got {sorted(dims)}, expected one for all tables"
+            )
         super().__init__(tables, device)
         self._need_indices = need_indices
 
     @override
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Look up: by name, vectors ``[N, D]`` float32 with the lengths of the feature's bags."""
+        """Return by name vectors ``[N, D]`` float32, with the lengths of the feature's bags."""
         if not self._configs:
             return {}
         ids = self._ids(features, False)
@@ -383,29 +391,29 @@ class EmbeddingCollection(_Collection[EmbeddingConfig]):
         return made
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """Configs of the tables."""
+        """Return the configs of the tables."""
         return self._configs
 
     def embedding_dim(self) -> int:
-        """Columns of all tables; −1 without tables, as in TorchRec."""
+        """Return the number of columns of all tables, or −1 without tables, as in TorchRec."""
         return self._configs[0].embedding_dim if self._configs else -1
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Names of what is looked up in each table."""
+        """Return the names of the features of each table."""
         of_tables = {config.name: [] for config in self._configs}
         for name, (_, config) in self._names.items():
             of_tables[config.name].append(name)
         return list(of_tables.values())
 
     def need_indices(self) -> bool:
-        """Whether what is returned has the ids as its weights."""
+        """Return whether results have the ids as weights."""
         return self._need_indices
 
 
-def _shares(weights: Tensor, lengths: Tensor) -> Tensor:
-    """Divide weights ``[N]`` by their sum in each bag, which is a constant for gradients, as in TorchRec."""
+def _normalize(weights: Tensor, lengths: Tensor) -> Tensor:
+    """Divide weights ``[N]`` by their sum in each bag. No gradient flows through the sum, as in TorchRec."""
     sums = torch.segment_reduce(weights.detach().float(), "sum", lengths=lengths)
-    return weights / (sums + _LEAST).repeat_interleave(lengths)
+    return weights / (sums + _EPSILON).repeat_interleave(lengths)
 
 
 class ComputeKJTToJTDict(nn.Module):
@@ -425,10 +433,10 @@ class ComputeJTDictToKJT(nn.Module):
 
 
 class KTRegroupAsDict(nn.Module):
-    """Regroup vectors as `KeyedTensor.regroup_as_dict` does, as a module.
+    """Regroup vectors, like `KeyedTensor.regroup_as_dict`.
 
-    ``emb_dtype`` of the result is FP32, FP16 or BF16; default: that of the vectors. ``multi_device`` is accepted, and
-    without effect: the module has no tensors, so it runs on the device of the vectors.
+    ``emb_dtype`` of the result is FP32, FP16 or BF16 (default: the dtype of the vectors). ``multi_device`` is ignored,
+    because the module has no tensors and runs on the device of the vectors.
     """
 
     def __init__(
@@ -451,6 +459,6 @@ class KTRegroupAsDict(nn.Module):
         if not keyed_tensors:
             raise BatchError("nothing to regroup: got an empty list. Pass at least one KeyedTensor.")
         if len(dims := {keyed.key_dim() for keyed in keyed_tensors}) > 1:
-            raise BatchError(f"key dims of the KeyedTensors differ: got {sorted(dims)}. Regroup each dim by itself.")
+            raise BatchError(f"key dims of the KeyedTensors differ: got {sorted(dims)}. Regroup each dim separately.")
         grouped = KeyedTensor.regroup_as_dict(keyed_tensors, self._groups, self._names)
         return {name: vectors.to(self._dtype or vectors.dtype) for name, vectors in grouped.items()}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hotbed.checkpoint.single_files import read_limited
+from hotbed.checkpoint.single_files import read_limited_uri
 from hotbed.checks import is_int
 from hotbed.comm import Link
 from hotbed.config import ParallelRecipe, Recipe
@@ -40,7 +40,7 @@ from hotbed.plan.schemes import AUTO, SCHEMES, Cut, Schemes, cuts_of, schemes_fr
 from hotbed.plan.search import Found, search
 from hotbed.plan.tier_choice import place_in_tiers, with_cache
 from hotbed.plan.tiling import Tier
-from hotbed.plan.workload import DensePart, Workload
+from hotbed.plan.workload import DenseWork, Workload
 from hotbed.specs import Table
 from hotbed.store.memory import refuse_too_many
 from hotbed.train.runs.dense_kernels import arena_launches, dense_kernels
@@ -161,7 +161,7 @@ def _ids(model: nn.Module, recipe: Recipe, source: Source | None) -> dict[str, f
     return found
 
 
-def dense_part(model: nn.Module, recipe: Recipe, source: Source | None = None, *, ranks: int = 1) -> DensePart:
+def dense_part(model: nn.Module, recipe: Recipe, source: Source | None = None, *, ranks: int = 1) -> DenseWork:
     """Count the part of a recipe's model without tables; on GPUs kernel by kernel, as so many ranks launch them."""
     precision = recipe.train.precision
     if precision == "auto":  # what `hotbed.train.numerics` chooses on GPUs
@@ -178,7 +178,7 @@ def dense_part(model: nn.Module, recipe: Recipe, source: Source | None = None, *
     return replace(found, kernels=kernels, launches=len(kernels))
 
 
-def count_dense_part(model: nn.Module, *, narrow: bool = False, input_bytes: float = 0.0) -> DensePart:
+def count_dense_part(model: nn.Module, *, narrow: bool = False, input_bytes: float = 0.0) -> DenseWork:
     """Count the part of a model without tables, in closed form; ``narrow`` where it computes in bf16.
 
     A weight of two dims or more is used once per sample: two operations. A dot interaction of ``n`` vectors of ``D``
@@ -196,7 +196,7 @@ def count_dense_part(model: nn.Module, *, narrow: bool = False, input_bytes: flo
             values += module.width
     for collection in collections_of(model).values():
         values += sum(collection.tables[f.table].dim for f in collection.features)
-    return DensePart(
+    return DenseWork(
         parameters=sum(p.numel() for p in parameters),
         flops=flops,
         layers=layers,
@@ -315,7 +315,7 @@ def plan_or_schemes(parallel: ParallelRecipe) -> Plan | Schemes:
 def read_plan(file: str) -> Plan | Schemes:
     """A plan's file, or one with schemes by table, in JSON or YAML; a `PlanError` says what else a plan can be."""
     try:
-        text = read_limited(file)
+        text = read_limited_uri(file)
         values = parse_yaml(text.decode()) if file.endswith((".yaml", ".yml")) else parse_json(text)
     except FileNotFoundError:
         raise PlanError(
@@ -342,7 +342,7 @@ def _read_tables(
     ``again`` mends a damaged file that ``command`` wrote, ``for_model`` a file about another model.
     """
     try:
-        content: Any = parse_json(read_limited(file))
+        content: Any = parse_json(read_limited_uri(file))
         found = {entry["table"]: (int(entry["rows"]), take(content, entry)) for entry in content["tables"]}
     except FileNotFoundError:
         raise DataError(f"{file} does not exist; make it with {command}") from None

@@ -172,13 +172,13 @@ def test_sharders_have_optimizers_and_number_formats() -> None:
         ),
         (
             lambda: DistributedModelParallel(Model(), env=ShardingEnv.from_local(8, 0)),
-            "env has 8 ranks, expected all 1",
+            "got 8 ranks, expected all 1",
         ),
         (
             lambda: DistributedModelParallel(
                 Model(), sharders=[EmbeddingBagCollectionSharder(fused_params={"cache_load_factor": 0.2})]
             ),
-            "fused_params has 'cache_load_factor', expected optimizer",
+            "fused_params: got 'cache_load_factor'",
         ),
         (
             lambda: DistributedModelParallel(

@@ -22,11 +22,11 @@ State = MutableMapping[str, Any]
 
 
 class KeyedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose ``state_dict`` has the names of parameters in place of their numbers.
+    """Optimizer with parameter names instead of numbers in its ``state_dict``.
 
     ``state_dict()`` is ``{"state": {name: state of the parameter}}``, and has ``param_groups`` after
-    ``save_param_groups(True)``. `load_state_dict` copies into the tensors of the state that exists already. ``params``
-    are by name, ``state`` is by parameter, and ``param_groups`` are as in ``torch.optim``.
+    ``save_param_groups(True)``. `load_state_dict` copies into the existing tensors of the state. ``params`` maps
+    names to parameters, ``state`` maps parameters to states, and ``param_groups`` is the list of ``torch.optim``.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class KeyedOptimizer(torch.optim.Optimizer):
         known = set(self._params.values())
         if others := [key for key in state if key not in known]:
             raise OptimizerError(
-                f"KeyedOptimizer got state of {len(others)} keys that are not parameters, expected none. Give `params` "
-                "all parameters of the state."
+                f"state of a KeyedOptimizer: got {len(others)} keys that are not parameters, expected none. Pass all "
+                "parameters of the state as `params`."
             )
 
     def _set_up(self) -> None:
-        """Have what schedules and hooks of torch look for, without torch's constructor, which makes groups."""
+        """Set the attributes that torch's schedules and hooks use, without torch's constructor, which builds groups."""
         self.defaults: dict[str, Any] = {}
         self._saves_groups = False
         self._optimizer_step_pre_hooks = OrderedDict()
@@ -50,7 +50,7 @@ class KeyedOptimizer(torch.optim.Optimizer):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__  # torch's has only what its own optimizers need
+        return self.__dict__  # torch saves only the attributes of its own optimizers
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -82,8 +82,10 @@ class KeyedOptimizer(torch.optim.Optimizer):
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise `OptimizerError`: parameters are named when the optimizer is made."""
-        raise OptimizerError("a KeyedOptimizer cannot get further parameters. Make another one, and combine them.")
+        """Raise `OptimizerError`, because parameters are named in the constructor."""
+        raise OptimizerError(
+            "a KeyedOptimizer cannot get further parameters. Build a second one, and use CombinedOptimizer."
+        )
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -99,19 +101,19 @@ class KeyedOptimizer(torch.optim.Optimizer):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Copy what `state_dict` returned into the state of this optimizer, which must have taken a step."""
+        """Copy a saved ``state_dict`` into the state of this optimizer, which must have taken a step."""
         saved, state = state_dict["state"], self.state
         named = {name: state[param] for name, param in self.params.items() if param in state}
         if len(named) != len(saved) or not set(named) <= set(saved):
             raise OptimizerError(
-                f"the saved state is of {_shown(saved)}, expected {_shown(named)}. Load it into an optimizer of equal "
-                "parameters that has taken a step (or call init_state())."
+                f"saved state: got {_list_names(saved)}, expected {_list_names(named)}. Load it into an optimizer of "
+                "equal parameters after a step or init_state()."
             )
         for name, of in named.items():
             if set(of) != set(saved[name]):
                 raise OptimizerError(
-                    f"the saved state of {name} has {_shown(saved[name])}, expected {_shown(of)}. Load the state of an "
-                    "optimizer of the same class."
+                    f"saved state of {name}: got {_list_names(saved[name])}, expected {_list_names(of)}. Load the "
+                    "state of an optimizer of the same class."
                 )
             _load(of, saved[name])
         if self._saves_groups:
@@ -125,15 +127,15 @@ class KeyedOptimizer(torch.optim.Optimizer):
             key = tuple(sorted(names[id(param)] for param in group["params"]))
             if key not in by_names:
                 raise OptimizerError(
-                    f"the saved param_groups have {_shown(map(str, by_names))}, expected {key}. Make the groups equal."
+                    f"saved param_groups: got {_list_names(map(str, by_names))}, expected {key}. Make the groups equal."
                 )
             group.update(deepcopy(_options(by_names[key])))
 
     def post_load_state_dict(self) -> None:
-        """Do nothing; subclasses adapt to the loaded state."""
+        """Adapt to the loaded state. Subclasses override this method."""
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Take a step with gradients of 0, so that the state exists and can be loaded into.
+        """Take a step with gradients of 0, so that `load_state_dict` finds a state to copy into.
 
         The named parameters get a sparse gradient.
         """
@@ -148,7 +150,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _shown(names: Any) -> str:
+def _list_names(names: Any) -> str:
     listed = list(names)
     return ", ".join(listed[:5]) + " …" * (len(listed) > 5) if listed else "nothing"
 
@@ -167,8 +169,8 @@ def _load(state: State, saved: Mapping[str, Any]) -> None:
             state[name] = deepcopy(new)
 
 
-class _AroundOptimizer(KeyedOptimizer):
-    """Base of optimizers around another one, whose state and steps they have."""
+class _DelegatingOptimizer(KeyedOptimizer):
+    """Base of optimizers that delegate state and steps to a wrapped optimizer."""
 
     optimizer: Any
 
@@ -191,10 +193,10 @@ class _AroundOptimizer(KeyedOptimizer):
         return self.optimizer.step(closure)
 
 
-class KeyedOptimizerWrapper(_AroundOptimizer):
+class KeyedOptimizerWrapper(_DelegatingOptimizer):
     """Wrap an optimizer of named parameters.
 
-    ``optim_factory`` makes the optimizer from a list of them, or with ``pass_params_dict`` from ``params`` as they are.
+    ``optim_factory`` builds the optimizer from a list of the parameters, or with ``pass_params_dict`` from ``params``.
     """
 
     def __init__(
@@ -215,8 +217,8 @@ class KeyedOptimizerWrapper(_AroundOptimizer):
             super().load_state_dict(state_dict)
 
 
-class OptimizerWrapper(_AroundOptimizer):
-    """Base of optimizers that change what another one does."""
+class OptimizerWrapper(_DelegatingOptimizer):
+    """Base of optimizers that modify the steps of a wrapped optimizer."""
 
     def __init__(self, optimizer: KeyedOptimizer) -> None:
         self.optimizer = optimizer
@@ -242,11 +244,11 @@ class OptimizerWrapper(_AroundOptimizer):
         self.post_load_state_dict()
 
 
-class TablesOptimizer(_AroundOptimizer):
-    """Show an optimizer of tables as one of named parameters. All ranks must save and load its state together.
+class TablesOptimizer(_DelegatingOptimizer):
+    """Present a sparse optimizer as a keyed optimizer. All ranks must save and load its state together.
 
-    `step` and `zero_grad` do nothing if the optimizer steps in backward. ``path`` is that of the tables'
-    modules in the model; without it, the state has the names of the tables.
+    `step` and `zero_grad` do nothing if the optimizer steps in backward. Names in the state start with ``path``, the
+    path of the tables' modules in the model. Without it, they are the names of the tables.
     """
 
     def __init__(self, optimizer: optim.SparseOptimizer, path: str = "") -> None:
@@ -277,7 +279,7 @@ class TablesOptimizer(_AroundOptimizer):
 
     @override
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Do nothing: tables have their moments from the start."""
+        """Do nothing, because tables have their moments from the start."""
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -286,7 +288,7 @@ class TablesOptimizer(_AroundOptimizer):
         own = {i: name for i, name in enumerate(self._names) if i in state["state"]}
         if missing := [name for name in own.values() if name not in saved]:
             raise OptimizerError(
-                f"the saved state is of {_shown(saved)}, expected {_shown(missing)}, too. Load the state of a "
+                f"saved state: got {_list_names(saved)}, expected also {_list_names(missing)}. Load the state of a "
                 "model with the same tables."
             )
         state["state"] = {i: saved[name] for i, name in own.items()}
@@ -297,21 +299,21 @@ class TablesOptimizer(_AroundOptimizer):
 class CombinedOptimizer(KeyedOptimizer):
     """Combine several optimizers into one.
 
-    Of pairs of name and optimizer, the name becomes a prefix of the names of parameters.
+    In a pair (name, optimizer), the name becomes a prefix of the parameter names.
     """
 
     def __init__(self, optims: Sequence[KeyedOptimizer | tuple[str, KeyedOptimizer] | torch.optim.Optimizer]) -> None:
         named = [of if isinstance(of, tuple) else ("", of) for of in optims]
-        self.optimizers = [(name, _keyed(of, i)) for i, (name, of) in enumerate(named)]
+        self.optimizers = [(name, _as_keyed(of, i)) for i, (name, of) in enumerate(named)]
         self._set_up()
-        names = [_joined(prefix, name) for prefix, of in self.optimizers for name in of.params]
+        names = [_add_prefix(prefix, name) for prefix, of in self.optimizers for name in of.params]
         fix = "Give the optimizers names: CombinedOptimizer([('first', optimizer), …])."
         check_unique("parameter of the optimizers", names, SpecError, fix)
 
     @property
     @override
     def params(self) -> Mapping[str, Any]:
-        return {_joined(prefix, name): param for prefix, of in self.optimizers for name, param in of.params.items()}
+        return {_add_prefix(prefix, name): param for prefix, of in self.optimizers for name, param in of.params.items()}
 
     @property
     @override
@@ -345,9 +347,9 @@ class CombinedOptimizer(KeyedOptimizer):
         groups: list[dict[str, Any]] = []
         for prefix, of in self.optimizers:
             own = of.state_dict()
-            state |= {_joined(prefix, name): of_param for name, of_param in own["state"].items()}
+            state |= {_add_prefix(prefix, name): of_param for name, of_param in own["state"].items()}
             for group in own.get("param_groups", ()):
-                names = [_joined(prefix, name) for name in group["params"]]
+                names = [_add_prefix(prefix, name) for name in group["params"]]
                 groups.append({**group, "params": names})
         return {"state": state, "param_groups": groups} if groups else {"state": state}
 
@@ -355,7 +357,7 @@ class CombinedOptimizer(KeyedOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         groups = list(state_dict.get("param_groups", ()))
         for prefix, of in self.optimizers:
-            names = {_joined(prefix, name): name for name in of.params}
+            names = {_add_prefix(prefix, name): name for name in of.params}
             there = state_dict["state"]
             saved: dict[str, Any] = {"state": {name: there[full] for full, name in names.items() if full in there}}
             if groups:
@@ -375,12 +377,12 @@ class CombinedOptimizer(KeyedOptimizer):
             of.post_load_state_dict()
 
 
-def _joined(prefix: str, name: str) -> str:
+def _add_prefix(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
-def _keyed(of: Any, number: int) -> KeyedOptimizer:
-    """Name the parameters of an optimizer that does not, by its number and theirs."""
+def _as_keyed(of: Any, number: int) -> KeyedOptimizer:
+    """Return a keyed optimizer. Parameters without names are named by the numbers of optimizer and parameter."""
     if isinstance(of, KeyedOptimizer):
         return of
     if isinstance(of, optim.SparseOptimizer):
@@ -405,16 +407,16 @@ class GradientClipping(Enum):
 class GradientClippingOptimizer(OptimizerWrapper):
     """Clip the gradients of an optimizer's parameters before each step.
 
-    Tables that backward trains have no gradient then, and are left out, as in TorchRec.
+    Tables that are updated in backward have no gradient in `step`, so they are not clipped, as in TorchRec.
 
     Parameters
     ----------
     clipping
-        The norm of all gradients together, each value, or nothing.
+        Clip the norm of all gradients together, each value, or nothing.
     max_gradient, norm_type
         Largest norm or value, and the type of the norm, e.g. 2 or ``"inf"``.
     enable_global_grad_clip, param_to_pgs
-        Accepted for TorchRec's sake: parameters are not sharded, so all ranks have equal gradients.
+        Ignored, because parameters are not sharded, so all ranks have equal gradients.
     """
 
     def __init__(
@@ -440,7 +442,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
 
 class WarmupPolicy(Enum):
-    """Functions of the step that a `WarmupStage` multiplies the learning rate with."""
+    """Learning rate factors of a `WarmupStage`, as functions of the step."""
 
     NONE = "none"
     LINEAR = "linear"
@@ -454,7 +456,7 @@ class WarmupPolicy(Enum):
 
 @dataclass
 class WarmupStage:
-    """A part of a schedule.
+    """One stage of a learning rate schedule.
 
     Parameters
     ----------
@@ -522,7 +524,7 @@ _FACTORS: dict[str, Callable[[WarmupStage, int], float]] = {
     "cosine_annealing_warm_restarts": _cosine,
     "interpolate": _interpolate,
 }
-"""Functions by the values of policies, so that TorchRec's own policies will do."""
+"""Functions by the value of a policy, so that TorchRec's own enum works, too."""
 
 
 class WarmupOptimizer(OptimizerWrapper):

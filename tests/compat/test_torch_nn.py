@@ -274,7 +274,7 @@ def test_a_backward_that_fails_leaves_nothing_behind() -> None:
 def test_rows_as_an_output_layer_are_refused_in_backward() -> None:
     model: Any = hb.swap_embeddings(nn.ModuleDict({"film": nn.Embedding(6, 4)}))
     scores = model["film"](torch.tensor([1])) @ model["film"].weight.T
-    with pytest.raises(SpecError, match=r"rows of table 'film' are used where they need a gradient.*skip=\['film'\]"):
+    with pytest.raises(SpecError, match=r"'film'.*backward.*skip=\['film'\]"):
         scores.sum().backward()
     with torch.no_grad():
         assert not model["film"].weight.requires_grad
@@ -330,17 +330,17 @@ def limits_differ() -> nn.Module:
     [
         (lambda: nn.Linear(2, 2), "Linear has no nn.Embedding or nn.EmbeddingBag to replace$"),
         (tied, r"the weight of 'in' is also 'out.weight', .*skip=\['in'\]"),
-        (lambda: Doubled(6, 4), r"Doubled '' has a forward of its own, .* skip=\[''\]"),
+        (lambda: Doubled(6, 4), r"Doubled '' has its own forward.*skip=\[''\]"),
         (hooked, "Embedding '' has hooks, which would be lost"),
         (hooked_weight, "Embedding '' has hooks, which would be lost"),
-        (Scaled, "Scaled '' has a scale of its own"),
-        (lambda: Named(6, 4), "Named '' has a names of its own"),
+        (Scaled, "Scaled '' has its own scale"),
+        (lambda: Named(6, 4), "Named '' has its own names"),
         (lambda: nn.utils.parametrizations.orthogonal(nn.Embedding(6, 4)), "has a parametrization or no weight"),
         (lambda: nn.Embedding(6, 4, scale_grad_by_freq=True), "has scale_grad_by_freq"),
-        (lambda: nn.Embedding(6, 4, max_norm=1.0, norm_type=1.0), "has max_norm by norm_type 1.0, must be 2"),
-        (lambda: nn.Embedding(6, 4, dtype=torch.float64), "is float64; tables are float32, bfloat16 or float16"),
-        (lambda: nn.Embedding(6, 2000), "has 2,000 columns, tables have at most 1,024"),
-        (limits_differ, "'0', '1' share a weight and have different max_norm"),
+        (lambda: nn.Embedding(6, 4, max_norm=1.0, norm_type=1.0), "norm_type 1.0, expected 2"),
+        (lambda: nn.Embedding(6, 4, dtype=torch.float64), "float64, expected float32"),
+        (lambda: nn.Embedding(6, 2000), "2,000 columns, expected at most 1,024"),
+        (limits_differ, "'0', '1': got"),
     ],
 )
 def test_what_cannot_be_swapped_says_why_and_changes_nothing(make: Callable[[], nn.Module], message: str) -> None:
@@ -352,9 +352,9 @@ def test_what_cannot_be_swapped_says_why_and_changes_nothing(make: Callable[[], 
 
 
 def test_a_name_to_skip_that_does_not_exist() -> None:
-    with pytest.raises(SpecError, match=r"skip has 'usr', which no module is called; did you mean 'user'\?"):
+    with pytest.raises(SpecError, match=r"'usr'.*did you mean 'user'\?"):
         hb.swap_embeddings(net(), skip=["usr"])
-    with pytest.raises(SpecError, match="to replace except the modules to skip: user"):
+    with pytest.raises(SpecError, match=r"to replace.*skip.*: user"):
         hb.swap_embeddings(nn.ModuleDict({"user": nn.Embedding(6, 4)}), skip=["user"])
 
 
@@ -364,10 +364,10 @@ IDS = torch.tensor([[1, 2]])
 @pytest.mark.parametrize(
     ("mode", "args", "message"),
     [
-        ("sum", (IDS[0],), r"ids are int64 \[2\], with no offsets; give \[B, k\]"),
-        ("sum", (IDS, torch.tensor([0])), "which is bags of 2; leave offsets out"),
-        ("sum", (IDS, None, torch.ones(2)), r"are \[2\], must be of the ids' shape"),
-        ("mean", (IDS, None, torch.ones(1, 2)), "for mode 'sum' only, mode is 'mean'"),
+        ("sum", (IDS[0],), r"ids: got int64 \[2\].*expected \[B, k\]"),
+        ("sum", (IDS, torch.tensor([0])), r"offsets: got ids \[1, 2\]"),
+        ("sum", (IDS, None, torch.ones(2)), r"got shape \[2\], expected the ids' shape \[1, 2\]"),
+        ("mean", (IDS, None, torch.ones(1, 2)), "got mode 'mean', expected 'sum'"),
         ("sum", (torch.tensor([[1, 6]]),), "6"),
         ("sum", (torch.tensor([[1.0]]),), "int32 or int64"),
     ],

@@ -1,8 +1,8 @@
-"""Show each table of a collection as a parameter, and train tables in backward, as TorchRec does.
+"""Present each table of a collection as a parameter, and update tables in backward, like TorchRec.
 
-A table that is float32 and whole on this rank is a parameter ``[R, D]`` that shares its memory. While no optimizer of
-hotbed trains it, it is looked up with a dense gradient, so any optimizer of torch trains it as it trains TorchRec's.
-Any other table is a parameter without elements, which only stands for it, for example in ``param_groups``.
+An unsharded float32 table is a parameter ``[R, D]`` that shares the memory of the table. While no sparse optimizer of
+hotbed trains it, lookups have a dense gradient, so any torch optimizer can train it. Any other table is represented by
+a parameter without elements, e.g. in ``param_groups``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hotbed.errors import OptimizerError, SpecError
 
 @dataclass
 class TableRef:
-    """The table that a parameter stands for.
+    """The table that a parameter represents.
 
-    ``applied`` are class and options of the optimizer that `apply_optimizer_in_backward` chose, ``is_used`` whether it
-    has been made.
+    ``applied`` holds the class and options of the optimizer that `apply_optimizer_in_backward` chose. ``is_used`` is
+    true after this optimizer was built.
     """
 
     rows: embed.EmbeddingCollection
@@ -35,13 +35,13 @@ class TableRef:
     is_used: bool = False
 
 
-def table_of(parameter: object) -> TableRef | None:
-    """Return the table that a parameter stands for; None for other parameters."""
+def referenced_table(parameter: object) -> TableRef | None:
+    """Return the table that a parameter represents, or None for other parameters."""
     return cast("TableRef | None", getattr(parameter, "hotbed_table", None))
 
 
 class TableView(nn.Module):
-    """Show a table of a collection under the path that TorchRec has for it."""
+    """Present a table of a collection under TorchRec's path for it."""
 
     def __init__(self, rows: embed.EmbeddingCollection, table: str) -> None:
         super().__init__()
@@ -51,18 +51,18 @@ class TableView(nn.Module):
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter that stands for the table."""
+        """The parameter that represents the table."""
         found = self._parameters["weight"]
-        if table_of(found) is not self.ref or found is None:
+        if referenced_table(found) is not self.ref or found is None:
             raise SpecError(
-                f"table '{self.ref.table}': its weight was replaced by {type(found).__name__}, expected the parameter "
+                f"weight of table '{self.ref.table}': got a replacement {type(found).__name__}, expected the parameter "
                 "that shares its memory. Change the values in place: `weight.data.copy_(values)`"
             )
         return found
 
     @property
     def weight(self) -> Tensor:
-        """Rows ``[R, D]``: the parameter where it has them, else a copy without a gradient, which all ranks gather."""
+        """Rows ``[R, D]``: the parameter if it holds them, otherwise a copy, which all ranks gather."""
         is_sparse = self.ref.applied is not None or self.ref.table not in self.ref.rows.idle_tables()
         if self.has_rows and not (is_sparse and self.parameter.requires_grad):
             return self.parameter
@@ -70,19 +70,19 @@ class TableView(nn.Module):
 
     @property
     def has_rows(self) -> bool:
-        """Whether the parameter has the rows of the table, so that optimizers of torch can train it."""
+        """Whether the parameter holds the rows of the table, so that torch optimizers can train it."""
         rows, spec = self.ref.rows, self.ref.rows.tables[self.ref.table]
         return spec.dtype == "fp32" and not rows.is_distributed
 
     def follow(self) -> None:
-        """Freeze the table if ``requires_grad`` of the parameter was set to False, and train it again otherwise."""
+        """Freeze or unfreeze the table according to ``requires_grad`` of the parameter."""
         is_frozen = not self.parameter.requires_grad
         if is_frozen != self._is_frozen and not self.ref.rows.is_distributed:
             self._is_frozen = is_frozen
             (self.ref.rows.freeze if is_frozen else self.ref.rows.unfreeze)(self.ref.table)
 
     def _show(self) -> None:
-        """Let the parameter have the rows where they are now."""
+        """Point the parameter at the current memory of the rows."""
         old = self._parameters.get("weight")
         rows, spec = self.ref.rows, self.ref.rows.tables[self.ref.table]
         if not self.has_rows:
@@ -94,18 +94,18 @@ class TableView(nn.Module):
         if old is not None and not rows.is_distributed and values.is_meta == old.is_meta:
             old.data = values
             return
-        # DistributedDataParallel would wait for a gradient of it.
+        # DistributedDataParallel would wait for its gradient.
         made = nn.Parameter(values, not (rows.is_distributed or self._is_frozen))
         made.hotbed_table = self.ref  # pyright: ignore[reportAttributeAccessIssue]
         self._parameters["weight"] = made
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._show()  # the collection has moved its rows before
+        self._show()  # the collection has already moved its rows
         return self
 
     def reset_parameters(self) -> None:
-        """Do nothing: tables on ``meta`` get their initial values when the model is distributed."""
+        """Do nothing, because tables on ``meta`` are initialized when the model is distributed."""
 
     @override
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -126,7 +126,7 @@ class TableView(nn.Module):
 
 
 def untrained(vectors: Tensor, view: TableView) -> Tensor:
-    """Let a backward pass that reaches vectors of a table without an optimizer raise `OptimizerError`."""
+    """Return the vectors. A backward pass that reaches them raises `OptimizerError`, as no optimizer trains them."""
     rows, table = view.ref.rows, view.ref.table
     kind = "distributed" if rows.is_distributed else rows.tables[table].dtype
     why = (
@@ -153,30 +153,30 @@ _BY_NAME: dict[str, type[optim.SparseOptimizer]] = {
 def apply_optimizer_in_backward(
     optimizer_class: type, params: Iterable[nn.Parameter], optimizer_kwargs: Mapping[str, Any]
 ) -> None:
-    """Have tables trained at the end of each backward; call it before the model is distributed.
+    """Update tables at the end of each backward pass. Call this before the model is distributed.
 
     Parameters
     ----------
     optimizer_class, optimizer_kwargs
-        Class of hotbed, torch or TorchRec, which selects hotbed's of that name, and its options. The defaults are
-        FBGEMM's: lr 0.01, eps 1e-8.
+        Class of hotbed, torch or TorchRec, and its options. hotbed's optimizer of the same name is used. The defaults
+        are FBGEMM's: lr 0.01, eps 1e-8.
     params
-        ``collection.parameters()``: parameters of tables only.
+        Parameters of tables, e.g. ``collection.parameters()``.
     """
     name = optimizer_class.__name__
     check_known("optimizer of tables", name, _BY_NAME, SpecError)
     defaults = {"lr": 0.01} if name == "SGD" else {"lr": 0.01, "eps": 1e-8}
     for param in params:
-        ref = table_of(param)
+        ref = referenced_table(param)
         if ref is None:
             raise SpecError(
-                f"a parameter {list(param.shape)} is no table's; give apply_optimizer_in_backward the parameters of "
-                "embedding collections, and torch.optim the rest"
+                f"params: got a parameter {list(param.shape)}, expected parameters of embedding collections. Pass "
+                "the rest to torch.optim."
             )
         if ref.is_used:
             raise OptimizerError(
-                f"table '{ref.table}' is trained already; apply an optimizer before the first training step, and "
-                "before the model is distributed"
+                f"table '{ref.table}': got an optimizer after training began, expected it before the first step. Call "
+                "apply_optimizer_in_backward before you train or distribute the model."
             )
         ref.applied = _BY_NAME[name], defaults | dict(optimizer_kwargs)
 
@@ -194,7 +194,7 @@ _FUSED = {
 
 
 def _of_fused_params(params: Mapping[str, Any]) -> tuple[type[optim.SparseOptimizer], dict[str, Any]]:
-    """Return the optimizer and options that a sharder's ``fused_params`` name; SGD by default, as in FBGEMM."""
+    """Return the optimizer and options in a sharder's ``fused_params`` (default: SGD, as in FBGEMM)."""
     given = dict(params)
     chosen = given.pop("optimizer", "exact_sgd")
     name = str(getattr(chosen, "value", chosen)).lower().replace("rowwise", "row_wise")
@@ -207,7 +207,7 @@ def _of_fused_params(params: Mapping[str, Any]) -> tuple[type[optim.SparseOptimi
         options.pop("eps", None)  # FBGEMM ignores it
     if given:
         raise SpecError(
-            f"fused_params has '{next(iter(given))}', expected optimizer, learning_rate, eps, weight_decay, beta1, "
+            f"fused_params: got '{next(iter(given))}', expected optimizer, learning_rate, eps, weight_decay, beta1, "
             "beta2. Caches and tiers are options of hotbed.distribute: DistributedModelParallel(…, plan=…, memory=…)."
         )
     return _FUSED[name], options
@@ -216,13 +216,13 @@ def _of_fused_params(params: Mapping[str, Any]) -> tuple[type[optim.SparseOptimi
 def adopt_optimizers(views: Iterable[TableView], fused_params: Mapping[str, Any]) -> None:
     """Apply the optimizers that `torch.distributed.optim._apply_optimizer_in_backward` chose for tables.
 
-    Tables for which none was chosen get the optimizer of ``fused_params``; default SGD with lr 0.01, as in TorchRec.
+    Other tables get the optimizer of ``fused_params`` (default: SGD with lr 0.01, as in TorchRec).
     """
     for view in views:
         chosen: list[type] = getattr(view.parameter, "_optimizer_classes", [])
         if len(chosen) > 1:
             raise SpecError(
-                f"table '{view.ref.table}' has {len(chosen)} optimizers in backward "
+                f"table '{view.ref.table}': got {len(chosen)} optimizers in backward "
                 f"({', '.join(kind.__name__ for kind in chosen)}), expected one. Apply one optimizer to it."
             )
         if view.ref.applied is None:
@@ -233,7 +233,7 @@ def adopt_optimizers(views: Iterable[TableView], fused_params: Mapping[str, Any]
 
 
 def optimizers_in_backward(refs: Iterable[TableRef]) -> list[optim.SparseOptimizer]:
-    """Make the optimizers that were applied to the tables of a collection, one for those of equal options."""
+    """Build the optimizers that were applied to tables. Tables with equal options share one."""
     made: list[optim.SparseOptimizer] = []
     of_options: dict[str, list[TableRef]] = {}
     for ref in refs:
@@ -253,28 +253,28 @@ def optimizers_in_backward(refs: Iterable[TableRef]) -> list[optim.SparseOptimiz
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that backward does not train, or with ``include`` those that it trains, as TorchRec does.
+    """Yield the parameters that are not updated in backward, or with ``include`` the updated ones, like TorchRec.
 
-    Tables of a distributed model are always trained by backward. Tables of another model are if an optimizer was
-    applied to them, by `apply_optimizer_in_backward` or by torch's function of that name.
+    Tables of a distributed model are always updated in backward. Other tables are updated in backward if an optimizer
+    was applied to them, by `apply_optimizer_in_backward` or by torch's function of that name.
     """
     for name, param in named_parameters:
-        ref = table_of(param)
+        ref = referenced_table(param)
         by_hotbed = ref is not None and (ref.applied is not None or ref.rows.is_distributed)
         if (by_hotbed or hasattr(param, "_in_backward_optimizers")) == include:
             yield name, param
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """Train matrices with one learning rate per row, which falls with the row's squared gradients.
+    """Train matrices with row-wise AdaGrad: one learning rate per row.
 
-    `apply_optimizer_in_backward` and `DistributedModelParallel` train tables by `hotbed.optim.RowWiseAdagrad` if they
-    are given this class. As an optimizer of its own it needs dense gradients, as TorchRec's class does.
+    Given this class, `apply_optimizer_in_backward` and `DistributedModelParallel` use `hotbed.optim.RowWiseAdagrad`. On
+    its own, the class needs dense gradients, like TorchRec's.
 
     Parameters
     ----------
     params
-        Parameters ``[R, D]``, or groups of them. A module gives `hotbed.optim.RowWiseAdagrad` of its tables.
+        Parameters ``[R, D]``, or groups of them. For a module, `hotbed.optim.RowWiseAdagrad` of its tables is returned.
     lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize
         As for ``torch.optim.Adagrad``.
     """
@@ -299,12 +299,12 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         options = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps, "maximize": maximize}
         super().__init__(params, {**options, "initial_accumulator_value": initial_accumulator_value})
         for param, group in self._each():
-            if table_of(param) is not None and not param.numel():
-                continue  # backward trains this table, or refuses to
+            if referenced_table(param) is not None and not param.numel():
+                continue  # this table is updated in backward, or the backward pass fails
             if param.dim() != 2:
                 raise OptimizerError(
-                    f"RowWiseAdagrad got a parameter of shape {list(param.shape)}, expected [rows, columns]. Give the "
-                    "parameters of embedding collections to it, and the rest to torch.optim.Adagrad."
+                    f"params of RowWiseAdagrad: got shape {list(param.shape)}, expected [rows, columns]. Pass "
+                    "parameters of embedding collections, and the rest to torch.optim.Adagrad."
                 )
             start = float(group["initial_accumulator_value"])
             self.state[param] = {"step": 0, "sum": param.new_full((len(param), 1), start, requires_grad=False)}

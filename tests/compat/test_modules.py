@@ -98,7 +98,7 @@ def test_weighted_and_the_order_of_keys() -> None:
     t1 = rows(ebc, "t1")
     torch.testing.assert_close(pooled["f3"][0], 0.4 * t1[4] + 0.3 * t1[3])
     assert torch.equal(ebc(batch.permute([2, 0, 1])).values(), pooled.values())
-    with pytest.raises(BatchError, match="is_weighted, the batch has no weights"):
+    with pytest.raises(BatchError, match="got no weights, expected one per id"):
         ebc(KeyedJaggedTensor(["f1", "f3", "f2"], values, offsets=torch.arange(0, 14, 2)))
     plain = EmbeddingBagCollection([config("t1", 3, ["f1"])])
     torch.testing.assert_close(plain(batch)["f1"][0], rows(plain, "t1")[1:3].sum(0))
@@ -137,7 +137,7 @@ def test_names_of_tables_are_their_own() -> None:
         EmbeddingBagCollection([config("t1", 4, ["f1"]), config("t1", 4, ["f2"])])
     with pytest.raises(ValueError, match="Duplicate table name t1"):
         EmbeddingCollection([EmbeddingConfig(10, 4, "t1"), EmbeddingConfig(10, 4, "t1")])
-    with pytest.raises(ValueError, match=r"must have one embedding_dim, got \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"embedding_dim.*got \[3, 4\]"):
         EmbeddingCollection([EmbeddingConfig(10, 3, "t1"), EmbeddingConfig(10, 4, "t2")])
 
 
@@ -306,7 +306,7 @@ def test_copies_have_the_optimizers_that_were_applied() -> None:
     assert learns(model)
     saved.seek(0)
     assert all(map(learns, [copy.deepcopy(model), torch.load(saved, weights_only=False)]))
-    with pytest.raises(OptimizerError, match="table 't1' is trained already; apply an optimizer before the first"):
+    with pytest.raises(OptimizerError, match="'t1': got an optimizer after training"):
         apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 1.0})
 
 
@@ -352,7 +352,7 @@ def test_keyed_jagged_tensors() -> None:
     assert weighted.weights()[-1] == 1.0
     with pytest.raises(BatchError, match="got 'f1' 2 times, expected unique names"):
         KeyedJaggedTensor.concat([first, first])
-    with pytest.raises(BatchError, match="3 bags for 2 keys and 1 samples"):
+    with pytest.raises(BatchError, match="got 3 for 2 keys and 1 samples"):
         KeyedJaggedTensor(["f", "g"], torch.arange(2), lengths=torch.tensor([1, 1, 0]))
     for make in (partial(KeyedJaggedTensor, ["f"], torch.arange(2)), partial(JaggedTensor, torch.arange(2))):
         with pytest.raises(BatchError, match="neither lengths nor offsets"):
@@ -393,18 +393,18 @@ def no_loss(model: nn.Module, **options: Any) -> object:
         (
             lambda: apply_optimizer_in_backward(torch.optim.SGD, nn.Linear(2, 3).parameters(), {}),
             SpecError,
-            "is no t",
+            r"params: got a parameter \[3, 2\]",
         ),
         (
             lambda: no_loss(Model(), sharders=[1]),
             SpecError,
-            "sharders has a int, expected sharders of hotbed",
+            "sharders: got a int",
         ),
-        (lambda: no_loss(Model(), plan=1), SpecError, "plan is a int, must be a plan of hotbed or a scheme"),
+        (lambda: no_loss(Model(), plan=1), SpecError, "plan: got a int"),
         (
             lambda: EmbeddingBagCollection([Virtual(10, 4, "t")]),
             SpecError,
-            "use_virtual_table is not supported",
+            "table 't': got use_virtual_table",
         ),
         (
             lambda: EmbeddingBagCollection([config("t", 4, ["f"], pooling=PoolingType.NONE)]),
@@ -414,7 +414,7 @@ def no_loss(model: nn.Module, **options: Any) -> object:
         (
             lambda: EmbeddingBagCollection([config("t", 4, ["f"], weight_init_min=0.0)], device="meta"),
             SpecError,
-            "cannot fill a table on 'meta'; make the collection on 'cpu'",
+            "'t' on 'meta'",
         ),
         (lambda: CombinedOptimizer([adam(), adam()]), SpecError, "got 'w' 2 times, expected unique names"),
         (lambda: Model()(two_features(("f1", "f3"))), BatchError, "no feature 'f2'"),

@@ -53,9 +53,9 @@ def test_states_have_the_names_of_parameters() -> None:
     second.load_state_dict(saved)
     assert second.param_groups[0]["lr"] == 0.5 and second.optimizer.param_groups[0]["lr"] == 0.5
     second.load_state_dict(first.optimizer.state_dict())  # by numbers, as torch saves it
-    with pytest.raises(OptimizerError, match="the saved state is of a, expected a, b"):
+    with pytest.raises(OptimizerError, match="got a, expected a, b"):
         second.load_state_dict({"state": {"a": {}}})
-    with pytest.raises(OptimizerError, match="the saved state of b has nothing, expected step, sum"):
+    with pytest.raises(OptimizerError, match="state of b: got nothing, expected step, sum"):
         second.load_state_dict({"state": {**state["state"], "b": {}}})
     with pytest.raises(OptimizerError, match="cannot get further parameters"):
         second.add_param_group({"params": []})

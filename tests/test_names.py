@@ -1,0 +1,53 @@
+"""Base names of files, class names and public functions occur once in the tree, so that a search finds one place."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import hotbed
+
+PACKAGE = Path(hotbed.__file__).parent
+SHARED_FILES = {"__init__", "__main__", "base"}
+COMMANDS = {"add_arguments", "run"}
+"""Functions that every command of `hotbed.cli` has."""
+TORCHREC = PACKAGE / "compat" / "torchrec"
+"""Its classes have TorchRec's names."""
+
+
+def definitions() -> Iterator[tuple[str, Path, ast.stmt]]:
+    """Yield the statements of all files that define something at the top level."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node.name, path, node
+
+
+def repeated(names: Iterator[tuple[str, Path]]) -> dict[str, list[str]]:
+    """Return the names that are in several files, and these files."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for name, path in names:
+        files[name].append(str(path.relative_to(PACKAGE)))
+    return {name: found for name, found in files.items() if len(set(found)) > 1}
+
+
+def test_base_names_of_files():
+    paths = sorted(PACKAGE.rglob("*.py"))
+    assert repeated((path.stem, path) for path in paths if path.stem not in SHARED_FILES) == {}
+
+
+def test_names_of_classes():
+    classes = ((name, path) for name, path, node in definitions() if isinstance(node, ast.ClassDef))
+    assert repeated((name, path) for name, path in classes if TORCHREC not in path.parents) == {}
+
+
+def test_names_of_public_functions():
+    functions = (
+        (name, path)
+        for name, path, node in definitions()
+        if not isinstance(node, ast.ClassDef) and not name.startswith("_") and name not in COMMANDS
+    )
+    found = repeated(functions)
+    assert {name: files for name, files in found.items() if not all(f.startswith("ops/") for f in files)} == {}
