@@ -287,7 +287,7 @@ def test_damaged_gzip(tmp_path: Path) -> None:
     log.write_bytes(data)
     with pytest.raises(
         DataError,
-        match=r"log\.gz: the gzip stream is damaged or truncated after line 0 \(Error -3 while decompressing data: incorrect data check\)",
+        match=r"log\.gz: the gzip stream is damaged or truncated after line 0",
     ):
         prepare(log, tmp_path / "out")
 
