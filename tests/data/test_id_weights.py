@@ -222,7 +222,7 @@ def test_schemas_that_cannot_be(tmp_path: Path) -> None:
         hb.Schema(sparse=(SparseColumn(name="both", rows=9, weights="w"),), derived=(cross,))
     shared = hb.Schema(sparse=(user, SparseColumn(name="shop", rows=9, weights="w")))
     assert shared.id_weights == ("w",)
-    with pytest.raises(SpecError, match=r"split-binary format has no weights of ids \('w'\); use Parquet for them"):
+    with pytest.raises(SpecError, match="split-binary format: got weights of ids 'w'"):
         check_split_binary(shared)
     day = {"labels": (4, 1), "dense": (4, 1), "sparse": (4, 2)}
     for what, shape in day.items():

@@ -227,11 +227,11 @@ def test_pinned_where_there_is_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size is 0, must be at least 1"),
+        ({"batch_size": 0}, "batch_size: got 0"),
         ({"batch_size": 4, "workers": -1}, "workers: got -1"),
         ({"batch_size": 4, "prefetch": 0}, "prefetch: got 0"),
         ({"batch_size": 4, "window": 0}, "window: got 0"),
-        ({"batch_size": 4, "seed": -1}, "seed is -1, must not be negative"),
+        ({"batch_size": 4, "seed": -1}, "seed: got -1"),
     ],
 )
 def test_bad_arguments(options: dict[str, int], message: str) -> None:
@@ -253,7 +253,7 @@ def test_positions_of_another_order_are_refused() -> None:
     with pytest.raises(SpecError, match="the loader's position: samples: got 100"):
         Loader(numbered(50), "train", 8, shuffle=True, seed=1).load_state_dict(state)
     loader = Loader(numbered(), "train", 8, shuffle=True, seed=1)
-    with pytest.raises(SpecError, match="no key 'epochs'; did you mean 'epoch'"):
+    with pytest.raises(SpecError, match="key of the loader's position: got 'epochs'"):
         loader.load_state_dict({"epochs": 1})
     with pytest.raises(SpecError, match="lacks 'consumed'"):
         loader.load_state_dict({k: v for k, v in state.items() if k != "consumed"})

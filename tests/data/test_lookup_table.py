@@ -86,7 +86,7 @@ def test_an_encoder_takes_its_tables_along(tmp_path: Path) -> None:
     wrong = {"kind": tables["kind"].slice(1)}
     with pytest.raises(
         DataError,
-        match=r"feature 'kind': items\.parquet has changed since training: got 2 keys with SHA-256 16aae9074fc1…",
+        match=r"feature 'kind': .*items\.parquet has changed since training: got 2 keys with SHA-256 16aae9074fc1…",
     ):
         Encoder.from_dict(values, wrong)
     with pytest.raises(DataError, match="the table of feature 'kind' has no column 'value'; export the model again"):
@@ -102,7 +102,7 @@ def test_a_table_that_has_changed_is_named(tmp_path: Path) -> None:
     items(tmp_path / "items.parquet", kind=["x", None, "y", "changed"])
     with pytest.raises(
         DataError,
-        match=r"feature 'kind': items\.parquet has changed since training: got 3 keys with SHA-256 00211a1a9865…",
+        match=r"feature 'kind': .*items\.parquet has changed since training: got 3 keys with SHA-256 00211a1a9865…",
     ):
         encoder(of_items(file)).load_state(state)
     encoder(of_items(file)).load_state(state, other_tables=True)
@@ -135,29 +135,29 @@ def test_keys_that_only_share_a_hash(tmp_path: Path) -> None:
             {"id": ["a", "b", "a", "c"]},
             {},
             DataError,
-            r"feature 'kind': items\.parquet, column 'id': got key 'a' twice",
+            r"feature 'kind': .*items\.parquet, column 'id': got key 'a' twice",
         ),
-        ({"id": [1, 2, 2, 3]}, {}, DataError, r"feature 'kind': items\.parquet, column 'id': got key 2 twice"),
-        ({}, {"key": "ids"}, DataError, r"feature 'kind': column of items\.parquet: got 'ids'"),
+        ({"id": [1, 2, 2, 3]}, {}, DataError, r"feature 'kind': .*items\.parquet, column 'id': got key 2 twice"),
+        ({}, {"key": "ids"}, DataError, r"feature 'kind': column of .*items\.parquet: got 'ids'"),
         ({"id": [1, 2, 3, 4]}, {}, DataError, "feature 'kind': column 'item' of the rows: got text"),
-        ({"id": [0.5, 1, 2, 3]}, {}, DataError, r"feature 'kind': items\.parquet, column 'id': id 0\.5 at key 0"),
+        ({"id": [0.5, 1, 2, 3]}, {}, DataError, r"feature 'kind': .*items\.parquet, column 'id': id 0\.5 at key 0"),
         (
             {"id": [[1], [2], [3], [4]]},
             {},
             SpecError,
-            r"feature 'kind': items\.parquet, column 'id': got list<element: int64>",
+            r"feature 'kind': .*items\.parquet, column 'id': got list<element: int64>",
         ),
         (
             {"kind": [{"x": 1}] * 4},
             {},
             SpecError,
-            r"feature 'kind': items\.parquet, column 'kind': got struct<x: int64>",
+            r"feature 'kind': .*items\.parquet, column 'kind': got struct<x: int64>",
         ),
         (
             {"kind": [[1.5]] * 4},
             {},
             SpecError,
-            r"feature 'kind': items\.parquet, column 'kind': got list<element: double>",
+            r"feature 'kind': .*items\.parquet, column 'kind': got list<element: double>",
         ),
         ({}, {"value": "price"}, DataError, r"the rows, column 'kind': id 1\.5 at row 0"),
         ({}, {"ids": 3}, SpecError, "feature 'kind': got one value per sample"),

@@ -114,9 +114,7 @@ def test_what_cannot_be_prepared_is_told(tmp_path: Path) -> None:
     ]:
         with pytest.raises(SpecError, match=message):
             encoder.batch(pa.table({**ROWS, column: values}))
-    with pytest.raises(
-        DataError, match=r"column 'price': 70000\.0 at row 1; it must be finite and at most 65,504 in size"
-    ):
+    with pytest.raises(DataError, match=r"the rows, column 'price': 70000\.0 at row 1"):
         encoder.batch(pa.table({**ROWS, "price": [1.0, 70_000.0, None, 1.0, 1.0]}))
     with pytest.raises(DataError, match=r"x: tables is missing. Prepare the data again"):
         PreparationEntry.parse(b'{"vocabularies": {}, "numericals": "log", "dtype": null}', "x")

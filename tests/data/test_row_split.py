@@ -193,7 +193,7 @@ def test_splits_that_are_elsewhere(tmp_path: Path) -> None:
     for path, given_, message in (
         ("a", {"tset": "x"}, "split_paths: split: got 'tset'"),
         ("a", {"test": None}, r"split_paths\.test: got null"),
-        ("b", {"test": str(tmp_path / "a")}, "says where 'test' is, but .* has this split"),
+        ("b", {"test": str(tmp_path / "a")}, r"split_paths\.test: got "),
         ("a", {"valid": str(tmp_path / "b")}, "has the splits train, test, none of which is 'valid'"),
         ("a", {"train": str(tmp_path / "b")}, "says where 'train' is, but .* has samples of no split"),
         ("b", {"train": None, "test": None}, "leaves out all splits"),

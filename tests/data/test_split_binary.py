@@ -125,7 +125,7 @@ def test_missing_files(tmp_path: Path) -> None:
         SplitBinarySource(tmp_path)
     path = nvidia_dataset(tmp_path / "set")
     (path / "test/cat_1.bin").unlink()
-    with pytest.raises(DataError, match=r"test/cat_1.bin does not exist, but feature_spec.yaml lists it for 'cat_1'"):
+    with pytest.raises(DataError, match=r"cat_1\.bin does not exist"):
         SplitBinarySource(path)
 
 
@@ -214,7 +214,9 @@ def test_what_the_format_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="split-binary format: got a weight or group column"):
         SplitBinaryWriter(tmp_path, MIXED_SCHEMA, ["train"])
     ragged = Schema(sparse=(SparseColumn(name="h", rows=3, ids=None),))
-    with pytest.raises(SpecError, match="'h' has a varying number of ids per sample"):
+    with pytest.raises(
+        SpecError, match="split-binary format: sparse column 'h': got a varying number of ids per sample"
+    ):
         SplitBinaryWriter(tmp_path, ragged, ["train"])
     huge = Schema(sparse=(SparseColumn(name="h", rows=2**31),))
     with pytest.raises(SpecError, match="cardinality 2,147,483,648 does not fit int32"):
@@ -293,5 +295,5 @@ def test_numericals_are_not_scaled_by_this_format(tmp_path: Path) -> None:
     description = yaml.safe_load((path / "feature_spec.yaml").read_text())
     description["metadata"]["schema"] = schema.to_dict()
     (path / "feature_spec.yaml").write_text(yaml.safe_dump(description))
-    with pytest.raises(DataError, match="schema and feature_spec disagree about the columns"):
+    with pytest.raises(DataError, match=r"feature_spec\.yaml: metadata\.schema and feature_spec have other columns"):
         SplitBinarySource(path)
