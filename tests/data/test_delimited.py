@@ -164,7 +164,7 @@ def test_spaces_after_separators_are_no_part_of_names_and_text(tmp_path: Path) -
     assert schema["labels"] == [{"column": "label", "positive": "== yes"}]
     some = table(tmp_path, "a,b\n1, x\n2,y\n")
     assert some["b"].to_pylist() == [" x", "y"]
-    with pytest.raises(DataError, match=r"columns of log\.csv: got 'a' 2 times"):
+    with pytest.raises(DataError, match=r"columns of .*log\.csv: got 'a' 2 times"):
         table(tmp_path, "a, a\n1, 2\n")
 
 
@@ -240,7 +240,7 @@ ERRORS = {
         r"log\.csv cannot be parsed: CSV parse error: Row #3: Expected 2 columns, got 3: 1,2,3",
     ),
     "headerless": (b"1,0.5,x\n0,0.7,y\n", r"log\.csv has no header: its first line is 1, 0\.5, x"),
-    "twice": (b"a,b,a\n1,2,3\n", r"columns of log\.csv: got 'a' 2 times"),
+    "twice": (b"a,b,a\n1,2,3\n", r"columns of .*log\.csv: got 'a' 2 times"),
 }
 
 
@@ -305,9 +305,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
     (tmp_path / "log.csv").write_text("a,b\n1,2\n")
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOTBED_TABLES", str(tmp_path / "file"))
-    with pytest.raises(
-        DataError, match=r"log\.csv could not be converted to Parquet in file: \[Errno 17\] File exists: 'file'"
-    ):
+    with pytest.raises(DataError, match=r"log\.csv could not be converted to Parquet in"):
         convert_to_parquet(fs.LocalFileSystem(), str(tmp_path / "log.csv"))
 
 

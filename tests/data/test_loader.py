@@ -255,7 +255,7 @@ def test_positions_of_another_order_are_refused() -> None:
     loader = Loader(numbered(), "train", 8, shuffle=True, seed=1)
     with pytest.raises(SpecError, match="key of the loader's position: got 'epochs'"):
         loader.load_state_dict({"epochs": 1})
-    with pytest.raises(SpecError, match="lacks 'consumed'"):
+    with pytest.raises(SpecError, match="the loader's position: key 'consumed' is missing"):
         loader.load_state_dict({k: v for k, v in state.items() if k != "consumed"})
     with pytest.raises(SpecError, match="consumed 101 is not within 100"):
         loader.load_state_dict(state | {"consumed": 101})

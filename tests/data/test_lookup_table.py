@@ -89,7 +89,7 @@ def test_an_encoder_takes_its_tables_along(tmp_path: Path) -> None:
         match=r"feature 'kind': .*items\.parquet has changed since training: got 2 keys with SHA-256 16aae9074fc1…",
     ):
         Encoder.from_dict(values, wrong)
-    with pytest.raises(DataError, match="the table of feature 'kind' has no column 'value'; export the model again"):
+    with pytest.raises(DataError, match="table of feature 'kind': column 'value' is missing"):
         Encoder.from_dict(values, {"kind": tables["kind"].select(["key"])})
     with pytest.raises(DataError, match="does not exist; give a Parquet"):
         Encoder.from_dict(values)
@@ -231,5 +231,5 @@ def test_tables_that_json_cannot_hold(tmp_path: Path, monkeypatch: pytest.Monkey
     ):
         describe_features(made)
     monkeypatch.setattr("hotbed.data.encoding.encoder.MOST_KEYS", 3)
-    with pytest.raises(SpecError, match=r"feature 'kind': got 4 keys in items\.parquet"):
+    with pytest.raises(SpecError, match=r"feature 'kind': got 4 keys in .*items\.parquet"):
         describe_features(made)

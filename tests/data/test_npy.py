@@ -270,7 +270,7 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
             {"schema": {**SCHEMA, "labels": [{"column": "label", "positive": "> 0"}]}},
             "NumPy arrays do not support scaled, mapped or derived columns",
         ),
-        ({"rows": 5, "splits": {"train": ["day_7"]}}, r"splits\.train: day of set: got 'day_7'"),
+        ({"rows": 5, "splits": {"train": ["day_7"]}}, r"splits\.train: day of .*set: got 'day_7'"),
         (
             {"rows": 5, "splits": {"train": "day_0"}},
             r"splits\.train: got 'day_0'",
@@ -291,6 +291,6 @@ def test_places_without_arrays(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="s3://models/days: got a URI"):
         NpySource("s3://models/days", rows=ROWS)
     few = write_npy(tmp_path / "few", [Day(*(part[:3] for part in days()[0]))])
-    with pytest.raises(DataError, match="few has too few samples for a valid split; say `splits`"):
+    with pytest.raises(DataError, match="few: got too few samples for a valid split"):
         NpySource(few, rows=ROWS)
     assert NpySource(few, rows=ROWS, splits={"train": ["day_0"]}).samples("train") == 3
