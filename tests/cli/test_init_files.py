@@ -172,7 +172,7 @@ def without_label(folder: Path) -> Path:
 
 
 BAD: dict[str, tuple[Make, str]] = {
-    "nothing": (lambda folder: folder / "none.parquet", "does not exist; give a Parquet, CSV or TSV file"),
+    "nothing": (lambda folder: folder / "none.parquet", "does not exist, expected a Parquet, CSV or TSV file"),
     "empty folder": (lambda folder: folder, "got no files, expected .parquet, .parq, .pq, .csv or .tsv"),
     "empty file": (raw("log.parquet", b""), "log.parquet is not a Parquet file, or is truncated"),
     "text": (raw("log.parquet", b"label,a\n1,2\n"), "log.parquet is not a Parquet file, or is truncated"),

@@ -91,7 +91,7 @@ def test_an_encoder_takes_its_tables_along(tmp_path: Path) -> None:
         Encoder.from_dict(values, wrong)
     with pytest.raises(DataError, match="table of feature 'kind': column 'value' is missing"):
         Encoder.from_dict(values, {"kind": tables["kind"].select(["key"])})
-    with pytest.raises(DataError, match="does not exist; give a Parquet"):
+    with pytest.raises(DataError, match="does not exist, expected a Parquet"):
         Encoder.from_dict(values)
 
 
