@@ -175,7 +175,7 @@ def test_the_train_split_is_divided_where_there_are_splits(tmp_path: Path) -> No
     found = divided(tmp_path, {"by": "hash", "valid": 0.2})
     assert set(found) == {"train", "valid", "test"}
     assert found["test"] == list(range(1000, 1010))
-    with pytest.raises(SpecError, match="split: got 'test', which .* has already"):  # noqa: RUF043
+    with pytest.raises(SpecError, match=r"split: got 'test', which .* has already"):
         divided(tmp_path, HASH)
     assert len(divided(tmp_path, HASH, split_paths={"test": None})["test"]) < 30
 
