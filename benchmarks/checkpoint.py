@@ -29,7 +29,7 @@ from rich.table import Table as RichTable
 
 import hotbed as hb
 from benchmarks.process_memory import peak_extra_kib
-from hotbed.data.formats.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import ZipfLaw
 from hotbed.plan.cost import table_bytes
 from hotbed.train.runs.report import environment
 
@@ -83,7 +83,7 @@ class Model:
         self.module = hb.nn.DLRM(tables, features, DENSE, bottom=(512, 256, DIM), top=(1024, 1024, 512, 256, 1))
         self.sparse = hb.optim.RowWiseAdagrad(self.module, lr=0.01)
         self.dense = torch.optim.SGD(self.module.parameters(), lr=0.01)
-        draw, law = np.random.default_rng(0), Zipf(1 << 52, 1.05)
+        draw, law = np.random.default_rng(0), ZipfLaw(1 << 52, 1.05)
         self._batches = [self._batch(draw, law, i, rows, batch) for i in range(32)]
         self._next = 0
 
@@ -95,7 +95,7 @@ class Model:
     def nbytes(self) -> int:
         return self.module.embeddings.nbytes
 
-    def _batch(self, draw: np.random.Generator, law: Zipf, number: int, rows: int, batch: int) -> hb.Batch:
+    def _batch(self, draw: np.random.Generator, law: ZipfLaw, number: int, rows: int, batch: int) -> hb.Batch:
         """Ranks beyond the rows wrap round: about half of the ids are popular ones, the others any rows."""
         counters = np.arange(number * batch, (number + 1) * batch, dtype=np.uint64)
         ids = {f"t{i}": torch.from_numpy(law.draw((i,), counters) % rows) for i in range(TABLES)}

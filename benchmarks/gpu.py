@@ -26,7 +26,7 @@ from benchmarks.kernels.meter import Limit, Meter
 from benchmarks.kernels.ops import Job, copy_rate, measured
 from benchmarks.kernels.options import OpsOptions
 from hotbed import optim
-from hotbed.data.formats.zipf_source import CRITEO_1TB, Zipf
+from hotbed.data.formats.zipf_source import CRITEO_1TB, ZipfLaw
 from hotbed.measure import kernel_times
 
 ZIPF = 1.05
@@ -150,5 +150,5 @@ class Record:
 def draw_ids(tables: tuple[int, ...], batch: int, number: int, device: torch.device) -> Tensor:
     """Ids of a batch, one per table and sample, feature-major ``[F · B]``; row 0 of a table is its most frequent."""
     counters = np.arange(number * batch, (number + 1) * batch, dtype=np.uint64)
-    drawn = [torch.from_numpy(Zipf(rows, ZIPF).draw((table,), counters)) for table, rows in enumerate(tables)]
+    drawn = [torch.from_numpy(ZipfLaw(rows, ZIPF).draw((table,), counters)) for table, rows in enumerate(tables)]
     return torch.cat(drawn).int().to(device)

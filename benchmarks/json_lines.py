@@ -15,7 +15,7 @@ import torch
 
 import hotbed as hb
 from hotbed.data import Schema, Source, SparseColumn
-from hotbed.data.formats.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import ZipfLaw
 
 SPARSE, DENSE, ROWS = 26, 13, 10_000
 CHUNK = 8_192
@@ -58,7 +58,7 @@ class JsonLines(Source):
 def write_json_lines(folder: Path, samples: int) -> None:
     """Write samples with ids by Zipf's law into a new folder."""
     folder.mkdir(parents=True)
-    draw, law = np.random.default_rng(0), Zipf(ROWS, 1.05)
+    draw, law = np.random.default_rng(0), ZipfLaw(ROWS, 1.05)
     for number, start in enumerate(range(0, samples, CHUNK)):
         count = min(CHUNK, samples - start)
         places = np.arange(start * SPARSE, (start + count) * SPARSE, dtype=np.uint64)

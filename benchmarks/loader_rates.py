@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from hotbed.data import Loader, ParquetSource, Schema, SparseColumn, SplitBinarySource, SplitBinaryWriter
-from hotbed.data.formats.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import ZipfLaw
 
 FEATURES, NUMERICALS, ROWS = 26, 13, 100_000
 CHUNK = 65_536
@@ -45,7 +45,7 @@ Step = Callable[[], Iterator[int]]
 
 def write_data(folder: Path, samples: int) -> None:
     """Write the same samples as split-binary, Parquet, and TorchRec's ``.npy`` files."""
-    rng, law = np.random.default_rng(0), Zipf(ROWS, 1.05)
+    rng, law = np.random.default_rng(0), ZipfLaw(ROWS, 1.05)
     ids = np.stack([law.draw((0, i + 1), np.arange(samples, dtype=np.uint64)) for i in range(FEATURES)], axis=1)
     ids = ids.astype(np.int32)
     dense = rng.random((samples, NUMERICALS), dtype=np.float32).astype(np.float16)

@@ -40,8 +40,7 @@ from rich.table import Table
 
 from benchmarks.prepare_scripts import SCRIPTS
 from benchmarks.soak import family
-from hotbed.data.formats.zipf_source import Zipf, uniform
-from hotbed.data.formats.zipf_source import stream as stream_key
+from hotbed.data.formats.zipf_source import ZipfLaw, random_uniform, stream_key
 from hotbed.data.hashing import mix
 from hotbed.train.runs.report import environment, size
 
@@ -56,7 +55,7 @@ SAMPLE_S = 0.2
 def write_log(path: Path, rows: int, seed: int) -> None:
     """Write a log, which appears whole; the same arguments give the same bytes."""
     kaggle = yaml.safe_load((ROOT / "benchmarks/published/kaggle_tables.yaml").read_text(encoding="utf-8"))["rows"]
-    laws = [Zipf(values, EXPONENT) for values in kaggle]
+    laws = [ZipfLaw(values, EXPONENT) for values in kaggle]
     unfinished = path.with_name(f".{path.name}.unfinished")
     with unfinished.open("wb") as file:
         for start in range(0, rows, PIECE):
@@ -65,11 +64,11 @@ def write_log(path: Path, rows: int, seed: int) -> None:
     unfinished.replace(path)
 
 
-def _lines(laws: Sequence[Zipf], counters: np.ndarray[Any, Any], seed: int) -> bytes:
-    label = (uniform(stream_key(seed, 1), counters) < 0.26).astype(np.int8)
+def _lines(laws: Sequence[ZipfLaw], counters: np.ndarray[Any, Any], seed: int) -> bytes:
+    label = (random_uniform(stream_key(seed, 1), counters) < 0.26).astype(np.int8)
     fields = [pc.cast(pa.array(label), pa.string())]
     for i in range(13):
-        u = uniform(stream_key(seed, 2 + i), counters)
+        u = random_uniform(stream_key(seed, 2 + i), counters)
         numbers = np.floor(np.exp(8 * u)).astype(np.int64)
         fields.append(pc.fill_null(pc.cast(pa.array(numbers, mask=u < MISSING), pa.string()), ""))
     for i, law in enumerate(laws):
@@ -77,7 +76,7 @@ def _lines(laws: Sequence[Zipf], counters: np.ndarray[Any, Any], seed: int) -> b
         text = (mix(ranks + np.uint64(i << 32)) >> np.uint64(32)).astype(">u4").tobytes().hex()
         ends = np.arange(0, len(text) + 1, 8, dtype=np.int32)
         words = pa.StringArray.from_buffers(len(counters), pa.py_buffer(ends), pa.py_buffer(text.encode()))
-        empty = uniform(stream_key(seed, 50 + i), counters) < MISSING
+        empty = random_uniform(stream_key(seed, 50 + i), counters) < MISSING
         fields.append(pc.if_else(pa.array(empty), "", words))
     lines = pc.binary_join_element_wise(*fields, "\t")
     return pc.binary_join_element_wise(lines, "", "\n").buffers()[2].to_pybytes()

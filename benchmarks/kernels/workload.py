@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.options import OpsOptions
-from hotbed.data.formats.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import ZipfLaw
 from hotbed.jagged import Jagged
 from hotbed.measure.kernel_times import bag_layout
 from hotbed.ops import BagLayout, Groups, Rows
@@ -81,7 +81,7 @@ class Workload:
         counters = np.arange(self._drawn, self._drawn + batches * self._count, dtype=np.uint64)
         self._drawn += len(counters)
         per_table = [
-            torch.from_numpy(Zipf(rows, exponent).draw((o.seed, table), counters))
+            torch.from_numpy(ZipfLaw(rows, exponent).draw((o.seed, table), counters))
             for table, rows in enumerate(o.rows_per_table)
         ]
         if not o.fp32_rows:

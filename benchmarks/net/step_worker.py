@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import hotbed as hb
 from benchmarks.net.traffic import step_traffic
-from hotbed.data.formats.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import ZipfLaw
 from hotbed.embed import replicas as embed_replicas
 from hotbed.plan.cost import table_bytes
 
@@ -47,7 +47,7 @@ class Ids:
     """Ids of a table: all rows alike, or by Zipf's law, in an order that no tile knows."""
 
     def __init__(self, zipf: float) -> None:
-        self._law = Zipf(ROWS, zipf)
+        self._law = ZipfLaw(ROWS, zipf)
         self._row_of_rank = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
         weights = torch.arange(1, ROWS + 1, dtype=torch.float64) ** -zipf
         self._shares = weights / weights.sum()

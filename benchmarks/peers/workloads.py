@@ -134,14 +134,14 @@ def write_ids(workload: Workload, batches: int, path: Path) -> None:
 
     Popular ids are scattered over the rows, as in hashed vocabularies.
     """
-    from hotbed.data.formats.zipf_source import Zipf
+    from hotbed.data.formats.zipf_source import ZipfLaw
 
     shape = (batches, workload.tables, workload.batch * workload.pooling)
     ids, numbers = np.empty(shape, np.int64), np.arange(np.prod(shape), dtype=np.uint64).reshape(shape)
     scattered = np.random.default_rng(0)
     for rows in sorted(set(workload.rows_of_each)):
         tables = np.array(workload.rows_of_each) == rows
-        law = Zipf(rows, 0.0 if workload.uniform else ZIPF)
+        law = ZipfLaw(rows, 0.0 if workload.uniform else ZIPF)
         drawn = law.draw((1,), numbers[:, tables].reshape(-1))
         ids[:, tables] = scattered.permutation(rows)[drawn].reshape(ids[:, tables].shape)
     np.save(path, ids)

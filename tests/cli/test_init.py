@@ -229,9 +229,7 @@ def test_a_recipe_says_what_a_weight_is_and_how_there_is_a_validation_split(tmp_
 def test_what_is_no_table_is_refused(tmp_path: Path, capsys: Output) -> None:
     (tmp_path / "log.jsonl").write_text('{"click": 1}')
     message = refused(["init", str(tmp_path / "log.jsonl")], capsys)
-    assert (
-        "log.jsonl is not a Parquet file" in message and "(CSV and TSV files end in .csv or .tsv, also with" in message
-    )
+    assert "log.jsonl is not a Parquet file" in message and ".csv or .tsv" in message
     for device in ("/dev/null", "/dev/zero"):
         message = refused(["init", device], capsys)
         assert f"{device} is neither a file nor a folder; give a Parquet, CSV or TSV file" in message

@@ -172,13 +172,13 @@ def without_label(folder: Path) -> Path:
 
 
 BAD: dict[str, tuple[Make, str]] = {
-    "nothing": (lambda folder: folder / "none.parquet", "does not exist; give a Parquet, CSV or TSV file"),
-    "empty folder": (lambda folder: folder, "has no file that ends in .parquet, .parq, .pq, .csv or .tsv"),
-    "empty file": (raw("log.parquet", b""), "log.parquet is not a Parquet file, or is cut short"),
-    "text": (raw("log.parquet", b"label,a\n1,2\n"), "log.parquet is not a Parquet file, or is cut short"),
+    "nothing": (lambda folder: folder / "none.parquet", "does not exist, expected a Parquet, CSV or TSV file"),
+    "empty folder": (lambda folder: folder, "got no files, expected .parquet, .parq, .pq, .csv or .tsv"),
+    "empty file": (raw("log.parquet", b""), "log.parquet is not a Parquet file, or is truncated"),
+    "text": (raw("log.parquet", b"label,a\n1,2\n"), "log.parquet is not a Parquet file, or is truncated"),
     "empty csv": (raw("log.csv", b""), "log.csv is empty; it needs a line of column names"),
     "header only": (raw("log.csv", b"label,a\n"), "log.csv has no rows"),
-    "no header": (raw("log.csv", b"1,7\n0,8\n"), "log.csv has no header, its first line is 1, 7; put a line"),
+    "no header": (raw("log.csv", b"1,7\n0,8\n"), "log.csv has no header: its first line is 1, 7"),
     "latin-1": (raw("log.csv", "label,stadt\n1,Köln\n".encode("latin-1")), "is not UTF-8"),
     "fields": (raw("log.csv", b"label,a\n1,2\n1,2,3\n"), "Expected 2 columns, got 3"),
     "not gzip": (raw("log.csv.gz", b"label,a\n1,2\n"), "cannot be read"),

@@ -72,7 +72,7 @@ def test_a_bad_label_of_other_data_is_refused_by_eval(tmp_path: Path, capsys: Ou
     (tmp_path / "other").mkdir()
     made(tmp_path / "other", np.arange(400) % 2 * 5)
     message = refused(["eval", "--checkpoint", str(run), "--data", str(tmp_path / "other/log.parquet")], capsys)
-    assert "label 5 at row 1 (row 1 of the file); labels must be from 0 to 1" in message
+    assert "label 5 at row 1 (row 1 of the file)" in message
 
 
 def refused_by(_: object, recipe: Path) -> str:

@@ -90,6 +90,6 @@ def test_what_has_to_be_local_says_so(recipe: Path, capsys: Output) -> None:
         message = refused(argv, capsys)
         assert f"{what}, must be a local path; docs/paths.md says what may be elsewhere" in message
     message = refused(["train", str(recipe), "--data.path", "s3://b/data"], capsys)
-    assert "s3://b/data: split-binary data is read from local disks only; copy it there, or use Parquet" in message
+    assert "s3://b/data: got a URI, expected a local folder of split-binary data" in message
     for argv in (["inspect", "nonsense://x"], ["init", "nonsense://x"], ["eval", "--checkpoint", "nonsense://x"]):
         assert "nonsense://x cannot be opened" in refused(argv, capsys)

@@ -96,10 +96,10 @@ def test_files_may_be_without_values_of_a_column(run: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("user", 5, "column 'user': its values are integers, and the model was trained with text"),
+        ("user", 5, "column 'user': got integers, expected text"),
         ("user", datetime.date(2024, 1, 1), "sparse column 'user' is date32[day]"),
         ("items", "pen", "sparse column 'items' is string"),
-        ("seconds", "5", "column 'seconds' is string, must be numbers"),
+        ("seconds", "5", "column 'seconds': got string, expected numbers"),
         ("user", decimal.Decimal("1.5"), "sparse column 'user' is decimal128(2, 1)"),
     ],
 )
@@ -122,7 +122,7 @@ def test_rows_without_a_column_are_scored_where_asked(
     pq.write_table(table.drop_columns(absent), fewer, row_group_size=15)
     argv = ["predict", str(run), str(fewer), "--out", str(out)]
     message = refused(argv, capsys)
-    assert f"has no column '{absent[0]}'" in message
+    assert f"column '{absent[0]}' is missing" in message
     hint = message.rpartition("--missing ")[2].split()
     assert set(hint) == set(absent)
     assert main([*argv, "--missing", *hint]) == 0

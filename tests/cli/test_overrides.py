@@ -64,7 +64,7 @@ from tests.cli.cases import Output, refused, train
         (["--data.source.class_path", "hotbed.specs.Feature"], "data.source"),
         (["--data.path", "nowhere"], "nowhere"),
         (["--data.valid_split", "vaild"], "data.valid_split: got 'vaild', expected one of train, valid, test; did"),
-        (["--data.dim", "{C1: 8}"], "dim leaves out table 'C2'"),
+        (["--data.dim", "{C1: 8}"], "dim: table 'C2' is missing"),
         (["--train.eval_every", "5"], "set data.valid_split"),
         (["--resume", "nowhere"], "nowhere"),
         (["--model.init_args.bottom.x", "1"], "model.init_args.bottom is [16, 8], which has no 'x' to set"),

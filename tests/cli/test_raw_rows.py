@@ -122,14 +122,14 @@ def test_rows_that_cannot_be_prepared_are_told(tmp_path: Path, trained: Run, cap
         (
             "low",
             pl.lit(-4).alias("I2"),
-            "column 'I2': -4 at row 0 (row 0 of the file); expected an integer of at least −3, because ln(x + 3)",
+            "column 'I2': -4 at row 0 (row 0 of the file); expected an integer of at least −3",
         ),
         (
             "part",
             pl.lit(1.5).alias("I2"),
-            "1.5 at row 0 (row 0 of the file); expected an integer of at least −3, because ln(x + 3) is stored; mend",
+            "1.5 at row 0 (row 0 of the file); expected an integer of at least −3",
         ),
-        ("ids", pl.lit(7).alias("C1"), "column 'C1' is int32, and its raw values are hexadecimal, as they were before"),
+        ("ids", pl.lit(7).alias("C1"), "column 'C1': got int32, expected raw values (hexadecimal)"),
     ]:
         good.with_columns(column).write_parquet(tmp_path / f"{name}.parquet")
         out = tmp_path / f"of_{name}.parquet"
@@ -141,7 +141,7 @@ def test_rows_that_cannot_be_prepared_are_told(tmp_path: Path, trained: Run, cap
     assert "typo does not exist" in told
     good.drop("C5").write_parquet(tmp_path / "less.parquet")
     argv = ["predict", str(trained.path), str(tmp_path / "less.parquet"), "--out", str(tmp_path / "x.parquet")]
-    assert "has no column 'C5'" in refused(argv, capsys)
+    assert "column 'C5' is missing" in refused(argv, capsys)
 
 
 def test_vocabularies_that_are_not_there_or_others_are_told(
@@ -169,11 +169,11 @@ def test_vocabularies_that_are_not_there_or_others_are_told(
     values["metadata"]["preparation"] = {**entry, "vocabularies": other}
     description.write_text(yaml.safe_dump(values))
     told = refused(argv, capsys)
-    assert "table 'C2': the data were prepared with other values than those the model was trained on" in told
+    assert "table 'C2': got data prepared with" in told
     description.write_text(kept)
     file = data / "vocabulary/C2.parquet"
     shutil.copy(data / "vocabulary/C3.parquet", file)
-    assert "has other values of table 'C2' than its dataset was prepared with" in refused(argv, capsys)
+    assert "table 'C2': got " in refused(argv, capsys)
     file.unlink()
     assert f"{file} does not exist" in refused(argv, capsys)
     assert not out.exists()
@@ -205,7 +205,7 @@ def test_a_run_goes_on_with_the_vocabularies_that_it_began_with(tmp_path: Path, 
     status, _, _ = train(recipe, *options, "--train.steps", "6", "--resume", str(newest))
     assert status == 2
     told = capsys.readouterr().err
-    assert "table 'C7': the data were prepared with other values than those the model was trained on" in told
+    assert "table 'C7': got data prepared with" in told
     assert "give the data that it was trained on. To train the model on with new data (--init_from)" in told
 
 
@@ -253,7 +253,7 @@ def test_a_new_model_takes_rows_of_a_vocabulary_that_has_grown_and_of_no_other(
     swapped(other, "C4")
     recipe.write_text(yaml.safe_dump(recipe_of(other, steps=2)))
     told = refused(["train", str(recipe), "--out", str(tmp_path / "runs2"), "--init_from", str(trained.path)], capsys)
-    assert "table 'C4': the data were prepared with other values than those the model was trained on" in told
+    assert "table 'C4': got data prepared with" in told
     assert "hotbed prepare RAW OUT --vocabulary OLD/vocabulary" in told
     assert not (tmp_path / "runs2").exists()
     assert train(recipe, "--init_from", str(trained.path), "--init.leave", '["C4"]')[0] == 0

@@ -168,14 +168,14 @@ def test_what_cannot_be_asked_is_told(tmp_path: Path, trained: Run, capsys: Outp
     out = tmp_path / "scores.parquet"
     argv = ["predict", str(trained.path), str(tmp_path / "rows.parquet"), "--out", str(out)]
     for column, values, message in [
-        ("code", pa.array(range(TEST_ROWS)), "column 'code' is int64, and its raw values are text"),
-        ("item", pa.array(["5"] * TEST_ROWS), "column 'item' is string, and its raw values are integers"),
+        ("code", pa.array(range(TEST_ROWS)), "column 'code': got int64, expected raw values (text)"),
+        ("item", pa.array(["5"] * TEST_ROWS), "column 'item': got string, expected raw values (integers)"),
         (
             "history",
             pa.array(range(TEST_ROWS)),
             "sparse column 'history' is int64: got one value per sample",
         ),
-        ("history", pa.array([["5"]] * TEST_ROWS), "and its raw values are integers, as they were before hotbed"),
+        ("history", pa.array([["5"]] * TEST_ROWS), "expected raw values (integers)"),
     ]:
         other = rows.set_column(rows.column_names.index(column), column, values)
         pq.write_table(other, tmp_path / "rows.parquet")

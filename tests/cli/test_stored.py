@@ -53,7 +53,7 @@ def test_a_prepared_dataset_of_parquet_is_inspected(tmp_path: Path) -> None:
 def test_ids_of_a_prepared_dataset_are_not_hashed_once_more(tmp_path: Path, capsys: Output) -> None:
     """Neither where a part of the folder is given, nor where a recipe says so."""
     folder = prepared(tmp_path / "set")
-    message = "has ids of hotbed prepare, which `ids: hash` would hash once more; take what source.yaml beside it says"
+    message = "got `hash`, expected `raw`, because hotbed prepare has already hashed them"
     assert message in refused(["inspect", "--skew", str(folder / "train")], capsys)
     (tmp_path / "recipe.yaml").write_text(recipe(folder, schema=SCHEMA))
     assert message in refused(["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "runs")], capsys)

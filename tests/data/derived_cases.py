@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from hotbed.batch import Batch
 from hotbed.data import Encoder, Schema
-from hotbed.data.hashing import hash_integers, hash_strings, mix, rows_of
+from hotbed.data.hashing import hash_integers, hash_strings, hashes_to_rows, mix
 
 USERS = {"name": "user", "rows": 1000}
 
@@ -40,7 +40,7 @@ def crossed(values: tuple[int | str | None, ...], rows: int) -> int:
     for value in values:
         assert value is not None
         h = mix(h ^ hash_of(value))
-    return int(rows_of(h, rows)[0])
+    return int(hashes_to_rows(h, rows)[0])
 
 
 def ids(batch: Batch, name: str) -> list[int]:
@@ -58,7 +58,7 @@ def of_items(file: str, **more: Any) -> dict[str, Any]:
 
 
 def row_of(value: str, rows: int = 100) -> int:
-    return int(rows_of(np.array([hash_of(value)]), rows)[0])
+    return int(hashes_to_rows(np.array([hash_of(value)]), rows)[0])
 
 
 ITEMS = pa.table({"user": [1, 2, 3, 4, 5], "item": ["a", "b", "new", None, "ccccccccc"]})

@@ -18,8 +18,8 @@ from pyarrow import fs
 
 from hotbed.data import ParquetSource, Schema, SparseColumn, draft_schema
 from hotbed.data.files.criteo import COLUMNS as OF_LOG
-from hotbed.data.files.delimited import _convert, parquet_of
-from hotbed.data.hashing import hash_integers, rows_of
+from hotbed.data.files.delimited import _convert, convert_to_parquet
+from hotbed.data.hashing import hash_integers, hashes_to_rows
 from hotbed.errors import DataError
 from tests.ranks import Ranks
 
@@ -30,7 +30,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def converted(path: Path) -> pa.Table:
-    return pq.read_table(parquet_of(fs.LocalFileSystem(), str(path)))
+    return pq.read_table(convert_to_parquet(fs.LocalFileSystem(), str(path)))
 
 
 def table(tmp_path: Path, text: str | bytes, name: str = "log.csv") -> pa.Table:
@@ -142,7 +142,7 @@ def test_line_ends_in_quotes_are_kept_at_any_border_of_blocks(
 def test_a_first_line_that_names_the_separator_is_no_header(tmp_path: Path, directive: str) -> None:
     found = table(tmp_path, f'{directive}label;price;text\n1;1,5;"a;b"\n0;2;c,d\n')
     assert found.to_pydict() == {"label": [1, 0], "price": [1.5, 2.0], "text": ["a;b", "c,d"]}
-    with pytest.raises(DataError, match="is empty; it needs a line of column names"):
+    with pytest.raises(DataError, match="is empty"):
         table(tmp_path, directive)
 
 
@@ -164,7 +164,7 @@ def test_spaces_after_separators_are_no_part_of_names_and_text(tmp_path: Path) -
     assert schema["labels"] == [{"column": "label", "positive": "== yes"}]
     some = table(tmp_path, "a,b\n1, x\n2,y\n")
     assert some["b"].to_pylist() == [" x", "y"]
-    with pytest.raises(DataError, match="several columns named 'a'"):
+    with pytest.raises(DataError, match=r"columns of .*log\.csv: got 'a' 2 times"):
         table(tmp_path, "a, a\n1, 2\n")
 
 
@@ -174,7 +174,7 @@ def test_blank_files_of_a_folder_are_ignored(tmp_path: Path, blank: bytes, name:
     folder = tmp_path / "log"
     folder.mkdir()
     (folder / name).write_bytes(gzip.compress(blank) if name.endswith("gz") else blank)
-    with pytest.raises(DataError, match="is empty; it needs a line of column names"):
+    with pytest.raises(DataError, match="is empty"):
         draft_schema(folder)
     (folder / "part-0.csv").write_text("user,label\n" + "".join(f"u{i % 41},{i % 2}\n" for i in range(400)))
     assert ParquetSource(folder, draft_schema(folder)).samples("train") == 400
@@ -190,8 +190,8 @@ def test_types_are_those_of_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_how_numbers_with_commas_were_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     table(tmp_path, "price;n\n1,5;1\n", "log.csv")
-    assert "log.csv: column 'price': commas are taken for decimal commas (1,5)" in caplog.text
-    assert f"converting {tmp_path}/log.csv to Parquet, once; it is kept in {tmp_path}/tables/" in caplog.text
+    assert "log.csv: column 'price': read commas as decimal commas" in caplog.text
+    assert f"converting {tmp_path}/log.csv to Parquet once, in {tmp_path}/tables/" in caplog.text
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
@@ -232,12 +232,15 @@ def test_byte_order_marks_are_no_part_of_names(tmp_path: Path) -> None:
 ERRORS = {
     "latin-1": ("a,b\nä,1\n".encode("latin-1"), r"is not UTF-8 .*iconv -f LATIN1 -t UTF-8 OLD > NEW"),
     "latin-1, late": (b"a,b\n" + b"x,1\n" * 500_000 + "ä,1\n".encode("latin-1"), r"is not UTF-8 .*iconv -f LATIN1"),
-    "utf-16": ("a,b\n1,2\n".encode("utf-16"), r"is UTF-16; convert it: iconv -f UTF-16"),
-    "empty": (b"", "is empty; it needs a line of column names"),
-    "blank": (b"\n\n \n", "is empty; it needs a line of column names"),
-    "fields": (b"a,b\n1,2\n1,2,3\n", r"cannot be read: .*Expected 2 columns, got 3.*as many fields as the header"),
-    "headerless": (b"1,0.5,x\n0,0.7,y\n", r"has no header, its first line is 1, 0.5, x; put a line of column names"),
-    "twice": (b"a,b,a\n1,2,3\n", "has several columns named 'a'; rename all but one"),
+    "utf-16": ("a,b\n1,2\n".encode("utf-16"), r"log\.csv is UTF-16"),
+    "empty": (b"", ".* is empty"),
+    "blank": (b"\n\n \n", ".* is empty"),
+    "fields": (
+        b"a,b\n1,2\n1,2,3\n",
+        r"log\.csv cannot be parsed: CSV parse error: Row #3: Expected 2 columns, got 3: 1,2,3",
+    ),
+    "headerless": (b"1,0.5,x\n0,0.7,y\n", r"log\.csv has no header: its first line is 1, 0\.5, x"),
+    "twice": (b"a,b,a\n1,2,3\n", r"columns of .*log\.csv: got 'a' 2 times"),
 }
 
 
@@ -285,16 +288,16 @@ def test_rows_of_criteo_need_no_label(tmp_path: Path, log: Path, kind: str) -> N
 def test_it_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("a,b\n1,2\n")
     store = fs.LocalFileSystem()
-    first = parquet_of(store, str(tmp_path / "log.csv"))
+    first = convert_to_parquet(store, str(tmp_path / "log.csv"))
     state = first.stat().st_ino
-    assert parquet_of(store, str(tmp_path / "log.csv")) == first and first.stat().st_ino == state
+    assert convert_to_parquet(store, str(tmp_path / "log.csv")) == first and first.stat().st_ino == state
     (tmp_path / "log.csv").write_text("a,b\n1,2\n3,4\n")
-    second = parquet_of(store, str(tmp_path / "log.csv"))
+    second = convert_to_parquet(store, str(tmp_path / "log.csv"))
     assert second != first and len(pq.read_table(second)) == 2
     assert first.is_file()  # a run may read it
     os.utime(first, (0, 0))
     (tmp_path / "log.csv").write_text("a,b\n")
-    parquet_of(store, str(tmp_path / "log.csv"))
+    convert_to_parquet(store, str(tmp_path / "log.csv"))
     assert not first.exists()
 
 
@@ -302,8 +305,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
     (tmp_path / "log.csv").write_text("a,b\n1,2\n")
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOTBED_TABLES", str(tmp_path / "file"))
-    with pytest.raises(DataError, match=r"log.csv could not be converted to Parquet in .*; set HOTBED_TABLES"):
-        parquet_of(fs.LocalFileSystem(), str(tmp_path / "log.csv"))
+    with pytest.raises(DataError, match=r"log\.csv could not be converted to Parquet in"):
+        convert_to_parquet(fs.LocalFileSystem(), str(tmp_path / "log.csv"))
 
 
 def made_by(rank: int, path: Path) -> tuple[str, int]:
@@ -316,7 +319,7 @@ def made_by(rank: int, path: Path) -> tuple[str, int]:
     os.environ["HOTBED_TABLES"] = str(path.parent / "tables")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hotbed.data.files.delimited._convert", convert)
-        return str(parquet_of(fs.LocalFileSystem(), str(path))), len(made)
+        return str(convert_to_parquet(fs.LocalFileSystem(), str(path))), len(made)
 
 
 def test_several_processes_make_one_file(ranks: Ranks, tmp_path: Path) -> None:
@@ -349,8 +352,8 @@ def test_a_source_reads_it_as_parquet(tmp_path: Path) -> None:
     schema = Schema(sparse=(SparseColumn(name="item", rows=100),))
     source = ParquetSource(tmp_path / "data", schema)
     assert {split: source.samples(split) for split in source.splits} == {"train": 6, "test": 4}
-    assert source.read("train", 0).sparse.values.tolist() == rows_of(hash_integers(np.arange(6)), 100).tolist()
-    with pytest.raises(DataError, match=r"ratings_train.csv has no column 'itme'"):
+    assert source.read("train", 0).sparse.values.tolist() == hashes_to_rows(hash_integers(np.arange(6)), 100).tolist()
+    with pytest.raises(DataError, match=r"ratings_train\.csv: column 'itme' is missing"):
         ParquetSource(tmp_path / "data", Schema(sparse=(SparseColumn(name="itme", rows=100),)))
 
 

@@ -64,16 +64,14 @@ def test_each_value_of_a_list_meets_each_of_the_others() -> None:
     assert ids(made, "x") == [row for bag in expected for row in bag]
     two = encoder({"name": "x", "cross": ["user", "tags"], "rows": 999, "ids": 2})
     assert ids(two.batch(table.slice(0, 1)), "x") == [crossed((1, tag), 999) for tag in "ab"]
-    with pytest.raises(DataError, match="the rows, column 'x': 1 ids at row 1; the schema says 2"):
+    with pytest.raises(DataError, match="the rows, column 'x': 1 ids at row 1"):
         two.batch(table)
 
 
 def test_too_many_pairs_are_refused() -> None:
     table = pa.table({"user": [1], "a": [list(range(100))], "b": [list(range(50))]})
     made = encoder({"name": "x", "cross": ["a", "b"], "rows": 10, "ids": None})
-    with pytest.raises(
-        DataError, match="'x': 5,000 pairs of a cross at row 0; at most 4,096 pairs are crossed: shorten"
-    ):
+    with pytest.raises(DataError, match="the rows, column 'x': 5,000 pairs of a cross at row 0"):
         made.batch(table)
 
 
@@ -103,7 +101,7 @@ def test_quantiles_are_measured_once_over_what_is_trained_on(tmp_path: Path) -> 
     features = {"labels": ["label"], "sparse": [USERS], "features": [{"name": "q", "bucket": "age", "quantiles": 4}]}
     source = ParquetSource(file, features, valid_fraction=0.2)
     fewer = source.only(["q"])
-    with pytest.raises(SpecError, match=r"quantiles of feature 'q' are not measured; call source\.measure\(\)"):
+    with pytest.raises(SpecError, match="the quantiles of feature 'q' are not measured"):
         source.read("train", 0)
     with pytest.raises(SpecError, match="quantiles of feature 'q' are not measured"):
         source.encoder.to_dict()
@@ -159,35 +157,44 @@ CROSS = {"name": "x", "cross": ["user", "item"], "rows": 10}
 @pytest.mark.parametrize(
     ("features", "message"),
     [
-        ([{"name": "x", "rows": 5}], "must be a mapping with `name` and one of `cross`, `bucket` and `lookup`"),
+        ([{"name": "x", "rows": 5}], r"features\[0\]: got \{'name': 'x', 'rows': 5\}"),
         ([CROSS | {"bucket": "age"}], "one of `cross`, `bucket` and `lookup`"),
-        (["x"], "must be a mapping with `name`"),
-        ([CROSS | {"name": 5}], "name is 5, must be the name of the input"),
-        ([CROSS | {"row": 5}], r"features\[0\] \('x', a cross\) has no key 'row'; it may have .*did you mean 'rows'"),
-        ([{"name": "x", "cross": ["user", "item"]}], r"\('x', a cross\) has no 'rows', which is required"),
-        ([CROSS | {"cross": ["user"]}], "must be two or more columns, each once"),
-        ([CROSS | {"cross": ["user", "user"]}], "must be two or more columns, each once"),
-        ([CROSS | {"cross": "user"}], "must be two or more columns, each once"),
-        ([CROSS, CROSS], "column 'x' is used 2 times in the schema"),
-        ([CROSS | {"name": "user"}], "column 'user' is used 2 times in the schema"),
-        ([CROSS | {"cross": ["user", "click"]}], "made of 'click', a label or weight, which predictions lack"),
-        ([CROSS | {"cross": ["user", "later"]}, CROSS | {"name": "later"}], "'later', which comes after it; put"),
-        ([CROSS, CROSS | {"name": "y", "cross": ["x", "user"]}], "the cross 'x'; name its columns instead: user, item"),
-        ([{"name": "b", "bucket": "age"}], r"'b': give boundaries: \[18, 25, 40\], or quantiles: 16"),
-        ([{"name": "b", "bucket": "age", "quantiles": 2, "boundaries": [1]}], "and not both"),
-        ([{"name": "b", "bucket": "age", "boundaries": [2, 1]}], "must be finite numbers that rise"),
-        ([{"name": "b", "bucket": "age", "boundaries": []}], "must be finite numbers that rise"),
-        ([{"name": "b", "bucket": "age", "boundaries": ["1"]}], "must be finite numbers that rise"),
-        ([{"name": "b", "bucket": "age", "quantiles": 1}], "quantiles is 1, must be an integer from 2 to 1,048,576"),
-        ([{"name": "b", "bucket": 3, "quantiles": 4}], r"features\[0\]: bucket is 3, must be the name of a column"),
+        (["x"], r"features\[0\]: got 'x'"),
+        ([CROSS | {"name": 5}], r"features\[0\]: name: got 5"),
+        ([CROSS | {"row": 5}], r"features\[0\] \('x', a cross\): key: got 'row'"),
+        ([{"name": "x", "cross": ["user", "item"]}], r"features\[0\] \('x', a cross\): key 'rows' is missing"),
+        ([CROSS | {"cross": ["user"]}], "feature 'x': c"),
+        ([CROSS | {"cross": ["user", "user"]}], "feature 'x': c"),
+        ([CROSS | {"cross": "user"}], "feature 'x': c"),
+        ([CROSS, CROSS], "columns of the schema: got 'x' 2 times"),
+        ([CROSS | {"name": "user"}], "columns of the schema: got 'user' 2 times"),
+        (
+            [CROSS | {"cross": ["user", "click"]}],
+            "feature 'x' is computed from the label or weight 'click', which predictions lack",
+        ),
+        (
+            [CROSS | {"cross": ["user", "later"]}, CROSS | {"name": "later"}],
+            "feature 'x' is computed from 'later', which comes after it",
+        ),
+        ([CROSS, CROSS | {"name": "y", "cross": ["x", "user"]}], "feature 'y' is computed from the cross 'x'"),
+        ([{"name": "b", "bucket": "age"}], "feature 'b': got boundaries None and quantiles None"),
+        (
+            [{"name": "b", "bucket": "age", "quantiles": 2, "boundaries": [1]}],
+            r"feature 'b': got boundaries \[1\] and quantiles 2",
+        ),
+        ([{"name": "b", "bucket": "age", "boundaries": [2, 1]}], "feature 'b': boundaries: got"),
+        ([{"name": "b", "bucket": "age", "boundaries": []}], "feature 'b': boundaries: got"),
+        ([{"name": "b", "bucket": "age", "boundaries": ["1"]}], "feature 'b': boundaries: got"),
+        ([{"name": "b", "bucket": "age", "quantiles": 1}], "feature 'b': quantiles: got 1"),
+        ([{"name": "b", "bucket": 3, "quantiles": 4}], r"features\[0\]: bucket: got 3"),
         (
             [{"name": "b", "bucket": "age", "quantiles": 4}, {"name": "c", "bucket": "b", "quantiles": 2}],
-            "feature 'c' is made of the bucket 'b'; make it of 'age'",
+            "feature 'c' is computed from the bucket 'b'",
         ),
-        ([of_items("f") | {"rule": "log"}], "an id needs `rows`, and may have table, ids, pooling; a number may have"),
-        ([{k: v for k, v in of_items("f").items() if k != "rows"} | {"ids": 2}], "an id needs `rows`"),
-        ([of_items("f") | {"lookup": 3}], "feature 'kind': lookup is 3, must be text; put it in quotes"),
-        ([of_items("f") | {"key": 3}], "feature 'kind': key is 3, must be text; put it in quotes"),
+        ([of_items("f") | {"rule": "log"}], r"features\[0\] \('kind'\): got rows, rule"),
+        ([{k: v for k, v in of_items("f").items() if k != "rows"} | {"ids": 2}], r"features\[0\] \('kind'\): got ids"),
+        ([of_items("f") | {"lookup": 3}], r"features\[0\]: lookup: got 3"),
+        ([of_items("f") | {"key": 3}], "feature 'kind': key: got 3"),
     ],
 )
 def test_features_that_cannot_be(features: list[Any], message: str) -> None:
@@ -198,17 +205,25 @@ def test_features_that_cannot_be(features: list[Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("feature", "table", "message"),
     [
-        (CROSS, {"user": [1], "item": [1.5]}, "column 'item': id 1.5 at row 0; ids of double must be whole"),
-        (CROSS, {"user": [1], "item": [{"x": 1}]}, "feature 'x': column 'item' is struct.*, must be integers, text or"),
+        (CROSS, {"user": [1], "item": [1.5]}, r"the rows, column 'item': id 1\.5 at row 0"),
+        (CROSS, {"user": [1], "item": [{"x": 1}]}, "feature 'x': column 'item': got struct<x: int64>"),
         (
             CROSS | {"ids": None},
             {"user": [1], "item": [1]},
             "got one value per sample, expected a list of any",
         ),
-        (CROSS, {"user": [1]}, "the rows has no column 'item'"),
-        (CROSS, {"user": [1], "item": [1], "x": [2]}, "the rows has a column 'x', which is also the name of a feature"),
-        ({"name": "b", "bucket": "age", "boundaries": [1]}, {"user": [1], "age": ["a"]}, "buckets are of numbers"),
-        ({"name": "b", "bucket": "age", "boundaries": [1]}, {"user": [1], "age": [[1]]}, "buckets are of numbers"),
+        (CROSS, {"user": [1]}, "the rows: column 'item' is missing"),
+        (CROSS, {"user": [1], "item": [1], "x": [2]}, "the rows: column 'x' has the name of a feature of the schema"),
+        (
+            {"name": "b", "bucket": "age", "boundaries": [1]},
+            {"user": [1], "age": ["a"]},
+            "feature 'b': column 'age': got",
+        ),
+        (
+            {"name": "b", "bucket": "age", "boundaries": [1]},
+            {"user": [1], "age": [[1]]},
+            "feature 'b': column 'age': got",
+        ),
     ],
 )
 def test_columns_that_cannot_be_used(feature: dict[str, Any], table: dict[str, Any], message: str) -> None:
@@ -234,7 +249,7 @@ def test_kinds_of_ids_are_those_of_training(tmp_path: Path) -> None:
     assert ids(inputs.batch(empty), "y") == []
     unknown = pa.table({"user": [1], "item": [None], "seen": pa.nulls(1)})
     assert_same(inputs.batch(unknown), inputs.batch(empty))
-    with pytest.raises(DataError, match="column 'seen': its values are text, and the model was trained with lists of"):
+    with pytest.raises(DataError, match="the rows, column 'seen': got text"):
         inputs.batch(stored.set_column(2, "seen", pa.array(["a", "b"])))
-    with pytest.raises(DataError, match="column 'item', row 0: 5 is not text"):
+    with pytest.raises(DataError, match="column 'item', row 0: got 5"):
         inputs.table({"user": [1], "item": [5], "seen": [None]})

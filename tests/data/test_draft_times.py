@@ -155,10 +155,15 @@ def test_splits_by_text_that_does_not_sort_are_refused(tmp_path: Path, values: A
     ("column", "change", "error", "message"),
     [
         ("ts", {"format": "%d.%m.%Y"}, DataError, r"got '2017-.* expected times as '%d\.%m\.%Y'"),
-        ("row", {"format": "%Y"}, SpecError, "format is '%Y', but column 'row' is int64, not text"),
-        ("ts", {"format": "%Y-%m-%d %H"}, SpecError, "got '%Y-%m-%d %H', expected such as"),
-        ("ts", {"format": 7}, SpecError, "format is 7, must be text"),
-        ("ts", {"format": "%Y-%m-%d %H:%M", "test_from": "May"}, SpecError, "must be text such as '2024-01-31'"),
+        ("row", {"format": "%Y"}, SpecError, "split by time: got format '%Y'"),
+        ("ts", {"format": "%Y-%m-%d %H"}, SpecError, "format of times: got '%Y-%m-%d %H'"),
+        ("ts", {"format": 7}, SpecError, "split by time: format: got 7"),
+        (
+            "ts",
+            {"format": "%Y-%m-%d %H:%M", "test_from": "May"},
+            SpecError,
+            r"split by time: start time of column 'ts' \(timestamp\[us\]\): got 'May'",
+        ),
     ],
 )
 def test_formats_that_do_not_fit(tmp_path: Path, column: str, change: Any, error: Any, message: str) -> None:

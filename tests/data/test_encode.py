@@ -200,22 +200,25 @@ def test_plain_rows_are_typed_alike_alone_and_together(data: st.DataObject, n: i
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"user": ["5", 1, 2]}, "column 'user', row 0: '5' is not an integer, as this column was in training"),
-        ({"user": [1, 2.5, 2]}, "row 1: 2.5 is not an integer"),
-        ({"user": [1, 2.0**60, 2]}, r"row 1: 1.1\d+e\+18 is not an integer"),
-        ({"user": [1, [2], 2]}, r"row 1: \[2\] is no single value, which this column has; write an integer or null"),
-        ({"user": [1, 2, 1 << 64]}, "row 2: 18446744073709551616 has more than 64 bits"),
-        ({"user": [-1, 2, 1 << 63]}, "has ids from -1 to 9,223,372,036,854,775,808, which no integers of 64 bits"),
-        ({"code": ["a", 7, "c"]}, "row 1: 7 is not text, as this column was in training"),
-        ({"code": ["a", True, "c"]}, "row 1: true is not text"),
-        ({"code": ["a", "\ud800", "c"]}, "row 1: .* has half of a surrogate pair at 0"),
-        ({"history": [[1], 2, None]}, r"row 1: 2 is no list of ids, which this column has; write \[ … \]"),
-        ({"history": [[1], ["2"], None]}, "row 1: '2' is not an integer"),
-        ({"price": [1, "2", 3]}, "row 1: '2' is not a number, as this column was in training; write a number"),
-        ({"price": [1, 10**400, 3]}, "row 1: 10+ … is beyond the largest number"),
-        ({"price": [1, 2]}, "column 'user' has 3 values and column 'price' has 2; give each a value for each row"),
-        ({"price": "abc"}, "column 'price' is 'abc', must be a list with a value for each row"),
-        ({"price": None}, "column 'price' is null, must be a list"),
+        ({"user": ["5", 1, 2]}, "column 'user', row 0: got '5'"),
+        ({"user": [1, 2.5, 2]}, r"column 'user', row 1: got 2\.5"),
+        ({"user": [1, 2.0**60, 2]}, r"column 'user', row 1: got 1\.152921504606847e\+18"),
+        ({"user": [1, [2], 2]}, r"column 'user', row 1: got \[2\]"),
+        ({"user": [1, 2, 1 << 64]}, "column 'user', row 2: got 18446744073709551616"),
+        ({"user": [-1, 2, 1 << 63]}, "column 'user': got ids from -1 to 9,223,372,036,854,775,808"),
+        ({"code": ["a", 7, "c"]}, "column 'code', row 1: got 7"),
+        ({"code": ["a", True, "c"]}, "column 'code', row 1: got true"),
+        ({"code": ["a", "\ud800", "c"]}, r"column 'code', row 1: got '\\ud800'"),
+        ({"history": [[1], 2, None]}, "column 'history', row 1: got 2"),
+        ({"history": [[1], ["2"], None]}, "column 'history', row 1: got '2'"),
+        ({"price": [1, "2", 3]}, "column 'price', row 1: got '2'"),
+        (
+            {"price": [1, 10**400, 3]},
+            "column 'price', row 1: got 100000000000000000000000000000000000000000000000000000000000 …",
+        ),
+        ({"price": [1, 2]}, "column 'price': got 2 values"),
+        ({"price": "abc"}, "column 'price': got 'abc'"),
+        ({"price": None}, "column 'price': got null"),
     ],
 )
 def test_values_of_another_kind_are_refused(change: dict[str, Any], message: str) -> None:
@@ -235,7 +238,7 @@ def test_tuples_of_a_class_are_lists() -> None:
 
 def test_a_column_that_is_missing_is_named() -> None:
     rows = {"usr": ROWS["user"], **{name: values for name, values in ROWS.items() if name != "user"}}
-    with pytest.raises(DataError, match=r"no column 'user', which the model needs.*did you mean 'usr'"):
+    with pytest.raises(DataError, match="column 'user' of the model is missing"):
         plain().table(rows)
 
 
@@ -244,20 +247,20 @@ def test_ids_of_a_kind_that_is_not_known_are_either_and_never_both() -> None:
     encoder = Encoder(schema)
     assert encoder.table({"user": [1, None]})["user"].type == pa.int64()
     assert encoder.table({"user": [None, "1"]})["user"].type == pa.large_string()
-    with pytest.raises(DataError, match="'user' has text and integers, which are other ids"):
+    with pytest.raises(DataError, match="column 'user': got text and integers"):
         encoder.table({"user": [1, "1"]})
-    with pytest.raises(DataError, match=r"1.5 is not text or an integer"):
+    with pytest.raises(DataError, match=r"column 'user', row 0: got 1\.5"):
         encoder.table({"user": [1.5]})
 
 
 def test_arrow_columns_of_another_kind_are_refused() -> None:
     encoder = plain()
     table = encoder.table(ROWS)
-    with pytest.raises(DataError, match="the rows, column 'user': its values are text, and the model was trained with"):
+    with pytest.raises(DataError, match="the rows, column 'user': got text"):
         encoder.batch(table.set_column(0, "user", pa.array(["5", "6", "7"])))
-    with pytest.raises(DataError, match="the rows has no column 'price'; it has user, code, history"):
+    with pytest.raises(DataError, match="the rows: column 'price' is missing"):
         encoder.batch(table.drop_columns(["price"]))
-    with pytest.raises(SpecError, match="column 'price' is string, must be numbers"):
+    with pytest.raises(SpecError, match="the rows: column 'price': got string"):
         encoder.batch(table.set_column(3, "price", pa.array(["5", "6", "7"])))
 
 
@@ -266,9 +269,9 @@ def test_rows_without_hashing() -> None:
     batch = encoder.batch(encoder.table({**ROWS, "user": [5, 6, 7], "history": [[1], None, [2, 3]]}))
     assert batch.sparse["user"].values.tolist() == [5, 6, 7]
     assert batch.sparse["history"].values.tolist() == [1, 2, 3]
-    with pytest.raises(DataError, match="the rows, column 'user': id null at row 1; ids that are rows must be there"):
+    with pytest.raises(DataError, match="the rows, column 'user': id null at row 1"):
         encoder.batch(encoder.table(ROWS))
-    with pytest.raises(DataError, match="'a' is not an integer"):
+    with pytest.raises(DataError, match="column 'user', row 0: got 'a'"):
         encoder.table({**ROWS, "user": ["a", None, None]})
 
 

@@ -212,7 +212,7 @@ def test_files_out_of_a_dataset_are_not_read(name: str, tmp_path: Path) -> None:
     (folder / "up").symlink_to("..")
     values["source_spec"]["train"][2]["files"] = [name]
     (folder / "feature_spec.yaml").write_text(yaml.safe_dump(values))
-    with pytest.raises(DataError, match=r"must be a path below|out of the dataset; move the file itself there"):
+    with pytest.raises(DataError, match=r"feature_spec\.yaml: source_spec\.train:"):
         SplitBinarySource(folder)
 
 
@@ -230,7 +230,7 @@ def test_a_split_is_no_path(split: str, tmp_path: Path) -> None:
     values = described(tmp_path)
     values["source_spec"][split] = values["source_spec"].pop("test")
     (tmp_path / "feature_spec.yaml").write_text(yaml.safe_dump(values))
-    with pytest.raises(DataError, match=r"source_spec.*: got .*, expected a plain name, as of a directory"):
+    with pytest.raises(DataError, match=r"feature_spec\.yaml:.*'"):
         SplitBinarySource(tmp_path)
 
 
@@ -260,17 +260,20 @@ def test_an_entry_about_a_table_is_another(hot: bool, data: st.DataObject, value
 def test_a_line_without_an_end_in_a_gzip_file(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "log.tsv.gz", "wb", compresslevel=1) as stream:
         stream.write(b"0" * (64 << 20))
-    with pytest.raises(DataError, match=r"line 1: longer than 1,048,576 bytes, expected 40 tab-separated fields"):
+    with pytest.raises(DataError, match=r"log\.tsv\.gz, line 1: got more than 1,048,576 bytes"):
         prepare(tmp_path / "log.tsv.gz", tmp_path / "out")
     with gzip.open(tmp_path / "table.csv.gz", "wb", compresslevel=1) as stream:
         stream.write(b"a,b\n" + b"0" * (64 << 20))
-    with pytest.raises(DataError, match=r"table\.csv\.gz cannot be read"):
+    with pytest.raises(
+        DataError,
+        match=r"table\.csv\.gz cannot be parsed",
+    ):
         draft_schema(tmp_path / "table.csv.gz")
 
 
 def test_a_header_of_a_million_columns(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text(",".join(f"c{i}" for i in range(100_000)) + "\n")
-    with pytest.raises(DataError, match=r"table.csv has 100,000 columns, at most 20,000"):
+    with pytest.raises(DataError, match=r"table\.csv: got 100,000 columns"):
         draft_schema(tmp_path / "table.csv")
 
 
@@ -286,7 +289,5 @@ def test_a_row_group_of_more_rows_than_its_file_can_have(tmp_path: Path) -> None
     same = pa.chunked_array([pa.nulls(rows, pa.int8())])
     pq.write_table(pa.table({"user": same}), tmp_path / "table.parquet", row_group_size=rows, compression="zstd")
     assert (tmp_path / "table.parquet").stat().st_size < 100_000
-    with pytest.raises(
-        DataError, match=r"row group 0: its footer says 16,777,217 rows in .* bytes; at most 16,777,216"
-    ):
+    with pytest.raises(DataError, match=r"table\.parquet, row group 0: got 16,777,217 rows in 36,491 bytes"):
         ParquetSource(tmp_path / "table.parquet", {"sparse": [{"name": "user", "rows": 9}], "labels": []})

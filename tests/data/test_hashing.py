@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotbed.data.hashing import hash_integers, hash_strings, mix, rows_of
+from hotbed.data.hashing import hash_integers, hash_strings, hashes_to_rows, mix
 
 MASK = 2**64 - 1
 
@@ -39,9 +39,9 @@ def test_integers_against_plain_python(values: list[int]) -> None:
 def test_values_that_must_never_change() -> None:
     """Models are trained on these rows: a change of one number here breaks every checkpoint."""
     assert mix(np.array([0, 1], dtype=np.uint64)).tolist() == [0xE220A8397B1DCDAF, 0x910A2DEC89025CC1]
-    assert rows_of(hash_integers(np.array([0, 1, -1, 10**12])), 1000).tolist() == [737, 546, 459, 980]
+    assert hashes_to_rows(hash_integers(np.array([0, 1, -1, 10**12])), 1000).tolist() == [737, 546, 459, 980]
     texts = [b"", b"a", b"item-17", "caf\u00e9 au lait".encode()]
-    assert rows_of(np.array(hashes(texts), dtype=np.uint64), 1000).tolist() == [737, 348, 883, 47]
+    assert hashes_to_rows(np.array(hashes(texts), dtype=np.uint64), 1000).tolist() == [737, 348, 883, 47]
 
 
 def test_integers_hash_alike_in_all_widths() -> None:
@@ -50,7 +50,7 @@ def test_integers_hash_alike_in_all_widths() -> None:
 
 
 def test_rows_are_even_and_leave_row_0() -> None:
-    rows = rows_of(hash_integers(np.arange(99_000)), 100)
+    rows = hashes_to_rows(hash_integers(np.arange(99_000)), 100)
     counts = np.bincount(rows, minlength=100)
     assert counts[0] == 0
     assert 800 < counts[1:].min() <= counts.max() < 1200

@@ -19,9 +19,9 @@ from hotbed.data.columns import SparseColumn as Column
 from hotbed.data.derived_features import Cross
 from hotbed.data.formats.split_binary import check_split_binary
 from hotbed.data.inspection import SchemaChecks
-from hotbed.data.join import join
 from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.data.preparation.stored_rows import columns_of, open_described, open_rows
+from hotbed.data.readers import merge_batches
 from hotbed.errors import DataError, SpecError
 from hotbed.serve.requests import record_batch
 from hotbed.testing.source_contract import SourceContract, assert_same
@@ -73,7 +73,7 @@ def test_they_are_read_beside_their_ids_and_travel_with_them(tmp_path: Path) -> 
     source = hb.ParquetSource(log(tmp_path), SCHEMA)
     batch = source.read("train", 0)
     check(batch)
-    check(join([(batch.take(torch.arange(2)), 0, 2), (batch.take(torch.arange(2, 5)), 0, 3)]))
+    check(merge_batches([(batch.take(torch.arange(2)), 0, 2), (batch.take(torch.arange(2, 5)), 0, 3)]))
     assert weights(batch.take(torch.tensor([4, 0])), "Tag's IDs %") == np.float32([1e-3, 7, 3, 1.5, -2]).tolist()
     shown = columns_of(batch, source.schema)
     assert shown["wie oft (β)"].to_pylist()[4] == np.float32(TIMES[4]).tolist()
@@ -142,20 +142,32 @@ class TestSource(SourceContract):
 BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "too few": (
         {"wie oft (β)": [[1.5], [], [0.0], None, [1.0, 7, 3]]},
-        "column 'wie oft (β)': 1 weights at row 0.*; column 'Tag's IDs %' has 2 ids there: give each id one",
+        "column 'wie oft (β)': 1 weights at row 0.*; expected one weight for each of the 2 ids of column 'Tag's IDs %'",
     ),
-    "none at all": ({"wie oft (β)": [None] * 5}, "0 weights at row 0.*; column 'Tag's IDs %' has 2 ids there"),
+    "none at all": (
+        {"wie oft (β)": [None] * 5},
+        r"log\.parquet, row group 0, column 'wie oft \(β\)': 0 weights at row 0",
+    ),
     "null": (
         {"wie oft (β)": [[1.5, 2], [], [0.0], None, [1, None, 3]]},
-        "'wie oft (β)': weight null at row 4.*; the weight of",
+        "'wie oft (β)': weight null at row 4.*; expected a finite",
     ),
     "NaN": (
         {"share": [1, 2, float("nan"), 3, 4]},
-        "'share': weight nan at row 2.*must be a finite number as float32 .negative",
+        r"log\.parquet, row group 0, column 'share': weight nan at row 2",
     ),
-    "too large": ({"share": [1, 2, 3, 1e300, 4]}, r"'share': weight 1e\+300 at row 3.*mend the data"),
-    "a null alone": ({"share": [None, 2, 3, 1, 4]}, "'share': weight null at row 0.*or leave out `weights` of 'item'"),
-    "of two": ({"of pair": [[1.0, 2], [3.0], [1.0, 2], [1.0, 2], [1.0, 2]]}, "1 weights at row 1.* has 2 ids there"),
+    "too large": (
+        {"share": [1, 2, 3, 1e300, 4]},
+        r"log\.parquet, row group 0, column 'share': weight 1e\+300 at row 3",
+    ),
+    "a null alone": (
+        {"share": [None, 2, 3, 1, 4]},
+        r"log\.parquet, row group 0, column 'share': weight null at row 0",
+    ),
+    "of two": (
+        {"of pair": [[1.0, 2], [3.0], [1.0, 2], [1.0, 2], [1.0, 2]]},
+        r"log\.parquet, row group 0, column 'of pair': 1 weights at row 1",
+    ),
 }
 
 
@@ -181,11 +193,11 @@ def test_weights_that_cannot_be_are_refused_by_all_who_read(case: str, tmp_path:
     [
         (
             {"share": ["a", "b", "c", "d", "e"]},
-            "column 'share' is .*string.*, must be numbers to be the weights of 'item'",
+            r"log\.parquet: column 'share': got large_string",
         ),
-        ({"share": [[1.0]] * 5}, "column 'share' is .*, and 'item' is .*: give each id one weight, in a list where"),
-        ({"of pair": [1.0] * 5}, "column 'of pair' is double, and 'pair' is .*: give each id one weight, in a list"),
-        ({"share": [{"of": 1.0}] * 5}, "must be numbers to be the weights of 'item'; write its fields of as columns"),
+        ({"share": [[1.0]] * 5}, r"log\.parquet: column 'share': got large_list<element: double>"),
+        ({"of pair": [1.0] * 5}, r"log\.parquet: column 'of pair': got double"),
+        ({"share": [{"of": 1.0}] * 5}, r"log\.parquet: column 'share': got struct<of: double>"),
     ],
 )
 def test_types_that_cannot_be(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -198,21 +210,19 @@ def test_types_that_cannot_be(changed: dict[str, Any], message: str, tmp_path: P
 
 def test_schemas_that_cannot_be(tmp_path: Path) -> None:
     for given in ("", "user"):
-        with pytest.raises(SpecError, match=f"'user': weights is '{given}', must be the name of the column of"):
+        with pytest.raises(SpecError, match=f"'user': weights: got '{given}'"):
             SparseColumn(name="user", rows=9, weights=given)
-    with pytest.raises(SpecError, match=r"sparse\[0\].weights is 10, must be the name of a column; put it in quotes"):
+    with pytest.raises(SpecError, match=r"sparse\[0\]: sparse column 'user': weights: got 10"):
         hb.Schema.from_dict({"sparse": [{"name": "user", "rows": 9, "weights": 10}]})
     user = SparseColumn(name="user", rows=9, weights="w")
-    with pytest.raises(SpecError, match="column 'w' is used 2 times in the schema; each column has one role"):
+    with pytest.raises(SpecError, match="columns of the schema: got 'w' 2 times"):
         hb.Schema(sparse=(user,), dense=("w",))
     cross = Cross(name="both", columns=("user", "item"))
-    with pytest.raises(
-        SpecError, match="'both' is made of other columns, and weights is 'w'; only ids that are stored"
-    ):
+    with pytest.raises(SpecError, match="feature 'both': weights: got 'w'"):
         hb.Schema(sparse=(SparseColumn(name="both", rows=9, weights="w"),), derived=(cross,))
     shared = hb.Schema(sparse=(user, SparseColumn(name="shop", rows=9, weights="w")))
     assert shared.id_weights == ("w",)
-    with pytest.raises(SpecError, match=r"split-binary format has no weights of ids \('w'\); use Parquet for them"):
+    with pytest.raises(SpecError, match="split-binary format: got weights of ids 'w'"):
         check_split_binary(shared)
     day = {"labels": (4, 1), "dense": (4, 1), "sparse": (4, 2)}
     for what, shape in day.items():

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hotbed.data import Label, ParquetSource, Schema, SparseColumn
 from hotbed.data.encoding.labels import read_labels
 from hotbed.data.inspection import SchemaChecks
-from hotbed.data.place import Place
 from hotbed.data.preparation.stored_rows import open_rows
+from hotbed.data.row_location import RowLocation
 from hotbed.errors import DataError, SpecError
 
 
@@ -70,13 +70,13 @@ def _labels(made: ParquetSource, i: int) -> list[float]:
 @pytest.mark.parametrize(
     ("labels", "positive", "message"),
     [
-        (["yes", "no"], None, r"label column 'y' is string.*labels: \[\{column: 'y', positive: '== yes'\}\]"),
-        (["4", "5"], ">= 4", "label column 'y' is string, and text is compared by ==, != and in; positive is '>= 4'"),
-        ([4, 5], "== yes", "label column 'y' is int64, which is compared with numbers; positive has 'yes'"),
-        ([4, 5], "< nan", "which is compared with numbers; positive has 'nan'"),
-        ([True, False], "== maybe", "label column 'y' is bool, which is compared with true and false; positive has"),
-        (np.array(["2024-01-01"], "datetime64[D]"), None, "label column 'y' is date32.*must be numbers, booleans or"),
-        (np.array(["2024-01-01"], "datetime64[D]"), "> 4", "label column 'y' is date32.*must be numbers, booleans or"),
+        (["yes", "no"], None, r"log\.parquet: label column 'y': got string without a condition"),
+        (["4", "5"], ">= 4", r"log\.parquet: label column 'y': got string with positive: '>= 4'"),
+        ([4, 5], "== yes", "label column 'y' of int64: positive: got 'yes'"),
+        ([4, 5], "< nan", "label column 'y' of int64: positive: got 'nan'"),
+        ([True, False], "== maybe", "label column 'y' of bool: positive: got 'maybe'"),
+        (np.array(["2024-01-01"], "datetime64[D]"), None, r"log\.parquet: label column 'y': got date32\[day\]"),
+        (np.array(["2024-01-01"], "datetime64[D]"), "> 4", r"log\.parquet: label column 'y': got date32\[day\]"),
     ],
 )
 def test_columns_that_cannot_be_labels(tmp_path: Path, labels: Any, positive: str | None, message: str) -> None:
@@ -114,7 +114,7 @@ def test_missing_labels_of_truth_are_counted(tmp_path: Path, positive: str, kind
 
 @pytest.mark.parametrize("positive", ["4", ">=", "=> 4", "in", "in 4", "in []", "in [[1]]", "in {a", True, 4, "is yes"])
 def test_conditions_that_are_none(positive: Any) -> None:
-    with pytest.raises(SpecError, match=r"label 'y': positive is .*, must be a comparison such as '>= 4'"):
+    with pytest.raises(SpecError, match="label 'y': positive: got"):
         Schema.from_dict({"labels": [{"column": "y", "positive": positive}], "sparse": [{"name": "a", "rows": 9}]})
 
 
@@ -127,11 +127,11 @@ def test_the_schema_keeps_the_condition() -> None:
     assert Schema.from_dict(schema.to_dict()) == schema
     assert Schema.from_dict({**values, "labels": [{"column": "click", "positive": None}]}).positives == ()
     columns = (SparseColumn(name="a", rows=9),)
-    with pytest.raises(SpecError, match="positives names 'star', which is no label; did you mean 'stars'"):
+    with pytest.raises(SpecError, match="positives: got 'star'"):
         Schema(sparse=columns, labels=("stars",), positives=(Label("star", "> 1"),))
-    with pytest.raises(SpecError, match="label 'stars' has 2 conditions; give it one"):
+    with pytest.raises(SpecError, match="positives: got 'stars' 2 times"):
         Schema(sparse=columns, labels=("stars",), positives=(Label("stars", "> 1"), Label("stars", "> 2")))
-    with pytest.raises(SpecError, match=r"labels\[0\] has no 'column', which is required"):
+    with pytest.raises(SpecError, match=r"labels\[0\]: key 'column' is missing"):
         Schema.from_dict({**values, "labels": [{"positive": "> 1"}]})
 
 
@@ -140,7 +140,7 @@ def test_weights_that_are_none(tmp_path: Path, value: float, shown: str) -> None
     table = pa.table({"user": [1, 2, 3], "y": [0, 1, 0], "w": [0.0, 1.0, value]})
     pq.write_table(table, tmp_path / "log.parquet")
     schema = Schema(sparse=(SparseColumn(name="user", rows=9),), labels=("y",), weight="w")
-    with pytest.raises(DataError, match=rf"column 'w': weight {shown} at row 2 .*; weights must be finite and"):
+    with pytest.raises(DataError, match=rf"column 'w': weight {shown} at row 2 .*; expected a finite"):
         ParquetSource(tmp_path / "log.parquet", schema).read("train", 0)
 
 
@@ -152,5 +152,5 @@ def test_weights_that_are_none(tmp_path: Path, value: float, shown: str) -> None
 def test_integers_are_compared_exactly(values: list[int], comparison: str, limit: int) -> None:
     compare = {">=": int.__ge__, "<=": int.__le__, "==": int.__eq__, "!=": int.__ne__, ">": int.__gt__, "<": int.__lt__}
     label = Label("y", f"{comparison} {limit}")
-    found = read_labels(pa.chunked_array([pa.array(values, pa.int64())]), "y", label, Place("here"))
+    found = read_labels(pa.chunked_array([pa.array(values, pa.int64())]), "y", label, RowLocation("here"))
     assert found.tolist() == [float(compare[comparison](value, limit)) for value in values]

@@ -15,9 +15,9 @@ import hotbed as hb
 from hotbed.data import SparseColumn
 from hotbed.data.batch_ipc import batch_from_buffer, batch_to_buffer
 from hotbed.data.columns import Label, LabelWeight
-from hotbed.data.join import join
 from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.data.preparation.stored_rows import columns_of
+from hotbed.data.readers import merge_batches
 from hotbed.errors import DataError, SpecError
 
 N = 60
@@ -49,7 +49,7 @@ def log(path: Path, **changed: Any) -> Path:
 def test_a_label_s_own_weights_take_the_place_of_those_of_all(tmp_path: Path) -> None:
     source = hb.ParquetSource(log(tmp_path), SCHEMA)
     table = pq.read_table(tmp_path / "log.parquet")
-    batch = join([(source.read("train", i), 0, n) for i, n in enumerate(source.chunks("train"))])
+    batch = merge_batches([(source.read("train", i), 0, n) for i, n in enumerate(source.chunks("train"))])
     expected = np.stack([table[name].to_numpy().astype(np.float32) for name in ("w", "click", "seen")], axis=1)
     assert batch.weights is not None
     assert np.array_equal(batch.weights.numpy(), expected)
@@ -80,15 +80,15 @@ def test_a_schema_says_them_beside_their_label() -> None:
     [
         (
             {"label_weights": (LabelWeight("bui", "w"),)},
-            "label_weights names 'bui', which is no label; did you mean 'buy'",
+            "label_weights: got 'bui'",
         ),
-        ({"label_weights": (LabelWeight("buy", "w"),) * 2}, "label 'buy' has 2 weight columns; give it one"),
-        ({"label_weights": (LabelWeight("buy", "user"),)}, "column 'user' is used 2 times in the schema"),
+        ({"label_weights": (LabelWeight("buy", "w"),) * 2}, "label_weights: got 'buy' 2 times"),
+        ({"label_weights": (LabelWeight("buy", "user"),)}, "columns of the schema: got 'user' 2 times"),
         (
             {"label_weights": (LabelWeight("buy", "v"), LabelWeight("click", "v")), "weight": "w"},
-            "weight is 'w', but all labels have a weight column of their own; leave `weight` out",
+            "weight: got 'w'",
         ),
-        ({"weight": "buy"}, "column 'buy' is used 2 times in the schema"),
+        ({"weight": "buy"}, "columns of the schema: got 'buy' 2 times"),
     ],
 )
 def test_weights_that_cannot_be(changed: dict[str, Any], message: str) -> None:
@@ -97,19 +97,19 @@ def test_weights_that_cannot_be(changed: dict[str, Any], message: str) -> None:
 
 
 def test_a_column_s_entry_is_checked() -> None:
-    with pytest.raises(SpecError, match=r"labels\[0\].weight is 10, must be the name of a column; put it in quotes"):
+    with pytest.raises(SpecError, match=r"labels\[0\]\.weight: got 10"):
         hb.Schema.from_dict({**SCHEMA, "labels": [{"column": "click", "weight": 10}]})
-    with pytest.raises(SpecError, match=r"labels\[0\] has no key 'weigth'; .*did you mean 'weight'"):
+    with pytest.raises(SpecError, match=r"labels\[0\]: key: got 'weigth'"):
         hb.Schema.from_dict({**SCHEMA, "labels": [{"column": "click", "weigth": "w"}]})
 
 
 def test_bad_weights_of_a_label_are_refused(tmp_path: Path) -> None:
     path = log(tmp_path, seen=np.where(np.arange(N) == 30, -1.0, 1.0))
     with pytest.raises(
-        DataError, match=r"column 'seen': weight -1.0 at row 5 .*; weights must be finite and at least 0"
+        DataError, match=r"log\.parquet, row group 1, column 'seen': weight -1\.0 at row 5 \(row 30 of the file\)"
     ):
         hb.ParquetSource(path, SCHEMA).read("train", 1)
-    with pytest.raises(SpecError, match=r"column 'seen' is .*string.*, must be numbers to be a numerical or weight"):
+    with pytest.raises(SpecError, match=r"log\.parquet: column 'seen': got string"):
         hb.ParquetSource(log(tmp_path, seen=["a"] * N), SCHEMA)
 
 

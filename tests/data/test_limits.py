@@ -37,10 +37,10 @@ def test_a_schema_without_limits_is_written_as_ever() -> None:
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"max_len": 0}, "max_len is 0, must be an integer of at least 1, or null"),
-        ({"max_len": "3"}, "max_len is '3', must be an integer"),
-        ({"max_len": 3, "on_too_long": "cut"}, "on_too_long is 'cut', must be one of error, truncate"),
-        ({"on_too_long": "truncate"}, "on_too_long 'truncate' needs max_len; set it"),
+        ({"max_len": 0}, "max_len: got 0"),
+        ({"max_len": "3"}, "max_len: got '3'"),
+        ({"max_len": 3, "on_too_long": "cut"}, "on_too_long: got 'cut'"),
+        ({"on_too_long": "truncate"}, "on_too_long: got 'truncate' without max_len"),
     ],
 )
 def test_limits_that_cannot_be(limits: dict[str, Any], message: str) -> None:

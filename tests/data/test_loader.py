@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hotbed.batch import Batch
 from hotbed.data import Loader
-from hotbed.data.join import join
+from hotbed.data.readers import merge_batches
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.testing.source_contract import assert_same
@@ -227,11 +227,11 @@ def test_pinned_where_there_is_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size is 0, must be at least 1"),
-        ({"batch_size": 4, "workers": -1}, "workers is -1"),
-        ({"batch_size": 4, "prefetch": 0}, "prefetch is 0"),
-        ({"batch_size": 4, "window": 0}, "window is 0"),
-        ({"batch_size": 4, "seed": -1}, "seed is -1, must not be negative"),
+        ({"batch_size": 0}, "batch_size: got 0"),
+        ({"batch_size": 4, "workers": -1}, "workers: got -1"),
+        ({"batch_size": 4, "prefetch": 0}, "prefetch: got 0"),
+        ({"batch_size": 4, "window": 0}, "window: got 0"),
+        ({"batch_size": 4, "seed": -1}, "seed: got -1"),
     ],
 )
 def test_bad_arguments(options: dict[str, int], message: str) -> None:
@@ -240,22 +240,22 @@ def test_bad_arguments(options: dict[str, int], message: str) -> None:
 
 
 def test_empty_split() -> None:
-    with pytest.raises(SpecError, match="split 'train' has no sample"):
+    with pytest.raises(SpecError, match="split 'train': got no samples"):
         Loader(ListSource(numbered_batch(3).take(torch.arange(0)), []), "train", 4)
-    with pytest.raises(SpecError, match="there is no split 'test'"):
+    with pytest.raises(SpecError, match="split: got 'test'"):
         Loader(numbered(), "test", 4)
 
 
 def test_positions_of_another_order_are_refused() -> None:
     state = Loader(numbered(), "train", 8, shuffle=True, seed=1).state_dict()
-    with pytest.raises(SpecError, match=r"saved with seed 1, but this loader has 2.*make the loader with seed=1"):
+    with pytest.raises(SpecError, match="the loader's position: seed: got 1"):
         Loader(numbered(), "train", 8, shuffle=True, seed=2).load_state_dict(state)
-    with pytest.raises(SpecError, match="saved with samples 100, but this loader has 50"):
+    with pytest.raises(SpecError, match="the loader's position: samples: got 100"):
         Loader(numbered(50), "train", 8, shuffle=True, seed=1).load_state_dict(state)
     loader = Loader(numbered(), "train", 8, shuffle=True, seed=1)
-    with pytest.raises(SpecError, match="no key 'epochs'; did you mean 'epoch'"):
+    with pytest.raises(SpecError, match="key of the loader's position: got 'epochs'"):
         loader.load_state_dict({"epochs": 1})
-    with pytest.raises(SpecError, match="lacks 'consumed'"):
+    with pytest.raises(SpecError, match="the loader's position: key 'consumed' is missing"):
         loader.load_state_dict({k: v for k, v in state.items() if k != "consumed"})
     with pytest.raises(SpecError, match="consumed 101 is not within 100"):
         loader.load_state_dict(state | {"consumed": 101})
@@ -268,7 +268,7 @@ def test_positions_of_another_order_are_refused() -> None:
 def test_a_position_among_other_chunks_is_refused_where_the_order_depends_on_them() -> None:
     coarse, fine = numbered(parts=2), numbered(parts=4)
     state = Loader(coarse, "train", 8, shuffle=True).state_dict()
-    with pytest.raises(SpecError, match=r"saved with other chunks .* make the source with the same files and"):
+    with pytest.raises(SpecError, match="the loader's position: chunks: got '1c390265650f7e29'"):
         Loader(fine, "train", 8, shuffle=True).load_state_dict(state)
     Loader(numbered(parts=2), "train", 8, shuffle=True).load_state_dict(state)
     in_order = Loader(coarse, "train", 8)
@@ -313,7 +313,7 @@ def test_features_of_one_length_are_joined_as_they_would_be_one_by_one(
         ),
         labels=torch.rand(6, 2, generator=draw),
     )
-    found = join([(part, start, stop) for start, stop in spans])
+    found = merge_batches([(part, start, stop) for start, stop in spans])
     taken = torch.cat([torch.arange(start, stop) for start, stop in spans])
     assert_same(found, part.take(taken))
     assert found.sparse.starts == part.take(taken).sparse.starts
@@ -324,5 +324,5 @@ def test_features_of_one_length_are_joined_as_they_would_be_one_by_one(
 
 def test_a_whole_chunk_is_given_as_it_was_read() -> None:
     chunk = mixed_batch(8)
-    assert join([(chunk, 0, 8)]) is chunk
-    assert join([(chunk, 0, 7)]) is not chunk
+    assert merge_batches([(chunk, 0, 8)]) is chunk
+    assert merge_batches([(chunk, 0, 7)]) is not chunk

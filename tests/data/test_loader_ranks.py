@@ -166,11 +166,11 @@ def test_a_rank_reads_only_the_chunks_that_it_needs() -> None:
 @pytest.mark.parametrize(
     ("rank", "world_size", "message"),
     [
-        (0, 0, r"world_size is 0, must be at least 1"),
-        (-1, 2, r"rank is -1, must be between 0 and world_size − 1, which is 1"),
-        (2, 2, r"rank is 2, must be between 0 and world_size − 1, which is 1"),
-        (1, 1, r"rank is 1, must be between 0 and world_size − 1, which is 0"),
-        (0, -3, r"world_size is -3, must be at least 1"),
+        (0, 0, "world_size: got 0"),
+        (-1, 2, "rank: got -1"),
+        (2, 2, "rank: got 2"),
+        (1, 1, "rank: got 1"),
+        (0, -3, "world_size: got -3"),
     ],
 )
 def test_a_rank_that_there_is_not(rank: int, world_size: int, message: str) -> None:

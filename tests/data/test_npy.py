@@ -97,7 +97,7 @@ def test_without_labels_for_predictions(tmp_path: Path) -> None:
     for file in folder.glob("*_labels.npy"):
         file.unlink()
     assert NpySource(folder, {**SCHEMA, "labels": []}).read("test", 0).labels is None
-    with pytest.raises(SpecError, match=r"the schema has 1 labels, and the arrays in .*set have 0; name them all"):
+    with pytest.raises(SpecError, match="the schema: got 1 labels"):
         NpySource(folder, SCHEMA)
 
 
@@ -116,7 +116,7 @@ def test_it_can_be_sent_to_other_processes(tmp_path: Path) -> None:
 def test_labels_are_checked(tmp_path: Path) -> None:
     folder = write_npy(tmp_path / "set", days(2))
     labels = days(2)[0].labels.astype(np.float32)[:, None]
-    for bad, message in ((-1, r"label -1.0 at row 70; labels must be from 0 to 1"), (np.nan, "label nan at row 70")):
+    for bad, message in ((-1, r"label -1.0 at row 70"), (np.nan, "label nan at row 70")):
         labels[70] = bad
         np.save(folder / "day_0_labels.npy", labels)
         with pytest.raises(DataError, match=rf"day_0_labels.npy, column 'label': {message}"):
@@ -161,55 +161,61 @@ IDS = days()[0].ids
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut short": (
         cut("day_1_sparse.npy"),
-        r"day_1_sparse.npy: expected 1,452 bytes \(121 rows × 3 of int32\), found 1,448; the file is truncated",
+        r"day_1_sparse\.npy: got 1,448 bytes",
     ),
-    "longer": (append("day_0_dense.npy"), r"day_0_dense.npy: expected 960 bytes .* 961"),
+    "longer": (append("day_0_dense.npy"), r"day_0_dense\.npy: got 961 bytes"),
     "no array": (
         lambda f: (f / "day_0_dense.npy").write_bytes(b"1,2\n"),
-        r"day_0_dense.npy is no array of NumPy, or is cut short .*; write it with numpy.save",
+        r"day_0_dense\.npy is not a NumPy array, or is truncated \(EOF: reading magic string",
     ),
-    "cut within its header": (cut("day_0_dense.npy", 1000), r"day_0_dense.npy is no array of NumPy, or is cut short"),
+    "cut within its header": (
+        cut("day_0_dense.npy", 1000),
+        r"day_0_dense\.npy is not a NumPy array, or is truncated \(EOF: reading array header",
+    ),
     "objects": (
         save("day_0_sparse.npy", np.array([["a"] * 3] * 120, dtype=object)),
-        r"day_0_sparse.npy has values of type object, must be integers; write it anew",
+        r"day_0_sparse\.npy: got values of type object",
     ),
     "text": (
         save("day_0_dense.npy", np.array([["a"] * 2] * 120)),
-        r"day_0_dense.npy has values of type <U1, must be n",
+        r"day_0_dense\.npy: got values of type <U1",
     ),
     "floats as ids": (
         save("day_0_sparse.npy", IDS / 2),
-        r"day_0_sparse.npy has values of type float64, must be integers",
+        r"day_0_sparse\.npy: got values of type float64",
     ),
     "one dimension": (
         save("day_0_sparse.npy", IDS[:, 0]),
-        r"day_0_sparse.npy has the shape \[120\], must be \[samples, ids",
+        r"day_0_sparse\.npy: got shape \[120\]",
     ),
     "other columns": (
         save("day_0_sparse.npy", IDS[:, :2]),
-        r"day_1 has 1 1 1 ids per sample, by feature, and day_0 has 1 1; they must be of one data set",
+        r"set: ids per sample of day_1: got \(1, 1, 1\)",
     ),
     "other rows": (
         save("day_0_labels.npy", days()[0].labels[:7, None]),
-        r"day_0_labels.npy has 7 rows, and .*day_0_sparse.npy has 120; they must be of the same samples",
+        r"day_0_labels\.npy: got 7 rows",
     ),
     "no labels of a day": (
         lambda f: (f / "day_2_labels.npy").unlink(),
-        r"has day_2_dense.npy, day_2_sparse.npy, but not day_2_labels.npy; copy what is missing there",
+        r"set: got day_2_dense\.npy, day_2_sparse\.npy",
     ),
-    "no ids of a day": (lambda f: (f / "day_2_sparse.npy").unlink(), r"but not day_2_sparse.npy; copy what is missing"),
+    "no ids of a day": (lambda f: (f / "day_2_sparse.npy").unlink(), r"set: got day_2_dense\.npy, day_2_labels\.npy"),
     "one and several ids": (
         lambda f: np.savez(f / "day_0_sparse_multi_hot.npz", **{"0": IDS}),
-        r"has day_0_sparse.npy and day_0_sparse_multi_hot.npz, which are one or several ids of the same samples; move",
+        r"set: got day_0_sparse\.npy and day_0_sparse_multi_hot\.npz of the same samples",
     ),
-    "several ids, compressed": (zipped, r"day_0_sparse_multi_hot.npz is compressed, so .*; write it with numpy.savez"),
-    "several ids, of other names": (savez(C1=IDS), r"has an array 'C1.npy'; its arrays must be named 0, 1, 2, …"),
+    "several ids, compressed": (zipped, r"day_0_sparse_multi_hot\.npz is compressed"),
+    "several ids, of other names": (savez(C1=IDS), r"day_0_sparse_multi_hot\.npz: got array 'C1\.npy'"),
     "several ids, not all": (
         savez(**{"0": IDS, "2": IDS}),
-        r"multi_hot.npz has the arrays 0, 2; there must be all from 0",
+        r"day_0_sparse_multi_hot\.npz: got arrays 0, 2",
     ),
-    "several ids, floats": (savez(**{"0": IDS / 2}), r"hot.npz, array 0 has values of type float64, must be integers"),
-    "no arrays": (lambda f: [file.unlink() for file in f.iterdir()], r"has no arrays such as day_0_sparse.npy or"),
+    "several ids, floats": (
+        savez(**{"0": IDS / 2}),
+        r"day_0_sparse_multi_hot\.npz, array 0: got values of type float64",
+    ),
+    "no arrays": (lambda f: [file.unlink() for file in f.iterdir()], "set: got no arrays"),
 }
 
 
@@ -226,12 +232,12 @@ def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
     folder = write_multi_hot(tmp_path / "set", days())
     cut("day_0_sparse_multi_hot.npz", 60)(folder)
     with pytest.raises(
-        DataError, match=r"day_0_sparse_multi_hot.npz is damaged or cut short .*; copy or write it again"
+        DataError, match=r"day_0_sparse_multi_hot\.npz is damaged or truncated \(File is not a zip file\)"
     ):
         NpySource(folder, rows=ROWS)
     with zipfile.ZipFile(folder / "day_0_sparse_multi_hot.npz", "w") as archive:
         archive.writestr("0.npy", b"nothing")
-    with pytest.raises(DataError, match=r"multi_hot.npz, array 0 is no array of NumPy, or is cut short"):
+    with pytest.raises(DataError, match=r"day_0_sparse_multi_hot\.npz, array 0 is not a NumPy array, or is truncated"):
         NpySource(folder, rows=ROWS)
 
 
@@ -239,7 +245,7 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
     folder = write_npy(tmp_path / "set", days())
     source = NpySource(folder, rows=ROWS)
     cut("day_1_sparse.npy", 400)(folder)
-    with pytest.raises(DataError, match=r"day_1_sparse.npy: expected 1,452 bytes from byte 128 on, found 1,052; the"):
+    with pytest.raises(DataError, match=r"day_1_sparse\.npy: got 1,052 bytes from byte 128"):
         source.read("train", 1)
 
 
@@ -248,29 +254,29 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
     [
         (
             {},
-            "does not say how many rows tables have; write `rows`, a number for each of its 3 features, or let hotbed",
+            "set: `rows` is missing",
         ),
-        ({"rows": [5, 6]}, r"rows has 2 numbers, and .*set has 3 features; give one for each"),
-        ({"rows": 5, "schema": SCHEMA}, "there are both schema and rows, which the schema says too"),
-        ({"rows": 5, "chunk_samples": 0}, "chunk_samples is 0, must be at least 1"),
-        ({"schema": {**SCHEMA, "dense": ["a"]}}, r"the schema has 1 dense columns, and the arrays in .*set have 2"),
-        ({"schema": {**SCHEMA, "sparse": SCHEMA["sparse"][:1]}}, "the schema has 1 sparse columns, and the arrays in"),
+        ({"rows": [5, 6]}, "rows: got 2 numbers"),
+        ({"rows": 5, "schema": SCHEMA}, "got both schema and rows"),
+        ({"rows": 5, "chunk_samples": 0}, "chunk_samples: got 0"),
+        ({"schema": {**SCHEMA, "dense": ["a"]}}, "the schema: got 1 dense columns"),
+        ({"schema": {**SCHEMA, "sparse": SCHEMA["sparse"][:1]}}, "the schema: got 1 sparse columns"),
         (
             {"schema": {**SCHEMA, "sparse": [{"name": n, "rows": 5, "ids": 2} for n in NAMES]}},
-            r"sparse column 'cat_0': ids is 2, and the arrays in .*set have 1",
+            "sparse column 'cat_0': ids: got 2",
         ),
-        ({"schema": {**SCHEMA, "weight": "w"}}, "arrays of NumPy have no weight or group column; use Parquet for them"),
+        ({"schema": {**SCHEMA, "weight": "w"}}, "NumPy arrays do not support sample weights or groups"),
         (
             {"schema": {**SCHEMA, "labels": [{"column": "label", "positive": "> 0"}]}},
-            "arrays of NumPy are not scaled, mapped or crossed when they are read; use Parquet for them",
+            "NumPy arrays do not support scaled, mapped or derived columns",
         ),
-        ({"rows": 5, "splits": {"train": ["day_7"]}}, "splits: .*set has no day 'day_7'; did you mean 'day_"),
+        ({"rows": 5, "splits": {"train": ["day_7"]}}, r"splits\.train: day of .*set: got 'day_7'"),
         (
             {"rows": 5, "splits": {"train": "day_0"}},
-            r"splits: train is 'day_0', must be a list of days; write \[day_0\]",
+            r"splits\.train: got 'day_0'",
         ),
-        ({"rows": 5, "splits": {"train": ["day_0"], "test": ["day_0"]}}, "splits: 'day_0' is in train and in test"),
-        ({"rows": 5, "splits": {}}, r"splits is \{\}, must name days: \{train: \[day_0\]\}"),
+        ({"rows": 5, "splits": {"train": ["day_0"], "test": ["day_0"]}}, "splits: got day 'day_0' in train and test"),
+        ({"rows": 5, "splits": {}}, r"splits: got \{\}"),
     ],
 )
 def test_bad_arguments(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -280,11 +286,11 @@ def test_bad_arguments(tmp_path: Path, options: dict[str, Any], message: str) ->
 
 
 def test_places_without_arrays(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere is no folder; give the one that has day_0_dense.npy"):
+    with pytest.raises(DataError, match="nowhere is not a folder"):
         NpySource(tmp_path / "nowhere", rows=ROWS)
-    with pytest.raises(DataError, match="s3://models/days: arrays of NumPy are read from local disks only; copy them"):
+    with pytest.raises(DataError, match="s3://models/days: got a URI"):
         NpySource("s3://models/days", rows=ROWS)
     few = write_npy(tmp_path / "few", [Day(*(part[:3] for part in days()[0]))])
-    with pytest.raises(DataError, match="few has too few samples for a valid split; say `splits`"):
+    with pytest.raises(DataError, match="few: got too few samples for a valid split"):
         NpySource(few, rows=ROWS)
     assert NpySource(few, rows=ROWS, splits={"train": ["day_0"]}).samples("train") == 3

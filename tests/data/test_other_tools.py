@@ -17,7 +17,7 @@ import torch
 from hotbed.batch import Batch
 from hotbed.data import ParquetSource, Schema
 from hotbed.data.drafting.draft import Draft, draft
-from hotbed.data.hashing import hash_integers, hash_strings, rows_of
+from hotbed.data.hashing import hash_integers, hash_strings, hashes_to_rows
 from hotbed.data.preparation.prepare_dataset import prepare
 
 FILES = Path(__file__).parent / "tables"
@@ -53,7 +53,7 @@ def check(path: Path) -> None:
     batch, given = read(path, found), [rows(i) for i in range(N)]
     size = found.schema.rows
     users = np.array([row["user"] or 0 for row in given])
-    expected = np.where(users > 0, rows_of(hash_integers(users), size["user"]), 0)
+    expected = np.where(users > 0, hashes_to_rows(hash_integers(users), size["user"]), 0)
     assert batch.sparse["user"].values.tolist() == expected.tolist()
     expected = [row_of_text(row["city"], size["city"]) for row in given]
     assert batch.sparse["city"].values.tolist() == expected
@@ -66,7 +66,7 @@ def row_of_text(text: str | None, size: int) -> int:
     if text is None:
         return 0
     data = np.frombuffer(text.encode(), np.uint8)
-    return int(rows_of(hash_strings(np.array([0, len(data)]), data), size)[0])
+    return int(hashes_to_rows(hash_strings(np.array([0, len(data)]), data), size)[0])
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in FILES.glob("*.parquet")))

@@ -14,7 +14,7 @@ from pyarrow import fs
 
 from hotbed.batch import Batch
 from hotbed.data import Label, Numerical, ParquetSource, Schema, Source, SparseColumn
-from hotbed.data.hashing import hash_integers, hash_strings, rows_of
+from hotbed.data.hashing import hash_integers, hash_strings, hashes_to_rows
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.testing.source_contract import SourceContract
@@ -79,7 +79,7 @@ class TestHashedIdsInSplitFolders(SourceContract):
         hashed: dict[str, Any] = {}
         for column in MIXED_SCHEMA.sparse:
             bags = batch.sparse[column.name]
-            ids = torch.from_numpy(rows_of(hash_integers(bags.values.numpy()), column.rows))
+            ids = torch.from_numpy(hashes_to_rows(hash_integers(bags.values.numpy()), column.rows))
             hashed[column.name] = (ids, bags.offsets) if bags.offsets is not None else ids.reshape(-1, bags.fixed or 1)
         batch = Batch(
             sparse=Jagged.from_dict(hashed),
@@ -104,7 +104,7 @@ def one_column(path: Path, values: Any, ids: int | None = 1, rows: int = 1000, *
 def string_rows(*texts: str) -> list[int]:
     offsets = np.cumsum([0, *(len(t.encode()) for t in texts)])
     data = np.frombuffer("".join(texts).encode(), dtype=np.uint8)
-    return rows_of(hash_strings(offsets, data), 1000).tolist()
+    return hashes_to_rows(hash_strings(offsets, data), 1000).tolist()
 
 
 OLDEST_WITH_VIEWS = 21
@@ -134,13 +134,13 @@ def test_lists_of_strings_with_nulls_at_every_level(tmp_path: Path) -> None:
 
 
 def test_integers_booleans_and_nulls(tmp_path: Path) -> None:
-    expected = rows_of(hash_integers(np.array([5, -5, 2**62])), 1000).tolist()
+    expected = hashes_to_rows(hash_integers(np.array([5, -5, 2**62])), 1000).tolist()
     array = pa.array([5, None, -5, 2**62])
     assert one_column(tmp_path, array).sparse.values.tolist() == [expected[0], 0, *expected[1:]]
-    yes, no = rows_of(hash_integers(np.array([1, 0])), 1000).tolist()
+    yes, no = hashes_to_rows(hash_integers(np.array([1, 0])), 1000).tolist()
     assert one_column(tmp_path, pa.array([True, False, None])).sparse.values.tolist() == [yes, no, 0]
     unsigned = one_column(tmp_path, pa.array([2**64 - 1], pa.uint64())).sparse.values
-    assert unsigned.tolist() == rows_of(hash_integers(np.array([-1])), 1000).tolist()
+    assert unsigned.tolist() == hashes_to_rows(hash_integers(np.array([-1])), 1000).tolist()
 
 
 def test_raw_ids_are_rows(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_null_where_there_may_be_none(tmp_path: Path, role: str) -> None:
     source = ParquetSource(tmp_path / "t.parquet", schema)
     with pytest.raises(
         DataError,
-        match=rf"t.parquet, row group 0, column '{role}': {role} null at row 1 \(row 1 of the file\); {role}s must be",
+        match=rf"t.parquet, row group 0, column '{role}': {role} null at row 1 \(row 1 of the file\)",
     ):
         source.read("train", 0)
 
@@ -209,36 +209,46 @@ def test_bad_ids(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     pq.write_table(pa.table({"c": [1, None], "d": [[1, 2], [3]]}), path)
     schema = Schema(sparse=(SparseColumn(name="c", rows=9),), labels=())
-    with pytest.raises(DataError, match=r"row group 0, column 'c': id null at row 1 .*: fill them"):
+    with pytest.raises(DataError, match=r"t\.parquet, row group 0, column 'c': id null at row 1 \(row 1 of the file\)"):
         ParquetSource(path, schema, ids="raw").read("train", 0)
     schema = Schema(sparse=(SparseColumn(name="d", rows=9, ids=2),), labels=())
-    with pytest.raises(
-        DataError, match=r"column 'd': 1 ids at row 1 \(row 1 of the file\); the schema says 2: .*set ids to null"
-    ):
+    with pytest.raises(DataError, match=r"t\.parquet, row group 0, column 'd': 1 ids at row 1 \(row 1 of the file\)"):
         ParquetSource(path, schema).read("train", 0)
 
 
 @pytest.mark.parametrize(
     ("schema", "options", "message"),
     [
-        ({"sparse": [{"name": "sc", "rows": 9}]}, {}, "no column 'sc'; it has s, f, t.*did you mean 's'"),
+        ({"sparse": [{"name": "sc", "rows": 9}]}, {}, r"t\.parquet: column 'sc' is missing"),
         (
             {"sparse": [{"name": "t", "rows": 9}]},
             {},
-            "sparse column 't' is timestamp.*must be integers, strings or lists",
+            r"t\.parquet: sparse column 't': got timestamp\[ms\]",
         ),
-        ({"sparse": [{"name": "s", "rows": 9}]}, {"ids": "raw"}, "'s' is string, but ids='raw' needs integers"),
-        ({"sparse": [{"name": "s", "rows": 1}]}, {}, "'s': hashing needs at least 2 rows"),
+        (
+            {"sparse": [{"name": "s", "rows": 9}]},
+            {"ids": "raw"},
+            r"t\.parquet: sparse column 's': got string with ids='raw'",
+        ),
+        ({"sparse": [{"name": "s", "rows": 1}]}, {}, r"t\.parquet: sparse column 's': got 1 row"),
         (
             {"sparse": [{"name": "s", "rows": 9, "ids": None}]},
             {},
-            "'s' is string: got one value per sample",
+            r"t\.parquet: sparse column 's': got one value per sample",
         ),
-        ({"sparse": [{"name": "s", "rows": 9}], "dense": ["t"]}, {}, "column 't' is timestamp.*must be numbers"),
-        ({"sparse": [{"name": "s", "rows": 9}], "group": "f"}, {}, "group column 'f' is double, must be integers or"),
-        ({"sparse": [{"name": "s", "rows": 9}]}, {"ids": "mod"}, "ids is 'mod', must be one of hash, raw"),
-        ({"sparse": [{"name": "s", "rows": 9}]}, {"test_fraction": 0.5}, "has 1 row groups, too few for a train split"),
-        ({"sparse": [{"name": "s", "rows": 9}]}, {"test_fraction": 1.5}, "test_fraction 1.5 must be at least 0"),
+        ({"sparse": [{"name": "s", "rows": 9}], "dense": ["t"]}, {}, r"t\.parquet: column 't': got timestamp\[ms\]"),
+        ({"sparse": [{"name": "s", "rows": 9}], "group": "f"}, {}, r"t\.parquet: group column 'f': got double"),
+        ({"sparse": [{"name": "s", "rows": 9}]}, {"ids": "mod"}, "ids: got 'mod'"),
+        (
+            {"sparse": [{"name": "s", "rows": 9}]},
+            {"test_fraction": 0.5},
+            r"t\.parquet: got 1 row groups, too few for a train split with valid_fraction 0\.0 and test_fraction 0\.5",
+        ),
+        (
+            {"sparse": [{"name": "s", "rows": 9}]},
+            {"test_fraction": 1.5},
+            r"valid_fraction and test_fraction: got 0\.0 and 1\.5",
+        ),
     ],
 )
 def test_what_does_not_fit(tmp_path: Path, schema: dict[str, Any], options: dict[str, Any], message: str) -> None:
@@ -249,20 +259,20 @@ def test_what_does_not_fit(tmp_path: Path, schema: dict[str, Any], options: dict
 
 def test_bad_paths(tmp_path: Path) -> None:
     schema = Schema(sparse=(SparseColumn(name="c", rows=9),), labels=())
-    with pytest.raises(DataError, match="nowhere does not exist; give a Parquet, CSV or TSV file, or a"):
+    with pytest.raises(DataError, match="nowhere does not exist"):
         ParquetSource(tmp_path / "nowhere", schema)
-    with pytest.raises(DataError, match=r"has no file that ends in .parquet"):
+    with pytest.raises(DataError, match="test_bad_paths0: got no files"):
         ParquetSource(tmp_path, schema)
     (tmp_path / "text.parquet").write_text("label,c")
-    with pytest.raises(DataError, match=r"text.parquet is not a Parquet file, or is cut short"):
+    with pytest.raises(DataError, match=r"text\.parquet is not a Parquet file, or is truncated"):
         ParquetSource(tmp_path, schema)
     pq.write_table(pa.table({"c": [1]}), tmp_path / "text.parquet")
     (tmp_path / "train").mkdir()
     pq.write_table(pa.table({"c": [1]}), tmp_path / "train/x.parquet")
-    with pytest.raises(DataError, match=r"has splits \(train\) and also .*text.parquet, which is of none; move it"):
+    with pytest.raises(DataError, match=r"the splits train, but .*text.parquet is in none"):
         ParquetSource(tmp_path, schema)
     (tmp_path / "text.parquet").unlink()
-    with pytest.raises(SpecError, match="has the splits train; leave valid and test_fraction at 0"):
+    with pytest.raises(SpecError, match="has the splits train"):
         ParquetSource(tmp_path, schema, test_fraction=0.5)
 
 
@@ -272,7 +282,8 @@ def test_file_damaged_after_opening(tmp_path: Path) -> None:
     source = ParquetSource(path, Schema(sparse=(SparseColumn(name="c", rows=9),), labels=()))
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(
-        DataError, match=r"t.parquet, row group 0, column 'c': cannot be read, the file is damaged or cut short"
+        DataError,
+        match=r"t\.parquet, row group 0, column 'c': the file is damaged or truncated",
     ):
         source.read("train", 0)
 
@@ -309,7 +320,7 @@ def test_files_of_no_split_beside_those_of_one_are_refused(tmp_path: Path, other
     for name in ("train.parquet", other):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         pq.write_table(pa.table({"c": [1]}), tmp_path / name)
-    with pytest.raises(DataError, match=rf"has splits \(train\) and also .*{other}, which is of none; move it into"):
+    with pytest.raises(DataError, match=rf"the splits train, but .*{other} is in none"):
         ParquetSource(tmp_path, Schema(sparse=(SparseColumn(name="c", rows=9),), labels=()))
 
 
@@ -340,7 +351,5 @@ def test_whole_floats_are_ids_as_pandas_makes_them_of_integers_that_are_missing(
     schema = Schema(sparse=(SparseColumn(name="c", rows=9),))
     for bad in (0.5, 2.0**60, float("inf")):
         pq.write_table(pa.table({"c": [1.0, bad], "label": [0, 1]}), tmp_path / "t.parquet")
-        with pytest.raises(
-            DataError, match=rf"row group 0, column 'c': id {re.escape(str(bad))} at row 1 .*must be whole number"
-        ):
+        with pytest.raises(DataError, match=rf"row group 0, column 'c': id {re.escape(str(bad))} at row 1"):
             ParquetSource(tmp_path / "t.parquet", schema).read("train", 0)

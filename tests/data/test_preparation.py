@@ -42,19 +42,19 @@ ROWS: dict[str, list[Any]] = {
 
 
 def stored(name: str) -> LookupTable:
-    return LookupTable.ordered(VALUES[name], pa.array([1, 2, 3]))
+    return LookupTable.sort(VALUES[name], pa.array([1, 2, 3]))
 
 
 def mapped(folder: Path, name: str) -> LookupTable:
     with (folder / f"{name}.arrow").open("wb") as stream:
-        stored(name).write_mapped(stream)
-    return LookupTable.mapped(folder / f"{name}.arrow")
+        stored(name).write_file(stream)
+    return LookupTable.map_file(folder / f"{name}.arrow")
 
 
 @pytest.mark.parametrize("is_mapped", [False, True])
 def test_text_integers_and_numbers_that_stay_as_they_are(tmp_path: Path, is_mapped: bool) -> None:
     read = (lambda name: mapped(tmp_path, name)) if is_mapped else stored
-    preparation = Preparation.rebuilt(ENTRY.model_dump(), SCHEMA, read)
+    preparation = Preparation.rebuild(ENTRY.model_dump(), SCHEMA, read)
     encoder = Encoder(SCHEMA, ids="raw", preparation=preparation)
     assert {column.name: column.kind for column in encoder.columns()} == {
         "item": "text",
@@ -86,7 +86,7 @@ def test_lists_and_numbers_that_the_schema_reads() -> None:
         labels=(),
     )
     entry = ENTRY.model_copy(update={"dtype": None})
-    encoder = Encoder(schema, ids="raw", preparation=Preparation.rebuilt(entry.model_dump(), schema, stored))
+    encoder = Encoder(schema, ids="raw", preparation=Preparation.rebuild(entry.model_dump(), schema, stored))
     bought = [["ink", None, "new"], None, [], ["pen", ""]]
     rows = {"item": ["pen", None, "ink", "x"], "bought": bought, "price": [70_000.1, None, 2, 3]}
     for table in (encoder.table(rows), pa.table({**rows, "bought": pa.array(bought, pa.list_(pa.string_view()))})):
@@ -100,43 +100,41 @@ def test_lists_and_numbers_that_the_schema_reads() -> None:
     assert missing.sparse["item"].values.tolist() == [0]
     assert missing.sparse["bought"].lengths().tolist() == [0]
     logs = ENTRY.model_copy(update={"dtype": None, "numericals": "log"})
-    encoder = Encoder(schema, ids="raw", preparation=Preparation.rebuilt(logs.model_dump(), schema, stored))
+    encoder = Encoder(schema, ids="raw", preparation=Preparation.rebuild(logs.model_dump(), schema, stored))
     batch = encoder.batch(encoder.table({**rows, "price": [0, None, 10**9, -2]}))
     assert batch.dense is not None
     assert batch.dense[:, 0].tolist() == np.float32([np.log(3), 0, np.log(10**9 + 3), 0]).tolist()
 
 
 def test_what_cannot_be_prepared_is_told(tmp_path: Path) -> None:
-    encoder = Encoder(SCHEMA, ids="raw", preparation=Preparation.rebuilt(ENTRY.model_dump(), SCHEMA, stored))
+    encoder = Encoder(SCHEMA, ids="raw", preparation=Preparation.rebuild(ENTRY.model_dump(), SCHEMA, stored))
     for column, values, message in [
-        ("user", ["5"] * 5, "column 'user' is string, and its raw values are integers"),
-        ("item", [5] * 5, "column 'item' is int64, and its raw values are text"),
+        ("user", ["5"] * 5, "the rows: column 'user': got string"),
+        ("item", [5] * 5, "the rows: column 'item': got int64"),
     ]:
         with pytest.raises(SpecError, match=message):
             encoder.batch(pa.table({**ROWS, column: values}))
-    with pytest.raises(
-        DataError, match=r"column 'price': 70000\.0 at row 1; it must be finite and at most 65,504 in size"
-    ):
+    with pytest.raises(DataError, match=r"the rows, column 'price': 70000\.0 at row 1"):
         encoder.batch(pa.table({**ROWS, "price": [1.0, 70_000.0, None, 1.0, 1.0]}))
     with pytest.raises(DataError, match=r"x: tables is missing. Prepare the data again"):
         PreparationEntry.parse(b'{"vocabularies": {}, "numericals": "log", "dtype": null}', "x")
-    with pytest.raises(DataError, match=r"column 'user': id 0\.5 at row 0; ids of double must be whole"):
+    with pytest.raises(DataError, match=r"the rows, column 'user': id 0\.5 at row 0"):
         encoder.batch(pa.table({**ROWS, "user": [0.5] * 5}))
     other = Schema(sparse=(SparseColumn(name="place", rows=2),), labels=())
     with pytest.raises(DataError, match="column 'place' has no vocabulary; prepare the data again"):
-        Preparation.rebuilt(ENTRY.model_dump(), other, stored)
+        Preparation.rebuild(ENTRY.model_dump(), other, stored)
     (tmp_path / "x.arrow").write_bytes(b"ARROW1")
-    with pytest.raises(DataError, match=r"x\.arrow holds no keys and values"):
-        LookupTable.mapped(tmp_path / "x.arrow")
+    with pytest.raises(DataError, match=r"x\.arrow is not a table"):
+        LookupTable.map_file(tmp_path / "x.arrow")
 
 
 def test_files_that_map_other_columns_are_told(tmp_path: Path) -> None:
     hashes = pa.array([1], pa.uint64())
     for i, (columns, times, message) in enumerate(
         [
-            ({"key": pa.array([5]), "value": pa.array([1]), "hash": hashes}, 2, "it has 2 batches, must have one"),
-            ({"key": pa.array([5]), "value": pa.array([1]), "hash": pa.array([1])}, 1, "its hashes are int64 and"),
-            ({"key": pa.array([5]), "value": pa.array(["1"]), "hash": hashes}, 1, "and its values string, must be"),
+            ({"key": pa.array([5]), "value": pa.array([1]), "hash": hashes}, 2, "got 2 batches"),
+            ({"key": pa.array([5]), "value": pa.array([1]), "hash": pa.array([1])}, 1, "got hashes of int64"),
+            ({"key": pa.array([5]), "value": pa.array(["1"]), "hash": hashes}, 1, "and values of string"),
             ({"key": pa.array([5]), "value": pa.array([1])}, 1, "hash"),
         ]
     ):
@@ -144,10 +142,10 @@ def test_files_that_map_other_columns_are_told(tmp_path: Path) -> None:
         with pa.ipc.new_file(str(tmp_path / f"{i}.arrow"), batch.schema) as writer:
             for _ in range(times):
                 writer.write_batch(batch)
-        with pytest.raises(DataError, match=f"{i}.arrow holds no keys and values: .*{message}"):
-            LookupTable.mapped(tmp_path / f"{i}.arrow")
-    with pytest.raises(DataError, match=r"'user' has 3 values \(text\), must have 3 \(integers\); it is another's"):
-        Preparation.rebuilt(ENTRY.model_dump(), SCHEMA, lambda name: stored("item"))
+        with pytest.raises(DataError, match=f"{i}.arrow is not a table of keys and values: .*{message}"):
+            LookupTable.map_file(tmp_path / f"{i}.arrow")
+    with pytest.raises(DataError, match=r"'user': got 3 values \(text\), expected 3 \(integers\)"):
+        Preparation.rebuild(ENTRY.model_dump(), SCHEMA, lambda name: stored("item"))
 
 
 def test_a_vocabulary_is_read_once() -> None:

@@ -21,8 +21,8 @@ from hotbed.batch import Batch
 from hotbed.data import Source, SplitBinarySource, SplitBinaryWriter, write_synthetic_log
 from hotbed.data.encoding.vocabulary import read_vocabulary
 from hotbed.data.files.criteo import LineChecker, read_blocks
-from hotbed.data.place import Place
 from hotbed.data.preparation.prepare_dataset import prepare
+from hotbed.data.row_location import RowLocation
 from hotbed.errors import DataError, SpecError
 from hotbed.testing.source_contract import SourceContract
 
@@ -90,7 +90,7 @@ def test_tomorrow_keeps_yesterdays_ids(tmp_path: Path) -> None:
     assert ids_of(tmp_path / "two") == [3, 3, 3, 1]
     assert report.rows["C1"] == 4
     assert read_vocabulary(tmp_path / "two/vocabulary/C1.parquet").values.to_pylist() == [0xA, 0xB, 0xC]
-    with pytest.raises(DataError, match=r"nowhere/C1.parquet does not exist; give the `vocabulary` directory"):
+    with pytest.raises(DataError, match=r"C1\.parquet does not exist"):
         prepare(tmp_path / "2.tsv", tmp_path / "three", vocabulary=tmp_path / "nowhere")
 
 
@@ -164,19 +164,19 @@ BAD_LINES = {
     "fields": (GOOD.replace("\t", "", 1), "39 fields, expected 40"),
     "more fields": (GOOD.replace("\n", "\t\n"), "41 fields, expected 40"),
     "blank": ("\n", "1 fields, expected 40"),
-    "label": (log_line(2), r"column label: label is '2', must be 0 or 1"),
-    "no label": (log_line(""), r"column label: label is '', must be 0 or 1"),
-    "hex": (log_line(0, [], ["", "68fg1e64"]), "column C2: '68fg1e64' is not a hexadecimal number of at most 8 digits"),
-    "label with a sign": (log_line("+1"), r"column label: label is '\+1', must be 0 or 1"),
-    "label with a zero": (log_line("01"), r"column label: label is '01', must be 0 or 1"),
-    "hex with a sign": (log_line(0, [], ["+1a"]), r"column C1: '\+1a' is not a hexadecimal number of at most 8 digits"),
-    "padded hex": (log_line(0, [], ["0000000001a"]), "column C1: '0000000001a' is not a hexadecimal number"),
-    "long hex": (log_line(0, [], ["168fd1e64"]), "column C1: '168fd1e64' is not a hexadecimal"),
-    "text": (log_line(0, ["", "", "many"]), "column I3: 'many' is not an integer"),
-    "decimal": (log_line(0, [1.5]), "column I1: '1.5' is not an integer"),
-    "below -3": (log_line(0, [0, -4]), r"column I2: -4 is out of range: ln\(x \+ 3\) needs x ≥ −3"),
-    "too large": (log_line(0, [10**30]), f"column I1: {10**30} is too large"),
-    "not text": ("\udcff" + GOOD, "column label: label is"),
+    "label": (log_line(2), r"column label: got '2', expected 0 or 1"),
+    "no label": (log_line(""), r"column label: got '', expected 0 or 1"),
+    "hex": (log_line(0, [], ["", "68fg1e64"]), "column C2: got '68fg1e64'"),
+    "label with a sign": (log_line("+1"), r"column label: got '\+1'"),
+    "label with a zero": (log_line("01"), r"column label: got '01'"),
+    "hex with a sign": (log_line(0, [], ["+1a"]), r"column C1: got '\+1a'"),
+    "padded hex": (log_line(0, [], ["0000000001a"]), "column C1: got '0000000001a'"),
+    "long hex": (log_line(0, [], ["168fd1e64"]), "column C1: got '168fd1e64'"),
+    "text": (log_line(0, ["", "", "many"]), "column I3: got 'many'"),
+    "decimal": (log_line(0, [1.5]), "column I1: got '1.5'"),
+    "below -3": (log_line(0, [0, -4]), r"column I2: got -4, expected at least −3"),
+    "too large": (log_line(0, [10**30]), f"column I1: got {10**30}"),
+    "not text": ("\udcff" + GOOD, "column label: got"),
 }
 
 
@@ -187,7 +187,7 @@ def test_bad_line(tmp_path: Path, kind: str, block_bytes: int, monkeypatch: pyte
     line, message = BAD_LINES[kind]
     log = tmp_path / "log.tsv"
     log.write_bytes("".join([GOOD] * 5 + [line] + [GOOD] * 3 + [line]).encode(errors="surrogateescape"))
-    with pytest.raises(DataError, match=rf"log.tsv, line 6[:,].*{message}.*; mend .* on_bad_line='skip'"):
+    with pytest.raises(DataError, match=rf"log.tsv, line 6[:,].*{message}.*on_bad_line='skip'"):
         prepare(log, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [log]
     report = prepare(log, tmp_path / "out", on_bad_line="skip", test_fraction=0, threshold=1)
@@ -223,7 +223,7 @@ def test_negative_numericals(
     preparation = source.encoder.preparation
     assert preparation is not None
     raw = pa.table({"I2": pa.array([None if x == "" else x for x in NUMBERS], pa.int64())})
-    served = preparation.stored(raw, ["I2"], Place())["I2"]
+    served = preparation.convert(raw, ["I2"], RowLocation())["I2"]
     assert served.to_pylist() == dense[:, 1].tolist()
 
 
@@ -254,16 +254,18 @@ def test_empty_file(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(DataError, match=f"{name} is empty, expected lines of 40 tab-separated fields"):
         prepare(tmp_path / name, tmp_path / "out")
-    with pytest.raises(DataError, match=r"empty.gz holds no line"):
+    with pytest.raises(DataError, match=r"empty\.gz has no lines"):
         prepare(write_log(tmp_path / "empty.gz", []), tmp_path / "out")
 
 
 def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing.tsv does not exist"):
         prepare(tmp_path / "nothing.tsv", tmp_path / "out")
-    with pytest.raises(DataError, match=r"has no day_\*, \*.tsv, \*.tsv.gz or \*.tsv.zst file"):
+    with pytest.raises(
+        DataError, match=r"test_missing_files0: got no day_\*, \*\.tsv, \*\.tsv\.gz or \*\.tsv\.zst file"
+    ):
         prepare(tmp_path, tmp_path / "out")
-    with pytest.raises(DataError, match="no raw log file was given"):
+    with pytest.raises(DataError, match="got no raw log file"):
         prepare([], tmp_path / "out")
 
 
@@ -283,7 +285,10 @@ def test_damaged_gzip(tmp_path: Path) -> None:
     data = bytearray(log.read_bytes())
     data[-6] ^= 255  # the checksum
     log.write_bytes(data)
-    with pytest.raises(DataError, match=r"log.gz: the gzip stream is damaged .*incorrect data check.*fetch"):
+    with pytest.raises(
+        DataError,
+        match=r"log\.gz: the gzip stream is damaged or truncated after line 0",
+    ):
         prepare(log, tmp_path / "out")
 
 
@@ -437,5 +442,5 @@ def test_the_largest_integers_stay_finite(tmp_path: Path) -> None:
 
 def test_a_file_without_line_ends_is_refused_before_it_is_read_whole(tmp_path: Path) -> None:
     (tmp_path / "log.tsv").write_bytes((log_line() * 2).encode() + b"1\t" * (1 << 20))
-    with pytest.raises(DataError, match=r"log.tsv, line 3: longer than 1,048,576 bytes, expected 40 tab-separated"):
+    with pytest.raises(DataError, match=r"log\.tsv, line 3: got more than 1,048,576 bytes"):
         list(read_blocks(tmp_path / "log.tsv", 1 << 18))

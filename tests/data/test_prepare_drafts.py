@@ -76,8 +76,8 @@ def test_columns_that_are_left_out_are_reported_with_their_reasons(tmp_path: Pat
     write(tmp_path / "data" / "b.parquet", **columns, later=IDS)
     report = prepare(tmp_path / "data", tmp_path / "out", threshold=1)
     assert report.left_out == {
-        "shape": "struct<x: int64>; columns of type struct<x: int64> are no inputs yet; "
-        "write its fields x as columns of their own",
+        "shape": "struct<x: int64>; columns of type struct<x: int64> are no inputs yet. "
+        "Write its fields x as separate columns",
         "version": "int64; all rows have the same value ('7')",
         "when": "timestamp[ms]; a time (timestamp[ms]): later rows have values that training has not seen",
         "later": "int64; a.parquet has no such column",

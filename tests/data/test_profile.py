@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from hotbed.data.drafting.profile import SHOWN, SeenValues, ValueCounts
-from hotbed.data.formats.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import ZipfLaw
 from hotbed.data.hashing import mix
 
 ROWS = 60_000
@@ -25,7 +25,7 @@ def counted(values: Any, most_distinct: int, parts: int = 7, earlier: ValueCount
 
 
 def drawn(seed: int, values: int = 20_000, exponent: float = 1.05) -> np.ndarray[Any, Any]:
-    return Zipf(values, exponent).draw((seed, 1), np.arange(ROWS, dtype=np.uint64))
+    return ZipfLaw(values, exponent).draw((seed, 1), np.arange(ROWS, dtype=np.uint64))
 
 
 @pytest.mark.parametrize("as_text", [False, True], ids=["integers", "text"])

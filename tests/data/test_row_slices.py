@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hotbed.data import ParquetSource, Schema, SparseColumn
-from hotbed.data.files.parquet_files import RowGroup, RowSlice, find_parquet, in_slices
+from hotbed.data.files.parquet_files import RowGroup, RowSlice, divide_into_slices, find_parquet
 from hotbed.data.formats import parquet as parquet_source
 from hotbed.errors import DataError
 
@@ -28,15 +28,15 @@ def rows_of(part: RowGroup | RowSlice, *columns: str) -> list[int]:
 
 
 def test_slices_are_the_rows_in_order(tmp_path: Path) -> None:
-    parts = in_slices(group_of(tmp_path), ROWS["size"])
+    parts = divide_into_slices(group_of(tmp_path), ROWS["size"])
     assert [part.samples for part in parts] == [ROWS["size"]] * (N // ROWS["size"]) + [ROWS["last"]]
     assert [row for part in parts for row in rows_of(part)] == list(range(N))
-    assert parts[2].place(5) == f"row {2 * 96 + 5} (row {2 * 96 + 5} of the file)"
-    assert in_slices(group_of(tmp_path), N) == [group_of(tmp_path)]
+    assert parts[2].name_row(5) == f"row {2 * 96 + 5} (row {2 * 96 + 5} of the file)"
+    assert divide_into_slices(group_of(tmp_path), N) == [group_of(tmp_path)]
 
 
 def test_slices_are_the_same_in_any_order(tmp_path: Path) -> None:
-    parts = in_slices(group_of(tmp_path), ROWS["size"])
+    parts = divide_into_slices(group_of(tmp_path), ROWS["size"])
     expected = [list(range(at, min(at + 96, N))) for at in range(0, N, 96)]
     for seed in range(5):
         for i in np.random.default_rng(seed).permutation(len(parts)).tolist():
@@ -64,8 +64,9 @@ def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
     file = tmp_path / "log.parquet"
     data = file.read_bytes()
     file.write_bytes(data[:200] + bytes(400) + data[600:])
-    part = in_slices(find_parquet(file)[""][0].row_groups()[0], 96)[-1]
+    part = divide_into_slices(find_parquet(file)[""][0].row_groups()[0], 96)[-1]
     with pytest.raises(
-        DataError, match=r"log.parquet, row group 0, column 'row': cannot be read, the file is damaged or cut short"
+        DataError,
+        match=r"log\.parquet, row group 0, column 'row': the file is damaged or truncated",
     ):
         part.read(["row", "text"])

@@ -99,11 +99,11 @@ def test_loads_what_nvidias_scripts_write(tmp_path: Path, wide: bool) -> None:
 @pytest.mark.parametrize(
     ("file", "cut", "message"),
     [
-        ("cat_0.bin", 1, r"cat_0.bin: expected 24 bytes, found 23 \(6 samples × 4 bytes of int32"),
-        ("cat_0.bin", 4, "cat_0.bin: expected 24 bytes, found 20"),
-        ("label.bin", 2, "label.bin: expected 6 bytes, found 4"),
-        ("numerical.bin", 4, "numerical.bin: expected 24 bytes, found 20"),
-        ("cat_1.bin", 6, "cat_1.bin: expected 6 bytes, found 0"),
+        ("cat_0.bin", 1, r"cat_0\.bin: got 23 bytes"),
+        ("cat_0.bin", 4, r"cat_0\.bin: got 20 bytes"),
+        ("label.bin", 2, r"label\.bin: got 4 bytes"),
+        ("numerical.bin", 4, r"numerical\.bin: got 20 bytes"),
+        ("cat_1.bin", 6, r"cat_1\.bin: got 0 bytes"),
     ],
 )
 def test_truncated_file(tmp_path: Path, file: str, cut: int, message: str) -> None:
@@ -116,16 +116,16 @@ def test_truncated_file(tmp_path: Path, file: str, cut: int, message: str) -> No
 def test_file_truncated_after_opening(tmp_path: Path) -> None:
     source = SplitBinarySource(nvidia_dataset(tmp_path / "set"))
     (tmp_path / "set/train/cat_1.bin").write_bytes(b"\0\0")
-    with pytest.raises(DataError, match=r"cat_1.bin: expected 6 bytes from byte 0 on, found 2; the file was cut short"):
+    with pytest.raises(DataError, match=r"cat_1\.bin: got 2 bytes from byte 0"):
         source.read("train", 0)
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"feature_spec.yaml does not exist; make one with `hotbed prepare`"):
+    with pytest.raises(DataError, match=r"feature_spec\.yaml does not exist"):
         SplitBinarySource(tmp_path)
     path = nvidia_dataset(tmp_path / "set")
     (path / "test/cat_1.bin").unlink()
-    with pytest.raises(DataError, match=r"test/cat_1.bin does not exist, but feature_spec.yaml lists it for 'cat_1'"):
+    with pytest.raises(DataError, match=r"cat_1\.bin does not exist"):
         SplitBinarySource(path)
 
 
@@ -135,21 +135,21 @@ def test_missing_files(tmp_path: Path) -> None:
         (
             "cardinality: 4, dtype: int8",
             "cardinality: 129, dtype: int8",
-            "cardinality 129, but its dtype int8 holds ids up to 127",
+            r"feature_spec\.yaml: feature_spec\.cat_1\.bin\.cardinality: got 129",
         ),
         (
             "cardinality: 4",
             "cardinality: -4",
-            "cat_1.bin.cardinality: got -4, expected at least 1. Write the number of its ids",
+            r"feature_spec\.yaml: feature_spec\.cat_1\.bin\.cardinality: got -4",
         ),
         ("cardinality: 4", "cardinality: many", "cardinality: got 'many', expected an integer"),
-        ("dtype: int8", "dtype: uint8", "'cat_1.bin' has dtype 'uint8', must be one of int8, int16, int32, int64"),
-        ("dtype: bool", "dtype: int64", "column 'label' has dtype 'int64', must be one of bool"),
+        ("dtype: int8", "dtype: uint8", r"feature_spec\.yaml: feature_spec\.cat_1\.bin\.dtype: got 'uint8'"),
+        ("dtype: bool", "dtype: int64", r"feature_spec\.yaml: feature_spec\.label\.dtype: got 'int64'"),
         ("source_spec:", "source_specs:", ": source_spec is missing; did you mean 'source_specs'"),
         (
             "  label: {dtype: bool}",
             "  lable: {dtype: bool}",
-            "names column 'label', which feature_spec does not describe",
+            r"feature_spec\.yaml: column of channel_spec: got 'label'",
         ),
         (
             "[test/cat_1.bin], type: split_binary",
@@ -159,14 +159,18 @@ def test_missing_files(tmp_path: Path) -> None:
         (
             "{features: [label], files: [test/label.bin], type: split_binary}",
             "{features: [cat_1.bin], files: [x], type: split_binary}",
-            "lists no file for column 'label'",
+            r"feature_spec\.yaml: source_spec\.test: the file of column 'label' is missing",
         ),
-        ("features: *id001, files: [train", "features: [num_1, num_0], files: [train", "ordered as in channel_spec"),
+        (
+            "features: *id001, files: [train",
+            "features: [num_1, num_0], files: [train",
+            r"feature_spec\.yaml: source_spec\.train: columns of train/numerical\.bin: got \['num_1', 'num_0'\]",
+        ),
         ("channel_spec:", "channel_spec: [", "is not YAML"),
         (
             "metadata: {}",
             "metadata: {schema: {sparse: [{name: cat_0, rows: 5}]}}",
-            "metadata.schema and feature_spec disagree",
+            r"feature_spec\.yaml: metadata\.schema and feature_spec have other columns",
         ),
     ],
 )
@@ -207,13 +211,15 @@ def test_what_is_not_used_is_not_checked(tmp_path: Path) -> None:
 
 
 def test_what_the_format_cannot_hold(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="no weight or group column"):
+    with pytest.raises(SpecError, match="split-binary format: got a weight or group column"):
         SplitBinaryWriter(tmp_path, MIXED_SCHEMA, ["train"])
     ragged = Schema(sparse=(SparseColumn(name="h", rows=3, ids=None),))
-    with pytest.raises(SpecError, match="'h' has a varying number of ids per sample"):
+    with pytest.raises(
+        SpecError, match="split-binary format: sparse column 'h': got a varying number of ids per sample"
+    ):
         SplitBinaryWriter(tmp_path, ragged, ["train"])
     huge = Schema(sparse=(SparseColumn(name="h", rows=2**31),))
-    with pytest.raises(SpecError, match="cardinality 2,147,483,648 does not fit int32"):
+    with pytest.raises(SpecError, match="column 'h': cardinality: got 2,147,483,648"):
         SplitBinaryWriter(tmp_path, huge, ["train"])
 
 
@@ -243,19 +249,19 @@ def test_nothing_is_described_when_writing_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("ids", [0, 9_999, 10_000], "cat_1.bin, column 'b': 10000 at sample 6; it must be an id from 0 to 9,999"),
-        ("ids", [-1, 0, 0], "column 'b': -1 at sample 4; it must be an id"),
+        ("ids", [0, 9_999, 10_000], "cat_1.bin, column 'b': 10000 at sample 6; expected an id from 0 to 9,999"),
+        ("ids", [-1, 0, 0], "column 'b': -1 at sample 4; expected an id"),
         (
             "dense",
             [0.0, 65_504.0, 70_000.0],
-            "numerical.bin, column 'x': 70000.0 at sample 6; it must be finite and at",
+            "numerical.bin, column 'x': 70000.0 at sample 6; expected",
         ),
         (
             "dense",
             [0.0, float("nan"), float("inf")],
-            "column 'x': nan at sample 5; it must be finite and at most 65,504",
+            "column 'x': nan at sample 5; expected .*65,504",
         ),
-        ("labels", [0.0, 0.5, 2.0], "label.bin, column 'label': 0.5 at sample 5; it must be 0 or 1"),
+        ("labels", [0.0, 0.5, 2.0], "label.bin, column 'label': 0.5 at sample 5; expected 0 or 1"),
     ],
 )
 def test_values_that_the_format_cannot_hold_are_named(
@@ -283,11 +289,11 @@ def test_the_largest_values_of_the_format_are_kept(tmp_path: Path) -> None:
 
 def test_numericals_are_not_scaled_by_this_format(tmp_path: Path) -> None:
     schema = replace(NUMBERED_SCHEMA, scaling=(Scaling(name=NUMBERED_SCHEMA.dense[0]),))
-    with pytest.raises(SpecError, match="does not scale numericals; write them scaled, or use Parquet"):
+    with pytest.raises(SpecError, match="split-binary format: got columns to scale"):
         SplitBinaryWriter(tmp_path, schema, ["train"])
     path = write(tmp_path / "set", train=numbered_batch(4))
     description = yaml.safe_load((path / "feature_spec.yaml").read_text())
     description["metadata"]["schema"] = schema.to_dict()
     (path / "feature_spec.yaml").write_text(yaml.safe_dump(description))
-    with pytest.raises(DataError, match="schema and feature_spec disagree about the columns"):
+    with pytest.raises(DataError, match=r"feature_spec\.yaml: metadata\.schema and feature_spec have other columns"):
         SplitBinarySource(path)

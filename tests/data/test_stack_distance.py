@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotbed.data.formats.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import ZipfLaw
 from hotbed.data.skew.stack_distance import StackDistances, slot_of
 from hotbed.errors import SpecError
 
@@ -73,7 +73,7 @@ def test_the_hash_numbers_rows_without_a_gap(bits: int) -> None:
 
 
 def zipf_stream(rows: int = 20_000, n: int = 300_000) -> tuple[np.ndarray, np.ndarray]:
-    rows_of = Zipf(rows, 1.05).draw((1, 7), np.arange(n, dtype=np.uint64))
+    rows_of = ZipfLaw(rows, 1.05).draw((1, 7), np.arange(n, dtype=np.uint64))
     return rows_of, np.arange(1, n + 1)
 
 

@@ -91,7 +91,7 @@ def test_a_failed_write_keeps_the_old_log(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="samples is 5, must be at least 100"):
+    with pytest.raises(SpecError, match="samples: got 5"):
         write_synthetic_log(tmp_path / "log.tsv", 5)
-    with pytest.raises(SpecError, match="test_fraction is 0, must be above 0"):
+    with pytest.raises(SpecError, match="test_fraction: got 0"):
         write_synthetic_log(tmp_path / "log.tsv", test_fraction=0)

@@ -13,7 +13,7 @@ import torch
 
 from hotbed.data import ParquetSource, Schema, SparseColumn
 from hotbed.data.drafting.draft import Draft, draft
-from hotbed.data.hashing import hash_integers, hash_strings, rows_of
+from hotbed.data.hashing import hash_integers, hash_strings, hashes_to_rows
 from hotbed.data.preparation.raw_inputs import find_input
 from hotbed.data.preparation.stored_rows import open_rows
 from hotbed.errors import DataError
@@ -48,7 +48,7 @@ def left_out(found: Draft) -> dict[str, str]:
 def rows_of_text(*texts: str) -> list[int]:
     data = "".join(texts).encode()
     ends = np.cumsum([0, *(len(text) for text in texts)])
-    return rows_of(hash_strings(ends, np.frombuffer(data, np.uint8)), 64).tolist()
+    return hashes_to_rows(hash_strings(ends, np.frombuffer(data, np.uint8)), 64).tolist()
 
 
 def ids_of(source: ParquetSource, split: str = "train") -> list[int]:
@@ -125,7 +125,7 @@ def test_a_column_that_the_test_files_lack_or_have_as_text_is_left_out(tmp_path:
 def test_ids_that_are_integers_in_one_file_and_text_in_another_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "data" / "train.parquet", c=USER)
     write(tmp_path / "data" / "test.parquet", c=[f"{u}" for u in USER])
-    message = r"column 'c' is integers in .*train\.parquet and text in .*test\.parquet, which are other ids"
+    message = r"column 'c': got integers in .*train\.parquet and text in .*test\.parquet"
     with pytest.raises(DataError, match=message):
         ParquetSource(tmp_path / "data", IDS)
     grouped = Schema(sparse=(SparseColumn(name="user", rows=64),), labels=("click",), group="c")
@@ -161,7 +161,10 @@ def test_codes_are_text_in_all_files_if_they_are_in_one(tmp_path: Path) -> None:
     assert ids_of(source) == rows_of_text("12", "7", "12", "A1", "NA", "007")
     assert source.id_kinds() == {"c": "text"}
     (tmp_path / "data" / "2.csv").unlink()
-    assert ids_of(ParquetSource(tmp_path / "data", IDS)) == rows_of(hash_integers(np.array([12, 7, 12])), 64).tolist()
+    assert (
+        ids_of(ParquetSource(tmp_path / "data", IDS))
+        == hashes_to_rows(hash_integers(np.array([12, 7, 12])), 64).tolist()
+    )
     assert ids_of(ParquetSource(tmp_path / "data", IDS, text=["c"])) == rows_of_text("12", "7", "12")
 
 
@@ -172,7 +175,7 @@ def test_codes_of_a_split_that_is_elsewhere_are_text_as_those_to_train_on(tmp_pa
     source = ParquetSource(first, IDS, split_paths={"test": str(numbers)})
     assert ids_of(source, "test") == rows_of_text("12", "13")
     assert ids_of(ParquetSource(first, IDS, split_paths={"test": str(other)}), "test") == rows_of_text("12", "1.50")
-    with pytest.raises(DataError, match=r"name it in the source's `text`"):
+    with pytest.raises(DataError, match=r"column 'c': got integers in .*3\.csv and text in .*1\.csv"):
         ParquetSource(numbers, IDS, split_paths={"test": str(first)})
     source = ParquetSource(numbers, IDS, split_paths={"test": str(first)}, text=["c"])
     assert ids_of(source, "train") == rows_of_text("12", "13")
@@ -186,7 +189,7 @@ def test_a_file_to_train_on_is_no_test_file(tmp_path: Path) -> None:
         write(tmp_path / "data" / f"{name}.parquet", c=USER)
     second = tmp_path / "data" / "2.parquet"
     for path in (tmp_path / "data", second):
-        message = rf"{second} would be in the splits 'test' and 'train'; move it elsewhere"
+        message = rf"{second}: got splits 'test' and 'train'"
         with pytest.raises(DataError, match=message):
             draft(path, test=second)
         with pytest.raises(DataError, match=message):
@@ -236,5 +239,5 @@ def test_data_without_any_row_have_the_types_of_their_files(tmp_path: Path) -> N
         pq.write_table(NO_ROWS[case], tmp_path / "data" / f"{name}.parquet")
     with pytest.raises(DataError, match="data has no rows"):
         draft(tmp_path / "data")
-    with pytest.raises(DataError, match=r"a.parquet has no column 'c'"):
+    with pytest.raises(DataError, match=r"a\.parquet: column 'c' is missing"):
         ParquetSource(tmp_path / "data", IDS)

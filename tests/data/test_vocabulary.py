@@ -75,24 +75,24 @@ IDS = pa.array(np.arange(1, 3))
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (pa.table({"value": ["a", "a"], "id": IDS}), "damaged: a value occurs twice"),
-        (pa.table({"value": ["a", None], "id": IDS}), "damaged: 1 values are missing"),
-        (pa.table({"value": ["a", "b"], "id": [2, 1]}), "damaged: ids must be 1, 2, … in order"),
-        (pa.table({"value": ["a", "b"], "id": pa.array([1, 2], pa.int32())}), "ids must be 1, 2, … in order, as int64"),
-        (pa.table({"value": [0.5, 1.5], "id": IDS}), "values of type double; a vocabulary has integers, text or bytes"),
+        (pa.table({"value": ["a", "a"], "id": IDS}), "damaged: got a duplicate value"),
+        (pa.table({"value": ["a", None], "id": IDS}), "damaged: got 1 missing"),
+        (pa.table({"value": ["a", "b"], "id": [2, 1]}), "damaged: ids are not 1, 2"),
+        (pa.table({"value": ["a", "b"], "id": pa.array([1, 2], pa.int32())}), "ids are not 1, 2"),
+        (pa.table({"value": [0.5, 1.5], "id": IDS}), "values of type double"),
         (pa.table({"value": [["a"], ["b"]], "id": IDS}), "values of type list"),
-        (pa.table({"word": ["a", "b"], "id": IDS}), "has columns word, id, a vocabulary has value and id"),
+        (pa.table({"word": ["a", "b"], "id": IDS}), "got columns word, id"),
     ],
 )
 def test_damaged_file(tmp_path: Path, table: pa.Table, message: str) -> None:
     pq.write_table(table, tmp_path / "C1.parquet")
-    with pytest.raises(DataError, match=f"C1.parquet .*{message}"):
+    with pytest.raises(DataError, match=f"C1.parquet.*{message}"):
         read_vocabulary(tmp_path / "C1.parquet")
 
 
 def test_no_vocabulary(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"C1.parquet does not exist; give the `vocabulary` directory"):
+    with pytest.raises(DataError, match=r"C1\.parquet does not exist"):
         read_vocabulary(tmp_path / "C1.parquet")
     (tmp_path / "C1.parquet").write_text("a\nb\n")
-    with pytest.raises(DataError, match=r"C1.parquet is damaged: it cannot be read as Parquet"):
+    with pytest.raises(DataError, match=r"C1.parquet is damaged"):
         read_vocabulary(tmp_path / "C1.parquet")

@@ -8,7 +8,7 @@ import yaml
 
 from hotbed.batch import Batch
 from hotbed.data import Source, ZipfSource
-from hotbed.data.formats.zipf_source import CRITEO_1TB, Zipf, bits, stream, uniform
+from hotbed.data.formats.zipf_source import CRITEO_1TB, ZipfLaw, random_uniform, random_words, stream_key
 from hotbed.errors import DataError, SpecError
 from hotbed.testing.source_contract import SourceContract, assert_same
 
@@ -32,7 +32,7 @@ def described(path: Path, **values: object) -> Path:
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 100, 1_000_000])
 def test_frequencies_are_those_of_the_law(rows: int, exponent: float) -> None:
     n = 400_000
-    drawn = Zipf(rows, exponent).draw((1, 5), counters(n))
+    drawn = ZipfLaw(rows, exponent).draw((1, 5), counters(n))
     assert drawn.min() >= 0
     assert drawn.max() < rows
     law = np.arange(1, rows + 1) ** -float(exponent)
@@ -48,17 +48,17 @@ def test_frequencies_are_those_of_the_law(rows: int, exponent: float) -> None:
 
 def test_few_points_are_drawn_again() -> None:
     for exponent in (0.0, 0.5, 1.0, 1.05, 2.0):
-        _, accepted = Zipf(1_000_000, exponent)._propose(uniform(stream(1), counters(100_000)))
+        _, accepted = ZipfLaw(1_000_000, exponent)._propose(random_uniform(stream_key(1), counters(100_000)))
         assert accepted.mean() > 0.85
 
 
 def test_the_largest_table() -> None:
-    drawn = Zipf(1 << 52, 0.1).draw((1,), counters(1000))
+    drawn = ZipfLaw(1 << 52, 0.1).draw((1,), counters(1000))
     assert 1 << 51 < drawn.max() < 1 << 52
 
 
 def test_any_part_of_a_stream_is_made_alone() -> None:
-    law, many = Zipf(1_000_000, 1.05), counters(5000)
+    law, many = ZipfLaw(1_000_000, 1.05), counters(5000)
     whole = law.draw((3, 4), many)
     assert np.array_equal(np.concatenate([law.draw((3, 4), part) for part in np.array_split(many, 17)]), whole)
     assert np.array_equal(law.draw((3, 4), many[::-1].copy()), whole[::-1])
@@ -66,28 +66,28 @@ def test_any_part_of_a_stream_is_made_alone() -> None:
 
 
 def test_streams_are_uniform_and_independent() -> None:
-    one, two = uniform(stream(1), counters(100_000)), uniform(stream(2), counters(100_000))
+    one, two = random_uniform(stream_key(1), counters(100_000)), random_uniform(stream_key(2), counters(100_000))
     assert one.min() >= 0
     assert one.max() < 1
     assert abs(one.mean() - 0.5) < 0.005
     assert abs(one.var() - 1 / 12) < 0.002
     assert abs(np.corrcoef(one, two)[0, 1]) < 0.01
     assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.01
-    assert len(np.unique(bits(stream(1), counters(100_000)))) == 100_000
+    assert len(np.unique(random_words(stream_key(1), counters(100_000)))) == 100_000
 
 
 @pytest.mark.parametrize(
     ("rows", "exponent", "message"),
     [
-        (0, 1, r"rows is 0, must be between 1 and 2⁵² \(4,503,599,627,370,496\)"),
-        ((1 << 52) + 1, 1, "rows is 4,503,599,627,370,497, must be between"),
-        (5, -0.5, r"exponent is -0.5, must be between 0 \(all rows alike\) and 16"),
-        (5, float("nan"), "exponent is nan, must be between 0"),
+        (0, 1, "rows: got 0"),
+        ((1 << 52) + 1, 1, "rows: got 4,503,599,627,370,497"),
+        (5, -0.5, r"exponent: got -0\.5"),
+        (5, float("nan"), "exponent: got nan"),
     ],
 )
 def test_laws_that_cannot_be(rows: int, exponent: float, message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        Zipf(rows, exponent)
+        ZipfLaw(rows, exponent)
 
 
 # -- the source ----------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_a_list_of_rows_is_repeated(tmp_path: Path) -> None:
         ({"valid_samples": -2}, "valid_samples: got -2, expected at least 0 and at most 1,099,511,627,776"),
         ({"seed": -1}, "seed: got -1, expected at least 0"),
         ({"chunk_samples": 0}, "chunk_samples: got 0, expected at least 1 and at most 1,099,511,627,776"),
-        ({"exponent": 99}, "exponent is 99, must be between 0"),
+        ({"exponent": 99}, "exponent: got 99"),
     ],
 )
 def test_options_out_of_range(options: dict[str, int], message: str) -> None:
@@ -254,19 +254,19 @@ def test_an_unknown_preset() -> None:
     ("text", "message"),
     [
         ("{", "tables.yaml is not YAML"),
-        ("dense: 3", "has no 'rows'; write for example rows: {C1: 1000, C2: 50}"),
-        ("[1, 2]", "has no 'rows'"),
+        ("dense: 3", "rows: got None, expected a list"),
+        ("[1, 2]", "rows: got None"),
         ("{rows: [5], dnse: 3}", "key: got 'dnse', expected one of rows, dense, ids, times; did you mean 'dense'?"),
-        ("rows: 5", "rows: got 5, expected a list or mapping with at least one column"),
-        ("rows: []", "rows: got [], expected a list or mapping with at least one column"),
+        ("rows: 5", "rows: got 5, expected a list"),
+        ("rows: []", "rows: got [], expected at least one"),
         ("{rows: [5], dense: -1}", "dense: got -1, expected at least 0"),
         ("{rows: [5], dense: x}", "dense: got 'x', expected an integer"),
         ("{rows: [5], ids: 0}", "ids: got 0, expected at least 1"),
         ("{rows: [5, 6], ids: [1, 0]}", "ids: got 0, expected at least 1"),
-        ("{rows: [5, 6], ids: [1, 2, 3]}", "ids lists 3 numbers for 2 columns; give one for each, or one for all"),
+        ("{rows: [5, 6], ids: [1, 2, 3]}", "ids: got 3 numbers, expected 1 or 2"),
         ("{rows: [5], times: 0}", "times: got 0, expected at least 1"),
-        ("{rows: {a: 5}, times: 2}", "times is 2, but rows is no list; only a list is repeated"),
-        ("{rows: [5], times: 100001}", "rows and times make more than 100,000 columns; lower times"),
+        ("{rows: {a: 5}, times: 2}", "times: got 2"),
+        ("{rows: [5], times: 100001}", "got 100,001 columns, expected at most 100,000"),
     ],
 )
 def test_files_that_describe_no_tables(tmp_path: Path, text: str, message: str) -> None:
@@ -281,5 +281,5 @@ def test_files_that_describe_no_tables(tmp_path: Path, text: str, message: str) 
 def test_rows_that_cannot_be(tmp_path: Path, rows: str) -> None:
     file = tmp_path / "tables.yaml"
     file.write_text(f"rows: {rows}")
-    with pytest.raises(SpecError, match="must be an integer of at least 1"):
+    with pytest.raises(SpecError, match="sparse column"):
         ZipfSource(file, train_samples=1)

@@ -200,7 +200,7 @@ def rewrite(model: Path, content: bytes | None = None, **changes: Any) -> None:
     (model / "manifest.json").write_text(json.dumps(values))
 
 
-def parquet_of(table: pa.Table) -> bytes:
+def convert_to_parquet(table: pa.Table) -> bytes:
     stream = pa.BufferOutputStream()
     parquet.write_table(table, stream)
     return stream.getvalue().to_pybytes()
@@ -213,9 +213,9 @@ def test_a_lookup_that_is_not_the_one_of_training_is_refused(exported: Path, tmp
     for number, (content, changes, message) in enumerate(
         [
             (b"no parquet", {}, "encoder is invalid: "),
-            (parquet_of(table.slice(1)), {}, "has changed since the model was trained: it had 40 keys"),
-            (parquet_of(table.rename_columns(["key", "other"])), {}, "encoder is invalid: "),
-            (parquet_of(pa.concat_tables([table, table])), {}, "encoder is invalid: "),
+            (convert_to_parquet(table.slice(1)), {}, "has changed since the model was trained: it had 40 keys"),
+            (convert_to_parquet(table.rename_columns(["key", "other"])), {}, "encoder is invalid: "),
+            (convert_to_parquet(pa.concat_tables([table, table])), {}, "encoder is invalid: "),
             (None, {"lookups": without}, "'lookups' has no table for feature 'kind'; export the model again"),
             (None, {"lookups": {**original["lookups"], "kind": "../items.parquet"}}, "lookups.kind: got '../items"),
             (None, {"lookups": {**original["lookups"], "kind": "lookups/x.parquet"}}, "expected a key of files"),

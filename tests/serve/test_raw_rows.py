@@ -75,9 +75,9 @@ def test_raw_values_are_answered_with_the_scores_of_predict(exported: Exported) 
         answer = client.ask("POST", f"/v2/models/{name}/infer", {"inputs": tensors}).json
         assert answer["outputs"][0]["data"] == exported.scores
         for wrong, message in [
-            ({"C1": 5}, "column 'C1', row 0: 5 is not text, as this column was in training"),
+            ({"C1": 5}, "column 'C1', row 0: got 5, expected text"),
             ({"C1": "no"}, "column 'C1': 'no' at row 0; expected a hexadecimal number of at most 8 digits"),
-            ({"I1": -7}, "column 'I1': -7 at row 0; expected an integer of at least −3, because ln(x + 3)"),
+            ({"I1": -7}, "column 'I1': -7 at row 0; expected an integer of at least −3"),
         ]:
             answer = client.ask("POST", "/score", [{**exported.raw[0], **wrong}])
             assert answer.status == 400
@@ -89,8 +89,8 @@ def test_encoded_ids_are_answered_where_the_server_is_told_so(exported: Exported
         assert client.ask("POST", "/score", exported.prepared).json["scores"] == exported.scores
         answer = client.ask("POST", "/score", exported.raw)
         assert answer.status == 400
-        assert "is not an integer" in answer.json["error"]
-        assert "raw values are taken by models that were trained on data of hotbed prepare" in answer.json["error"]
+        assert "expected an integer" in answer.json["error"]
+        assert "Raw values need a model that was trained on data of hotbed prepare" in answer.json["error"]
 
 
 def test_an_export_of_before_takes_encoded_ids_and_says_who_takes_raw_values(
@@ -108,7 +108,7 @@ def test_an_export_of_before_takes_encoded_ids_and_says_who_takes_raw_values(
         model.encoder.table({name: [row[name] for row in exported.prepared] for name in COLUMNS[1:]})
     )
     assert scores[:, 0].tolist() == exported.scores
-    with pytest.raises(DataError, match="exported by this release and served without --encoded true"):
+    with pytest.raises(DataError, match="exported by this release and served"):
         model.encoder.table({name: [row[name] for row in exported.raw] for name in COLUMNS[1:]})
     model.close()
 
@@ -130,7 +130,7 @@ def test_vocabularies_are_mapped_and_checked(tmp_path: Path, exported: Exported)
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(CheckpointError, match=r"C1\.arrow is damaged"):
         ServedModel.open(place)
-    with pytest.raises(CheckpointError, match=r"C1\.arrow holds no keys and values"):
+    with pytest.raises(CheckpointError, match=r"C1\.arrow is not a table of keys and values"):
         ServedModel.open(place, verify=False)
     shutil.copy(place / model.manifest.vocabularies["C2"], file)
     assert len(preparation.read("C2").keys) != preparation.entry.vocabularies["C1"].values
@@ -152,9 +152,9 @@ def test_vocabularies_are_mapped_and_checked(tmp_path: Path, exported: Exported)
 def test_columns_of_other_types_are_no_raw_values(exported: Exported) -> None:
     encoder = ExportedModel.open(exported.model).encoder()
     numbers = {name: pa.array(np.zeros(1)) for name in DENSE}
-    with pytest.raises(SpecError, match="column 'C1' is list<item: string>, and its raw values are hexadecimal"):
+    with pytest.raises(SpecError, match="column 'C1': got list<item: string>"):
         encoder.batch(pa.table({**numbers, **{name: pa.array([["a"]]) for name in SPARSE}}))
-    with pytest.raises(SpecError, match="column 'I1' is string, must be numbers"):
+    with pytest.raises(SpecError, match="column 'I1': got string, expected numbers"):
         texts = {name: pa.array(["a"]) for name in SPARSE}
         encoder.batch(pa.table({**numbers, "I1": pa.array(["5"]), **texts}))
 

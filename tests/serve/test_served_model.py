@@ -166,7 +166,7 @@ def test_raw_rows_are_encoded_as_in_training(tmp_path: Path) -> None:
     scores, step = served.score(pa.table({"item": ids, "more": ["of no input"] * 3}))
     want = scores_of(model, hb.Batch(sparse=hb.Jagged.from_dict({"item": torch.tensor(ids)})))
     assert (scores.tobytes(), step) == (want.tobytes(), 10)
-    with pytest.raises(DataError, match="has no column 'item'"):
+    with pytest.raises(DataError, match="column 'item' "):
         served.score(pa.table({"other": ids}))
 
 

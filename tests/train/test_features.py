@@ -146,7 +146,7 @@ def test_a_resumed_run_measures_nothing_and_is_the_same(tmp_path: Path, monkeypa
     resumed = run(tmp_path, resume=Path(half["run"]), train={"steps": 16})
     assert resumed["test"] == whole["test"]
     write_items(tmp_path / "items.parquet", more=1)
-    changed = r"items\.parquet has changed since the model was trained: it had 40 keys .* has 41"
+    changed = r"items\.parquet has changed since training: got 41 keys .*expected 40"
     with pytest.raises(DataError, match=changed):
         run(tmp_path, resume=Path(half["run"]), train={"steps": 16})
     log(5).write_parquet(tmp_path / "new.parquet")

@@ -1,6 +1,6 @@
-"""Turn stored samples into batches: schemas, sources, preparation, and the loader.
+"""Convert stored samples to batches: schemas, sources, preparation and the loader.
 
-Modules that need pyarrow or pydantic, which take a quarter of a second to import, are imported on first use.
+Modules that need pyarrow or pydantic are imported on first use, because these imports take a quarter of a second.
 """
 
 from typing import TYPE_CHECKING

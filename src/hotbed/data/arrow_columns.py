@@ -12,157 +12,94 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from hotbed.data.columns import Scaling, SparseColumn
-from hotbed.data.hashing import Hashes, hash_integers, hash_strings, rows_of
-from hotbed.data.place import Place
+from hotbed.data.hashing import Hashes, hash_integers, hash_strings, hashes_to_rows
+from hotbed.data.row_location import RowLocation
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 Ids = Literal["hash", "raw"]
-_DIGITS = 18  # decimals of so many digits always fit int64
+_DIGITS = 18  # decimals with at most this many digits fit int64
 Array = NDArray[Any]
 _INT32 = np.iinfo(np.int32).max
 
 
+class WideDecimalError(DataError):
+    """Error about whole decimals of more than 64 bits."""
+
+    column: str = ""  # name of the column
+    reason: str = ""  # the problem, without the name of the file
+
+
+class NoColumnError(DataError):
+    """Error about input data that lack columns."""
+
+    columns: Sequence[str] = ()  # names of all missing columns
+
+
+# -- types -----------------------------------------------------------------------------------------------------------
+
+
 def is_list(t: pa.DataType) -> bool:
-    """Whether a column of this type has several values per sample."""
+    """Return whether values of this type are lists."""
     return pa.types.is_list(t) or pa.types.is_large_list(t) or pa.types.is_fixed_size_list(t)
 
 
 def is_text(t: pa.DataType) -> bool:
-    """Whether values of this type are strings or bytes, plain or dictionary-encoded."""
+    """Return whether values of this type are strings or bytes, plain or dictionary-encoded."""
     t = t.value_type if pa.types.is_dictionary(t) else t
     return pa.types.is_string(t) or pa.types.is_large_string(t) or pa.types.is_binary(t) or pa.types.is_large_binary(t)
 
 
 def is_whole(t: pa.DataType) -> bool:
-    """Whether values of this type are integers or booleans, plain or dictionary-encoded."""
+    """Return whether values of this type are integers or booleans, plain or dictionary-encoded."""
     t = t.value_type if pa.types.is_dictionary(t) else t
     return pa.types.is_integer(t) or pa.types.is_boolean(t)
 
 
 def is_time(t: pa.DataType) -> bool:
-    """Whether values of this type are dates, or times of day and date."""
+    """Return whether values of this type are dates or timestamps."""
     return pa.types.is_timestamp(t) or pa.types.is_date(t)
 
 
 def is_number(t: pa.DataType) -> bool:
-    """Whether values of this type convert to float32."""
+    """Return whether values of this type convert to float32."""
     return is_whole(t) or pa.types.is_floating(t) or pa.types.is_decimal(t)
 
 
 def exact_integers(t: pa.DataType) -> int:
-    """Return the limit up to which floats of this type hold every integer: 2¹¹, 2²⁴ or 2⁵³."""
+    """Return the limit up to which floats of this type represent every integer: 2¹¹, 2²⁴ or 2⁵³."""
     return 1 << {16: 11, 32: 24, 64: 53}[t.bit_width]
 
 
-def kind_of_ids(t: pa.DataType) -> str:
-    """What the values of a column of this type are to a hash: ``"text"`` or ``"integers"``; "" where all are null."""
-    value = t.value_type if is_list(t) else t
+def type_of_ids(t: pa.DataType) -> str:
+    """Return how a hash treats values of this type: as ``"text"`` or ``"integers"``, or "" if all are null."""
+    value = value_type_of(t)
     return "" if pa.types.is_null(value) else "text" if is_text(value) else "integers"
 
 
-def kind_of_values(t: pa.DataType) -> str:
-    """What one word says of all types whose columns may stand below each other; "" of that where all are null."""
+def value_type_of(t: pa.DataType) -> pa.DataType:
+    """Return the type of a list's elements, or the type itself."""
+    return t.value_type if is_list(t) else t
+
+
+def type_family(t: pa.DataType) -> str:
+    """Return the family of a type, e.g. ``"numbers"``; columns of a family can be concatenated. "" if all are null."""
     if is_list(t):
         return "lists"
-    known = {"text": is_text, "numbers": is_number, "times": is_time}
     if pa.types.is_null(t):
         return ""
-    return next((kind for kind, is_kind in known.items() if is_kind(t)), str(t))
+    families = {"text": is_text, "numbers": is_number, "times": is_time}
+    return next((name for name, is_member in families.items() if is_member(t)), str(t))
 
 
-def alike(first: pa.DataType, second: pa.DataType) -> bool:
-    """Whether columns of these types may stand below each other."""
+def are_compatible(first: pa.DataType, second: pa.DataType) -> bool:
+    """Return whether columns of these types can be concatenated."""
     if is_list(first) and is_list(second):
-        return alike(first.value_type, second.value_type)
-    return len({kind_of_values(first), kind_of_values(second)} - {""}) < 2
-
-
-def plain_type(t: pa.DataType) -> pa.DataType:
-    """Return the type that values are read as: one that Arrow's functions know, and integers for whole decimals."""
-    if isinstance(t, pa.BaseExtensionType):  # UUIDs, JSON
-        return plain_type(t.storage_type)
-    if pa.types.is_string_view(t):
-        return pa.string()
-    if pa.types.is_binary_view(t) or pa.types.is_fixed_size_binary(t):
-        return pa.binary()
-    if pa.types.is_list_view(t) or pa.types.is_large_list_view(t):
-        return pa.large_list(plain_type(t.value_type))
-    if pa.types.is_decimal(t) and t.scale <= 0:  # as databases write keys; 19 and 20 digits may need all 64 bits
-        return pa.int64() if t.precision - t.scale <= _DIGITS else pa.uint64()
-    if is_list(t) and (value := plain_type(t.value_type)) != t.value_type:
-        return pa.list_(value, t.list_size) if pa.types.is_fixed_size_list(t) else pa.large_list(value)
-    return t
-
-
-def plain(table: pa.Table, where: str = "the rows") -> pa.Table:
-    """Return a table with columns of `plain_type`; whole decimals of many digits are int64 where some are negative."""
-    types = [plain_type(field.type) for field in table.schema]
-    if types == table.schema.types:
-        return table
-    names = table.column_names
-    columns = [
-        _plain_column(column, kind, where, name) for name, column, kind in zip(names, table.columns, types, strict=True)
-    ]
-    return pa.table(columns, names=names)
-
-
-def _plain_column(column: pa.ChunkedArray, kind: pa.DataType, where: str, name: str) -> pa.ChunkedArray:
-    if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
-        # Arrow's own cast loses values of a view (seen in 26.0).
-        column = pa.chunked_array(
-            [regroup(chunk.flatten(), chunk) for chunk in column.chunks], pa.large_list(column.type.value_type)
-        )
-    value = column.type.value_type if is_list(column.type) else column.type
-    if pa.types.is_decimal(value):
-        return _integers_of_decimals(column, kind, where, name)
-    return column.cast(kind)
-
-
-def _integers_of_decimals(column: pa.ChunkedArray, kind: pa.DataType, where: str, name: str) -> pa.ChunkedArray:
-    """Cast whole decimals, or lists of them, to integers of 64 bits."""
-    signed = pa.large_list(pa.int64()) if is_list(kind) else pa.int64()
-    for integers in (kind, signed):
-        with suppress(pa.ArrowInvalid):
-            return column.cast(integers)
-    values = pc.list_flatten(column) if is_list(column.type) else column
-    span = pc.min_max(values).as_py()
-    reason = (
-        f"is {column.type}, which is read as integers: got values from {span['min']} to {span['max']}, "
-        "expected at most 64 bits. Write the column as strings, or as double if it is a number"
-    )
-    error = WideDecimalError(f"{where}, column '{name}' {reason}")
-    error.column, error.reason = name, reason
-    raise error
-
-
-def regroup(values: pa.Array, lists: pa.Array) -> pa.Array:
-    """Put values ``[N]`` into lists as long as these, and as often null."""
-    ends = pa.array(np.concatenate([[0], np.cumsum(lengths(lists))]))
-    return pa.LargeListArray.from_arrays(ends, values, mask=lists.is_null())
-
-
-def decode(values: pa.Array) -> pa.Array:
-    """Replace a dictionary encoding by plain values."""
-    return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
-
-
-def has_no_values(column: pa.ChunkedArray) -> bool:
-    """Whether all rows of a column are null, NaN or empty lists, so that its type means nothing."""
-    if is_list(column.type):
-        return int(pc.sum(pc.list_value_length(column)).as_py() or 0) == 0
-    return pc.all(pc.is_null(column, nan_is_null=True)).as_py() is not False
-
-
-def without_empty_types(table: pa.Table, names: Sequence[str]) -> pa.Table:
-    """Return a table in which columns of these names have the type null if they have no values."""
-    for at, name in enumerate(table.column_names):
-        if name in names and has_no_values(table.column(at)):
-            table = table.set_column(at, name, pa.chunked_array([pa.nulls(len(table))]))
-    return table
+        return are_compatible(first.value_type, second.value_type)
+    return len({type_family(first), type_family(second)} - {""}) < 2
 
 
 def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
-    """A type that holds the values of columns of these, which are of one `kind_of_values`, or null."""
+    """Return a type for the values of columns of these compatible types."""
     different = list(dict.fromkeys(t for t in types if not pa.types.is_null(t)))
     if len(different) < 2:
         return different[0] if different else pa.null()
@@ -179,21 +116,63 @@ def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
     return pa.int64() if all(map(is_whole, values)) else pa.float64()
 
 
-class WideDecimalError(DataError):
-    """An error about whole decimals of more than 64 bits."""
+def plain_type(t: pa.DataType) -> pa.DataType:
+    """Return the type that values are read as: supported by Arrow's functions, and integers for whole decimals."""
+    if isinstance(t, pa.BaseExtensionType):  # UUIDs, JSON
+        return plain_type(t.storage_type)
+    if pa.types.is_string_view(t):
+        return pa.string()
+    if pa.types.is_binary_view(t) or pa.types.is_fixed_size_binary(t):
+        return pa.binary()
+    if pa.types.is_list_view(t) or pa.types.is_large_list_view(t):
+        return pa.large_list(plain_type(t.value_type))
+    if pa.types.is_decimal(t) and t.scale <= 0:  # database keys; 19 and 20 digits may need all 64 bits
+        return pa.int64() if t.precision - t.scale <= _DIGITS else pa.uint64()
+    if is_list(t) and (value := plain_type(t.value_type)) != t.value_type:
+        return pa.list_(value, t.list_size) if pa.types.is_fixed_size_list(t) else pa.large_list(value)
+    return t
 
-    column: str = ""  # name of the column
-    reason: str = ""  # the problem, without the name of the file
+
+def to_plain_types(table: pa.Table, where: str = "the rows") -> pa.Table:
+    """Cast columns to `plain_type`. Wide whole decimals become int64 if some are negative."""
+    types = [plain_type(field.type) for field in table.schema]
+    if types == table.schema.types:
+        return table
+    columns = [
+        _cast_plain(column, t, where, name)
+        for name, column, t in zip(table.column_names, table.columns, types, strict=True)
+    ]
+    return pa.table(columns, names=table.column_names)
 
 
-class NoColumnError(DataError):
-    """An error about input data that lack columns."""
+def _cast_plain(column: pa.ChunkedArray, target: pa.DataType, where: str, name: str) -> pa.ChunkedArray:
+    if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
+        # Arrow's own cast loses values of a view (seen in 26.0).
+        column = pa.chunked_array(
+            [regroup(chunk.flatten(), chunk) for chunk in column.chunks], pa.large_list(column.type.value_type)
+        )
+    if not pa.types.is_decimal(value_type_of(column.type)):
+        return column.cast(target)
+    signed = pa.large_list(pa.int64()) if is_list(target) else pa.int64()
+    for integers in (target, signed):
+        with suppress(pa.ArrowInvalid):
+            return column.cast(integers)
+    values = pc.list_flatten(column) if is_list(column.type) else column
+    span = pc.min_max(values).as_py()
+    reason = (
+        f"is {column.type}, which is read as integers: got values from {span['min']} to {span['max']}, "
+        "expected at most 64 bits. Write the column as strings, or as double if it is a number"
+    )
+    error = WideDecimalError(f"{where}, column '{name}' {reason}")
+    error.column, error.reason = name, reason
+    raise error
 
-    columns: Sequence[str] = ()  # names of all columns that are absent
+
+# -- checks of columns -----------------------------------------------------------------------------------------------
 
 
-def check_there(names: Sequence[str], fields: pa.Schema, what: str) -> None:
-    """Raise `NoColumnError` unless ``what`` has columns of these names."""
+def check_columns_exist(names: Sequence[str], fields: pa.Schema, what: str) -> None:
+    """Raise `NoColumnError` unless the file ``what`` has all of these columns."""
     known: list[str] = fields.names
     for name in names:
         if name in known:
@@ -201,32 +180,32 @@ def check_there(names: Sequence[str], fields: pa.Schema, what: str) -> None:
         outer, _, inner = name.partition(".")
         hint = did_you_mean(name, known)
         if inner and outer in known and pa.types.is_struct(fields.field(outer).type):
-            hint = f"; fields of structs are not read: write '{inner}' of '{outer}' as a column of its own"
-        error = NoColumnError(f"{what} has no column '{name}'; it has {', '.join(known)}{hint}")
+            hint = f". Fields of structs are not read: write '{inner}' of '{outer}' as a separate column"
+        error = NoColumnError(f"{what}: column '{name}' is missing, expected one of {', '.join(known)}{hint}")
         error.columns = [absent for absent in names if absent not in known]
         raise error
 
 
 def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids, what: str) -> None:
     """Raise `SpecError` unless a column of this type, of the file ``what``, can be this sparse input."""
-    value = t.value_type if is_list(t) else t
-    if pa.types.is_null(t):  # all values are missing, which says nothing of the column
+    if pa.types.is_null(t):  # all values are missing, so the type has no meaning
         return
-    where = f"{what}: sparse column '{column.name}'"
-    # pandas makes floats of integers where some are missing, so whole numbers pass, and others are refused when read.
-    if not (is_whole(value) or is_text(value) or pa.types.is_floating(t) or pa.types.is_null(value)):
-        of_decimals = "; decimals with digits behind the point are numbers (`dense`)" * pa.types.is_decimal(value)
-        raise SpecError(f"{where} is {t}, must be integers, strings or lists of them{of_decimals}{hint_for_struct(t)}")
-    if ids == "raw" and not (is_whole(value) or pa.types.is_floating(t) or pa.types.is_null(value)):
-        raise SpecError(f"{where} is {t}, but ids='raw' needs integers; use ids='hash'")
+    value, where = value_type_of(t), f"{what}: sparse column '{column.name}'"
+    # pandas stores integers with missing values as floats, so floats are checked when they are read.
+    is_float = pa.types.is_floating(t) or pa.types.is_null(value)
+    if not (is_whole(value) or is_text(value) or is_float):
+        hint = hint_for_struct(t) or ". List decimals with a fraction in `dense`" * pa.types.is_decimal(value)
+        raise SpecError(f"{where}: got {t}, expected integers, strings or lists of them{hint}")
+    if ids == "raw" and not (is_whole(value) or is_float):
+        raise SpecError(f"{where}: got {t} with ids='raw', expected integers. Use ids='hash'")
     if ids == "hash" and column.rows < 2:
-        raise SpecError(f"sparse column '{column.name}': hashing needs at least 2 rows (row 0 is for missing values)")
+        raise SpecError(f"{where}: got {column.rows} row, expected at least 2 for hashed ids (row 0: missing values)")
     if not is_list(t) and column.ids != 1:
-        raise SpecError(f"{where} is {t}: {one_value(column.ids)}. Set ids to 1 in the schema, or write lists")
+        raise SpecError(f"{where}: {one_value(column.ids)}. Set ids to 1 in the schema, or write lists")
 
 
 def one_value(ids: int | None) -> str:
-    """Say that a column has one value per sample, where its schema says otherwise."""
+    """Return the text of an error about a column with one value per sample, expected to have lists."""
     wanted = "a list of any length, because ids is null" if ids is None else f"a list of {ids:,}, because ids is {ids}"
     return f"got one value per sample, expected {wanted}"
 
@@ -234,51 +213,89 @@ def one_value(ids: int | None) -> str:
 def check_number(name: str, t: pa.DataType, what: str) -> None:
     """Raise `SpecError` unless a column of this type, of the file ``what``, can be a numerical or weight."""
     if not is_number(t):
-        hint, fix = hint_for_struct(t), "; write it as numbers, or name another column"
-        raise SpecError(f"{what}: column '{name}' is {t}, must be numbers to be a numerical or weight{hint or fix}")
+        fix = hint_for_struct(t) or ". Write it as numbers, or select another column"
+        raise SpecError(f"{what}: column '{name}': got {t}, expected numbers{fix}")
+
+
+def check_id_weights(column: SparseColumn, fields: pa.Schema, what: str) -> None:
+    """Raise `SpecError` unless the weights of a column are numbers, in lists if its ids are lists."""
+    ids, weights = (plain_type(fields.field(name).type) for name in (column.name, column.weights))
+    where = f"{what}: column '{column.weights}': got {weights}"
+    if not (is_number(value_type_of(weights)) or pa.types.is_null(value_type_of(weights))):
+        raise SpecError(f"{where}, expected numbers, the weights of '{column.name}'{hint_for_struct(weights)}")
+    if not (pa.types.is_null(ids) or pa.types.is_null(weights)) and is_list(ids) != is_list(weights):
+        raise SpecError(f"{where}, expected one weight per id of '{column.name}', which is {ids}")
 
 
 def hint_for_struct(t: pa.DataType) -> str:
-    """Say what to do with a column of structs, or lists of them; nothing of others."""
-    inner = t.value_type if is_list(t) else t
+    """Return a hint about a column of structs or lists of structs, or ""."""
+    inner = value_type_of(t)
     if not pa.types.is_struct(inner):
         return ""
-    return f"; write its fields {', '.join(field.name for field in inner)} as columns of their own"
+    return f". Write its fields {', '.join(field.name for field in inner)} as separate columns"
 
 
-def microseconds(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Convert dates and times ``[n]`` to microseconds since 1970, int64; those with a zone in UTC."""
+def has_no_values(column: pa.ChunkedArray) -> bool:
+    """Return whether all rows are null, NaN or empty lists, so that the type of the column has no meaning."""
+    if is_list(column.type):
+        return int(pc.sum(pc.list_value_length(column)).as_py() or 0) == 0
+    return pc.all(pc.is_null(column, nan_is_null=True)).as_py() is not False
+
+
+def without_empty_types(table: pa.Table, names: Sequence[str]) -> pa.Table:
+    """Replace columns of these names that have no values by columns of type null."""
+    for at, name in enumerate(table.column_names):
+        if name in names and has_no_values(table.column(at)):
+            table = table.set_column(at, name, pa.chunked_array([pa.nulls(len(table))]))
+    return table
+
+
+# -- conversions -----------------------------------------------------------------------------------------------------
+
+
+def regroup(values: pa.Array, lists: pa.Array) -> pa.Array:
+    """Divide values ``[N]`` into lists with the lengths and nulls of these lists."""
+    ends = pa.array(np.concatenate([[0], np.cumsum(list_lengths(lists))]))
+    return pa.LargeListArray.from_arrays(ends, values, mask=lists.is_null())
+
+
+def decode_dictionary(values: pa.Array) -> pa.Array:
+    """Replace dictionary-encoded values by plain ones."""
+    return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+
+
+def to_microseconds(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Convert dates and times ``[n]`` to microseconds since 1970, int64. Times with a zone are converted to UTC."""
     zone = getattr(column.type, "tz", None)
     return pc.cast(pc.cast(column, pa.timestamp("us", zone), safe=False), pa.int64())
 
 
-def numbers(column: pa.ChunkedArray) -> Array:
-    """Convert numbers ``[n]`` to the nearest float32 (integers are exact up to 2²⁴); a null becomes NaN."""
+def to_float32(column: pa.ChunkedArray) -> Array:
+    """Convert numbers ``[n]`` to the nearest float32 (integers up to 2²⁴ are exact); a null becomes NaN."""
     values = pc.cast(column, pa.float32(), safe=False).combine_chunks()
-    # A copy, because Arrow's own memory is read-only.
-    return values.to_numpy(zero_copy_only=False).astype(np.float32)
+    return values.to_numpy(zero_copy_only=False).astype(np.float32)  # a copy, because Arrow's memory is read-only
 
 
-def scaled(column: pa.ChunkedArray, scaling: Scaling) -> Array:
-    """Scale numbers ``[n]`` to float32, see `Scaling`; the difference is float64, as a large center needs."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        distances = (wide_numbers(column) - scaling.center) / scaling.scale
-    return np.where(np.isfinite(distances), np.arcsinh(distances), 0).astype(np.float32)
-
-
-def wide_numbers(column: pa.ChunkedArray) -> Array:
+def to_float64(column: pa.ChunkedArray) -> Array:
     """Convert numbers ``[n]`` to float64; a null becomes NaN."""
     if not pa.types.is_float64(column.type):
         column = pc.cast(column, pa.float64(), safe=False)
     return column.combine_chunks().to_numpy(zero_copy_only=False)
 
 
-def hashes(values: pa.Array) -> Hashes:
-    """Hash integers or strings ``[n]`` to 64 bits; what a null gives is left open."""
+def scale_numbers(column: pa.ChunkedArray, scaling: Scaling) -> Array:
+    """Scale numbers ``[n]`` to float32, see `Scaling`. Differences are float64, because centers may be large."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        distances = (to_float64(column) - scaling.center) / scaling.scale
+    return np.where(np.isfinite(distances), np.arcsinh(distances), 0).astype(np.float32)
+
+
+def hash_values(values: pa.Array) -> Hashes:
+    """Hash integers or strings ``[n]`` to 64 bits. Hashes of nulls are undefined."""
     if pa.types.is_dictionary(values.type):
         if not len(values.dictionary):
             return np.zeros(len(values), dtype=np.uint64)
-        return hashes(values.dictionary)[_plain_numpy(values.indices)]
+        return hash_values(values.dictionary)[_integers_to_numpy(values.indices)]
     if is_text(values.type):
         if pa.types.is_string(values.type):
             values = values.cast(pa.large_string())
@@ -287,30 +304,26 @@ def hashes(values: pa.Array) -> Hashes:
         _, ends, data = values.buffers()
         offsets = np.frombuffer(ends, dtype=np.int64)[values.offset : values.offset + len(values) + 1]
         return hash_strings(offsets, np.frombuffer(data or b"", dtype=np.uint8))
-    return hash_integers(_plain_numpy(values))
+    return hash_integers(_integers_to_numpy(values))
 
 
-def hashable(values: pa.Array, column: str, place: Place) -> pa.Array:
-    """Convert ids ``[n]`` to values that `hashes` takes: whole floats become integers, and NaN null."""
+def to_hashable(values: pa.Array, column: str, location: RowLocation) -> pa.Array:
+    """Convert ids ``[n]`` to the types of `hash_values`: whole floats become integers, and NaN becomes null."""
     if not pa.types.is_floating(values.type):
         return values.cast(pa.int64()) if pa.types.is_null(values.type) else values
     limit = exact_integers(values.type)
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
     missing = np.isnan(numbers)
     bad = ~missing & ~((numbers == np.floor(numbers)) & (np.abs(numbers) <= limit))
-    place.refuse(
-        column,
-        "no whole numbers",
-        bad,
-        numbers,
-        "id {}",
-        f"ids of {values.type} must be whole numbers up to {limit:,}, the integers that it holds exactly: write "
-        "integers or strings, or make the column a numerical (`dense`)",
+    fix = (
+        f"expected whole numbers up to {limit:,}, the integers that {values.type} represents exactly. Write integers "
+        "or strings, or list the column in `dense`"
     )
+    location.refuse(column, "no whole numbers", bad, numbers, "id {}", fix)
     return pa.array(np.where(missing | bad, 0, numbers).astype(np.int64), mask=missing)
 
 
-def check_ids(array: pa.Array, column: SparseColumn, ids: Ids, place: Place) -> tuple[pa.Array, Array | None]:
+def check_ids(array: pa.Array, column: SparseColumn, ids: Ids, location: RowLocation) -> tuple[pa.Array, Array | None]:
     """Return ids ``[N]`` that can be hashed or are rows, and the ids per sample ``[n]``, or None if each has one.
 
     A null list is an empty bag. In a column of one id per sample it is a missing id.
@@ -321,101 +334,84 @@ def check_ids(array: pa.Array, column: SparseColumn, ids: Ids, place: Place) -> 
     if is_list(array.type):
         if column.ids == 1 and array.null_count:
             array = pc.fill_null(array, pa.scalar([None], array.type))
-        each = lengths(array)
-        refuse_lengths(each, column, place)
-        array, place = array.flatten(), place.of_lists(each)
-    values = hashable(array, column.name, place)
+        each = list_lengths(array)
+        refuse_lengths(each, column, location)
+        array, location = array.flatten(), location.of_lists(each)
+    values = to_hashable(array, column.name, location)
     if ids == "raw" and values.null_count:
-        fix = "ids that are rows must be there: fill them with an id, or hash values (ids: hash), where null is row 0"
+        fix = "expected a row. Replace missing ids, or hash values (ids: hash), which maps null to row 0"
         null = values.is_null().to_numpy(zero_copy_only=False)
-        place.refuse(column.name, "missing ids", null, values, "id {}", fix)
+        location.refuse(column.name, "missing ids", null, values, "id {}", fix)
     return values, each
 
 
-def refuse_lengths(lengths: Array, column: SparseColumn, place: Place) -> None:
+def refuse_lengths(lengths: Array, column: SparseColumn, location: RowLocation) -> None:
     """Raise `DataError` if a sample ``[n]`` has another number of ids than the schema declares."""
     if column.ids is not None:
-        fix = f"the schema says {column.ids:,}: cut or fill the lists, or set ids to null (ragged)"
-        place.refuse(column.name, "number of ids", lengths != column.ids, lengths, "{:,} ids", fix)
+        fix = f"expected {column.ids:,} as in the schema. Truncate or pad the lists, or set ids to null (ragged)"
+        location.refuse(column.name, "number of ids", lengths != column.ids, lengths, "{:,} ids", fix)
 
 
-def rows(values: pa.Array, column: SparseColumn, ids: Ids) -> Array:
-    """Return the rows of the table for checked ids ``[n]``; a null is row 0."""
+def ids_to_rows(values: pa.Array, column: SparseColumn, ids: Ids) -> Array:
+    """Return the table rows of checked ids ``[n]``; null is row 0."""
     if ids == "raw":
-        return _plain_numpy(decode(values)).astype(np.int64)
-    out = rows_of(hashes(values), column.rows)
+        return _integers_to_numpy(decode_dictionary(values)).astype(np.int64)
+    out = hashes_to_rows(hash_values(values), column.rows)
     if values.null_count:
         out[values.is_null().to_numpy(zero_copy_only=False)] = 0
-    return narrow(out, column)
+    return narrow_rows(out, column)
 
 
-def narrow(rows: Array, column: SparseColumn) -> Array:
-    """Return rows as int32 if the column's table has no more."""
+def narrow_rows(rows: Array, column: SparseColumn) -> Array:
+    """Return rows as int32 if the table is small enough."""
     return rows if column.rows > _INT32 else rows.astype(np.int32)
 
 
-def nulls(column: pa.ChunkedArray) -> NDArray[np.bool_]:
-    """Return which values ``[n]`` are null."""
+def null_mask(column: pa.ChunkedArray) -> NDArray[np.bool_]:
+    """Return whether each value ``[n]`` is null."""
     return column.is_null().to_numpy()
 
 
-# -- weights of ids ------------------------------------------------------------------------------------------------
+def read_id_weights(column: SparseColumn, array: pa.Array, ids: Array, location: RowLocation) -> Array:
+    """Return the weights ``[N]`` float32 of the ids of a column, given the number of ids of each row ``[n]``.
 
-
-def check_id_weights(column: SparseColumn, fields: pa.Schema, what: str) -> None:
-    """Raise `SpecError` unless the weights of a column are numbers, in lists where its ids are, in a file ``what``."""
-    ids, kind = (plain_type(fields.field(name).type) for name in (column.name, column.weights))
-    inner = kind.value_type if is_list(kind) else kind
-    where = f"{what}: column '{column.weights}' is {kind}"
-    if not (is_number(inner) or pa.types.is_null(inner)):
-        raise SpecError(f"{where}, must be numbers to be the weights of '{column.name}'{hint_for_struct(kind)}")
-    if not (pa.types.is_null(ids) or pa.types.is_null(kind)) and is_list(ids) != is_list(kind):
-        raise SpecError(f"{where}, and '{column.name}' is {ids}: give each id one weight, in a list where ids are one")
-
-
-def id_weights(column: SparseColumn, array: pa.Array, ids: Array, place: Place) -> Array:
-    """Return the weights ``[N]`` float32 of the ids of a column, of which each row ``[n]`` has ``ids``.
-
-    Each id has one finite weight. It may be negative or 0, as ``torch.nn.EmbeddingBag`` takes them.
+    Each id has one finite weight, also negative or 0, as in ``torch.nn.EmbeddingBag``.
     """
-    name, there = str(column.weights), per_row(array)
+    name, found = str(column.weights), values_per_row(array)
     if is_list(array.type):
         array = array.flatten()
     elif pa.types.is_null(array.type) and column.ids != 1:
-        there, array = np.zeros_like(there), array.slice(0, 0)  # all lists are missing
-    if len(wrong := np.flatnonzero(there != ids)):
-        fix = f"column '{column.name}' has {ids[wrong[0]]:,} ids there: give each id one weight"
-        place.refuse(name, "number of weights", there != ids, there, "{:,} weights", fix)
-    with np.errstate(over="ignore"):  # by way of float64, as JSON has numbers
-        weights = wide_numbers(pa.chunked_array([array])).astype(np.float32)
-    fix = (
-        "the weight of an id must be a finite number as float32 (negative ones and 0 are taken): mend the data, or "
-        f"leave out `weights` of '{column.name}'"
-    )
-    place.of_lists(there).refuse(name, "bad weights", ~np.isfinite(weights), array, "weight {}", fix)
+        found, array = np.zeros_like(found), array.slice(0, 0)  # all lists are missing
+    if len(wrong := np.flatnonzero(found != ids)):
+        fix = f"expected one weight for each of the {ids[wrong[0]]:,} ids of column '{column.name}'"
+        location.refuse(name, "number of weights", found != ids, found, "{:,} weights", fix)
+    with np.errstate(over="ignore"):  # float64 first, as JSON parsers do
+        weights = to_float64(pa.chunked_array([array])).astype(np.float32)
+    fix = f"expected a finite float32. Correct the data, or remove `weights` of '{column.name}'"
+    location.of_lists(found).refuse(name, "bad weights", ~np.isfinite(weights), array, "weight {}", fix)
     return weights
 
 
-def per_row(array: pa.Array) -> Array:
+def values_per_row(array: pa.Array) -> Array:
     """Return the number of values of each row ``[n]`` int64: the length of a list, else 1."""
-    return lengths(array) if is_list(array.type) else np.ones(len(array), np.int64)
+    return list_lengths(array) if is_list(array.type) else np.ones(len(array), np.int64)
 
 
-def lengths(array: pa.Array) -> Array:
-    """Values per list ``[n]`` int64, 0 for null."""
-    return _plain_numpy(pc.list_value_length(array)).astype(np.int64)
+def list_lengths(array: pa.Array) -> Array:
+    """Return the values per list ``[n]`` int64, 0 for null."""
+    return _integers_to_numpy(pc.list_value_length(array)).astype(np.int64)
 
 
-def shown(value: pa.Scalar) -> str:
-    """A value as messages have it; bytes that are text as text."""
+def format_scalar(value: pa.Scalar) -> str:
+    """Format a value for messages. Bytes are shown as text."""
     found = value.as_py()
     if isinstance(found, bytes):
         found = found.decode("utf-8", "backslashreplace")
     return repr(found) if isinstance(found, str) else str(found)
 
 
-def _plain_numpy(values: pa.Array) -> Array:
-    """Convert integers or booleans, with 0 for null. NumPy's own conversion of nulls makes floats."""
+def _integers_to_numpy(values: pa.Array) -> Array:
+    """Convert integers or booleans, with 0 for null, because NumPy would convert nulls to floats."""
     if values.null_count:
         values = pc.fill_null(values, pa.scalar(0).cast(values.type))
     return values.to_numpy(zero_copy_only=False)

@@ -1,9 +1,10 @@
-"""Carry a batch between processes as one Arrow IPC message (`batch_to_buffer`), or as a header and bytes (`packed`).
+"""Send a batch between processes as one Arrow IPC buffer (`batch_to_buffer`), or as a header and bytes (`pack_batch`).
 
-The message has a column for each tensor, with one row, a list of all its elements. Its metadata say shapes, dtypes that
-Arrow lacks, names, and what else is to travel with it. Reading copies nothing: tensors are views of the message.
+The Arrow buffer has one column per tensor, with one row: a list of its elements. Metadata hold shapes, names, dtypes
+that Arrow lacks, and other plain values. Reading copies nothing, because tensors are views of the buffer.
 
-`packed` bytes may travel, and be read, in the memory of a device; the header, which is plain, stays on the host.
+`pack_batch` is for bytes that are sent and read in the memory of a device. Its header, of plain values, stays on the
+host.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _EXTRA = "extra."
 _OF_ARROW = frozenset(
     {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.float16, torch.float32, torch.float64}
 )
+ALIGNMENT = 16
+"""Alignment of each tensor of `pack_batch` in bytes. Kernels are compiled for it."""
 
 
 def batch_to_buffer(batch: Batch | None, about: Mapping[str, Any] | None = None) -> pa.Buffer:
-    """Write a batch in CPU memory, or none, and plain values beside it."""
+    """Serialize a batch in CPU memory, or None, with plain values ``about``."""
     tensors = {} if batch is None else _tensors(batch)
-    header: dict[str, Any] = {"about": dict(about or {}), "batch": None}
-    if batch is not None:
-        header["batch"] = _described(batch)
+    header: dict[str, Any] = {"about": dict(about or {}), "batch": None if batch is None else _layout(batch)}
     header["tensors"] = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
     columns = [_one_list(t) for t in tensors.values()]
     schema = pa.schema(
@@ -47,59 +48,54 @@ def batch_to_buffer(batch: Batch | None, about: Mapping[str, Any] | None = None)
 
 
 def batch_from_buffer(message: Any) -> tuple[Batch | None, dict[str, Any]]:
-    """Read what `batch_to_buffer` wrote, of anything that has its bytes; the batch is a view of them."""
+    """Deserialize the batch and ``about`` of `batch_to_buffer`. The batch is a view of the buffer."""
     stored = pa.ipc.open_stream(message).read_next_batch()
     header = json.loads(stored.schema.metadata[_KEY])
     tensors: dict[str, Tensor] = {}
     for (name, (dtype, shape)), column in zip(header["tensors"].items(), stored.columns, strict=True):
         tensors[name] = torch.from_dlpack(column.values).view(getattr(torch, dtype)).view(shape)
-    about = header["batch"]
-    return None if about is None else _batch_of(about, tensors), header["about"]
+    layout = header["batch"]
+    return None if layout is None else _build_batch(layout, tensors), header["about"]
 
 
-ALIGNMENT = 16
-"""Each tensor of `packed` bytes begins at a multiple of it, for which kernels are compiled."""
-
-
-def packed(batch: Batch) -> tuple[dict[str, Any], list[tuple[int, Tensor]], int]:
-    """Return a batch as a header, and its tensors with where each begins among so many bytes; see `unpacked`."""
-    places: list[tuple[int, Tensor]] = []
-    described: dict[str, Any] = {}
+def pack_batch(batch: Batch) -> tuple[dict[str, Any], list[tuple[int, Tensor]], int]:
+    """Return the header of a batch, its tensors with their byte offsets, and the total bytes; see `unpack_batch`."""
+    offsets: list[tuple[int, Tensor]] = []
+    tensors: dict[str, Any] = {}
     end = 0
     for name, t in _tensors(batch).items():
-        described[name] = [str(t.dtype).removeprefix("torch."), list(t.shape), end]
-        places.append((end, t))
+        tensors[name] = [str(t.dtype).removeprefix("torch."), list(t.shape), end]
+        offsets.append((end, t))
         end += t.nbytes + -t.nbytes % ALIGNMENT
     verified = sorted(batch.sparse.verified)
-    return {"batch": _described(batch), "tensors": described, "verified": verified}, places, end
+    return {"batch": _layout(batch), "tensors": tensors, "verified": verified}, offsets, end
 
 
-def unpacked(header: Mapping[str, Any], content: Tensor) -> Batch:
-    """Return the batch whose header this is, as views of its bytes ``[n]`` uint8, on whatever device they are."""
+def unpack_batch(header: Mapping[str, Any], content: Tensor) -> Batch:
+    """Return the batch of a header as views of its bytes ``[n]`` uint8, on any device."""
     tensors: dict[str, Tensor] = {}
-    for name, (kind, shape, start) in header["tensors"].items():
-        dtype: torch.dtype = getattr(torch, kind)
+    for name, (dtype_name, shape, start) in header["tensors"].items():
+        dtype: torch.dtype = getattr(torch, dtype_name)
         tensors[name] = content[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-    batch = _batch_of(header["batch"], tensors)
+    batch = _build_batch(header["batch"], tensors)
     batch.sparse.mark_verified((name, limit) for name, limit in header["verified"])
     return batch
 
 
-def _described(batch: Batch) -> dict[str, Any]:
-    """What a batch is beside its tensors."""
+def _layout(batch: Batch) -> dict[str, Any]:
     sparse = batch.sparse
     return {"names": sparse.names, "fixed": sparse.fixed, "size": len(sparse), "starts": sparse.starts}
 
 
-def _batch_of(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
+def _build_batch(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
     sparse = Jagged(
-        about["names"],
+        layout["names"],
         tensors["values"],
-        batch_size=about["size"],
-        fixed=about["fixed"],
+        batch_size=layout["size"],
+        fixed=layout["fixed"],
         offsets=tensors.get("offsets"),
         weights=tensors.get("id_weights"),
-        starts=tuple(about["starts"]),
+        starts=tuple(layout["starts"]),
     )
     return Batch(
         sparse=sparse,

@@ -1,16 +1,26 @@
-"""Run pure tasks on an executor: threads or processes here, a Dask or Ray cluster, or any that a user has made.
+"""Run pure tasks on an executor: local threads or processes, a Dask or Ray cluster, or any executor of the user.
 
-A task is a function of its arguments that writes its result under a name of its own, whole or not at all. So it does
-not matter where it runs, how often, or in which order: a worker that is killed costs a repetition.
+A task is a function of its argument that writes its result under a unique name, atomically. So a task may run
+anywhere, repeatedly and in any order, and a killed worker costs only a repetition.
+
+Clusters must exist already, or are started on this machine (``dask:local``, ``ray:local``). They provide scheduling,
+retries, addresses and authentication. hotbed adds `RayExecutor` and errors that name the worker (`run_on_worker`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import pickle
+import platform
+import re
+import signal
+import socket
 import threading
+import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import (
     BrokenExecutor,
     CancelledError,
@@ -20,36 +30,44 @@ from concurrent.futures import (
     ThreadPoolExecutor,
     wait,
 )
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from importlib.metadata import version
 from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from shutil import rmtree
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 from uuid import uuid4
 from weakref import WeakSet
 
-from hotbed.data.clusters import LOCAL, Cluster, dask_cluster, on_worker, ray_cluster, versions
-from hotbed.errors import SpecError, WorkerError
-from hotbed.machine import usable_cores
+from typing_extensions import override
+
+from hotbed.errors import DataError, SpecError, WorkerError
+from hotbed.machine import release, usable_cores
 
 A = TypeVar("A")
+P = ParamSpec("P")
 R = TypeVar("R")
 
 _log = logging.getLogger("hotbed")
 
-_START_AGAIN = (
-    "what was done is kept: start the same command again, with less --memory or fewer --workers if it ran out"
-)
-_FROM_CHECKPOINT = "see what they have logged, give them more memory if it ran out, and go on from the last checkpoint"
+LOCAL = "local"
+"""Address of a cluster that is started on this machine, and stopped afterwards."""
+STARTED_HERE = ("threads", "processes", f"dask:{LOCAL}", f"ray:{LOCAL}")
+"""Executors that start workers on this machine, so that the number of workers can be set."""
+_RESUME_COMMAND = "Run the same command again to resume, with less --memory or fewer --workers if memory ran out"
+_RESUME_CHECKPOINT = "See the workers' logs, give them more memory if it ran out, and resume from the last checkpoint"
 _RETRIES = 4
 _IN_FLIGHT = 64
+_CONNECT_S = 8
 
 
 @dataclass(eq=False)
-class Pending(Generic[A, R]):
-    """A task that was begun, and the future of its present attempt; of one that was given up, ``attempts`` is 0."""
+class RunningTask(Generic[A, R]):
+    """A submitted task, and the future of its current attempt. ``attempts`` is 0 if the task was cancelled."""
 
     task: Callable[[A], R]
     argument: A
@@ -58,33 +76,33 @@ class Pending(Generic[A, R]):
 
 
 class Tasks:
-    """Run tasks on an executor, again where their workers were lost."""
+    """Run tasks on an executor, and repeat tasks of lost workers."""
 
     def __init__(
         self,
-        make: Callable[[], Executor],  # called again when the processes of the executor have died
+        make: Callable[[], Executor],  # called again when the processes of the executor were killed
         in_flight: Callable[[], int],  # number of tasks to submit at once; called again when as many have ended
         *,
-        lost: tuple[type[BaseException], ...] = (BrokenExecutor,),  # errors that mean that workers were lost
+        lost: tuple[type[BaseException], ...] = (BrokenExecutor,),  # errors of lost workers
         retries: int = 0,  # how often the task of a lost worker is submitted again
-        make_anew: bool = False,  # whether a retry needs a new executor, because all processes of a pool end with one
+        recreate: bool = False,  # whether a retry needs a new executor, because all processes of a pool end with one
         can_cancel: bool = False,  # whether a cancelled task does not run
         elsewhere: bool = False,  # whether other machines run tasks, so that versions and files are checked
     ) -> None:
         self._make, self._in_flight, self._lost = make, in_flight, lost
-        self._retries, self._make_anew, self._can_cancel, self._elsewhere = retries, make_anew, can_cancel, elsewhere
+        self._retries, self._recreate, self._can_cancel, self._elsewhere = retries, recreate, can_cancel, elsewhere
         self._executor = make()
         self._lock = threading.Lock()
-        self._pending = WeakSet[Pending[Any, Any]]()  # those that somebody may ask for
+        self._running = WeakSet[RunningTask[Any, Any]]()
 
     @staticmethod
     def of(executor: Executor) -> Tasks:
-        """Tasks on an executor that a user has made, which stays open."""
+        """Return tasks on an executor of the user, which stays open."""
         return Tasks(lambda: executor, lambda: _IN_FLIGHT, retries=_RETRIES, elsewhere=True)
 
     def map(self, task: Callable[[A], R], arguments: Iterable[A]) -> Iterator[R]:
-        """Results in the order of the arguments; the first error in that order is raised when the others have ended."""
-        left, running = iter(arguments), deque[Pending[A, R]]()
+        """Yield results in the order of the arguments. The first error is raised when all running tasks have ended."""
+        left, running = iter(arguments), deque[RunningTask[A, R]]()
         most, ended = self._in_flight(), 0
         try:
             while True:
@@ -92,7 +110,7 @@ class Tasks:
                     running.append(self.submit(task, argument))
                 if not running:
                     return
-                result = self.result(running[0], advice=_START_AGAIN)
+                result = self.result(running[0], advice=_RESUME_COMMAND)
                 running.popleft()
                 ended += 1
                 if ended == most:
@@ -100,89 +118,89 @@ class Tasks:
                 yield result
         finally:
             if self._can_cancel:
-                for pending in running:
-                    self.cancel(pending)
-            # Of tasks that run on a cluster nothing else says when they have ended, and write no more.
-            wait([pending.future for pending in running if not pending.future.cancelled()])
+                for one in running:
+                    self.cancel(one)
+            # Tasks on a cluster may still write files, so the caller must not clean up before they have ended.
+            wait([one.future for one in running if not one.future.cancelled()])
 
-    def _is_lost(self, future: Future[Any]) -> bool:
-        if future.cancelled():
-            return issubclass(CancelledError, self._lost)
-        return future.done() and isinstance(future.exception(), self._lost)
+    def submit(self, task: Callable[[A], R], argument: A) -> RunningTask[A, R]:
+        """Submit a task. `submit`, `result` and `cancel` are thread-safe."""
+        with self._lock:
+            running = RunningTask(task, argument, self._submit(task, argument))
+            self._running.add(running)
+        return running
 
-    def _submitted(self, task: Callable[[A], R], argument: A) -> Future[R]:
-        """A future, which has failed already where workers were lost before the task was taken."""
+    def result(self, running: RunningTask[A, R], *, advice: str = _RESUME_CHECKPOINT) -> R:
+        """Wait for a task. It is repeated if its worker is lost; the final error ends with ``advice``."""
+        while True:
+            future = running.future
+            try:
+                return future.result()
+            except self._lost as error:
+                self._retry(running, future, error, advice)
+            except (ImportError, RuntimeError) as error:
+                # Dask's scheduler unpickles tasks, too, and chains its error to this one.
+                missing = error if isinstance(error, ImportError) else error.__cause__
+                if not self._elsewhere or not isinstance(missing, ImportError):
+                    raise
+                raise WorkerError(
+                    f"a worker cannot import {missing.name or missing}. Install the same packages on all workers, and "
+                    "on the scheduler of Dask"
+                ) from error
+
+    def cancel(self, running: RunningTask[A, R]) -> None:
+        """Cancel a task."""
+        with self._lock:
+            running.attempts = 0
+        running.future.cancel()
+
+    def close(self) -> None:
+        """Wait until the executor has stopped."""
+        self._executor.shutdown()
+
+    def _submit(self, task: Callable[[A], R], argument: A) -> Future[R]:
+        """Return a future, which has already failed if workers were lost before the task was accepted."""
         try:
             if self._elsewhere:
-                return self._executor.submit(on_worker, versions(), task, argument)
+                return self._executor.submit(run_on_worker, versions(), task, argument)
             return self._executor.submit(task, argument)
         except self._lost as error:
             failed = Future[R]()
             failed.set_exception(error)
             return failed
 
-    def submit(self, task: Callable[[A], R], argument: A) -> Pending[A, R]:
-        """Begin a task, which `result` waits for. This, `result` and `cancel` are safe from several threads."""
+    def _retry(self, running: RunningTask[A, R], failed: Future[R], error: BaseException, advice: str) -> None:
+        """Submit a task of a lost worker again, and all others that were lost with it."""
         with self._lock:
-            pending = Pending(task, argument, self._submitted(task, argument))
-            self._pending.add(pending)
-        return pending
-
-    def result(self, pending: Pending[A, R], *, advice: str = _FROM_CHECKPOINT) -> R:
-        """Wait for a task, which is run again where workers were lost; where they always are, say what to do."""
-        while True:
-            future = pending.future
-            try:
-                return future.result()
-            except self._lost as error:
-                self._submit_again(pending, future, error, advice)
-            except (ImportError, RuntimeError) as error:
-                # Dask's scheduler reads tasks, too, and raises its error from this one.
-                missing = error if isinstance(error, ImportError) else error.__cause__
-                if not self._elsewhere or not isinstance(missing, ImportError):
-                    raise
-                raise WorkerError(
-                    f"a worker cannot import {missing.name or missing}; install on all workers what is installed here, "
-                    "and on the scheduler of Dask"
-                ) from error
-
-    def cancel(self, pending: Pending[A, R]) -> None:
-        """Give up a task, whose result nobody wants."""
-        with self._lock:
-            pending.attempts = 0
-        pending.future.cancel()
-
-    def _submit_again(self, pending: Pending[A, R], failed: Future[R], error: BaseException, advice: str) -> None:
-        """Submit a task again whose worker was lost, and all others that were lost with it."""
-        with self._lock:
-            if not pending.attempts:
+            if not running.attempts:
                 raise CancelledError
-            if pending.future is not failed:
-                return  # another thread did
+            if running.future is not failed:
+                return  # another thread has submitted it
             reason = " ".join(str(error).split()) or type(error).__name__
-            if pending.attempts > self._retries:
-                times = f", {pending.attempts} times at the same task" if pending.attempts > 1 else ""
-                raise WorkerError(f"workers died, or cannot be reached{times} ({reason}); {advice}") from None
-            pending.attempts += 1
-            if self._make_anew:
+            if running.attempts > self._retries:
+                times = f" {running.attempts} times at the same task" if running.attempts > 1 else ""
+                raise WorkerError(f"workers were killed or are unreachable{times} ({reason}). {advice}") from None
+            running.attempts += 1
+            if self._recreate:
                 self._executor.shutdown()
                 self._executor = self._make()
-            others = [one for one in self._pending if one is not pending and one.attempts and self._is_lost(one.future)]
-            _log.warning("workers died (%s); %d tasks are run again", reason, 1 + len(others))
-            for one in (pending, *others):
-                one.future = self._submitted(one.task, one.argument)
+            others = [one for one in self._running if one is not running and one.attempts and self._is_lost(one.future)]
+            _log.warning("workers were killed (%s); repeating %d tasks", reason, 1 + len(others))
+            for one in (running, *others):
+                one.future = self._submit(one.task, one.argument)
 
-    def close(self) -> None:
-        """Wait for the executor's end."""
-        self._executor.shutdown()
+    def _is_lost(self, future: Future[Any]) -> bool:
+        if future.cancelled():
+            return issubclass(CancelledError, self._lost)
+        return future.done() and isinstance(future.exception(), self._lost)
 
 
 @contextmanager
 def task_directory(out: Path) -> Generator[Path]:
-    """Give a hidden directory to write a task's result into, and rename it to ``out`` when the body succeeds.
+    """Yield a hidden directory for a task's result, and rename it to ``out`` when the body succeeds.
 
-    A task may run twice at once, where a worker is taken for lost: each run has a directory of its own, and what is
-    there first stays. Nothing is made where the preparation has ended, and has taken the directory of results away.
+    If a task runs twice at once, e.g. because its worker seemed lost, each run has its own directory, and the first
+    result is kept. Nothing is created after the preparation has ended and removed the parent directory.
     """
     unfinished = out.with_name(f".{out.name}.unfinished-{uuid4().hex[:8]}")
     unfinished.mkdir()
@@ -199,23 +217,23 @@ def task_directory(out: Path) -> Generator[Path]:
 
 @contextmanager
 def open_tasks(executor: str | Executor, workers: int | None = None) -> Generator[Tasks]:
-    """Make an executor by its name, or take one that a user has made, which stays open; what `hotbed.prepare` runs on.
+    """Create an executor by its name for `hotbed.prepare`, or use an executor of the user, which stays open.
 
-    What reads for a `Loader` is opened by `hotbed.data.open_readers`.
+    `hotbed.data.open_readers` is the variant for a `Loader`.
     """
     if isinstance(executor, Executor):
         yield Tasks.of(executor)
         return
-    kind, _, address = executor.partition(":")
+    scheme, _, address = executor.partition(":")
     count = workers or usable_cores()
-    if kind in _CLUSTERS:
-        connect, example = _CLUSTERS[kind]
+    if scheme in _CLUSTERS:
+        connect, example = _CLUSTERS[scheme]
         if not address:
-            raise SpecError(f"executor is {executor!r}, needs an address, such as {example}")
+            raise SpecError(f"executor: got {executor!r}, expected an address, e.g. {example}")
         if workers is not None and executor not in STARTED_HERE:
-            raise SpecError(f"workers is {workers:,}, but {executor} has workers of its own; leave it out")
+            raise SpecError(f"workers: got {workers:,}, but {executor} has its own workers. Remove workers")
         # Ray's client servers have the scheme of the executor: ray://HOST:10001.
-        with connect(f"{kind}:{address}" if address.startswith("//") else address, workers) as cluster:
+        with connect(f"{scheme}:{address}" if address.startswith("//") else address, workers) as cluster:
             yield Tasks(
                 lambda: cluster.executor,
                 lambda: max(_IN_FLIGHT, 2 * cluster.slots()),
@@ -227,25 +245,17 @@ def open_tasks(executor: str | Executor, workers: int | None = None) -> Generato
         return
     if executor not in _LOCAL:
         raise SpecError(
-            f"executor is {executor!r}, must be threads, processes, dask:ADDRESS or ray:ADDRESS (dask:local and "
-            "ray:local start a cluster on this machine)"
+            f"executor: got {executor!r}, expected threads, processes, dask:ADDRESS or ray:ADDRESS. Use dask:local or "
+            "ray:local to start a cluster on this machine"
         )
-    tasks = Tasks(lambda: _LOCAL[executor](count), lambda: 2 * count, retries=_RETRIES, make_anew=True, can_cancel=True)
+    tasks = Tasks(lambda: _LOCAL[executor](count), lambda: 2 * count, retries=_RETRIES, recreate=True, can_cancel=True)
     try:
         yield tasks
     finally:
         tasks.close()
 
 
-_CLUSTERS: dict[str, tuple[Callable[[str, int | None], AbstractContextManager[Cluster]], str]] = {
-    "dask": (dask_cluster, "dask:tcp://HOST:8786, or dask:local to start a cluster on this machine"),
-    "ray": (ray_cluster, "ray:HOST:6379, ray:auto on a machine of the cluster, or ray:local to start one"),
-}
-"""Connects to a cluster, and an example of its address."""
-
-
-STARTED_HERE = ("threads", "processes", f"dask:{LOCAL}", f"ray:{LOCAL}")
-"""Executors whose workers are started on this machine, so that their number can be chosen."""
+# -- local executors -------------------------------------------------------------------------------------------------
 
 
 def _threads(workers: int) -> Executor:
@@ -253,7 +263,7 @@ def _threads(workers: int) -> Executor:
 
 
 def _processes(workers: int) -> Executor:
-    # A process that is forked while other threads run may hang in their locks.
+    # Forked processes may deadlock in locks of other threads, so processes are spawned.
     return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin_process)
 
 
@@ -261,13 +271,231 @@ _LOCAL: dict[str, Callable[[int], Executor]] = {"threads": _threads, "processes"
 
 
 def _begin_process() -> None:
-    """Compute on one thread, and end when the process that gives the tasks does."""
+    """Compute on one thread, and exit when the parent process exits."""
     os.environ.setdefault("POLARS_MAX_THREADS", "1")
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
+
+
+# -- clusters --------------------------------------------------------------------------------------------------------
+
+
+class Cluster(NamedTuple):
+    """A cluster that this process is connected to."""
+
+    executor: Executor
+    lost: tuple[type[BaseException], ...]  # errors of lost workers, or of a lost cluster
+    slots: Callable[[], int]  # returns the current number of concurrent tasks, because workers join and leave
+    can_cancel: bool  # whether a cancelled call does not run
+
+
+@contextmanager
+def dask_cluster(address: str, workers: int | None = None) -> Generator[Cluster]:
+    """Connect to the scheduler of a Dask cluster (``tcp://HOST:8786``), or start a cluster here (``local``)."""
+    try:
+        from distributed import Client, KilledWorker, LocalCluster
+        from distributed.comm.core import CommClosedError
+    except ImportError:
+        raise SpecError(f"executor dask:{address} needs Dask. pip install 'hotbed[dask]'") from None
+    with ExitStack() as stack:
+        target: Any = address
+        if address == LOCAL:
+            # Tasks bound their own memory, and a worker must not be killed because of the memory of other processes.
+            options: dict[str, Any] = {"threads_per_worker": 1, "dashboard_address": None, "memory_limit": 0}
+            target = stack.enter_context(LocalCluster(n_workers=workers or usable_cores(), **options))
+        try:
+            if address != LOCAL:
+                _check_scheduler(address)
+            # Results are fetched from workers directly, because the scheduler would be the bottleneck.
+            client = Client(target, timeout=_CONNECT_S, set_as_default=False, direct_to_workers=True)
+        except (OSError, ValueError) as error:
+            raise WorkerError(
+                f"the scheduler dask:{address} is unreachable ({error}). Check that it is running, or use dask:local "
+                "to start a cluster on this machine"
+            ) from None
+        stack.callback(client.close)
+        lost = (KilledWorker, CommClosedError, CancelledError)
+        with client.get_executor(pure=False) as executor:
+            yield Cluster(executor, lost, partial(_dask_slots, client), can_cancel=False)
+
+
+def _check_scheduler(address: str) -> None:
+    """Raise `OSError` or `ValueError` unless a scheduler answers. A `Client` alone would wait for a minute."""
+    from distributed.comm.core import connect
+    from distributed.security import Security
+
+    async def ask() -> None:
+        arguments: dict[str, Any] = Security().get_connection_args("client")
+        comm = await connect(address, timeout=_CONNECT_S, **arguments)
+        await comm.close()
+
+    def run() -> None:
+        try:
+            answered.set_result(asyncio.run(ask()))
+        except BaseException as error:
+            answered.set_exception(error)
+
+    answered = Future[None]()
+    threading.Thread(target=run, name="reach dask", daemon=True).start()  # name resolution may take longer
+    try:
+        answered.result(_CONNECT_S + 1)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no answer in {_CONNECT_S} s") from None
+
+
+def _dask_slots(client: Any) -> int:
+    try:
+        return sum(client.nthreads().values())
+    except OSError:  # the scheduler is lost, and so tasks will fail
+        return 0
+
+
+@contextmanager
+def ray_cluster(address: str, workers: int | None = None) -> Generator[Cluster]:
+    """Connect to a Ray cluster, or start one here (``local``) with ``workers`` concurrent tasks (default: cores).
+
+    An address is ``auto`` (the cluster of this machine or of ``RAY_ADDRESS``), ``HOST:6379`` on a machine of the
+    cluster, or ``ray://HOST:10001`` from any other machine, through Ray's client server (``pip install
+    'ray[client]'``). An existing connection of this process is used and stays open.
+    """
+    try:
+        ray: Any = import_module("ray")
+    except ImportError:
+        raise SpecError(f"executor ray:{address} needs Ray. pip install 'hotbed[ray]'") from None
+    was_connected: bool = ray.is_initialized()
+    if not was_connected:
+        _connect_ray(ray, address, workers)
+    elif address not in ("auto", connected := str(ray.get_runtime_context().gcs_address)):
+        raise SpecError(f"executor: got ray:{address}, but this process is connected to ray:{connected}. Use ray:auto")
+    try:
+        with RayExecutor() as executor:
+            yield Cluster(executor, (BrokenExecutor,), lambda: int(ray.cluster_resources().get("CPU", 0)), True)
+    finally:
+        if not was_connected:
+            ray.shutdown()
+
+
+def _connect_ray(ray: Any, address: str, workers: int | None) -> None:
+    """Connect to a cluster, and keep the handler of SIGTERM, because Ray's handler would end the process."""
+    found = re.fullmatch(r"(?:ray://)?(?P<host>[^/]+):(?P<port>\d{1,5})", address)
+    if found is None and address not in ("auto", LOCAL):
+        raise SpecError(
+            f"executor: got 'ray:{address}', expected ray:auto, ray:HOST:6379, ray://HOST:10001 (a client server) or "
+            "ray:local (a cluster on this machine)"
+        )
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    if address == LOCAL:
+        options |= {"num_cpus": workers or usable_cores(), "include_dashboard": False}
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        if found is not None:  # Ray itself tries for minutes
+            socket.create_connection((found["host"].strip("[]"), int(found["port"])), _CONNECT_S).close()
+        ray.init(address, **options)
+    except (OSError, OverflowError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
+        reason = " ".join(str(error).split())
+        if "ersion mismatch" in reason:
+            raise WorkerError(
+                f"the cluster ray:{address} has other versions ({reason}). Install the versions of the cluster"
+            ) from None
+        raise WorkerError(
+            f"the cluster ray:{address} is unreachable ({reason}). Check that it is running, or use ray:local to start "
+            "a cluster on this machine. If it requires a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to "
+            "the file of the token"
+        ) from None
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+class RayExecutor(ThreadPoolExecutor):
+    """Run calls as tasks of the Ray cluster that this process is connected to.
+
+    One thread waits for each running task. Calls that wait for a thread can be cancelled. Calls must be repeatable,
+    because Ray repeats tasks of killed workers (3 times by default). Arrays in results are read-only views of Ray's
+    object store.
+    """
+
+    def __init__(self, tasks: int = 1024) -> None:
+        super().__init__(tasks, thread_name_prefix="ray")
+        self._ray: Any = import_module("ray")
+        self._task: Any = self._ray.remote(_call)
+
+    @override
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Submit a call, see `concurrent.futures.Executor.submit`. `BrokenExecutor` reports repeatedly lost workers."""
+        return super().submit(self._run, fn, args, kwargs)
+
+    def _run(self, fn: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        errors = self._ray.exceptions
+        try:
+            result, error, stack = self._ray.get(self._task.remote(fn, args, kwargs))
+        except errors.RayTaskError as failed:  # errors of importing and pickling, before or after the call
+            missing = re.search(r"No module named '([\w.]+)'", str(failed.cause))
+            if missing is not None:
+                raise ModuleNotFoundError(missing[0], name=missing[1]) from None
+            raise failed.cause from None
+        except errors.RayError as lost:
+            raise BrokenExecutor(f"Ray: {lost}") from lost
+        if error is not None:
+            raise error from _RaisedByWorker(stack)
+        return result
+
+
+class _RaisedByWorker(Exception):  # noqa: N818
+    """The traceback of an error of a worker, as text."""
+
+
+def _call(
+    fn: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[R, None, str] | tuple[None, BaseException, str]:
+    """Return the result of a call, or its error with the traceback, because Ray would change the type of the error."""
+    try:
+        return fn(*args, **kwargs), None, ""
+    except BaseException as error:
+        stack = "".join(traceback.format_exception(error))
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            error = RuntimeError(f"{type(error).__qualname__}: {error}")
+        return None, error, f"on {platform.node()}:\n{stack}"
+
+
+_CLUSTERS: dict[str, tuple[Callable[[str, int | None], AbstractContextManager[Cluster]], str]] = {
+    "dask": (dask_cluster, "dask:tcp://HOST:8786, or dask:local to start a cluster on this machine"),
+    "ray": (ray_cluster, "ray:HOST:6379, ray:auto on a machine of the cluster, or ray:local to start one"),
+}
+"""The function that connects to a cluster, and an example of its address."""
+
+_DECIDE_BYTES = ("numpy", "pyarrow", "polars")
+"""Packages besides hotbed that may change written bytes between versions."""
+
+
+@cache
+def versions() -> Mapping[str, str]:
+    """Return the versions that must be equal in all processes that write one dataset."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"hotbed": release(), "Python": python, **{name: version(name) for name in _DECIDE_BYTES}}
+
+
+def run_on_worker(expected: Mapping[str, str], task: Callable[[A], R], argument: A) -> R:
+    """Run a task on a worker of a cluster, and name the worker in errors about its versions and files."""
+    different = {name: (here, expected[name]) for name, here in versions().items() if here != expected[name]}
+    if different:
+        found = ", ".join(f"{name} {here} (expected {there})" for name, (here, there) in different.items())
+        raise WorkerError(
+            f"the worker on {platform.node()}: got {found}, but other versions may write other bytes. Install the "
+            "versions of this machine on all workers, and run the command again"
+        )
+    try:
+        return task(argument)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"the worker on {platform.node()} (process {os.getpid()}, in {Path.cwd()}) does not find "
+            f"{error.filename or error}. Use paths that all workers share, on a shared disk or at a URI"
+        ) from error

@@ -1,12 +1,12 @@
-"""Hash ids and strings to table rows, the same in every run, process and release.
+"""Hash ids and strings to table rows. Results are the same in every run, process and release.
 
 - An integer, as 64 bits x: ``h = mix(x)``.
 - A string, as UTF-8 bytes padded with zeros to 8-byte little-endian words w₀, w₁, …: ``h = mix(length)``, then
   ``h = mix(h ^ w)`` for each word.
 - The row: ``1 + h mod (rows − 1)``. Row 0 is for missing values.
 
-``mix`` is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)
-after adding its increment, so that 0 is not a fixed point.
+``mix`` is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+It first adds SplitMix64's increment, so that 0 is not a fixed point.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ HASH = (
     "mix(x), modulo 2^64: x += 0x9E3779B97F4A7C15; x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9; "
     "x = (x ^ x >> 27) * 0x94D049BB133111EB; x ^= x >> 31"
 )
-"""The same in one paragraph, for programs that hash values themselves."""
+"""Description of the hash in one paragraph, for programs that hash values themselves."""
 
 
 def mix(x: Hashes) -> Hashes:
-    """Bijection of 64-bit words ``[n]`` in which every bit of the input changes about half of the output's."""
+    """Return a bijection of 64-bit words ``[n]``: each input bit changes about half of the output bits."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
@@ -38,20 +38,19 @@ def mix(x: Hashes) -> Hashes:
 
 
 def hash_integers(values: NDArray[Any]) -> Hashes:
-    """Hash integers ``[n]`` of any width; equal numbers have equal hashes in all widths."""
-    wide = values if values.dtype == np.uint64 else values.astype(np.int64).view(np.uint64)
-    return mix(wide)
+    """Hash integers ``[n]`` of any width. Equal numbers have equal hashes in all widths."""
+    return mix(values if values.dtype == np.uint64 else values.astype(np.int64).view(np.uint64))
 
 
 def hash_strings(offsets: NDArray[Any], data: NDArray[np.uint8]) -> Hashes:
-    """Hash byte strings ``[n]``, where string i is ``data[offsets[i] : offsets[i + 1]]``."""
+    """Hash byte strings ``[n]``. String i is ``data[offsets[i] : offsets[i + 1]]``."""
     starts, lengths = offsets[:-1].astype(np.int64), np.diff(offsets).astype(np.int64)
     h = mix(lengths.astype(np.uint64))
     padded = np.concatenate([data, np.zeros(8, dtype=np.uint8)])
-    words = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))  # the 8 bytes from each byte on
+    words = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))  # the 8 bytes that begin at each byte
     active = np.flatnonzero(lengths > 0)
     at = 0
-    while len(active):  # one turn per 8 bytes of the longest string, over the strings that are that long
+    while len(active):  # one iteration per word of the longest string, over the strings that have this word
         word = words[starts[active] + at]
         beyond = np.maximum(at + 8 - lengths[active], 0).astype(np.uint64) * np.uint64(8)
         h[active] = mix(h[active] ^ (word & (np.uint64(0xFFFFFFFFFFFFFFFF) >> beyond)))
@@ -60,6 +59,6 @@ def hash_strings(offsets: NDArray[Any], data: NDArray[np.uint8]) -> Hashes:
     return h
 
 
-def rows_of(hashes: Hashes, rows: int) -> NDArray[np.int64]:
-    """Rows ``1 … rows − 1`` of a table for hashes ``[n]``."""
+def hashes_to_rows(hashes: Hashes, rows: int) -> NDArray[np.int64]:
+    """Return the table rows ``1 … rows − 1`` of hashes ``[n]``."""
     return (np.uint64(1) + hashes % np.uint64(rows - 1)).astype(np.int64)

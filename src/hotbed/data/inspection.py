@@ -25,8 +25,8 @@ from hotbed.data.drafting.profile import ColumnProfile, most_distinct, take_samp
 from hotbed.data.drafting.roles import LABEL_NAMES, RATING_NAMES, find_labels
 from hotbed.data.encoding.encoder import raw_numbers, wrong_types
 from hotbed.data.encoding.labels import check_label, read_labels, read_weights, refuse_null
-from hotbed.data.place import Place
 from hotbed.data.preparation.stored_rows import ParquetRows, RowsSlice, SourceRows, StoredRows
+from hotbed.data.row_location import RowLocation
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.machine import usable_cores
@@ -52,7 +52,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class _CountingPlace(Place):
+class _CountingPlace(RowLocation):
     """A place that counts bad values, instead of raising an error at the first."""
 
     faults: list[Fault] = field(default_factory=list[Fault])
@@ -86,7 +86,7 @@ class SchemaChecks:
         for column in schema.stored[0] if ids == "hash" else ():
             first: dict[str, str] = {}
             for what, fields in data.schemas:
-                if column.name in fields.names and (kind := arrow.kind_of_ids(fields.field(column.name).type)):
+                if column.name in fields.names and (kind := arrow.type_of_ids(fields.field(column.name).type)):
                     first.setdefault(kind, what)
             if len(first) > 1:
                 of_files = " and ".join(f"{kind} in {what}" for kind, what in first.items())
@@ -102,18 +102,18 @@ class SchemaChecks:
         """Check the values of some rows."""
         schema, place = self.schema, _CountingPlace(found.place.name, found.place.row_of, self.faults)
         usable = [name for name in found.table.column_names if name not in self._wrong]
-        table = arrow.plain(found.table.select(usable), place.name)
+        table = arrow.to_plain_types(found.table.select(usable), place.name)
         for column in (c for c in schema.stored[0] if c.name in usable):
             lengths = self._check_ids(table, column, place)
             if column.weights in usable:
-                arrow.id_weights(column, table[column.weights].combine_chunks(), lengths, place)
+                arrow.read_id_weights(column, table[column.weights].combine_chunks(), lengths, place)
         ruled = {of.name: of for of in schema.numericals} | {of.name: Numerical(name=of.name) for of in schema.scaling}
         for name in (n for n in schema.stored[1] if n in usable):
             if name in ruled:
                 raw_numbers(table[name], ruled[name], place)
                 continue
-            numbers = arrow.wide_numbers(table[name])  # null becomes 0, but the model gets NaN and infinity as float32
-            bad = ~(np.abs(numbers) <= np.finfo(np.float32).max) & ~arrow.nulls(table[name])
+            numbers = arrow.to_float64(table[name])  # null becomes 0, but the model gets NaN and infinity as float32
+            bad = ~(np.abs(numbers) <= np.finfo(np.float32).max) & ~arrow.null_mask(table[name])
             fix = (
                 "numbers without a normalization rule must be finite as float32: correct the data, or set a rule and "
                 "`missing`"
@@ -127,12 +127,12 @@ class SchemaChecks:
         if schema.group is not None and schema.group in usable:
             refuse_null(table[schema.group], schema.group, place, "groups")
 
-    def _check_ids(self, table: pa.Table, column: SparseColumn, place: Place) -> NDArray[Any]:
+    def _check_ids(self, table: pa.Table, column: SparseColumn, place: RowLocation) -> NDArray[Any]:
         """Return the number of ids of each row."""
         values, lengths = arrow.check_ids(table[column.name].combine_chunks(), column, self.ids, place)
         each = np.ones(len(table), np.int64) if lengths is None else lengths
         if self.ids == "raw":
-            rows = arrow.rows(values, column, "raw")
+            rows = arrow.ids_to_rows(values, column, "raw")
             fix = (
                 f"table '{column.table_name}' has the rows 0 to {column.rows - 1:,}: raise its rows, prepare the data "
                 "again, or hash values (ids: hash)"
@@ -183,7 +183,7 @@ class LabelCounts:
         column = found.table[name]
         there = column.is_valid().to_numpy()
         if arrow.is_number(column.type):
-            there &= ~np.isnan(arrow.wide_numbers(column))
+            there &= ~np.isnan(arrow.to_float64(column))
         labels = read_labels(column.filter(pa.array(there)), name, self.mapping, found.place)
         self.samples[found.split] = self.samples.get(found.split, 0) + len(labels)
         self.positives[found.split] = self.positives.get(found.split, 0.0) + float(labels.sum(dtype=np.float64))

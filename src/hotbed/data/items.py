@@ -1,7 +1,7 @@
-"""Collect the distinct items of a source: each once, with its features and how often it was met.
+"""Collect the distinct items of a source, with their features and counts.
 
-The item of a sample is the id of one column; other columns say what it is like. Of several samples of an item the
-newest counts, for what an item is like may change::
+The item of a sample is the id of one column. Other columns are features of the item. If several samples have the same
+item, the newest one determines its features, because features may change::
 
     movie  genre                     ids     3   7
     7      comedy        ─────▶      genre   war drama      counts  1   2
@@ -25,12 +25,14 @@ from hotbed.errors import BatchError, DataError
 from hotbed.jagged import Jagged
 
 _FEWEST = 1 << 20
-"""Rows that are collected before those of one item are merged."""
+"""Samples that are collected before duplicates are merged."""
+_DRAWS = 3
+"""First number in the seeds of generators. The loader uses 1 and 2."""
 
 
 @dataclass(frozen=True)
 class ItemSet:
-    """Distinct items, in the order of their ids."""
+    """Distinct items, sorted by id."""
 
     ids: Tensor  # ``[N]`` int64, ascending
     features: Jagged  # one sample per item
@@ -40,24 +42,23 @@ class ItemSet:
         return len(self.ids)
 
     def positions(self, ids: Tensor) -> Tensor:
-        """Where items are in the set ``[n]`` int64; −1 for those that are not."""
+        """Return the positions of items in the set ``[n]`` int64, −1 for unknown items."""
         if not len(self.ids):
             return torch.full_like(ids, -1)
         at = torch.searchsorted(self.ids, ids.contiguous()).clamp(max=len(self.ids) - 1)
         return torch.where(self.ids[at] == ids, at, -1)
 
     def rows(self, positions: Tensor, like: Jagged) -> Jagged:
-        """Items at these positions as samples of a batch whose other features have no ids."""
+        """Return items at these positions as samples of a batch. Other features of the batch have no ids."""
         chosen = self.features.take(positions)
         nothing = Bags(
             like.values.new_empty(0), len(positions), None, torch.zeros(len(positions) + 1, dtype=torch.int64), None
         )
         of_items = {name: chosen[name] for name in chosen.names}
-        return _jagged({name: of_items.get(name, nothing) for name in like.names})
+        return _to_jagged({name: of_items.get(name, nothing) for name in like.names})
 
 
-def _jagged(bags: Mapping[str, Bags]) -> Jagged:
-    """Put bags of several features together."""
+def _to_jagged(bags: Mapping[str, Bags]) -> Jagged:
     entries: dict[str, Entry] = {
         name: b.values.view(b.batch_size, b.fixed or 0) if b.offsets is None else (b.values, b.offsets)
         for name, b in bags.items()
@@ -66,27 +67,27 @@ def _jagged(bags: Mapping[str, Bags]) -> Jagged:
 
 
 def item_ids(ids: Jagged, item: str) -> Tensor:
-    """The item of each sample ``[B]`` int64; a `BatchError` names a sample without one, or with several."""
+    """Return the item of each sample ``[B]`` int64. A `BatchError` names a sample without exactly one item."""
     bags = ids[item]
     if bags.fixed != 1 and bool((lengths := bags.lengths()).ne(1).any()):
         at = int(lengths.ne(1).nonzero()[0])
         raise BatchError(
-            f"feature '{item}' says which item a sample is of, and sample {at:,} has {int(lengths[at]):,} ids; each "
-            "must have one: drop such rows, or name another column first in the model's `item`"
+            f"item '{item}' of sample {at:,}: got {int(lengths[at]):,} ids, expected 1. Drop such rows, or put another "
+            "column first in the model's `item`"
         )
     return bags.values.long()
 
 
 def items_in(ids: Jagged, features: Sequence[str]) -> ItemSet:
-    """The items of a batch's ids; the first of the features says which item it is."""
+    """Return the items of a batch's ids. The first feature identifies the item."""
     found = item_ids(ids, features[0])
-    return merged([ItemSet(found, _jagged({name: ids[name] for name in features}), torch.ones_like(found))])
+    return merge_items([ItemSet(found, _to_jagged({name: ids[name] for name in features}), torch.ones_like(found))])
 
 
 def items_of(source: Source, features: Sequence[str], splits: Sequence[str], counted: str | None = None) -> ItemSet:
-    """Collect the items of some splits (the newest last), reading them once.
+    """Collect the items of splits (oldest first) in one pass. The first feature identifies the item.
 
-    The first of the features identifies the item. Only occurrences in the split ``counted`` are counted.
+    Only occurrences in the split ``counted`` are counted.
     """
     only = copy.copy(source)
     only.schema = replace(source.schema.inputs, dense=(), scaling=(), numericals=()).only(features)
@@ -99,14 +100,14 @@ def items_of(source: Source, features: Sequence[str], splits: Sequence[str], cou
             parts.append(replace(found, counts=found.counts * (split == counted)))
             waiting += len(parts[-1])
             if waiting > max(_FEWEST, 2 * len(parts[0])):
-                parts, waiting = [merged(parts)], 0
+                parts, waiting = [merge_items(parts)], 0
     if not parts:
-        raise DataError(f"splits {', '.join(splits)} have no item; give other data")
-    return merged(parts)
+        raise DataError(f"splits {', '.join(splits)}: got no items, expected at least one")
+    return merge_items(parts)
 
 
-def merged(parts: Sequence[ItemSet]) -> ItemSet:
-    """Make one set of rows of items: each once, as the last of its rows is, with the sum of their counts."""
+def merge_items(parts: Sequence[ItemSet]) -> ItemSet:
+    """Merge sets of items. The last occurrence of an item determines its features, and counts are summed."""
     whole = Jagged.concatenate([part.features for part in parts])
     ids, counts = (torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "counts"))
     distinct, last, of_row = np.unique(ids.flip(0).numpy(), return_index=True, return_inverse=True)
@@ -117,10 +118,10 @@ def merged(parts: Sequence[ItemSet]) -> ItemSet:
 
 
 class ItemDraws:
-    """Draws items of a set for each step; a draw depends only on the seed of the run and the step.
+    """Draws items of a set for each step. A draw depends only on the seed of the run and the step.
 
-    ``by_popularity`` draws an item in proportion to its count. Otherwise all counted items are equally likely, or all
-    items if none was counted.
+    With ``by_popularity``, items are drawn in proportion to their counts. Otherwise all counted items are equally
+    likely, or all items if none was counted.
     """
 
     def __init__(self, items: ItemSet, seed: int, *, by_popularity: bool) -> None:
@@ -130,15 +131,11 @@ class ItemDraws:
         self._seed, self._shares, self._total = seed, shares, int(self._ends[-1])
 
     def __call__(self, step: int, count: int) -> Tensor:
-        """Positions of the items of a step ``[count]`` int64, drawn one by one and put back."""
-        places = np.random.default_rng((_DRAWS, self._seed, step)).integers(0, self._total, count)
-        return torch.from_numpy(np.searchsorted(self._ends, places, side="right"))
+        """Return the positions of the items of a step ``[count]`` int64, drawn with replacement."""
+        draws = np.random.default_rng((_DRAWS, self._seed, step)).integers(0, self._total, count)
+        return torch.from_numpy(np.searchsorted(self._ends, draws, side="right"))
 
     def log_p(self, positions: Tensor) -> Tensor:
-        """``log p`` of a draw to be the item at each position ``[n]`` float64; −∞ where it never is."""
+        """Return the log-probability of drawing the item at each position ``[n]`` float64, −∞ if it is never drawn."""
         shares = torch.where(positions >= 0, self._shares[positions.clamp(min=0)], 0)
         return shares.double().div(self._total).log()
-
-
-_DRAWS = 3
-"""First in the seeds of generators; the loader's are 1 and 2."""

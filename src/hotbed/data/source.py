@@ -1,7 +1,7 @@
-"""Define `Source`: what a `Loader` needs from stored samples; the contract of a data format.
+"""Define `Source`, the interface of stored samples that a `Loader` needs and that data formats implement.
 
-A source is cut into chunks that can be read alone, in any order and from several threads. Order, shuffling, batching
-and resuming belong to the loader, so they work alike for every source.
+A source is divided into chunks that can be read independently, in any order and from several threads. The loader
+handles order, shuffling, batching and resuming in the same way for all sources.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from hotbed.batch import Batch
+from hotbed.checks import check_known
 from hotbed.data.schema import Schema
-from hotbed.errors import SpecError, did_you_mean
+from hotbed.errors import SpecError
 
-if TYPE_CHECKING:  # it needs pyarrow
+if TYPE_CHECKING:  # imports pyarrow
     from hotbed.data.encoding.encoder import Encoder
 
 
 class Source(ABC):
     """Stored samples in splits (``"train"``, ``"valid"``, ``"test"``), each a list of chunks in time order.
 
-    A subclass sets ``schema`` and ``splits`` and defines ``_chunks`` and ``_read``; ``_check_labels`` and
-    ``_read_numericals`` if it can read labels and numericals alone; ``_read_columns`` if it has columns besides its
-    schema's. Numbers of `Schema.numericals` it hands as they are stored, with NaN where one is missing, in float64.
+    A subclass sets ``schema`` and ``splits``, and implements ``_chunks`` and ``_read``. It overrides ``_check_labels``
+    and ``_read_numericals`` if it can read labels and numericals alone, and ``_read_columns`` if it stores
+    additional columns. It returns columns of `Schema.numericals` as stored, in float64, with NaN for null.
     """
 
     schema: Schema
     splits: tuple[str, ...]
 
     def chunks(self, split: str) -> list[int]:
-        """Count the samples of each chunk of a split, without reading them.
+        """Return the number of samples of each chunk of a split, without reading the chunks.
 
         Raises
         ------
@@ -45,107 +46,103 @@ class Source(ABC):
         return list(self._chunks(split))
 
     def samples(self, split: str) -> int:
-        """Count the samples of a split."""
+        """Return the number of samples of a split."""
         return sum(self.chunks(split))
 
     def read(self, split: str, i: int) -> Batch:
-        """Chunk ``i`` of a split as one batch in CPU memory. May be called from several threads at once.
+        """Read chunk ``i`` of a split as one batch in CPU memory. Several threads may call this at once.
 
-        Loaders give a chunk that is exactly a batch away as it is: what changes a batch in place changes what a source
-        keeps of it.
+        A loader returns a chunk itself if it is exactly a batch. Do not modify batches in place if the source caches
+        its chunks.
 
         Raises
         ------
         SpecError
             If the source has no such split or chunk.
         DataError
-            If what is stored is not what its description says.
+            If stored data do not match their description.
         """
         self._check(split)
         count = len(self._chunks(split))
         if not 0 <= i < count:
-            raise SpecError(f"split '{split}' has {count:,} chunks, there is no chunk {i:,}")
+            raise SpecError(f"chunk of split '{split}': got {i:,}, expected at least 0 and below {count:,}")
         return self._read(split, i)
 
     def read_numericals(self, split: str, i: int) -> Tensor | None:
-        """Dense columns of a chunk ``[n, I]``, as `read` has them; None where there are none.
-
-        Statistics are measured by it. A source that can read them alone does.
-        """
+        """Return the dense columns of a chunk ``[n, I]`` as in `read`, or None if there are none."""
         self._check(split)
         return self._read_numericals(split, i)
 
     def read_columns(self, split: str, i: int, names: Sequence[str]) -> Any:
-        """Stored columns of a chunk as a `pyarrow.Table`, also those that the schema does not name.
+        """Return stored columns of a chunk as a `pyarrow.Table`, including columns that the schema does not name.
 
         Raises
         ------
         SpecError
-            If this source has no such columns.
+            If the source does not store these columns.
         """
         self._check(split)
         return self._read_columns(split, i, names)
 
     def files(self) -> Sequence[Path]:
-        """The files that samples are read from; a preparation that was killed goes on where none has changed."""
+        """Return the files that samples are read from. A killed preparation resumes if none of them has changed."""
         return ()
 
     def id_kinds(self) -> dict[str, str]:
-        """By sparse column what its stored values are, ``"integers"`` or ``"text"``; empty where they are rows.
+        """Return the type of stored values by sparse column: ``"integers"`` or ``"text"``. Empty if values are rows.
 
-        A value and its text are different ids where ids are hashed, so these must be what they were in training.
+        Types must be equal in training and prediction, because an integer and its text are hashed to different rows.
         """
         return {}
 
     def is_missing(self, column: str) -> bool:
-        """Whether no sample has a value of a stored column, so that its kind in `id_kinds` means nothing."""
+        """Return whether a stored column has no value in any sample, so that its type in `id_kinds` has no meaning."""
         return False
 
     def measure(  # noqa: B027 (most sources have nothing to measure)
         self, splits: str | Sequence[str] = "train", *, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
-        """Measure what derived columns need and is not known yet, in one pass over these splits.
+        """Measure the statistics of derived columns that are not yet known, in one pass.
 
         Parameters
         ----------
         splits
-            One split, or several one after the other.
+            One split or several.
         progress
-            Called with the samples done and those there are.
+            Called with the number of processed samples and of all samples.
         """
 
     @property
     def encoder(self) -> Encoder | None:
-        """What turns raw rows into batches, as `read` does; None where a source's samples are batches already."""
+        """The encoder that converts raw rows to batches as `read` does, or None if samples are stored as batches."""
         return None
 
     def check_labels(self, split: str) -> dict[str, tuple[float, float]]:
-        """Check that the labels of a split are from 0 to 1, as binary cross-entropy needs, before any is trained on.
+        """Check before training that all labels of a split are from 0 to 1, as binary cross-entropy requires.
 
-        No more than the labels is read. A source that cannot read them alone leaves it to the trainer, which checks
-        every batch before the step.
+        Only labels are read. If a source cannot read them alone, it checks nothing: the trainer checks every batch.
 
         Returns
         -------
         dict
-            The smallest and the largest label by column; empty where nothing was looked at.
+            The smallest and the largest label by column. Empty if nothing was checked.
 
         Raises
         ------
         SpecError
             If the source has no such split.
         DataError
-            If a label is another number, NaN or absent; names the value, where it is stored, and what to do.
+            If a label is out of range, NaN or missing. The message names the value, its location and the fix.
         """
         self._check(split)
         return self._check_labels(split)
 
     def streamed(self) -> Self:
-        """The same samples in smaller chunks, for reading once and in order; as they are, where a format has none."""
+        """Return the source with smaller chunks for reading once and in order, if the format has any."""
         return self
 
     def only(self, features: Collection[str]) -> Self:
-        """The same samples with these sparse columns only; what is left out is not read."""
+        """Return the source with these sparse columns only. Other columns are not read."""
         fewer = copy.copy(self)
         fewer.schema = self.schema.only(features)
         return fewer
@@ -158,7 +155,7 @@ class Source(ABC):
 
     def _read_columns(self, split: str, i: int, names: Sequence[str]) -> Any:
         raise SpecError(
-            f"{type(self).__name__} has no columns but those of its schema, so {', '.join(names)} cannot be kept"
+            f"columns to keep: got {', '.join(names)}, but {type(self).__name__} stores only columns of its schema"
         )
 
     @abstractmethod
@@ -168,7 +165,4 @@ class Source(ABC):
     def _read(self, split: str, i: int) -> Batch: ...
 
     def _check(self, split: str) -> None:
-        if split not in self.splits:
-            raise SpecError(
-                f"there is no split '{split}'; there are {', '.join(self.splits)}{did_you_mean(split, self.splits)}"
-            )
+        check_known("split", split, self.splits, SpecError)

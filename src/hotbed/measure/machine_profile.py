@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hotbed.config import Device
-from hotbed.data.formats.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import ZipfLaw
 from hotbed.errors import RecipeError
 from hotbed.machine import memory_bytes, usable_cores
 from hotbed.measure.disk_reads import THREADS, disk_rates
@@ -209,7 +209,7 @@ def _tables(tables: Sequence[Table], batch: int, device: torch.device) -> tuple[
         )
     step = rule_step(tables, lambda module: RowWiseAdagrad(module, lr=0.01), device)
     counters = np.arange(batch, dtype=np.uint64)
-    ids = [torch.from_numpy(Zipf(t.rows, 0.0).draw((0, i), counters)) for i, t in enumerate(tables)]
+    ids = [torch.from_numpy(ZipfLaw(t.rows, 0.0).draw((0, i), counters)) for i, t in enumerate(tables)]
     return filled_store(tables, step.rule.moments, device), step, torch.cat(ids).to(device)
 
 

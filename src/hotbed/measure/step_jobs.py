@@ -31,7 +31,7 @@ from hotbed import optim
 from hotbed.batch import Batch
 from hotbed.config import ParallelRecipe
 from hotbed.config.parallel_memory import Codec, ParallelOptions
-from hotbed.data.formats.zipf_source import Zipf
+from hotbed.data.formats.zipf_source import ZipfLaw
 from hotbed.embed.distribute import distribute
 from hotbed.jagged import Jagged
 from hotbed.machine import fit_threads
@@ -132,7 +132,7 @@ class StepJob:
     def batches(self, rank: int, count: int) -> list[Batch]:
         """Random batches of a rank, each with ids of its own."""
         draw = torch.Generator().manual_seed(rank)
-        laws = [Zipf(table.rows, self.zipf) for table in self.specs()]
+        laws = [ZipfLaw(table.rows, self.zipf) for table in self.specs()]
         size = self.batch * self.ids
         counters = [np.arange(i * size, (i + 1) * size, dtype=np.uint64) for i in range(count)]
 

@@ -430,7 +430,7 @@ class ExportedModel(Published):
             raise CheckpointError(f"{self}/{MANIFEST}: encoder is invalid: {error}") from None
 
     def _vocabulary(self, table: str) -> LookupTable:
-        return LookupTable.mapped(self.path(self.manifest.vocabularies[table]))
+        return LookupTable.map_file(self.path(self.manifest.vocabularies[table]))
 
     def collections(self) -> dict[str, tuple[list[Table], list[Feature]]]:
         """Return tables and features of each embedding collection by its path. Names are those in the collection."""

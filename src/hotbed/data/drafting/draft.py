@@ -46,7 +46,7 @@ from hotbed.data.files.parquet_files import (
     with_rows,
 )
 from hotbed.data.files.text_dates import parse_dates
-from hotbed.data.hashing import rows_of
+from hotbed.data.hashing import hashes_to_rows
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError
 
@@ -259,7 +259,7 @@ def _unlike(files: Sequence[ParquetFile], names: Sequence[str]) -> dict[str, str
                 found.setdefault(name, f"{file.name} has no such column")
                 continue
             kind = file.schema.types[at]
-            other = next((before for before in kinds if not arrow.alike(before, kind)), None)
+            other = next((before for before in kinds if not arrow.are_compatible(before, kind)), None)
             if other is not None:
                 found.setdefault(name, f"in {file.name} it is {kind}, in another file {other}")
             if kind not in kinds:
@@ -287,7 +287,7 @@ def _unused_times(profiles: Sequence[SampledColumn], roles: Mapping[str, ColumnR
 def _may_be_weight(column: pa.ChunkedArray) -> bool:
     if not arrow.is_number(column.type) or column.null_count:
         return False
-    weights = arrow.wide_numbers(column)
+    weights = arrow.to_float64(column)
     return bool(((weights >= 0) & (weights < np.inf)).all())
 
 
@@ -296,7 +296,7 @@ def _is_counted(column: pa.ChunkedArray) -> bool:
     kind = column.type
     inner = kind.value_type if arrow.is_list(kind) else kind
     if pa.types.is_floating(kind):
-        numbers = arrow.wide_numbers(column)
+        numbers = arrow.to_float64(column)
         return bool((np.isnan(numbers) | (numbers == np.floor(numbers))).all())
     return _is_of_ids(inner)
 
@@ -384,9 +384,9 @@ def _without_collisions(column: SampledColumn, rows: int) -> int:
     values = pa.array([v for v in column.few if v is not None], kind)
     if pa.types.is_floating(values.type):
         values = pa.array(values.cast(pa.float64()).to_numpy().astype(np.int64))
-    hashes = arrow.hashes(values)
+    hashes = arrow.hash_values(values)
     larger = (rows << i for i in range(5))
-    return next((n for n in larger if len(np.unique(rows_of(hashes, n))) == len(hashes)), rows)
+    return next((n for n in larger if len(np.unique(hashes_to_rows(hashes, n))) == len(hashes)), rows)
 
 
 def weighted(path: str, schema: Schema, weights: Mapping[str, str], sample: pa.Table) -> Schema:
@@ -566,11 +566,11 @@ def _starts(column: pa.ChunkedArray, shares: Mapping[str, float], date_format: s
         kind = pa.timestamp("us")
         column = pc.cast(parse_dates(column, date_format), kind)
     if arrow.is_time(kind):
-        values = arrow.microseconds(column).to_numpy()
+        values = arrow.to_microseconds(column).to_numpy()
     elif arrow.is_text(column.type):
         values = np.array(pc.cast(column, pa.string()).to_pylist(), dtype=np.str_)
     else:
-        values = arrow.wide_numbers(column)
+        values = arrow.to_float64(column)
         values = values[np.isfinite(values)]
     if not len(values):
         return None

@@ -35,7 +35,7 @@ from torch import Tensor
 from hotbed.data import arrow_columns as arrow
 from hotbed.data.files.column_statistics import SAMPLE, ColumnStatistics
 from hotbed.data.files.parquet_files import RowGroup
-from hotbed.data.formats.zipf_source import RANKED, fitted_exponent
+from hotbed.data.formats.zipf_source import RANKED, fit_exponent
 from hotbed.data.hashing import Hashes, hash_integers
 from hotbed.errors import DataError
 
@@ -113,10 +113,10 @@ class ColumnProfile:
         """Add the values of consecutive rows ``[n]``."""
         if str(column.type) not in self.types:
             self.types.append(str(column.type))
-        array = arrow.decode(column.combine_chunks())
+        array = arrow.decode_dictionary(column.combine_chunks())
         missing, of_lists = array.null_count, arrow.is_list(array.type)
         if of_lists:
-            lengths = arrow.lengths(array.drop_null())
+            lengths = arrow.list_lengths(array.drop_null())
             self._elements += int(lengths.sum())
             counts = np.bincount(np.minimum(lengths, _MOST_LENGTH), minlength=max(1, len(self.lengths)))
             counts[: len(self.lengths)] += self.lengths
@@ -216,7 +216,7 @@ def is_counted(kind: pa.DataType) -> bool:
 
 def present_values(array: pa.Array) -> pa.Array:
     """Return all values except null and NaN, without dictionary encoding, and with lists flattened."""
-    values = arrow.decode(array.flatten() if arrow.is_list(array.type) else array).drop_null()
+    values = arrow.decode_dictionary(array.flatten() if arrow.is_list(array.type) else array).drop_null()
     if pa.types.is_float16(values.type):
         values = values.cast(pa.float32())
     return values.filter(pc.invert(pc.is_nan(values))) if pa.types.is_floating(values.type) else values
@@ -224,7 +224,7 @@ def present_values(array: pa.Array) -> pa.Array:
 
 def floats_of(column: pa.ChunkedArray) -> arrow.Array:
     """Convert numbers, or times to microseconds since 1970, ``[n]`` to float64 with NaN for null."""
-    return arrow.wide_numbers(arrow.microseconds(column) if arrow.is_time(column.type) else column)
+    return arrow.to_float64(arrow.to_microseconds(column) if arrow.is_time(column.type) else column)
 
 
 def _format_time(microseconds: float) -> str:
@@ -358,7 +358,7 @@ class ValueCounts:
     def zipf_exponent(self) -> float | None:
         """Fit the exponent of Zipf's law to the most frequent values; None for too few values."""
         counts = self.known_hot()
-        return fitted_exponent(counts[counts >= RANKED])
+        return fit_exponent(counts[counts >= RANKED])
 
     @property
     def unseen_share(self) -> Estimate:
@@ -456,7 +456,7 @@ def _hashes(values: pa.Array) -> Hashes:
     if arrow.is_time(values.type):
         values = pc.cast(values, pa.timestamp("us", getattr(values.type, "tz", None)), safe=False).cast(pa.int64())
     if not (pa.types.is_floating(values.type) or pa.types.is_decimal(values.type)):
-        return arrow.hashes(values)
+        return arrow.hash_values(values)
     numbers = values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     whole = (numbers == np.floor(numbers)) & (np.abs(numbers) <= 2.0**53)
     return hash_integers(np.where(whole, np.where(whole, numbers, 0).astype(np.int64), numbers.view(np.int64)))

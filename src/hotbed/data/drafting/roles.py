@@ -19,7 +19,7 @@ from hotbed.data.columns import Label, Rule
 from hotbed.data.drafting.profile import QUANTILES, ColumnProfile, floats_of, is_counted, present_values
 from hotbed.data.encoding.labels import check_label, read_labels
 from hotbed.data.files.text_dates import DatesFound, digit_layout, find_dates
-from hotbed.data.place import Place
+from hotbed.data.row_location import RowLocation
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 Role = Literal["id", "category", "list", "number", "time", "left out"]
@@ -469,7 +469,7 @@ def sample_labels(sample: pa.Table, found: FoundLabel) -> arrow.Array | None:
     column = sample[found.name]
     if column.null_count:
         return None
-    labels = read_labels(column, found.name, found.mapping, Place("the sample"))
+    labels = read_labels(column, found.name, found.mapping, RowLocation("the sample"))
     return labels if ((labels >= 0) & (labels <= 1)).all() else None
 
 
@@ -497,13 +497,13 @@ def _is_binary(column: pa.ChunkedArray) -> bool:
         return True
     if not arrow.is_number(column.type) or column.null_count:
         return False
-    return bool(np.isin(arrow.wide_numbers(column), (0, 1)).all())
+    return bool(np.isin(arrow.to_float64(column), (0, 1)).all())
 
 
 def _find_mapping(path: str, sample: pa.Table, name: str) -> FoundLabel:
     column = sample[name]
     if _is_binary(column):
-        share = arrow.numbers(pc.fill_null(column, False) if pa.types.is_boolean(column.type) else column).mean()
+        share = arrow.to_float32(pc.fill_null(column, False) if pa.types.is_boolean(column.type) else column).mean()
         return FoundLabel(name, None, f"{share:.1%} are positive")
     where = f"{path}, label column '{name}'"
     if arrow.is_text(column.type):
@@ -538,7 +538,7 @@ def _quoted(text: str) -> str:
 
 def _map_numbers(where: str, column: pa.ChunkedArray, name: str) -> Label | None:
     """Return the condition for ±1 and for ratings; None for numbers from 0 to 1."""
-    values = arrow.wide_numbers(column)
+    values = arrow.to_float64(column)
     known = values[~np.isnan(values)]
     if not len(known):
         raise DataError(f"{where}: got no values, expected some. Set --label NAME.")
@@ -562,9 +562,9 @@ def _describe_share(sample: pa.Table, mapping: Label) -> str:
     column = pc.drop_null(sample[mapping.column])
     counts: Counter[float] = Counter()
     if arrow.is_number(column.type):
-        values = arrow.wide_numbers(column)
+        values = arrow.to_float64(column)
         column = column.filter(pa.array(~np.isnan(values)))
         counts.update(values[~np.isnan(values)].tolist())
-    labels = read_labels(column, mapping.column, mapping, Place("the sample"))
+    labels = read_labels(column, mapping.column, mapping, RowLocation("the sample"))
     spread = ", ".join(f"{value:g}: {count / len(labels):.0%}" for value, count in sorted(counts.items()))
     return f"{labels.mean():.1%} are positive by this" + (f" ({spread})" if 0 < len(counts) <= 11 else "")

@@ -1,4 +1,1 @@
-"""How do the values of a row become a batch?
-
-Training, prediction and serving encode rows here, so all three see the same ids and numbers.
-"""
+"""Encode the values of rows as batches. Training, prediction and serving share this code, and so have equal inputs."""

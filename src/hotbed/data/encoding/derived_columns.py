@@ -1,4 +1,4 @@
-"""Compute the derived columns of some rows: `Columns` has stored and derived ones by name."""
+"""Compute the derived columns of rows: `Columns` returns stored and derived columns by name."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hotbed.data import arrow_columns as arrow
 from hotbed.data.columns import SparseColumn
 from hotbed.data.derived_features import Bucket, Cross, Derived, Lookup
 from hotbed.data.encoding.lookup_table import LookupTable
-from hotbed.data.hashing import Hashes, mix, rows_of
-from hotbed.data.place import Place
+from hotbed.data.hashing import Hashes, hashes_to_rows, mix
+from hotbed.data.row_location import RowLocation
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError
 
 MOST_PAIRS = 4_096
-"""Most ids that a cross of lists may have for a row."""
+"""Limit of the ids of one row in a cross of lists."""
 
 
 class Hashed(NamedTuple):
-    """Hashes of ids ``[N]``, which are missing, and the number of ids per row ``[n]``, or None for one each."""
+    """Hashes of ids ``[N]``, a mask of missing ids, and the ids per row ``[n]``, or None if each row has one."""
 
     hashes: Hashes
     missing: arrow.Array
@@ -31,29 +31,26 @@ class Hashed(NamedTuple):
 
 
 def not_measured(feature: str) -> str:
-    """Say that the boundaries of a bucket are not known, and what to do."""
-    return (
-        f"the quantiles of feature '{feature}' are not measured; call source.measure() before samples are read, or "
-        "load a checkpoint"
-    )
+    """Return the message about a bucket without measured boundaries."""
+    return f"the quantiles of feature '{feature}' are not measured. Call source.measure() first, or load a checkpoint"
 
 
 @dataclass
 class Columns:
-    """The columns of some rows; derived ones are computed when they are asked for, once."""
+    """The columns of some rows. Derived columns are computed on first use."""
 
     stored: pa.Table
     derived: Mapping[str, Derived]  # by name
     tables: Mapping[str, LookupTable]  # by `Lookup` feature
-    boundaries: Mapping[str, Sequence[float]]  # measured ones, by bucket
-    lists: Collection[str]  # stored columns that have lists, even if all of these rows are null
-    place: Place  # of the rows
+    boundaries: Mapping[str, Sequence[float]]  # measured boundaries by bucket
+    lists: Collection[str]  # stored columns with lists, even if all of these rows are null
+    location: RowLocation  # of the rows
 
     def __post_init__(self) -> None:
         self._made: dict[str, pa.ChunkedArray] = {}
 
     def __getitem__(self, name: str) -> pa.ChunkedArray:
-        """A column that is stored, a bucket's intervals from 1 on, or a table's values."""
+        """Return a stored column, the intervals of a bucket (1, 2, …), or the values of a lookup."""
         derived = self.derived.get(name)
         if derived is None:
             found = self.stored[name]
@@ -67,26 +64,26 @@ class Columns:
         return self._made[name]
 
     def bags(self, column: SparseColumn, ids: arrow.Ids) -> tuple[arrow.Array, arrow.Array | None]:
-        """Rows ``[N]`` of the table, and for a ragged column the ids per row ``[n]``, see `arrow.check_ids`."""
+        """Return rows ``[N]`` of the table, and the ids per row ``[n]`` of a ragged column."""
         derived = self.derived.get(column.name)
         if isinstance(derived, Bucket):
             values = self[column.name].fill_null(0).combine_chunks()
             return values.to_numpy(zero_copy_only=False).astype(np.int32), None
         if isinstance(derived, Cross):
             found = self._cross(derived)
-            rows = rows_of(found.hashes, column.rows)
+            rows = hashes_to_rows(found.hashes, column.rows)
             rows[found.missing] = 0
-            rows = arrow.narrow(rows, column)
+            rows = arrow.narrow_rows(rows, column)
             if found.lengths is not None:
-                arrow.refuse_lengths(found.lengths, column, self.place)
+                arrow.refuse_lengths(found.lengths, column, self.location)
             return rows, found.lengths if column.ids is None else None
-        how = ids if derived is None else "hash"
-        values, lengths = arrow.check_ids(self[column.name].combine_chunks(), column, how, self.place)
-        return arrow.rows(values, column, how), lengths if column.ids is None else None
+        ids = ids if derived is None else "hash"
+        values, lengths = arrow.check_ids(self[column.name].combine_chunks(), column, ids, self.location)
+        return arrow.ids_to_rows(values, column, ids), lengths if column.ids is None else None
 
     def numbers(self, name: str) -> arrow.Array:
-        """A column of numbers ``[n]`` as float64, with NaN for null."""
-        return arrow.wide_numbers(self[name])
+        """Return a column of numbers ``[n]`` as float64, with NaN for null."""
+        return arrow.to_float64(self[name])
 
     def _bucket(self, bucket: Bucket) -> pa.Array:
         boundaries = bucket.boundaries if bucket.boundaries is not None else self.boundaries.get(bucket.name)
@@ -106,30 +103,28 @@ class Columns:
         first = np.full(len(self.stored), len(cross.columns), np.uint64)
         found = Hashed(mix(first), np.zeros(len(first), np.bool_), None)
         for name in cross.columns:
-            found = self._paired(cross, found, self._hashed(name))
+            values, lengths = self._hashable(name)
+            missing = values.is_null().to_numpy(zero_copy_only=False)
+            found = self._pair(cross, found, Hashed(arrow.hash_values(values), missing, lengths))
         return found
 
-    def _hashed(self, name: str) -> Hashed:
-        values, lengths = self._hashable(name)
-        return Hashed(arrow.hashes(values), values.is_null().to_numpy(zero_copy_only=False), lengths)
-
     def _hashable(self, name: str) -> tuple[pa.Array, arrow.Array | None]:
-        """Values ``[N]`` of a column that `arrow.hashes` takes, and of lists their lengths ``[n]``."""
+        """Return values ``[N]`` for `arrow.hash_values`, and the lengths ``[n]`` of lists."""
         values = self[name].combine_chunks()
         if not arrow.is_list(values.type):
-            return arrow.hashable(values, name, self.place), None
-        lengths = arrow.lengths(values)
-        return arrow.hashable(values.flatten(), name, self.place.of_lists(lengths)), lengths
+            return arrow.to_hashable(values, name, self.location), None
+        lengths = arrow.list_lengths(values)
+        return arrow.to_hashable(values.flatten(), name, self.location.of_lists(lengths)), lengths
 
-    def _paired(self, cross: Cross, left: Hashed, right: Hashed) -> Hashed:
-        """Each id of a row on the left with each on the right, those of the first left one first."""
+    def _pair(self, cross: Cross, left: Hashed, right: Hashed) -> Hashed:
+        """Combine each id of a row on the left with each on the right, in row-major order."""
         lengths, at_left, at_right = None, slice(None), slice(None)
         if left.lengths is not None or right.lengths is not None:
             n = len(self.stored)
             of_left, of_right = (np.ones(n, np.int64) if of.lengths is None else of.lengths for of in (left, right))
             lengths = of_left * of_right
-            fix = f"at most {MOST_PAIRS:,} pairs are crossed: shorten the lists of this row"
-            self.place.refuse(cross.name, "pairs", lengths > MOST_PAIRS, lengths, "{:,} pairs of a cross", fix)
+            fix = f"expected at most {MOST_PAIRS:,}. Shorten the lists of this row"
+            self.location.refuse(cross.name, "pairs", lengths > MOST_PAIRS, lengths, "{:,} pairs of a cross", fix)
             row = np.repeat(np.arange(n), lengths)
             pair = np.arange(len(row)) - (np.cumsum(lengths) - lengths)[row]
             at_left = (np.cumsum(of_left) - of_left)[row] + pair // np.maximum(of_right[row], 1)
@@ -141,49 +136,46 @@ class Columns:
 def check_derived_types(
     schema: Schema, fields: pa.Schema, tables: Mapping[str, LookupTable], what: str, lists: Collection[str] = ()
 ) -> None:
-    """Raise unless derived columns can be made of stored ones of these types."""
+    """Raise an error unless derived columns can be computed from stored columns of these types."""
     plain = {field.name: arrow.plain_type(field.type) for field in fields}
     types = {name: pa.list_(t) if pa.types.is_null(t) and name in lists else t for name, t in plain.items()}
     columns = {c.name: c for c in schema.sparse}
     for d in schema.derived:
         if d.name in fields.names:
-            raise DataError(
-                f"{what} has a column '{d.name}', which is also the name of a feature of the schema; rename the feature"
-            )
+            raise DataError(f"{what}: column '{d.name}' has the name of a feature of the schema. Rename the feature")
         inputs = [types[name] for name in d.inputs]
         made, is_list, problems = pa.uint64(), any(map(arrow.is_list, inputs)), list[str]()
         for name, t in zip(d.inputs, inputs, strict=True):
             if isinstance(d, Bucket) and not (arrow.is_number(t) or pa.types.is_null(t)):
-                problems.append(f"column '{name}' is {t}, and buckets are of numbers")
+                problems.append(f"column '{name}': got {t}, expected numbers")
             if not isinstance(d, Bucket) and not _is_id(t):
-                problems.append(f"column '{name}' is {t}, must be integers, text or lists of them")
+                problems.append(f"column '{name}': got {t}, expected integers, text or lists of them")
         if isinstance(d, Lookup) and not problems:
-            table, kind = tables[d.name], arrow.kind_of_ids(inputs[0])
-            if kind and len(table.keys) and kind != table.kind_of_keys:
+            table, keys = tables[d.name], arrow.type_of_ids(inputs[0])
+            if keys and len(table.keys) and keys != table.type_of_keys:
                 raise DataError(
-                    f"feature '{d.name}': column '{d.column}' of {what} is {kind}, and the keys of {d.file} are "
-                    f"{table.kind_of_keys}, so none is found; write one of them as the other is"
+                    f"feature '{d.name}': column '{d.column}' of {what}: got {keys}, expected {table.type_of_keys} as "
+                    f"in the keys of {d.file}. Write both with the same type"
                 )
             made = table.values.type
             if is_list and arrow.is_list(made):
-                problems.append("lists of keys with lists of values are not supported; flatten one")
+                problems.append("got lists of keys and of values, expected at most one of them. Flatten one")
             if d.name in schema.dense and (is_list or not arrow.is_number(made)):
-                found = "one for each key of a list" if is_list else str(made)
-                problems.append(f"values are {found}, and a number is one; give `rows` for ids")
+                problems.append(f"values: got {'lists' if is_list else made}, expected numbers. Set `rows` for ids")
             if d.name in columns and not _is_id(made):
-                problems.append(f"values are {made}, must be integers or text to be ids")
+                problems.append(f"values: got {made}, expected integers or text")
         is_list = is_list or arrow.is_list(made)
         types[d.name] = pa.large_list(made) if is_list and not arrow.is_list(made) else made
         column = columns.get(d.name)
         if column is not None and column.rows < 2:
-            problems.append(f"rows is {column.rows}, must be at least 2 (row 0 is for missing values)")
+            problems.append(f"rows: got {column.rows}, expected at least 2 (row 0 is for missing values)")
         if column is not None and not is_list and column.ids != 1:
-            problems.append(f"{arrow.one_value(column.ids)}. Leave ids out")
+            problems.append(f"{arrow.one_value(column.ids)}. Remove `ids`")
         if problems:
             raise SpecError(f"feature '{d.name}': {problems[0]}")
 
 
 def _is_id(t: pa.DataType) -> bool:
-    value = t.value_type if arrow.is_list(t) else t
-    is_float = pa.types.is_floating(t)  # whole numbers, which is seen when they are read
+    value = arrow.value_type_of(t)
+    is_float = pa.types.is_floating(t)  # whole numbers; checked when they are read
     return arrow.is_whole(value) or arrow.is_text(value) or pa.types.is_null(value) or is_float

@@ -1,7 +1,7 @@
-"""Turn raw rows into a batch: `Encoder`, the one way that training, evaluation, prediction and serving take.
+"""Encode raw rows as a batch: `Encoder`, which training, evaluation, prediction and serving share.
 
-Raw rows are Arrow columns as they are stored (`ParquetSource` reads them of files), or lists of plain values as JSON
-has them, which `Encoder.table` checks and types first. What a row becomes does not depend on the rows beside it.
+Raw rows are Arrow columns (`ParquetSource` reads them from files) or lists of plain JSON values, which `Encoder.table`
+checks and converts to Arrow. Each row is encoded independently of other rows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hotbed.batch import Batch
+from hotbed.checks import check
 from hotbed.data import arrow_columns as arrow
 from hotbed.data.arrow_columns import Ids
 from hotbed.data.columns import Numerical
@@ -26,18 +27,19 @@ from hotbed.data.encoding.json_rows import InputColumn, typed_table
 from hotbed.data.encoding.labels import check_group, check_label, read_group, read_labels, weights_by_label
 from hotbed.data.encoding.lookup_table import LookupTable
 from hotbed.data.encoding.prepared_dataset import Preparation, hint_for_text
-from hotbed.data.place import ROWS, Place, place_of_row, refuse_other_kind
+from hotbed.data.row_location import RowLocation, check_id_type
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 
+_ROWS = RowLocation()
+
 
 def read_numericals(table: Columns, schema: Schema) -> arrow.Array:
-    """Dense columns ``[n, I]``: float32, or float64 if the model is to normalize some of them.
+    """Return dense columns ``[n, I]``: float32, or float64 if the model normalizes some of them.
 
-    Float64, because float32 cannot tell one second since 1970 from the next, and because layers of float32 refuse it:
-    raw numbers that nobody normalizes do not pass for inputs. Columns of `Schema.scaling` come out scaled, those of
-    `Schema.numericals` as they are stored with NaN for null, and others as they are with 0 for null.
+    Float64 distinguishes all seconds since 1970. Float32 layers reject it, so raw numbers cannot be used as inputs by
+    mistake. Columns of `Schema.scaling` are scaled. Null is NaN in columns of `Schema.numericals`, and 0 in others.
     """
     scaling = {scaling.name: scaling for scaling in schema.scaling}
     numericals = {numerical.name: numerical for numerical in schema.numericals}
@@ -45,30 +47,32 @@ def read_numericals(table: Columns, schema: Schema) -> arrow.Array:
     for name in schema.dense:
         column = table[name]
         if name in numericals:
-            columns.append(raw_numbers(column, numericals[name], table.place))
+            columns.append(raw_numbers(column, numericals[name], table.location))
         elif name in scaling:
-            columns.append(arrow.scaled(column, scaling[name]))
+            columns.append(arrow.scale_numbers(column, scaling[name]))
         else:
-            columns.append(np.where(arrow.nulls(column), np.float32(0), arrow.numbers(column)))
+            columns.append(np.where(arrow.null_mask(column), np.float32(0), arrow.to_float32(column)))
     return np.stack(columns, axis=1, dtype=np.float64 if numericals else np.float32)
 
 
-def raw_numbers(column: pa.ChunkedArray, numerical: Numerical, place: Place) -> arrow.Array:
-    """Numbers ``[n]`` float64 that a model normalizes, NaN for null."""
-    values = arrow.wide_numbers(column)
+def raw_numbers(column: pa.ChunkedArray, numerical: Numerical, location: RowLocation) -> arrow.Array:
+    """Return numbers ``[n]`` float64 that a model normalizes, with NaN for null."""
+    values = arrow.to_float64(column)
     if numerical.missing == "error":
-        fix = "the schema says missing: error; mend the data, or say missing: center or missing: indicator"
-        place.refuse(numerical.name, "missing numbers", ~np.isfinite(values), column, "{}", fix)
+        fix = "expected a finite number, because of missing: error in the schema. Use missing: center or indicator"
+        location.refuse(numerical.name, "missing numbers", ~np.isfinite(values), column, "{}", fix)
     return values
 
 
 LISTS_OF = "lists of "
+MOST_KEYS = 1_000_000
+"""Limit of the keys of a lookup table in `describe_features`."""
 
 
 def wrong_types(
     schema: Schema, ids: Ids, fields: pa.Schema, what: str, preparation: Preparation | None = None
 ) -> Iterator[tuple[str, SpecError]]:
-    """Find stored columns of a file ``what`` whose types do not fit their roles: their names, and errors."""
+    """Yield stored columns of the file ``what`` with the wrong type for their role, and the errors."""
     sparse, dense = schema.stored
     mapped = {label.column: label for label in schema.positives}
     kinds = {field.name: field.type for field in fields}
@@ -86,43 +90,42 @@ def wrong_types(
     checks += [(n, partial(check_label, n, kinds.get(n), mapped.get(n), what)) for n in schema.labels]
     if schema.group is not None:
         checks.append((schema.group, partial(check_group, schema.group, kinds.get(schema.group), what)))
-    for name, check in checks:
+    for name, run_check in checks:
         if name in kinds:
             try:
-                check()
+                run_check()
             except SpecError as error:
                 yield name, error
 
 
 class Encoder:
-    """Turn raw rows into a `Batch`.
+    """Encodes raw rows as a `Batch`.
 
     Parameters
     ----------
     schema
-        Which columns are what. Labels, weight and group are read where it names them; `inputs` reads none.
+        The roles of columns. Its labels, weights and group are read; `inputs` reads none.
     ids
-        ``"hash"`` hashes values to rows; ``"raw"`` takes integers as rows. See `ParquetSource`.
+        ``"hash"`` hashes values to rows. ``"raw"`` uses integers as rows. See `ParquetSource`.
     id_kinds
-        By column whether its ids are ``"integers"`` or ``"text"``, as in training; others are refused. Of columns that
-        only derived ones are made of also ``"lists of integers"`` and ``"lists of text"``. A column that is not named
-        may be either.
+        Type of ids in training by column: ``"integers"`` or ``"text"``. Other types are rejected. Columns that only
+        derived ones use may also have ``"lists of integers"`` or ``"lists of text"``. Other columns may have any type.
     tables
-        By feature, columns ``key`` and ``value`` that its values are looked up in; default: those of its file.
+        Tables with columns ``key`` and ``value`` by `Lookup` feature (default: read from the feature's file).
     preparation
-        How raw values become what is stored, where training data were prepared beforehand.
+        The conversion of raw values, if the training data were prepared.
 
     Attributes
     ----------
     boundaries
-        By bucket, those that were measured; all copies of an encoder share them.
+        Measured boundaries by bucket. All copies of an encoder share them.
 
     Raises
     ------
     SpecError
-        If ``ids`` is none of these, or the file of a feature has types that it cannot have.
+        If ``ids`` is unknown, or the file of a feature has unsupported types.
     DataError
-        If the file of a feature cannot be read, or a key is there twice.
+        If the file of a feature cannot be read, or a key is duplicate.
     """
 
     def __init__(
@@ -134,8 +137,7 @@ class Encoder:
         tables: Mapping[str, pa.Table] | None = None,
         preparation: Preparation | None = None,
     ) -> None:
-        if ids not in get_args(Ids):
-            raise SpecError(f"ids is {ids!r}, must be one of {', '.join(get_args(Ids))}")
+        check("ids", ids, Ids, SpecError)
         self.schema = schema
         self.ids: Ids = ids
         self.id_kinds = dict(id_kinds or {})
@@ -146,9 +148,9 @@ class Encoder:
             for d in schema.derived
             if isinstance(d, Lookup)
         }
-        self.boundaries: dict[str, Sequence[float]] = {}  # one of all copies, see `of`
+        self.boundaries: dict[str, Sequence[float]] = {}
         self._inputs = self._input_columns()
-        # columns that passed `check`, and whether these have types that need no conversion
+        # columns that passed `check`, and whether their types need no conversion
         self._checked: tuple[pa.Schema, bool] | None = None
 
     @property
@@ -160,7 +162,7 @@ class Encoder:
         return [name for name in others if name not in names] if self.ids == "raw" else [*names, *others]
 
     def columns(self) -> tuple[InputColumn, ...]:
-        """The stored columns that inputs are made of: what predictions need."""
+        """Return the stored columns that inputs are computed from, as predictions need them."""
         return self._inputs
 
     def _input_columns(self) -> tuple[InputColumn, ...]:
@@ -180,18 +182,18 @@ class Encoder:
 
     @property
     def names(self) -> list[str]:
-        """All columns that are read: those of inputs, then labels, weight and group."""
+        """All columns that are read: inputs, then labels, weights and group."""
         s = self.schema
         rest = [*s.labels, *s.weight_columns, *([s.group] if s.group else [])]
         return list(dict.fromkeys([*(column.name for column in self.columns()), *rest]))
 
     @property
     def names_of_dense(self) -> list[str]:
-        """The columns that `numericals` reads."""
+        """Columns that `numericals` reads."""
         return self.stored_for(self.schema.dense)
 
     def stored_for(self, names: Sequence[str]) -> list[str]:
-        """The stored columns that columns of these names are, or are made of."""
+        """Return the stored columns that columns of these names are computed from."""
         derived = {d.name: d for d in self.schema.derived}
         found: list[str] = []
         for name in names:
@@ -199,62 +201,62 @@ class Encoder:
         return list(dict.fromkeys(found))
 
     def of(self, schema: Schema) -> Encoder:
-        """The same for another choice of columns."""
+        """Return the encoder for another selection of columns."""
         other = copy.copy(self)
         other.schema, other._checked = schema, None
         other._inputs = other._input_columns()
         return other
 
     def with_kinds(self, id_kinds: Mapping[str, str]) -> Encoder:
-        """The same with other kinds of ids."""
+        """Return the encoder with other types of ids."""
         other = copy.copy(self)
         other.id_kinds = dict(id_kinds)
         return other.of(self.schema)
 
     @property
     def encoded(self) -> Encoder:
-        """The same for rows whose ids and numbers are as a prepared dataset stores them."""
+        """The encoder for rows that are already converted as in a prepared dataset."""
         other = copy.copy(self)
         other.preparation = None
         return other.of(self.schema)
 
     @property
     def inputs(self) -> Encoder:
-        """The same without labels, weight and group."""
+        """The encoder without labels, weights and group."""
         return self.of(self.schema.inputs)
 
     def check(self, fields: pa.Schema, what: str) -> None:
-        """Raise unless columns of these names and types can be encoded.
+        """Check that columns with these names and types can be encoded.
 
         Raises
         ------
         DataError
-            If a column is missing, or its ids are of another kind than in training.
+            If a column is missing, or its ids have another type than in training.
         SpecError
             If a column has a type that does not fit its role.
         """
-        arrow.check_there(self.names, fields, what)
+        arrow.check_columns_exist(self.names, fields, what)
         for _, error in wrong_types(self.schema, self.ids, fields, what, self.preparation):
             raise error
         for name in self.hashed:
-            refuse_other_kind(what, name, self.kind_of(name, fields), self.id_kinds.get(name, ""))
+            check_id_type(what, name, self.type_of(name, fields), self.id_kinds.get(name, ""))
         check_derived_types(self.schema, fields, self._lookups, what, self._lists)
 
-    def kind_of(self, name: str, fields: pa.Schema) -> str:
-        """What the ids of a column of these types are, see ``id_kinds``."""
-        kind = arrow.plain_type(fields.field(name).type)
+    def type_of(self, name: str, fields: pa.Schema) -> str:
+        """Return the type of a column's ids as in ``id_kinds``."""
+        t = arrow.plain_type(fields.field(name).type)
         is_sparse = any(c.name == name for c in self.schema.stored[0])
-        found = arrow.kind_of_ids(kind)
-        return f"{LISTS_OF}{found}" if found and arrow.is_list(kind) and not is_sparse else found
+        found = arrow.type_of_ids(t)
+        return f"{LISTS_OF}{found}" if found and arrow.is_list(t) and not is_sparse else found
 
     def table(self, rows: Mapping[str, Sequence[object]]) -> pa.Table:
-        """Type plain values by column, as JSON has them: null, booleans, numbers, text, and lists of these.
+        """Convert plain JSON values by column to an Arrow table: null, booleans, numbers, text, and lists of these.
 
         Raises
         ------
         DataError
-            If a column is missing or of another length, or a value is of another kind than in training; names column,
-            row and value.
+            If a column is missing or too short, or a value has another type than in training. The message names
+            column, row and value.
         """
         try:
             return typed_table(rows, self.columns())
@@ -262,30 +264,28 @@ class Encoder:
             encoded = self.schema.stored[0] if self.ids == "raw" and self.preparation is None else ()
             raise DataError(f"{error}{hint_for_text(rows, encoded)}") from None
 
-    def batch(
-        self, table: pa.Table | pa.RecordBatch, *, place: str = ROWS, row_of: Callable[[int], str] = place_of_row
-    ) -> Batch:
+    def batch(self, table: pa.Table | pa.RecordBatch, location: RowLocation = _ROWS) -> Batch:
         """Encode rows.
 
         Parameters
         ----------
         table
-            Columns by name; those that the schema does not name are left alone.
-        place, row_of
-            Where the rows are, and the row of a position, for errors.
+            Columns by name. Columns that the schema does not name are ignored.
+        location
+            File and rows of the table, for errors.
 
         Raises
         ------
         DataError
-            If a column is missing, or a value cannot be what its column says.
+            If a column is missing, or a value does not fit its column.
         SpecError
             If a column has a type that does not fit its role.
         """
-        s, columns = self.schema, self._columns(table, Place(place, row_of))
-        table, where = columns.stored, columns.place
+        s, columns = self.schema, self._columns(table, location)
+        table = columns.stored
         bags = [columns.bags(column, self.ids) for column in s.sparse]
         offsets = [np.concatenate([[0], np.cumsum(lengths)]) for _, lengths in bags if lengths is not None]
-        # Joined by NumPy: torch.cat starts threads, which fight with those of the training step.
+        # Concatenated by NumPy, because torch.cat starts threads that compete with the training step.
         sparse = Jagged(
             [c.name for c in s.sparse],
             torch.from_numpy(np.concatenate([rows for rows, _ in bags])),
@@ -295,35 +295,32 @@ class Encoder:
             weights=torch.from_numpy(_id_weights(columns, s, bags)) if s.id_weights else None,
         )
         mapped = {label.column: label for label in s.positives}
-        labels = [read_labels(table[name], name, mapped.get(name), where) for name in s.labels]
-        weights = weights_by_label(table, s, where)
+        labels = [read_labels(table[name], name, mapped.get(name), location) for name in s.labels]
+        weights = weights_by_label(table, s, location)
         return Batch(
             sparse=sparse,
             dense=torch.from_numpy(read_numericals(columns, s)) if s.dense else None,
             labels=torch.from_numpy(np.stack(labels, axis=1)) if labels else None,
             weights=None if weights is None else torch.from_numpy(weights),
-            extra={s.group: torch.from_numpy(read_group(table[s.group], s.group, where))} if s.group else {},
+            extra={s.group: torch.from_numpy(read_group(table[s.group], s.group, location))} if s.group else {},
         )
 
-    def numericals(
-        self, table: pa.Table, *, place: str = ROWS, row_of: Callable[[int], str] = place_of_row
-    ) -> Tensor | None:
-        """The batch's ``dense`` alone, of `names_of_dense`; None where the schema has none."""
+    def numericals(self, table: pa.Table, location: RowLocation = _ROWS) -> Tensor | None:
+        """Return only the batch's ``dense``, computed from `names_of_dense`, or None without dense columns."""
         if not self.schema.dense:
             return None
-        columns = self._columns(table, Place(place, row_of), check=False)
-        return torch.from_numpy(read_numericals(columns, self.schema))
+        return torch.from_numpy(read_numericals(self._columns(table, location, check=False), self.schema))
 
     def numbers(self, table: pa.Table, names: Sequence[str]) -> dict[str, arrow.Array]:
-        """Numbers ``[n]`` float64 of stored or looked-up columns, of the columns of `stored_for`; NaN for null."""
-        columns = self._columns(table, Place(), check=False)
+        """Return numbers ``[n]`` float64 of stored or looked-up columns, with NaN for null."""
+        columns = self._columns(table, _ROWS, check=False)
         return {name: columns.numbers(name) for name in names}
 
-    # -- what checkpoints keep ---------------------------------------------------------------------------------------
+    # -- state in checkpoints ----------------------------------------------------------------------------------------
 
     @property
     def unmeasured(self) -> list[Bucket]:
-        """Buckets whose boundaries are still to be measured."""
+        """Buckets without measured boundaries."""
         return [
             d
             for d in self.schema.derived
@@ -331,11 +328,11 @@ class Encoder:
         ]
 
     def assume_measured(self) -> None:
-        """Take what was not measured for buckets of one interval: for models that nothing is learned from."""
+        """Give unmeasured buckets one interval, for models that are not trained (e.g. a dry run)."""
         self.boundaries.update({bucket.name: [] for bucket in self.unmeasured})
 
     def state(self) -> dict[str, Any]:
-        """What is known of derived columns beside the schema: boundaries by bucket, SHA-256 of looked-up tables.
+        """Return the state of derived columns: boundaries by bucket, and SHA-256 by lookup table.
 
         Raises
         ------
@@ -354,19 +351,19 @@ class Encoder:
         return found if self.preparation is None else found | self.preparation.state()
 
     def load_state(self, state: Mapping[str, Any], *, other_tables: bool = False) -> None:
-        """Take over what `state` gave, of the features that are the same here.
+        """Load the value of `state`, for features that are equal in both encoders.
 
         Parameters
         ----------
         state
-            Of the encoder that a model was trained with.
+            State of the encoder in training.
         other_tables
-            Whether tables may have changed since.
+            Whether lookup tables may have changed since.
 
         Raises
         ------
         DataError
-            If the content of a table is another than in training.
+            If the content of a lookup table has changed.
         """
         for d in self.schema.derived:
             was = cast("Mapping[str, Any]", state.get(d.name, {}))
@@ -379,11 +376,11 @@ class Encoder:
 
     @property
     def tables(self) -> dict[str, pa.Table]:
-        """By feature, columns ``key`` and ``value`` that its values are looked up in."""
+        """Tables with columns ``key`` and ``value`` by `Lookup` feature."""
         return {name: table.to_table() for name, table in self._lookups.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON can hold; with `tables`, `from_dict` is the inverse.
+        """Return plain values for JSON. `from_dict` is the inverse, given `tables`.
 
         Raises
         ------
@@ -404,22 +401,22 @@ class Encoder:
         tables: Mapping[str, pa.Table] | None = None,
         vocabulary: Callable[[str], LookupTable] | None = None,
     ) -> Encoder:
-        """Rebuild an encoder from `to_dict`'s values, `tables`, and what gives the ids of a column's values.
+        """Rebuild an encoder from `to_dict`, `tables`, and a function that returns the vocabulary of a table.
 
         Raises
         ------
         SpecError
-            If a value cannot be right.
+            If a value is out of range.
         DataError
-            If a table is not the one that the values are of.
+            If the content of a lookup table has changed.
         """
         schema = Schema.from_dict(values["schema"])
-        preparation = Preparation.rebuilt(values.get("preparation"), schema, vocabulary)
+        preparation = Preparation.rebuild(values.get("preparation"), schema, vocabulary)
         made = Encoder(schema, ids=values["ids"], id_kinds=values["id_kinds"], tables=tables, preparation=preparation)
         made.load_state(values.get("features", {}))
         return made
 
-    def _columns(self, table: pa.Table | pa.RecordBatch, place: Place, *, check: bool = True) -> Columns:
+    def _columns(self, table: pa.Table | pa.RecordBatch, location: RowLocation, *, check: bool = True) -> Columns:
         if isinstance(table, pa.RecordBatch):
             table = pa.Table.from_batches([table])
         checked = self._checked  # read once, because other threads replace it
@@ -427,21 +424,21 @@ class Encoder:
         if not check:
             table = arrow.without_empty_types(table, table.column_names)
         elif not is_known:
-            table = self._checked_table(table, place.name)
+            table = self._check_table(table, location.name)
         if checked is None or not (check and is_known and checked[1]):
-            table = arrow.plain(table, place.name)
+            table = arrow.to_plain_types(table, location.name)
         if self.preparation is not None:
-            table = self.preparation.stored(table, self.schema.dense, place)
+            table = self.preparation.convert(table, self.schema.dense, location)
         derived = {d.name: d for d in self.schema.derived}
-        return Columns(table, derived, self._lookups, self.boundaries, self._lists, place)
+        return Columns(table, derived, self._lookups, self.boundaries, self._lists, location)
 
-    def _checked_table(self, table: pa.Table, place: str) -> pa.Table:
-        """Check the types of a table; inputs without values may have any type, and come back as null."""
+    def _check_table(self, table: pa.Table, name: str) -> pa.Table:
+        """Check the types of a table. Columns without values may have any type, and are returned with type null."""
         try:
-            self.check(table.schema, place)
+            self.check(table.schema, name)
         except (DataError, SpecError):
             table = arrow.without_empty_types(table, [column.name for column in self.columns()])
-            self.check(table.schema, place)
+            self.check(table.schema, name)
         else:
             is_plain = all(arrow.plain_type(field.type) == field.type for field in table.schema)
             self._checked = table.schema, is_plain
@@ -455,25 +452,23 @@ class Encoder:
 def _id_weights(
     columns: Columns, schema: Schema, bags: Sequence[tuple[arrow.Array, arrow.Array | None]]
 ) -> arrow.Array:
-    """Weights ``[N]`` float32 of the ids of all columns, 1 in those that have none."""
+    """Return weights ``[N]`` float32 of the ids of all columns, 1 in columns without weights."""
     found: list[arrow.Array] = []
     for column, (rows, lengths) in zip(schema.sparse, bags, strict=True):
-        if column.weights is None:
-            found.append(np.ones(len(rows), np.float32))
-        else:
+        weights = np.ones(len(rows), np.float32)
+        if column.weights is not None:
             each = np.full(len(columns.stored), column.ids or 0) if lengths is None else lengths
-            found.append(arrow.id_weights(column, columns.stored[column.weights].combine_chunks(), each, columns.place))
+            stored = columns.stored[column.weights].combine_chunks()
+            weights = arrow.read_id_weights(column, stored, each, columns.location)
+        found.append(weights)
     return np.concatenate(found)
 
 
 # -- descriptions for programs without hotbed ----------------------------------------------------------------------
 
-MOST_KEYS = 1_000_000
-"""Most keys of a table that a description holds."""
 
-
-def described_features(encoder: Encoder) -> list[dict[str, Any]]:
-    """How columns are made, in this order: crosses, buckets with their boundaries, lookups with their tables."""
+def describe_features(encoder: Encoder) -> list[dict[str, Any]]:
+    """Describe derived features in order: crosses, buckets with boundaries, and lookups with tables."""
     found: list[dict[str, Any]] = []
     for d in encoder.schema.derived:
         if isinstance(d, Cross):
@@ -485,10 +480,10 @@ def described_features(encoder: Encoder) -> list[dict[str, Any]]:
             table = encoder.tables[d.name]
             if len(table) > MOST_KEYS:
                 raise SpecError(
-                    f"feature '{d.name}' looks values up in {len(table):,} keys of {d.file}, and inputs.json holds "
-                    f"at most {MOST_KEYS:,}; leave out keys that no row has"
+                    f"feature '{d.name}': got {len(table):,} keys in {d.file}, expected at most {MOST_KEYS:,} for "
+                    "inputs.json. Remove unused keys"
                 )
-            key, value = (_plain(table[name], f"feature '{d.name}': {d.file}") for name in ("key", "value"))
+            key, value = (_to_json(table[name], f"feature '{d.name}': {d.file}") for name in ("key", "value"))
             missing = [] if arrow.is_list(table["value"].type) else None
             pairs = [[k, missing if v is None else v] for k, v in zip(key, value, strict=True)]
             found.append({"name": d.name, "lookup": d.column, "table": pairs, "missing": missing})
@@ -496,20 +491,18 @@ def described_features(encoder: Encoder) -> list[dict[str, Any]]:
 
 
 def encoding_of(encoder: Encoder, column: str) -> dict[str, str]:
-    """How the ids of a sparse column are made of its values: by a hash, as a cross, as a bucket, or as they are."""
+    """Describe how values of a sparse column become ids: by a hash, a cross, a bucket, or unchanged."""
     derived = next((d for d in encoder.schema.derived if d.name == column), None)
     if isinstance(derived, Cross | Bucket):
         return {"encoding": "cross" if isinstance(derived, Cross) else "bucket"}
     if derived is None and encoder.ids == "raw":
         return {"encoding": "rows"}
     if derived is not None:
-        return {"encoding": "hash", "values": arrow.kind_of_ids(encoder.tables[column]["value"].type)}
+        return {"encoding": "hash", "values": arrow.type_of_ids(encoder.tables[column]["value"].type)}
     return {"encoding": "hash", "values": encoder.id_kinds.get(column, "")}
 
 
-def _plain(column: pa.ChunkedArray, what: str) -> list[Any]:
-    """Values as JSON has them."""
-
+def _to_json(column: pa.ChunkedArray, what: str) -> list[Any]:
     def text(value: Any) -> Any:
         if isinstance(value, list):
             return [text(entry) for entry in value]
@@ -518,4 +511,4 @@ def _plain(column: pa.ChunkedArray, what: str) -> list[Any]:
     try:
         return [text(value) for value in column.to_pylist()]
     except UnicodeDecodeError as error:
-        raise SpecError(f"{what} has bytes that are no UTF-8 ({error}), and JSON holds text only") from None
+        raise SpecError(f"{what}: got bytes that are not UTF-8 ({error}), expected text for JSON") from None

@@ -1,4 +1,4 @@
-"""Read a table of keys and values into memory, and look values up in it: `LookupTable`, for `Lookup` features."""
+"""Read a table of keys and values, and look up values by key: `LookupTable`, for `Lookup` features."""
 
 from __future__ import annotations
 
@@ -13,195 +13,190 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hotbed.checks import check_known
 from hotbed.data import arrow_columns as arrow
 from hotbed.data.derived_features import Lookup
 from hotbed.data.files.parquet_files import find_parquet, with_rows
 from hotbed.data.hashing import Hashes
-from hotbed.data.place import Place
-from hotbed.errors import DataError, SpecError, did_you_mean
+from hotbed.data.row_location import RowLocation
+from hotbed.errors import DataError, SpecError
 
 _STORED = ("key", "value", "hash")
 
 
 @dataclass(frozen=True)
 class LookupTable:
-    """Distinct keys ``[n]``, integers or text, in the order of their hashes, and their values.
+    """Distinct keys ``[n]`` (integers or text) sorted by hash, and their values.
 
     Values are integers, numbers, text, or lists of integers or text.
     """
 
     keys: pa.Array
     values: pa.Array
-    stored_hashes: Hashes | None = field(default=None, compare=False)
-    """Of the keys, where they are stored with them."""
+    stored_hashes: Hashes | None = field(default=None, compare=False)  # of the keys, if stored with them
 
     @staticmethod
     def read(lookup: Lookup) -> LookupTable:
-        """Read the file of a feature."""
+        """Read the table of a feature."""
         found = find_parquet(lookup.file)
         if len(found) > 1:
-            raise DataError(f"feature '{lookup.name}': {lookup.file} has the splits {', '.join(found)}; name one file")
+            raise DataError(f"feature '{lookup.name}': {lookup.file}: got splits {', '.join(found)}, expected one file")
         parts: list[pa.Table] = []
         names = list(dict.fromkeys((lookup.key, lookup.value)))
         for file in with_rows(next(iter(found.values()))):
             for name in names:
-                if name not in (known := file.schema.names):
-                    raise DataError(
-                        f"feature '{lookup.name}': {file} has no column '{name}'; it has {', '.join(known)}"
-                        f"{did_you_mean(name, known)}"
-                    )
+                check_known(f"feature '{lookup.name}': column of {file}", name, file.schema.names, DataError)
             parts += [group.read(names) for group in file.row_groups()]
             parts.append(file.schema.empty_table().select(names))
         try:
-            whole = pa.concat_tables([arrow.plain(part) for part in parts], promote_options="permissive")
+            whole = pa.concat_tables([arrow.to_plain_types(part) for part in parts], promote_options="permissive")
         except (pa.ArrowTypeError, pa.ArrowInvalid) as error:
-            raise DataError(f"feature '{lookup.name}': files of {lookup.file} differ in types: {error}") from None
+            raise DataError(f"feature '{lookup.name}': files of {lookup.file} have different types: {error}") from None
         return LookupTable.of(whole[lookup.key], whole[lookup.value], lookup)
 
     @staticmethod
     def of(keys: pa.ChunkedArray, values: pa.ChunkedArray, lookup: Lookup) -> LookupTable:
-        """Check and order keys and values; rows without a key are left out. See `read` for the errors."""
+        """Check and sort keys and values. Rows without a key are dropped."""
         where = f"feature '{lookup.name}': {lookup.file}"
         there = pc.is_valid(keys)
-        key = _normal(keys.filter(there).combine_chunks(), f"{where}, column '{lookup.key}'", may_be_list=False)
-        value = _normal(values.filter(there).combine_chunks(), f"{where}, column '{lookup.value}'", may_be_list=True)
-        made = LookupTable.ordered(key, value)
+        key = _normalize(keys.filter(there).combine_chunks(), f"{where}, column '{lookup.key}'", may_be_list=False)
+        value = _normalize(values.filter(there).combine_chunks(), f"{where}, column '{lookup.value}'", may_be_list=True)
+        made = LookupTable.sort(key, value)
         key, hashes = made.keys, made._hashes
         same = np.flatnonzero(hashes[1:] == hashes[:-1])
         if len(same):
-            first, second = (arrow.shown(key[int(same[0]) + i]) for i in (0, 1))
+            first, second = (arrow.format_scalar(key[int(same[0]) + i]) for i in (0, 1))
             problem = (
-                f"the key {first} is there twice; leave one of its rows, so that there is one value"
+                f"got key {first} twice, expected unique keys. Remove one of its rows"
                 if first == second
-                else f"the keys {first} and {second} have one hash, so they cannot be told apart; rename one of them"
+                else f"keys {first} and {second} have the same hash. Rename one of them"
             )
             raise DataError(f"{where}, column '{lookup.key}': {problem}")
         return made
 
     @staticmethod
-    def ordered(keys: pa.Array, values: pa.Array) -> LookupTable:
-        """Order distinct keys ``[n]`` and their values."""
-        keys = _normal(keys, "keys", may_be_list=False)
-        hashes = arrow.hashes(keys)
+    def sort(keys: pa.Array, values: pa.Array) -> LookupTable:
+        """Sort distinct keys ``[n]`` and their values by hash."""
+        keys = _normalize(keys, "keys", may_be_list=False)
+        hashes = arrow.hash_values(keys)
         order = np.argsort(hashes, kind="stable")
         return LookupTable(keys.take(pa.array(order)), values.take(pa.array(order)), hashes[order])
 
     @staticmethod
-    def mapped(path: Path) -> LookupTable:
-        """Map a file that `write_mapped` wrote into memory; nothing is read before it is asked for."""
+    def map_file(path: Path) -> LookupTable:
+        """Map a file of `write_file` into memory. Pages are read on first use."""
         try:
             with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
                 if reader.num_record_batches != 1:
-                    raise KeyError(f"it has {reader.num_record_batches:,} batches, must have one")
+                    raise KeyError(f"got {reader.num_record_batches:,} batches, expected 1")
                 batch = reader.get_batch(0)
             batch.validate()
             key, value, hashes = (batch[name] for name in _STORED)
             if not (pa.types.is_uint64(hashes.type) and pa.types.is_integer(value.type)) or value.null_count:
-                raise KeyError(f"its hashes are {hashes.type} and its values {value.type}, must be uint64 and integers")
+                raise KeyError(f"got hashes of {hashes.type} and values of {value.type}, expected uint64 and integers")
             return LookupTable(key, value, hashes.to_numpy(zero_copy_only=True))
         except (pa.ArrowException, KeyError, OSError) as error:
-            raise DataError(f"{path} holds no keys and values: {error}") from None
+            raise DataError(f"{path} is not a table of keys and values: {error}") from None
 
-    def write_mapped(self, stream: IO[bytes]) -> None:
-        """Write an Arrow IPC file of keys, values and the hashes of keys, in the order of these."""
+    def write_file(self, stream: IO[bytes]) -> None:
+        """Write an Arrow IPC file of keys, values and hashes, sorted by hash."""
         batch = pa.record_batch([self.keys, self.values, pa.array(self._hashes)], names=list(_STORED))
         with pa.ipc.new_file(stream, batch.schema) as writer:
             writer.write_batch(batch)
 
     @staticmethod
     def from_table(table: pa.Table, lookup: Lookup) -> LookupTable:
-        """Rebuild one from `to_table`'s columns."""
+        """Rebuild a lookup table from the columns of `to_table`."""
         for name in ("key", "value"):
             if name not in table.column_names:
-                raise DataError(f"the table of feature '{lookup.name}' has no column '{name}'; export the model again")
+                raise DataError(f"table of feature '{lookup.name}': column '{name}' is missing. Export the model again")
         return LookupTable.of(table["key"], table["value"], lookup)
 
     def to_table(self) -> pa.Table:
-        """Columns ``key`` and ``value``, for an exported model."""
+        """Return columns ``key`` and ``value``, for an exported model."""
         return pa.table({"key": self.keys, "value": self.values})
 
     @property
-    def kind_of_keys(self) -> str:
-        """What keys are to a hash: ``"text"`` or ``"integers"``; "" where there are none."""
-        return arrow.kind_of_ids(self.keys.type)
+    def type_of_keys(self) -> str:
+        """Type of the keys for a hash: ``"text"``, ``"integers"``, or "" without any keys."""
+        return arrow.type_of_ids(self.keys.type)
 
     def refuse_other(self, lookup: Lookup, trained: Mapping[str, Any]) -> None:
-        """Raise `DataError` if a model was trained with other keys or values: those of so many keys and a SHA-256."""
+        """Raise `DataError` if a model was trained with other keys or values."""
         if self.sha256 != trained["sha256"]:
             raise DataError(
-                f"feature '{lookup.name}': {lookup.file} has changed since the model was trained: it had "
-                f"{trained['keys']:,} keys with SHA-256 {trained['sha256'][:12]}…, and has {len(self.keys):,} with "
-                f"{self.sha256[:12]}…; put back what it was, or train a model with what it is (init_from takes "
-                "over the rows of the earlier one)"
+                f"feature '{lookup.name}': {lookup.file} has changed since training: got {len(self.keys):,} keys with "
+                f"SHA-256 {self.sha256[:12]}…, expected {trained['keys']:,} with {trained['sha256'][:12]}…. Restore "
+                "the file, or train a new model (init_from copies the rows of the earlier one)"
             )
 
     @cached_property
     def sha256(self) -> str:
-        """Of all keys and values, whatever file format, order of rows or width of integers they came in."""
+        """SHA-256 of all keys and values, independent of the file format, row order and integer width."""
         return content_sha256(self.keys, self.values)
 
-    def find(self, asked: pa.Array) -> pa.Array:
-        """Values ``[n]`` of keys ``[n]``; null for those that are null or not in the table."""
-        if not len(self.keys) or not len(asked):
-            return pa.nulls(len(asked), self.values.type)
-        hashes = arrow.hashes(asked)
+    def find(self, keys: pa.Array) -> pa.Array:
+        """Return the values ``[n]`` of keys ``[n]``, null for null and for keys that are not in the table."""
+        if not len(self.keys) or not len(keys):
+            return pa.nulls(len(keys), self.values.type)
+        hashes = arrow.hash_values(keys)
         at = np.minimum(np.searchsorted(self._hashes, hashes), len(self.keys) - 1)
-        found = (self._hashes[at] == hashes) & ~asked.is_null().to_numpy(zero_copy_only=False)
-        if arrow.is_text(self.keys.type):  # of integers, equal hashes are equal keys
-            same = pc.equal(self.keys.take(pa.array(at)), _bytes(asked))
+        found = (self._hashes[at] == hashes) & ~keys.is_null().to_numpy(zero_copy_only=False)
+        if arrow.is_text(self.keys.type):  # hashes of integers are unique
+            same = pc.equal(self.keys.take(pa.array(at)), _to_bytes(keys))
             found &= pc.fill_null(same, False).to_numpy(zero_copy_only=False)
         return self.values.take(pa.array(at, mask=~found))
 
     @cached_property
     def _hashes(self) -> Hashes:
-        return arrow.hashes(self.keys) if self.stored_hashes is None else self.stored_hashes
+        return arrow.hash_values(self.keys) if self.stored_hashes is None else self.stored_hashes
 
 
 def content_sha256(*arrays: pa.Array) -> str:
-    """Hash values, whatever width of integers or kind of text they have."""
+    """Return the SHA-256 of values, independent of the width of integers and the type of text."""
     found = hashlib.sha256()
     for array in arrays:
-        _update(found, _normal(array, "values", may_be_list=True))
+        _update(found, _normalize(array, "values", may_be_list=True))
     return found.hexdigest()
 
 
-def _normal(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
-    """Integers as int64 (uint64 where they need it), numbers as float64, text as bytes, and lists of these."""
-    array = arrow.decode(array)
-    kind = array.type
-    if may_be_list and arrow.is_list(kind):
+def _normalize(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
+    """Convert integers to int64 (or uint64), numbers to float64, text to bytes, and lists of these likewise."""
+    array = arrow.decode_dictionary(array)
+    t = array.type
+    if may_be_list and arrow.is_list(t):
         values = array.flatten()
         if arrow.is_whole(values.type) or arrow.is_text(values.type) or pa.types.is_null(values.type):
-            return arrow.regroup(_normal(values, where, may_be_list=False), array)
-    if arrow.is_text(kind):
-        return _bytes(array)
-    if pa.types.is_null(kind):
+            return arrow.regroup(_normalize(values, where, may_be_list=False), array)
+    if arrow.is_text(t):
+        return _to_bytes(array)
+    if pa.types.is_null(t):
         return array.cast(pa.int64())
-    if not may_be_list and pa.types.is_floating(kind):
-        return arrow.hashable(array, "", Place(where, lambda at: f"key {at:,}"))
-    if pa.types.is_uint64(kind) and (highest := pc.max(array).as_py()) is not None and highest >= 1 << 63:
+    if not may_be_list and pa.types.is_floating(t):
+        return arrow.to_hashable(array, "", RowLocation(where, lambda at: f"key {at:,}"))
+    if pa.types.is_uint64(t) and (highest := pc.max(array).as_py()) is not None and highest >= 1 << 63:
         return array
-    if arrow.is_whole(kind):
-        return array.cast(pa.int8()).cast(pa.int64()) if pa.types.is_boolean(kind) else array.cast(pa.int64())
-    if may_be_list and arrow.is_number(kind):
+    if arrow.is_whole(t):
+        return array.cast(pa.int8()).cast(pa.int64()) if pa.types.is_boolean(t) else array.cast(pa.int64())
+    if may_be_list and arrow.is_number(t):
         return array.cast(pa.float64(), safe=False)
     allowed = "integers, numbers, text, or lists of integers or text" if may_be_list else "integers or text"
-    raise SpecError(f"{where} is {kind}, must be {allowed}")
+    raise SpecError(f"{where}: got {t}, expected {allowed}")
 
 
-def _bytes(array: pa.Array) -> pa.Array:
-    array = arrow.decode(array)
+def _to_bytes(array: pa.Array) -> pa.Array:
+    array = arrow.decode_dictionary(array)
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         array = array.cast(pa.large_string())
     return array.cast(pa.large_binary())
 
 
 def _update(found: hashlib._Hash, array: pa.Array) -> None:
-    """Hash an array of `_normal`: its kind, which values are null, and all of them."""
+    """Hash an array of `_normalize`: its type, nulls and values."""
     found.update(f"{array.type} {len(array)} ".encode())
     found.update(np.packbits(array.is_null().to_numpy(zero_copy_only=False)).tobytes())
     if arrow.is_list(array.type):
-        found.update(arrow.lengths(array).astype("<i8").tobytes())
+        found.update(arrow.list_lengths(array).astype("<i8").tobytes())
         _update(found, array.flatten())
     elif arrow.is_text(array.type):
         filled = pc.fill_null(array, b"")

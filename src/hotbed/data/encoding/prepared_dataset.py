@@ -1,12 +1,12 @@
-"""Encode raw values as `hotbed prepare` encoded those to train on: `Preparation`.
+"""Convert raw values in the same way as `hotbed prepare` did for the training data: `Preparation`.
 
-A prepared dataset says of itself how its ids and numbers were made (``metadata.preparation`` of its description, or
-the metadata of its Parquet files), and has the values of each table's ids in ``vocabulary/``. Exported models have
-both, the vocabularies as files that are mapped into memory.
+A prepared dataset describes the conversion (``metadata.preparation`` of its description, or the metadata of its Parquet
+files), and has the values of each table in ``vocabulary/``. Exported models contain both, and map vocabularies into
+memory.
 
-A vocabulary gives frequent values rows of their own, and must know all values. Where values never end (users, queries,
-pages), new ones would all be row 0 until the data are prepared again. Tables of such values have a `HashEntry` instead:
-each value has a row, which it may share.
+A vocabulary assigns a row to each frequent value. If new values appear all the time (users, queries, pages), they would
+all be row 0 until the data are prepared again. Tables of such values have a `HashEntry` instead: each value has a row,
+which several values may share.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -24,90 +24,84 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
-from hotbed.checks import is_int
+from hotbed.checks import Range, Size, check, check_known
 from hotbed.data import arrow_columns as arrow
 from hotbed.data.columns import SparseColumn
 from hotbed.data.encoding.lookup_table import LookupTable, content_sha256
 from hotbed.data.encoding.vocabulary import VOCABULARY, read_vocabulary, vocabulary_file
 from hotbed.data.files.criteo import hexadecimal, logarithm
-from hotbed.data.hashing import mix, rows_of
-from hotbed.data.place import Place
+from hotbed.data.hashing import hashes_to_rows, mix
+from hotbed.data.row_location import RowLocation
 from hotbed.data.schema import Schema
-from hotbed.errors import DataError, SpecError, did_you_mean
+from hotbed.errors import DataError, SpecError
 from hotbed.parsing import fault_of
 
 Kind = Literal["hexadecimal", "integers", "text"]
-MOST_ROWS = 1 << 40
-SEEDS = 1 << 64
+_MOST_ROWS = 1 << 40
+_SEEDS = 1 << 64
 _LIMITS = {"sha256": "64 hexadecimal digits"}
 
 
-class Entry(BaseModel):
-    """What a dataset says of how it was made; checked, as it may come from anywhere."""
-
+class _PreparedEntry(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class HashEntry(Entry):
-    """How the values of a table without a vocabulary are hashed to its rows."""
+class HashEntry(_PreparedEntry):
+    """The hash that maps values of a table without a vocabulary to rows."""
 
     kind: Kind  # of the raw values
-    rows: int = Field(ge=2, le=MOST_ROWS)  # of the table; row 0 is for missing values
-    seed: int = Field(ge=0, lt=SEEDS)  # 0 is the hash h of `hotbed.data.hashing`, any other seed is ``mix(h ^ seed)``
+    rows: int = Field(ge=2, le=_MOST_ROWS)  # of the table; row 0 is for missing values
+    seed: int = Field(ge=0, lt=_SEEDS)  # 0 is the hash h of `hotbed.data.hashing`, any other seed is ``mix(h ^ seed)``
 
     def ids(self, values: pa.Array) -> NDArray[np.int64]:
-        """Rows ``[n]`` of values ``[n]``: integers, of hexadecimal ones as well, or text."""
-        h = arrow.hashes(values)
-        found = rows_of(mix(h ^ np.uint64(self.seed)) if self.seed else h, self.rows)
+        """Return the rows ``[n]`` of values ``[n]``: integers (also of hexadecimal text) or text."""
+        h = arrow.hash_values(values)
+        found = hashes_to_rows(mix(h ^ np.uint64(self.seed)) if self.seed else h, self.rows)
         found[values.is_null().to_numpy(zero_copy_only=False)] = 0
         return found
 
 
 def check_hashed(hash_rows: Mapping[str, object], seed: object, schema: Schema) -> None:
-    """Raise `SpecError` unless these tables are there and can have so many rows."""
-    if not is_int(seed) or not 0 <= seed < SEEDS:
-        raise SpecError(f"hash_seed is {seed!r}, must be an integer of at least 0, below 2^64")
+    """Raise `SpecError` unless these tables exist and have valid numbers of rows."""
+    check("hash_seed", seed, Size, SpecError)
     for table, rows in hash_rows.items():
-        if table not in schema.rows:
-            raise SpecError(f"hash_rows names table '{table}', which there is not{did_you_mean(table, schema.rows)}")
-        if not is_int(rows) or not 2 <= rows <= MOST_ROWS:
-            raise SpecError(f"hash_rows: table '{table}' has {rows!r} rows, must be an integer from 2 to 2^40")
+        check_known("table of hash_rows", table, schema.rows, SpecError)
+        check(f"hash_rows.{table}", rows, Annotated[int, Range(least=2, most=_MOST_ROWS)], SpecError)
 
 
 PREPARATION = b"hotbed.preparation"
-"""What prepared Parquet files say it under, as JSON."""
+"""Key of a `PreparationEntry` in the metadata of Parquet files, as JSON."""
 _READING = threading.Lock()
 _KINDS_OF_JSON: Mapping[Kind, str] = {"hexadecimal": "text", "integers": "integers", "text": "text"}
 
 
-class VocabularyEntry(Entry):
-    """What is known of a vocabulary: what its values are in raw rows, how many there are, and their hash."""
+class VocabularyEntry(_PreparedEntry):
+    """Type, number and SHA-256 of the values of a vocabulary."""
 
-    kind: Kind
+    kind: Kind  # of the raw values
     values: NonNegativeInt
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
     @staticmethod
     def of(values: pa.Array, kind: Kind) -> VocabularyEntry:
-        """Describe values ``[V]`` in the order of their ids."""
+        """Return the entry of values ``[V]``, sorted by id."""
         return VocabularyEntry(kind=kind, values=len(values), sha256=content_sha256(values))
 
 
-class PreparationEntry(Entry):
-    """How raw values became what a prepared dataset stores."""
+class PreparationEntry(_PreparedEntry):
+    """The conversion of raw values to the values of a prepared dataset."""
 
-    # by table; the value at position i has id i + 1, and missing or unknown values have id 0
-    vocabularies: dict[str, VocabularyEntry]
+    vocabularies: dict[str, VocabularyEntry]  # by table
     tables: dict[str, str]  # by sparse column
     hashed: dict[str, HashEntry] = Field(default_factory=dict)  # by table without a vocabulary
-    # log: integers x become ln(x + 3), where -3 counts as -2; log_zero: the same after negative ones became 0
+    # log: ln(x + 3) of integers x, where -3 is treated as -2; log_zero: log after negative values became 0
     numericals: Literal["log", "log_zero", "as_is"]
-    # numericals are rounded to it, missing ones to 0; None leaves both to the schema of the reader
+    # numericals are rounded to this dtype, and missing ones become 0; with None, the reader's schema decides
     dtype: Literal["float16"] | None
 
     @staticmethod
     def parse(values: object, where: str) -> PreparationEntry:
-        """Check values, or their JSON, which may come from anywhere; a `DataError` says what is wrong."""
+        """Parse values or their JSON."""
         try:
             if isinstance(values, bytes):
                 return PreparationEntry.model_validate_json(values)
@@ -117,9 +111,9 @@ class PreparationEntry(Entry):
 
 
 class Preparation:
-    """Converts raw rows to rows as a prepared dataset stores them.
+    """Converts raw rows to rows of a prepared dataset.
 
-    ``read`` returns the ids of a table's values; it is called when they are first needed.
+    ``read`` returns the vocabulary of a table. It is called on first use.
     """
 
     def __init__(
@@ -128,18 +122,18 @@ class Preparation:
         self.entry, self.read, self._columns = entry, read, {column.name: column for column in columns}
         for name in self._columns:
             if entry.tables.get(name) not in {**entry.vocabularies, **entry.hashed}:
-                raise DataError(f"column '{name}' has no vocabulary; prepare the data again")
+                raise DataError(f"column '{name}': the vocabulary is missing. Prepare the data again")
         self._tables: dict[str, LookupTable] = {}
 
     @staticmethod
     def of_dataset(path: Path, schema: Schema, values: object) -> Preparation:
-        """That of a dataset whose description has these values."""
+        """Return the preparation of a dataset, given the values in its description."""
         entry = PreparationEntry.parse(values, f"{path}: metadata.preparation")
         return Preparation(entry, schema.stored[0], partial(_read, path / VOCABULARY, entry))
 
     @staticmethod
-    def rebuilt(values: object, schema: Schema, read: Callable[[str], LookupTable] | None) -> Preparation | None:
-        """That of an exported model, if it has one; all its tables are read now, not when they are needed."""
+    def rebuild(values: object, schema: Schema, read: Callable[[str], LookupTable] | None) -> Preparation | None:
+        """Return the preparation of an exported model, or None without one. All vocabularies are read at once."""
         if values is None or read is None:
             return None
         made = Preparation(PreparationEntry.parse(values, "preparation"), schema.stored[0], read)
@@ -148,21 +142,21 @@ class Preparation:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is sent to readers: without the vocabularies that were read, which each reads that needs them."""
+        """Return the state for pickling, without vocabularies: each reader reads the vocabularies that it needs."""
         return {**self.__dict__, "_tables": {}}
 
     def state(self) -> dict[str, Any]:
-        """What checkpoints know of vocabularies and hashes, by table."""
+        """Return the state of vocabularies and hashes by table, for checkpoints."""
         found: dict[str, Any] = {
             name: {"keys": of.values, "sha256": of.sha256} for name, of in self.entry.vocabularies.items()
         }
         return found | {name: of.model_dump() for name, of in self.entry.hashed.items()}
 
     def refuse_other(self, state: Mapping[str, Any], *, may_grow: bool = False) -> None:
-        """Raise `DataError` if a model was trained with other vocabularies: ids would stand for other values.
+        """Raise `DataError` if a model was trained with other vocabularies, because its ids would have other meanings.
 
-        ``state`` is what `state` returned then; tables that it lacks are not compared. With ``may_grow``, values may
-        have been added since, but the earlier values must have kept their ids.
+        ``state`` is the value of `state` in training. Tables without a state are not compared. With ``may_grow``,
+        values may have been added, but earlier values must have kept their ids.
         """
         for name, now in self.state().items():
             was = state.get(name, now)
@@ -170,19 +164,18 @@ class Preparation:
                 continue
             if "sha256" not in was or "sha256" not in now:
                 raise DataError(
-                    f"table '{name}': its ids are {_shown(now)}, and those that the model was trained on "
-                    f"{_shown(was)}; prepare the data as those were (hotbed prepare --hash_rows, --hash_seed)"
+                    f"table '{name}': got ids {_format_state(now)}, expected {_format_state(was)} as in training. "
+                    "Prepare the data in the same way (hotbed prepare --hash_rows, --hash_seed)"
                 )
             raise DataError(
-                f"table '{name}': the data were prepared with other values than those the model was trained on "
-                f"({now['keys']:,} with SHA-256 {now['sha256'][:12]}…, not {was['keys']:,} with "
-                f"{was['sha256'][:12]}…), so its ids are others; give the data that it was trained on. To train the "
-                "model on with new data (--init_from), prepare these with hotbed prepare RAW OUT --vocabulary "
-                "OLD/vocabulary, which keeps the ids of the values of OLD and adds new ones"
+                f"table '{name}': got data prepared with {now['keys']:,} values with SHA-256 {now['sha256'][:12]}…, "
+                f"expected {was['keys']:,} with {was['sha256'][:12]}… as in training. Use the training data. To "
+                "continue training with new data (--init_from), prepare them with hotbed prepare RAW OUT --vocabulary "
+                "OLD/vocabulary, which keeps the ids of OLD"
             )
 
     def _begins_with(self, name: str, was: Mapping[str, Any]) -> bool:
-        """Whether the first values of a table, in the order of their ids, are those that were all of them."""
+        """Return whether the earlier vocabulary of a table is a prefix of the current one."""
         if self.entry.vocabularies[name].values < was["keys"]:
             return False
         table = self._table(name)
@@ -190,42 +183,41 @@ class Preparation:
         return content_sha256(table.keys.take(pa.array(in_order))) == was["sha256"]
 
     def unknown(self, state: Mapping[str, Any]) -> list[str]:
-        """Tables of whose values a checkpoint says nothing."""
+        """Return the tables without a state in a checkpoint."""
         return [name for name in self.state() if name not in state]
 
     @property
     def kinds(self) -> dict[str, str]:
-        """What raw values of sparse columns are in JSON, see `InputColumn`."""
+        """Type of raw values in JSON by sparse column, see `InputColumn`."""
         return {name: _KINDS_OF_JSON[self._entry(name).kind] for name in self._columns}
 
     @property
     def text(self) -> list[str]:
-        """Columns whose values are text, also where all of a file are digits."""
+        """Columns with values of text, also if all values of a file are digits."""
         return [name for name, kind in self.kinds.items() if kind == "text"]
 
     def check(self, fields: pa.Schema, what: str) -> None:
-        """Raise `SpecError` unless ids of these types can be raw values."""
+        """Raise `SpecError` unless columns of these types can hold raw values."""
         for name, column in self._columns.items():
             if name not in fields.names:
                 continue
-            kind, wanted = arrow.plain_type(fields.field(name).type), self._entry(name).kind
-            value = kind.value_type if arrow.is_list(kind) and wanted != "hexadecimal" else kind
-            arrow.check_sparse(replace(column, rows=2), value if column.ids == 1 else kind, "hash", what)
+            t, wanted = arrow.plain_type(fields.field(name).type), self._entry(name).kind
+            value = t if wanted == "hexadecimal" else arrow.value_type_of(t)
+            arrow.check_sparse(replace(column, rows=2), value if column.ids == 1 else t, "hash", what)
             fits = arrow.is_text(value) != (wanted == "integers")
             if not (fits or pa.types.is_null(value)):
                 raise SpecError(
-                    f"{what}: column '{name}' is {kind}, and its raw values are {wanted}, as they were before "
-                    "hotbed prepare; write them so (ids that are encoded already are in datasets of hotbed prepare, "
-                    "or asked of hotbed serve --encoded true)"
+                    f"{what}: column '{name}': got {t}, expected raw values ({wanted}) as before hotbed prepare. For "
+                    "values that are already encoded, use a dataset of hotbed prepare, or hotbed serve --encoded true"
                 )
 
-    def stored(self, table: pa.Table, dense: Sequence[str], place: Place) -> pa.Table:
-        """Replace raw values of the columns that are there: ids by their numbers, numericals ``dense`` by theirs."""
+    def convert(self, table: pa.Table, dense: Sequence[str], location: RowLocation) -> pa.Table:
+        """Convert the raw values of a table: sparse columns to ids, and the columns ``dense`` to stored numericals."""
         for at, name in enumerate(table.column_names):
             if name in self._columns:
-                found = self._bags(table[name], name, place)
+                found = self._bags(table[name], name, location)
             elif name in dense and (self.entry.numericals, self.entry.dtype) != ("as_is", None):
-                found = self._numbers(table[name], name, place)
+                found = self._numbers(table[name], name, location)
             else:
                 continue
             table = table.set_column(at, name, found)
@@ -235,36 +227,36 @@ class Preparation:
         table = self.entry.tables[column]
         return self.entry.hashed.get(table) or self.entry.vocabularies[table]
 
-    def _bags(self, column: pa.ChunkedArray, name: str, place: Place) -> pa.Array:
-        """Ids in the place of values, also of those in lists."""
+    def _bags(self, column: pa.ChunkedArray, name: str, location: RowLocation) -> pa.Array:
         array = column.combine_chunks()
         if not arrow.is_list(array.type):
             missing = pa.types.is_null(array.type) and self._columns[name].ids != 1  # bags
-            return array if missing else self._ids(array, name, place)
-        inside = place.of_lists(arrow.lengths(array))
+            return array if missing else self._ids(array, name, location)
+        inside = location.of_lists(arrow.list_lengths(array))
         return arrow.regroup(self._ids(array.flatten(), name, inside), array)
 
-    def _ids(self, array: pa.Array, name: str, place: Place) -> pa.Array:
+    def _ids(self, array: pa.Array, name: str, location: RowLocation) -> pa.Array:
         if pa.types.is_null(array.type):
             return pa.array(np.zeros(len(array), np.int32))
-        array = arrow.decode(array)
+        array = arrow.decode_dictionary(array)
         entry = self._entry(name)
-        values = _parsed(array, name, place) if entry.kind == "hexadecimal" else arrow.hashable(array, name, place)
+        convert = _parse_hexadecimal if entry.kind == "hexadecimal" else arrow.to_hashable
+        values = convert(array, name, location)
         if isinstance(entry, HashEntry):
             return pa.array(entry.ids(values))
         return pc.fill_null(self._table(self.entry.tables[name]).find(values), 0)
 
-    def _numbers(self, column: pa.ChunkedArray, name: str, place: Place) -> pa.Array:
-        """Numericals as they are stored: of the same steps of rounding as `hotbed prepare` takes."""
-        found = arrow.numbers(column)
+    def _numbers(self, column: pa.ChunkedArray, name: str, location: RowLocation) -> pa.Array:
+        """Convert numericals with the same roundings as `hotbed prepare`."""
+        found = arrow.to_float32(column)
         missing = np.isnan(found)
         if self.entry.numericals != "as_is":
-            values, negatives = arrow.wide_numbers(column), "zero" if self.entry.numericals == "log_zero" else "keep"
+            values, negatives = arrow.to_float64(column), "zero" if self.entry.numericals == "log_zero" else "keep"
             least = -np.inf if negatives == "zero" else -3
             good = missing | (np.isfinite(values) & (values == np.floor(values)) & (values >= least))
-            limit = "" if negatives == "zero" else " of at least −3, because ln(x + 3) is stored"
-            fix = f"expected an integer{limit}; mend it, or leave it missing"
-            place.refuse(name, "numbers of no log", ~good, column, "{:.15g}", fix)
+            limit = "" if negatives == "zero" else " of at least −3, because of ln(x + 3)"
+            fix = f"expected an integer{limit}. Correct it, or leave it empty"
+            location.refuse(name, "numbers of no log", ~good, column, "{:.15g}", fix)
             import polars as pl
 
             found = pl.Series(values).to_frame("x").select(logarithm(pl.col("x"), negatives)).to_series().to_numpy()
@@ -272,11 +264,9 @@ class Preparation:
             return pa.array(found, mask=missing)
         with np.errstate(over="ignore"):
             rounded = np.where(missing, 0, found).astype(self.entry.dtype)
-        fix = (
-            f"it must be finite and at most {np.finfo(self.entry.dtype).max:,.0f} in size, as prepared data are "
-            f"{self.entry.dtype}; mend it, or leave it missing"
-        )
-        place.refuse(name, "numbers not finite", ~np.isfinite(rounded), found, "{}", fix)
+        limit = np.finfo(self.entry.dtype).max
+        fix = f"expected a magnitude of at most {limit:,.0f} ({self.entry.dtype}). Correct it, or leave it empty"
+        location.refuse(name, "numbers not finite", ~np.isfinite(rounded), found, "{}", fix)
         return pa.array(rounded.astype(np.float32))
 
     def _table(self, name: str) -> LookupTable:
@@ -284,55 +274,53 @@ class Preparation:
             with _READING:
                 if name not in self._tables:
                     table, entry = self.read(name), self.entry.vocabularies[name]
-                    if len(table.keys) != entry.values or (table.kind_of_keys == "text") != (entry.kind == "text"):
+                    if len(table.keys) != entry.values or (table.type_of_keys == "text") != (entry.kind == "text"):
                         raise DataError(
-                            f"the vocabulary of table '{name}' has {len(table.keys):,} values ({table.kind_of_keys}), "
-                            f"must have {entry.values:,} ({entry.kind}); it is another's, copy it again"
+                            f"vocabulary of table '{name}': got {len(table.keys):,} values ({table.type_of_keys}), "
+                            f"expected {entry.values:,} ({entry.kind}): it belongs to another dataset. Copy it again"
                         )
                     self._tables[name] = table
         return self._tables[name]
 
 
-def _shown(state: Mapping[str, Any]) -> str:
-    """How a table's ids are made, of what checkpoints know of it."""
+def _format_state(state: Mapping[str, Any]) -> str:
     if "sha256" in state:
-        return f"those of {state['keys']:,} values"
+        return f"of {state['keys']:,} values"
     return f"hashed to {state['rows']:,} rows with seed {state['seed']} ({state['kind']})"
 
 
 def hint_for_text(rows: Mapping[str, Sequence[object]], columns: Sequence[SparseColumn]) -> str:
-    """Say who takes raw values, where there is text in columns of ids that are rows of tables; else nothing."""
+    """Return a hint if rows have text in columns of encoded ids, else ""."""
     if not any(isinstance(value, str) for column in columns for value in rows.get(column.name, ())):
         return ""
     return (
-        "; raw values are taken by models that were trained on data of hotbed prepare, exported by this release and "
-        "served without --encoded true"
+        ". Raw values need a model that was trained on data of hotbed prepare, exported by this release and served "
+        "without --encoded true"
     )
 
 
 def _read(folder: Path, entry: PreparationEntry, name: str) -> LookupTable:
-    """The ids of the values of a dataset's column."""
     values, expected = read_vocabulary(vocabulary_file(folder, name)).values, entry.vocabularies[name]
     if len(values) != expected.values or content_sha256(values) != expected.sha256:
         raise DataError(
-            f"{folder} has other values of table '{name}' than its dataset was prepared with ({len(values):,}, not "
-            f"{expected.values:,}, or others); put back what was there, or prepare the data again"
+            f"{folder}: table '{name}': got {len(values):,} values, expected the {expected.values:,} values that the "
+            "dataset was prepared with. Restore the vocabulary, or prepare the data again"
         )
     ids = np.int32 if len(values) < np.iinfo(np.int32).max else np.int64
-    return LookupTable.ordered(values, pa.array(np.arange(1, len(values) + 1, dtype=ids)))
+    return LookupTable.sort(values, pa.array(np.arange(1, len(values) + 1, dtype=ids)))
 
 
-def _parsed(array: pa.Array, name: str, place: Place) -> pa.Array:
-    """Hexadecimal text ``[n]`` as integers; null where it is missing or empty, as in a log."""
+def _parse_hexadecimal(array: pa.Array, name: str, location: RowLocation) -> pa.Array:
+    """Convert hexadecimal text ``[n]`` to integers. Empty text becomes null."""
     import polars as pl
 
     try:
         text = pl.Series("x", array.cast(pa.large_string()))
     except pa.ArrowInvalid as error:
-        raise DataError(f"{place.name}, column '{name}': its values are no text ({error}); write UTF-8") from None
+        raise DataError(f"{location.name}, column '{name}': got {error}, expected UTF-8 text") from None
     text = text.set(text == "", None)
     parsed = text.to_frame().select(hexadecimal(pl.col("x")))["x"]
     bad = (parsed.is_null() & text.is_not_null()).to_numpy()
-    fix = "expected a hexadecimal number of at most 8 digits; mend it, or leave it missing"
-    place.refuse(name, "ids not hexadecimal", bad, text, "{!r}", fix)
+    fix = "expected a hexadecimal number of at most 8 digits. Correct it, or leave it empty"
+    location.refuse(name, "ids not hexadecimal", bad, text, "{!r}", fix)
     return parsed.to_arrow()

@@ -1,11 +1,10 @@
 """Measure numerical columns in one pass, in bounded memory: mean, deviation, extremes and quantiles.
 
 Mean and deviation are exact up to rounding (Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
-computing sample variances", 1979). Quantiles are those of a sample: of the finite values the `SAMPLE` whose numbers,
-counted from the start of the data, have the smallest hashes. So up to that many values they are exact; beyond, their
-rank is off by 0.2 % of the values in the mean. Which values these are depends on the data alone, neither on a random
-generator nor on the order in which parts are merged, so a run that is repeated measures the same bits; sketches such as
-KLL are smaller, but toss coins.
+computing sample variances", 1979). Quantiles are estimated from a sample of `SAMPLE` finite values: those whose
+positions in the data have the smallest hashes. They are exact for fewer values, and their ranks are off by 0.2 % of the
+values on average for more. The sample depends only on the data, not on a random generator or the order of merging, so
+repeated runs measure the same bits. Sketches such as KLL are smaller, but random.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from hotbed.data.derived_features import Bucket
 from hotbed.data.hashing import mix
 
 SAMPLE = 1 << 16
-"""Values of a column that are kept for quantiles, unless the caller sets another limit."""
+"""Default number of sampled values of a column for quantiles."""
 _LARGEST = 1e307
-"""Differences of numbers up to here are finite."""
+"""Differences of numbers up to this limit are finite."""
 
 Array = NDArray[Any]
 
@@ -42,12 +41,12 @@ class ColumnStatistics:
     squares: float = 0.0  # sum of squared differences from the mean
     low: float = math.inf
     high: float = -math.inf
-    limit: int = SAMPLE  # values that are kept for quantiles
+    limit: int = SAMPLE  # sampled values for quantiles
     _hashes: Array = field(default_factory=lambda: _none("uint64"), repr=False)
     _sample: Array = field(default_factory=lambda: _none("float64"), repr=False)
 
     def add(self, values: Array, first: int) -> None:
-        """Add values ``[n]`` float64 from position ``first`` of the data on. Each position is added once."""
+        """Add values ``[n]`` float64 at position ``first`` of the data. Add each position once."""
         finite = np.isfinite(values)
         kept = values[finite]
         part = ColumnStatistics(count=len(kept), missing=len(values) - len(kept))
@@ -61,7 +60,7 @@ class ColumnStatistics:
         self.merge(part)
 
     def merge(self, other: ColumnStatistics) -> None:
-        """Add what another one has seen."""
+        """Add the values of other statistics."""
         self.missing += other.missing
         if not other.count:
             return
@@ -72,7 +71,7 @@ class ColumnStatistics:
             self.mean += delta * (other.count / count)
         self.count, self.low, self.high = count, min(self.low, other.low), max(self.high, other.high)
         hashes, sample = other._hashes, other._sample
-        if len(self._hashes) == self.limit:  # most of what comes later is not kept
+        if len(self._hashes) == self.limit:  # drop most of the later values early
             small = hashes < self._hashes.max()
             hashes, sample = hashes[small], sample[small]
         hashes, sample = np.concatenate([self._hashes, hashes]), np.concatenate([self._sample, sample])
@@ -83,22 +82,22 @@ class ColumnStatistics:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of the values; 0 where all are equal, infinite where they are too large to square."""
+        """Standard deviation of the values: 0 if all are equal, infinite if they are too large to square."""
         if self.low >= self.high:
             return 0.0
         return math.sqrt(self.squares / self.count) if math.isfinite(self.squares) else math.inf
 
     def quantiles(self, at: Array) -> Array:
-        """Quantiles ``[k]`` at these shares from 0 to 1, with the exact extremes at 0 and 1."""
+        """Return the quantiles ``[k]`` at these shares from 0 to 1. The extremes at 0 and 1 are exact."""
         found = np.quantile(self._sample.clip(-_LARGEST, _LARGEST), at)
         return np.where(at <= 0, self.low, np.where(at >= 1, self.high, found))
 
     def usual_distance(self) -> tuple[float, float]:
-        """Median, and by the quartiles the usual distance from it; a few extreme values do not change these.
+        """Return the median and a typical distance from it, which are robust to a few extreme values.
 
-        Of a normal distribution quartiles are 1.35 and the percentiles 1 and 99 4.65 standard deviations apart. Where
-        these are much farther apart, they count, too; where most values are equal, they have to do, or the extremes.
-        The distance is 0 where all values are equal.
+        The distance is estimated from the quartiles, which are 1.35 standard deviations apart in a normal distribution.
+        If the percentiles 1 and 99 (4.65 deviations apart) are much farther apart, they determine it. If most values
+        are equal, it is estimated from these percentiles or the extremes. It is 0 if all values are equal.
         """
         first, lower, median, upper, last = self.quantiles(np.array([0.01, 0.25, 0.5, 0.75, 0.99])).tolist()
         if upper > lower:
@@ -108,7 +107,7 @@ class ColumnStatistics:
 
 
 def quantile_boundaries(bucket: Bucket, statistics: ColumnStatistics) -> list[float]:
-    """Boundaries between intervals with as many values each, fewer where values are equal; none without values."""
+    """Return the boundaries of intervals with equal counts. Equal values yield fewer boundaries."""
     if not statistics.count or bucket.quantiles is None:
         return []
     shares = np.arange(1, bucket.quantiles) / bucket.quantiles

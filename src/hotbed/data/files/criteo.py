@@ -1,8 +1,8 @@
-"""Read the raw Criteo log: find its files, and parse them block by block.
+"""Find the files of a raw Criteo log, and parse them block by block.
 
-A line is 40 tab-separated fields and has no header: label (0 or 1), I1 … I13 (integers), C1 … C26 (up to 8 hexadecimal
-digits); an empty field is a missing value. Files are read in blocks of whole lines, so memory does not grow with the
-log, and each block is checked field by field before anything is kept of it.
+A line has 40 tab-separated fields without a header: label (0 or 1), I1 … I13 (integers), C1 … C26 (up to 8 hexadecimal
+digits). An empty field is a missing value. Files are read in blocks of whole lines, so memory does not depend on the
+size of the log, and every field is checked.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, cast
 
 import numpy as np
 
 from hotbed.errors import DataError
 from hotbed.locations import RemoteFile, location, remote_files
 
-if TYPE_CHECKING:  # polars is only needed to prepare, so it is imported in the functions that use it
+if TYPE_CHECKING:  # imported on first use, because the import is slow
     import polars as pl
 
 LABEL = "label"
@@ -30,15 +30,14 @@ COLUMNS = (LABEL, *DENSE, *SPARSE)
 
 OnBadLine = Literal["error", "skip"]
 Negatives = Literal["keep", "zero"]
-"""``"keep"``: numericals x become ln(x + 3), where -3 is taken as -2; ``"zero"``: negative ones become 0 before."""
-F = TypeVar("F", Path, RemoteFile)
+"""``"keep"``: numericals x become ln(x + 3), where -3 is treated as -2. ``"zero"``: negative values first become 0."""
 
 BLOCK_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 20
 
 
 class Block(NamedTuple):
-    """Whole lines of one file; the first is number ``line``, counted from 1."""
+    """Whole lines of one file, beginning with number ``line`` (from 1)."""
 
     file: Path | RemoteFile
     line: int
@@ -47,16 +46,15 @@ class Block(NamedTuple):
 
 @dataclass
 class LineChecker:
-    """Turns blocks into frames of typed columns; raises `DataError` at a bad line, or skips and counts bad lines."""
+    """Converts blocks to frames of typed columns. A bad line raises `DataError`, or is skipped and counted."""
 
     on_bad_line: OnBadLine
     skipped: Counter[str] = field(default_factory=Counter)  # lines by fault: fields, label, numerical or categorical
     negatives: Negatives = "keep"
-    # by column, the values of good lines that the rule for negative numericals replaced
-    replaced: Counter[str] = field(default_factory=Counter)
+    replaced: Counter[str] = field(default_factory=Counter)  # values by column that `negatives` replaced in good lines
 
     def parse(self, block: Block) -> pl.DataFrame:
-        """Columns of a block: label UInt8, I* Float32 (ln(x + 3)), C* UInt32; missing values are null."""
+        """Return the columns of a block: label UInt8, I* Float32 (ln(x + 3)), C* UInt32. Missing values are null."""
         import polars as pl
 
         line_numbers, text = self._check_fields(block)
@@ -84,7 +82,7 @@ class LineChecker:
         return parsed
 
     def _check_fields(self, block: Block) -> tuple[Sequence[int], bytes]:
-        """Drop or report lines that do not have 40 fields; return the numbers of the lines kept, and their text."""
+        """Drop or report lines without 40 fields. Return the numbers and the text of the other lines."""
         buffer = np.frombuffer(block.text, dtype=np.uint8)
         at = np.flatnonzero((buffer == ord("\t")) | (buffer == ord("\n")))
         lines, rest = divmod(len(at), len(COLUMNS))
@@ -99,11 +97,11 @@ class LineChecker:
                 numbers.append(number)
                 kept.append(line)
                 continue
-            self._bad("fields", f"{block.file}, line {number:,}: {fields} fields, expected {len(COLUMNS)}")
+            self._report("fields", f"{block.file}, line {number:,}: got {fields} fields, expected {len(COLUMNS)}")
         return numbers, b"".join(line + b"\n" for line in kept)
 
     def _good(self, block: Block, numbers: Sequence[int], raw: pl.DataFrame, parsed: pl.DataFrame) -> pl.Series:
-        """Mask of the lines whose every value was understood; the others are reported or counted."""
+        """Return the mask of lines without bad values, and report or count the other lines."""
         import polars as pl
 
         given = raw.with_columns(pl.lit("").alias(LABEL))  # a missing label is bad too
@@ -113,34 +111,34 @@ class LineChecker:
             column = next(c for c in COLUMNS if wrong[c][i])
             kind = "label" if column == LABEL else "numerical" if column in DENSE else "categorical"
             value = cast("str | None", raw[column][i])
-            self._bad(kind, f"{block.file}, line {numbers[i]:,}, column {column}: {complaint(kind, value)}")
+            self._report(kind, f"{block.file}, line {numbers[i]:,}, column {column}: {describe_fault(kind, value)}")
         return good
 
-    def _bad(self, kind: str, message: str) -> None:
+    def _report(self, fault: str, message: str) -> None:
         if self.on_bad_line == "error":
-            if kind == "numerical" and "out of range" in message:
-                message += " (negatives='zero' sets all negative values to 0)"
-            raise DataError(f"{message}; mend the line, or pass on_bad_line='skip' to leave out and count such lines")
-        self.skipped[kind] += 1
+            if fault == "numerical" and "at least" in message:
+                message += " (negatives='zero' replaces all negative values by 0)"
+            raise DataError(f"{message}. Correct the line, or pass on_bad_line='skip' to skip and count such lines")
+        self.skipped[fault] += 1
 
 
 def is_replaced(integers: pl.Expr, negatives: Negatives) -> pl.Expr:
-    """Whether `logarithm` takes another value for an integer by the rule for negative ones."""
+    """Return whether `logarithm` replaces an integer by the rule for negative values."""
     return integers < 0 if negatives == "zero" else integers == -3
 
 
 def logarithm(integers: pl.Expr, negatives: Negatives) -> pl.Expr:
-    """Compute ln(x + 3) of integers, as Float32; null where it is not defined."""
+    """Compute ln(x + 3) of integers as Float32, null if it is undefined."""
     import polars as pl
 
     substitute = 0 if negatives == "zero" else -2
     integers = pl.when(is_replaced(integers, negatives)).then(substitute).otherwise(integers)
-    # + 3 as floats: the largest integers would wrap around to negative ones.
+    # 3 is added as a float, because the largest integers would overflow.
     return (pl.when(integers > -3).then(integers).cast(pl.Float64) + 3).log().cast(pl.Float32)
 
 
 def hexadecimal(text: pl.Expr) -> pl.Expr:
-    """Parse text of up to 8 hexadecimal digits as UInt32; null where it is something else."""
+    """Parse text of up to 8 hexadecimal digits as UInt32. Other text becomes null."""
     import polars as pl
 
     return (
@@ -151,17 +149,16 @@ def hexadecimal(text: pl.Expr) -> pl.Expr:
     )
 
 
-def find_files(raw: str | Path | Sequence[str | Path]) -> list[Path | RemoteFile]:
-    """List the log's files in time order: as given, or ``day_*``, ``*.tsv[.gz|.zst]`` of a directory by number.
+def find_log_files(raw: str | Path | Sequence[str | Path]) -> list[Path | RemoteFile]:
+    """Return the files of a log in time order: those given, or ``day_*`` and ``*.tsv[.gz|.zst]`` of directories.
 
     Paths may be URIs.
     """
     files: list[Path | RemoteFile] = []
     for path in [raw] if isinstance(raw, str | Path) else raw:
-        place = location(str(path))
-        files += _local_files(place) if isinstance(place, Path) else _remote_files(place)
+        files += _find_files(location(str(path)))
     if not files:
-        raise DataError("no raw log file was given")
+        raise DataError("got no raw log file, expected at least one")
     for file in files:
         if size_of(file) == 0:
             raise DataError(f"{file} is empty, expected lines of {len(COLUMNS)} tab-separated fields")
@@ -169,34 +166,32 @@ def find_files(raw: str | Path | Sequence[str | Path]) -> list[Path | RemoteFile
 
 
 def size_of(file: Path | RemoteFile) -> int:
-    """Bytes of a file."""
+    """Return the size of a file in bytes."""
     return file.stat().st_size if isinstance(file, Path) else file.size
 
 
-def _local_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise DataError(f"{path} does not exist; give a Criteo log, plain, gzip or zstd, or a directory of them")
-    return _in_time_order(str(path), [p for p in path.iterdir() if p.is_file()])
-
-
-def _remote_files(uri: str) -> list[RemoteFile]:
-    try:
-        found = remote_files(uri)
-    except ValueError as error:
-        raise DataError(str(error)) from None
+def _find_files(path: Path | str) -> Sequence[Path | RemoteFile]:
+    found: Path | RemoteFile | Sequence[Path | RemoteFile] | None = None
+    if not isinstance(path, Path):
+        try:
+            found = remote_files(path)
+        except ValueError as error:
+            raise DataError(str(error)) from None
+    elif path.exists():
+        found = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else path
     if found is None:
-        raise DataError(f"{uri} does not exist; give a Criteo log, plain, gzip or zstd, or a directory of them")
-    return [found] if isinstance(found, RemoteFile) else _in_time_order(uri, found)
+        raise DataError(f"{path} does not exist, expected a Criteo log (plain, gzip or zstd), or a directory of logs")
+    if isinstance(found, Path | RemoteFile):
+        return [found]
+    logs = [file for file in found if re.fullmatch(r"day_.*|.*\.tsv(\.gz|\.zst)?", file.name)]
+    if not logs:
+        raise DataError(f"{path}: got no day_*, *.tsv, *.tsv.gz or *.tsv.zst file. Pass the files of the log by name")
+    return sorted(logs, key=lambda file: natural_order(file.name))
 
 
-def _in_time_order(path: str, there: Sequence[F]) -> list[F]:
-    found = [file for file in there if re.fullmatch(r"day_.*|.*\.tsv(\.gz|\.zst)?", file.name)]
-    if not found:
-        raise DataError(f"{path} has no day_*, *.tsv, *.tsv.gz or *.tsv.zst file; give the log's files by name")
-    # day_2 comes before day_10
-    return sorted(found, key=lambda f: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", f.name)])
+def natural_order(name: str) -> list[int | str]:
+    """Return a key that sorts names by their numbers, e.g. ``day_2`` before ``day_10``."""
+    return [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", name)]
 
 
 def read_blocks(
@@ -204,9 +199,8 @@ def read_blocks(
 ) -> Iterator[Block]:
     """Read a file (plain, gzip or zstd) as blocks of whole lines.
 
-    ``start`` and ``stop`` select the lines of a plain file that begin between these bytes; ``line`` is the number of
-    the first one. A longer line than `MAX_LINE_BYTES` is an error: the file is no log, and would be read into memory
-    whole.
+    ``start`` and ``stop`` select the lines of a plain file that begin between these bytes. ``line`` is the number of
+    the first one. A line longer than `MAX_LINE_BYTES` is an error, because the file is not a log.
     """
     rest, first = b"", line
     with file.open("rb") as stored:
@@ -222,8 +216,8 @@ def read_blocks(
                 if codec is None or (isinstance(error, OSError) and error.errno is not None):
                     raise
                 raise DataError(
-                    f"{file}: the {codec} stream is damaged or truncated after line {line - 1:,} ({error}); "
-                    f"fetch the file again"
+                    f"{file}: the {codec} stream is damaged or truncated after line {line - 1:,} ({error}). Download "
+                    "the file again"
                 ) from None
             if text is None:
                 break
@@ -236,32 +230,32 @@ def read_blocks(
             rest += tail
             if len(rest) > MAX_LINE_BYTES:
                 raise DataError(
-                    f"{file}, line {line:,}: longer than {MAX_LINE_BYTES:,} bytes, expected {len(COLUMNS)} "
-                    f"tab-separated fields and a newline; give a Criteo log"
+                    f"{file}, line {line:,}: got more than {MAX_LINE_BYTES:,} bytes, expected {len(COLUMNS)} "
+                    "tab-separated fields and a newline"
                 )
     if rest:
         yield Block(file, line, _unix_lines(rest + b"\n"))
     elif line == first and start == 0:
-        raise DataError(f"{file} holds no line, expected lines of {len(COLUMNS)} tab-separated fields")
+        raise DataError(f"{file} has no lines, expected lines of {len(COLUMNS)} tab-separated fields")
 
 
 def codec_of(stored: BinaryIO) -> Literal["gzip", "zstd"] | None:
-    """How a file is compressed, by its first bytes; it stands at its beginning then."""
+    """Return the compression of a file by its first bytes, and rewind the file."""
     head = stored.read(4)
     stored.seek(0)
     return "gzip" if head[:2] == b"\x1f\x8b" else "zstd" if head == b"\x28\xb5\x2f\xfd" else None
 
 
 def count_lines(file: Path | RemoteFile, stop: int) -> int:
-    """Count the lines that begin before a byte of a plain file, other than the first."""
+    """Return the number of newlines before a byte of a plain file."""
     with file.open("rb") as stored:
         return sum(text.count(b"\n") for text in _bytes(stored, BLOCK_BYTES, stop))
 
 
 def _between(stored: BinaryIO, block_bytes: int, start: int, stop: int) -> Iterator[bytes]:
-    """Text of the lines that begin from ``start`` on and before ``stop``."""
+    """Yield the text of lines that begin at ``start`` or later, and before ``stop``."""
     at = start
-    if start:  # whether a line begins there, the byte before it says
+    if start:  # the byte before it tells whether a line begins at ``start``
         at = start - 1
         stored.seek(at)
         at += _rest_of_line(stored)
@@ -280,7 +274,7 @@ def _between(stored: BinaryIO, block_bytes: int, start: int, stop: int) -> Itera
 
 
 def _rest_of_line(stored: BinaryIO) -> int:
-    """Bytes up to the end of the line that a file stands in; up to one too many for a line, where none ends."""
+    """Return the number of bytes to the end of the current line, or more than `MAX_LINE_BYTES` without an end."""
     seen = 0
     while seen <= MAX_LINE_BYTES and (text := stored.read(1 << 16)):
         if (newline := text.find(b"\n")) >= 0:
@@ -304,7 +298,7 @@ def _unzstd(stored: BinaryIO, block_bytes: int) -> Iterator[bytes]:
 
 
 def _unzipped(stored: BinaryIO, block_bytes: int) -> Iterator[bytes]:
-    """Text of a gzip file of one or several members; unlike `gzip`, all that precedes a damage comes out first."""
+    """Yield the text of a gzip file of one or several members. Unlike `gzip`, all text before damage is returned."""
     unzip, member, piece = zlib.decompressobj(wbits=31), False, b""
     while piece or (piece := stored.read(block_bytes // 4)):
         member = True
@@ -316,22 +310,22 @@ def _unzipped(stored: BinaryIO, block_bytes: int) -> Iterator[bytes]:
     if member:
         yield unzip.flush()
         if not unzip.eof:
-            raise EOFError("the end of the stream is missing")
+            raise EOFError("the stream has no end")
 
 
 def _unix_lines(text: bytes) -> bytes:
     return text.replace(b"\r\n", b"\n") if b"\r" in text else text
 
 
-def complaint(kind: str, value: str | None) -> str:
-    """Say what is wrong with a value of a ``"label"``, ``"numerical"`` or ``"categorical"`` column."""
+def describe_fault(kind: str, value: str | None) -> str:
+    """Describe a bad value of a ``"label"``, ``"numerical"`` or ``"categorical"`` column."""
     if kind == "label":
-        return f"label is {value or ''!r}, must be 0 or 1"
+        return f"got {value or ''!r}, expected 0 or 1"
     if kind == "categorical":
-        return f"{value!r} is not a hexadecimal number of at most 8 digits"
+        return f"got {value!r}, expected a hexadecimal number of at most 8 digits"
     if value is not None and re.fullmatch(r"[+-]?\d+", value):
-        return f"{value} is out of range: ln(x + 3) needs x ≥ −3" if value.startswith("-") else f"{value} is too large"
-    return f"{value!r} is not an integer"
+        return f"got {value}, expected {'at least −3, because of ln(x + 3)' if value[0] == '-' else 'below 2^63'}"
+    return f"got {value!r}, expected an integer"
 
 
 def _empty_schema() -> dict[str, pl.DataType]:

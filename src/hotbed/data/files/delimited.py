@@ -1,7 +1,7 @@
-"""Convert CSV and TSV files to Parquet, once, so that everything else reads one format: `parquet_of`.
+"""Convert CSV and TSV files to Parquet once, so that all other code reads one format: `convert_to_parquet`.
 
-A file is parsed twice, block by block: to find the types of its columns over all rows, and to write them. What is
-written is kept in a folder of the user's, under a name made of the file's path, size and time of change.
+A file is parsed twice in blocks: to find the types of its columns over all rows, and to write them. The result is
+cached in a folder of the user under a name that depends on the file's path, size and modification time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import os
 import re
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,224 +28,25 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 from typing_extensions import override
 
+from hotbed.checks import check_unique
 from hotbed.data.files.criteo import COLUMNS, DENSE, SPARSE
 from hotbed.errors import DataError
 from hotbed.locations import RemoteFile
 
-if TYPE_CHECKING:  # imported where it is used: it takes a while
+if TYPE_CHECKING:  # imported on first use, because the import is slow
     import polars as pl
 
 MISSING = ("NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N", "-nan", "#N/A")
-"""Texts that stand for a missing value among numbers, times and truth values; among other text they are text."""
-
-_LONG = 16  # digits that a float64 does not hold
-_PLUS = r"^\+[0-9]+$"
-_MEASURE = r"^-|^[+0-9][0-9]*[.,eE]"
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """A type that text may be of: what it becomes, and null where it cannot."""
-
-    type: pa.DataType
-    parse: Callable[[pl.Series], pl.Series]
-    note: str = ""
-
-
-def _integers(text: pl.Series) -> pl.Series:
-    import polars as pl
-
-    return _only(text, r"^(?:\+?0|[+-]?[1-9][0-9]*)$").cast(pl.Int64, strict=False)  # 007 is a code
-
-
-def _floats(text: pl.Series) -> pl.Series:
-    import polars as pl
-
-    written = r"^[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?$|^[+-]?[iI]nf(?:inity)?$"
-    long = text.str.contains(rf"^[+-]?[0-9]{{{_LONG},}}$")
-    kept = _only(text, written).set(long.fill_null(value=False), None)
-    return kept.cast(pl.Float64, strict=False)
-
-
-def _with_comma(text: pl.Series) -> pl.Series:
-    import polars as pl
-
-    return (
-        _only(text, r"^[+-]?(?:0|[1-9][0-9]{0,14})(?:,[0-9]+)?$")
-        .str.replace(",", ".", literal=True)
-        .cast(pl.Float64, strict=False)
-    )
-
-
-def _with_thousands(text: pl.Series) -> pl.Series:
-    import polars as pl
-
-    kept = _only(text, r"^[+-]?(?:0|[1-9][0-9]{0,2})(?:,[0-9]{3})*(?:\.[0-9]+)?$")
-    return kept.str.replace_all(",", "", literal=True).cast(pl.Float64, strict=False)
-
-
-def _truth(text: pl.Series) -> pl.Series:
-    import polars as pl
-
-    return text.str.to_lowercase().replace_strict({"true": True, "false": False}, default=None, return_dtype=pl.Boolean)
-
-
-def _dates(text: pl.Series) -> pl.Series:
-    kept = _only(text, r"^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}$").str.replace_all("/", "-", literal=True)
-    return kept.str.to_date("%Y-%m-%d", strict=False)
-
-
-def _times(text: pl.Series) -> pl.Series:
-    clock = r"[0-9]{1,2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]+)?)?"
-    kept = _only(text, rf"^[0-9]{{4}}[-/][0-9]{{1,2}}[-/][0-9]{{1,2}}[T ]{clock}$")
-    kept = kept.str.replace("T", " ", literal=True).str.replace_all("/", "-", literal=True)
-    kept = kept.str.replace("( [0-9]+:[0-9]+)$", "$1:00")
-    return kept.str.to_datetime("%Y-%m-%d %H:%M:%S%.f", time_unit="us", strict=False)
-
-
-def _zoned_times(text: pl.Series) -> pl.Series:
-    import polars as pl
-
-    kept = _only(text, r"^[0-9-]{10}[T ][0-9:]{8}(?:\.[0-9]+)?(?:Z|[+-][0-9]{2}:?[0-9]{2})$")
-    kept = kept.str.replace("T", " ", literal=True).str.replace("Z$", "+0000")
-    kept = kept.str.replace(r"([+-][0-9]{2}):([0-9]{2})$", "$1$2")
-    found = kept.str.to_datetime("%Y-%m-%d %H:%M:%S%.f%z", time_unit="us", strict=False)
-    return found.cast(pl.Datetime("us", "UTC"))
-
-
-def _day_first(text: pl.Series) -> pl.Series:
-    return _slashed(text, "$3-$2-$1")
-
-
-def _month_first(text: pl.Series) -> pl.Series:
-    return _slashed(text, "$3-$1-$2")
-
-
-def _slashed(text: pl.Series, order: str) -> pl.Series:
-    """Dates such as ``31/12/2024 9:05``, also with points or dashes, whose parts are in this order."""
-    pattern = r"^([0-9]{1,2})[/.-]([0-9]{1,2})[/.-]([0-9]{4})(?: [0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?)?$"
-    kept = _only(text, pattern)
-    clock = kept.str.extract(" (.*)$").fill_null("0:00").str.replace("^([0-9]+:[0-9]+)$", "$1:00")
-    days = kept.str.replace(" .*", "").str.replace(pattern, order)
-    return (days + " " + clock).str.to_datetime("%Y-%m-%d %H:%M:%S", time_unit="us", strict=False)
-
-
-def _only(text: pl.Series, pattern: str) -> pl.Series:
-    """Text that a pattern matches; null where it does not."""
-    return text.set(~text.str.contains(pattern).fill_null(value=True), None)
-
-
-_KINDS = {
-    "integer": _Kind(pa.int64(), _integers),
-    "float": _Kind(pa.float64(), _floats),
-    "truth": _Kind(pa.bool_(), _truth),
-    "date": _Kind(pa.date32(), _dates),
-    "time": _Kind(pa.timestamp("us"), _times),
-    "zoned": _Kind(pa.timestamp("us", "UTC"), _zoned_times),
-    "day first": _Kind(pa.timestamp("us"), _day_first, "dates are day/month/year, for some days are above 12"),
-    "month first": _Kind(pa.timestamp("us"), _month_first, "dates are month/day/year, for some days are above 12"),
-    "thousands": _Kind(pa.float64(), _with_thousands, "commas are taken to group digits by thousands (1,234.5)"),
-    "comma": _Kind(pa.float64(), _with_comma, "commas are taken for decimal commas (1,5)"),
-}
-
-
-class TypesOfText:
-    """Types of columns, narrowed down batch by batch; what no type fits is text, and so are the columns ``text``."""
-
-    def __init__(self, names: Sequence[str], text: Collection[str] = ()) -> None:
-        self._names = tuple(names)
-        self._kinds = {name: [] if name in text else list(_KINDS) for name in names}
-        self._empty = set(names)
-        self._with_plus: set[str] = set()
-        self._measures: set[str] = set()
-        self._spaced = set(names)
-
-    def look_at(self, batch: pa.Table) -> None:
-        """Drop the types that do not fit all of these rows ``[n]`` of text."""
-        for name in self._names:
-            if name in self._spaced and pc.all(pc.starts_with(batch[name], " ")).as_py() is False:
-                self._spaced.discard(name)
-            if self._kinds[name]:
-                text = _series(batch, name)
-                if text.null_count() < len(text):
-                    self._empty.discard(name)
-                    few = text.head(1000)  # says most, quickly
-                    fit = [k for k in self._kinds[name] if _fits(_KINDS[k], few) and _fits(_KINDS[k], text)]
-                    self._kinds[name] = fit
-                    self._look_at_signs(name, text)
-
-    def _look_at_signs(self, name: str, text: pl.Series) -> None:
-        """Note whether integers begin with "+", and whether other values show that it is the sign of a number."""
-        if name not in self._with_plus and text.str.contains("+", literal=True).any():
-            self._with_plus |= {name} if text.str.contains(_PLUS).any() else set()
-        if name not in self._measures and text.str.contains(_MEASURE).any():
-            self._measures.add(name)
-
-    def schema(self) -> pa.Schema:
-        """Names and types as far as they are known now; that of a column without values is null."""
-        return pa.schema([(name, self._type(name)) for name in self._names])
-
-    def notes(self) -> list[str]:
-        """Say which columns were read in a way that is not plain."""
-        return [f"column '{name}': {kind.note}" for name in self._names if (kind := self._kind(name)) and kind.note]
-
-    def convert(self, batch: pa.Table) -> pa.Table:
-        """Convert rows of text ``[n]`` to the types."""
-        columns: list[pa.ChunkedArray] = []
-        for name, field in zip(self._names, self.schema(), strict=True):
-            kind = self._kind(name)
-            if self._is_empty(name):
-                columns.append(pa.chunked_array([pa.nulls(len(batch))]))
-            elif kind is None:
-                columns.append(_without_space(batch[name]) if name in self._spaced else batch[name])
-            else:
-                columns.append(pa.chunked_array([kind.parse(_series(batch, name)).to_arrow()]).cast(field.type))
-        return pa.Table.from_arrays(columns, schema=self.schema())
-
-    def _kind(self, name: str) -> _Kind | None:
-        found = self._kinds[name]
-        if not found or name in self._empty or {"day first", "month first"} <= {*found}:  # 1/2/2024 may be either
-            return None
-        if name in self._with_plus - self._measures:  # +49 and 12 alone may be telephone numbers
-            return None
-        return _KINDS[found[0]]
-
-    def _type(self, name: str) -> pa.DataType:
-        if self._is_empty(name):
-            return pa.null()
-        return pa.string() if (kind := self._kind(name)) is None else kind.type
-
-    def _is_empty(self, name: str) -> bool:
-        return bool(self._kinds[name]) and name in self._empty
-
-
-def _without_space(text: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Remove spaces at the beginning of text ``[n]``; empty text becomes null."""
-    text = pc.utf8_ltrim(text, " ")
-    return pc.if_else(pc.equal(text, ""), pa.scalar(None, text.type), text)
-
-
-def _series(batch: pa.Table, name: str) -> pl.Series:
-    """Return text ``[n]`` without spaces around it, and with null for what stands for a missing value."""
-    import polars as pl
-
-    text = pl.Series("", pl.from_arrow(batch[name]), dtype=pl.String)  # some names cannot go back to Arrow
-    text = text.str.strip_chars()
-    return text.set(text.is_in(("", *MISSING)), None)
-
-
-def _fits(kind: _Kind, text: pl.Series) -> bool:
-    return kind.parse(text).null_count() == text.null_count()
-
+"""Missing values in columns of numbers, times and booleans. In other columns they are text."""
 
 _log = logging.getLogger("hotbed")
 
 _NAME = re.compile(r"(\.(csv|tsv)|(^|/)day_\d+)(\.gz|\.zst)?$", re.IGNORECASE)
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-_VERSION = 6  # part of the names of what is kept: raised where a file would be converted to something else
+_VERSION = 6  # part of the names in the cache; incremented when conversions change
 _HEAD_BYTES = 1 << 20
 _HEAD_ROWS = 20
-_BLANK_BYTES = 1 << 10  # larger files are not looked at: they have more than blank lines
+_BLANK_BYTES = 1 << 10  # larger files are assumed to have rows
 _BLOCK_BYTES = 16 << 20
 _ROW_GROUP = 65_536
 _KEPT_SECONDS = 7 * 24 * 3600
@@ -253,31 +54,234 @@ _HEX = re.compile(r"[0-9a-fA-F]{0,8}")
 _INTEGER = re.compile(r"(-?\d+)?")
 _MOST_COLUMNS = 20_000
 _DIRECTIVE = re.compile(r'"?sep=([\t !#-~])"?\r?(?:\n|$)', re.IGNORECASE)
-"""The line before the header by which spreadsheets learn the separator."""
+"""The line before the header that sets the separator in spreadsheets."""
+_PLUS = r"^\+[0-9]+$"
+_MEASURE = r"^-|^[+0-9][0-9]*[.,eE]"
+
+
+# -- types of text ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _TextType:
+    """A type that columns of text may have. Text that does not match the pattern becomes null."""
+
+    type: pa.DataType
+    pattern: str
+    convert: Callable[[pl.Series], pl.Series]
+    note: str = ""
+
+    def parse(self, text: pl.Series) -> pl.Series:
+        return self.convert(_keep(text, self.pattern))
+
+    def fits(self, text: pl.Series) -> bool:
+        return self.parse(text).null_count() == text.null_count()
+
+
+def _keep(text: pl.Series, pattern: str) -> pl.Series:
+    return text.set(~text.str.contains(pattern).fill_null(value=True), None)
+
+
+def _to_integers(text: pl.Series) -> pl.Series:
+    import polars as pl
+
+    return text.cast(pl.Int64, strict=False)
+
+
+def _to_floats(text: pl.Series) -> pl.Series:
+    import polars as pl
+
+    long = text.str.contains(r"^[+-]?[0-9]{16,}$")  # float64 has fewer digits
+    return text.set(long.fill_null(value=False), None).cast(pl.Float64, strict=False)
+
+
+def _to_truth(text: pl.Series) -> pl.Series:
+    import polars as pl
+
+    return text.str.to_lowercase().replace_strict({"true": True, "false": False}, default=None, return_dtype=pl.Boolean)
+
+
+def _to_times(text: pl.Series) -> pl.Series:
+    text = text.str.replace("T", " ", literal=True).str.replace_all("/", "-", literal=True)
+    text = text.str.replace("( [0-9]+:[0-9]+)$", "$1:00")
+    return text.str.to_datetime("%Y-%m-%d %H:%M:%S%.f", time_unit="us", strict=False)
+
+
+def _to_zoned_times(text: pl.Series) -> pl.Series:
+    import polars as pl
+
+    text = text.str.replace("T", " ", literal=True).str.replace("Z$", "+0000")
+    text = text.str.replace(r"([+-][0-9]{2}):([0-9]{2})$", "$1$2")
+    found = text.str.to_datetime("%Y-%m-%d %H:%M:%S%.f%z", time_unit="us", strict=False)
+    return found.cast(pl.Datetime("us", "UTC"))
+
+
+def _to_slashed_times(order: str, text: pl.Series) -> pl.Series:
+    """Parse dates like ``31/12/2024 9:05``, also with points or dashes."""
+    clock = text.str.extract(" (.*)$").fill_null("0:00").str.replace("^([0-9]+:[0-9]+)$", "$1:00")
+    days = text.str.replace(" .*", "").str.replace(_SLASHED, order)
+    return (days + " " + clock).str.to_datetime("%Y-%m-%d %H:%M:%S", time_unit="us", strict=False)
+
+
+_SLASHED = r"^([0-9]{1,2})[/.-]([0-9]{1,2})[/.-]([0-9]{4})(?: [0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?)?$"
+_TIMES = r"^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}[T ][0-9]{1,2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]+)?)?$"
+_TEXT_TYPES = {
+    "integer": _TextType(pa.int64(), r"^(?:\+?0|[+-]?[1-9][0-9]*)$", _to_integers),  # 007 is a code
+    "float": _TextType(
+        pa.float64(),
+        r"^[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?$|^[+-]?[iI]nf(?:inity)?$",
+        _to_floats,
+    ),
+    "truth": _TextType(pa.bool_(), "^(?i:true|false)$", _to_truth),
+    "date": _TextType(
+        pa.date32(),
+        r"^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}$",
+        lambda text: text.str.replace_all("/", "-", literal=True).str.to_date("%Y-%m-%d", strict=False),
+    ),
+    "time": _TextType(pa.timestamp("us"), _TIMES, _to_times),
+    "zoned": _TextType(
+        pa.timestamp("us", "UTC"),
+        r"^[0-9-]{10}[T ][0-9:]{8}(?:\.[0-9]+)?(?:Z|[+-][0-9]{2}:?[0-9]{2})$",
+        _to_zoned_times,
+    ),
+    "day first": _TextType(
+        pa.timestamp("us"),
+        _SLASHED,
+        partial(_to_slashed_times, "$3-$2-$1"),
+        "read dates as day/month/year, because some first numbers are above 12",
+    ),
+    "month first": _TextType(
+        pa.timestamp("us"),
+        _SLASHED,
+        partial(_to_slashed_times, "$3-$1-$2"),
+        "read dates as month/day/year, because some second numbers are above 12",
+    ),
+    "thousands": _TextType(
+        pa.float64(),
+        r"^[+-]?(?:0|[1-9][0-9]{0,2})(?:,[0-9]{3})*(?:\.[0-9]+)?$",
+        lambda text: _to_any_floats(text.str.replace_all(",", "", literal=True)),
+        "read commas as thousands separators (1,234.5)",
+    ),
+    "comma": _TextType(
+        pa.float64(),
+        r"^[+-]?(?:0|[1-9][0-9]{0,14})(?:,[0-9]+)?$",
+        lambda text: _to_any_floats(text.str.replace(",", ".", literal=True)),
+        "read commas as decimal commas (1,5)",
+    ),
+}
+
+
+def _to_any_floats(text: pl.Series) -> pl.Series:
+    import polars as pl
+
+    return text.cast(pl.Float64, strict=False)
+
+
+class TypesOfText:
+    """Types of columns, which each batch narrows down. Columns that fit no type are text, like the columns ``text``."""
+
+    def __init__(self, names: Sequence[str], text: Collection[str] = ()) -> None:
+        self._names = tuple(names)
+        self._types = {name: [] if name in text else list(_TEXT_TYPES) for name in names}
+        self._empty = set(names)
+        self._with_plus: set[str] = set()
+        self._measures: set[str] = set()
+        self._spaced = set(names)
+
+    def look_at(self, batch: pa.Table) -> None:
+        """Remove the types that do not fit all of these rows ``[n]`` of text."""
+        for name in self._names:
+            if name in self._spaced and pc.all(pc.starts_with(batch[name], " ")).as_py() is False:
+                self._spaced.discard(name)
+            if self._types[name]:
+                text = _series(batch, name)
+                if text.null_count() < len(text):
+                    self._empty.discard(name)
+                    few = text.head(1000)  # rules out most types quickly
+                    self._types[name] = [
+                        t for t in self._types[name] if _TEXT_TYPES[t].fits(few) and _TEXT_TYPES[t].fits(text)
+                    ]
+                    if name not in self._with_plus and text.str.contains(_PLUS).any():
+                        self._with_plus.add(name)
+                    if name not in self._measures and text.str.contains(_MEASURE).any():
+                        self._measures.add(name)
+
+    def schema(self) -> pa.Schema:
+        """Return the names and current types. Columns without values have type null."""
+        return pa.schema([(name, self._type(name)) for name in self._names])
+
+    def notes(self) -> list[str]:
+        """Return notes about columns whose text was interpreted."""
+        return [f"column '{name}': {found.note}" for name in self._names if (found := self._found(name)) and found.note]
+
+    def convert(self, batch: pa.Table) -> pa.Table:
+        """Convert rows of text ``[n]`` to the types."""
+        columns: list[pa.ChunkedArray] = []
+        for name, field in zip(self._names, self.schema(), strict=True):
+            found = self._found(name)
+            if self._is_empty(name):
+                columns.append(pa.chunked_array([pa.nulls(len(batch))]))
+            elif found is None:
+                columns.append(_strip_left(batch[name]) if name in self._spaced else batch[name])
+            else:
+                columns.append(pa.chunked_array([found.parse(_series(batch, name)).to_arrow()]).cast(field.type))
+        return pa.Table.from_arrays(columns, schema=self.schema())
+
+    def _found(self, name: str) -> _TextType | None:
+        found = self._types[name]
+        if not found or name in self._empty or {"day first", "month first"} <= {*found}:  # 1/2/2024 is ambiguous
+            return None
+        if name in self._with_plus - self._measures:  # +49 and 12 may be telephone numbers
+            return None
+        return _TEXT_TYPES[found[0]]
+
+    def _type(self, name: str) -> pa.DataType:
+        if self._is_empty(name):
+            return pa.null()
+        return pa.string() if (found := self._found(name)) is None else found.type
+
+    def _is_empty(self, name: str) -> bool:
+        return bool(self._types[name]) and name in self._empty
+
+
+def _strip_left(text: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Remove leading spaces of text ``[n]``. Empty text becomes null."""
+    text = pc.utf8_ltrim(text, " ")
+    return pc.if_else(pc.equal(text, ""), pa.scalar(None, text.type), text)
+
+
+def _series(batch: pa.Table, name: str) -> pl.Series:
+    """Return stripped text ``[n]``, with null for missing values."""
+    import polars as pl
+
+    text = pl.Series("", pl.from_arrow(batch[name]), dtype=pl.String)  # unnamed, because Arrow rejects some names
+    text = text.str.strip_chars()
+    return text.set(text.is_in(("", *MISSING)), None)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the text of a file is to be read."""
+    """The layout of a text file."""
 
     names: tuple[str, ...]
     separator: str
     has_header: bool
-    text: frozenset[str] = frozenset()
-    """Columns that are text whatever is in them."""
-    skipped: int = 0
-    """Lines before the header."""
+    text: frozenset[str] = frozenset()  # columns that are always text
+    skipped: int = 0  # lines before the header
 
 
 def is_delimited(name: str) -> bool:
-    """Whether a file of this name is one of CSV or TSV, or a day of Criteo's log, plain or compressed."""
+    """Return whether a file is a CSV or TSV file, or a day of a Criteo log, by its name."""
     return _NAME.search(name) is not None
 
 
 def is_blank(store: fs.FileSystem, info: fs.FileInfo) -> bool:
-    """Whether a file has no text but blank lines, as empty partitions of some tools have.
+    """Return whether a file has only blank lines, like empty partitions of some tools.
 
-    A compressed file of 0 bytes is not blank but cut short.
+    A compressed file of 0 bytes is not blank but truncated.
     """
     if info.size > _BLANK_BYTES:
         return False
@@ -288,49 +292,48 @@ def is_blank(store: fs.FileSystem, info: fs.FileInfo) -> bool:
 
 
 def has_header(file: Path | RemoteFile) -> bool:
-    """Whether a file of tab-separated fields begins with a line of names, as no log of Criteo's does.
+    """Return whether a file of tab-separated fields begins with a header, unlike a Criteo log.
 
-    Names are at least two, different, and no numbers, and the next line has as many fields.
+    A header has at least two unique names that are not numbers, and the number of fields of the next line.
     """
     remote = isinstance(file, RemoteFile)
     store, path = (file.filesystem, file.path) if remote else (fs.LocalFileSystem(), str(file))
     try:
-        rows = _rows(path, *_head(store, path))
+        rows = _parse_rows(path, *_read_head(store, path))
     except DataError:
         return False
     names = rows[0] if rows else []
-    alike = len(rows) < 2 or len(rows[1]) == len(names)
-    return len({*names}) == len(names) > 1 and alike and all(names) and not any(map(_is_number, names))
+    is_regular = len(rows) < 2 or len(rows[1]) == len(names)
+    return len({*names}) == len(names) > 1 and is_regular and all(names) and not any(map(_is_number, names))
 
 
 def cache_folder() -> Path:
-    """Where converted files are kept: ``$HOTBED_TABLES``, or ``hotbed/tables`` in the user's folder for caches."""
-    given = os.environ.get("HOTBED_TABLES")
-    if given:
-        return Path(given)
+    """Return the folder of converted files: ``$HOTBED_TABLES``, or ``hotbed/tables`` in the user's cache folder."""
+    if folder := os.environ.get("HOTBED_TABLES"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotbed" / "tables"
 
 
-def parquet_of(store: fs.FileSystem, path: str, text: Collection[str] = ()) -> Path:
-    """Return the Parquet copy of a file of CSV or TSV, which is made if it does not exist.
+def convert_to_parquet(store: fs.FileSystem, path: str, text: Collection[str] = ()) -> Path:
+    """Return the Parquet copy of a CSV or TSV file, and create it if it does not exist.
 
-    If several processes ask at once, one converts, and the others wait for it. The columns ``text`` are always text.
+    If several processes call this at once, one converts and the others wait. The columns ``text`` are always text.
     """
     info = store.get_file_info(path)
-    place = hashlib.sha256(f"{store.type_name} {path}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{store.type_name} {path}".encode()).hexdigest()[:16]
     state = hashlib.sha256(repr((info.size, info.mtime_ns, _VERSION, *sorted(text))).encode()).hexdigest()[:16]
     folder = cache_folder()
-    kept = folder / f"{place}-{state}.parquet"
+    kept = folder / f"{key}-{state}.parquet"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{place}.lock"):
+        with _locked(folder / f"{key}.lock"):
             if not kept.is_file():
-                _remove_old(folder, place)
+                _remove_old(folder, key)
                 _convert(store, path, kept, text)
             os.utime(kept)
     except OSError as error:
         raise DataError(
-            f"{path} could not be converted to Parquet in {folder}: {error}; set HOTBED_TABLES to a folder with room"
+            f"{path} could not be converted to Parquet in {folder}: {error}. Set HOTBED_TABLES to a folder with space"
         ) from error
     return kept
 
@@ -339,7 +342,7 @@ def parquet_of(store: fs.FileSystem, path: str, text: Collection[str] = ()) -> P
 def _locked(file: Path) -> Generator[None]:
     descriptor = os.open(file, os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        with suppress(ImportError, OSError):  # without locks each process converts for itself, and renames the same
+        with suppress(ImportError, OSError):  # without locks, each process converts, and renames to the same name
             import fcntl
 
             fcntl.lockf(descriptor, fcntl.LOCK_EX)
@@ -348,19 +351,19 @@ def _locked(file: Path) -> Generator[None]:
         os.close(descriptor)
 
 
-def _remove_old(folder: Path, place: str) -> None:
-    """Remove what was made of earlier states of a file, unless a run may still read it."""
-    for file in folder.glob(f"{place}-*.parquet"):
+def _remove_old(folder: Path, key: str) -> None:
+    """Remove the copies of earlier versions of a file, unless a run may still read them."""
+    for file in folder.glob(f"{key}-*.parquet"):
         with suppress(OSError):
             if time.time() - file.stat().st_mtime > _KEPT_SECONDS:
                 file.unlink()
 
 
 def _convert(store: fs.FileSystem, path: str, kept: Path, text: Collection[str]) -> None:
-    layout = _layout(store, path)
-    _log.warning("converting %s to Parquet, once; it is kept in %s (set HOTBED_TABLES for another place)", path, kept)
+    layout = _find_layout(store, path)
+    _log.warning("converting %s to Parquet once, in %s (set HOTBED_TABLES for another folder)", path, kept)
     if not layout.has_header:
-        _log.warning("%s has no header, but the layout of Criteo's logs: %s … C26", path, ", ".join(layout.names[:2]))
+        _log.warning("%s has no header; using Criteo's columns %s … C26", path, ", ".join(layout.names[:2]))
     types = TypesOfText(layout.names, {*layout.text, *text})
     for batch in _batches(store, path, layout):
         types.look_at(batch)
@@ -388,7 +391,7 @@ def _stream(store: fs.FileSystem, path: str) -> Generator[Any]:
 
 
 class _WholeLineEnds(io.RawIOBase):
-    """A stream of which no read ends with CR, because Arrow loses the LF of a quoted CRLF between two blocks.
+    """A stream without CR at the end of a read, because Arrow loses the LF of a quoted CRLF between two blocks.
 
     See https://github.com/apache/arrow/issues/51368.
     """
@@ -402,7 +405,7 @@ class _WholeLineEnds(io.RawIOBase):
 
     @override
     def read(self, size: int = -1, /) -> bytes:
-        """Read at most so many bytes; those at the end that are CR come with the next read."""
+        """Read at most ``size`` bytes. CRs at the end are returned by the next read."""
         text: bytes = self._stream.read(size - len(self._held) if size >= 0 else None)
         found = self._held + text
         kept = found.rstrip(b"\r") if text else found
@@ -413,7 +416,7 @@ class _WholeLineEnds(io.RawIOBase):
 
 @contextmanager
 def _explained(path: str) -> Generator[None]:
-    """Errors of reading as `DataError`, with what to do."""
+    """Convert errors of reading to `DataError`, with the fix."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -423,22 +426,22 @@ def _explained(path: str) -> Generator[None]:
         if "invalid UTF8" in reason:
             raise _not_utf8(path, reason) from None
         raise DataError(
-            f"{path} cannot be read: {reason}; each line needs as many fields as the header, and a field that has a "
-            "separator or a quote in it needs quotes"
+            f"{path} cannot be parsed: {reason}. All lines must have the fields of the header, and fields with a "
+            "separator or a quote must be quoted"
         ) from None
     except (OSError, EOFError) as error:
-        raise DataError(f"{path} cannot be read, the file is damaged or cut short ({error})") from None
+        raise DataError(f"{path} cannot be read, the file is damaged or truncated: {error}") from None
 
 
 def _not_utf8(path: str, reason: str) -> DataError:
     return DataError(
-        f"{path} is not UTF-8 ({reason}); if it is Latin-1, convert it: iconv -f LATIN1 -t UTF-8 OLD > NEW (of "
+        f"{path} is not UTF-8 ({reason}). Convert it, e.g. from Latin-1: iconv -f LATIN1 -t UTF-8 OLD > NEW (on "
         "Windows: -f WINDOWS-1252)"
     )
 
 
 def _batches(store: fs.FileSystem, path: str, layout: Layout) -> Iterator[pa.Table]:
-    """Rows as text, with null where a field is empty."""
+    """Yield rows as text, with null for empty fields."""
     with _explained(path), _stream(store, path) as stream:
         reader = pc_csv.open_csv(
             pa.PythonFile(_WholeLineEnds(stream), "r"),
@@ -462,12 +465,12 @@ def _batches(store: fs.FileSystem, path: str, layout: Layout) -> Iterator[pa.Tab
                 yield pa.Table.from_batches([batch])
 
 
-def _head(store: fs.FileSystem, path: str) -> tuple[str, str, bool]:
-    """Return the first lines, the separator of their fields, and whether the file has no more lines."""
+def _read_head(store: fs.FileSystem, path: str) -> tuple[str, str, bool]:
+    """Return the first lines, their separator, and whether these are all lines of the file."""
     with _explained(path), _stream(store, path) as stream:
         head: bytes = stream.read(_HEAD_BYTES)
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise DataError(f"{path} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW")
+        raise DataError(f"{path} is UTF-16, expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW")
     whole = len(head) < _HEAD_BYTES
     try:
         with _explained(path):
@@ -475,23 +478,22 @@ def _head(store: fs.FileSystem, path: str) -> tuple[str, str, bool]:
     except DataError:
         if whole or not (cut := head.decode("utf-8-sig", errors="ignore")) or len(cut.encode()) < len(head) - 7:
             raise
-        text = cut  # a character at the end that is cut into halves
+        text = cut  # the last character is incomplete
     if "\0" in text:
-        raise DataError(f"{path} has bytes that are zero, so it is no text, or was not written whole; write it again")
-    if not _without_directive(text).strip():
-        raise DataError(f"{path} is empty; it needs a line of column names, and lines of values")
-    return text, _separator(path, text), whole
+        raise DataError(f"{path} has zero bytes, so it is not text or is incomplete. Write it again")
+    if not _skip_directive(text).strip():
+        raise DataError(f"{path} is empty, expected a line of column names, and lines of values")
+    return text, _find_separator(path, text), whole
 
 
-def _without_directive(text: str) -> str:
-    """Return the first lines without ``sep=;``."""
+def _skip_directive(text: str) -> str:
+    """Return the first lines without a line like ``sep=;``."""
     return text[found.end() :] if (found := _DIRECTIVE.match(text)) else text
 
 
-def _layout(store: fs.FileSystem, path: str) -> Layout:
-    """Find separator and names in the first lines."""
-    text, separator, whole = _head(store, path)
-    rows, skipped = _rows(path, text, separator, whole), int(_DIRECTIVE.match(text) is not None)
+def _find_layout(store: fs.FileSystem, path: str) -> Layout:
+    text, separator, whole = _read_head(store, path)
+    rows, skipped = _parse_rows(path, text, separator, whole), int(_DIRECTIVE.match(text) is not None)
     if all(map(_is_criteo, rows)) and len({*map(len, rows)}) == 1:
         return Layout(COLUMNS[-len(rows[0]) :], separator, has_header=False, text=frozenset(SPARSE), skipped=skipped)
     rows[0] = [name.strip() for name in rows[0]]
@@ -499,7 +501,7 @@ def _layout(store: fs.FileSystem, path: str) -> Layout:
     return Layout(tuple(rows[0]), separator, has_header=True, skipped=skipped)
 
 
-def _separator(path: str, text: str) -> str:
+def _find_separator(path: str, text: str) -> str:
     if found := _DIRECTIVE.match(text):
         return found[1]
     first = re.sub(r'"[^"]*"', "", text.split("\n", 1)[0])
@@ -508,9 +510,9 @@ def _separator(path: str, text: str) -> str:
     return usual if counts[usual] else max(counts, key=lambda s: counts[s])
 
 
-def _rows(path: str, text: str, separator: str, whole: bool) -> list[list[str]]:
+def _parse_rows(path: str, text: str, separator: str, whole: bool) -> list[list[str]]:
     rows: list[list[str]] = []
-    text = _without_directive(text)
+    text = _skip_directive(text)
     try:
         for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True):
             if row:
@@ -519,13 +521,13 @@ def _rows(path: str, text: str, separator: str, whole: bool) -> list[list[str]]:
                 break
     except csv.Error as error:
         if not rows:
-            raise DataError(f"{path}: the line of column names cannot be read ({error})") from None
-    # The last one may be cut off.
+            raise DataError(f"{path}: the line of column names cannot be parsed ({error})") from None
+    # The last row may be incomplete.
     return rows if whole or len(rows) == 1 else rows[:-1]
 
 
 def _is_criteo(row: Sequence[str]) -> bool:
-    """Whether a row is one of Criteo's log; new ones have no label, or an empty one."""
+    """Return whether a row has the layout of a Criteo log, also with an empty label or without a label."""
     label, numbers, ids = row[: -len(COLUMNS) + 1], row[-len(COLUMNS) + 1 : -len(SPARSE)], row[-len(SPARSE) :]
     return (
         label in ([], [""], ["0"], ["1"])
@@ -536,23 +538,20 @@ def _is_criteo(row: Sequence[str]) -> bool:
 
 
 def _check_header(path: str, rows: Sequence[Sequence[str]]) -> None:
-    """Raise unless the first line can be one of names."""
+    """Raise `DataError` unless the first line can be a header."""
     names = list(rows[0])
     if len(names) > _MOST_COLUMNS:
-        raise DataError(f"{path} has {len(names):,} columns, at most {_MOST_COLUMNS:,}; split it, or use Parquet")
+        raise DataError(f"{path}: got {len(names):,} columns, expected at most {_MOST_COLUMNS:,}. Use Parquet")
     below = [[row[i] for row in rows[1:] if i < len(row) and row[i]] for i in range(len(names))]
     numeric = [all(map(_is_number, column)) and bool(column) for column in below]
     if any(map(_is_number, names)) and all(
         _is_number(n) or not n for n, is_ in zip(names, numeric, strict=True) if is_
     ):
         raise DataError(
-            f"{path} has no header, its first line is {', '.join(names[:8])}{' …' * (len(names) > 8)}; put a line of "
-            "column names before it (a log in Criteo's layout, 40 fields with tabs between them, or 39 without labels, "
-            "needs none)"
+            f"{path} has no header: its first line is {', '.join(names[:8])}{' …' * (len(names) > 8)}. Insert a line "
+            "of column names. Only Criteo logs need none (40 tab-separated fields, or 39 without labels)"
         )
-    twice = next((name for name, count in Counter(names).items() if count > 1), None)
-    if twice is not None:
-        raise DataError(f"{path} has several columns named '{twice}'; rename all but one")
+    check_unique(f"columns of {path}", names, DataError, "Rename all but one.")
 
 
 def _is_number(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Find how dates are written in text or digits, and parse text: `find_dates`, `parse_dates`."""
+"""Detect the format of dates in text or digits, and parse text: `find_dates`, `parse_dates`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pyarrow.compute as pc
 from hotbed.data import arrow_columns as arrow
 from hotbed.errors import SpecError
 
-if TYPE_CHECKING:  # imported where it is used: it takes a while
+if TYPE_CHECKING:  # imported on first use, because the import is slow
     import polars as pl
 
 _YEAR_FIRST = r"(19|20)\d\d[-/](\d[-/]|\d\d[-/]\d([T ,]|$)|\d\d[-/]\d\d[T ,]+\d:)"
 UNSORTED = rf"^({_YEAR_FIRST}|\d\d?[-/. ](\d\d?|[A-Za-z]{{3,}})[-/. ])"
-"""Dates such as ``2024-1-31``, ``2024-01-31 9:05`` and ``31/1/2024``, which do not sort by time as text."""
+"""Pattern of dates that do not sort by time as text, e.g. ``2024-1-31``, ``2024-01-31 9:05`` and ``31/1/2024``."""
 
 _DAYS = (
     *("%Y-%m-%d", "%Y/%m/%d", "%Y.%m.%d", "%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%m.%d.%Y", "%d-%m-%Y", "%m-%d-%Y"),
@@ -26,7 +26,7 @@ _DAYS = (
 _CLOCKS = ("", " %H:%M", " %H:%M:%S%.f", "T%H:%M", "T%H:%M:%S%.f", " %I:%M %p", " %I:%M:%S %p", ", %H:%M")
 _ZONES = ("T%H:%M%z", "T%H:%M:%S%.f%z", " %H:%M%z", " %H:%M:%S%.f%z")
 _ZONED = r"^.*\d:\d\d(?:[.,]\d+)? ?(Z|UTC|[+-]\d\d:?\d\d)$"
-_FIRST = 20  # values by which most formats are ruled out
+_FIRST = 20  # values that rule out most formats
 _YEARS = (1900, 2100)
 
 _CLOCK = r"([T ,]+\d{1,2}:\d\d.{0,20})?$"
@@ -48,16 +48,16 @@ _LAYOUTS = {
 
 
 class DatesFound(NamedTuple):
-    """How all texts of a column write dates."""
+    """The format of dates in a column of text."""
 
-    # sortable: 2024-12-31; format: 31/12/2024, see `date_format`; other: ambiguous, or of several formats
+    # sortable: 2024-12-31; format: 31/12/2024, see `date_format`; other: ambiguous or several formats
     dates: Literal["", "sortable", "format", "other"] = ""
     format: str | None = None
     layout: str = ""  # layout of dates as digits, see `digit_layout`
 
 
 def find_dates(values: pa.Array) -> DatesFound:
-    """Find the way in which all of these distinct texts ``[u]`` write dates."""
+    """Return the format of dates that all of these distinct texts ``[u]`` have."""
 
     def are(pattern: str) -> bool:
         return bool(len(values)) and pc.all(pc.match_substring_regex(values, pattern)).as_py()
@@ -74,7 +74,7 @@ def find_dates(values: pa.Array) -> DatesFound:
 
 
 def digit_layout(values: arrow.Array) -> str:
-    """Return the layout of dates that all of these integers ``[u]`` have, such as ``YYMMDDHH``; "" if they are none."""
+    """Return the layout of dates that all of these integers ``[u]`` have, e.g. ``YYMMDDHH``, or ""."""
     for layout, (parts, first, last) in _LAYOUTS.items():
         rest = values.astype(np.int64)
         fits = True
@@ -88,19 +88,19 @@ def digit_layout(values: arrow.Array) -> str:
 
 
 def date_format(texts: pa.Array) -> str | None:
-    """Return the only ``strptime`` format that all of these texts ``[u]`` have; None if none or several fit."""
+    """Return the only ``strptime`` format that fits all of these texts ``[u]``, or None if none or several fit."""
     series = _series(texts)
     formats = [day + clock for day, clock in product(_DAYS, (*_CLOCKS, *_ZONES))]
     for some in (series.head(_FIRST), series):
-        fitting = [of for of in formats if _fits(_parsed(some, of))]
+        fitting = [of for of in formats if _fits(_parse(some, of))]
         # In polars, "%#z" also accepts Z for UTC.
         with_z = [of.replace("%z", "%#z") for of in formats if "%z" in of]
-        formats = fitting or [of for of in with_z if _fits(_parsed(some, of))]
+        formats = fitting or [of for of in with_z if _fits(_parse(some, of))]
     return formats[0] if len(formats) == 1 else None
 
 
 def other_zones(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """Mark texts ``[n]`` that do not sort by time with the first one: their zone differs, or the digits before it."""
+    """Mark texts ``[n]`` with another zone, or other digits before it, than the first: these do not sort by time."""
     zoned = pc.match_substring_regex(texts, _ZONED)
     zones = pc.replace_substring_regex(texts, _ZONED, r"\1")
     none = pa.scalar("", texts.type)
@@ -111,14 +111,14 @@ def other_zones(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray
 
 
 def parse_dates(texts: pa.ChunkedArray, format: str) -> pa.ChunkedArray:
-    """Parse text ``[n]`` to microseconds since 1970, int64; null where it has another format."""
+    """Parse text ``[n]`` to microseconds since 1970, int64. Text of another format becomes null."""
     import polars as pl
 
     try:
-        times = _parsed(_series(texts), format)
+        times = _parse(_series(texts), format)
     except pl.exceptions.PolarsError as error:
         reason = str(error).partition("\n")[0]
-        raise SpecError(f"format of times: got {format!r}, expected such as '%Y-%m-%d %H:%M'. {reason}") from None
+        raise SpecError(f"format of times: got {format!r}, expected e.g. '%Y-%m-%d %H:%M'. {reason}") from None
     return pa.chunked_array([times.to_physical().to_arrow()], pa.int64())
 
 
@@ -128,7 +128,7 @@ def _series(texts: pa.Array | pa.ChunkedArray) -> pl.Series:
     return pl.Series("", pl.from_arrow(pc.cast(texts, pa.large_string())), dtype=pl.String).str.strip_chars()
 
 
-def _parsed(texts: pl.Series, of: str) -> pl.Series:
+def _parse(texts: pl.Series, of: str) -> pl.Series:
     return texts.str.to_datetime(of, time_unit="us", strict=False)
 
 

@@ -1,4 +1,1 @@
-"""Which sources can training read?
-
-Parquet, NVIDIA split-binary files, NumPy arrays, and generated rows.
-"""
+"""Sources that training reads: Parquet, NVIDIA split-binary files, NumPy arrays and generated samples."""

@@ -1,4 +1,4 @@
-"""Read samples of NumPy arrays, day by day, where they are: the layout of TorchRec's and MLPerf's scripts.
+"""Read samples from NumPy arrays of several days, in the layout of the scripts of TorchRec and MLPerf.
 
 ::
 
@@ -7,8 +7,8 @@
     day_0_sparse.npy              int32, int64   [N, F]         one id per feature, or
     day_0_sparse_multi_hot.npz    int32          [N, ids] each  a member "0", "1", … per feature, not compressed
 
-A day's name may be any. Rows are read where they are, by position: a file that is cut short meanwhile is an error that
-names it, where a map into memory would end the process.
+Days may have other names. Rows are read by position. A file that is truncated meanwhile is an error, whereas a memory
+map would kill the process.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ import torch
 from numpy.typing import NDArray
 
 from hotbed.batch import Batch
+from hotbed.checks import Count, check, check_known
 from hotbed.data.columns import SparseColumn
-from hotbed.data.place import Place, label_ranges
+from hotbed.data.files.criteo import natural_order
+from hotbed.data.row_location import RowLocation, find_label_ranges
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
-from hotbed.errors import DataError, SpecError, did_you_mean
+from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.locations import location
 
@@ -49,7 +51,7 @@ class StoredArray:
     """An array ``[rows]`` or ``[rows, columns]`` in a file."""
 
     path: Path
-    member: str  # name of the array in a file of several
+    member: str  # name of the array in an ``.npz`` file
     offset: int  # first byte of the values
     rows: int
     columns: int  # 1 for an array ``[N]``
@@ -58,41 +60,32 @@ class StoredArray:
 
     @property
     def end(self) -> int:
-        """Byte after its last value."""
+        """The byte after the last value."""
         return self.offset + self.rows * self.columns * self.dtype.itemsize
 
     def read(self, start: int, n: int) -> NDArray[Any]:
-        """Read rows ``[n, K]`` from a position on; safe from several threads."""
-        with self.path.open("rb", buffering=0) as stream:
-            if not self.by_column:
-                out = np.empty((n, self.columns), dtype=self.dtype)
-                self._fill(stream, self.offset + start * self.columns * self.dtype.itemsize, out)
-                return out
-            out = np.empty((self.columns, n), dtype=self.dtype)
-            for k, column in enumerate(out):
-                self._fill(stream, self.offset + (k * self.rows + start) * self.dtype.itemsize, column)
-            return out.T
+        """Read rows ``[n, K]`` from a position. Several threads may call this at once."""
+        if not self.by_column:
+            return self._values(start * self.columns, n * self.columns).reshape(n, self.columns)
+        return np.stack([self._values(k * self.rows + start, n) for k in range(self.columns)]).T
 
-    def _fill(self, stream: BinaryIO, at: int, out: NDArray[Any]) -> None:
-        stream.seek(at)
-        view = out.reshape(-1).view(np.uint8).data
-        found = 0
-        while found < len(view):
-            count = stream.readinto(view[found:])  # pyright: ignore[reportAttributeAccessIssue]
-            if not count:
-                raise DataError(
-                    f"{self}: expected {len(view):,} bytes from byte {at:,} on, found {found:,}; the file was cut "
-                    "short after it was opened"
-                )
-            found += count
+    def _values(self, first: int, count: int) -> NDArray[Any]:
+        at = self.offset + first * self.dtype.itemsize
+        found = np.fromfile(self.path, self.dtype, count, offset=at)
+        if len(found) < count:
+            raise DataError(
+                f"{self}: got {found.nbytes:,} bytes from byte {at:,}, expected {count * self.dtype.itemsize:,}. The "
+                "file was truncated after it was opened. Copy it again"
+            )
+        return found
 
     def __str__(self) -> str:
         return f"{self.path}, array {self.member}" if self.member else str(self.path)
 
 
 @dataclass(frozen=True)
-class Day:
-    """The arrays of one day, with as many rows each."""
+class DayArrays:
+    """The arrays of one day, with equal numbers of rows."""
 
     name: str  # prefix of its files
     dense: StoredArray | None  # numericals ``[N, I]``
@@ -102,22 +95,22 @@ class Day:
 
     @property
     def rows(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return self.sparse[0].rows
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Ids per sample, by feature."""
+        """Ids per sample of each feature."""
         return tuple(a.columns for a in self.sparse) if self.is_multi_hot else (1,) * self.sparse[0].columns
 
     @property
     def files(self) -> list[Path]:
-        """Its files."""
+        """Files of the day."""
         arrays = [array for array in (self.labels, self.dense, *self.sparse) if array is not None]
         return list(dict.fromkeys(array.path for array in arrays))
 
     def read_ids(self, features: Sequence[int], start: int, n: int) -> list[NDArray[Any]]:
-        """Read the ids of some features, by position: ``[n, ids]`` each."""
+        """Read the ids of features by position: ``[n, ids]`` each."""
         if self.is_multi_hot:
             return [self.sparse[i].read(start, n) for i in features]
         whole = self.sparse[0].read(start, n)
@@ -125,59 +118,51 @@ class Day:
 
 
 def has_days(path: Path) -> bool:
-    """Whether a folder has arrays in this layout."""
+    """Return whether a folder has arrays in this layout."""
     return path.is_dir() and any(_PART.fullmatch(file.name) for file in path.iterdir())
 
 
-def find_days(path: Path) -> list[Day]:
-    """Find the days of a folder, in the order of the numbers in their names."""
+def find_days(path: Path) -> list[DayArrays]:
+    """Return the days of a folder, sorted by the numbers in their names."""
     if not path.is_dir():
-        raise DataError(f"{path} is no folder; give the one that has day_0_dense.npy, day_0_sparse.npy and so on")
+        raise DataError(f"{path} is not a folder, expected one with day_0_dense.npy, day_0_sparse.npy etc.")
     parts: dict[str, dict[str, Path]] = {}
-    for file in sorted(path.iterdir(), key=_in_number_order):
+    for file in sorted(path.iterdir(), key=lambda file: natural_order(file.name)):
         if found := _PART.fullmatch(file.name):
             parts.setdefault(found[1], {})[found[2]] = file
     if not parts:
-        raise DataError(f"{path} has no arrays such as day_0_sparse.npy or day_0_sparse_multi_hot.npz")
+        raise DataError(f"{path}: got no arrays, expected e.g. day_0_sparse.npy or day_0_sparse_multi_hot.npz")
     wanted = [part for part in ("labels", "dense") if any(part in of_day for of_day in parts.values())]
-    days = [_day(path, name, of_day, wanted) for name, of_day in parts.items()]
+    days = [_open_day(path, name, of_day, wanted) for name, of_day in parts.items()]
     first = days[0]
     for day in days:
         for what, here, there in (
-            ("ids per sample, by feature", day.ids, first.ids),
+            ("ids per sample", day.ids, first.ids),
             ("numericals", day.dense and day.dense.columns, first.dense and first.dense.columns),
             ("labels", day.labels and day.labels.columns, first.labels and first.labels.columns),
         ):
             if here != there:
                 raise DataError(
-                    f"{path}: {day.name} has {_shown(here)} {what}, and {first.name} has {_shown(there)}; they must be "
-                    "of one data set, so write one of them anew"
+                    f"{path}: {what} of {day.name}: got {here}, expected {there} as in {first.name}. Write one of them "
+                    "again"
                 )
     return days
 
 
-def _in_number_order(file: Path) -> list[int | str]:
-    return [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", file.name)]
-
-
-def _shown(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _day(path: Path, name: str, parts: Mapping[str, Path], wanted: Sequence[str]) -> Day:
+def _open_day(path: Path, name: str, parts: Mapping[str, Path], wanted: Sequence[str]) -> DayArrays:
     if "sparse" in parts and "sparse_multi_hot" in parts:
         raise DataError(
-            f"{path} has {parts['sparse'].name} and {parts['sparse_multi_hot'].name}, which are one or several ids of "
-            "the same samples; move one of them elsewhere"
+            f"{path}: got {parts['sparse'].name} and {parts['sparse_multi_hot'].name} of the same samples, expected "
+            "one of them. Move the other elsewhere"
         )
     sparse = parts.get("sparse_multi_hot", parts.get("sparse"))
     missing = [f"{name}_{part}.npy" for part in wanted if part not in parts]
     missing += [] if sparse else [f"{name}_sparse.npy"]
     if sparse is None or missing:
-        there = ", ".join(file.name for file in parts.values())
+        found = ", ".join(file.name for file in parts.values())
         raise DataError(
-            f"{path} has {there}, but not {' and '.join(missing)}; copy what is missing there (scripts that write "
-            "arrays of several ids leave dense and labels where they were)"
+            f"{path}: got {found}, but {' and '.join(missing)} are missing. Copy them there (scripts for multi-hot "
+            "arrays do not copy dense arrays and labels)"
         )
     labels, dense = (open_npy(parts[part], part) if part in wanted else None for part in ("labels", "dense"))
     of_ids = open_npz(sparse) if sparse.suffix == ".npz" else (open_npy(sparse, "sparse"),)
@@ -185,72 +170,63 @@ def _day(path: Path, name: str, parts: Mapping[str, Path], wanted: Sequence[str]
     for array in (*of_ids, labels, dense):
         if array is not None and array.rows != first.rows:
             raise DataError(
-                f"{array} has {array.rows:,} rows, and {first} has {first.rows:,}; they must be of the same samples, "
-                "so write both anew"
+                f"{array}: got {array.rows:,} rows, expected {first.rows:,} as in {first}. Write both again"
             )
-    return Day(name, dense, labels, of_ids, is_multi_hot=sparse.suffix == ".npz")
+    return DayArrays(name, dense, labels, of_ids, is_multi_hot=sparse.suffix == ".npz")
 
 
 def open_npy(path: Path, part: str) -> StoredArray:
-    """Read the header of a file of one array; a `DataError` says what is wrong with it."""
+    """Read the header of a file with one array."""
     with path.open("rb") as stream:
-        array = _header(stream, path, "", part)
-    return _whole(array, path.stat().st_size)
+        return _read_header(stream, path, "", part, path.stat().st_size)
 
 
 def open_npz(path: Path) -> tuple[StoredArray, ...]:
-    """Read the headers of a file's arrays of ids, in the order of their numbers."""
+    """Read the headers of arrays of ids, sorted by their numbers."""
     found: dict[int, StoredArray] = {}
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
             for info in archive.infolist():
                 number = re.fullmatch(r"(\d{1,6})\.npy", info.filename)
                 if number is None:
-                    raise DataError(f"{path} has an array {info.filename!r}; its arrays must be named 0, 1, 2, …")
+                    raise DataError(f"{path}: got array {info.filename!r}, expected names 0, 1, 2, …")
                 if info.compress_type != zipfile.ZIP_STORED:
-                    raise DataError(
-                        f"{path} is compressed, so rows cannot be read where they are; write it with numpy.savez"
-                    )
+                    raise DataError(f"{path} is compressed, expected an uncompressed file. Write it with numpy.savez")
                 stream.seek(info.header_offset)
                 _, name, extra = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
                 begin = info.header_offset + _LOCAL_HEADER.size + name + extra
                 stream.seek(begin)
-                array = _header(stream, path, number[1], "sparse")
-                found[int(number[1])] = _whole(array, begin + info.file_size)
+                found[int(number[1])] = _read_header(stream, path, number[1], "sparse", begin + info.file_size)
     except DataError:
         raise
     except (zipfile.BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError) as error:
-        raise DataError(f"{path} is damaged or cut short ({error}); copy or write it again") from None
+        raise DataError(f"{path} is damaged or truncated ({error}). Copy or write it again") from None
     if not found or sorted(found) != list(range(len(found))):
-        raise DataError(f"{path} has the arrays {', '.join(map(str, sorted(found)))}; there must be all from 0 on")
+        raise DataError(f"{path}: got arrays {', '.join(map(str, sorted(found)))}, expected 0, 1, 2, …")
     return tuple(found[i] for i in sorted(found))
 
 
-def _header(stream: BinaryIO, path: Path, member: str, part: str) -> StoredArray:
+def _read_header(stream: BinaryIO, path: Path, member: str, part: str, end: int) -> StoredArray:
     where = f"{path}, array {member}" if member else str(path)
     try:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of headers that Python 2 wrote
+            warnings.simplefilter("ignore", UserWarning)  # about headers written by Python 2
             shape, by_column, dtype = read(stream)
     except (ValueError, EOFError, TypeError, OverflowError, SyntaxError, TokenError) as error:
-        raise DataError(f"{where} is no array of NumPy, or is cut short ({error}); write it with numpy.save") from None
+        raise DataError(f"{where} is not a NumPy array, or is truncated ({error}). Write it with numpy.save") from None
     if dtype.kind not in _KINDS[part]:
-        raise DataError(f"{where} has values of type {dtype}, must be {_WANTED[part]}; write it anew")
+        raise DataError(f"{where}: got values of type {dtype}, expected {_WANTED[part]}. Write it again")
     dimensions = (1, 2) if part == "labels" else (2,)
     if len(shape) not in dimensions or shape[0] < 0 or not 1 <= prod(shape[1:]) <= _MOST_COLUMNS:
         columns = {"dense": "numericals", "labels": "labels", "sparse": "ids"}[part]
-        raise DataError(f"{where} has the shape {list(shape)}, must be [samples, {columns}]; write it anew")
-    return StoredArray(path, member, stream.tell(), shape[0], prod(shape[1:]), dtype, by_column)
-
-
-def _whole(array: StoredArray, end: int) -> StoredArray:
-    """The array, if its values end where they should."""
+        raise DataError(f"{where}: got shape {list(shape)}, expected [samples, {columns}]. Write it again")
+    array = StoredArray(path, member, stream.tell(), shape[0], prod(shape[1:]), dtype, by_column)
     if end != array.end:
         raise DataError(
-            f"{array}: expected {array.end - array.offset:,} bytes ({array.rows:,} rows × {array.columns} of "
-            f"{array.dtype}), found {max(0, end - array.offset):,}; the file is truncated: copy or write it again"
+            f"{array}: got {max(0, end - array.offset):,} bytes, expected {array.end - array.offset:,} ({array.rows:,} "
+            f"rows × {array.columns} of {array.dtype}). The file is truncated. Copy or write it again"
         )
     return array
 
@@ -260,44 +236,42 @@ _HELD_OUT = 0.1
 
 
 @dataclass(frozen=True)
-class _Part:
+class _DaySlice:
     """Consecutive rows of a day."""
 
-    day: Day
+    day: DayArrays
     start: int
     samples: int
 
 
 class NpySource(Source):
-    """Samples of a folder of arrays ``day_0_dense.npy``, ``day_0_sparse.npy`` and so on, see above.
+    """Samples of a folder with arrays like ``day_0_dense.npy`` and ``day_0_sparse.npy``.
 
-    Numericals and labels come out as float32, ids as they are stored. Ids that are not below the rows of their table
-    are left to the embedding's own check.
+    Numericals and labels are converted to float32. The embedding checks that ids are below the rows of their table.
 
     Parameters
     ----------
     path
         The folder.
     schema
-        What the columns are called, and the rows of their tables; matched with the arrays by position. The format has
-        no weight or group. One without labels reads none.
+        Names of the columns and rows of their tables, in the order of the arrays. The format has no weights or groups.
+        Without labels in the schema, no labels are read.
     rows
-        In its place, the rows of each feature's table, or one number for all (``num_embeddings_per_feature`` of
-        TorchRec's scripts). Columns are then called as there: ``int_0`` …, ``cat_0`` … and ``label``.
+        Rows of each feature's table, or one number for all (``num_embeddings_per_feature`` of TorchRec's scripts), if
+        there is no schema. Columns then have TorchRec's names: ``int_0`` …, ``cat_0`` … and ``label``.
     modulo
-        Whether ids are taken modulo the rows of their tables, as TorchRec's loader does. Predictions take ids of which
-        that was made already.
+        Take ids modulo the rows of their tables, as TorchRec's loader does. Predictions need ids after the modulo.
     splits
-        By split, the days in it: ``{train: [day_0, day_1], test: [day_2]}``. By default those of TorchRec's scripts:
-        the last day is held out (the last tenth of one day alone), the first half of it is ``valid`` and the rest
-        ``test``. ``"none"``: all are ``train``.
+        Days by split, e.g. ``{train: [day_0, day_1], test: [day_2]}``, or ``"none"`` for only ``train``. Default, as in
+        TorchRec's scripts: the first half of the last day is ``valid``, and the second half is ``test``. If there is
+        one day, its last tenth is divided.
     chunk_samples
         Samples per chunk, the unit of reading and shuffling.
 
     Raises
     ------
     DataError
-        If the folder is not in this layout; see `find_days`.
+        If the folder has another layout.
     SpecError
         If an argument does not fit the arrays.
     """
@@ -312,31 +286,30 @@ class NpySource(Source):
         splits: Mapping[str, Sequence[str]] | Literal["none"] | None = None,
         chunk_samples: int = 65_536,
     ) -> None:
-        if chunk_samples < 1:
-            raise SpecError(f"chunk_samples is {chunk_samples:,}, must be at least 1")
-        place = location(path) if isinstance(path, str) else path
-        if isinstance(place, str):
-            raise DataError(f"{path}: arrays of NumPy are read from local disks only; copy them there, or use Parquet")
-        self.days = find_days(place.absolute())  # a reader may be in another directory
+        check("chunk_samples", chunk_samples, Count, SpecError)
+        folder = location(path) if isinstance(path, str) else path
+        if isinstance(folder, str):
+            raise DataError(f"{path}: got a URI, expected a local folder of arrays. Copy them, or use Parquet")
+        self.days = find_days(folder.absolute())  # readers may have other working directories
         if schema is None:
-            schema = _named(self.days[0], rows, str(path))
+            schema = _default_schema(self.days[0], rows, str(path))
         elif rows is not None:
-            raise SpecError("there are both schema and rows, which the schema says too; leave one of them out")
+            raise SpecError("got both schema and rows, expected one of them")
         self.schema = schema if isinstance(schema, Schema) else Schema.from_dict(schema)
-        _check(self.schema, self.days[0], str(path))
+        _check_schema(self.schema, self.days[0], str(path))
         self.modulo = modulo
         self._position = {column.name: i for i, column in enumerate(self.schema.sparse)}
         if splits == "none":
             splits = {"train": [day.name for day in self.days]}
-        parts = _default_splits(self.days) if splits is None else _chosen(self.days, splits, str(path))
-        self._parts = {split: [p for part in of for p in _cut(part, chunk_samples)] for split, of in parts.items()}
+        parts = _default_splits(self.days) if splits is None else _select_days(self.days, splits, str(path))
+        self._parts = {split: [p for part in of for p in _divide(part, chunk_samples)] for split, of in parts.items()}
         self.splits = tuple(self._parts)
         for split, of_split in self._parts.items():
             if not of_split:
-                raise DataError(f"{path} has too few samples for a {split} split; say `splits`")
+                raise DataError(f"{path}: got too few samples for a {split} split. Set `splits`")
 
     def files(self) -> list[Path]:
-        """All files of the days."""
+        """Return the files of all days."""
         return [file for day in self.days for file in day.files]
 
     def _chunks(self, split: str) -> Sequence[int]:
@@ -357,29 +330,28 @@ class NpySource(Source):
         return None if dense is None else torch.from_numpy(dense)
 
     def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
-        return label_ranges(
-            (Place(str(part.day.labels), lambda at, start=part.start: f"row {start + at:,}"), name, labels)
+        return find_label_ranges(
+            (RowLocation(str(part.day.labels), lambda at, start=part.start: f"row {start + at:,}"), name, labels)
             for whole in (self._parts[split] if self.schema.labels else ())
-            for part in _cut(whole, _LABELS_AT_ONCE)
+            for part in _divide(whole, _LABELS_AT_ONCE)
             for name, labels in zip(self.schema.labels, self._labels(part).T, strict=True)
         )
 
-    def _labels(self, part: _Part) -> NDArray[np.float32]:
+    def _labels(self, part: _DaySlice) -> NDArray[np.float32]:
         assert part.day.labels is not None
-        return _native(part.day.labels.read(part.start, part.samples), np.dtype(np.float32))
+        return np.ascontiguousarray(part.day.labels.read(part.start, part.samples), np.float32)
 
-    def _dense(self, part: _Part) -> NDArray[Any] | None:
-        """Numericals, as float64 where the model normalizes them."""
+    def _dense(self, part: _DaySlice) -> NDArray[Any] | None:
+        """Return numericals, as float64 if the model normalizes some."""
         if part.day.dense is None:
             return None
-        kind = np.dtype(np.float64 if self.schema.numericals else np.float32)
-        return _native(part.day.dense.read(part.start, part.samples), kind)
+        dtype = np.float64 if self.schema.numericals else np.float32
+        return np.ascontiguousarray(part.day.dense.read(part.start, part.samples), dtype)
 
-    def _sparse(self, part: _Part) -> Jagged:
+    def _sparse(self, part: _DaySlice) -> Jagged:
         columns, n = self.schema.sparse, part.samples
-        wide = any(_is_wide(array.dtype) for array in part.day.sparse)
-        kind = np.dtype(np.int64 if wide else np.int32)
-        values = np.empty(n * sum(column.ids or 1 for column in columns), dtype=kind)
+        is_wide = any(not np.can_cast(array.dtype, np.int32) for array in part.day.sparse)
+        values = np.empty(n * sum(column.ids or 1 for column in columns), np.int64 if is_wide else np.int32)
         at = 0
         stored = part.day.read_ids([self._position[column.name] for column in columns], part.start, n)
         for column, ids in zip(columns, stored, strict=True):
@@ -396,8 +368,8 @@ class NpySource(Source):
         )
 
 
-def draft_names(day: Day) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """What TorchRec calls the columns of a day: the sparse ones, the dense ones, the labels."""
+def draft_names(day: DayArrays) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return TorchRec's names of a day's columns: sparse columns, dense columns and labels."""
     labels = 0 if day.labels is None else day.labels.columns
     return (
         tuple(f"cat_{i}" for i in range(len(day.ids))),
@@ -406,87 +378,79 @@ def draft_names(day: Day) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, 
     )
 
 
-def _named(day: Day, rows: int | Sequence[int] | None, path: str) -> Schema:
+def _default_schema(day: DayArrays, rows: int | Sequence[int] | None, path: str) -> Schema:
     names, dense, labels = draft_names(day)
     if rows is None:
         raise SpecError(
-            f"{path} does not say how many rows tables have; write `rows`, a number for each of its {len(names)} "
-            "features, or let hotbed init draft a recipe, which counts them"
+            f"{path}: `rows` is missing. Set it to the rows of the tables of its {len(names)} features, or run hotbed "
+            "init, which counts them"
         )
     each = [rows] * len(names) if isinstance(rows, int) else list(rows)
     if len(each) != len(names):
-        raise SpecError(f"rows has {len(each)} numbers, and {path} has {len(names)} features; give one for each")
+        raise SpecError(f"rows: got {len(each)} numbers, expected {len(names)}, one per feature of {path}")
     sparse = tuple(SparseColumn(name=n, rows=r, ids=k) for n, r, k in zip(names, each, day.ids, strict=True))
     return Schema(sparse=sparse, dense=dense, labels=labels)
 
 
-def _check(schema: Schema, day: Day, path: str) -> None:
-    """Raise `SpecError` unless a schema is of as many columns as the arrays have."""
+def _check_schema(schema: Schema, day: DayArrays, path: str) -> None:
+    """Raise `SpecError` unless a schema has the columns of the arrays."""
     names, dense, labels = draft_names(day)
     counts = [("sparse columns", len(schema.sparse), len(names)), ("dense columns", len(schema.dense), len(dense))]
     counts += [("labels", len(schema.labels), len(labels))] * bool(schema.labels)
-    for what, said, there in counts:
-        if said != there:
-            raise SpecError(f"the schema has {said} {what}, and the arrays in {path} have {there}; name them all")
+    for what, here, there in counts:
+        if here != there:
+            raise SpecError(f"the schema: got {here} {what}, expected {there} as in the arrays of {path}")
     for column, ids in zip(schema.sparse, day.ids, strict=True):
         if column.ids != ids:
-            raise SpecError(f"sparse column '{column.name}': ids is {column.ids}, and the arrays in {path} have {ids}")
-    for found, problem in (
-        (schema.weight_columns or schema.group, "have no weight or group column"),
-        (schema.id_weights, f"have no weights of ids ('{', '.join(schema.id_weights)}')"),
-        (schema.scaling or schema.positives or schema.derived, "are not scaled, mapped or crossed when they are read"),
+            raise SpecError(f"sparse column '{column.name}': ids: got {column.ids}, expected {ids} as in {path}")
+    for found, what in (
+        (schema.weight_columns or schema.group, "sample weights or groups"),
+        (schema.id_weights, f"weights of ids ('{', '.join(schema.id_weights)}')"),
+        (schema.scaling or schema.positives or schema.derived, "scaled, mapped or derived columns"),
     ):
         if found:
-            raise SpecError(f"arrays of NumPy {problem}; use Parquet for them")
+            raise SpecError(f"NumPy arrays do not support {what}. Use Parquet")
 
 
-def _default_splits(days: Sequence[Day]) -> dict[str, list[_Part]]:
-    """By the days' names if they are splits'; else the last day is held out, half to validate and half to test."""
+def _default_splits(days: Sequence[DayArrays]) -> dict[str, list[_DaySlice]]:
+    """Return the days by their names if they are names of splits, or hold out the last day."""
     if {day.name for day in days} <= {"train", "valid", "test"}:
-        named = {day.name: [_Part(day, 0, day.rows)] for day in days}
+        named = {day.name: [_DaySlice(day, 0, day.rows)] for day in days}
         return {split: named[split] for split in ("train", "valid", "test") if split in named}
     *before, last = days
-    train = [_Part(day, 0, day.rows) for day in before]
+    train = [_DaySlice(day, 0, day.rows) for day in before]
     held_out = last.rows
     if not before:
         held_out = round(last.rows * _HELD_OUT)
-        train = [_Part(last, 0, last.rows - held_out)]
+        train = [_DaySlice(last, 0, last.rows - held_out)]
     valid = held_out // 2 + held_out % 2
     start = last.rows - held_out
     return {
         "train": train,
-        "valid": [_Part(last, start, valid)],
-        "test": [_Part(last, start + valid, held_out - valid)],
+        "valid": [_DaySlice(last, start, valid)],
+        "test": [_DaySlice(last, start + valid, held_out - valid)],
     }
 
 
-def _chosen(days: Sequence[Day], splits: Mapping[str, Sequence[str]], path: str) -> dict[str, list[_Part]]:
+def _select_days(
+    days: Sequence[DayArrays], splits: Mapping[str, Sequence[str]], path: str
+) -> dict[str, list[_DaySlice]]:
     by_name = {day.name: day for day in days}
     if not isinstance(splits, Mapping):
-        raise SpecError(f"splits is {splits!r}, must be none, or days by split: {{train: [{days[0].name}]}}")
+        raise SpecError(f"splits: got {splits!r}, expected none, or days by split, e.g. {{train: [{days[0].name}]}}")
     used: dict[str, str] = {}
     for split, names in splits.items():
         if isinstance(names, str):
-            raise SpecError(f"splits: {split} is {names!r}, must be a list of days; write [{names}]")
+            raise SpecError(f"splits.{split}: got {names!r}, expected a list of days, e.g. [{names}]")
         for name in names:
-            if name not in by_name:
-                raise SpecError(f"splits: {path} has no day '{name}'{did_you_mean(str(name), by_name)}")
+            check_known(f"splits.{split}: day of {path}", name, by_name, SpecError)
             if (other := used.setdefault(name, split)) != split:
-                raise SpecError(f"splits: '{name}' is in {other} and in {split}; leave it in one of them")
+                raise SpecError(f"splits: got day '{name}' in {other} and {split}, expected one split")
     if not used:
-        raise SpecError(f"splits is {dict(splits)}, must name days: {{train: [{days[0].name}]}}")
-    return {split: [_Part(by_name[n], 0, by_name[n].rows) for n in names] for split, names in splits.items()}
+        raise SpecError(f"splits: got {dict(splits)}, expected at least one day, e.g. {{train: [{days[0].name}]}}")
+    return {split: [_DaySlice(by_name[n], 0, by_name[n].rows) for n in names] for split, names in splits.items()}
 
 
-def _cut(part: _Part, samples: int) -> list[_Part]:
+def _divide(part: _DaySlice, samples: int) -> list[_DaySlice]:
     starts = range(0, part.samples, samples)
-    return [_Part(part.day, part.start + at, min(samples, part.samples - at)) for at in starts]
-
-
-def _native(values: NDArray[Any], kind: np.dtype[Any]) -> NDArray[Any]:
-    """The same numbers of this type, row after row."""
-    return np.ascontiguousarray(values, dtype=kind)
-
-
-def _is_wide(kind: np.dtype[Any]) -> bool:
-    return kind.itemsize == 8 or (kind.itemsize == 4 and kind.kind == "u")
+    return [_DaySlice(part.day, part.start + at, min(samples, part.samples - at)) for at in starts]

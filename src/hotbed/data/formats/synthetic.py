@@ -1,9 +1,8 @@
-"""Write raw logs in Criteo's layout from a known click model, so that the best attainable AUC is known too.
+"""Write raw logs in Criteo's layout from a planted click model, whose AUC is the best that a model can attain.
 
-The planted model is a logistic regression over what a model can learn from the log: an effect for each frequent value
-of each categorical column, for "missing", for some numericals, and for some pairs of values of two short columns.
-Rare values have no effect, as nothing could be learnt about them. Values follow Zipf's law; fields go missing at
-different rates; the intercept makes 26 % of the lines clicks.
+The planted model is a logistic regression. Frequent values of categorical columns, missing values, some numericals, and
+some pairs of values of two short columns have effects. Rare values have none, because they could not be learned. Values
+follow Zipf's law, fields are missing at different rates, and 26 % of the lines are clicks.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Annotated, Any, BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
@@ -23,15 +22,17 @@ import torch
 from numpy.typing import NDArray
 
 from hotbed.auc import auc
+from hotbed.checks import Range, check
 from hotbed.data.files.criteo import DENSE, SPARSE
 from hotbed.data.hashing import mix
 from hotbed.errors import SpecError
+from hotbed.files import new_file
 
 Floats = NDArray[np.float64]
 
 # fmt: off
 FEWEST_SAMPLES = 100
-"""Of a log that is written."""
+"""Lower limit of the lines of a log."""
 _CARDINALITIES = (
     500, 300, 50_000, 20_000, 60, 12, 4_000, 200, 3, 8_000, 3_000, 40_000, 2_500,
     26, 4_000, 30_000, 10, 2_000, 600, 4, 35_000, 12, 15, 12_000, 50, 9_000,
@@ -46,15 +47,15 @@ _DENSE_SCALE = (1.0, 2.5, 2.0, 1.5, 8.0, 4.0, 2.0, 2.0, 4.0, 0.5, 1.0, 0.5, 1.5)
 _DENSE_EFFECTS = (0.35, 0.0, -0.2, 0.0, -0.25, 0.0, 0.3, 0.0, 0.0, 0.2, 0.0, 0.0, -0.25)
 _PAIRS = ((5, 8), (16, 19), (22, 21))
 _ZIPF = 1.1
-_INFORMATIVE = (1, 4, 5, 7, 9, 12, 13, 16, 18, 19, 21, 24)  # positions of the columns whose values have effects
-_FREQUENT = 20  # values of such a column that have an effect, the most frequent
+_INFORMATIVE = (1, 4, 5, 7, 9, 12, 13, 16, 18, 19, 21, 24)  # positions of the columns with effects
+_FREQUENT = 20  # most frequent values of such a column, which have an effect
 _POSITIVE_RATE = 0.26
-_PIECE = 50_000  # lines made at once
+_PIECE = 50_000  # lines generated at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attainable:
-    """The scores of the true click probabilities on some lines: what no model can beat but by luck."""
+    """Scores of the true click probabilities, which a model can exceed only by chance."""
 
     samples: int  # number of lines
     positive_rate: float  # share of clicks
@@ -64,7 +65,7 @@ class Attainable:
 
 @dataclass(frozen=True, kw_only=True)
 class PlantedLog:
-    """What `write_synthetic_log` made: the log, and what is attainable on all of it and on its last lines."""
+    """A log of `write_synthetic_log`, with the attainable scores on all lines and on the last lines."""
 
     path: Path
     seed: int
@@ -73,42 +74,40 @@ class PlantedLog:
     test: Attainable
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON can hold."""
+        """Return plain values for JSON."""
         return asdict(self) | {"path": str(self.path)}
 
 
 def write_synthetic_log(
     path: str | Path, samples: int = 200_000, *, seed: int = 0, test_fraction: float = 0.1
 ) -> PlantedLog:
-    """Write a raw log in Criteo's layout from the planted model, and beside it what is attainable on it.
+    """Write a raw log in Criteo's layout from the planted model, and its attainable scores next to it.
 
-    The same arguments give the same bytes. The side file is ``NAME.planted.json`` for a log ``NAME.tsv[.gz]``.
+    Equal arguments yield equal bytes. The scores of ``NAME.tsv[.gz]`` are in ``NAME.planted.json``.
 
     Parameters
     ----------
     path
-        The log to write; gzip where the name ends in ``.gz``.
+        The log to write. It is compressed if the name ends in ``.gz``.
     samples
         Number of lines.
     seed
         Seed of the model's effects and of the lines.
     test_fraction
-        Share of the last lines, of which the attainable scores are given too; pass the same to `prepare`.
+        Share of the last lines, which have separate scores. Pass the same value to `prepare`.
 
     Raises
     ------
     SpecError
-        If there are too few lines, or the fraction is not between 0 and 1.
+        If there are too few lines, or the fraction is out of range.
     """
-    if samples < FEWEST_SAMPLES:
-        raise SpecError(f"samples is {samples:,}, must be at least {FEWEST_SAMPLES} to hold both clicks and others")
-    if not 0 < test_fraction < 1:
-        raise SpecError(f"test_fraction is {test_fraction}, must be above 0 and below 1")
+    check("samples", samples, Annotated[int, Range(least=FEWEST_SAMPLES)], SpecError)
+    check("test_fraction", test_fraction, Annotated[float, Range(above=0, below=1)], SpecError)
     path = Path(path)
     model = _PlantedModel(seed)
     probabilities: list[Floats] = []
     clicks: list[NDArray[np.bool_]] = []
-    with _writer(path) as stream:
+    with new_file(path) as file, _open_log(file, compress=path.suffix == ".gz") as stream:
         for piece, start in enumerate(range(0, samples, _PIECE)):
             rng = np.random.default_rng((seed, 1, piece))
             n = min(_PIECE, samples - start)
@@ -133,11 +132,11 @@ def write_synthetic_log(
 
 
 class _PlantedModel:
-    """Effects of values on the log-odds of a click."""
+    """A click model: effects of values on the log-odds of a click."""
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng((seed, 0))
-        # Rank 0 is "missing"; ranks 1 … _FREQUENT are the frequent values; one more stands for all rarer ones.
+        # Rank 0 is a missing value, ranks 1 … _FREQUENT are frequent values, and the next rank is all rarer ones.
         self.values = [np.append(rng.normal(0, 0.5, _FREQUENT + 1), 0.0) for _ in _INFORMATIVE]
         self.pairs = [rng.normal(0, 0.3, (_FREQUENT + 2, _FREQUENT + 2)) for _ in _PAIRS]
         self.intercept = 0.0
@@ -151,11 +150,11 @@ class _PlantedModel:
                 high = self.intercept
 
     def probabilities(self, dense: Floats, ranks: NDArray[np.int64]) -> Floats:
-        """Click probabilities ``[n]`` of numericals and value ranks, as `_draw` makes them."""
+        """Return the click probabilities ``[n]`` of numericals and value ranks of `_draw`."""
         return _sigmoid(self._score(dense, ranks) + self.intercept)
 
     def _score(self, dense: Floats, ranks: NDArray[np.int64]) -> Floats:
-        # A missing numerical becomes 0 in the prepared data, so it has the effect of 0 here.
+        # Missing numericals become 0 in prepared data, so they have the effect of 0.
         score = np.asarray(_DENSE_EFFECTS) @ np.nan_to_num(np.log(dense + 3))
         known = np.minimum(ranks, _FREQUENT + 1)
         for effects, column in zip(self.values, _INFORMATIVE, strict=True):
@@ -166,14 +165,13 @@ class _PlantedModel:
 
 
 def _draw(rng: np.random.Generator, n: int) -> tuple[Floats, NDArray[np.int64]]:
-    """Numericals ``[13, n]``, NaN where missing, and value ranks ``[26, n]``, 0 where missing."""
+    """Return numericals ``[13, n]`` (missing: NaN) and value ranks ``[26, n]`` (missing: 0)."""
     dense = np.floor(np.exp(rng.normal(0, 1, (len(DENSE), n)) + np.log(_DENSE_SCALE)[:, None]))
-    dense[1] -= 2  # as in the real log, I2 goes down to −2
+    dense[1] -= 2  # I2 is at least −2 in the real log
     dense[rng.random(dense.shape) < np.asarray(_DENSE_MISSING)[:, None]] = np.nan
     ranks = np.empty((len(SPARSE), n), dtype=np.int64)
     for row, cardinality, missing in zip(ranks, _CARDINALITIES, _MISSING, strict=True):
-        # By inversion, unlike `hotbed.data.formats.zipf_source`: a log of this version has the bytes that it always
-        # had.
+        # By inversion, unlike `hotbed.data.formats.zipf_source`, because the bytes of a log must not change.
         weights = np.cumsum(np.arange(1, cardinality + 1) ** -_ZIPF)
         row[:] = np.searchsorted(weights, rng.random(n) * weights[-1]) + 1
         row[rng.random(n) < missing] = 0
@@ -181,12 +179,12 @@ def _draw(rng: np.random.Generator, n: int) -> tuple[Floats, NDArray[np.int64]]:
 
 
 def _lines(clicked: NDArray[np.bool_], dense: Floats, ranks: NDArray[np.int64]) -> bytes:
-    """Text of the lines; Arrow joins the fields without a Python loop over lines."""
+    """Return the text of the lines. Arrow concatenates the fields without a Python loop."""
     columns = [pa.array(clicked.view(np.int8))]
     columns += [pa.array(np.nan_to_num(x).astype(np.int64), mask=np.isnan(x)) for x in dense]
     fields = [pc.fill_null(pc.cast(c, pa.string()), "") for c in columns]
     for i, (row, cardinality) in enumerate(zip(ranks, _CARDINALITIES, strict=True)):
-        # A value looks as in the real log: 8 hexadecimal digits that say nothing about its rank.
+        # Values are 8 hexadecimal digits as in the real log, independent of their ranks.
         mixed = mix(np.arange(1, cardinality + 1, dtype=np.uint64) + np.uint64(i << 32))
         words = (mixed >> np.uint64(32)).astype(">u4").tobytes()
         texts = pa.array(["", *words.hex(" ", 4).split(" ")])
@@ -197,20 +195,14 @@ def _lines(clicked: NDArray[np.bool_], dense: Floats, ranks: NDArray[np.int64]) 
 
 
 @contextmanager
-def _writer(path: Path) -> Generator[BinaryIO]:
-    """A file to write into that appears at ``path`` only when all is written."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        with unfinished.open("wb") as raw:
-            if path.suffix == ".gz":
-                # Neither a name nor a time in the header: the same log is the same bytes.
-                with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=1, mtime=0) as zipped:
-                    yield cast("BinaryIO", zipped)
-            else:
-                yield raw
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+def _open_log(path: Path, *, compress: bool) -> Generator[BinaryIO]:
+    with path.open("wb") as raw:
+        if not compress:
+            yield raw
+            return
+        # The header has no name and time, because equal logs must have equal bytes.
+        with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=1, mtime=0) as stream:
+            yield cast("BinaryIO", stream)
 
 
 def _attainable(p: Floats, clicked: NDArray[np.bool_]) -> Attainable:

@@ -1,10 +1,10 @@
 """Compute samples instead of storing them: `ZipfSource`, with tables of any size and ids by Zipf's law.
 
-For measurements on tables whose data nobody has: lookups are skewed, as in real logs, and a label depends on some
-of the ids, so that training has something to learn. Sample i is a pure function of (seed, i).
+The source is for measurements on tables without available data. Lookups are skewed as in real logs, and labels depend
+on some of the ids, so that a model can learn. Sample i is a pure function of (seed, i).
 
-*Random numbers* are pure functions of a counter, and `Zipf` makes ranks by Zipf's law of them. Number i of a stream is
-output i of SplitMix64 started at the stream's key, so any part of a stream is made without the rest.
+*Random numbers* are pure functions of a counter, and `ZipfLaw` converts them to ranks. Number i of a stream is output i
+of SplitMix64 with the stream's key as seed, so each part of a stream is computed without the rest.
 """
 
 from __future__ import annotations
@@ -36,59 +36,57 @@ MAX_EXPONENT = 16
 """Largest exponent of Zipf's law."""
 
 MOST_COLUMNS = 100_000
-"""Of a file whose list of rows is repeated."""
+"""Limit of the columns of a repeated list of rows."""
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64's state
 
 
 @cache
-def stream(*names: int) -> np.uint64:
-    """Key of the stream with these names, integers of at least 0, of which the last is not 0."""
+def stream_key(*names: int) -> np.uint64:
+    """Return the key of the stream with these names: integers of at least 0, and a last one above 0."""
     return np.random.SeedSequence(names).generate_state(1, np.uint64)[0]
 
 
-def bits(key: np.uint64, counters: Hashes) -> Hashes:
-    """Random words of a stream at these counters ``[n]``."""
+def random_words(key: np.uint64, counters: Hashes) -> Hashes:
+    """Return random 64-bit words of a stream at these counters ``[n]``."""
     state = counters * _STEP
     state += key
     return mix(state)
 
 
-def uniform(key: np.uint64, counters: Hashes) -> Floats:
-    """Random numbers in [0, 1) of a stream at these counters ``[n]``, multiples of 2⁻⁵³."""
-    return (bits(key, counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def random_uniform(key: np.uint64, counters: Hashes) -> Floats:
+    """Return random numbers in [0, 1) of a stream at these counters ``[n]``, multiples of 2⁻⁵³."""
+    return (random_words(key, counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-class Zipf:
+class ZipfLaw:
     """Zipf's law over ranks 0 … R − 1: rank r has a probability in proportion to (r + 1)^−s; s = 0 is uniform.
 
-    Sampled by rejection-inversion (Hörmann and Derflinger, "Rejection-inversion to generate variates from monotone
-    discrete distributions", ACM TOMACS 6(3), 1996): a point under the continuous x^−s by inversion, rounded to the
-    nearest rank, and drawn again where it is in the sliver above the discrete law. No table, any R, more than 85 % are
-    accepted at once. With ``expm1`` and ``log1p`` the integral is accurate at exponents near 1, too.
+    Ranks are sampled by rejection-inversion (Hörmann and Derflinger, "Rejection-inversion to generate variates from
+    monotone discrete distributions", ACM TOMACS 6(3), 1996): a point under the continuous x^−s is drawn by inversion
+    and rounded to the nearest rank, and rejected above the discrete law. More than 85 % of the points are accepted. No
+    table is needed, for any R. ``expm1`` and ``log1p`` keep the integral accurate for exponents near 1.
     """
 
     def __init__(self, rows: int, exponent: float) -> None:
-        if not 1 <= rows <= 1 << 52:
-            raise SpecError(f"rows is {rows:,}, must be between 1 and 2⁵² ({1 << 52:,})")
-        if not 0 <= exponent <= MAX_EXPONENT:
-            raise SpecError(f"exponent is {exponent}, must be between 0 (all rows alike) and {MAX_EXPONENT}")
+        check("rows", rows, Annotated[int, Range(least=1, most=1 << 52, note=" (2⁵²)")], SpecError)
+        check("exponent", exponent, Annotated[float, Range(least=0, most=MAX_EXPONENT)], SpecError)
         self.rows = rows
         self.exponent = exponent
-        # The first rank's own sliver is left out: its interval begins where the area is 1 = 1^−s.
+        # No point of the first rank is rejected, because its interval begins where the area is 1 = 1^−s.
         self._first = float(self._area(np.array([1.5]))[0]) - 1.0
         self._last = float(self._area(np.array([rows + 0.5]))[0])
-        # Within this distance below a rank all points are accepted (at rank 2, for which it is smallest).
+        # All points within this distance below a rank are accepted. It is smallest at rank 2.
         below_2 = self._area(np.array([2.5])) - 2.0**-exponent
         self._sure = float(2.0 - self._inverse(below_2)[0])
 
     def draw(self, names: tuple[int, ...], counters: Hashes) -> Integers:
-        """Ranks ``[n]`` at these counters of the stream with these names (see `stream`), each by itself."""
+        """Return the ranks ``[n]`` at these counters of the stream with these names. Ranks are independent."""
         ranks = np.empty(len(counters), dtype=np.int64)
         left, attempt = np.arange(len(counters)), 1
         while len(left):
             drawn, accepted = self._propose(
-                uniform(stream(*names, attempt), counters[left] if attempt > 1 else counters)
+                random_uniform(stream_key(*names, attempt), counters[left] if attempt > 1 else counters)
             )
             if attempt == 1:
                 ranks[:] = drawn
@@ -110,7 +108,7 @@ class Zipf:
         return rank.astype(np.int64) - 1, accepted
 
     def _area(self, x: Floats) -> Floats:
-        """∫ t^−s dt from 1 to x."""
+        """Return ∫ t^−s dt from 1 to x."""
         log = np.log(x)
         return log if self.exponent == 1 else np.expm1((1 - self.exponent) * log) / (1 - self.exponent)
 
@@ -120,23 +118,22 @@ class Zipf:
 
 
 RANKED = 10
-"""Occurrences from which on the rank of a value says something about its popularity."""
+"""Minimum number of occurrences for a reliable rank."""
 
 
-def fitted_exponent(counts: NDArray[Any]) -> float | None:
-    """Exponent s of Zipf's law, by which the value of rank r has a share of the occurrences in proportion to r^−s.
+def fit_exponent(counts: NDArray[Any]) -> float | None:
+    """Estimate the exponent s of Zipf's law from descending counts of values with at least `RANKED` occurrences.
 
-    The maximum of the likelihood over the ranks 1 … K of values with at least `RANKED` occurrences, by falling
-    ``counts``, as rarer ones have no rank to rely on. There the mean of ln r over the occurrences is its mean by the
-    law, Σ r^−s ln r / Σ r^−s (Clauset, Shalizi and Newman, "Power-law distributions in empirical data", SIAM Review
-    51(4), 2009, section 3.1). None where K is below 2.
+    The maximum-likelihood estimate over ranks 1 … K is the exponent for which the mean of ln r over the occurrences
+    equals its expectation Σ r^−s ln r / Σ r^−s (Clauset, Shalizi and Newman, "Power-law distributions in empirical
+    data", SIAM Review 51(4), 2009, section 3.1). None if K is below 2.
     """
     if len(counts) < 2:
         return None
     ln_rank = np.log(np.arange(1, len(counts) + 1))
     mean = counts.astype(np.float64) @ ln_rank / counts.sum()
     low, high = 0.0, 64.0
-    for _ in range(40):  # bisection: the law's mean falls as the exponent rises
+    for _ in range(40):  # bisection: the expectation decreases with the exponent
         middle = (low + high) / 2
         law = np.exp(-middle * ln_rank)
         low, high = (middle, high) if law @ ln_rank / law.sum() > mean else (low, middle)
@@ -159,53 +156,51 @@ CRITEO_1TB = {
     ),
 }
 # fmt: on
-"""Rows of C1 … C26 of the Criteo 1TB log, with ids for values that are seen at least 15 times, 3 times, or at all."""
+"""Rows of C1 … C26 of the Criteo 1TB log, with ids for values that occur at least 15 times, 3 times, or once."""
 
 _IDS, _DENSE, _LABEL, _EFFECT, _WEIGHT = range(1, 6)  # first names of the streams
-_EVERY = 4  # the label depends on every so manieth sparse and dense column
+_EVERY = 4  # the label depends on every fourth sparse and dense column
 MOST_SAMPLES = 1 << 40
-"""Of a split; a loader lists its chunks."""
+"""Limit of the samples of a split, because loaders list all chunks."""
 _SPARSE_EFFECT, _DENSE_EFFECT, _INTERCEPT = 0.8, 0.3, -1.2  # in log-odds; about a quarter of the labels are 1
 
-
-_KEYS = ("rows", "dense", "ids", "times")
-"""Of a file that describes tables."""
+_KEYS = {"rows": None, "dense": 13, "ids": 1, "times": 1}
+"""Keys of a file that describes tables, with their defaults."""
 
 
 class _Shape(NamedTuple):
     rows: dict[str, int]
     dense: int
-    ids: tuple[int, ...]
-    """Of each sample, by column."""
+    ids: tuple[int, ...]  # per sample, by column
 
 
 class ZipfSource(Source):
     """Samples with ids by Zipf's law: row r of a table with a probability in proportion to (r + 1)^−exponent.
 
-    Ids fall in popularity, as those that `hotbed.prepare` makes. They are int32, or int64 if a table has more than 2³¹
-    rows. Columns are independent of each other. Dense inputs are uniform with mean 0 and variance 1. A label is 1 with
-    the probability that a logistic regression over every fourth column gives, in which each row has its own effect.
+    Ids are sorted by descending popularity, as in data of `hotbed.prepare`. They are int32, or int64 if a table has
+    more than 2³¹ rows. Columns are independent of each other. Dense inputs are uniform with mean 0 and variance 1.
+    Labels follow a logistic regression over every fourth column, with a separate effect for each row.
 
     Parameters
     ----------
     path
         ``criteo_1tb_t15``, ``criteo_1tb_t3`` or ``criteo_1tb_t0`` (26 tables with the rows of the Criteo 1TB log and 13
-        dense inputs); or a file in YAML or JSON with ``rows`` (by column, or a list for C1, C2, …), ``dense`` (how many
-        inputs, 13 by default), ``ids`` (of each sample, in every column or by column, 1 by default) and ``times`` (how
-        often the lists of rows and ids are repeated, 1 by default).
+        dense inputs); or a YAML or JSON file with ``rows`` (by column, or a list for C1, C2, …), ``dense`` (number of
+        inputs, default 13), ``ids`` (per sample, in every column or by column, default 1) and ``times`` (repetitions of
+        the lists of rows and ids, default 1).
     train_samples, valid_samples, test_samples
-        Samples of the splits; 0 leaves the split out.
+        Samples of the splits. A split with 0 samples does not exist.
     exponent
-        Of Zipf's law; 0 makes all rows alike.
+        Exponent of Zipf's law. 0 makes all rows equally likely.
     seed
-        Another seed gives other samples and other effects.
+        Seed of the samples and the effects.
     chunk_samples
-        Samples per chunk, the unit of reading and shuffling; it does not change the samples.
+        Samples per chunk, the unit of reading and shuffling. It does not change the samples.
 
     Raises
     ------
     DataError
-        If there is no such preset or file, or it does not hold what it must.
+        If the preset or file does not exist, or its values are out of range.
     SpecError
         If a value is out of range.
     """
@@ -229,7 +224,7 @@ class ZipfSource(Source):
             ("seed", seed, Range(least=0)),
         ):
             check(f"ZipfSource: {name}", value, Annotated[int, limit], SpecError)
-        shape = _shape(path)
+        shape = _read_shape(path)
         self.schema = Schema(
             sparse=tuple(
                 SparseColumn(name=name, rows=rows, ids=ids)
@@ -243,7 +238,7 @@ class ZipfSource(Source):
         sizes = {"train": train_samples, "valid": valid_samples, "test": test_samples}
         self._sizes = {split: size for split, size in sizes.items() if size}
         self.splits = tuple(self._sizes)
-        self._columns = {name: (i, Zipf(rows, exponent)) for i, (name, rows) in enumerate(shape.rows.items())}
+        self._columns = {name: (i, ZipfLaw(rows, exponent)) for i, (name, rows) in enumerate(shape.rows.items())}
         self._dtype = np.int32 if max(shape.rows.values()) <= 1 << 31 else np.int64
 
     def _chunks(self, split: str) -> Sequence[int]:
@@ -253,10 +248,10 @@ class ZipfSource(Source):
     def _read(self, split: str, i: int) -> Batch:
         before = sum(size for other, size in self._sizes.items() if self.splits.index(other) < self.splits.index(split))
         first = i * self.chunk_samples
-        return self._make(before + first, min(self.chunk_samples, self._sizes[split] - first))
+        return self._compute(before + first, min(self.chunk_samples, self._sizes[split] - first))
 
-    def _make(self, first: int, n: int) -> Batch:
-        """The samples from the first one on, which count over all splits."""
+    def _compute(self, first: int, n: int) -> Batch:
+        """Return ``n`` samples from number ``first``, counted over all splits."""
         counters = np.arange(first, first + n, dtype=np.uint64)
         names = [column.name for column in self.schema.sparse]
         fixed = [self._each[name] for name in names]
@@ -266,9 +261,9 @@ class ZipfSource(Source):
             column[:] = self._ids(name, np.arange(first * each, (first + n) * each, dtype=np.uint64))
         dense = np.empty((n, len(self.schema.dense)), dtype=np.float32)
         for j in range(len(self.schema.dense)):
-            dense[:, j] = (2 * uniform(stream(_DENSE, self.seed, j + 1), counters) - 1) * 3**0.5
-        made = {name: columns[name][:: self._each[name]] for name in names}  # the first of each sample
-        clicked = uniform(stream(_LABEL, self.seed, 1), counters) < self._probability(counters, made, dense)
+            dense[:, j] = (2 * random_uniform(stream_key(_DENSE, self.seed, j + 1), counters) - 1) * 3**0.5
+        made = {name: columns[name][:: self._each[name]] for name in names}  # the first id of each sample
+        clicked = random_uniform(stream_key(_LABEL, self.seed, 1), counters) < self._probability(counters, made, dense)
         return Batch(
             sparse=Jagged(names, torch.from_numpy(ids), batch_size=n, fixed=fixed),
             dense=torch.from_numpy(dense) if self.schema.dense else None,
@@ -283,23 +278,23 @@ class ZipfSource(Source):
         self, counters: Hashes, made: Mapping[str, NDArray[Any]], dense: NDArray[np.float32]
     ) -> NDArray[np.float64]:
         score = np.full(len(counters), _INTERCEPT)
-        # All columns, also those that `only` has left out: it must not change the labels.
+        # Columns that `only` has removed are included, because it must not change the labels.
         for name, (i, _) in list(self._columns.items())[::_EVERY]:
             ids = made[name] if name in made else self._ids(name, counters * np.uint64(self._each[name]))
-            effect = uniform(stream(_EFFECT, self.seed, i + 1), ids.astype(np.uint64))
+            effect = random_uniform(stream_key(_EFFECT, self.seed, i + 1), ids.astype(np.uint64))
             score += _SPARSE_EFFECT * (2 * effect - 1)
         for j in range(0, dense.shape[1], _EVERY):
-            sign = 1.0 if int(stream(_WEIGHT, self.seed, j + 1)) & 1 else -1.0
+            sign = 1.0 if int(stream_key(_WEIGHT, self.seed, j + 1)) & 1 else -1.0
             score += _DENSE_EFFECT * sign * dense[:, j]
         return 1 / (1 + np.exp(-score))
 
 
-def _shape(path: str | Path) -> _Shape:
+def _read_shape(path: str | Path) -> _Shape:
     if str(path) in CRITEO_1TB:
         preset = CRITEO_1TB[str(path)]
         return _Shape({f"C{i}": rows for i, rows in enumerate(preset, start=1)}, 13, (1,) * len(preset))
     try:
-        values: object = parse_yaml(read_text(Path(path)))
+        given: object = parse_yaml(read_text(Path(path)))
     except FileNotFoundError:
         raise DataError(
             f"'{path}' is neither a file nor one of {', '.join(CRITEO_1TB)}{did_you_mean(str(path), CRITEO_1TB)}"
@@ -308,34 +303,29 @@ def _shape(path: str | Path) -> _Shape:
         raise DataError(f"{path} is neither YAML nor JSON: {error}") from None
     except TextError as error:
         raise DataError(f"{path} {error}") from None
-    given = cast("dict[str, Any]", values) if isinstance(values, dict) else {}
-    rows, dense = given.get("rows"), given.get("dense", 13)
-    ids, times = given.get("ids", 1), given.get("times", 1)
-    by_column = cast("list[Any]", ids) if isinstance(ids, list) else [ids]
-    if "rows" not in given:
-        raise DataError(f"{path} has no 'rows'; write for example rows: {{C1: 1000, C2: 50}}")
-    for key in given:
+    values = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    for key in values:
         check_known(f"{path}: key", key, _KEYS, DataError)
-    if not isinstance(rows, list | dict) or not rows:
-        raise DataError(
-            f"{path}: rows: got {rows!r}, expected a list or mapping with at least one column, such as "
-            "{C1: 1000, C2: 50}"
-        )
+    rows, dense, ids, times = (values.get(key, default) for key, default in _KEYS.items())
+    check(f"{path}: rows", rows, list[Any] | dict[Any, Any], DataError, "Write e.g. rows: {C1: 1000, C2: 50}.")
+    if not rows:
+        raise DataError(f"{path}: rows: got {rows!r}, expected at least one column, e.g. {{C1: 1000, C2: 50}}")
     check(f"{path}: dense", dense, Size, DataError)
     check(f"{path}: times", times, Count, DataError)
+    by_column = cast("list[Any]", ids) if isinstance(ids, list) else [ids]
     for each in by_column:
         check(f"{path}: ids", each, Count, DataError)
-    if isinstance(rows, list) and len(cast("list[Any]", rows)) * times > MOST_COLUMNS:
-        raise DataError(f"{path}: rows and times make more than {MOST_COLUMNS:,} columns; lower times")
     if isinstance(rows, list):
-        rows = {f"C{i}": value for i, value in enumerate(cast("list[Any]", rows) * times, start=1)}
+        listed = cast("list[Any]", rows)
+        if len(listed) * times > MOST_COLUMNS:
+            raise DataError(
+                f"{path}: rows × times: got {len(listed) * times:,} columns, expected at most {MOST_COLUMNS:,}"
+            )
+        rows = {f"C{i}": value for i, value in enumerate(listed * times, start=1)}
     elif times != 1:
-        raise DataError(f"{path}: times is {times}, but rows is no list; only a list is repeated")
-    made = {str(name): value for name, value in cast("dict[Any, Any]", rows).items()}
-    of_columns = by_column * (times if isinstance(ids, list) else len(made))
-    if len(of_columns) != len(made):
-        raise DataError(
-            f"{path}: ids lists {len(of_columns):,} numbers for {len(made):,} columns; give one for each, or one "
-            "for all"
-        )
-    return _Shape(made, dense, tuple(of_columns))
+        raise DataError(f"{path}: times: got {times} with a mapping of rows, expected 1. Write rows as a list")
+    of_tables = {str(name): value for name, value in cast("dict[Any, Any]", rows).items()}
+    of_columns = by_column * (times if isinstance(ids, list) else len(of_tables))
+    if len(of_columns) != len(of_tables):
+        raise DataError(f"{path}: ids: got {len(of_columns):,} numbers, expected 1 or {len(of_tables):,}")
+    return _Shape(of_tables, dense, tuple(of_columns))

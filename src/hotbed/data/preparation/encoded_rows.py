@@ -127,13 +127,13 @@ def _read(job: EncodeJob, schema: Schema) -> Iterator[RowBlock]:
                 read_labels(table[name], name, mapped.get(name), place, check=True)
             for name in schema.weight_columns:
                 read_weights(table[name], name, place)
-            stored = arrow.plain(table)
+            stored = arrow.to_plain_types(table)
             for column in (c for c in schema.sparse if c.weights is not None):
                 ids = stored[column.name].combine_chunks()
-                lengths = arrow.per_row(ids)
+                lengths = arrow.values_per_row(ids)
                 if pa.types.is_null(ids.type) and column.ids != 1:
                     lengths = np.zeros_like(lengths)
-                arrow.id_weights(column, stored[column.weights].combine_chunks(), lengths, place)
+                arrow.read_id_weights(column, stored[column.weights].combine_chunks(), lengths, place)
             if schema.group is not None:
                 refuse_null(table[schema.group], schema.group, place, "groups")
         yield block
@@ -144,7 +144,7 @@ def _write_binary(job: EncodeJob, writer: SplitBinaryWriter) -> None:
     for block in _read(job, schema):
         chosen = {split: block.codes == SPLITS.index(split) for split in job.splits.names}
         labels, dense = (
-            [arrow.numbers(block.column(name, job.types[name])) for name in names]
+            [arrow.to_float32(block.column(name, job.types[name])) for name in names]
             for names in (schema.labels, schema.dense)
         )
         for split, mask in chosen.items():

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from hotbed.checks import Count, Probability, Range, Section, Size
 from hotbed.data.executors import STARTED_HERE
 from hotbed.data.files.criteo import Negatives, OnBadLine
-from hotbed.data.files.row_split import RowSplit, row_split
+from hotbed.data.files.row_split import RowSplit, parse_row_split
 from hotbed.data.preparation.stored_rows import Format
 from hotbed.data.schema import Schema
 from hotbed.errors import SpecError
@@ -118,7 +118,7 @@ class PrepareOptions(Section, error=SpecError):
     @cached_property
     def by(self) -> RowSplit | None:
         """Rule that assigns rows to splits."""
-        return None if self.split is None else row_split(self.split)
+        return None if self.split is None else parse_row_split(self.split)
 
     @property
     def has_splits(self) -> bool:

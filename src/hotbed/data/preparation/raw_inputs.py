@@ -35,16 +35,16 @@ from hotbed.data.files.criteo import (
     OnBadLine,
     codec_of,
     count_lines,
-    find_files,
+    find_log_files,
     read_blocks,
     size_of,
 )
 from hotbed.data.files.delimited import has_header, is_delimited
 from hotbed.data.files.parquet_files import ParquetFile, RowGroup, TableFile, find_parquet, is_table, with_rows
 from hotbed.data.files.row_split import SPLITS, Position, RowSplit
-from hotbed.data.place import Place
 from hotbed.data.preparation.prepare_options import PrepareOptions
 from hotbed.data.preparation.stored_rows import is_source, source_files
+from hotbed.data.row_location import RowLocation
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError, did_you_mean
@@ -109,7 +109,7 @@ def find_input(raw: Sequence[str | Path | Source], schema: Schema | Mapping[str,
         return _check_tables(*source_files(source, schema))
     paths = [path for path in raw if not isinstance(path, Source)]
     if schema is None and not any(map(_has_tables, paths)):
-        logs = [file.absolute() if isinstance(file, Path) else file for file in find_files(paths)]
+        logs = [file.absolute() if isinstance(file, Path) else file for file in find_log_files(paths)]
         if not has_header(logs[0]):
             kinds = dict.fromkeys(SPARSE, pa.int64())  # hexadecimal digits are numbers
             types = {name: _PARSED.field(name).type for name in (LABEL, *DENSE)}
@@ -144,7 +144,7 @@ def _has_tables(path: str | Path) -> bool:
 def _remote_names(uri: str) -> list[str]:
     try:
         store, root = opened(uri)
-    except ValueError:  # `find_files` raises the error
+    except ValueError:  # `find_log_files` raises the error
         return []
     if store.get_file_info(root).type != fs.FileType.Directory:
         return [root.rsplit("/", 1)[-1]]
@@ -183,7 +183,7 @@ def _check_tables(schema: Schema | Mapping[str, object], tables: Mapping[str, Se
     stored = {name: [file.schema.field(name).type for file in files] for name in encoder.names}
     lists: set[str] = set()
     for column in schema.sparse:
-        of_files = set(map(arrow.kind_of_values, stored[column.name]))
+        of_files = set(map(arrow.type_family, stored[column.name]))
         if "lists" in of_files or (not any(of_files) and column.ids != 1):  # all values may be missing
             lists.add(column.name)
     types = {name: arrow.common_type(stored[name]) for name in plain_columns(schema)}
@@ -196,7 +196,7 @@ def _kinds(schema: Schema, files: Sequence[TableFile]) -> dict[str, pa.DataType]
     for file in files:
         for column in schema.sparse:
             stored = file.schema.field(column.name).type
-            if not arrow.kind_of_ids(stored):  # all values are missing
+            if not arrow.type_of_ids(stored):  # all values are missing
                 continue
             kind, where = value_type(stored), f"{file}, column '{column.name}'"
             other, first = found.setdefault(column.table_name, (kind, where))
@@ -218,7 +218,7 @@ def _check_types(files: Sequence[TableFile], names: Sequence[str], fix: str) -> 
             if (at := file.schema.get_field_index(name)) < 0:
                 continue
             stored = file.schema.types[at]
-            other = next((kind for kind in seen if not arrow.alike(kind, stored)), None)
+            other = next((kind for kind in seen if not arrow.are_compatible(kind, stored)), None)
             if other is not None:
                 raise DataError(
                     f"{file}, column '{name}': got {stored}, expected a type compatible with {other} in {seen[other]}. "
@@ -448,7 +448,7 @@ class RowBlock:
     def lists(self, name: str) -> tuple[pa.Array, pa.Array]:
         """Return the offsets ``[n + 1]`` of a column of lists, and a mask ``[n]`` of missing lists."""
         arrays = [table[name].combine_chunks() for table in self.tables]
-        lengths = [arrow.lengths(a) if arrow.is_list(a.type) else np.zeros(len(a), np.int64) for a in arrays]
+        lengths = [arrow.list_lengths(a) if arrow.is_list(a.type) else np.zeros(len(a), np.int64) for a in arrays]
         return pa.array(np.cumsum(np.concatenate([[0], *lengths]))), pa.concat_arrays([a.is_null() for a in arrays])
 
     def filter(self, mask: NDArray[np.bool_]) -> RowBlock:
@@ -459,10 +459,10 @@ class RowBlock:
         rows = [of[kept] for of, kept in zip(self.rows, masks, strict=True)]
         return RowBlock(tables, self.names, rows, self.codes[mask])
 
-    def places(self) -> list[tuple[pa.Table, Place]]:
+    def places(self) -> list[tuple[pa.Table, RowLocation]]:
         """Return the tables with their places for messages."""
         return [
-            (table, Place(name, lambda at, rows=rows: f"row {rows[at]:,}"))
+            (table, RowLocation(name, lambda at, rows=rows: f"row {rows[at]:,}"))
             for table, name, rows in zip(self.tables, self.names, self.rows, strict=True)
         ]
 
@@ -478,10 +478,10 @@ class RowBlock:
                 found.append(pa.nulls(0 if is_list else len(array), kind))
                 continue
             if arrow.is_list(array.type):
-                array, place = array.flatten(), place.of_lists(arrow.lengths(array))
-            values = arrow.hashable(array, column, place)
+                array, place = array.flatten(), place.of_lists(arrow.list_lengths(array))
+            values = arrow.to_hashable(array, column, place)
             try:
-                found.append(arrow.decode(values).cast(kind))
+                found.append(arrow.decode_dictionary(values).cast(kind))
             except pa.ArrowInvalid as error:
                 raise _misfit(place.name, column, kind, error) from None
         return pa.concat_arrays(found)

@@ -32,7 +32,7 @@ from hotbed.data.files.row_split import SPLITS
 from hotbed.data.formats.npy import NpySource, find_days, has_days
 from hotbed.data.formats.parquet import ParquetSource
 from hotbed.data.formats.split_binary import DESCRIPTION, SplitBinarySource
-from hotbed.data.place import Place
+from hotbed.data.row_location import RowLocation
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError
@@ -104,7 +104,7 @@ class RowsSlice:
 
     table: pa.Table
     split: str  # empty if the data have no splits
-    place: Place
+    place: RowLocation
 
 
 class StoredRows(ABC):
@@ -161,8 +161,8 @@ class ParquetRows(StoredRows):
                 for group in file.row_groups():
                     start = 0
                     for table in group.batches(names, rows) if group.samples > rows else [group.read(names)]:
-                        at = Place(str(group), lambda i, group=group, start=start: group.place(start + i))
-                        yield RowsSlice(table, split, at)
+                        location = RowLocation(str(group), lambda at, first=start: group.name_row(first + at))
+                        yield RowsSlice(table, split, location)
                         start += len(table)
 
 
@@ -198,7 +198,7 @@ class SourceRows(StoredRows):
                     table = self.source.read_columns(split, i, list(self.source.column_types()))
                 else:
                     table = columns_of(self.source.read(split, i), self.source.schema)
-                yield RowsSlice(table, split, Place(f"split '{split}'", lambda i, at=start: f"sample {at + i:,}"))
+                yield RowsSlice(table, split, RowLocation(f"split '{split}'", lambda i, at=start: f"sample {at + i:,}"))
                 start += samples
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from hotbed.batch import Batch
 from hotbed.checks import Count, Range, Size, check
-from hotbed.data.formats.zipf_source import RANKED, fitted_exponent
+from hotbed.data.formats.zipf_source import RANKED, fit_exponent
 from hotbed.data.loader import Loader
 from hotbed.data.skew.stack_distance import StackDistances, count_batches
 from hotbed.data.source import Source
@@ -164,9 +164,9 @@ class RowPopularity:
     def zipf_exponent(self) -> float | None:
         """Exponent s of Zipf's law: the row of rank r has a share of accesses in proportion to r^−s.
 
-        None if fewer than two rows have 10 accesses; see `hotbed.data.formats.zipf_source.fitted_exponent`.
+        None if fewer than two rows have 10 accesses; see `hotbed.data.formats.zipf_source.fit_exponent`.
         """
-        return fitted_exponent(self.accesses[self.hot_order[: np.count_nonzero(self.accesses >= RANKED)]])
+        return fit_exponent(self.accesses[self.hot_order[: np.count_nonzero(self.accesses >= RANKED)]])
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, with curves at `SHARES` of the rows."""

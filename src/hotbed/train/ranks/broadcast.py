@@ -34,7 +34,7 @@ class SentBatch:
 
     link: Link
     reader: int
-    header: Mapping[str, Any]  # of this rank's samples, see `hotbed.data.batch_ipc.packed`
+    header: Mapping[str, Any]  # of this rank's samples, see `hotbed.data.batch_ipc.pack_batch`
     # content, sizes: on the reader, the bytes of all ranks in page-locked memory, and the number of bytes by rank
     content: Tensor | None = None
     sizes: Sequence[int] = ()
@@ -47,7 +47,7 @@ class SentBatch:
 
         The reader has checked labels and ids (`Jagged.verified`).
         """
-        from hotbed.data.batch_ipc import unpacked
+        from hotbed.data.batch_ipc import unpack_batch
 
         size = self.link.size
         if self.content is None:
@@ -55,7 +55,7 @@ class SentBatch:
         else:
             content, sent = self.content.to(device, non_blocking=True), list(self.sizes)
         expected = [self.header["nbytes"] if rank == self.reader else 0 for rank in range(size)]
-        return unpacked(self.header, self.link.all_to_all("batches", content, sent, expected).wait())
+        return unpack_batch(self.header, self.link.all_to_all("batches", content, sent, expected).wait())
 
 
 class BroadcastLoader:
@@ -192,13 +192,13 @@ def _pack(
     shares: Sequence[Batch | None], about: Mapping[str, Any], device: torch.device
 ) -> tuple[list[dict[str, Any]], Tensor, list[int]]:
     """Return the header of each rank, the bytes of all ranks, and the number of bytes by rank."""
-    from hotbed.data.batch_ipc import packed
+    from hotbed.data.batch_ipc import pack_batch
 
     headers: list[dict[str, Any]] = []
     tensors: list[tuple[int, Tensor]] = []
     sizes: list[int] = []
     for share in shares:
-        header, own, nbytes = ({"batch": None}, [], 0) if share is None else packed(share)
+        header, own, nbytes = ({"batch": None}, [], 0) if share is None else pack_batch(share)
         tensors += [(sum(sizes) + start, t) for start, t in own]
         sizes.append(nbytes)
         headers.append({**header, "nbytes": nbytes, "about": dict(about)})

@@ -34,7 +34,7 @@ from hotbed.checkpoint.saved_tables import check_tables, is_dynamic, row_ids
 from hotbed.checkpoint.tensor_files import UNFINISHED, TensorFiles, bytes_of, make_directory, new_directory
 from hotbed.config import MemoryRecipe, Recipe
 from hotbed.data import Encoder, Source, SparseColumn
-from hotbed.data.encoding.encoder import described_features, encoding_of
+from hotbed.data.encoding.encoder import describe_features, encoding_of
 from hotbed.data.hashing import HASH
 from hotbed.data.encoding.lookup_table import LookupTable
 from hotbed.embed import EmbeddingCollection, tables_on_meta
@@ -415,7 +415,7 @@ def _parquet(table: Any) -> Any:
 def _mapped(table: LookupTable) -> Iterator[memoryview]:
     """Yield the bytes of a vocabulary in its memory-mapped format."""
     with tempfile.TemporaryFile(prefix="hotbed-") as file:
-        table.write_mapped(file)
+        table.write_file(file)
         file.seek(0)
         yield from _chunks_of(file)
 
@@ -527,7 +527,7 @@ def _describe_inputs(source: Source, *, raw: bool) -> dict[str, Any]:
         "positives": {label.column: label.positive for label in schema.positives},
         "output": "logits [B, labels]; the probability of a label is 1 / (1 + exp(-logit))",
         "ids": {c.name: describe_ids(c) for c in schema.sparse},
-        "features": [] if encoder is None else described_features(encoder),
+        "features": [] if encoder is None else describe_features(encoder),
         "hash": HASH if kinds else None,
         "tables": schema.rows,
     }

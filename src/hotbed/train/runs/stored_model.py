@@ -18,8 +18,8 @@ from hotbed.config import Component, DataRecipe, ParallelRecipe, Recipe, TaskRec
 from hotbed.data import Encoder, Loader, NpySource, ParquetSource, Schema, Source, SplitBinarySource
 from hotbed.data.formats.parquet import is_prepared
 from hotbed.data.formats.split_binary import DESCRIPTION
-from hotbed.data.items import items_of, merged
-from hotbed.data.place import refuse_other_kind
+from hotbed.data.items import items_of, merge_items
+from hotbed.data.row_location import check_id_type
 from hotbed.errors import CheckpointError, DataError, RecipeError
 from hotbed.locations import is_storage, location
 from hotbed.train.metrics import Metrics, evaluate, metrics_of
@@ -76,7 +76,7 @@ def evaluate_checkpoint(
             if recipe.retrieval.items is None:
                 trained = new_source(replace(recipe.data, source=_with_text(recipe.data.source, manifest)))
                 load_features(trained, manifest)
-            items = merged([all_items(recipe, trained, item), new])
+            items = merge_items([all_items(recipe, trained, item), new])
         except DataError as error:
             raise DataError(
                 f"the search needs the items of the training data, which cannot be read (in the folder {Path.cwd()}): "
@@ -259,7 +259,7 @@ def check_id_kinds(manifest: Manifest, source: Source, data: str) -> None:
     for name, kind in source.id_kinds().items():
         trained = before.get(name, "")
         if trained not in ("", kind) and not source.is_missing(name):
-            refuse_other_kind(data, name, kind, trained)
+            check_id_type(data, name, kind, trained)
 
 
 # -- derived columns and vocabularies ----------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from hotbed.checkpoint.tensor_files import new_directory
 from hotbed.config import MemoryRecipe, Recipe
 from hotbed.data import Encoder, ParquetSource, Schema, Source
 from hotbed.data.items import ItemSet, item_ids
+from hotbed.data.row_location import RowLocation
 from hotbed.errors import CheckpointError, DataError
 from hotbed.nn import TwoTower
 from hotbed.nn.dense_program import PlainEmbeddings, PlainModel, trace_whole
@@ -214,7 +215,7 @@ class UserTower:
 
     def vectors(self, users: Any) -> NDArray[np.float32]:
         """Compute vectors ``[n, D]`` of an Arrow table of users with the columns of the training data."""
-        batch = self._encoder.batch(users, place="users", row_of=lambda at: f"row {at:,}")
+        batch = self._encoder.batch(users, RowLocation("users"))
         ids: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
         weights: dict[str, Tensor] = {}
         for column in self._encoder.schema.sparse:

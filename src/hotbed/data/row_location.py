@@ -1,0 +1,115 @@
+"""Report bad values with the file, row and column they are stored in, e.g. ``log.parquet, column 'age': … at row 7``.
+
+`RowLocation` holds the name of the file and maps positions in an array to rows. Labels and types of ids are also
+checked in this module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotbed.errors import DataError
+
+ROWS = "the rows"
+"""Name in messages of rows that come from no file."""
+
+
+def name_row(at: int) -> str:
+    """Return the name of a row that comes from no file."""
+    return f"row {at:,}"
+
+
+@dataclass(frozen=True)
+class RowLocation:
+    """The file or request that values come from, and the row of each position. `refuse` raises `DataError`."""
+
+    name: str = ROWS  # file, row group or request
+    row_of: Callable[[int], str] = name_row
+
+    def refuse(
+        self,
+        column: str,  # empty if `name` includes it
+        problem: str,  # one or two words, equal for all values with this fault
+        bad: NDArray[np.bool_],  # [N]
+        values: Any,  # [N], an array of NumPy or Arrow
+        shown: str,  # format of a value
+        fix: str | Callable[[object], str],  # the limit and the fix, or a function that returns them for a value
+    ) -> None:
+        """Raise `DataError` about the first bad value, if there is one."""
+        if bad.any():
+            raise DataError(self.message(column, int(bad.argmax()), values, shown, fix))
+
+    def message(self, column: str, at: int, values: Any, shown: str, fix: str | Callable[[object], str]) -> str:
+        """Return the message about the value at a position."""
+        value: Any = values[at]
+        if hasattr(value, "as_py"):
+            try:
+                value = value.as_py()
+            except UnicodeDecodeError as error:  # Parquet readers do not check that text is UTF-8
+                value = error.object
+        elif isinstance(value, np.generic):
+            value = value.item()
+        text = shown.format("null" if value is None else value)
+        where = f"{self.name}, column '{column}'" if column else self.name
+        return f"{where}: {text} at {self.row_of(at)}; {fix if isinstance(fix, str) else fix(value)}"
+
+    def of_lists(self, lengths: NDArray[np.int64]) -> Self:
+        """Return the location of the concatenated values of lists that have these lengths ``[n]``."""
+        ends = np.cumsum(lengths)
+
+        def row_of(at: int) -> str:
+            return self.row_of(int(np.searchsorted(ends, at, side="right")))
+
+        return replace(self, row_of=row_of)
+
+
+def check_label_range(
+    labels: NDArray[Any],  # [n]
+    column: str,
+    location: RowLocation,
+    *,
+    values: Any = None,  # [n], the stored labels, if they differ
+    can_map: bool = False,  # whether the source maps labels by the schema's conditions
+) -> None:
+    """Raise `DataError` unless all labels are from 0 to 1."""
+
+    def fix(value: Any) -> str:
+        if value is None or value != value:  # NaN
+            fix = "drop the samples without a label"
+        elif not can_map:
+            fix = "write this format again with labels 0 and 1, or use Parquet, whose labels can be mapped"
+        else:
+            condition = "'> 0'" if value == -1 else "'>= 4'"
+            fix = f"map them by a condition, e.g. labels: [{{column: {column!r}, positive: {condition}}}] in the schema"
+        return f"expected labels from 0 to 1: {fix}; or select another column (`labels` of the schema)"
+
+    bad = ~((labels >= 0) & (labels <= 1))
+    location.refuse(column, "labels out of range", bad, labels if values is None else values, "label {}", fix)
+
+
+def find_label_ranges(parts: Iterable[tuple[RowLocation, str, NDArray[Any]]]) -> dict[str, tuple[float, float]]:
+    """Check the labels ``[n]`` of all parts, and return the smallest and the largest label by column."""
+    found: dict[str, tuple[float, float]] = {}
+    for location, column, labels in parts:
+        check_label_range(labels, column, location)
+        low, high = found.get(column, (math.inf, -math.inf))
+        found[column] = min(low, float(labels.min())), max(high, float(labels.max()))
+    return found
+
+
+def check_id_type(what: str, column: str, found: str, trained: str) -> None:
+    """Raise `DataError` if ids have another type than in training, because they would be hashed to other rows.
+
+    Types are as in `Source.id_kinds`, or "" if unknown.
+    """
+    if found and trained and found != trained:
+        raise DataError(
+            f"{what}, column '{column}': got {found}, expected {trained} as in training, because 5 and '5' are hashed "
+            f"to different rows. Write the column as {trained}"
+        )
