@@ -12,7 +12,7 @@ from hotbed.cli.main import main
 from hotbed.config import MemoryRecipe
 from hotbed.data.formats.parquet import find_parquet
 from hotbed.errors import CheckpointError, DataError, RecipeError
-from hotbed.locations import _S3, local, location, object_store, opened
+from hotbed.locations import _S3, local, location, object_store, resolve_uri
 
 
 def test_locations() -> None:
@@ -45,7 +45,7 @@ def test_settings_of_s3_are_the_same_for_both_libraries(s3: str, monkeypatch: py
                 patch.setenv(name, value)
             uri = f"s3://models/settings{query}"
             assert directory(uri).names() == ["a.json"]
-            filesystem, path = opened(uri)
+            filesystem, path = resolve_uri(uri)
             assert path == "models/settings"
             assert filesystem.get_file_info(f"{path}/a.json").size == 2
 
@@ -104,7 +104,7 @@ def test_drivers_that_are_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         for uri in ("s3://models/x?region=eu-west-1", "gs://models/x", "abfss://models@mine.dfs.core.windows.net/x"):
             with pytest.raises(CheckpointError, match=r"need obstore; pip install 'hotbed\[remote\]'"):
                 directory(uri)
-        opened("s3://models/x?region=eu-west-1")  # Parquet is read without
+        resolve_uri("s3://models/x?region=eu-west-1")  # Parquet is read without
 
     with pytest.raises(DataError, match=r"sftp://host/x cannot be opened: .*paramiko"):
         find_parquet("sftp://host/x")
@@ -149,4 +149,4 @@ def test_stores_that_have_no_server_to_test_against_can_be_named(monkeypatch: py
     assert object_store("gs://models/a/b")[1] == "a/b"
     assert object_store("abfss://models@mine.dfs.core.windows.net/a%20b/")[1] == "a b"
     for uri in ("gs://models/a/b", "abfss://models@mine.dfs.core.windows.net/a/b"):
-        assert opened(uri)[1] == "models/a/b"
+        assert resolve_uri(uri)[1] == "models/a/b"

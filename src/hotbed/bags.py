@@ -79,7 +79,9 @@ def bags_of(name: str, entry: Entry) -> Bags:
         values, offsets = (_tensor_of(name, part) for part in cast("tuple[Tensor | Array, Tensor | Array]", entry))
         _check_ids(name, values)
         if offsets.dim() != 1 or len(offsets) < 1 or offsets.dtype not in INDEX_DTYPES:
-            raise BatchError(f"feature '{name}': offsets must be [B + 1] of int32 or int64, got {describe(offsets)}")
+            raise BatchError(
+                f"feature '{name}': offsets must be [B + 1] of int32 or int64, got {describe_tensor(offsets)}"
+            )
         if 0 <= int(offsets[-1]) < len(values):
             raise BatchError(
                 f"feature '{name}': offsets end at {int(offsets[-1]):,} but there are {len(values):,} ids; "
@@ -95,7 +97,7 @@ def bags_of(name: str, entry: Entry) -> Bags:
             return Bags(ids, len(ids), 1, None, None)
         if ids.dim() == 2:
             return Bags(ids.reshape(-1), ids.shape[0], ids.shape[1], None, None)
-        raise BatchError(f"feature '{name}': ids must be [B] or [B, k], got {describe(ids)}")
+        raise BatchError(f"feature '{name}': ids must be [B] or [B, k], got {describe_tensor(ids)}")
     return _bags_of_lists(name, cast("Sequence[Sequence[int]]", entry))
 
 
@@ -184,16 +186,19 @@ def _bags_of_nested(name: str, entry: Tensor) -> Bags:
 
 def _check_ids(name: str, ids: Tensor) -> None:
     if ids.dtype not in INDEX_DTYPES:
-        raise BatchError(f"feature '{name}': ids must be int32 or int64, got {describe(ids)}; convert with ids.long()")
+        raise BatchError(
+            f"feature '{name}': ids must be int32 or int64, got {describe_tensor(ids)}; convert with ids.long()"
+        )
 
 
 def bags_of_padded(name: str, ids: Tensor, padding_id: int | None, lengths: Tensor | None) -> Bags:
     """Leave padding out of ids ``[B, L]``: every ``padding_id``, or what is beyond ``lengths [B]``."""
     _check_ids(name, ids)
     if ids.dim() != 2 or (lengths is not None and lengths.shape != ids.shape[:1]):
-        given = "" if lengths is None else f", with lengths {describe(lengths)}"
+        given = "" if lengths is None else f", with lengths {describe_tensor(lengths)}"
         raise BatchError(
-            f"feature '{name}': padded ids are [samples, length], with lengths [samples], got {describe(ids)}{given}"
+            f"feature '{name}': padded ids are [samples, length], with lengths [samples], got "
+            f"{describe_tensor(ids)}{given}"
         )
     if lengths is None:
         kept = ids != padding_id
@@ -250,7 +255,7 @@ def check_integers(name: str, given: Tensor) -> None:
     """Raise unless lengths or offsets are integers, or there are none."""
     if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
         raise BatchError(
-            f"{name} have a wrong dtype: got {describe(given)}, expected integers. Convert them with .long()."
+            f"{name} have a wrong dtype: got {describe_tensor(given)}, expected integers. Convert them with .long()."
         )
 
 
@@ -262,7 +267,7 @@ def lengths_by_key(keys: Sequence[str], lengths: Tensor) -> tuple[Tensor, list[i
     check_integers("lengths", lengths)
     count = len(keys)
     if not keys or lengths.dim() == 0 or lengths.numel() % count or lengths.shape[:-1] not in ((), (count,)):
-        raise BatchError(f"lengths must be [{count} keys × batch size], got {describe(lengths)}")
+        raise BatchError(f"lengths must be [{count} keys × batch size], got {describe_tensor(lengths)}")
     by_key = lengths.reshape(count, -1) if lengths.numel() else lengths.new_empty(count, 0)
     if not by_key.numel():
         return by_key, [None] * count, 0
@@ -288,6 +293,6 @@ def padding_mask(lengths: Tensor, length: int, padding: Padding | None) -> Tenso
     return place >= length - lengths[:, None] if padding == "left" else place < lengths[:, None]
 
 
-def describe(t: Tensor) -> str:
+def describe_tensor(t: Tensor) -> str:
     """Format dtype and shape for error messages."""
     return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hotbed.bags import Bags, describe, offsets_of, padding_mask
+from hotbed.bags import Bags, describe_tensor, offsets_of, padding_mask
 from hotbed.errors import BatchError, did_you_mean
 from hotbed.jagged import Jagged
 from hotbed.specs import Feature, Padding
@@ -52,7 +52,7 @@ class Batch:
             dims = (1, 2) if name == "weights" else (2,)
             if t is not None and (t.dim() not in dims or len(t) != size or not t.dtype.is_floating_point):
                 shape = f"[{size}]" if 1 in dims else f"[{size}, …]"
-                raise BatchError(f"{name} must be floating point {shape}, got {describe(t)}")
+                raise BatchError(f"{name} must be floating point {shape}, got {describe_tensor(t)}")
         labels, weights = self.labels, self.weights
         if weights is not None and weights.dim() == 2 and labels is not None and weights.shape != labels.shape:
             raise BatchError(

@@ -24,7 +24,7 @@ from hotbed.bags import (
     bags_of_features,
     bags_of_padded,
     checked_totals,
-    describe,
+    describe_tensor,
     lengths_by_key,
     offsets_of,
     take_bags,
@@ -116,7 +116,7 @@ class Jagged(Numbered):
             raise BatchError(f"{len(names)} features but {len(self.fixed)} entries in `fixed`")
         if values.dim() != 1 or values.dtype not in INDEX_DTYPES:
             raise BatchError(
-                f"ids must be a 1-D tensor of int32 or int64, got {describe(values)}; convert with ids.long()"
+                f"ids must be a 1-D tensor of int32 or int64, got {describe_tensor(values)}; convert with ids.long()"
             )
         ragged = [name for name, k in zip(names, self.fixed, strict=True) if k is None]
         totals: list[int] = []
@@ -124,10 +124,12 @@ class Jagged(Numbered):
             if self.offsets is None or self.offsets.shape != (len(ragged), batch_size + 1):
                 raise BatchError(
                     f"offsets must be [{len(ragged)}, {batch_size + 1}] (ragged features × batch size + 1), got "
-                    f"{'none' if self.offsets is None else describe(self.offsets)}"
+                    f"{'none' if self.offsets is None else describe_tensor(self.offsets)}"
                 )
             if self.offsets.dtype != torch.int64:
-                raise BatchError(f"offsets must be int64, got {describe(self.offsets)}; convert with offsets.long()")
+                raise BatchError(
+                    f"offsets must be int64, got {describe_tensor(self.offsets)}; convert with offsets.long()"
+                )
             totals = checked_totals(ragged, self.offsets)
         elif self.offsets is not None:
             raise BatchError("offsets were given but every feature is fixed; mark ragged features with None in `fixed`")
@@ -140,7 +142,7 @@ class Jagged(Numbered):
         if self.weights is not None and (
             self.weights.shape != values.shape or not self.weights.dtype.is_floating_point
         ):
-            raise BatchError(f"weights must be floating point [{len(values)}], got {describe(self.weights)}")
+            raise BatchError(f"weights must be floating point [{len(values)}], got {describe_tensor(self.weights)}")
         return tuple(starts)
 
     # -- reading ---------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def local(option: str, text: str) -> Path:
     return found
 
 
-def opened(uri: str) -> tuple[Any, str]:
+def resolve_uri(uri: str) -> tuple[Any, str]:
     """Open the file system of a URI, of pyarrow or of fsspec in its wrapper; also return the path in it.
 
     `ValueError` if nothing here can open it; says why.
@@ -123,7 +123,7 @@ def remote_files(uri: str) -> RemoteFile | list[RemoteFile] | None:
     """
     from pyarrow import fs
 
-    filesystem, path = opened(uri)
+    filesystem, path = resolve_uri(uri)
     there = filesystem.get_file_info(path)
     if there.type == fs.FileType.NotFound:
         return None

@@ -109,7 +109,7 @@ def replace_kernels() -> None:
             _fill(results, (passed, passed.float().sum(0).to(passed.dtype)))
 
     triton_dense.relu_backward = relu_backward
-    noted_mean = triton_dense.average_rows
+    noted_mean = triton_dense.reduce_mean
 
     def mean_of_rows(values: Tensor) -> Tensor:
         result = noted_mean(values)
@@ -121,7 +121,7 @@ def replace_kernels() -> None:
         with RECORD.computing():
             result.copy_(dense.average_ranks(values))
 
-    triton_dense.average_rows = mean_of_rows
+    triton_dense.reduce_mean = mean_of_rows
     pretended = Pretended()
     load = backend._load
     backend._load = lambda name: pretended if name == "triton" else load(name)

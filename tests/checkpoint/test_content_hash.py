@@ -13,7 +13,7 @@ import hotbed as hb
 from hotbed.checkpoint import convert, directory, read_manifest, save_checkpoint
 from hotbed.checkpoint import convert as convert_module
 from hotbed.checkpoint.convert import content_hashes
-from hotbed.checkpoint.differential import opened
+from hotbed.checkpoint.differential import open_with_bases
 from hotbed.cli.main import main
 
 TABLES = [hb.Table("user", 300, 16, dtype="bf16", fp32_rows=20, init_seed=1), hb.Table("item", 90, 16, init_seed=2)]
@@ -90,7 +90,7 @@ def test_few_rows_of_a_huge_table_are_hashed_at_once(tmp_path: Path) -> None:
     optimizer.step()
     save_checkpoint(tmp_path / "c", {"model": model, "sparse": optimizer})
     manifest = read_manifest(tmp_path / "c")
-    with opened(directory(tmp_path / "c"), manifest) as files:
+    with open_with_bases(directory(tmp_path / "c"), manifest) as files:
         assert len(list(convert._windows(manifest.tables["0.t"], files))) == 1
     assert len(content_hashes(tmp_path / "c")["0.t"]) == 64
 

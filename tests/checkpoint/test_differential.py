@@ -105,7 +105,7 @@ def test_only_rows_that_changed_are_in_it(tmp_path: Path) -> None:
 
 def keys_of(path: Path) -> list[torch.Tensor]:
     manifest = read_manifest(path)
-    with differential.opened(hb.checkpoint.directory(path), manifest) as files:
+    with differential.open_with_bases(hb.checkpoint.directory(path), manifest) as files:
         return [files.read(t.file, f"{t.key}/keys") for table in manifest.tables.values() for t in table.tiles]
 
 

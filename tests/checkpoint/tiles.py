@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hotbed.checkpoint.contents import ModelTable, owned_tiles
-from hotbed.checkpoint.differential import opened
+from hotbed.checkpoint.differential import open_with_bases
 from hotbed.checkpoint.manifest import Base, Manifest, SavedMoment, SavedTable, read_manifest
 from hotbed.checkpoint.save import Saving
 from hotbed.checkpoint.saved_tables import check_tables, load_tile
@@ -123,7 +123,7 @@ def save(path: Path, tiles: Tiles, *, ranks: int = 1, base: str | None = None) -
 def load(path: Path, tiles: Tiles) -> None:
     """Load into the tiles."""
     manifest = read_manifest(path)
-    with opened(directory(path), manifest) as files:
+    with open_with_bases(directory(path), manifest) as files:
         check_tables(manifest.tables.values(), files)
         for held in tiles.tiles:
             load_tile(held, manifest.tables["t"], [m.name for m in MOMENTS], files)

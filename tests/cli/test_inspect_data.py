@@ -15,7 +15,7 @@ import yaml
 
 from hotbed.cli.main import main
 from hotbed.data import SplitBinarySource
-from hotbed.locations import opened
+from hotbed.locations import resolve_uri
 from tests.cli.cases import Output, inspected, refused
 
 SCHEMA: dict[str, Any] = {
@@ -343,13 +343,13 @@ def test_the_page(tmp_path: Path) -> None:
 
 
 def test_an_object_store(s3: str, tmp_path: Path) -> None:
-    filesystem, path = opened(s3.replace("PATH", "inspected/a.parquet"))
+    filesystem, path = resolve_uri(s3.replace("PATH", "inspected/a.parquet"))
     pq.write_table(rows(), path, filesystem=filesystem, row_group_size=300)
     at, page = (s3.replace("PATH", f"inspected/{name}") for name in ("a.parquet", "page.html"))
     found = found_with(tmp_path, at, "--against", at, "--html", page)
     assert found["labels"][0]["rate"] == 0.25
     assert {of["stability_index"] for of in found["against"]["columns"] if "stability_index" in of} == {0.0}
-    filesystem, path = opened(page)
+    filesystem, path = resolve_uri(page)
     with filesystem.open_input_stream(path) as stream:
         assert stream.read().startswith(b"<!DOCTYPE html>")
 

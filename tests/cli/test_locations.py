@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hotbed.cli.main import main
-from hotbed.locations import opened
+from hotbed.locations import resolve_uri
 from tests.cli.cases import Output, refused, train
 
 
@@ -29,7 +29,7 @@ def write_clicks(uri: str) -> None:
         "user": [f"u{i % 7}" for i in range(1200)],
         "age": [0.5 + i % 3 for i in range(1200)],
     }
-    filesystem, path = opened(uri)
+    filesystem, path = resolve_uri(uri)
     filesystem.create_dir(str(Path(path).parent))
     with filesystem.open_output_stream(path) as stream:
         pq.write_table(pa.table(table), stream, row_group_size=100)
@@ -67,7 +67,7 @@ def test_from_parquet_to_an_evaluated_checkpoint(place: str, tmp_path: Path, cap
 def test_a_run_in_an_object_store_is_inspected(s3: str, recipe: Path, tmp_path: Path) -> None:
     _, _, run = train(recipe, "--train.steps", "2", "--train.checkpoint_dir", s3.replace("PATH", "run/checkpoints"))
     for name in ("recipe.yaml", "summary.json"):
-        filesystem, path = opened(s3.replace("PATH", f"run/{name}"))
+        filesystem, path = resolve_uri(s3.replace("PATH", f"run/{name}"))
         with filesystem.open_output_stream(path) as stream:
             stream.write((run / name).read_bytes())
     assert main(["inspect", s3.replace("PATH", "run"), "--json", str(tmp_path / "figures.json")]) == 0

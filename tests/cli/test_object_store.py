@@ -12,7 +12,7 @@ import pytest
 
 from hotbed.checkpoint.single_files import exists, new_output, read_text_uri, write_text_uri
 from hotbed.cli.main import main
-from hotbed.locations import opened
+from hotbed.locations import resolve_uri
 from tests.cli.cases import Output, refused
 
 
@@ -68,7 +68,7 @@ def test_from_a_recipe_to_predictions(clicks: Bucket, tmp_path: Path, capsys: Ou
         assert main([*(a for a in argv if a not in ("--split", "train")), *figures]) == 0
         assert at.figures()["rows"] == 1200
         assert "which exists" in refused(argv, capsys)
-    filesystem, path = opened(at("scores.parquet"))
+    filesystem, path = resolve_uri(at("scores.parquet"))
     scores = pq.read_table(path, filesystem=filesystem)
     assert (scores.num_rows, scores.column_names) == (1200, ["user", "score"])
     assert read_text_uri(at("scores.csv")).splitlines()[0] == '"user","score"'

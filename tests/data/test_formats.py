@@ -33,7 +33,7 @@ from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.data.preparation.raw_inputs import find_input
 from hotbed.errors import DataError, SpecError
 from hotbed.files import read_yaml
-from hotbed.locations import opened
+from hotbed.locations import resolve_uri
 from hotbed.testing.source_contract import assert_same
 
 Make = Callable[[Path, list[Day]], Path]
@@ -174,7 +174,7 @@ def test_what_a_header_is(tmp_path: Path, lines: list[str], expected: bool) -> N
 
 def test_a_remote_log_that_was_written_anew_is_another(s3: str, tmp_path: Path) -> None:
     uri = s3.replace("PATH", f"{tmp_path.name}/log.tsv")
-    store, path = opened(uri)
+    store, path = resolve_uri(uri)
     with store.open_output_stream(path) as out:
         out.write(log_line(1).encode())
     found = find_input([uri], None).state
@@ -200,7 +200,7 @@ def test_a_folders_column_is_an_input_and_divides_rows(tmp_path: Path) -> None:
 def test_objects_of_a_store_are_the_same(tmp_path: Path, s3: str, form: str) -> None:
     uri = s3.replace("PATH", f"{tmp_path.name}/set")
     folder = TABLES[form](tmp_path / "set", days())
-    store, root = opened(uri)
+    store, root = resolve_uri(uri)
     for file in folder.rglob("*.*"):
         with store.open_output_stream(f"{root}/{file.relative_to(folder).as_posix()}") as out:
             out.write(file.read_bytes())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hotbed.checkpoint.convert import Rectangle, read_rectangle, rows_in_memory
-from hotbed.checkpoint.differential import opened
+from hotbed.checkpoint.differential import open_with_bases
 from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
 from hotbed.checkpoint.saved_tables import NO_ID, check_tables, is_dynamic, layers, row_ids
 from hotbed.checkpoint.storage import Directory, directory
@@ -78,11 +78,11 @@ def export_changes(
     counts: dict[str, dict[str, int]] = {}
     done, total = 0, sum(table.spec.rows for table in manifest.tables.values())
     with ExitStack() as stack:
-        new = _Model(place, manifest, stack.enter_context(opened(place, manifest)))
+        new = _Model(place, manifest, stack.enter_context(open_with_bases(place, manifest)))
         old = None
         if old_place is not None and old_manifest is not None:
             _refuse_others(place, manifest, old_place, old_manifest)
-            old = _Model(old_place, old_manifest, stack.enter_context(opened(old_place, old_manifest)))
+            old = _Model(old_place, old_manifest, stack.enter_context(open_with_bases(old_place, old_manifest)))
         for model in (new, old):
             if model is not None:
                 check_tables(model.manifest.tables.values(), model.files)
@@ -110,7 +110,9 @@ def count_ids(source: str | Path | Directory, since: str | Path | Directory | No
         _refuse_others(places[0], manifests[0], places[1], manifests[1])
     found: dict[str, dict[str, int]] = {}
     with ExitStack() as stack:
-        models = [_Model(p, m, stack.enter_context(opened(p, m))) for p, m in zip(places, manifests, strict=True)]
+        models = [
+            _Model(p, m, stack.enter_context(open_with_bases(p, m))) for p, m in zip(places, manifests, strict=True)
+        ]
         for name, table in manifests[0].tables.items():
             if not is_dynamic(name, manifests[0]):
                 continue

@@ -19,7 +19,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from hotbed.checkpoint.differential import opened
+from hotbed.checkpoint.differential import open_with_bases
 from hotbed.checkpoint.load import read_states
 from hotbed.checkpoint.manifest import (
     Manifest,
@@ -31,7 +31,7 @@ from hotbed.checkpoint.manifest import (
 )
 from hotbed.checkpoint.saved_tables import check_tables, layers, load_tile
 from hotbed.checkpoint.storage import Directory, directory
-from hotbed.checkpoint.tensor_files import Array, Chunk, FileWriter, TensorFiles, as_bits, bytes_of, new_directory
+from hotbed.checkpoint.tensor_files import Array, Chunk, FileWriter, TensorFiles, as_bits, bytes_of, write_directory
 from hotbed.embed import LocalTile
 from hotbed.embed.arena import Arena, Shard, form
 from hotbed.errors import CheckpointError, did_you_mean
@@ -77,7 +77,7 @@ def convert(
     specs = _specs(old, dtype)
     tables = old.tables if moments else {name: table.without_moments for name, table in old.tables.items()}
     kept = {name: state for name, state in old.parts.items() if moments or name == "model"}
-    with opened(place, old) as files, new_directory(target) as (new, writer):
+    with open_with_bases(place, old) as files, write_directory(target) as (new, writer):
         check_tables(old.tables.values(), files)
         for name in kept:
             _copy_arrays(name, old, files, writer)
@@ -281,7 +281,7 @@ def export_tables(
         progress(done, total)
 
     found: dict[str, Any] = {"step": manifest.step, "tables": {}}
-    with opened(place, manifest) as files, new_directory(target) as (new, writer):
+    with open_with_bases(place, manifest) as files, write_directory(target) as (new, writer):
         check_tables(manifest.tables.values(), files)
         for name, table in manifest.tables.items():
             spec, file = specs[name], f"{quote(name, safe='')}.safetensors"
@@ -339,7 +339,7 @@ def content_hashes(
     manifest = read_manifest(place)
     found: dict[str, str] = {}
     total, before = sum(table.spec.rows for table in manifest.tables.values()), 0
-    with opened(place, manifest) as files:
+    with open_with_bases(place, manifest) as files:
         check_tables(manifest.tables.values(), files)
         for name, table in sorted(manifest.tables.items()):
             start = before

@@ -120,7 +120,7 @@ def _nbytes(store: RowStore, slots: RisingSlots) -> tuple[int, int]:
 
 
 @contextmanager
-def opened(place: Directory, manifest: Manifest) -> Generator[TensorFiles]:
+def open_with_bases(place: Directory, manifest: Manifest) -> Generator[TensorFiles]:
     """Open the files of a checkpoint, and those of its base, for reading."""
     with ExitStack() as stack:
         cache = BlockCache()

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
 from hotbed.checkpoint.convert import MEMORY_BYTES, Progress, exported_table, exported_weight
-from hotbed.checkpoint.differential import opened
+from hotbed.checkpoint.differential import open_with_bases
 from hotbed.checkpoint.load import read_states
 from hotbed.checkpoint.manifest import Manifest, read_manifest
 from hotbed.checkpoint.saved_tables import check_tables, is_dynamic
@@ -75,7 +75,7 @@ def export_dcp(
 
     unfinished = path.parent / f".{path.name}.unfinished-{uuid.uuid4().hex[:8]}"
     try:
-        with opened(place, manifest) as files, warnings.catch_warnings():
+        with open_with_bases(place, manifest) as files, warnings.catch_warnings():
             check_tables(manifest.tables.values(), files)
             arrays = _dense(manifest, files, prefix)
             for name, table in tables.items():

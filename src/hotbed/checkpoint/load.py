@@ -27,7 +27,7 @@ from hotbed.checkpoint.contents import (
     refuse_while_saved,
     restored,
 )
-from hotbed.checkpoint.differential import nbytes_with_base, opened
+from hotbed.checkpoint.differential import nbytes_with_base, open_with_bases
 from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
 from hotbed.checkpoint.saved_tables import check_tables, load_tile
 from hotbed.checkpoint.storage import Directory, directory
@@ -78,7 +78,7 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
     refuse_while_saved(tables)
     for name, table in tables.items():
         _check(f"{place}", name, table, manifest)
-    with opened(place, manifest) as files:
+    with open_with_bases(place, manifest) as files:
         states = read_states(manifest, parts, files)
         check_tables((manifest.tables[table] for table in tables), files)
         done: list[str] = []
@@ -102,7 +102,7 @@ def load_dense(path: str | Path | Directory, model: nn.Module) -> Manifest:
     place = directory(path)
     manifest = read_manifest(place)
     _refuse_missing(["model"], manifest, place)
-    with opened(place, manifest) as files:
+    with open_with_bases(place, manifest) as files:
         state = read_states(manifest, ["model"], files)["model"]
     with faults_named(f"{place}", "model", model):
         model.load_state_dict({name: state[name] for name in model.state_dict() if name in state})
@@ -216,7 +216,7 @@ def verify_checkpoint(
     place = directory(path)
     manifest = read_manifest(place)
     total, done = nbytes_with_base(manifest), 0
-    with opened(place, manifest) as files:
+    with open_with_bases(place, manifest) as files:
         for count in files.verify():
             done += count
             progress(done, total)

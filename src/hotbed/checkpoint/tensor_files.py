@@ -236,7 +236,7 @@ def _fill_files(chunks: Iterable[tuple[str, Chunk]], most: int) -> Iterator[dict
 
 
 @contextmanager
-def new_directory(path: str | Path | Directory) -> Generator[tuple[Directory, FileWriter]]:
+def write_directory(path: str | Path | Directory) -> Generator[tuple[Directory, FileWriter]]:
     """Make a directory and what writes its files; it is marked as unfinished until the end, and removed on errors.
 
     Raise `CheckpointError` if there is anything at the path but what an unfinished checkpoint left.

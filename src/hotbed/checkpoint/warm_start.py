@@ -19,7 +19,7 @@ from hotbed.checkpoint.contents import (
     refuse_parts_of_distributed,
     refuse_while_saved,
 )
-from hotbed.checkpoint.differential import opened
+from hotbed.checkpoint.differential import open_with_bases
 from hotbed.checkpoint.load import check_optimizer, faults_named, read_states
 from hotbed.checkpoint.manifest import SavedTable, find_checkpoint, read_manifest
 from hotbed.checkpoint.saved_tables import check_tables, load_tile
@@ -99,7 +99,7 @@ def init_from(
     }
     left = {resolved(name, tables, "here") for name in leave}
     report: list[Taken] = []
-    with opened(place, manifest) as files:
+    with open_with_bases(place, manifest) as files:
         check_tables(manifest.tables.values(), files)
         trained_by = {moment.optimizer for table in manifest.tables.values() for moment in table.moments.values()}
         states = read_states(manifest, trained_by & manifest.parts.keys() if optimizers else (), files)

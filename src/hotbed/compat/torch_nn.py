@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from hotbed.bags import INDEX_DTYPES, Bags, describe
+from hotbed.bags import INDEX_DTYPES, Bags, describe_tensor
 from hotbed.embed import EmbeddingCollection, collections_of
 from hotbed.embed.shared_arenas import share_arenas
 from hotbed.embed.single_lookup import look_up, without
@@ -240,12 +240,12 @@ class _DropIn(nn.Module):
             return given.long()
         if given.dtype not in INDEX_DTYPES:
             raise BatchError(
-                f"{what} of '{self.feature}' are not integers: got {describe(given)}, expected int32 or int64. "
+                f"{what} of '{self.feature}' are not integers: got {describe_tensor(given)}, expected int32 or int64. "
                 "Convert them with .long()"
             )
         raise BatchError(
-            f"{what} of '{self.feature}' have no values: got {describe(given)} on meta, expected ids on a device. Move "
-            "the tables and ids to a device before you call the model"
+            f"{what} of '{self.feature}' have no values: got {describe_tensor(given)} on meta, expected ids on a "
+            "device. Move the tables and ids to a device before you call the model"
         )
 
     def _constant(self) -> Tensor:
@@ -385,8 +385,8 @@ class EmbeddingBag(_DropIn):
                 )
             return Bags(ids.reshape(-1), len(ids), ids.shape[1], None, weights)
         if ids.dim() != 1 or offsets is None:
-            given = "no offsets" if offsets is None else f"offsets {describe(offsets)}"
-            raise BatchError(f"ids: got {describe(ids)} with {given}, expected [B, k], or [N] with offsets")
+            given = "no offsets" if offsets is None else f"offsets {describe_tensor(offsets)}"
+            raise BatchError(f"ids: got {describe_tensor(ids)} with {given}, expected [B, k], or [N] with offsets")
         offsets = self._integers("offsets", offsets).long()
         if self.include_last_offset and not len(offsets):
             raise BatchError(

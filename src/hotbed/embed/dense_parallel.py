@@ -159,7 +159,7 @@ def average_ranks(values: Tensor) -> Tensor:
     if values.is_cuda and values.dtype in (torch.float32, torch.bfloat16, torch.float16):
         from hotbed.ops import triton_dense
 
-        return triton_dense.average_rows(values)
+        return triton_dense.reduce_mean(values)
     total = values[0]
     for row in values[1:]:
         total = total + row

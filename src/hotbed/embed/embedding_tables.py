@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from hotbed.bags import describe
+from hotbed.bags import describe_tensor
 from hotbed.embed.arena import Arena, LocalTile, raw_shapes, untied
 from hotbed.embed.dynamic import DynamicTables
 from hotbed.embed.gradients import TableUpdater, Updaters
@@ -175,7 +175,7 @@ class TableModule(nn.Module):
         """
         group, spec = self._group_of(table), self.tables[table]
         if values.shape != (spec.rows, spec.dim):
-            raise SpecError(f"table '{table}' is [{spec.rows}, {spec.dim}], got {describe(values)}")
+            raise SpecError(f"table '{table}' is [{spec.rows}, {spec.dim}], got {describe_tensor(values)}")
         span = Span(spec.rows, spec.fp32_rows)
         whole = DenseStore([span], spec.dim, dtype=spec.dtype, device=values.device, backend=self._backend)
         whole.write(torch.arange(spec.rows, device=values.device), values.float())
@@ -351,8 +351,8 @@ class TableModule(nn.Module):
             missing = [key for key in keys.values() if key not in state_dict]
             missing_keys += missing
             wrong = [
-                f"table '{table}': {describe(state_dict[key])} in the state_dict, {describe(own)} here; make rows, "
-                "dim, dtype and fp32_rows of the table those it was saved with"
+                f"table '{table}': {describe_tensor(state_dict[key])} in the state_dict, {describe_tensor(own)} "
+                "here; make rows, dim, dtype and fp32_rows of the table those it was saved with"
                 for key, own in ((keys[name], shapes[name]) for name in shapes)
                 if key in state_dict and (state_dict[key].shape, state_dict[key].dtype) != (own.shape, own.dtype)
             ]

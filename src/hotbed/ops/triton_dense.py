@@ -238,7 +238,7 @@ def _mean_of_rows_kernel(
     tl.store(mean + column, round_nearest(tl.div_rn(total, ranks), values.dtype.element_ty), mask=live)
 
 
-def average_rows(values: Tensor) -> Tensor:
+def reduce_mean(values: Tensor) -> Tensor:
     """Average rows ``[T, n]``, float32, bfloat16 or float16, into ``[n]`` of the same dtype."""
     launches["triton.mean_of_rows"] += 1
     rows, columns = values.shape

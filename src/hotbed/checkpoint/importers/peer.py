@@ -21,7 +21,7 @@ from torch import Tensor
 from hotbed.checkpoint.contents import Tensors, to_plain_value
 from hotbed.checkpoint.manifest import Manifest, SavedTable, write_manifest
 from hotbed.checkpoint.storage import Directory
-from hotbed.checkpoint.tensor_files import Array, Chunk, new_directory, rows_per_chunk
+from hotbed.checkpoint.tensor_files import Array, Chunk, rows_per_chunk, write_directory
 from hotbed.checks import is_int
 from hotbed.errors import CheckpointError, SpecError
 from hotbed.parsing import TextError, map_npy
@@ -258,7 +258,7 @@ def write_peer(
         except SpecError as error:
             raise CheckpointError(f"{rows.where} can be no table of hotbed's: {error}") from None
         saved[f"{collection}.{name}"] = SavedTable.of(replace(table, init_seed=table.seed(0), init_bound=table.bound))
-    with new_directory(target) as (place, writer):
+    with write_directory(target) as (place, writer):
         if tensors:
             writer.write("model.safetensors", {key: Array.of(tensor) for key, tensor in tensors.values()})
         tiles = writer.write_chunks(_chunks(model, collection, progress), "tables")

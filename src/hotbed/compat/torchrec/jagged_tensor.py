@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.bags import check_integers, describe, offsets_of, padding_mask
+from hotbed.bags import check_integers, describe_tensor, offsets_of, padding_mask
 from hotbed.checks import check_unique
 from hotbed.errors import BatchError
 from hotbed.torch_private import GetAttrKey, register_pytree_flatten_spec, register_pytree_node
@@ -231,7 +231,9 @@ def _offsets_like(lengths: Tensor) -> Tensor:
 def _format_bags(values: Tensor, offsets: Sequence[int]) -> str:
     """Format the values of each bag as a list."""
     if values.dim() > 2:
-        raise BatchError(f"values have too many dims to print: got {describe(values)}, expected 2. Print values().")
+        raise BatchError(
+            f"values have too many dims to print: got {describe_tensor(values)}, expected 2. Print values()."
+        )
     return str([values[start:end].tolist() for start, end in pairwise(offsets)])
 
 

@@ -26,7 +26,7 @@ from hotbed.data.files.criteo import natural_order
 from hotbed.data.files.delimited import convert_to_parquet, is_blank, is_delimited
 from hotbed.data.row_location import RowLocation
 from hotbed.errors import DataError
-from hotbed.locations import opened
+from hotbed.locations import resolve_uri
 
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -481,7 +481,7 @@ def _resolve(path: str | Path, filesystem: fs.FileSystem | None) -> tuple[fs.Fil
     if "://" not in root:
         return fs.LocalFileSystem(), str(Path(path).absolute())
     try:
-        return opened(root)
+        return resolve_uri(root)
     except ValueError as error:
         raise DataError(str(error)) from None
 

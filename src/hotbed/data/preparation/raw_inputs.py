@@ -49,7 +49,7 @@ from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.files import new_file
-from hotbed.locations import RemoteFile, location, opened
+from hotbed.locations import RemoteFile, location, resolve_uri
 
 PART_BYTES = 64 << 20
 _GROUP_ROWS = 1 << 19
@@ -143,7 +143,7 @@ def _has_tables(path: str | Path) -> bool:
 
 def _remote_names(uri: str) -> list[str]:
     try:
-        store, root = opened(uri)
+        store, root = resolve_uri(uri)
     except ValueError:  # `find_log_files` raises the error
         return []
     if store.get_file_info(root).type != fs.FileType.Directory:

@@ -36,7 +36,7 @@ from hotbed.data.row_location import RowLocation
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError
-from hotbed.locations import location, opened
+from hotbed.locations import location, resolve_uri
 from hotbed.parsing import TextError, parse_yaml
 
 Format = Literal["split_binary", "parquet"]
@@ -72,7 +72,7 @@ def open_described(path: str | Path) -> Described | None:
         if not path.is_dir():
             return None
     try:
-        store, root = (fs.LocalFileSystem(), str(path)) if isinstance(path, Path) else opened(path)
+        store, root = (fs.LocalFileSystem(), str(path)) if isinstance(path, Path) else resolve_uri(path)
     except ValueError:  # a search for files raises the error
         return None
     file = f"{root.rstrip('/')}/{MARKERS['parquet']}"
@@ -161,7 +161,7 @@ class ParquetRows(StoredRows):
                 for group in file.row_groups():
                     start = 0
                     for table in group.batches(names, rows) if group.samples > rows else [group.read(names)]:
-                        location = RowLocation(str(group), lambda at, first=start: group.name_row(first + at))
+                        location = RowLocation(str(group), lambda at, of=group, first=start: of.name_row(first + at))
                         yield RowsSlice(table, split, location)
                         start += len(table)
 

@@ -26,12 +26,12 @@ from torch import Tensor
 from hotbed.checkpoint import Directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.changes import export_changes
 from hotbed.checkpoint.convert import Rectangle, read_rectangle
-from hotbed.checkpoint.differential import opened
+from hotbed.checkpoint.differential import open_with_bases
 from hotbed.checkpoint.load import load_dense
 from hotbed.checkpoint.manifest import Manifest, SavedTable, find_earlier
 from hotbed.checkpoint.storage import LocalDirectory, directory
 from hotbed.checkpoint.saved_tables import check_tables, is_dynamic, row_ids
-from hotbed.checkpoint.tensor_files import UNFINISHED, TensorFiles, bytes_of, make_directory, new_directory
+from hotbed.checkpoint.tensor_files import UNFINISHED, TensorFiles, bytes_of, make_directory, write_directory
 from hotbed.config import MemoryRecipe, Recipe
 from hotbed.data import Encoder, Source, SparseColumn
 from hotbed.data.encoding.encoder import describe_features, encoding_of
@@ -241,7 +241,7 @@ def write_model(
         done += rows
         progress(done, total)
 
-    with opened(checkpoint, manifest) as stored, _new_export(target) as files:
+    with open_with_bases(checkpoint, manifest) as stored, _new_export(target) as files:
         check_tables((manifest.tables[name] for name in names), stored)
         buffer = io.BytesIO()
         torch.export.save(program, buffer)
@@ -501,7 +501,7 @@ def export_single(
         with new_file(file) as unfinished, unfinished.open("wb") as stream:
             torch.export.save(program, stream, extra_files={INPUTS: text})
         return found
-    with new_directory(target) as (made, _):
+    with write_directory(target) as (made, _):
         torch.export.save(program, Path(made.path) / MODEL)
         made.write(INPUTS, text)
     return found

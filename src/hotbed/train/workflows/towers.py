@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from hotbed.batch import Batch
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
-from hotbed.checkpoint.tensor_files import new_directory
+from hotbed.checkpoint.tensor_files import write_directory
 from hotbed.config import MemoryRecipe, Recipe
 from hotbed.data import Encoder, ParquetSource, Schema, Source
 from hotbed.data.items import ItemSet, item_ids
@@ -103,7 +103,7 @@ def export_towers(
     encoder = encoder_of(recipe, inputs, manifest)
     encoder.preparation = None  # rows of prepared data have these ids
     encoder = encoder.of(replace(encoder.schema.only(model.towers["user"]), scaling=()))
-    with new_directory(target) as (made, _):
+    with write_directory(target) as (made, _):
         folder = Path(made.path)
         for name, program in programs.items():
             torch.export.save(program, folder / name)
