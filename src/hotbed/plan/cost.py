@@ -5,8 +5,8 @@ rates, which gives seconds. *Without hardware* the unit is ids × columns per sa
 counts as a distinct row. A lookup is one third of it, an update two thirds (Mudigere et al. 2021, arXiv 2104.05158).
 All formulas with units and sources: docs/planning.md.
 
-Notation, per step: ``N`` ranks of a group; ``u`` distinct rows of a tile in one rank's batch, ``U`` in those of all
-``N``, ``n`` ids of one rank's batch; ``c`` columns.
+Notation, per step: ``N`` ranks of a group; ``u`` distinct rows of a tile in one rank's batch, ``U`` in all ranks'
+batches; ``n`` ids of one rank's batch; ``c`` columns.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class CostModel:
     def tile(self, tile: Tile, col_parts: int = 1, readers: int | None = None) -> TileCost:
         """Return the cost of a tile.
 
-        Strided tiles of all residues cost the same, as rows within a stride count as equal.
+        Strided tiles of all residues have equal costs, because rows within a stride count as equal.
         """
         rows, copies = tile.rows, len(tile.readers) if readers is None else readers
         use = self.workload.by_table[tile.table]

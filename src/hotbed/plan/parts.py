@@ -201,7 +201,7 @@ def _tile_costs(part: Part, model: CostModel) -> _TileCosts:
 
 
 def _best_start(load: Array, size: Array, loads: Array, held: Array, capacity: int | None) -> int:
-    """Return the first rank with which the tiles fit and their busiest owner has the least load."""
+    """Return the first rank of the fitting assignment with the least load on the busiest owner."""
     # Tiles that share a node keep sharing it: they start at multiples of their number, if that divides the ranks. One
     # tile per rank may start anywhere, so only the first tiles matter, which are larger than the last one.
     world_size, count = len(loads), len(load)

@@ -7,8 +7,8 @@
 3. Among plans within half a percent of the best load, and then of the best predicted step, the criteria are in this
    order: even memory, few kernel launches, few tiles.
 
-The search is deterministic and uses no clock. Equal tables, ranks and hardware give the same plan on every machine with
-the same release of scipy. In a run, rank 0 searches and broadcasts the plan.
+The search is deterministic and uses no clock. Equal tables, ranks and hardware give equal plans on every machine with
+an equal release of scipy. In a run, rank 0 searches and broadcasts the plan.
 """
 
 from __future__ import annotations

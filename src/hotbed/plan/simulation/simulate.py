@@ -1,7 +1,7 @@
 """Simulate training steps of a plan on any hardware: operations, their overlap, and the waits of ranks.
 
-`hotbed.plan.cost` and `hotbed.plan.step_time` estimate all seconds. This file only defines the order of operations,
-which follows the trainer. For batch ``b``, threads do the following (``│``: the ranks of a group, or all, wait)::
+`hotbed.plan.cost` and `hotbed.plan.step_time` estimate all seconds. This file defines the order of operations, as
+in the trainer. For batch ``b``, threads do the following (``│``: the ranks of a group, or all, wait)::
 
     prefetch    input b+1 · (ids b+1 │ · read ahead b+1)                                                  over Gloo
     step        (ids b │) · launches · slower memories · lookup · rows │ · pooling · forward · loss │
