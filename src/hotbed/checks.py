@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeGuard, Uni
 
 from hotbed.errors import HotbedError, RecipeError, did_you_mean
 
-MAY_DIFFER = {"may_differ": True}
+MAY_DIFFER_ON_RESUME = {"may_differ": True}
 """Metadata of a field that a resumed run may change, because it does not change what a training step computes."""
 
 

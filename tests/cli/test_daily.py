@@ -24,7 +24,7 @@ from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.cli.main import main
 from hotbed.config import Recipe
 from hotbed.data import Loader
-from hotbed.train.directory_lease import lock
+from hotbed.train.directory_lock import lock
 from hotbed.train.runs.build import build, open_source
 from hotbed.train.runs.stored_model import evaluate_checkpoint
 from hotbed.train.workflows.daily_training import Days, train_days

@@ -13,7 +13,7 @@ import yaml
 from hotbed.checkpoint import directory, save_checkpoint
 from hotbed.cli.main import main
 from hotbed.errors import CheckpointError, NotOursError
-from hotbed.train.directory_lease import OWNER, lock
+from hotbed.train.directory_lock import OWNER, lock
 from hotbed.train.workflows import daily_training as train_days
 from tests.cli.cases import Output, refused
 from tests.cli.test_daily import FIRST, arguments, days_of, write_days, write_recipe

@@ -29,7 +29,7 @@ from hotbed.checkpoint import (
 from hotbed.errors import CheckpointError
 from hotbed.train import Callback, Trainer
 from hotbed.train.checkpoints import Saver, refuse_other_checkpoints
-from hotbed.train.directory_lease import OWNER, lock
+from hotbed.train.directory_lock import OWNER, lock
 from hotbed.train.runs.callbacks import EarlyStop, JsonLines, KeepBest, KeepLast, signals_to
 from tests.train import planted
 from tests.train.parallel_cases import RECIPE
@@ -191,7 +191,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_training(tmp_path: Path, monke
 
 def test_the_claim_of_a_killed_process_ends_with_it(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys\nfrom hotbed.train.directory_lease import lock\n"
+        "import os, signal, sys\nfrom hotbed.train.directory_lock import lock\n"
         "from hotbed.checkpoint import directory\n"
         "lock(directory(sys.argv[1])).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     )

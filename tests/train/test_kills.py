@@ -22,7 +22,7 @@ from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.data import Loader
 from hotbed.plan import Cut
 from hotbed.train import Trainer
-from hotbed.train.directory_lease import OWNER
+from hotbed.train.directory_lock import OWNER
 from hotbed.train.runs.callbacks import KeepLast
 from tests.train.parallel_cases import RECIPE, TRAIN, InMemory, make_trainer, state_of
 

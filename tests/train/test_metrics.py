@@ -27,7 +27,7 @@ from hotbed.nn.loss import summed_cross_entropy
 from hotbed.optim import SGD
 from hotbed.specs import Feature, Table
 from hotbed.train import Callback, Trainer
-from hotbed.train.metrics import Predictions, auc, evaluate, grouped_auc, metrics_of, move_batch, own_metrics
+from hotbed.train.metrics import Predictions, auc, evaluate, grouped_auc, metrics_of, move_batch, recipe_metrics
 from hotbed.train.runs.build import losses_of
 from hotbed.train.runs.callbacks import own_callbacks, refuse_callbacks
 from hotbed.train.runs.report import print_metrics
@@ -356,7 +356,7 @@ class Curve(Brier):
 
 
 def metrics(**components: Component) -> dict[str, Any]:
-    return own_metrics(components)
+    return recipe_metrics(components)
 
 
 def own(name: str, **init_args: Any) -> Component:
@@ -450,7 +450,7 @@ def test_those_of_torchmetrics_are_what_hotbed_says() -> None:
 )
 def test_metrics_that_are_none(name: str, component: Component, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        own_metrics({name: component})
+        recipe_metrics({name: component})
 
 
 def test_weights_are_not_left_out_in_silence() -> None:

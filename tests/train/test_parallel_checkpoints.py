@@ -15,7 +15,7 @@ from hotbed.data import Loader
 from hotbed.errors import CommError
 from hotbed.train import Callback, Metrics, Trainer
 from hotbed.train import checkpoints as checkpointing
-from hotbed.train.directory_lease import OWNER
+from hotbed.train.directory_lock import OWNER
 from hotbed.train.ranks.broadcast import BroadcastLoader
 from hotbed.train.runs.callbacks import KeepBest, KeepLast
 from tests.ranks import Ranks

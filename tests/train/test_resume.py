@@ -18,7 +18,7 @@ from hotbed.checkpoint.manifest import base_of
 from hotbed.cli.main import main
 from hotbed.nn import DLRM
 from hotbed.train import Trainer
-from hotbed.train.directory_lease import lock
+from hotbed.train.directory_lock import lock
 from hotbed.train.step import TrainingStep
 from tests.cli.cases import Output, refused, train
 

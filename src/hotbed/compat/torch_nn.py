@@ -252,7 +252,7 @@ class _DropIn(nn.Module):
         """Return the rows that ``torch.export`` records."""
         if self.rows.is_distributed:
             raise SpecError(
-                f"table '{self.table}' is distributed: got torch.export, expected a table on one rank. Load the state "
+                f"torch.export: got the distributed table '{self.table}', expected a table on one rank. Load the state "
                 "into an undistributed model, and export that model"
             )
         with torch.no_grad():
@@ -381,7 +381,7 @@ class EmbeddingBag(_DropIn):
         if ids.dim() == 2:
             if offsets is not None:
                 raise BatchError(
-                    f"offsets: got ids {list(ids.shape)} with offsets, expected one of both. Remove the offsets."
+                    f"offsets: got offsets with 2-D ids {list(ids.shape)}, expected None, because each row is a bag. Remove them."
                 )
             return Bags(ids.reshape(-1), len(ids), ids.shape[1], None, weights)
         if ids.dim() != 1 or offsets is None:

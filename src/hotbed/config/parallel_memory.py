@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from typing_extensions import override
 
-from hotbed.checks import MAY_DIFFER, Count, Range, Section, Size
+from hotbed.checks import MAY_DIFFER_ON_RESUME, Count, Range, Section, Size
 from hotbed.errors import SpecError
 from hotbed.specs import Tier
 
@@ -45,7 +45,7 @@ class ParallelOptions(Section, error=SpecError):
     per_shard_statistics: bool = False
     """Let row-wise optimizers see the columns of each tile by themselves, where rows are cut into columns: saves an
     exchange per step and changes results."""
-    ranks_per_node: Count | None = field(default=None, metadata=MAY_DIFFER)
+    ranks_per_node: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
     """Exchange in two hops, inside nodes of so many processes and then between nodes: fewer and larger messages; it
     does not change results. Rows go among the processes of a group, of which so many follow each other on a node;
     gradients of dense parameters among all processes."""
@@ -62,7 +62,7 @@ class ParallelOptions(Section, error=SpecError):
 
 @dataclass(frozen=True, kw_only=True)
 class _PlanChoice:
-    plan: str | dict[str, Any] = field(default="table", metadata=MAY_DIFFER)
+    plan: str | dict[str, Any] = field(default="table", metadata=MAY_DIFFER_ON_RESUME)
     """Sharding scheme of the tables, such as row (an unknown name is answered with all), ``auto``: the plan that is
     found to be fastest; or schemes by table name or pattern (``{users: row, "*": auto}``; a scheme may be given by the
     fields of a `hotbed.Cut`); or a JSON or YAML file with a plan, or with schemes by table."""
@@ -75,13 +75,13 @@ class _PlanChoice:
 class ParallelRecipe(ParallelOptions, _PlanChoice, where="parallel."):  # keys in the order of bases from the right
     """How the model is distributed where several processes train it (``torchrun -m hotbed train …``)."""
 
-    overlap: bool = field(default=True, metadata=MAY_DIFFER)
+    overlap: bool = field(default=True, metadata=MAY_DIFFER_ON_RESUME)
     """Exchange the ids of the next batch while one is computed; it does not change results."""
-    reader: Reader = field(default="each", metadata=MAY_DIFFER)
+    reader: Reader = field(default="each", metadata=MAY_DIFFER_ON_RESUME)
     """``each`` process reads its samples; or the ``first`` one reads all and sends the others theirs; or ``owners``
     read the features whose tables they own, of all samples; no ids are exchanged, and no table may be cut into rows."""
     timeout_s: Annotated[int, Range(least=1, most=365 * 24 * 3600, note=" (a year)")] = field(
-        default=600, metadata=MAY_DIFFER
+        default=600, metadata=MAY_DIFFER_ON_RESUME
     )
     """Seconds after which an exchange between processes fails."""
 
@@ -171,7 +171,7 @@ class MemoryRecipe(MemoryOptions, _TierChoice, where="memory."):
 class HotRecipe(Section, where="hot."):
     """Rows that most inputs need, and in which order inputs come that need no others (``hotbed pack``)."""
 
-    rows: str | None = field(default=None, metadata=MAY_DIFFER)
+    rows: str | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
     """``hot_rows.json`` of hotbed pack: these rows are in the memory of every process's device, the others where
     parallel.plan and memory.tier say; it does not change results."""
     batches: Batches = "mixed"

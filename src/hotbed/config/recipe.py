@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 from typing_extensions import override
 
 from hotbed.checks import (
-    MAY_DIFFER,
+    MAY_DIFFER_ON_RESUME,
     Count,
     NotNegative,
     Positive,
@@ -69,7 +69,7 @@ class DataRecipe(Section, where="data."):
 
     source: Component = field(default_factory=lambda: Component(class_path="hotbed.data.SplitBinarySource"))
     """The `Source` class; it is made with ``path`` and its init_args."""
-    path: str = field(metadata=MAY_DIFFER)
+    path: str = field(metadata=MAY_DIFFER_ON_RESUME)
     """File or directory of the source."""
     dim: Count | dict[str, Count] = 16
     """Columns of every embedding table, or of each table by name."""
@@ -87,19 +87,19 @@ class DataRecipe(Section, where="data."):
     """What to do with ids that are negative or not below a table's rows."""
     train_split: str = "train"
     """Split to train on."""
-    valid_split: str | None = field(default=None, metadata=MAY_DIFFER)
+    valid_split: str | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
     """Split to evaluate on during training; none by default."""
-    test_split: str | None = field(default="test", metadata=MAY_DIFFER)
+    test_split: str | None = field(default="test", metadata=MAY_DIFFER_ON_RESUME)
     """Split to test on after training."""
     shuffle: bool = True
     """Train in another order every epoch."""
     window: Count = 8
     """Chunks of the source that are shuffled together."""
-    executor: str = field(default="threads", metadata=MAY_DIFFER)
+    executor: str = field(default="threads", metadata=MAY_DIFFER_ON_RESUME)
     """What reads: ``threads`` or ``processes`` of each trainer, or, for all, ``dask:ADDRESS`` or ``ray:ADDRESS``."""
-    workers: Count = field(default=2, metadata=MAY_DIFFER)
+    workers: Count = field(default=2, metadata=MAY_DIFFER_ON_RESUME)
     """Threads or processes that read; of a cluster, how many of its workers each trainer keeps busy."""
-    prefetch: Count = field(default=4, metadata=MAY_DIFFER)
+    prefetch: Count = field(default=4, metadata=MAY_DIFFER_ON_RESUME)
     """Batches made ahead of the trainer."""
 
     @override
@@ -114,65 +114,65 @@ class TrainRecipe(Section, where="train."):
 
     batch_size: Count
     """Samples per step, over all processes."""
-    epochs: Count = field(default=1, metadata=MAY_DIFFER)
+    epochs: Count = field(default=1, metadata=MAY_DIFFER_ON_RESUME)
     """Passes over the train split."""
-    steps: Count | None = field(default=None, metadata=MAY_DIFFER)
+    steps: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
     """Stop after this many steps, even within an epoch."""
     seed: Size = 0
     """Seed of initial values and of shuffling."""
-    device: Device = field(default="auto", metadata=MAY_DIFFER)
+    device: Device = field(default="auto", metadata=MAY_DIFFER_ON_RESUME)
     """``auto`` is ``cuda`` where there is one, else ``cpu``."""
-    precision: AskedPrecision = field(default="auto", metadata=MAY_DIFFER)
+    precision: AskedPrecision = field(default="auto", metadata=MAY_DIFFER_ON_RESUME)
     """``bf16`` and ``fp16`` (with loss scaling) run the forward pass under torch.autocast, weights and evaluation stay
     float32; ``tf32`` rounds float32 products on GPUs. ``auto``: ``bf16`` where all have it, else ``fp32``; it stays."""
-    linear_library: LinearLibrary = field(default="auto", metadata=MAY_DIFFER)
+    linear_library: LinearLibrary = field(default="auto", metadata=MAY_DIFFER_ON_RESUME)
     """What computes float32 products of `hotbed.nn.MLP` on CPUs: ``torch`` (MKL on x86) or ``onednn``. ``auto`` is the
     faster one by kind of CPU; a resumed run keeps what it was."""
     compile: bool = False
     """Compile the model with torch.compile; lookups are operators of its graph (docs/frameworks.md)."""
-    recompute: bool = field(default=False, metadata=MAY_DIFFER)
+    recompute: bool = field(default=False, metadata=MAY_DIFFER_ON_RESUME)
     """Compute the activations of MLPs again in backward, instead of keeping them: less memory, the same results."""
-    cuda_graph: CudaGraph = field(default=False, metadata=MAY_DIFFER)
+    cuda_graph: CudaGraph = field(default=False, metadata=MAY_DIFFER_ON_RESUME)
     """Capture steps in CUDA graphs and replay them, the same results (`hotbed.train.cuda_graph`): ``auto`` where that
     can be, ``true`` or not at all. What a model's own Python does from step to step is not repeated (docs/gpu.md)."""
     clip_grad_norm: Positive | None = None
     """Largest norm of the gradients of all parameters and tables together; longer ones are scaled down, as by
     `hotbed.clip_grad_norm_`. Steps are not captured in CUDA graphs then, because the host computes the norm."""
-    log_every: Count = field(default=100, metadata=MAY_DIFFER)
+    log_every: Count = field(default=100, metadata=MAY_DIFFER_ON_RESUME)
     """Steps between lines of metrics.jsonl."""
-    eval_every: Count | None = field(default=None, metadata=MAY_DIFFER)
+    eval_every: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
     """Steps between evaluations on the valid split; by default one at the end of every epoch."""
-    eval_batch_size: Count = field(default=16_384, metadata=MAY_DIFFER)
+    eval_batch_size: Count = field(default=16_384, metadata=MAY_DIFFER_ON_RESUME)
     """Samples per batch in evaluations; it does not change results."""
-    monitor: Monitor = field(default="logloss", metadata=MAY_DIFFER)
+    monitor: Monitor = field(default="logloss", metadata=MAY_DIFFER_ON_RESUME)
     """Metric that tells the best evaluation; with `Recipe.retrieval` recall unless it is ndcg."""
-    patience: Count | Literal["auto"] | None = field(default="auto", metadata=MAY_DIFFER)
+    patience: Count | Literal["auto"] | None = field(default="auto", metadata=MAY_DIFFER_ON_RESUME)
     """Stop after this many evaluations without a better one; null: never. ``auto`` is 2 where ``checkpoint: auto`` is
     ``best`` and evaluations are made after each epoch, else never."""
-    checkpoint: AskedCheckpointPolicy = field(default="auto", metadata=MAY_DIFFER)
+    checkpoint: AskedCheckpointPolicy = field(default="auto", metadata=MAY_DIFFER_ON_RESUME)
     """Which checkpoint to keep. ``best`` is restored at the end, before the test. ``auto`` is ``best`` with several
     epochs and a valid split, else ``last`` (`hotbed.config.validation`)."""
-    checkpoint_every: Count | None = field(default=None, metadata=MAY_DIFFER)
+    checkpoint_every: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
     """With ``last``: steps between checkpoints, to resume from; by default one at the end."""
-    checkpoint_minutes: Positive | None = field(default=None, metadata=MAY_DIFFER)
+    checkpoint_minutes: Positive | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
     """With ``last``: minutes between checkpoints, besides those of ``checkpoint_every``."""
-    checkpoint_full_every: Count = field(default=1, metadata=MAY_DIFFER)
+    checkpoint_full_every: Count = field(default=1, metadata=MAY_DIFFER_ON_RESUME)
     """Every so many checkpoints, one holds all rows; the others those that changed since, and need it to be read."""
-    checkpoint_dir: str | None = field(default=None, metadata=MAY_DIFFER)
+    checkpoint_dir: str | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
     """Where checkpoints go, also ``s3://bucket/path``; by default the run's directory."""
-    checkpoint_in_background: bool = field(default=True, metadata=MAY_DIFFER)
+    checkpoint_in_background: bool = field(default=True, metadata=MAY_DIFFER_ON_RESUME)
     """Write checkpoints while training goes on; it does not change results."""
-    keep_last: Count = field(default=1, metadata=MAY_DIFFER)
+    keep_last: Count = field(default=1, metadata=MAY_DIFFER_ON_RESUME)
     """With ``last``: how many of the newest checkpoints to keep."""
-    keep_every: Count | None = field(default=None, metadata=MAY_DIFFER)
+    keep_every: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
     """With ``last``: keep checkpoints of steps that are multiples of this for good."""
-    publish: str | None = field(default=None, metadata=MAY_DIFFER)
+    publish: str | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
     """Directory, also ``s3://bucket/path``, where servers find the model of each checkpoint, then changes."""
-    publish_full_every: Count = field(default=100, metadata=MAY_DIFFER)
+    publish_full_every: Count = field(default=100, metadata=MAY_DIFFER_ON_RESUME)
     """Changes after which a full model is published again, to begin with; what only the one before needs is removed."""
-    tensorboard: bool = field(default=False, metadata=MAY_DIFFER)
+    tensorboard: bool = field(default=False, metadata=MAY_DIFFER_ON_RESUME)
     """Write curves for TensorBoard into the run directory."""
-    step_limit_s: Count | None = field(default=None, metadata=MAY_DIFFER)
+    step_limit_s: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
     """Seconds without a batch after which a process ends itself, with the stacks of its threads in the run's directory:
     it hangs. By default ``parallel.timeout_s`` where several processes train, else no limit."""
 
@@ -224,7 +224,7 @@ class RetrievalRecipe(Section, where="retrieval."):
     """Column of lists of items, of the table of the item's column: negatives of their own sample alone."""
     items: str | None = None
     """Parquet of all items, a row each, with the model's item columns; default: the items of the data's splits."""
-    k: list[Count] = field(default_factory=lambda: [10, 100], metadata=MAY_DIFFER)
+    k: list[Count] = field(default_factory=lambda: [10, 100], metadata=MAY_DIFFER_ON_RESUME)
     """Evaluations measure recall@k and ndcg@k among all items; the last one's is `TrainRecipe.monitor`'s."""
 
     @override
@@ -376,7 +376,7 @@ MOST_NAME_BYTES = 200
 class Recipe(Section):
     """A whole training run."""
 
-    name: str = field(metadata=MAY_DIFFER)
+    name: str = field(metadata=MAY_DIFFER_ON_RESUME)
     """Name of the run's directory."""
     data: DataRecipe
     model: Component
@@ -389,9 +389,9 @@ class Recipe(Section):
     """By label, its loss and how much that counts; of a label that is not named binary cross-entropy, with weight 1."""
     retrieval: RetrievalRecipe | None = None
     """Train a two-tower model to find items among all of them, in the place of the probability of a label."""
-    metrics: dict[str, Component] = field(default_factory=dict, metadata=MAY_DIFFER)
-    """By name, more metrics of each label: of torchmetrics, torcheval or your own (`train.metrics.own_metrics`)."""
-    callbacks: dict[str, Component] = field(default_factory=dict, metadata=MAY_DIFFER)
+    metrics: dict[str, Component] = field(default_factory=dict, metadata=MAY_DIFFER_ON_RESUME)
+    """By name, more metrics of each label: of torchmetrics, torcheval or your own (`train.metrics.recipe_metrics`)."""
+    callbacks: dict[str, Component] = field(default_factory=dict, metadata=MAY_DIFFER_ON_RESUME)
     """By name, what else is to happen in training: `hotbed.Callback` classes, such as hotbed.train.tracking.MLflow.
     They get ``recipe`` and ``directory`` (that of the run) if they take arguments of these names."""
     dense_optimizer_groups: dict[str, DenseOptimizerGroup] = field(default_factory=dict)
@@ -400,9 +400,9 @@ class Recipe(Section):
     """By name, tables with an optimizer of their own; logs and checkpoints use the name."""
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
     train: TrainRecipe
-    init: InitRecipe = field(default_factory=InitRecipe, metadata=MAY_DIFFER)
+    init: InitRecipe = field(default_factory=InitRecipe, metadata=MAY_DIFFER_ON_RESUME)
     parallel: ParallelRecipe = field(default_factory=ParallelRecipe)
-    memory: MemoryRecipe = field(default_factory=MemoryRecipe, metadata=MAY_DIFFER)
+    memory: MemoryRecipe = field(default_factory=MemoryRecipe, metadata=MAY_DIFFER_ON_RESUME)
     hot: HotRecipe = field(default_factory=HotRecipe)
 
     @override

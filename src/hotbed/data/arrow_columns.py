@@ -254,7 +254,7 @@ def without_empty_types(table: pa.Table, names: Sequence[str]) -> pa.Table:
 
 
 def regroup(values: pa.Array, lists: pa.Array) -> pa.Array:
-    """Divide values ``[N]`` into lists with the lengths and nulls of these lists."""
+    """Group flat values ``[N]`` into lists with the lengths and nulls of ``lists``."""
     ends = pa.array(np.concatenate([[0], np.cumsum(list_lengths(lists))]))
     return pa.LargeListArray.from_arrays(ends, values, mask=lists.is_null())
 

@@ -1,6 +1,9 @@
 """Describe derived inputs: features that are computed from stored columns when rows are encoded.
 
-A schema lists them in ``features``: crosses of columns, buckets of numbers, and values of lookup tables.
+A schema lists these column transforms in ``features``: crosses of columns, buckets of numbers, and values of lookup
+tables. To add a transform, add its class to this file. Then add a branch to `hotbed.data.encoding.derived_columns`
+(which computes it), `hotbed.data.encoding.encoder` (which describes it to servers), `hotbed.data.schema`,
+`hotbed.data.inspection` and `hotbed.cli.inspect`. Each place is found by a search for ``Bucket``.
 """
 
 from __future__ import annotations

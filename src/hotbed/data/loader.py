@@ -256,7 +256,7 @@ class _Epoch:
         self._source = b"" if loader.tasks is None else pack_source(loader.source)
 
     def stops(self, start: int) -> list[int]:
-        """Return the ends of the batches from ``start`` that one task slices: they begin in one window."""
+        """Return the exclusive ends of consecutive batches from sample ``start`` that begin in the same window."""
         size = self._loader.batch_size
         window = self._starts[int(np.searchsorted(self._starts, start, side="right"))]
         last = min(window, start + max(_SLICED_TOGETHER, size), self._end)

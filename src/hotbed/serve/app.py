@@ -364,7 +364,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, options: ServeOptions, count_refusal: Callable[[str], None], **given: Any) -> None:
         super().__init__(**given)
-        self._options, self._count_refusal, self._seconds = options, count_refusal, options.read_timeout_s
+        self._options, self._count_refusal, self._read_timeout_s = options, count_refusal, options.read_timeout_s
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._phase, self._framing, self._of_body = "idle", 0, 0
@@ -372,7 +372,7 @@ class Connection(HttpToolsProtocol):
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
-        self._enter("idle", self._seconds)
+        self._enter("idle", self._read_timeout_s)
         if len(self.connections) > 2 * self._options.max_connections:
             self._abort("connections")
 
@@ -385,7 +385,7 @@ class Connection(HttpToolsProtocol):
     @override
     def data_received(self, data: bytes) -> None:
         if self._phase == "answer":
-            self._enter("idle", self._seconds)  # line ends between requests also stop uvicorn's own timer
+            self._enter("idle", self._read_timeout_s)  # line ends between requests also stop uvicorn's own timer
         self._framing += len(data)
         if self._phase != "broken":
             super().data_received(data)
@@ -399,13 +399,13 @@ class Connection(HttpToolsProtocol):
 
     @override
     def on_message_begin(self) -> None:
-        self._enter("head", self._seconds)
+        self._enter("head", self._read_timeout_s)
         super().on_message_begin()
 
     @override
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self._enter("body", 2 * self._seconds)  # for endpoints that read no body; `Bodies` has a shorter limit
+        self._enter("body", 2 * self._read_timeout_s)  # for endpoints that read no body; `Bodies` has a shorter limit
 
     @override
     def on_body(self, body: bytes) -> None:
@@ -421,7 +421,7 @@ class Connection(HttpToolsProtocol):
     @override
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(self._seconds, self._abort, "answer_not_taken")
+        self._unread = self.loop.call_later(self._read_timeout_s, self._abort, "answer_not_taken")
 
     @override
     def resume_writing(self) -> None:
@@ -442,7 +442,8 @@ class Connection(HttpToolsProtocol):
 
     def _late(self) -> None:
         if self._phase == "head":
-            self._refuse(408, "slow", f"the request's head took longer than {self._seconds:g} s; send it at once")
+            message = f"the request's head took longer than {self._read_timeout_s:g} s; send it at once"
+            self._refuse(408, "slow", message)
         else:
             self._abort("idle" if self._phase == "idle" else "slow")
 

@@ -141,7 +141,10 @@ class ModelState:
 
 
 class ServerMetrics:
-    """Metrics of one server. ``models`` returns the state of every model, ``connections`` has the open connections."""
+    """Metrics of one server. ``models`` returns the state of every model, ``connections`` has the open connections.
+
+    This class counts requests, and rows by request. Models count their own events in `ModelState.counters`.
+    """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -161,7 +164,7 @@ class ServerMetrics:
         ProcessCollector(registry=registry)  # memory, CPU seconds, open files
 
     def count_answer(self, route: str, model: str, status: int, seconds: float, rows: int, reason: str | None) -> None:
-        """Count an answer."""
+        """Count an answer. ``rows`` is 0 if the body was refused before it was parsed."""
         self._requests.labels(route, model, status).inc()
         self._seconds.labels(route).observe(seconds)
         if reason is not None:

@@ -55,7 +55,8 @@ class ServeOptions(Section, where="--"):
         Seconds from a request's last byte, after which it gets status 504.
     read_timeout_s
         Seconds in which a client must send a request's head, and then its body. With more than 64 KiB of unread
-        answers, the client must also read them within this time.
+        answers, the client must also read them within this time. `Bodies.read` enforces the limit for bodies,
+        `Connection` the others.
     idle_timeout_s
         Seconds after which an idle connection is closed.
     drain_s

@@ -1,7 +1,7 @@
 """Write a run's checkpoints, one at a time, into a directory that is locked for this run.
 
 The callbacks `KeepLast` and `KeepBest` decide when `Saver` saves, and which checkpoints are kept.
-`hotbed.train.directory_lease` keeps other runs out of the directory.
+`hotbed.train.directory_lock` keeps other runs out of the directory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hotbed.checkpoint.manifest import NAME, step_of
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.config import Recipe
 from hotbed.errors import CheckpointError
-from hotbed.train.directory_lease import DirectoryLock, lock
+from hotbed.train.directory_lock import DirectoryLock, lock
 from hotbed.train.ranks.parallel import Ranks
 from hotbed.train.throughput import Clock
 

@@ -63,17 +63,17 @@ OwnMetrics: TypeAlias = Makers | TaskMetrics
 
 
 def metrics_of(recipe: Recipe) -> OwnMetrics:
-    """Return the factories of a recipe's metrics; see `own_metrics` for the errors."""
+    """Return the factories of a recipe's metrics; see `recipe_metrics` for the errors."""
     by_task = {
-        label: own_metrics(task.metrics, f"tasks.{label}.metrics")
+        label: recipe_metrics(task.metrics, f"tasks.{label}.metrics")
         for label, task in recipe.tasks.items()
         if task.metrics
     }
-    shared = own_metrics(recipe.metrics)
+    shared = recipe_metrics(recipe.metrics)
     return TaskMetrics(shared, by_task) if by_task else shared
 
 
-def own_metrics(components: Mapping[str, Component], key: str = "metrics") -> dict[str, Callable[[], Any]]:
+def recipe_metrics(components: Mapping[str, Component], key: str = "metrics") -> dict[str, Callable[[], Any]]:
     """Return the factories of the metrics at ``key`` of a recipe, after one trial of each.
 
     A metric is a class of torchmetrics, torcheval or your own with ``update(scores, labels)`` and ``compute()``. Scores
@@ -345,7 +345,7 @@ def evaluate(
     labels
         Names of the tasks.
     metrics
-        Factories of additional metrics by name; see `hotbed.train.metrics.own_metrics`.
+        Factories of additional metrics by name; see `hotbed.train.metrics.recipe_metrics`.
     finished
         Called after each batch.
 

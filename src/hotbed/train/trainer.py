@@ -45,28 +45,28 @@ class Callback:
         """Handle the choice of precision and matrix library, which ``chosen`` explains; called before the start."""
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Act before the first step; ``trainer.steps_total`` is set if the number of steps is known."""
+        """Run before the first step; ``trainer.steps_total`` is set if the number of steps is known."""
 
     def on_step(self, trainer: Trainer, loss: float) -> None:
-        """Act after every step, which ``trainer.step`` already counts."""
+        """Run after every step, which ``trainer.step`` already counts."""
 
     def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
         """Handle a record every ``log_every`` steps: step, epoch, mean loss, learning rates, samples/s, waits."""
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Act after every evaluation during training."""
+        """Run after every evaluation during training."""
 
     def on_schedule(self, trainer: Trainer, record: dict[str, float]) -> None:
         """Handle a new rate of `HotSchedule`: logloss, rate_before, rate."""
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Act after a step and its evaluation; checkpoints are saved at this point."""
+        """Run after a step and its evaluation; checkpoints are saved at this point."""
 
     def on_checkpoint(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """Handle this rank's part of a written checkpoint: step, path, bytes, seconds, stalled_s (see `Saver`)."""
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Act after the last step; not called when training fails."""
+        """Run after the last step, but not when training fails."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the callback's state for checkpoints, as plain values."""
@@ -98,7 +98,7 @@ class Trainer:
     labels
         Names of the tasks.
     metrics
-        Factories of additional metrics by name, see `hotbed.train.metrics.own_metrics`.
+        Factories of additional metrics by name, see `hotbed.train.metrics.recipe_metrics`.
     loss
         Maps logits and labels ``[…, B, T]`` and sample weights ``[B, 1]`` or ``[B, T]`` (or None) to the sum of all
         losses. The default is binary cross-entropy; a `Retrieval` trains two towers.

@@ -59,12 +59,12 @@ class ShardingEnv:
 
     @classmethod
     def from_process_group(cls, pg: dist.ProcessGroup) -> Self:
-        """Return the ranks of a process group."""
+        """Create the environment of this rank in a process group."""
         return cls(dist.get_world_size(pg), dist.get_rank(pg), pg)
 
     @classmethod
     def from_local(cls, world_size: int, rank: int) -> Self:
-        """Return ranks without a process group."""
+        """Create the environment of one rank without a process group."""
         return cls(world_size, rank)
 
 

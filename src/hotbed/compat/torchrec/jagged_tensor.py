@@ -385,7 +385,7 @@ class KeyedJaggedTensor(JaggedBase):
         return self._keys
 
     def stride(self) -> int:
-        """Return the number of samples B. If it varies by key: the width of inverse indices, or the largest number."""
+        """Return the number of samples B. If it varies by key, return the width of inverse indices, or the maximum."""
         if self._stride is None:
             strides, inverse = self._stride_per_key_per_rank, self._inverse_indices
             if not self._keys:

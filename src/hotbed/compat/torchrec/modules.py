@@ -130,7 +130,7 @@ Config = TypeVar("Config", bound=EmbeddingConfig)
 
 
 def _embedding_names(configs: Sequence[Config]) -> dict[str, tuple[str, Config]]:
-    """Map ``feature``, or ``feature@table`` if several tables share it, to feature and table."""
+    """Return the feature and config of each name: ``feature``, or ``feature@table`` for features of several tables."""
     names = [config.name for config in configs]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"Duplicate table name {twice[0]}")

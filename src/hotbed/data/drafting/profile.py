@@ -242,7 +242,7 @@ def bins_of(values: Tensor) -> Tensor:
 
 
 def upper_edge(number: int) -> float:
-    """Return the largest number of a bin; the bins of the largest numbers and of missing values have no such number."""
+    """Return the upper bound of a bin. The last two bins have none: the largest numbers, and missing values."""
     step = number - REACH
     return math.copysign(2.0 ** (SMALLEST + (step if step > 0 else -step - 1) / PER_DOUBLING), step) if step else 0.0
 

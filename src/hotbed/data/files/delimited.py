@@ -37,7 +37,10 @@ if TYPE_CHECKING:  # imported on first use, because the import is slow
     import polars as pl
 
 MISSING = ("NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N", "-nan", "#N/A")
-"""Missing values in columns of numbers, times and booleans. In other columns they are text."""
+"""Missing values in columns of numbers, times and booleans. In other columns they are text.
+
+Increment `_VERSION` with this list, because converted files are cached. docs/tables.md quotes it.
+"""
 
 _log = logging.getLogger("hotbed")
 

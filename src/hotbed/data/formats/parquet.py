@@ -124,8 +124,8 @@ class ParquetSource(Source):
         for file in checked:
             if ids == "hash" and encoder is None and self.schema.stored[0] and _prepared_entry(file) is not None:
                 raise SpecError(
-                    f"ids of {file}: got `hash`, expected `raw`, because hotbed prepare has already hashed them. Use "
-                    "the `ids` and rows of its source.yaml (hotbed init of the folder drafts such a recipe)"
+                    f"ids of {file}: got `hash`, expected `raw`, because hotbed prepare has already hashed them. "
+                    "Copy `ids` and rows from the source.yaml of the dataset, or draft a recipe with `hotbed init DATASET`"
                 )
             fields.append((file, _check_fields(unchecked, file)))
         self._files = checked

@@ -51,7 +51,7 @@ class CountJob:
 
 @dataclass(frozen=True)
 class MergeJob:
-    """Number the values of one table; see `hotbed.prepare` for the arguments."""
+    """Build the vocabulary of one table; see `hotbed.prepare` for the arguments."""
 
     table: str
     counts: Path

@@ -517,7 +517,7 @@ class Timeline:
         self.join_at(thread, self._threads[other], name)
 
     def join_at(self, thread: str, moment: Array, name: str = "") -> None:
-        """Let a thread wait for a moment of each rank."""
+        """Make a thread wait until time ``moment`` of each rank."""
         ready = self._threads[thread]
         self._threads[thread] = np.maximum(ready, moment)
         if thread == "step" and name:

@@ -94,7 +94,7 @@ class Ranks:
 
     @property
     def adds_on_devices(self) -> bool:
-        """Whether `sums` needs no wait of the host, because the device adds in the order of the step."""
+        """Whether `sums` runs in stream order on the device, so that the host need not synchronize."""
         return self.size == 1 or (self.link is not None and not self.link.overlaps)
 
     def sums(self, *values: float | Tensor) -> Tensor:

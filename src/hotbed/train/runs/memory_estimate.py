@@ -119,11 +119,11 @@ class Forecast:
         found.add("dense optimizer", self._trace.optimizer_bytes, self._compute)
         if self._ranks > 1:
             found.add("gradients in exchange", self._trace.dense_bytes, self._compute)
-        for part, nbytes in self._busiest(found, samples).items():
+        for part, nbytes in self._largest_moment(found, samples).items():
             found.add(part, nbytes, "host" if part in ("batches", "checkpoint") else self._compute)
         return found
 
-    def _busiest(self, found: RankMemory, samples: int) -> dict[str, float]:
+    def _largest_moment(self, found: RankMemory, samples: int) -> dict[str, float]:
         """Return the temporary parts at the peak: a step, the last checkpoint, or an evaluation."""
         train, step = self._recipe.train, self._trace.training(samples)
         saved = sum(found.tiers.values()) + self._trace.dense_bytes + self._trace.optimizer_bytes
@@ -277,7 +277,7 @@ class _Trace:
         self.process_bytes = max(resident_bytes() - own, 0)
 
     def training(self, samples: int) -> Peak:
-        """A step with backward and updates."""
+        """Return the peak memory of a training step: forward, backward and updates."""
         return peak_of(self._step, samples, min(TRACED_SAMPLES, len(self._sample)))
 
     def evaluation(self, samples: int) -> Peak:

@@ -6,7 +6,8 @@ torchrun this is the default, among runs of the same recipe only (`Resume`), bec
 the command. The first rank searches; all ranks load the same checkpoint, or all fail.
 
 Learning rates, moments and positions are loaded from the checkpoint, so new values in the recipe would be ignored or
-applied in part. A resumed run may change only its length, its output and its hardware.
+applied in part. A resumed run may change the fields that are marked ``MAY_DIFFER_ON_RESUME`` in `hotbed.config.recipe`
+and `hotbed.config.parallel_memory`, e.g. its length, its output and its hardware. `_find_differences` compares the rest.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ AUTO, NEVER = "auto", "none"
 _LENGTH = ("steps", "epochs", "patience", "monitor")
 """Keys of `TrainRecipe` that determine the end of a run."""
 
-_MAY_DIFFER = keys_that_may_differ(Recipe)
-_OF_A_RUN = ("data", "init", *(key for key in _MAY_DIFFER if key.startswith("train.checkpoint")))
+_KEYS_THAT_MAY_DIFFER = keys_that_may_differ(Recipe)
+_OF_A_RUN = ("data", "init", *(key for key in _KEYS_THAT_MAY_DIFFER if key.startswith("train.checkpoint")))
 """Settings that may differ on resume, but not between a run and its torchrun restarts."""
 
 
@@ -60,7 +61,7 @@ def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) ->
 
 
 def _refuse_difference(name: str, stored: Mapping[str, Any], recipe: Recipe) -> None:
-    if differing := _differing(stored, recipe):
+    if differing := _find_differences(stored, recipe):
         lines = "; ".join(f"{key} was {before!r} and is now {now!r}" for key, (before, now) in differing.items())
         raise RecipeError(
             f"{name} was trained with another recipe: {lines}. Use the old values, or start a new run with "
@@ -68,7 +69,7 @@ def _refuse_difference(name: str, stored: Mapping[str, Any], recipe: Recipe) -> 
         )
 
 
-def _differing(
+def _find_differences(
     stored: Mapping[str, Any], recipe: Recipe, compared: Collection[str] = ()
 ) -> dict[str, tuple[object, object]]:
     """Return old and new values of settings that differ and must not, or are ``compared``."""
@@ -78,7 +79,7 @@ def _differing(
     return {
         key: values
         for key, values in both.items()
-        if values[0] != values[1] and (not is_within(key, _MAY_DIFFER) or is_within(key, compared))
+        if values[0] != values[1] and (not is_within(key, _KEYS_THAT_MAY_DIFFER) or is_within(key, compared))
     }
 
 
@@ -122,7 +123,7 @@ class Resume:
 def _is_of(run: Path, recipe: Recipe) -> bool:
     """Return whether a run has this recipe; unreadable ones do not."""
     try:
-        return not _differing(read_yaml(run / RECIPE) or {}, recipe, _OF_A_RUN)
+        return not _find_differences(read_yaml(run / RECIPE) or {}, recipe, _OF_A_RUN)
     except HotbedError:
         return False
 

@@ -194,7 +194,7 @@ def _open_training_data(recipe: DataRecipe, path: str | None, reason: str, fix: 
         return new_source(replace(recipe, path=path or recipe.path))
     except DataError as error:
         raise DataError(
-            f"{reason} the training data, which cannot be read (in the folder {Path.cwd()}): {error}. {fix}"
+            f"{reason} the training data, which cannot be read: {error} (current directory: {Path.cwd()}). {fix}"
         ) from None
 
 

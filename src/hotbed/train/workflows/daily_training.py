@@ -47,7 +47,7 @@ from hotbed.files import new_file, read_text, write_json, write_text
 from hotbed.locations import location, remote_files
 from hotbed.parsing import TextError, parse_json, read_limited
 from hotbed.train.checkpoints import are_same
-from hotbed.train.directory_lease import lock
+from hotbed.train.directory_lock import lock
 from hotbed.train.ranks.parallel import Ranks
 from hotbed.train.ranks.process_group import end_groups, is_first, on_first
 from hotbed.train.runs.build import open_source
@@ -215,7 +215,7 @@ def _train(recipe: Recipe, day: TrainingDay, console: Console) -> None:
     if is_first():
         console.print(f"{day.day}: {day.data}", soft_wrap=True)
     is_new = day.before is None and recipe.init.checkpoint is None
-    continuation = Continuation(before=partial(_measure, day, is_new), kept=day.kept)
+    continuation = Continuation(before=partial(_evaluate_before_training, day, is_new), kept=day.kept)
     try:
         train(recipe, run, console, resume=day.resume or NEVER, continuation=continuation)
     except StoppedError as error:
@@ -224,7 +224,9 @@ def _train(recipe: Recipe, day: TrainingDay, console: Console) -> None:
         ) from error
 
 
-def _measure(day: TrainingDay, is_new: bool, trainer: Trainer, source: Source, batches: Loader) -> None:
+def _evaluate_before_training(
+    day: TrainingDay, is_new: bool, trainer: Trainer, source: Source, batches: Loader
+) -> None:
     """Write ``before.json``: metrics of the previous day's model unless it ``is_new``, and counts of the day."""
     before, file = day.before, day.folder / BEFORE
     if day.is_begun and on_first(file.exists):
@@ -553,7 +555,7 @@ class DayTable:
             remove_unneeded(self._checkpoints, others)
 
     def _records_before(self, day: date) -> list[Record]:
-        """Return the records before a day to restart from, which must have a checkpoint."""
+        """Return the records before a day, for ``--restart_from``. The previous trained day must have a checkpoint."""
         earlier = [record for record in self.records if date.fromisoformat(record["day"]) < day]
         if len(earlier) == len(self.records):
             last = self.records[-1]["day"] if self.records else "none"

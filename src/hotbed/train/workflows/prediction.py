@@ -157,7 +157,7 @@ def predict(
     ):
         batches = Loader(source, chosen, size) if source.samples(chosen) else ()
         on_device = (move_batch(replace(batch, labels=None), tables, model_device) for batch in batches)
-        scores = _Scores(_score(scorer, on_device, len(labels)), len(labels))
+        scores = _ScoreBuffer(_score(scorer, on_device, len(labels)), len(labels))
         chunks = source.chunks(chosen)
         for i, count in enumerate(chunks):
             output.write(source.read_columns(chosen, i, keep) if keep else None, names, scores.take(count))
@@ -221,7 +221,7 @@ def _score(scorer: Scorer, batches: Iterable[Batch], labels: int) -> Iterator[Sc
         yield scores
 
 
-class _Scores:
+class _ScoreBuffer:
     """Buffer of scores between batches and chunks."""
 
     def __init__(self, batches: Iterator[Scores], labels: int) -> None:

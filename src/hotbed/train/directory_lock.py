@@ -1,4 +1,14 @@
-"""Keep a directory of checkpoints for one run, because two runs would remove each other's checkpoints.
+"""Lock a checkpoint directory for one run, because two runs would remove each other's checkpoints.
+
+Run directories need no lock, because every run creates its own (`hotbed.train.runs.report`). `hotbed daily` locks its
+output directory. A second run waits, before it fails or takes over:
+
+=================  ========================================  ==========================================================
+directory          owner is alive on this host               owner is on another host, or unknown
+=================  ========================================  ==========================================================
+local or NFS       not at all                                up to `FileLock.PATIENCE_S`, one attempt per second
+object store       not at all                                one TTL of the owner, at most 600 s
+=================  ========================================  ==========================================================
 
 A local directory has a lock of the operating system, which ends with its process (`FileLock`). An object store has no
 locks. There the file ``.owner.json`` is a lease (`Lease`) that is written conditionally:
@@ -317,7 +327,7 @@ def _is_dead(owner: Mapping[str, Any]) -> bool:
 def _is_earlier_attempt(owner: Mapping[str, Any]) -> bool:
     """Return whether an owner may be an earlier attempt of this torchrun job, which torchrun has ended.
 
-    Agents count restarts separately, and another cluster may have a job of this name. So this only shortens a wait.
+    Agents count restarts separately, and another cluster may have a job of this name. So the caller only shortens its wait for the lease.
     """
     job, before, now = os.environ.get("TORCHELASTIC_RUN_ID"), owner.get("restarts"), _restarts()
     if job in (None, "none") or owner.get("job") != job:  # "none": torchrun without --rdzv-id

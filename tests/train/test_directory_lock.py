@@ -38,8 +38,8 @@ from hotbed.errors import CheckpointError, NotOursError
 from hotbed.locations import CONDITIONAL_S
 from hotbed.train import Trainer
 from hotbed.train import checkpoints as checkpointing
-from hotbed.train import directory_lease as lease
-from hotbed.train.directory_lease import OWNER, TIME_TO_LIVE_S, FileLock, Lease, lock
+from hotbed.train import directory_lock as lease
+from hotbed.train.directory_lock import OWNER, TIME_TO_LIVE_S, FileLock, Lease, lock
 from hotbed.train.runs import resume
 from hotbed.train.runs.callbacks import KeepLast
 from hotbed.train.runs.report import RunDirectory
@@ -141,7 +141,7 @@ def test_what_another_host_renews_is_refused(store: Directory, monkeypatch: pyte
 KILLED = """
 import os, signal, socket, sys, time
 from hotbed.checkpoint import directory
-from hotbed.train import directory_lease as lease
+from hotbed.train import directory_lock as lease
 if sys.argv[2] == "elsewhere":
     lease.system = lambda: "another"
     socket.gethostname = lambda: "elsewhere"
