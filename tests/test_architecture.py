@@ -30,3 +30,16 @@ def test_files_that_are_named_are_there(page: Path) -> None:
             continue
         found = any((base / name).is_file() for base in (ROOT, PACKAGE, ROOT / "tests"))
         assert found or ("/" not in name and name in names), f"{page.name} names {name}"
+
+
+def test_files_of_a_layer_are_in_its_folder() -> None:
+    """A row of the table of layers names files of its own package, or files with their folder."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.+) \|$", text[text.index("## Layers") : text.index("## A reading path")], re.MULTILINE
+    )
+    assert len(rows) > 10
+    for package, row in rows:
+        names = {file.name for file in (PACKAGE / package).rglob("*.py")}
+        for name in re.findall(r"`([\w-]+\.py)`", row):
+            assert name in names, f"{package} has no {name}"

@@ -381,7 +381,7 @@ class EmbeddingBag(_DropIn):
         if ids.dim() == 2:
             if offsets is not None:
                 raise BatchError(
-                    f"offsets: got offsets with 2-D ids {list(ids.shape)}, expected None, because each row is a bag. Remove them."
+                    f"offsets: got a tensor with 2-D ids {list(ids.shape)}, expected None. Remove the offsets."
                 )
             return Bags(ids.reshape(-1), len(ids), ids.shape[1], None, weights)
         if ids.dim() != 1 or offsets is None:

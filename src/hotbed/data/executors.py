@@ -401,7 +401,8 @@ def _connect_ray(ray: Any, address: str, workers: int | None) -> None:
         reason = " ".join(str(error).split())
         if "ersion mismatch" in reason:
             raise WorkerError(
-                f"the cluster ray:{address} runs another version of Ray or Python ({reason}). Install the versions of the cluster"
+                f"the cluster ray:{address} runs another version of Ray or Python ({reason}). Install the cluster's "
+                "versions"
             ) from None
         raise WorkerError(
             f"the cluster ray:{address} is unreachable ({reason}). Check that it is running, or use ray:local to start "

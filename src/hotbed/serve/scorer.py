@@ -202,7 +202,7 @@ class Scorer:
         return logits
 
     def _block_sizes(self, batch: Batch, vectors: _BatchVectors) -> Sequence[int]:
-        """Return block sizes with bit-identical results, smallest first. Larger sizes are tested when a batch needs them."""
+        """Return block sizes with bit-identical results, ascending. Larger ones are tested on demand."""
         if self._sizes is None and len(batch) > self._smallest:
             assert self._pool is not None
             self._sizes = self._pool.submit(self._equal_sizes, batch, vectors).result()

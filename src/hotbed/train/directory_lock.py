@@ -327,7 +327,8 @@ def _is_dead(owner: Mapping[str, Any]) -> bool:
 def _is_earlier_attempt(owner: Mapping[str, Any]) -> bool:
     """Return whether an owner may be an earlier attempt of this torchrun job, which torchrun has ended.
 
-    Agents count restarts separately, and another cluster may have a job of this name. So the caller only shortens its wait for the lease.
+    Agents count restarts separately, and another cluster may have a job of this name. So the caller only shortens its
+    wait for the lease.
     """
     job, before, now = os.environ.get("TORCHELASTIC_RUN_ID"), owner.get("restarts"), _restarts()
     if job in (None, "none") or owner.get("job") != job:  # "none": torchrun without --rdzv-id

@@ -125,7 +125,7 @@ class ParquetSource(Source):
             if ids == "hash" and encoder is None and self.schema.stored[0] and _prepared_entry(file) is not None:
                 raise SpecError(
                     f"ids of {file}: got `hash`, expected `raw`, because hotbed prepare has already hashed them. "
-                    "Copy `ids` and rows from the source.yaml of the dataset, or draft a recipe with `hotbed init DATASET`"
+                    "Copy `ids` and rows from the dataset's source.yaml, or run `hotbed init DATASET`"
                 )
             fields.append((file, _check_fields(unchecked, file)))
         self._files = checked
