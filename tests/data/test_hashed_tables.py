@@ -14,7 +14,7 @@ from prepare_cases import SMALL, dataset, digests
 
 from hotbed.data import Encoder, ParquetSource, SplitBinarySource
 from hotbed.data.encoding.prepared_dataset import HashEntry
-from hotbed.data.hashing import hash_integers, hash_strings, mix, rows_of
+from hotbed.data.hashing import hash_integers, hash_strings, mix, hashes_to_rows
 from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.errors import DataError, SpecError
 from hotbed.files import read_yaml
@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {**SMALL, "hash_rows": {"user": 1000}}
 
 def hash_of(text: str, rows: int, seed: int = 0) -> int:
     h = hash_strings(np.array([0, len(text)]), np.frombuffer(text.encode(), np.uint8))
-    return int(rows_of(mix(h ^ np.uint64(seed)) if seed else h, rows)[0])
+    return int(hashes_to_rows(mix(h ^ np.uint64(seed)) if seed else h, rows)[0])
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
@@ -70,14 +70,14 @@ def test_hexadecimal_values_of_a_log(tmp_path: Path) -> None:
     prepare(log, tmp_path / "out", threshold=1, hash_rows={"C1": 9}, test_fraction=0)
     source = SplitBinarySource(tmp_path / "out")
     stored = source.read("train", 0).sparse
-    assert stored["C1"].values.tolist() == rows_of(hash_integers(np.arange(20)), 9).tolist()
+    assert stored["C1"].values.tolist() == hashes_to_rows(hash_integers(np.arange(20)), 9).tolist()
     assert stored["C2"].values.tolist() == [1] * 20
     assert source.encoder is not None
     columns = {name: pa.array([None] * 2, pa.string()) for name in stored.names}
     columns |= {f"I{i}": pa.array([None] * 2, pa.int64()) for i in range(1, 14)}
     raw = pa.table(columns | {"C1": ["13", "ffffffff"]})
     batch = source.encoder.inputs.batch(raw)
-    assert batch.sparse["C1"].values.tolist() == rows_of(hash_integers(np.array([0x13, 0xFFFFFFFF])), 9).tolist()
+    assert batch.sparse["C1"].values.tolist() == hashes_to_rows(hash_integers(np.array([0x13, 0xFFFFFFFF])), 9).tolist()
 
 
 def test_another_hash_is_another_model(tmp_path: Path) -> None:
@@ -118,4 +118,7 @@ def test_bad_arguments(tmp_path: Path, options: dict[str, Any], message: str) ->
 
 def test_missing_values_are_row_0() -> None:
     entry = HashEntry(kind="integers", rows=100, seed=0)
-    assert entry.ids(pa.array([5, None], pa.int64())).tolist() == [*rows_of(hash_integers(np.array([5])), 100), 0]
+    assert entry.ids(pa.array([5, None], pa.int64())).tolist() == [
+        *hashes_to_rows(hash_integers(np.array([5])), 100),
+        0,
+    ]

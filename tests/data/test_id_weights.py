@@ -227,7 +227,7 @@ def test_schemas_that_cannot_be(tmp_path: Path) -> None:
     day = {"labels": (4, 1), "dense": (4, 1), "sparse": (4, 2)}
     for what, shape in day.items():
         np.save(tmp_path / f"day_0_{what}.npy", np.zeros(shape, np.float32 if what != "sparse" else np.int32))
-    with pytest.raises(SpecError, match=r"arrays of NumPy have no weights of ids \('w'\); use Parquet for them"):
+    with pytest.raises(SpecError, match=r"NumPy arrays do not support weights of ids \('w'\)"):
         NpySource(tmp_path, hb.Schema(sparse=shared.sparse, dense=("x",), labels=("y",)))
 
 

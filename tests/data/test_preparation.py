@@ -121,7 +121,7 @@ def test_what_cannot_be_prepared_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"the rows, column 'user': id 0\.5 at row 0"):
         encoder.batch(pa.table({**ROWS, "user": [0.5] * 5}))
     other = Schema(sparse=(SparseColumn(name="place", rows=2),), labels=())
-    with pytest.raises(DataError, match="column 'place' has no vocabulary; prepare the data again"):
+    with pytest.raises(DataError, match="column 'place': the vocabulary is missing"):
         Preparation.rebuild(ENTRY.model_dump(), other, stored)
     (tmp_path / "x.arrow").write_bytes(b"ARROW1")
     with pytest.raises(DataError, match=r"x\.arrow is not a table"):

@@ -180,7 +180,7 @@ def test_split_binary_of_a_table(tmp_path: Path) -> None:
     assert batch.dense.flatten().tolist() == [v or 0.0 for v in raw["price"][90:].to_pylist()]
     passes: list[str] = []
     options: dict[str, Any] = {"format": "split_binary", "progress": lambda stage, *_: passes.append(stage)}
-    with pytest.raises(SpecError, match="has no weight or group column; use Parquet"):
+    with pytest.raises(SpecError, match="split-binary format: got a weight or group column"):
         prepare(tmp_path / "raw.parquet", tmp_path / "other", schema=SCHEMA, **options)
     lists = replace(SCHEMA, weight=None, group=None)
     with pytest.raises(
@@ -206,7 +206,7 @@ def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
     raw = clicks(60)
     write(tmp_path / "raw/a.parquet", raw)
     b = write(tmp_path / "raw/b.parquet", raw.drop_columns("price"))
-    with pytest.raises(DataError, match=r"b.parquet has no column 'price'"):
+    with pytest.raises(DataError, match=r"b\.parquet: column 'price' is missing"):
         prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=[f"i{i}" for i in range(60)]))
     with pytest.raises(DataError, match=r"b.parquet, column 'item': got string, expected int64, .* of table 'item'"):
@@ -230,7 +230,7 @@ def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw.parquet", clicks(60))
     raw.write_bytes(raw.read_bytes()[:-100])
-    with pytest.raises(DataError, match=r"raw.parquet is not a Parquet file, or is cut short"):
+    with pytest.raises(DataError, match=r"raw\.parquet is not a Parquet file, or is truncated"):
         prepare(raw, tmp_path / "out", schema=SCHEMA)
 
 
@@ -244,9 +244,9 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
         ({"test_rows": 5, "valid_fraction": 0.1}, "splits: got fractions and rows"),
         ({"test_rows": 60}, None),
         ({"format": "csv"}, "format: got 'csv'"),
-        ({"executor": "spark"}, "executor is 'spark', must be threads, processes, dask:ADDRESS or ray:ADDRESS"),
-        ({"executor": "dask"}, "executor is 'dask', needs an address, such as dask:tcp://HOST:8786"),
-        ({"executor": "dask:tcp://x:1", "workers": 2}, "workers is 2, but dask:tcp://x:1 has workers of its own"),
+        ({"executor": "spark"}, "executor: got 'spark'"),
+        ({"executor": "dask"}, "executor: got 'dask'"),
+        ({"executor": "dask:tcp://x:1", "workers": 2}, "workers: got 2, but dask:tcp://x:1 has its own workers"),
         ({"test_files": ["c.parquet"]}, "test_files, c.parquet: expected one file"),
         ({"split": {"by": "time", "column": "when", "test_from": 1}}, "when"),
     ],
