@@ -184,7 +184,7 @@ def test_split_binary_of_a_table(tmp_path: Path) -> None:
         prepare(tmp_path / "raw.parquet", tmp_path / "other", schema=SCHEMA, **options)
     lists = replace(SCHEMA, weight=None, group=None)
     with pytest.raises(
-        SpecError, match=r"split-binary format holds one id per sample, and .*'history' has a varying number of"
+        SpecError, match="split-binary format: sparse column 'history': got a varying number of ids per sample"
     ):
         prepare(tmp_path / "raw.parquet", tmp_path / "other", schema=lists, **options)
     assert not passes  # before anything is counted
@@ -212,10 +212,11 @@ def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"b.parquet, column 'item': got string, expected int64, .* of table 'item'"):
         prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=[{"id": i} for i in range(60)]))
-    with pytest.raises(SpecError, match=r"sparse column 'item' is struct<id: int64>, must be integers, strings"):
+    with pytest.raises(SpecError, match=r"b\.parquet: sparse column 'item': got struct<id: int64>"):
         prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=[i + 0.5 * (i == 50) for i in range(60)]))
-    with pytest.raises(DataError, match=r"b.parquet, row group 1, column 'item': id 50.5 at row 10; ids of double"):
+    with pytest.raises(DataError, match=r"b\.parquet, row group 1, column 'item': id 50\.5 at row 10; expected whole
+    numbers up to 9,0"):
         prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=pa.array([i + (1 << 63) for i in range(60)], pa.uint64())))
     with pytest.raises(DataError, match=r"b.parquet, row group 0, column 'item': .*, expected int64"):

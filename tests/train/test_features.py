@@ -186,4 +186,4 @@ def test_commands_know_features(tmp_path: Path, capsys: Output) -> None:
     assert made["kind"].startswith(f"kind of {tmp_path / 'items.parquet'} by item (id): 40 keys, SHA-256 ")
     (tmp_path / "items.parquet").unlink()
     told = refused(["predict", summary["run"], str(tmp_path / "log.parquet"), "--out", str(tmp_path / "s.csv")], capsys)
-    assert "items.parquet does not exist; give a Parquet, CSV or TSV file" in told
+    assert "items.parquet does not exist" in told
