@@ -215,8 +215,7 @@ def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"b\.parquet: sparse column 'item': got struct<id: int64>"):
         prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=[i + 0.5 * (i == 50) for i in range(60)]))
-    with pytest.raises(DataError, match=r"b\.parquet, row group 1, column 'item': id 50\.5 at row 10; expected whole
-    numbers up to 9,0"):
+    with pytest.raises(DataError, match=r"b\.parquet, row group 1, column 'item': id 50\.5 at row 10"):
         prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=pa.array([i + (1 << 63) for i in range(60)], pa.uint64())))
     with pytest.raises(DataError, match=r"b.parquet, row group 0, column 'item': .*, expected int64"):
