@@ -15,8 +15,7 @@ import pytest
 from hotbed import nn
 from hotbed.config import Component
 from hotbed.data import Schema, SparseColumn
-from hotbed.testing.model_contract import RANKS, ModelContract, contract_recipe, run_of, train_all, with_plans
-from hotbed.testing.processes import World
+from hotbed.testing.model_contract import RANKS, ModelContract, World, contract_recipe, run_of, train_all, with_plans
 from hotbed.train.runs.stored_model import evaluate_checkpoint
 from tests.ranks import Ranks
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -83,17 +83,17 @@ class SchemaChecks:
         self.faults: list[Fault] = []
         for what, fields in data.schemas:
             self._check_columns(what, fields)
-        for column in schema.stored[0] if ids == "hash" else ():
+        for name in [column.name for column in schema.stored[0]] if ids == "hash" else ():
             first: dict[str, str] = {}
             for what, fields in data.schemas:
-                if column.name in fields.names and (kind := arrow.type_of_ids(fields.field(column.name).type)):
+                if name in fields.names and (kind := arrow.type_of_ids(fields.field(name).type)):
                     first.setdefault(kind, what)
             if len(first) > 1:
                 of_files = " and ".join(f"{kind} in {what}" for kind, what in first.items())
                 self._add(
-                    column.name,
+                    name,
                     "types differ",
-                    f"column '{column.name}': got {of_files}, expected one type, because 5 and '5' are hashed to "
+                    f"column '{name}': got {of_files}, expected one type, because 5 and '5' are hashed to "
                     "different rows. Rewrite the column in some files.",
                 )
         self._wrong = {fault.column for fault in self.faults}
@@ -145,8 +145,9 @@ class SchemaChecks:
         schema, names = self.schema, fields.names
         sparse, dense = schema.stored
         made_of = stored_inputs(schema.derived, (Cross, Lookup, Bucket))
-        others = [*schema.weight_columns, *schema.id_weights, *([schema.group] if schema.group is not None else [])]
-        for name in dict.fromkeys([*(c.name for c in sparse), *dense, *schema.labels, *others, *made_of]):
+        group = [] if schema.group is None else [schema.group]
+        others = [*schema.labels, *schema.weight_columns, *schema.id_weights, *group, *made_of]
+        for name in dict.fromkeys([*(c.name for c in sparse), *dense, *others]):
             if name not in names:
                 hint = did_you_mean(name, names) or f"; it has {', '.join(names[:20])}{', …' * (len(names) > 20)}"
                 self._add(name, "missing column", f"{what} has no column '{name}'{hint}")
@@ -256,9 +257,11 @@ def summarize(
         else:
             columns[name].add_absent(len(found.table))
 
-    done = 0
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        for found in _read_ahead(data):
+    done, slices = 0, data.read()
+    with ThreadPoolExecutor(usable_cores()) as pool, ThreadPoolExecutor(1) as reader:
+        waiting = reader.submit(next, slices, None)
+        while (found := waiting.result()) is not None:
+            waiting = reader.submit(next, slices, None)  # while this slice is counted
             list(pool.map(add, itertools.repeat(found), columns))
             for name, counts in labels.items():
                 if name in found.table.column_names:
@@ -267,16 +270,6 @@ def summarize(
                 checks.check(found)
             progress(done := done + len(found.table), data.rows)
     return DataSummary(data, columns, labels, why, [] if checks is None else checks.faults)
-
-
-def _read_ahead(data: StoredRows) -> Iterator[RowsSlice]:
-    """Yield all slices; another thread reads the next one."""
-    slices = data.read()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(next, slices, None)
-        while (found := waiting.result()) is not None:
-            waiting = pool.submit(next, slices, None)
-            yield found
 
 
 def compare(before: DataSummary, after: DataSummary) -> dict[str, Any]:
@@ -320,8 +313,7 @@ def _find_labels(data: StoredRows, schema: Schema | None, label: str | None) -> 
             raise DataError(f"--label: {data.path} has no column '{label}'{did_you_mean(label, data.names)}")
         if not names or not with_all:
             return {}, "no column has the name of a label; set --label NAME or --recipe"
-        sample = take_sample(with_all, names)
-        labels = find_labels(data.path, sample, [label] if label else [], None)
+        labels = find_labels(data.path, take_sample(with_all, names), [label] if label else [], None)
         return {of.name: LabelCounts(of.mapping) for of in labels}, ""
     except DataError as error:
         if label is not None:
@@ -385,8 +377,7 @@ def stability_index(first: NDArray[Any], second: NDArray[Any]) -> float:
     As a rule of thumb, distributions are similar below 0.1, and different above 0.25 (Siddiqi, "Credit Risk
     Scorecards", 2006). A bin counts as half a sample at least, so that empty bins do not make it infinite.
     """
-    p, q = np.maximum(first, _LEAST), np.maximum(second, _LEAST)
-    p, q = p / p.sum(), q / q.sum()
+    p, q = (of / of.sum() for of in (np.maximum(first, _LEAST), np.maximum(second, _LEAST)))
     return float(((p - q) * np.log(p / q)).sum())
 
 
@@ -398,9 +389,8 @@ def jensen_shannon(first: NDArray[Any], second: NDArray[Any]) -> float:
     """
     if not first.sum() or not second.sum():
         return math.nan
-    shares = [counts / counts.sum() for counts in (first, second)]
-    middle = (shares[0] + shares[1]) / 2
-    parts = [float((s[s > 0] * np.log2(s[s > 0] / middle[s > 0])).sum()) for s in shares]
+    p, q = first / first.sum(), second / second.sum()
+    parts = [float((s[s > 0] * np.log2(s[s > 0] / ((p + q) / 2)[s > 0])).sum()) for s in (p, q)]
     return max(0.0, sum(parts) / 2)
 
 

@@ -19,11 +19,14 @@ import io
 import json
 import tempfile
 from abc import ABC
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import asdict
+from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -40,7 +43,7 @@ from hotbed.config import Component, Recipe
 from hotbed.data import Loader, Schema
 from hotbed.serve.model_files import ChangeSet
 from hotbed.serve.served_model import ServedModel
-from hotbed.testing.processes import World, run_in_processes
+from hotbed.train.ranks.process_group import end_groups
 from hotbed.train.runs.build import build, open_source
 from hotbed.train.runs.callbacks import Callback
 from hotbed.train.runs.model_export import export_model, export_single
@@ -114,9 +117,8 @@ class ModelContract(ABC):
 
     def test_it_learns(self, recipe: dict[str, Any]) -> None:
         recipe["train"] |= {"steps": 80, "epochs": 10}
-        losses = _Losses()
-        _fit(Recipe.from_dict(recipe), losses)
-        first, last = np.mean(losses.found[:8]), np.mean(losses.found[-8:])
+        losses, _ = _fit(recipe)
+        first, last = np.mean(losses[:8]), np.mean(losses[-8:])
         assert last < 0.95 * first, (
             f"mean loss after ten epochs: got {last:.4f}, expected less than 0.95 of the first, {first:.4f}"
         )
@@ -147,14 +149,15 @@ class ModelContract(ABC):
         program = torch.export.load(tmp_path / "program.pt2").module()
         source = open_source(Recipe.from_dict(recipe).data)
         batch = Batch.concatenate([source.read("train", i) for i in range(len(source.chunks("train")))])
+        weighted = [column.name for column in self.schema.sparse if column.weights is not None]
         ids: dict[str, Any] = {}
         weights: dict[str, torch.Tensor] = {}
-        for column in self.schema.sparse:
-            bags = batch.sparse[column.name]
+        for name in batch.sparse.names:
+            bags = batch.sparse[name]
             values = bags.values.long()
-            ids[column.name] = (values, bags.lengths()) if bags.fixed is None else values.view(-1, bags.fixed)
-            if column.weights is not None and bags.weights is not None:
-                weights[column.name] = bags.weights if bags.fixed is None else bags.weights.view(-1, bags.fixed)
+            ids[name] = (values, bags.lengths()) if bags.fixed is None else values.view(-1, bags.fixed)
+            if name in weighted and bags.weights is not None:
+                weights[name] = bags.weights if bags.fixed is None else bags.weights.view(-1, bags.fixed)
         logits = program(batch.dense, ids, *([weights] if weights else []))
         np.testing.assert_allclose(logits.detach().double().sigmoid().numpy(), _predicted(run, recipe), atol=1e-6)
 
@@ -175,7 +178,12 @@ class ModelContract(ABC):
         stopped = run_of(recipe, tmp_path / "runs", steps=STEPS // 2)
         resumed = run_of(recipe, tmp_path / "runs", resume=str(stopped))
         assert resumed != stopped
-        assert _learned(resumed, recipe) == _learned(straight, recipe) != _learned(stopped, recipe)
+        learned: list[str] = []
+        for run in (straight, resumed, stopped):
+            trainer = build(Recipe.from_dict(recipe))
+            load_checkpoint(find_checkpoint(run), trainer.parts())
+            learned.append(_digest([], trainer))
+        assert learned[0] == learned[1] != learned[2]
         losses = _losses_by_step(straight)
         assert _losses_by_step(resumed) == {step: loss for step, loss in losses.items() if step > STEPS // 2}
 
@@ -183,8 +191,7 @@ class ModelContract(ABC):
         published, rows = tmp_path / "published", _inputs(recipe)
         recipe["train"] |= {"publish": str(published)}
         run = run_of(recipe, tmp_path / "runs", steps=STEPS // 2)
-        served = ServedModel.open(published / f"model-{STEPS // 2:012}")
-        try:
+        with closing(ServedModel.open(published / f"model-{STEPS // 2:012}")) as served:
             before = _predicted(run, recipe)
             np.testing.assert_array_equal(served.score(rows)[0], before)
             assert run_of(recipe, tmp_path / "runs", resume="auto") == run
@@ -192,8 +199,6 @@ class ModelContract(ABC):
             after = _predicted(run, recipe)
             np.testing.assert_array_equal(served.score(rows)[0], after)
             assert (before != after).any()
-        finally:
-            served.close()
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
@@ -223,26 +228,23 @@ def draw_samples(schema: Schema, samples: int, seed: int = 0) -> Any:
     for column in schema.sparse:
         most = column.ids or LONGEST
         ids = rng.integers(0, column.rows, (samples, most))
+        stored: dict[str, NDArray[Any]] = {column.name: ids}
         lengths = np.full(samples, most) if column.ids else rng.integers(0, LONGEST + 1, samples)
-        here = np.arange(most) < lengths[:, None]
-        weights = np.ones(ids.shape, np.float32)
+        here, weights = np.arange(most) < lengths[:, None], np.ones(ids.shape, np.float32)
         if column.weights is not None:
             weights[:] = rng.uniform(-0.5, 2, ids.shape)
+            stored[column.weights] = weights
         score += ((ids % 2 * 2 - 1) * weights * here).sum(1) / np.maximum(lengths, 1)
-        stored = {column.name: ids} if column.weights is None else {column.name: ids, column.weights: weights}
+        offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
         for name, values in stored.items():
-            columns[name] = values[:, 0] if column.ids == 1 else _lists(values[here], lengths)
+            flat = pa.array(values[here])
+            columns[name] = flat if column.ids == 1 else pa.ListArray.from_arrays(offsets, flat)
     for i, name in enumerate(schema.dense):
-        values = rng.normal(0, 1, samples).astype(np.float32)
+        columns[name] = values = rng.normal(0, 1, samples).astype(np.float32)
         score += values * (i == 0)
-        columns[name] = values
     for i, name in enumerate(schema.labels):
         columns[name] = (score > 0.3 * i).astype(np.float32)
     return pa.table(columns)
-
-
-def _lists(values: NDArray[Any], lengths: NDArray[np.int64]) -> Any:
-    return pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), pa.array(values))
 
 
 # -- runs, also as one rank of several -----------------------------------------------------------------------------
@@ -255,21 +257,16 @@ def with_plans(recipe: Mapping[str, Any], plans: Iterable[str]) -> dict[str, dic
 
 def train_all(_: Group, recipes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Train each recipe; return the SHA-256 of losses, model and moments by the same name."""
-    found: dict[str, str] = {}
-    for name, recipe in recipes.items():
-        losses = _Losses()
-        found[name] = _digest(losses, _fit(Recipe.from_dict(dict(recipe)), losses))
-    return found
+    return {name: _digest(*_fit(recipe)) for name, recipe in recipes.items()}
 
 
 def train_halves(_: Group, first: Mapping[str, Any], second: Mapping[str, Any], checkpoint: str) -> str:
     """Train half of the steps with each of two recipes, and resume the second from a checkpoint of the first."""
-    losses = _Losses()
-    half = {**first, "train": {**first["train"], "steps": STEPS // 2}}
-    trainer = _fit(Recipe.from_dict(half), losses)
+    losses, trainer = _fit({**first, "train": {**first["train"], "steps": STEPS // 2}})
     save_checkpoint(checkpoint, trainer.parts(), step=trainer.step).wait()
     trainer.ranks.add(0)  # other ranks wait for the checkpoint
-    return _digest(losses, _fit(Recipe.from_dict(dict(second)), losses, checkpoint))
+    later, trainer = _fit(second, checkpoint)
+    return _digest(losses + later, trainer)
 
 
 class _Losses(Callback):
@@ -280,7 +277,9 @@ class _Losses(Callback):
         self.found.append(loss)
 
 
-def _fit(recipe: Recipe, losses: _Losses, checkpoint: str | None = None) -> Trainer:
+def _fit(values: Mapping[str, Any], checkpoint: str | None = None) -> tuple[list[float], Trainer]:
+    """Train a recipe; return the losses by step, and the trainer."""
+    recipe = Recipe.from_dict(dict(values))
     source = open_source(recipe.data)
     trainer = build(recipe, source)
     ranks = trainer.ranks
@@ -288,9 +287,9 @@ def _fit(recipe: Recipe, losses: _Losses, checkpoint: str | None = None) -> Trai
     if checkpoint is not None:
         load_checkpoint(checkpoint, trainer.parts())
         trainer.resume_data(loader)
-    trainer.callbacks.append(losses)
+    trainer.callbacks.append(losses := _Losses())
     trainer.fit(loader)
-    return trainer
+    return losses.found, trainer
 
 
 def run_of(recipe: Mapping[str, Any], root: Path, *, steps: int = STEPS, resume: str | None = None) -> Path:
@@ -304,13 +303,6 @@ def run_of(recipe: Mapping[str, Any], root: Path, *, steps: int = STEPS, resume:
 def _losses_by_step(run: Path) -> dict[int, float]:
     entries = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
-
-
-def _learned(run: Path, recipe: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a run's newest checkpoint."""
-    trainer = build(Recipe.from_dict(dict(recipe)))
-    load_checkpoint(find_checkpoint(run), trainer.parts())
-    return _digest(_Losses(), trainer)
 
 
 def _predicted(run: Path, recipe: Mapping[str, Any]) -> NDArray[np.float64]:
@@ -332,13 +324,41 @@ def _labels(recipe: Mapping[str, Any]) -> list[str]:
     return list(recipe["data"]["source"]["init_args"]["schema"]["labels"])
 
 
-def _digest(losses: _Losses, trainer: Trainer) -> str:
+def _digest(losses: list[float], trainer: Trainer) -> str:
     state = dict(trainer.model.state_dict())
     for name, optimizer in trainer.optimizers.items():
         entries: Mapping[Any, Mapping[str, Any]] = optimizer.state_dict()["state"]
         state |= {f"{name}.{i}.{key}": t for i, entry in entries.items() for key, t in entry.items()}
-    digest = hashlib.sha256(np.array(losses.found).tobytes())
+    digest = hashlib.sha256(np.array(losses).tobytes())
     for name in sorted(state):
         values = state[name].detach().contiguous()
         digest.update(name.encode() + values.view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+class World(Protocol):
+    """Calls ``function(group, *args)`` in ``size`` processes, and returns the results by rank."""
+
+    def __call__(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]: ...
+
+
+def run_in_processes(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call ``function(group, *args)`` in new processes, which must be able to import it; return results by rank."""
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, get_context("spawn")) as pool:
+        store = str(Path(folder) / "store")
+        # Each rank waits for all others, so each call has its own process.
+        return [f.result() for f in [pool.submit(_run_rank, rank, size, store, function, args) for rank in range(size)]]
+
+
+def _run_rank(rank: int, size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=300)  # other ranks may compile kernels on a busy machine
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    try:
+        return function(dist.group.WORLD, *args)
+    finally:
+        end_groups()
+        dist.destroy_process_group()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,7 @@ from hotbed.jagged import Jagged
 from hotbed.ops import BackendName, launches
 from hotbed.ops.layout import BLOCK
 from hotbed.ops.reference_rules import blocks_of, rule_steps, sum_of_blocks
-from hotbed.optim import SparseOptimizer
+from hotbed.optim import Rule, SparseOptimizer
 from hotbed.specs import Feature, RowDtype, Table
 
 DIM = 36
@@ -59,21 +59,19 @@ class TwoTables(nn.Module):
 
     def rows(self) -> dict[str, Tensor]:
         """Return CPU copies of the rows by table."""
-        weights = {name: self.embeddings.weight(name).detach() for name in ROWS}
-        return {name: w.to("cpu", torch.float32, copy=True) for name, w in weights.items()}
+        return {n: self.embeddings.weight(n).detach().to("cpu", torch.float32, copy=True) for n in ROWS}
 
 
-def _draw_ids(seed: int, size: int = 24, below: int = ROWS["a"]) -> Jagged:
-    """Draw ids; row 0 of table a occurs more often than the 32 times that a run sums."""
+def _draw_ids(seed: int, below: int = ROWS["a"]) -> Jagged:
+    """Draw ids of 24 samples; row 0 of table a occurs more often than the 32 times that a run sums."""
     draw = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 4, (size,), generator=draw)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    popular = torch.randint(0, below, (size, 3), generator=draw)
+    lengths = torch.randint(0, 4, (24,), generator=draw)
+    popular = torch.randint(0, below, (24, 3), generator=draw)
     popular[:, :2] = 0
     ragged = torch.randint(0, below, (int(lengths.sum()),), generator=draw)
-    single = torch.randint(0, below, (size, 1), generator=draw)
-    weights = {"z": torch.rand(size, generator=draw)}
-    return Jagged.from_dict({"x": popular, "y": (ragged, offsets), "z": single}, weights=weights)
+    single = torch.randint(0, below, (24, 1), generator=draw)
+    ids = {"x": popular, "y": (ragged, nn.functional.pad(lengths.cumsum(0), (1, 0))), "z": single}
+    return Jagged.from_dict(ids, weights={"z": torch.rand(24, generator=draw)})
 
 
 def _train(model: nn.Module, optimizer: SparseOptimizer, batches: Iterable[Jagged | int], device: str = "cpu") -> None:
@@ -125,36 +123,32 @@ class RuleContract(ABC):
     def test_kernels_have_the_bits_of_the_formula(self, backend: BackendName, dtype: RowDtype) -> None:
         if backend not in self.backends:
             pytest.skip(f"this rule has no kernel of backend '{backend}'")
-        found: list[tuple[TwoTables, SparseOptimizer]] = []
-        both: tuple[tuple[BackendName, str], ...] = ((backend, _device_of(backend)), ("reference", "cpu"))
-        for name, device in both:
+
+        def train(name: BackendName, device: str) -> list[dict[str, Tensor]]:
             model = TwoTables(name, dtype).to(device)
             optimizer = self.make(model)
             before = launches.copy()
             _train(model, optimizer, range(STEPS), device)
             assert (launches - before)[f"{name}.update"] > 0
-            found.append((model, optimizer))
-        (model, optimizer), (of_formula, its_optimizer) = found
-        _assert_equal(model.rows(), of_formula.rows())
-        for state, expected in zip(_state(optimizer), _state(its_optimizer), strict=True):
-            _assert_equal(state, expected)
+            return [model.rows(), *_state(optimizer)]
 
-    def test_rows_do_not_depend_on_other_rows(self) -> None:
-        rows, moments, g, hyper, optimizer = self._arena()
-        whole, after = _apply(optimizer, rows, moments, g, hyper, [range(DIM)])
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))[: len(rows) // 2]
-        some = {name: moment[order] for name, moment in moments.items()}
-        found, found_after = _apply(optimizer, rows[order], some, g[order], hyper[order], [range(DIM)])
-        assert torch.equal(found, whole[order])
-        _assert_equal(found_after, {name: moment[order] for name, moment in after.items()})
+        for found, expected in zip(train(backend, _device_of(backend)), train("reference", "cpu"), strict=True):
+            _assert_equal(found, expected)
 
-    def test_columns_may_be_cut_between_blocks(self) -> None:
+    def test_rows_depend_neither_on_other_rows_nor_on_a_cut_of_columns(self) -> None:
         # A rule requests sums over columns with `yield`; everything else is column by column.
-        rows, moments, g, hyper, optimizer = self._arena()
-        whole, after = _apply(optimizer, rows, moments, g, hyper, [range(DIM)])
-        cut, cut_after = _apply(optimizer, rows, moments, g, hyper, [range(BLOCK), range(BLOCK, DIM)])
-        assert torch.equal(cut, whole)
-        _assert_equal(cut_after, after)
+        model, optimizer = self._trained()
+        rule, state, rows = optimizer.rule, _state(optimizer)[list(ROWS).index("b")], model.rows()["b"]
+        line = [1.0, *optimizer._hyper(optimizer.param_groups[0])]
+        own = dict(zip(rule.hyper, line[len(line) - len(rule.hyper) :], strict=True))
+        line += [1 - own[name] ** (STEPS + 1) for name in rule.corrected]
+        g = torch.randn(rows.shape, generator=torch.Generator().manual_seed(5))
+        order = torch.randperm(len(g), generator=torch.Generator().manual_seed(1))
+        some, whole, cut = order[: len(g) // 2], [range(DIM)], [range(BLOCK), range(BLOCK, DIM)]
+        expected = _apply(rule, {"rows": rows} | {m.name: state[m.name] for m in rule.moments}, g, line, whole)
+        for at, cuts in ((some, whole), (torch.arange(len(g)), cut)):
+            before = {"rows": rows[at]} | {m.name: state[m.name][at] for m in rule.moments}
+            _assert_equal(_apply(rule, before, g[at], line, cuts), {name: t[at] for name, t in expected.items()})
 
     def test_rows_outside_the_batch_keep_their_bits_while_steps_are_counted(self) -> None:
         model, optimizer = self._trained(1)
@@ -162,9 +156,11 @@ class RuleContract(ABC):
         _train(model, optimizer, [_draw_ids(seed, below=4) for seed in (1, 2)])
         for name, rows in model.rows().items():
             assert torch.equal(rows[4:], before[name][4:]) and not torch.equal(rows, before[name])
-        for new, old in zip(_state(optimizer), kept, strict=True):
-            assert new["step"] == old["step"] + 2
-            assert all(torch.equal(new[m.name][4:], old[m.name][4:]) for m in optimizer.rule.moments)
+        for rows, new, old in zip(ROWS.values(), _state(optimizer), kept, strict=True):
+            shapes = {m.name: (rows,) if m.per == "row" else (rows, DIM) for m in optimizer.rule.moments}
+            assert {name: tuple(t.shape) for name, t in new.items()} == {"step": ()} | shapes
+            assert new["step"].dtype == torch.int64 and new["step"] == old["step"] + 2 == 3
+            assert all(torch.equal(new[name][4:], old[name][4:]) for name in shapes)
 
     def test_frozen_tables_keep_rows_moments_and_steps(self) -> None:
         model, optimizer = self._trained(1)
@@ -188,34 +184,21 @@ class RuleContract(ABC):
             many.step()
         torch.testing.assert_close(parts.rows(), whole.rows(), rtol=1e-4, atol=1e-5)
 
-    def test_the_state_of_a_table_has_its_moments_and_its_step(self) -> None:
-        _, optimizer = self._trained(2)
-        for rows, of_table in zip(ROWS.values(), _state(optimizer), strict=True):
-            assert set(of_table) == {"step", *(m.name for m in optimizer.rule.moments)}
-            assert of_table["step"].dtype == torch.int64 and of_table["step"].shape == () and of_table["step"] == 2
-            for moment in optimizer.rule.moments:
-                assert of_table[moment.name].shape == ((rows,) if moment.per == "row" else (rows, DIM))
-
-    def test_a_state_dict_resumes_rows_moments_steps_and_options_to_the_bit(self) -> None:
-        straight, _ = self._trained(2 * STEPS)
-        first, before = self._trained()
-        second = TwoTables(self.backends[0])
-        second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
-        after = self.make(second)
-        for group in after.param_groups:
-            group["lr"] = 9.0
-        after.load_state_dict(before.state_dict())
-        _train(second, after, range(STEPS, 2 * STEPS))
-        _assert_equal(second.rows(), straight.rows())
-
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_a_checkpoint_resumes_to_the_bit(self, dtype: RowDtype, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("saved_as", ["state dict", "checkpoint"])
+    def test_a_saved_state_resumes_to_the_bit(self, saved_as: str, dtype: RowDtype, tmp_path: Path) -> None:
         straight, _ = self._trained(2 * STEPS, dtype)
         first, before = self._trained(STEPS, dtype)
-        save_checkpoint(tmp_path / "checkpoint", {"model": first, "sparse": before}, step=STEPS).wait()
         second = TwoTables(self.backends[0], dtype)
         after = self.make(second)
-        assert load_checkpoint(tmp_path / "checkpoint", {"model": second, "sparse": after}).step == STEPS
+        if saved_as == "checkpoint":
+            save_checkpoint(tmp_path / "saved", {"model": first, "sparse": before}, step=STEPS).wait()
+            assert load_checkpoint(tmp_path / "saved", {"model": second, "sparse": after}).step == STEPS
+        else:
+            second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
+            for group in after.param_groups:
+                group["lr"] = 9.0
+            after.load_state_dict(before.state_dict())
         _train(second, after, range(STEPS, 2 * STEPS))
         _assert_equal(second.rows(), straight.rows())
 
@@ -237,55 +220,34 @@ class RuleContract(ABC):
                 assert new["step"] == old["step"] + updated
                 assert updated or all(torch.equal(new[name], old[name]) for name in new)
 
-    def _arena(self) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, SparseOptimizer]:
-        """Return trained rows and moments of table b, gradients, and hyperparameters of the next step."""
-        model, optimizer = self._trained()
-        rule, (group, *_) = optimizer.rule, optimizer.param_groups
-        line = [1.0, *optimizer._hyper(group)]
-        own = dict(zip(rule.hyper, line[len(line) - len(rule.hyper) :], strict=True))
-        line += [1 - own[name] ** (STEPS + 1) for name in rule.corrected]
-        state = _state(optimizer)[list(ROWS).index("b")]
-        g = torch.randn(ROWS["b"], DIM, generator=torch.Generator().manual_seed(5))
-        hyper = torch.tensor(line, dtype=torch.float32).repeat(len(g), 1)
-        return model.rows()["b"], {m.name: state[m.name] for m in rule.moments}, g, hyper, optimizer
-
 
 def _apply(
-    optimizer: SparseOptimizer,
-    rows: Tensor,
-    moments: dict[str, Tensor],
-    g: Tensor,
-    hyper: Tensor,
-    cuts: Sequence[range],
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute a step of rows with cut columns; parts share only sums over columns."""
-    rule = optimizer.rule
+    rule: Rule, values: dict[str, Tensor], g: Tensor, line: list[float], cuts: Sequence[range]
+) -> dict[str, Tensor]:
+    """Return rows and moments after a step with cut columns; parts share only sums over columns."""
     per_row = {m.name for m in rule.moments if m.per == "row"}
-
-    def columns(x: Tensor, cut: range) -> Tensor:
-        return x[:, cut.start : cut.stop].clone()
-
-    state = [{n: m.clone() if n in per_row else columns(m, cut) for n, m in moments.items()} for cut in cuts]
-    steps: list[Generator[Tensor, Tensor, Tensor]] = [
-        rule_steps(rule, columns(rows, cut), of, columns(g, cut), hyper, DIM)
-        for cut, of in zip(cuts, state, strict=True)
+    hyper = torch.tensor(line, dtype=torch.float32).repeat(len(g), 1)
+    parts = [{n: (t if n in per_row else t[:, c.start : c.stop]).clone() for n, t in values.items()} for c in cuts]
+    steps = [
+        rule_steps(rule, part.pop("rows"), part, g[:, cut.start : cut.stop].clone(), hyper, DIM)
+        for cut, part in zip(cuts, parts, strict=True)
     ]
     new: list[Tensor] = []
     sums: Tensor | None = None
     while not new:
         blocks: list[Tensor] = []
-        for part in steps:
+        for step in steps:
             try:
-                blocks.append(blocks_of(next(part) if sums is None else part.send(sums)))
+                blocks.append(blocks_of(next(step) if sums is None else step.send(sums)))
             except StopIteration as end:
                 new.append(end.value)
         assert not (blocks and new), "the parts of a row request different numbers of sums"
         if blocks:
             sums = sum_of_blocks(torch.cat(blocks, dim=1))
     for name in per_row:
-        assert all(torch.equal(of[name], state[0][name]) for of in state), f"{name} differs between parts of a row"
-    merged = {n: state[0][n] if n in per_row else torch.cat([of[n] for of in state], dim=1) for n in moments}
-    return torch.cat(new, dim=1), merged
+        assert all(torch.equal(part[name], parts[0][name]) for part in parts), f"{name} differs between parts of a row"
+    moments = {n: t if n in per_row else torch.cat([part[n] for part in parts], dim=1) for n, t in parts[0].items()}
+    return {"rows": torch.cat(new, dim=1)} | moments
 
 
 def _device_of(backend: BackendName) -> str:

@@ -39,7 +39,6 @@ from hotbed.data.files.criteo import COLUMNS
 from hotbed.data.files.delimited import is_delimited
 from hotbed.data.files.parquet_files import (
     ParquetFile,
-    RowGroup,
     find_parquet,
     refuse_same_files,
     text_columns,
@@ -66,7 +65,6 @@ _SHARE = 0.1
 _FEW_ROWS, _SHARE_OF_FEW = 5_000, 0.2  # a tenth of few rows means little
 _SMALLEST, _LARGEST = 0.03, 0.3  # limits of shares of a split by time, if many rows have the same time
 _MISSING = 0.01
-_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _INDICATOR = 0.005
 _FEW_VALUES = 50
 
@@ -162,7 +160,12 @@ def draft(
         for name in of_option:
             check_known(f"{option}, column of {path}", name, names, DataError)
     missing = _unlike(files.train, names)
-    sample = _sample(groups, [name for name in names if name not in drop], missing)
+    while True:
+        try:
+            sample = take_sample(groups, [name for name in names if name not in missing and name not in drop])
+            break
+        except arrow.WideDecimalError as error:
+            missing[error.column] = f"it {error.reason}"
     total = sum(group.samples for group in groups)
     required = list(dict.fromkeys([label] if isinstance(label, str) else label))
     if dropped := [name for name in required if name in drop]:
@@ -200,14 +203,14 @@ def draft(
             )
     times = [p for p in profiles if roles[p.name].role == "time" or p.name == time]
     if time is not None:
-        problem = None
-        if time in of_label:
-            problem = "it is the label"
-        elif time not in inputs:
-            problem = f"it is left out ({missing.get(time, '--drop')})"
-        elif any(p.name == time and p.dates == "other" for p in profiles):
-            problem = "its text does not sort by time. Write it as 2024-12-31, or as times"
-        if problem is not None:
+        problems = {
+            "it is the label": time in of_label,
+            f"it is left out ({missing.get(time, '--drop')})": time not in inputs,
+            "its text does not sort by time. Write it as 2024-12-31, or as times": any(
+                p.name == time and p.dates == "other" for p in profiles
+            ),
+        }
+        if problem := next((text for text, is_so in problems.items() if is_so), None):
             raise SpecError(f"--time: got '{time}', expected the column of the rows' times, but {problem}.")
         roles[time] = ColumnRole("time", "the splits are by it")
     schema, reasons = _schema(str(path), labels, weight, profiles, roles, sample, histories)
@@ -239,31 +242,19 @@ def draft(
     )
 
 
-def _sample(groups: Sequence[RowGroup], names: Sequence[str], missing: dict[str, str]) -> pa.Table:
-    """Sample columns that are not ``missing``; columns with decimals of more than 64 bits are added to ``missing``."""
-    while True:
-        try:
-            return take_sample(groups, [name for name in names if name not in missing])
-        except arrow.WideDecimalError as error:
-            missing[error.column] = f"it {error.reason}"
-
-
 def _unlike(files: Sequence[ParquetFile], names: Sequence[str]) -> dict[str, str]:
     """Return columns that some files lack, or have with an incompatible type, with the reason."""
     found: dict[str, str] = {}
     for name in names:
-        kinds: list[pa.DataType] = []
+        kinds: dict[pa.DataType, None] = {}
         for file in files:
             at = file.schema.get_field_index(name)
+            kind = file.schema.types[at]
             if at < 0:
                 found.setdefault(name, f"{file.name} has no such column")
-                continue
-            kind = file.schema.types[at]
-            other = next((before for before in kinds if not arrow.are_compatible(before, kind)), None)
-            if other is not None:
+            elif other := next((before for before in kinds if not arrow.are_compatible(before, kind)), None):
                 found.setdefault(name, f"in {file.name} it is {kind}, in another file {other}")
-            if kind not in kinds:
-                kinds.append(kind)
+            kinds |= {kind: None} if at >= 0 else {}
     return found
 
 
@@ -293,12 +284,10 @@ def _may_be_weight(column: pa.ChunkedArray) -> bool:
 
 def _is_counted(column: pa.ChunkedArray) -> bool:
     """Return whether a column may hold ids, or lists of them, so that the number of distinct values matters."""
-    kind = column.type
-    inner = kind.value_type if arrow.is_list(kind) else kind
-    if pa.types.is_floating(kind):
+    if pa.types.is_floating(column.type):
         numbers = arrow.to_float64(column)
         return bool((np.isnan(numbers) | (numbers == np.floor(numbers))).all())
-    return _is_of_ids(inner)
+    return _is_of_ids(column.type.value_type if arrow.is_list(column.type) else column.type)
 
 
 def _is_of_ids(kind: pa.DataType) -> bool:
@@ -339,18 +328,15 @@ def _schema(
             numericals.append(Numerical(name=column.name, rule=rule, missing=missing))
             reasons[column.name] = why + (f" ({role.reason})" if role.reason else "") + absent
         elif role.role in ("id", "category", "list"):
-            ragged = arrow.is_list(column.type)
             is_fixed = pa.types.is_fixed_size_list(column.type) and not column.missing_share
-            ids = int(column.type.list_size) if is_fixed else None if ragged else 1
-            rows = _without_collisions(column, hashed_rows(column.distinct))
+            ids = int(column.type.list_size) if is_fixed else None if arrow.is_list(column.type) else 1
+            rows, table = _without_collisions(column, hashed_rows(column.distinct)), shared.get(column.name)
             pooling = "mean" if ids is None else "sum"
-            table = shared.get(column.name)
             sparse.append(SparseColumn(name=column.name, rows=rows, table=table, ids=ids, pooling=pooling))
             reasons[column.name] = role.reason + absent
     if not sparse:
-        left_out = [(n, why) for n, role in roles.items() if (why := _reason_left_out(role))][:8]
-        listed = "; ".join(f"'{n}': {why}" for n, why in left_out)
-        out = f" (left out: {listed})" if left_out else ""
+        left_out = [f"'{n}': {why}" for n, role in roles.items() if (why := _reason_left_out(role))][:8]
+        out = f" (left out: {'; '.join(left_out)})" if left_out else ""
         raise DataError(f"{path}: got no column of ids besides its label{out}, expected integers, strings or lists")
     most: dict[str, int] = {}  # a shared table has the rows of its largest column
     for column in sparse:
@@ -382,9 +368,7 @@ def _without_collisions(column: SampledColumn, rows: int) -> int:
         return rows
     kind = column.type.value_type if arrow.is_list(column.type) or pa.types.is_dictionary(column.type) else column.type
     values = pa.array([v for v in column.few if v is not None], kind)
-    if pa.types.is_floating(values.type):
-        values = pa.array(values.cast(pa.float64()).to_numpy().astype(np.int64))
-    hashes = arrow.hash_values(values)
+    hashes = arrow.hash_values(values.cast(pa.int64()) if pa.types.is_floating(kind) else values)
     larger = (rows << i for i in range(5))
     return next((n for n in larger if len(np.unique(hashes_to_rows(hashes, n))) == len(hashes)), rows)
 
@@ -494,17 +478,16 @@ def draft_splits(
     paths: dict[str, str | None] = {}
     there: set[str] = set()
     for split, of_split in files.others.items():
-        is_path = split == "test" and files.test_path is not None
-        lacking = next((f for f in with_rows(of_split) if any(name not in f.schema.names for name in labels)), None)
+        path = files.test_path if split == "test" else None
+        lacking = next((f for f in with_rows(of_split) if {*labels} - {*f.schema.names}), None)
         if lacking is None:
             there.add(split)
-            if is_path:
-                paths["test"] = files.test_path
-        elif is_path:
+        elif path is not None:
             raise DataError(f"--test: {lacking} has no column {labels[0]!r}, which is the label")
         else:
-            paths[split] = None
             found.notes.append(f"The {split} files ({lacking.name}) have no column {labels[0]!r} and are not used.")
+        if lacking is not None or path is not None:
+            paths[split] = path
     found.has_valid, found.has_test = "valid" in there, "test" in there
     wanted = [split for split in ("valid", "test") if split not in there and (split == "test" or valid)]
     if wanted and total < FEWEST_ROWS:
@@ -531,6 +514,7 @@ def _cut(
     """Return the rule that cuts splits off the train data, and the reason."""
     if time is None and all(is_delimited(f.shown) and tuple(f.schema.names) == COLUMNS for f in train):
         return {"by": "order", **shares}, "the last rows, because Criteo logs are in the order of time"
+    limits = f"time with {_SMALLEST:.0%} to {_LARGEST:.0%} of the rows after it"
     unfit: list[str] = []
     for column in sorted(times, key=lambda c: (-time_rank(c.name), -c.distinct)):
         if time is None and column.missing_share >= _MISSING:
@@ -538,59 +522,42 @@ def _cut(
         elif time is None and not time_rank(column.name) and not column.is_sorted:
             unfit.append(f"'{column.name}' may not be the time of the row; otherwise set --time")
         elif time in (None, column.name):
-            starts = _starts(sample[column.name], shares, column.date_format)
-            if starts is not None:
+            if starts := _starts(sample[column.name], shares, column.date_format):
                 by_time = {"by": "time", "column": column.name, **{f"{s}_from": t for s, t in starts.items()}}
                 by_time |= {} if column.date_format is None else {"format": column.date_format}
-                return (
-                    by_time,
-                    f"the latest rows by '{column.name}', because a model predicts the future",
-                )
+                return by_time, f"the latest rows by '{column.name}', because a model predicts the future"
             if time is not None:
-                raise DataError(
-                    f"--time: got {time}, expected a time with {_SMALLEST:.0%} to {_LARGEST:.0%} of the rows "
-                    "after it, for a test split. Remove --time."
-                )
-            unfit.append(f"'{column.name}' has no time with {_SMALLEST:.0%} to {_LARGEST:.0%} of the rows after it")
+                raise DataError(f"--time: got {time}, expected a {limits}, for a test split. Remove --time.")
+            unfit.append(f"'{column.name}' has no {limits}")
     why = f" ({'; '.join(unfit)})" if unfit else ", because there is no column of time"
     return {"by": "hash", **shares}, f"by a hash of the rows' positions{why}"
 
 
-def _starts(column: pa.ChunkedArray, shares: Mapping[str, float], date_format: str | None) -> dict[str, object] | None:
-    """Return the first time of each split, so that it has about its share of the rows; None if there are none."""
+def _starts(column: pa.ChunkedArray, shares: Mapping[str, float], date_format: str | None) -> dict[str, object]:
+    """Return the first time of each split, so that it has about its share of the rows; empty if there are none."""
     column = pc.drop_null(column)
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        column = pc.cast(column, kind.value_type)
+    if pa.types.is_dictionary(column.type):
+        column = pc.cast(column, column.type.value_type)
     if date_format is not None:
-        kind = pa.timestamp("us")
-        column = pc.cast(parse_dates(column, date_format), kind)
-    if arrow.is_time(kind):
+        column = pc.cast(parse_dates(column, date_format), pa.timestamp("us"))
+    if is_time := arrow.is_time(column.type):
         values = arrow.to_microseconds(column).to_numpy()
     elif arrow.is_text(column.type):
         values = np.array(pc.cast(column, pa.string()).to_pylist(), dtype=np.str_)
     else:
         values = arrow.to_float64(column)
         values = values[np.isfinite(values)]
-    if not len(values):
-        return None
-    values = np.sort(values)
-    different, firsts = np.unique(values, return_index=True)
-    left = 1 - firsts / len(values)  # share of the rows from each value on
+    different, firsts = np.unique(np.sort(values), return_index=True)
+    left = 1 - firsts / max(1, len(values))  # share of the rows from each value on
     starts: dict[str, object] = {}
     total = 0.0
-    for split, share in reversed(list(shares.items())):
+    for split, share in reversed(list(shares.items()) if len(values) else []):
         at = int(np.abs(left - (total + share)).argmin())
         if not _SMALLEST <= left[at] - total <= _LARGEST:
-            return None
-        total = float(left[at])
-        starts[split] = _plain_time(different[at].item(), kind)
+            return {}
+        total, start = float(left[at]), different[at].item()
+        if is_time:
+            moment = datetime.datetime(1970, 1, 1) + datetime.timedelta(microseconds=start)
+            start = str(moment.date()) if moment.time() == datetime.time() else str(moment)
+        starts[split] = int(start) if isinstance(start, float) and start.is_integer() else start
     return dict(reversed(starts.items()))
-
-
-def _plain_time(value: Any, kind: pa.DataType) -> object:
-    """Convert a time to a value for the recipe."""
-    if arrow.is_time(kind):
-        time = (_EPOCH + datetime.timedelta(microseconds=value)).replace(tzinfo=None)
-        return str(time.date()) if time.time() == datetime.time() else str(time)
-    return int(value) if isinstance(value, float) and value.is_integer() else value

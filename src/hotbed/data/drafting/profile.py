@@ -63,9 +63,7 @@ _READERS = 2
 _MOST_WAITING = 256
 _MOST_LENGTH = 1 << 16
 _ALL = 1 << 64  # number of hashes
-_EPOCH = datetime.datetime(1970, 1, 1)
 _BITS, _HASHES = 27, 4  # of the Bloom filter
-_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)  # set bits of each byte
 
 Integers = NDArray[np.int64]
 
@@ -123,10 +121,14 @@ class ColumnProfile:
             self.lengths = counts
         if is_counted(array.type):
             values = present_values(array)
-            if not of_lists:
-                missing = len(array) - len(values)
-                if arrow.is_number(array.type) or arrow.is_time(array.type):
-                    self._add_numbers(pa.chunked_array([array]))
+            missing = missing if of_lists else len(array) - len(values)
+            if not of_lists and not arrow.is_text(array.type):
+                self.is_time = arrow.is_time(array.type)
+                self._has_fractions |= pa.types.is_floating(array.type) or pa.types.is_decimal(array.type)
+                numbers = floats_of(pa.chunked_array([array]))
+                self.numbers = self.numbers or ColumnStatistics(limit=self._quantile_sample)
+                self.numbers.add(numbers[~np.isnan(numbers)], self.numbers.count + self.numbers.missing)
+                self.bins += np.bincount(bins_of(torch.from_numpy(numbers.copy())).numpy(), minlength=BINS)
             self.values = self.values or ValueCounts(self._most_distinct, self._earlier)
             self.values.add(values)
         self.rows += len(array)
@@ -180,12 +182,12 @@ class ColumnProfile:
     @property
     def low(self) -> float:
         """Smallest finite number or time; NaN without any."""
-        return math.nan if self.numbers is None or not self.numbers.count else self.numbers.low
+        return self.numbers.low if self.numbers is not None and self.numbers.count else math.nan
 
     @property
     def high(self) -> float:
         """Largest finite number or time; NaN without any."""
-        return math.nan if self.numbers is None or not self.numbers.count else self.numbers.high
+        return self.numbers.high if self.numbers is not None and self.numbers.count else math.nan
 
     @property
     def quantiles(self) -> tuple[float, ...]:
@@ -198,14 +200,6 @@ class ColumnProfile:
     def mean_length(self) -> float:
         """Mean number of elements of lists; 0 for other columns."""
         return self._elements / max(1, int(self.lengths.sum()))
-
-    def _add_numbers(self, column: pa.ChunkedArray) -> None:
-        self.is_time = arrow.is_time(column.type)
-        self._has_fractions |= pa.types.is_floating(column.type) or pa.types.is_decimal(column.type)
-        numbers = floats_of(column)
-        self.numbers = self.numbers or ColumnStatistics(limit=self._quantile_sample)
-        self.numbers.add(numbers[~np.isnan(numbers)], self.numbers.count + self.numbers.missing)
-        self.bins += np.bincount(bins_of(torch.from_numpy(numbers.copy())).numpy(), minlength=BINS)
 
 
 def is_counted(kind: pa.DataType) -> bool:
@@ -228,9 +222,7 @@ def floats_of(column: pa.ChunkedArray) -> arrow.Array:
 
 
 def _format_time(microseconds: float) -> str:
-    if not math.isfinite(microseconds):
-        return str(microseconds)
-    return str(_EPOCH + datetime.timedelta(microseconds=round(microseconds)))
+    return str(datetime.datetime(1970, 1, 1) + datetime.timedelta(microseconds=round(microseconds)))
 
 
 def bins_of(values: Tensor) -> Tensor:
@@ -263,15 +255,19 @@ class _Counts(NamedTuple):
     hashes: Hashes
     counts: Integers
 
-    def find(self, hashes: Hashes) -> tuple[Integers, NDArray[np.bool_]]:
-        """Return the position of each hash ``[n]``, and whether it is here."""
+    @staticmethod
+    def sum(parts: Sequence[_Counts]) -> _Counts:
+        """Add up the counts of equal hashes."""
+        hashes, at = np.unique(np.concatenate([part.hashes for part in parts]), return_inverse=True)
+        counts = np.bincount(at, np.concatenate([part.counts for part in parts]), len(hashes))
+        return _Counts(hashes, counts.astype(np.int64))
+
+    def find(self, hashes: Hashes) -> Integers:
+        """Return the count of each hash ``[n]``; 0 if it is not here."""
         if not len(self.hashes):
-            return np.zeros(len(hashes), np.int64), np.zeros(len(hashes), np.bool_)
+            return np.zeros(len(hashes), np.int64)
         at = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
-        return at, self.hashes[at] == hashes
-
-
-_NO_COUNTS = _Counts(np.empty(0, np.uint64), np.empty(0, np.int64))
+        return np.where(self.hashes[at] == hashes, self.counts[at], 0)
 
 
 def most_distinct(columns: int) -> int:
@@ -289,7 +285,8 @@ class ValueCounts:
         self.total = 0
         self._earlier, self._unseen, self._unseen_squares = earlier, 0.0, 0.0
         self._bound = most_distinct
-        self._sample, self._threshold = _NO_COUNTS, _ALL
+        self._sample = _Counts(np.empty(0, np.uint64), np.empty(0, np.int64))
+        self._threshold = _ALL  # hashes below it are in the sample
         self._hot: _Counts | None = None  # None while all values are counted
         self._seen: SeenValues | None = None  # likewise
         self._subtracted = 0
@@ -316,14 +313,8 @@ class ValueCounts:
         kept = len(self._sample.hashes)
         if self._hot is None:
             return Estimate(kept, 0.0)
-        found = kept / self._rate
+        found = kept / (self._threshold / _ALL)
         return Estimate(found, found / math.sqrt(max(1, kept - 1)))
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether all values were counted."""
-        self._merge()
-        return self._hot is None
 
     @property
     def hottest(self) -> list[tuple[str, int]]:
@@ -341,68 +332,55 @@ class ValueCounts:
         """Return the shares of all occurrences of the first ``sizes`` `ranked` values; NaN without values."""
         if not self.total:
             return [math.nan] * len(sizes)
-        sums = np.append(0, np.cumsum(self.known_hot()))
+        sums = np.append(0, np.cumsum(self._known_hot()))
         at = np.minimum(np.asarray(sizes, np.int64), len(sums) - 1)
         return np.minimum(sums[at] / self.total, 1.0).tolist()
 
     @property
     def ranked(self) -> int:
         """Number of values that are certainly the most frequent; all values if counts are exact."""
-        return len(self.known_hot())
+        return len(self._known_hot())
 
-    def known_hot(self) -> Integers:
-        """Return the falling counts ``[K]`` of the `ranked` values; at most half of a count is an error."""
+    def _known_hot(self) -> Integers:
         counts = self._falling().counts
-        return counts[counts > 2 * self._subtracted]
+        return counts[counts > 2 * self._subtracted]  # so that at most half of a count is an error
 
     def zipf_exponent(self) -> float | None:
         """Fit the exponent of Zipf's law to the most frequent values; None for too few values."""
-        counts = self.known_hot()
+        counts = self._known_hot()
         return fit_exponent(counts[counts >= RANKED])
 
     @property
     def unseen_share(self) -> Estimate:
         """Share of the occurrences of values that the earlier data lack."""
         self._merge()
-        false = self._false_rate
-        total = max(1, self.total) * (1 - false)
-        return Estimate(self._unseen / total, math.sqrt(false * self._unseen_squares) / total)
+        total = max(1, self.total) * (1 - self._false_rate)
+        return Estimate(self._unseen / total, math.sqrt(self._false_rate * self._unseen_squares) / total)
 
     @property
     def unseen_values(self) -> Estimate:
         """Number of distinct values that the earlier data lack."""
         self._merge()
         new = 0 if self._earlier is None else int((~self._earlier.has(self._sample.hashes)).sum())
-        rate = self._rate * (1 - self._false_rate)
+        rate = self._threshold / _ALL * (1 - self._false_rate)
         return Estimate(new / rate, math.sqrt((1 - rate) * new) / rate)
-
-    def has(self, hashes: Hashes) -> NDArray[np.bool_]:
-        """Return whether values with these hashes ``[n]`` occur; see `SeenValues` if counts are not exact."""
-        self._merge()
-        return self._sample.find(hashes)[1] if self._seen is None else self._seen.has(hashes)
-
-    def shares_beside(self, other: ValueCounts, values: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return both counts of the most frequent values of either column; the last entry counts all other values."""
-        hashes = np.union1d(self._falling().hashes[:values], other._falling().hashes[:values])
-        first, second = (
-            np.append(found := of._counts_of(hashes), max(0, of.total - int(found.sum()))) for of in (self, other)
-        )
-        return first, second
-
-    def _counts_of(self, hashes: Hashes) -> Integers:
-        known = self._sample if self._hot is None else self._hot
-        at, is_known = known.find(hashes)
-        counts = np.zeros(len(hashes), np.int64)
-        counts[is_known] = known.counts[at[is_known]] + self._subtracted
-        return counts
 
     @property
     def _false_rate(self) -> float:
         return 0.0 if self._earlier is None or self._earlier._seen is None else self._earlier._seen.false_rate
 
-    @property
-    def _rate(self) -> float:
-        return self._threshold / _ALL
+    def has(self, hashes: Hashes) -> NDArray[np.bool_]:
+        """Return whether values with these hashes ``[n]`` occur; see `SeenValues` if counts are not exact."""
+        self._merge()
+        return self._sample.find(hashes) > 0 if self._seen is None else self._seen.has(hashes)
+
+    def shares_beside(self, other: ValueCounts, values: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return both counts of the most frequent values of either column; the last entry counts all other values."""
+        hashes = np.union1d(self._falling().hashes[:values], other._falling().hashes[:values])
+        counts = [(of._sample if of._hot is None else of._hot).find(hashes) for of in (self, other)]
+        counts = [n + (n > 0) * of._subtracted for n, of in zip(counts, (self, other), strict=True)]
+        first, second = (np.append(n, max(0, of.total - n.sum())) for n, of in zip(counts, (self, other), strict=True))
+        return first, second
 
     def _falling(self) -> _Counts:
         """Return values by falling count; counts are upper limits."""
@@ -415,15 +393,15 @@ class ValueCounts:
         if not self._waiting:
             return
         waiting, self._waiting, self._waiting_values = self._waiting, [], 0
-        new = _sum_by_hash([_Counts(hashes, counts) for hashes, counts, _ in waiting])
+        new = _Counts.sum([_Counts(hashes, counts) for hashes, counts, _ in waiting])
         if self._earlier is not None:
             unseen = new.counts[~self._earlier.has(new.hashes)].astype(np.float64)
             self._unseen += float(unseen.sum())
             self._unseen_squares += float(np.square(unseen).sum())
         end = len(new.hashes) if self._threshold == _ALL else np.searchsorted(new.hashes, np.uint64(self._threshold))
-        merged = _sum_by_hash([self._sample, _Counts(new.hashes[:end], new.counts[:end])])
+        merged = _Counts.sum([self._sample, _Counts(new.hashes[:end], new.counts[:end])])
         if self._hot is not None and self._seen is not None:
-            self._hot = self._cut(_sum_by_hash([self._hot, new]))
+            self._hot = self._cut(_Counts.sum([self._hot, new]))
             self._seen.add(new.hashes)
         elif len(merged.hashes) > self._bound:
             self._hot, self._seen = self._cut(merged), SeenValues()
@@ -434,18 +412,20 @@ class ValueCounts:
         self._sample = merged
         # A value that becomes one of the hottest is among the added values, so that its text is known.
         hot = self._falling().hashes[:SHOWN]
-        self._names = {int(h): self._names[int(h)] for h in hot if int(h) in self._names}
+        names = {int(h): self._names[int(h)] for h in hot if int(h) in self._names}
         for hashes, _, values in waiting:
             for at in np.flatnonzero(np.isin(hashes, hot)).tolist():
-                if int(hashes[at]) not in self._names:
-                    self._names[int(hashes[at])] = _format_value(values[at])
+                value = values[at].as_py()
+                text = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+                names.setdefault(int(hashes[at]), text)
+        self._names = names
 
     def _cut(self, counts: _Counts) -> _Counts:
         """Keep the most frequent values, and subtract the largest count that does not fit from all counts."""
         most = self._bound // 4
         if len(counts.hashes) <= most:
             return counts
-        off = int(np.partition(counts.counts, len(counts.counts) - most - 1)[len(counts.counts) - most - 1])
+        off = int(np.partition(counts.counts, -most - 1)[-most - 1])
         self._subtracted += off
         left = counts.counts > off
         return _Counts(counts.hashes[left], counts.counts[left] - off)
@@ -462,21 +442,6 @@ def _hashes(values: pa.Array) -> Hashes:
     return hash_integers(np.where(whole, np.where(whole, numbers, 0).astype(np.int64), numbers.view(np.int64)))
 
 
-def _format_value(value: pa.Scalar) -> str:
-    found = value.as_py()
-    return found.decode("utf-8", "backslashreplace") if isinstance(found, bytes) else str(found)
-
-
-def _sum_by_hash(parts: list[_Counts]) -> _Counts:
-    hashes, counts = np.concatenate([p.hashes for p in parts]), np.concatenate([p.counts for p in parts])
-    if not len(hashes):
-        return _NO_COUNTS
-    order = np.argsort(hashes, kind="stable")
-    hashes, counts = hashes[order], counts[order]
-    first = np.flatnonzero(np.append(True, hashes[1:] != hashes[:-1]))
-    return _Counts(hashes[first], np.add.reduceat(counts, first))
-
-
 class SeenValues:
     """Bloom filter over 64-bit hashes in 16 MiB.
 
@@ -490,27 +455,27 @@ class SeenValues:
 
     def add(self, hashes: Hashes) -> None:
         """Add values ``[n]`` by their hashes."""
-        for byte, bit in _bits_of(hashes):
+        for byte, bit in self._bits_of(hashes):
             np.bitwise_or.at(self._bytes, byte, bit)
 
     def has(self, hashes: Hashes) -> NDArray[np.bool_]:
         """Return whether each of these values ``[n]`` is found."""
         found = np.ones(len(hashes), dtype=np.bool_)
-        for byte, bit in _bits_of(hashes):
+        for byte, bit in self._bits_of(hashes):
             found &= (self._bytes[byte] & bit) != 0
         return found
 
     @property
     def false_rate(self) -> float:
         """Probability that a value is found that was never added."""
-        return float(_ONES[self._bytes].sum(dtype=np.int64) / (8 * len(self._bytes))) ** _HASHES
+        return (int.from_bytes(self._bytes.tobytes(), "big").bit_count() / (8 * len(self._bytes))) ** _HASHES
 
-
-def _bits_of(hashes: Hashes) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
-    first, step = hashes & np.uint64(0xFFFFFFFF), hashes >> np.uint64(32) | np.uint64(1)
-    for i in range(_HASHES):
-        at = (first + np.uint64(i) * step) & np.uint64((1 << _BITS) - 1)
-        yield (at >> np.uint64(3)).astype(np.int64), np.uint8(1) << (at & np.uint64(7)).astype(np.uint8)
+    @staticmethod
+    def _bits_of(hashes: Hashes) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
+        first, step = hashes & np.uint64(0xFFFFFFFF), hashes >> np.uint64(32) | np.uint64(1)
+        for i in range(_HASHES):
+            at = (first + np.uint64(i) * step) & np.uint64((1 << _BITS) - 1)
+            yield (at >> np.uint64(3)).astype(np.int64), np.uint8(1) << (at & np.uint64(7)).astype(np.uint8)
 
 
 # -- samples of rows, and counts over all rows --------------------------------------------------------------------
@@ -539,10 +504,8 @@ def take_sample(groups: Sequence[RowGroup], names: Sequence[str]) -> pa.Table:
                     raise DataError(
                         f"{group}, column '{name}': {error}, expected values of its type. Rewrite the column."
                     ) from None
-    kinds = {name: arrow.common_type([part.schema.field(name).type for part in parts]) for name in names}
-    return pa.concat_tables(
-        [pa.table({name: part[name].cast(kind, safe=False) for name, kind in kinds.items()}) for part in parts]
-    )
+    kinds = pa.schema([(name, arrow.common_type([part.schema.field(name).type for part in parts])) for name in names])
+    return pa.concat_tables([part.select(names).cast(kinds, safe=False) for part in parts])
 
 
 def _spread(groups: Sequence[RowGroup], count: int) -> list[RowGroup]:
@@ -586,6 +549,6 @@ def count_distinct(groups: Sequence[RowGroup], kinds: Mapping[str, pa.DataType])
     found: dict[str, int] = {}
     for name in names:
         counted = counts[name].distinct.value
-        growth = min(1.0, max(0.0, math.log2(max(1.0, counted) / max(1.0, at_half[name])))) if rows < total else 0
-        found[name] = round(counted * (total / max(1, rows)) ** growth)
+        growth = math.log2(max(1.0, counted) / max(1.0, at_half[name])) if rows < total else 0.0
+        found[name] = round(counted * (total / max(1, rows)) ** min(1.0, max(0.0, growth)))
     return found

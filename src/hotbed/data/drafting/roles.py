@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -34,17 +33,16 @@ def _words(text: str) -> frozenset[str]:
 
 _ID_WORDS = _words(
     "id ids uid uuid guid key code hash sku isbn asin ip zip zipcode postcode user item product category cat type "
-    "kind class brand shop store device site country region city state language channel campaign ad query movie "
-    "song artist cluster segment bucket index number nr no visitor member account guest viewer player patient person "
+    "kind class brand shop store device site country region city state language channel campaign ad query movie song "
+    "artist cluster segment bucket index number nr no visitor member account guest viewer player patient person "
     "client buyer seller merchant vendor supplier host listing author publisher advertiser creative banner placement "
-    "page url domain site app cookie ip session video track album book article post topic tag genre game hotel "
-    "restaurant company employer job course driver courier carrier warehouse zip zipcode postcode zone county area"
+    "page url domain app cookie session video track album book article post topic tag genre game hotel restaurant "
+    "company employer job course driver courier carrier warehouse zone county area"
 )
 _NUMBER_WORDS = _words(
-    "count counts cnt num qty quantity amount price cost value revenue total sum age duration seconds minutes "
-    "hours length size width height weight distance score views clicks impressions visits sales income salary "
-    "balance rate ratio pct percent avg mean min max std median temperature lat lon latitude longitude budget "
-    "points"
+    "count counts cnt num qty quantity amount price cost value revenue total sum age duration seconds minutes hours "
+    "length size width height weight distance score views clicks impressions visits sales income salary balance rate "
+    "ratio pct percent avg mean min max std median temperature lat lon latitude longitude budget points"
 )
 _MEASURES = _words("age duration")
 _CODES = _words("id ids key code index hash type kind class category cat segment cluster bucket number nr no")
@@ -81,14 +79,11 @@ LABEL_NAMES = (
     *("converted", "is_converted", "purchase", "purchased", "is_purchase", "bought", "buy", "is_buy", "outcome"),
 )
 RATING_NAMES = ("rating", "ratings", "stars")
-_LABEL_WORDS = frozenset(
-    (
-        *("label", "target", "click", "clicks", "clicked", "clk", "conversion", "converted", "purchase", "purchased"),
-        *("bought", "buy", "attributed", "outcome", "response", "responded", "install", "installed", "subscribed"),
-        *("churn", "churned", "fraud", "liked", "class"),
-    )
+_LABEL_WORDS = _words(
+    "label target click clicks clicked clk conversion converted purchase purchased bought buy attributed outcome "
+    "response responded install installed subscribed churn churned fraud liked class"
 )
-_BEFORE_LABELS = frozenset(("is", "was", "has", "did"))
+_BEFORE_LABELS = _words("is was has did")
 _POSITIVE_TEXTS = ("yes", "true", "1", "y", "t", "positive", "pos", "clicked", "click", "converted", "buy", "+1")
 _NEGATIVE_TEXTS = ("no", "false", "0", "n", "f", "negative", "neg", "not clicked", "none", "-1")
 _MOST_RATINGS = 101
@@ -225,8 +220,7 @@ def role_of(column: SampledColumn, leak: str | None) -> ColumnRole:
 
 def _unusable(column: SampledColumn) -> str | None:
     """Return why a column can be no input; None if it can."""
-    kind = column.type
-    inner = kind.value_type if arrow.is_list(kind) else kind
+    kind, inner = column.type, arrow.value_type_of(column.type)
     if not column.name:
         return "it has no name"
     if arrow.is_list(kind) and (pa.types.is_floating(inner) or pa.types.is_decimal(inner)):
@@ -254,11 +248,10 @@ def _whole_number(column: SampledColumn) -> ColumnRole:
     if named == "id" and is_decimal:
         reason = f"it has the name of ids, but ids cannot be read from {column.type}. Write it as integers"
         return ColumnRole("left out", reason)
-    if named == "id":
-        return _ids(column)
     if is_decimal or (named == "number" and column.distinct > 2):
         return ColumnRole("number")
-    if column.distinct <= _FEW_VALUES or max(abs(column.low), abs(column.high)) > _COUNTS_TO:
+    largest = max(abs(column.low), abs(column.high))
+    if named == "id" or column.distinct <= _FEW_VALUES or largest > _COUNTS_TO:
         return _ids(column)
     large = sum(abs(quantile) > _LARGE for quantile in column.quantiles)
     if column.low < -_LARGE and column.high > _LARGE and large >= len(column.quantiles) - 1:
@@ -334,17 +327,18 @@ def time_reason(column: SampledColumn) -> str | None:
 
 def is_time_of_row(column: SampledColumn) -> bool:
     """Return whether a column of times may be the time of the row: by its name, or because rows are in its order."""
-    words = {*words_of(column.name)}
-    known = _TIME_WORDS | _LAYOUT_WORDS if column.layout else _TIME_WORDS
-    return column.is_sorted or bool(words & known and not words & _OTHER_TIMES)
+    return column.is_sorted or _has_time_word(column, with_layouts=bool(column.layout))
 
 
 def is_named_like_time(column: SampledColumn) -> bool:
     """Return whether a column has the name of the row's time."""
-    words = {*words_of(column.name)}
     recurs = column.distinct <= _MINUTES and not (column.low >= _FIRST_YEAR or column.dates)
-    known = _TIME_WORDS if recurs else _TIME_WORDS | _LAYOUT_WORDS
-    return bool(words & known and not words & _OTHER_TIMES)
+    return _has_time_word(column, with_layouts=not recurs)
+
+
+def _has_time_word(column: SampledColumn, with_layouts: bool) -> bool:
+    words = {*words_of(column.name)}
+    return bool(words & (_TIME_WORDS | _LAYOUT_WORDS if with_layouts else _TIME_WORDS) and not words & _OTHER_TIMES)
 
 
 def time_rank(name: str) -> int:
@@ -362,10 +356,9 @@ def leak_reason(column: pa.ChunkedArray, labels: arrow.Array | None, name: str) 
     """Return how a column of the sample reveals the labels ``[n]`` of this name; None if it does not."""
     if labels is None or arrow.is_list(column.type) or not is_counted(column.type):
         return None
-    is_number = arrow.is_number(column.type) or arrow.is_time(column.type)
-    numbers = floats_of(column) if is_number else None
+    numbers = None if arrow.is_text(column.type) else floats_of(column)
     is_missing = column.is_null().to_numpy() if numbers is None else np.isnan(numbers)
-    values = pc.cast(column, column.type.value_type) if pa.types.is_dictionary(column.type) else column
+    values = _without_dictionary(column)
     indices = pc.dictionary_encode(values).combine_chunks().indices
     codes = pc.fill_null(indices, -1).to_numpy(zero_copy_only=False).astype(np.int64) + 1  # 0 for null
     advice = "to keep it, because it is known before the event, add it again"
@@ -381,12 +374,11 @@ def leak_reason(column: pa.ChunkedArray, labels: arrow.Array | None, name: str) 
     }
     for label, of_class in ((1, labels), (0, 1 - labels)):
         share = float(of_class.mean())
-        for rows, there in groups.items():
+        for rows, there in groups.items() if share <= _FREQUENT else ():
             count, right = int(there.sum()), float(of_class[there].sum())
-            by_chance = count * (1 - share)
-            recall = right / max(1.0, float(of_class.sum()))
+            by_chance, recall = count * (1 - share), right / max(1.0, float(of_class.sum()))
             is_sure = by_chance >= _FEWEST_OF_A_CLASS and count - right <= _OTHERS * by_chance
-            if is_sure and share <= _FREQUENT and recall >= _RECALL:
+            if is_sure and recall >= _RECALL:
                 shares = f"precision {right / count:.3f}, recall {recall:.3f}"
                 return f"it reveals '{name}': in {rows} the label is {label} ({shares}); {advice}"
     return None
@@ -435,11 +427,9 @@ def find_labels(
     ``positive`` is the condition of the only label (default: found). Unless ``needed``, there may be no label.
     """
     names: list[str] = sample.column_names
-    for label in required:
-        if label not in names:
-            raise DataError(
-                f"label: {path} has no column '{label}'{did_you_mean(label, names)} It has {_listed(names)}."
-            )
+    if lacking := [label for label in required if label not in names]:
+        hint = did_you_mean(lacking[0], names)
+        raise DataError(f"label: {path} has no column '{lacking[0]}'{hint} It has {_listed(names)}.")
     candidates = list(required) or _label_names(sample)
     if not candidates and not needed and positive is None:
         return []
@@ -501,29 +491,31 @@ def _is_binary(column: pa.ChunkedArray) -> bool:
 
 
 def _find_mapping(path: str, sample: pa.Table, name: str) -> FoundLabel:
-    column = sample[name]
+    column, where = sample[name], f"{path}, label column '{name}'"
     if _is_binary(column):
         share = arrow.to_float32(pc.fill_null(column, False) if pa.types.is_boolean(column.type) else column).mean()
         return FoundLabel(name, None, f"{share:.1%} are positive")
-    where = f"{path}, label column '{name}'"
-    if arrow.is_text(column.type):
-        mapping = _map_text(where, column, name)
-    elif arrow.is_number(column.type):
-        mapping = _map_numbers(where, column, name)
-    else:
+    if not arrow.is_text(column.type) and not arrow.is_number(column.type):
         raise DataError(f"{where}: got {column.type}, expected numbers, booleans or text. Set --label NAME.")
-    return FoundLabel(name, mapping, "" if mapping is None else _describe_share(sample, mapping))
+    condition = (_condition_of_text if arrow.is_text(column.type) else _condition_of_numbers)(where, column)
+    if condition is None:
+        return FoundLabel(name, None, "")
+    mapping = Label(name, condition)
+    return FoundLabel(name, mapping, _describe_share(sample, mapping))
 
 
-def _map_text(where: str, column: pa.ChunkedArray, name: str) -> Label:
+def _without_dictionary(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    return pc.cast(column, column.type.value_type) if pa.types.is_dictionary(column.type) else column
+
+
+def _condition_of_text(where: str, column: pa.ChunkedArray) -> str:
     """Return the condition for texts such as yes and no."""
-    texts = pc.cast(column, column.type.value_type) if pa.types.is_dictionary(column.type) else column
-    unique = pc.unique(texts).drop_null().to_pylist()
+    unique = pc.unique(_without_dictionary(column)).drop_null().to_pylist()
     values = sorted(v.decode(errors="replace") if isinstance(v, bytes) else v for v in unique)
     positives = [v for v in values if v.strip().lower() in _POSITIVE_TEXTS]
     rest = [v for v in values if v not in positives]
     if len(positives) == 1 and len(rest) <= 1 and all(v.strip().lower() in _NEGATIVE_TEXTS for v in rest):
-        return Label(name, f"== {_quoted(positives[0])}")
+        return f"== {_quoted(positives[0])}"
     listed = ", ".join(repr(v) for v in values[:8])
     raise DataError(
         f"{where}: got text with {len(values):,} values ({listed}{', …' * (len(values) > 8)}), expected yes and no. "
@@ -536,35 +528,35 @@ def _quoted(text: str) -> str:
     return text if text.strip() == text and text.isalnum() else f"'{text}'"
 
 
-def _map_numbers(where: str, column: pa.ChunkedArray, name: str) -> Label | None:
+def _condition_of_numbers(where: str, column: pa.ChunkedArray) -> str | None:
     """Return the condition for ±1 and for ratings; None for numbers from 0 to 1."""
     values = arrow.to_float64(column)
     known = values[~np.isnan(values)]
     if not len(known):
         raise DataError(f"{where}: got no values, expected some. Set --label NAME.")
-    if known.min() >= 0 and known.max() <= 1:
-        return None
     different = np.unique(known)
+    if different[0] >= 0 and different[-1] <= 1:
+        return None
     if np.isin(different, (-1, 0, 1)).all():
-        return Label(name, "> 0")
-    if len(different) == 2:
-        return Label(name, f">= {different[1]:g}")
+        return "> 0"
     if len(different) > _MOST_RATINGS:
         raise DataError(
             f"{where}: got {len(different):,} different numbers from {known.min():g} to {known.max():g}, expected 0 "
             f'and 1. Set the positive ones: --positive ">= {np.median(known):g}", or another column: --label NAME.'
         )
     shares = np.array([(known >= value).mean() for value in different[1:]])
-    return Label(name, f">= {different[1:][np.abs(shares - 0.5).argmin()]:g}")
+    return f">= {different[1:][np.abs(shares - 0.5).argmin()]:g}"
 
 
 def _describe_share(sample: pa.Table, mapping: Label) -> str:
     column = pc.drop_null(sample[mapping.column])
-    counts: Counter[float] = Counter()
+    spread = ""
     if arrow.is_number(column.type):
         values = arrow.to_float64(column)
         column = column.filter(pa.array(~np.isnan(values)))
-        counts.update(values[~np.isnan(values)].tolist())
+        different, counts = np.unique(values[~np.isnan(values)], return_counts=True)
+        shares = zip(different, counts / max(1, len(column)), strict=True)
+        if 0 < len(different) <= 11:
+            spread = f" ({', '.join(f'{value:g}: {share:.0%}' for value, share in shares)})"
     labels = read_labels(column, mapping.column, mapping, RowLocation("the sample"))
-    spread = ", ".join(f"{value:g}: {count / len(labels):.0%}" for value, count in sorted(counts.items()))
-    return f"{labels.mean():.1%} are positive by this" + (f" ({spread})" if 0 < len(counts) <= 11 else "")
+    return f"{labels.mean():.1%} are positive by this{spread}"
