@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hotbed import nn
-from hotbed.cli.drafts.init_models import MODELS
+from hotbed.cli.drafts.init_recipe import MODELS
 from hotbed.cli.init import draft_recipe
 from hotbed.cli.main import main
 from hotbed.config import Recipe

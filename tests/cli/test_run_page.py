@@ -121,7 +121,7 @@ def test_what_a_run_records_of_time_tables_and_gradients_is_right(runs: Path) ->
         assert table["bytes"] == table["rows"] * (16 + 1) * 4
         assert table["ids_per_sample"] == 1
         assert table["grad_norm"] > 0
-    norms = records.curve("grad_norm_dense")
+    norms = records.curves()["grad_norm_dense"]
     assert sorted(norms) == [2, 4, 6, 8, 10, 12]
     assert min(norms.values()) > 0
 
@@ -176,8 +176,8 @@ def test_what_a_resumed_run_repeats_counts_once(runs: Path, tmp_path: Path) -> N
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as stream:
         stream.write("".join(json.dumps(record) + "\n" for record in again) + '{"event": "tra')
     (records,) = read_runs(run)
-    assert list(records.curve("loss")) == [2, 4, 6]
-    assert records.curve("loss")[6] == 7
+    assert list(records.curves()["loss"]) == [2, 4, 6]
+    assert records.curves()["loss"][6] == 7
     assert not records.valid
 
 

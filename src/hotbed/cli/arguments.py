@@ -58,10 +58,8 @@ class Parser(ArgumentParser):
     def __init__(self, add_arguments: Callable[[Parser], None] | None = None, **options: Any) -> None:
         super().__init__(exit_on_error=False, allow_abbrev=False, **options)
         self._add_arguments = add_arguments
-        self.elsewhere: dict[str, str] = {}
-        """Advice for options that belong to another program, e.g. ``--nproc_per_node``."""
-        self.reads_recipe = False
-        """Whether the first argument is a recipe, and options override its keys."""
+        self.elsewhere: dict[str, str] = {}  # advice for options of another program, e.g. --nproc_per_node
+        self.reads_recipe = False  # whether the first argument is a recipe, and options override its keys
 
     def fill(self) -> None:
         """Add the arguments unless they have been added."""
@@ -147,11 +145,9 @@ class Parser(ArgumentParser):
             if action is not None and action.help is None:
                 default = field.default if field.default_factory is MISSING else field.default_factory()
                 shown = "null" if default is None else _format_default(default)
-                notes = [f"type: {describe(annotation)}"]
-                notes += [f"default: {shown}"] if shown else []
-                notes += ["a resumed run may change it"] if is_within(key, may_differ) else []
-                text = f"{documentation(of).get(field.name, '')} ({'; '.join(notes)})"
-                action.help = text.strip().replace("%", "%%")
+                notes = f"type: {describe(annotation)}{f'; default: {shown}' if shown else ''}"
+                notes += "; a resumed run may change it" if is_within(key, may_differ) else ""
+                action.help = f"{documentation(of).get(field.name, '')} ({notes})".strip().replace("%", "%%")
 
 
 def _format_default(value: object) -> str:
@@ -227,9 +223,6 @@ def _read_classes(module: str) -> dict[str, list[ast.stmt]]:
     return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-# -- recipes -------------------------------------------------------------------------------------------------------
-
-
 class Override(Action):
     """Record an option that sets a key of the recipe. Later options override earlier ones."""
 
@@ -257,30 +250,22 @@ def add_recipe(parser: Parser) -> None:
         ("init_from", "init.checkpoint", "Short for --init.checkpoint: a checkpoint to initialize the model from."),
     ):
         parser.add_argument(f"--{option}", dest=key, action=Override, metavar=option.upper(), help=text)
-    parser.add_argument(
-        "--trust_recipe",
-        type=bool,
-        default=True,
-        help="Whether the recipe may name classes outside hotbed and torch.optim. Importing them runs their code.",
-    )
+    text = "Whether the recipe may name classes outside hotbed and torch.optim. Importing them runs their code."
+    parser.add_argument("--trust_recipe", type=bool, default=True, help=text)
 
 
 def read_recipe_values(path: str | Path) -> Any:
     """Return the plain values in a recipe's file, which may be a pipe or at a URI."""
-    at = location(str(path))
-    if isinstance(at, Path):
+    if isinstance(at := location(str(path)), Path):
         return read_yaml(at)
-    from hotbed.checkpoint.single_files import (
-        read_yaml_uri as read_remote,  # imports torch, which parsing does not need
-    )
+    from hotbed.checkpoint import single_files  # imports torch, which parsing does not need
 
-    return read_remote(at)
+    return single_files.read_yaml_uri(at)
 
 
 def read_recipe(path: str | Path) -> Recipe:
     """Read a recipe's file, and make modules in its directory importable."""
-    at = location(str(path))
-    if isinstance(at, Path):
+    if isinstance(at := location(str(path)), Path):
         import_from(at.parent)
     return Recipe.from_dict(read_recipe_values(path))
 
@@ -326,16 +311,12 @@ def parse_recipe(parsed: Namespace) -> Recipe:
     return recipe
 
 
-# -- output --------------------------------------------------------------------------------------------------------
-
-
 def console(*, stderr: bool = False) -> Console:
     """Return a console that prints text literally and, unless it is a terminal, never wraps lines."""
     from rich.console import Console
 
     made = Console(stderr=stderr, markup=False, emoji=False)
-    if not made.is_terminal:
-        made.width = 1 << 20
+    made.width = made.width if made.is_terminal else 1 << 20
     return made
 
 
@@ -361,19 +342,15 @@ def check_json(path: str, option: str = "--json") -> None:
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise RecipeError(
-            f"{option}: got {path!r}, but {folder} is not writable ({error.strerror}). Name another file"
-        ) from None
+        reason = f"{folder} is not writable ({error.strerror})"
+        raise RecipeError(f"{option}: got {path!r}, but {reason}. Name another file") from None
 
 
 def add_trust(parser: Parser) -> None:
     """Add ``--trust_recipe`` to a command that builds classes named in a stored recipe."""
-    parser.add_argument(
-        "--trust_recipe",
-        action="store_true",
-        help="Import classes outside hotbed and torch.optim that the stored recipe names, from installed packages and "
-        "the current directory. Importing them runs their code.",
-    )
+    text = "Import classes outside hotbed and torch.optim that the stored recipe names, from installed packages and "
+    text += "the current directory. Importing them runs their code."
+    parser.add_argument("--trust_recipe", action="store_true", help=text)
 
 
 def add_json(parser: Parser) -> None:

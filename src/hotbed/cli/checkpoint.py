@@ -17,8 +17,6 @@ from hotbed.locations import local
 
 Origin = Literal["hotbed", "nvidia_dlrm", "torchrec", "facebook_dlrm", "embedding_bag", "dcp"]
 Form = Literal["hotbed", "safetensors", "torch", "dcp"]
-_SOURCE = "Checkpoint or run directory, a path or URI."
-_TARGET = "New path or URI."
 
 
 def add_arguments(parser: Parser) -> None:
@@ -32,12 +30,20 @@ def run(parsed: Namespace) -> None:
     COMMANDS[parsed.action][1](parsed)
 
 
-def _add_inspect(parser: Parser) -> None:
-    parser.add_argument("path", help=_SOURCE)
-    parser.add_argument(
-        "--hash", action="store_true", help="Print hashes of all values, which do not depend on the plan."
-    )
+def _add_path(parser: Parser, name: str = "path") -> None:
+    parser.add_argument(name, help="Checkpoint or run directory, a path or URI.")
     add_json(parser)
+
+
+def _add_both(parser: Parser) -> None:
+    _add_path(parser, "source")
+    parser.add_argument("target", help="New path or URI.")
+
+
+def _add_inspect(parser: Parser) -> None:
+    _add_path(parser)
+    text = "Print hashes of all values, which do not depend on the plan."
+    parser.add_argument("--hash", action="store_true", help=text)
 
 
 def _inspect(parsed: Namespace) -> None:
@@ -58,11 +64,6 @@ def _inspect(parsed: Namespace) -> None:
     save_json(parsed.json, description)
 
 
-def _add_verify(parser: Parser) -> None:
-    parser.add_argument("path", help=_SOURCE)
-    add_json(parser)
-
-
 def _verify(parsed: Namespace) -> None:
     """Read a whole checkpoint, and compare it with the hashes in its manifest."""
     from hotbed.checkpoint import find_checkpoint, verify_checkpoint
@@ -71,21 +72,17 @@ def _verify(parsed: Namespace) -> None:
     start = time.perf_counter()
     with _progress(f"verifying {source}") as progress:
         manifest = verify_checkpoint(source, progress)
-    seconds = time.perf_counter() - start
-    blocks = sum(len(entry.sha256) for entry in manifest.files.values())
-    rate = manifest.nbytes / seconds
-    console().print(
-        f"{source}: {len(manifest.files):,} files, {blocks:,} blocks undamaged "
-        f"({manifest.nbytes / 1e9:,.3f} GB, {rate / 1e9:,.2f} GB/s)",
-        soft_wrap=True,
-    )
-    counts = {"files": len(manifest.files), "blocks": blocks, "bytes": manifest.nbytes}
-    save_json(parsed.json, {"path": str(source), **counts, "seconds": seconds, "bytes_per_s": rate})
+    seconds, count, nbytes = time.perf_counter() - start, len(manifest.files), manifest.nbytes
+    blocks, rate = sum(len(entry.sha256) for entry in manifest.files.values()), nbytes / seconds
+    sizes = f"({nbytes / 1e9:,.3f} GB, {rate / 1e9:,.2f} GB/s)"
+    console().print(f"{source}: {count:,} files, {blocks:,} blocks undamaged {sizes}", soft_wrap=True)
+    found = {"path": str(source), "files": count, "blocks": blocks, "bytes": nbytes}
+    save_json(parsed.json, found | {"seconds": seconds, "bytes_per_s": rate})
 
 
 def _add_convert(parser: Parser) -> None:
     parser.add_argument("source", help="File or directory to convert; a checkpoint may be at a URI.")
-    parser.add_argument("target", help=_TARGET)
+    parser.add_argument("target", help="New path or URI.")
     parser.add_argument("--from", dest="origin", type=Origin, default="hotbed", help="Library that wrote the source.")
     parser.add_argument("--to", type=Form, default="hotbed", help="Format of the target.")
     parser.add_argument("--compact", action="store_true", help="Store only rows that training changed.")
@@ -109,7 +106,24 @@ def _add_convert(parser: Parser) -> None:
 
 def _convert(parsed: Namespace) -> None:
     """Convert a checkpoint, import another library's model, or export files for other libraries."""
-    _refuse_options_without_effect(parsed)
+    to_hotbed, from_hotbed = parsed.to == "hotbed", parsed.origin == "hotbed"
+    if not to_hotbed and not from_hotbed:
+        raise RecipeError(f"--from {parsed.origin} --to {parsed.to}: convert to hotbed first, and then from hotbed")
+    within = (to_hotbed and from_hotbed, "from hotbed to hotbed")
+    named = (not from_hotbed or parsed.to == "dcp", "from another library (--from), or to dcp (--to dcp)")
+    to_torch = (parsed.to == "torch", "to torch (--to torch)")
+    for option, is_given, (works, when) in (
+        ("compact", parsed.compact, within),
+        ("dtype", parsed.dtype is not None, within),
+        ("no_moments", parsed.no_moments, within),
+        ("names", parsed.names is not None, named),
+        ("prefix", parsed.prefix, named),
+        ("collection", parsed.collection != "embeddings", (not from_hotbed, "from another library (--from)")),
+        ("data", parsed.data is not None, to_torch),
+        ("trust_recipe", parsed.trust_recipe, to_torch),
+    ):
+        if is_given and not works:
+            raise RecipeError(f"--{option} has an effect only when converting {when}. Leave it out")
     start = time.perf_counter()
     with _progress(f"converting {parsed.source}") as progress:
         made = _run_conversion(parsed, progress)
@@ -172,33 +186,6 @@ def _parse_names(text: str | None) -> list[str] | dict[str, str] | None:
     return keys
 
 
-def _refuse_options_without_effect(parsed: Namespace) -> None:
-    """Raise `RecipeError` for an option that this conversion ignores."""
-    to_hotbed, from_hotbed = parsed.to == "hotbed", parsed.origin == "hotbed"
-    if not to_hotbed and not from_hotbed:
-        raise RecipeError(f"--from {parsed.origin} --to {parsed.to}: convert to hotbed first, and then from hotbed")
-    named = not from_hotbed or parsed.to == "dcp"
-    given = {
-        "--compact": (parsed.compact, to_hotbed and from_hotbed, "from hotbed to hotbed"),
-        "--dtype": (parsed.dtype is not None, to_hotbed and from_hotbed, "from hotbed to hotbed"),
-        "--no_moments": (parsed.no_moments, to_hotbed and from_hotbed, "from hotbed to hotbed"),
-        "--names": (parsed.names is not None, named, "from another library (--from), or to dcp (--to dcp)"),
-        "--prefix": (bool(parsed.prefix), named, "from another library (--from), or to dcp (--to dcp)"),
-        "--collection": (parsed.collection != "embeddings", not from_hotbed, "from another library (--from)"),
-        "--data": (parsed.data is not None, parsed.to == "torch", "to torch (--to torch)"),
-        "--trust_recipe": (parsed.trust_recipe, parsed.to == "torch", "to torch (--to torch)"),
-    }
-    for option, (is_given, works, when) in given.items():
-        if is_given and not works:
-            raise RecipeError(f"{option} has an effect only when converting {when}. Leave it out")
-
-
-def _add_compact(parser: Parser) -> None:
-    parser.add_argument("source", help=_SOURCE)
-    parser.add_argument("target", help=_TARGET)
-    add_json(parser)
-
-
 def _compact(parsed: Namespace) -> None:
     """Merge a differential checkpoint and its base into a full one."""
     from hotbed.checkpoint import find_checkpoint, read_manifest
@@ -215,10 +202,9 @@ def _compact(parsed: Namespace) -> None:
 
 
 def _add_changes(parser: Parser) -> None:
-    parser.add_argument("source", help=_SOURCE)
+    _add_path(parser, "source")
     parser.add_argument("--since", help="Earlier checkpoint, or its step in the same run (default: write all rows).")
     parser.add_argument("--out", required=True, help="Parquet file to write.")
-    add_json(parser)
 
 
 def _changes(parsed: Namespace) -> None:
@@ -260,9 +246,9 @@ COMMANDS: Mapping[str, tuple[Command, Callable[[Namespace], None]]] = {
     name: (Command(text, add, f"hotbed checkpoint {name} {usage} [options]"), run)
     for name, text, usage, add, run in (
         ("inspect", "Print a checkpoint's contents.", "PATH", _add_inspect, _inspect),
-        ("verify", "Compare a checkpoint with its hashes.", "PATH", _add_verify, _verify),
+        ("verify", "Compare a checkpoint with its hashes.", "PATH", _add_path, _verify),
         ("convert", "Convert from and to other libraries and dtypes.", "SOURCE TARGET", _add_convert, _convert),
-        ("compact", "Merge a differential checkpoint and its base.", "SOURCE TARGET", _add_compact, _compact),
+        ("compact", "Merge a differential checkpoint and its base.", "SOURCE TARGET", _add_both, _compact),
         ("changes", "Write the rows that changed since another checkpoint.", _CHANGES, _add_changes, _changes),
     )
 }

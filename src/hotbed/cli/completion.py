@@ -32,9 +32,8 @@ def run(parsed: Namespace) -> None:
     try:
         import shtab  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise RecipeError(
-            f"hotbed completion needs shtab, which cannot be imported ({error}). Run pip install 'hotbed[completion]'"
-        ) from None
+        fix = "Run pip install 'hotbed[completion]'"
+        raise RecipeError(f"hotbed completion needs shtab, which cannot be imported ({error}). {fix}") from None
     parser = make_parser()
     _complete_paths(parser, shtab.FILE)
     print(shtab.complete(parser, parsed.shell))

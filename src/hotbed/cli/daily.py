@@ -39,15 +39,8 @@ def run(parsed: Namespace) -> None:
     texts = (parsed.skip or "").split(",")
     skipped = frozenset(day for text in texts if text and (day := _parse_day("--skip", text.strip())))
     recipe = parse_recipe(parsed)
-    days = Days(
-        data=recipe.data.path,
-        first=first,
-        last=last,
-        skip=skipped,
-        marker=parsed.marker,
-        keep=parsed.keep,
-        changes=parsed.changes,
-    )
+    options: dict[str, Any] = {name: vars(parsed)[name] for name in ("marker", "keep", "changes")}
+    days = Days(data=recipe.data.path, first=first, last=last, skip=skipped, **options)
     out = local("--out", parsed.out or f"runs/{recipe.name}-daily")
     with process_group(recipe.parallel, recipe.train.device) as ranks:
         records = train_days(recipe, days, out, console(stderr=True), restart)
@@ -58,7 +51,7 @@ def run(parsed: Namespace) -> None:
 
 def print_days(to: Console, records: Sequence[Mapping[str, Any]]) -> None:
     """Print a line per day, with the metrics before the day was trained on."""
-    from hotbed.cli.pages.report_page import ReportTable, print_table
+    from hotbed.cli.pages.report_page import ReportTable, format_cell, print_table
     from hotbed.train.runs.report import size
 
     rows: list[list[str]] = []
@@ -69,16 +62,11 @@ def print_days(to: Console, records: Sequence[Mapping[str, Any]]) -> None:
         metrics: Mapping[str, Any] = record["metrics"] or {}
         drift: Mapping[str, float] = record["drift"].get("first_day", {})
         worst = max(drift, key=lambda name: drift[name], default=None)
-        cells = [
-            record["day"],
-            f"{record['samples']:,}",
-            *("–" if metrics.get(key) is None else f"{metrics[key]:.5f}" for key in ("auc", "logloss", "calibration")),
-            f"{record['unseen_share']:.2%}",
-            f"{sum(record['new_rows'].values()):,}",
-            "–" if worst is None else f"{drift[worst]:.3f} ({worst})",
-            size(record["bytes"]) + (" changed" if record["base"] else ""),
-            f"{record['seconds']:,.1f}",
-        ]
+        cells = [record["day"], f"{record['samples']:,}"]
+        cells += [format_cell(metrics.get(key), ".5f") for key in ("auc", "logloss", "calibration")]
+        cells += [f"{record['unseen_share']:.2%}", f"{sum(record['new_rows'].values()):,}"]
+        cells += ["–" if worst is None else f"{drift[worst]:.3f} ({worst})"]
+        cells += [size(record["bytes"]) + " changed" * bool(record["base"]), f"{record['seconds']:,.1f}"]
         rows.append(cells)
     columns = ("samples", "AUC", "logloss", "calibration", "never seen", "new rows", "drift", "checkpoint", "seconds")
     print_table(to, ReportTable("metrics of the model before it was trained on the day", ("day", *columns), rows))

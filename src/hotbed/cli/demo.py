@@ -61,17 +61,7 @@ def run(parsed: Namespace) -> None:
 
 
 def demo_recipe(path: str | Path, samples: int, seed: int = 0) -> Recipe:
-    """Return the recipe in ``demo.yaml`` for a prepared dataset, with a learning rate that falls to 0 over the epoch.
-
-    Parameters
-    ----------
-    path
-        Dataset of `hotbed.prepare`.
-    samples
-        Number of training samples.
-    seed
-        Seed of training.
-    """
+    """Return the recipe in ``demo.yaml`` for a prepared dataset; its learning rate falls to 0 over the epoch."""
     text = files("hotbed.cli").joinpath("demo.yaml").read_text(encoding="utf-8")
     recipe = Recipe.from_dict(yaml.safe_load(text))
     warmup, steps = recipe.schedule.warmup_steps, -(-samples // recipe.train.batch_size)
@@ -104,10 +94,8 @@ def _prepare(
         to.print(f"wrote {samples:,} lines of a synthetic click log: {log} ({size(log.stat().st_size)})")
     with StageProgress(to) as progress:
         made = prepare(log, folder.path / "data", threshold=2, test_fraction=test_fraction, progress=progress)
-    to.print(
-        f"prepared {sum(made.samples.values()):,} samples in {made.seconds:.1f} s: {sum(made.rows.values()):,} rows in "
-        f"{len(made.rows)} tables"
-    )
+    rows = f"{sum(made.rows.values()):,} rows in {len(made.rows)} tables"
+    to.print(f"prepared {sum(made.samples.values()):,} samples in {made.seconds:.1f} s: {rows}")
     return demo_recipe(folder.path / "data", made.samples["train"], seed), folder, facts
 
 

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -29,18 +29,14 @@ from hotbed.machine import OF_USERS, USER_DECIDED, cpu, fit_threads, release, us
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDE_SPREAD = 0.5
-"""Smallest relative spread between repeats of an unreliable figure."""
+WIDE_SPREAD = 0.5  # smallest relative spread between repeats of an unreliable figure
 MARKS = {"ok": "✓", "absent": "–", "problem": "✗"}
-INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
-"""Instruction sets that affect speed."""
-FOR_DEVELOPERS = ("dev", "docs", "testing", "interpret")
-"""Extras that users do not need."""
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # instruction sets that affect speed
+FOR_DEVELOPERS = ("dev", "docs", "testing", "interpret")  # extras that users do not need
 _LOW_DISK = 10 << 30
 
 State = Literal["ok", "absent", "problem"]
-Finding = tuple[State, str] | tuple[State, str, str]
-"""State, finding and advice."""
+Finding = tuple[State, str] | tuple[State, str, str]  # state, finding and advice
 
 
 class Check(NamedTuple):
@@ -59,11 +55,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--measure", help="Hardware profile (YAML) to write; measuring takes minutes.")
     parser.add_argument("--quick", action="store_true", help="Measure less, in a fraction of the time.")
     parser.add_argument("--device", type=Device, default="auto", help="Device to measure.")
-    parser.add_argument(
-        "--ranks",
-        type=list[int] | None,
-        help="Numbers of processes for measuring exchanges (default: [2,4]; on GPUs 2, 4, … up to all).",
-    )
+    text = "Numbers of processes for measuring exchanges (default: [2,4]; on GPUs 2, 4, … up to all)."
+    parser.add_argument("--ranks", type=list[int] | None, help=text)
     add_json(parser)
 
 
@@ -75,7 +68,13 @@ def run(parsed: Namespace) -> None:
             if getattr(parsed, option):
                 raise RecipeError(f"--{option} works only with --measure. Add --measure FILE")
         checks = check_all(folder)
-        print_checks(to, checks)
+        width = max(len(check.what) for check in checks)
+        for check in checks:
+            to.print(f"{MARKS[check.state]} {check.what:{width}}  {check.found}", soft_wrap=True, highlight=False)
+            if check.advice:
+                to.print(f"  {'':{width}}  → {check.advice}", soft_wrap=True, highlight=False)
+        problems = sum(check.state == "problem" for check in checks)
+        to.print(f"{problems} problems, marked {MARKS['problem']}" if problems else "no problems")
         save_json(parsed.json, {"command": "doctor", "checks": [check._asdict() for check in checks]})
         return
     check_json(parsed.measure, "--measure")
@@ -83,9 +82,9 @@ def run(parsed: Namespace) -> None:
     from hotbed.measure.machine_profile import MeasureOptions, measure
     from hotbed.parsing import yaml_text
 
-    options = MeasureOptions(device=parsed.device, ranks=parsed.ranks, quick=parsed.quick)
     fit_threads()
     with _show_stage(console(stderr=True)) as show:
+        options = MeasureOptions(device=parsed.device, ranks=parsed.ranks, quick=parsed.quick)
         profile = measure(options, folder, show)
     about = {key: profile[key] for key in profile if key != "figures"}
     write_text_uri(parsed.measure, f"{yaml_text(about)}\n{yaml_text({'figures': profile['figures']}, width=110)}\n")
@@ -96,13 +95,12 @@ def run(parsed: Namespace) -> None:
 
 @contextmanager
 def _show_stage(to: Console) -> Generator[Callable[[str], None]]:
-    """Show the current stage without a refresh thread, which would disturb measurements."""
     if not to.is_terminal:
         yield lambda stage: to.print(f"{stage} …")
         return
     from rich.live import Live
 
-    with Live(console=to, auto_refresh=False, transient=True) as live:
+    with Live(console=to, auto_refresh=False, transient=True) as live:  # a refresh thread would disturb measurements
         yield lambda stage: live.update(f"{stage} …", refresh=True)
 
 
@@ -129,25 +127,8 @@ def print_profile(to: Console, profile: Mapping[str, Any]) -> None:
     to.print(profile["description"], soft_wrap=True, highlight=False)
     print_table(to, ReportTable("", ("figure", "value", "spread", "source"), rows, left=("source",)))
     if wide := sum(isinstance(spread, float) and spread > WIDE_SPREAD for spread in spreads):
-        to.print(
-            f"{wide} of {len(spreads)} figures differ by more than {WIDE_SPREAD:.0%} between repeats, because other "
-            "programs were running. Measure again on an idle machine",
-            soft_wrap=True,
-        )
-
-
-def print_checks(to: Console, checks: Sequence[Check]) -> None:
-    """Print a line for each check, and its advice below."""
-    width = max(len(check.what) for check in checks)
-    for check in checks:
-        to.print(f"{MARKS[check.state]} {check.what:{width}}  {check.found}", soft_wrap=True, highlight=False)
-        if check.advice:
-            to.print(f"  {'':{width}}  → {check.advice}", soft_wrap=True, highlight=False)
-    problems = sum(check.state == "problem" for check in checks)
-    to.print(f"{problems} problems, marked {MARKS['problem']}" if problems else "no problems")
-
-
-# -- checks ---------------------------------------------------------------------------------------------------------
+        differ = f"{wide} of {len(spreads)} figures differ by more than {WIDE_SPREAD:.0%} between repeats"
+        to.print(f"{differ}, because other programs were running. Measure again on an idle machine", soft_wrap=True)
 
 
 def check_all(folder: Path, root: Path = Path("/")) -> list[Check]:
@@ -175,7 +156,7 @@ def check_all(folder: Path, root: Path = Path("/")) -> list[Check]:
             state, found, *advice = check()
             results.append(Check(what, state, found, *advice))
         except Exception as error:  # a broken library may raise anything
-            reason = (str(error).strip().splitlines() or [""])[0]
+            reason = str(error).strip().partition("\n")[0]
             found = f"cannot be used: {type(error).__name__}: {reason}"
             results.append(Check(what, "problem", found, "install it again: pip install --force-reinstall hotbed"))
     return [*results, *_extras()]
@@ -202,11 +183,10 @@ def _huge_pages(root: Path) -> Finding:
         return "absent", "only Linux has transparent huge pages"
     file = root / "sys/kernel/mm/transparent_hugepage/enabled"
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8").strip()
     except OSError:
         return "absent", f"{file} cannot be read; the kernel may lack them"
-    chosen = re.search(r"\[(\w+)\]", text)
-    state = chosen[1] if chosen else text.strip()
+    state = text.partition("[")[2].partition("]")[0] or text
     if state in ("always", "madvise"):
         return "ok", state
     return "problem", state, f"as root: echo madvise > {file}; reads random rows of large tables up to twice as fast"
@@ -216,11 +196,17 @@ def _disk(folder: Path) -> Finding:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     usage = shutil.disk_usage(existing)
     found = f"{usage.free / 1e9:,.0f} of {usage.total / 1e9:,.0f} GB are free at {existing}"
-    try:
-        tempfile.TemporaryFile(dir=existing).close()
-    except OSError as error:
-        return "problem", f"{found}, but it is not writable ({error.strerror})", "name another DIR"
+    if failure := _why_not_writable(existing):
+        return "problem", f"{found}, but it is not writable ({failure})", "name another DIR"
     return ("problem", found, "free some space, or name another DIR") if usage.free < _LOW_DISK else ("ok", found)
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def _open_files() -> Finding:
@@ -229,18 +215,14 @@ def _open_files() -> Finding:
     except ImportError:  # Windows
         return "ok", "limit unknown"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return "ok", "no limit"
-    found = f"at most {soft:,}"
-    return ("problem", found, f"ulimit -n {min(max(hard, soft), 65536)}") if soft < 1024 else ("ok", found)
+    found = "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft:,}"
+    return ("problem", found, f"ulimit -n {min(max(hard, soft), 65536)}") if 0 <= soft < 1024 else ("ok", found)
 
 
 def _openmp() -> Finding:
     names = ("OMP_NUM_THREADS", *(OF_USERS if USER_DECIDED else ()))
-    values = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
-    if USER_DECIDED:
-        return "ok", f"threads wait as set by the user: {values}"
-    return "ok", f"threads spin briefly{'; ' * bool(values)}{values}"
+    threads = "threads wait as set by the user" if USER_DECIDED else "threads spin briefly"
+    return "ok", ", ".join([threads, *(f"{name}={os.environ[name]}" for name in names if name in os.environ)])
 
 
 def _torch() -> Finding:
@@ -269,13 +251,10 @@ def _cache() -> Finding:
     advice = "make it writable, or set NUMBA_CACHE_DIR to a writable directory; else every process compiles again"
     if not used.is_relative_to(wanted):
         return "problem", f"{wanted} cannot be written", advice
-    try:
-        tempfile.TemporaryFile(dir=used).close()
-    except OSError as error:
-        return "problem", f"{used} cannot be written ({error.strerror})", advice
-    kernels = sum(1 for _ in used.glob("*.nbi"))
+    if failure := _why_not_writable(used):
+        return "problem", f"{used} cannot be written ({failure})", advice
     empty = f"{used} is empty: the first run compiles for a minute or two"
-    return "ok", f"{kernels} kernels in {used}" if kernels else empty
+    return "ok", f"{kernels} kernels in {used}" if (kernels := len([*used.glob("*.nbi")])) else empty
 
 
 def _triton() -> Finding:
@@ -329,14 +308,12 @@ def _gpus() -> Finding:
 
 def _driver() -> str:
     """Return the version of NVIDIA's driver, or an empty text."""
-    if (program := shutil.which("nvidia-smi")) is None:
-        return ""
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.split("\n")[0].strip() if done.returncode == 0 else ""
+    return done.stdout.partition("\n")[0].strip()
 
 
 def _collectives() -> Finding:
@@ -355,7 +332,6 @@ def _collectives() -> Finding:
 
 
 def _extras() -> Iterator[Check]:
-    """Check the packages of each extra."""
     for extra, packages in sorted(_by_extra("hotbed").items()):
         if extra in FOR_DEVELOPERS:
             continue
@@ -373,12 +349,12 @@ def _by_extra(package: str) -> dict[str, list[str]]:
         return {}
     found: dict[str, list[str]] = {}
     for line in required:
-        name = re.match(r"([\w.-]+)(?:\[([\w.,-]+)\])?", line)
-        extra = re.search(r"extra == ['\"]([\w.-]+)['\"]", line)
-        if name is not None and extra is not None and name[1] != package:
-            inner = _by_extra(name[1]) if name[2] else {}
-            nested = [p for of in (name[2] or "").split(",") for p in inner.get(of, [])]
-            found.setdefault(extra[1], []).extend([name[1], *nested])
+        match = re.match(r"([\w.-]+)(?:\[([\w.,-]+)\])?.*extra == ['\"]([\w.-]+)['\"]", line)
+        if match and match[1] != package:
+            name, nested, extra = match.groups()
+            inner = _by_extra(name) if nested else {}
+            found.setdefault(extra, []).append(name)
+            found[extra] += [p for of in (nested or "").split(",") for p in inner.get(of, [])]
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from hotbed.cli.pages.plan_page import plan_grids
-from hotbed.cli.pages.report_page import Columns, ReportTable, print_table
+from hotbed.cli.pages.report_page import Columns, ReportTable, print_lines, print_table
 from hotbed.config import Recipe
 from hotbed.embed import plan_tables
 from hotbed.errors import RecipeError
@@ -36,15 +36,7 @@ _TIERS = ("device", "host", "disk")
 
 
 def memory_plan(recipe: Recipe) -> dict[str, Any]:
-    """Estimate bytes by table and tier, dense parameters, and the plan of several ranks.
-
-    Without a plan file, there is one rank per process of torchrun.
-
-    Raises
-    ------
-    RecipeError
-        If a sparse optimizer is not a class of `hotbed.optim`.
-    """
+    """Estimate bytes by table and tier, dense parameters, and the plan of several ranks, or of torchrun's processes."""
     source = open_source(recipe.data)
     if source.encoder is not None:
         source.encoder.assume_measured()
@@ -59,7 +51,8 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
     parameters = list(model.parameters())
     plan = plan_recipe(model, recipe, read_world().size, source)
     forecast = Forecast(recipe, source, plan, tables, moments)
-    entries = [_table_plan(table, plan, device.type, moments[table.name]) for table in tables]
+    computes = "device" if device.type == "cuda" else "host"
+    entries = [_table_plan(table, plan, computes, moments[table.name]) for table in tables]
     ranks: dict[str, Any] = {}
     if plan.world_size > 1:
         costs = CostModel(Workload.of(tables, moments=moments), plan.world_size).ranks(plan).costs
@@ -81,37 +74,29 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
 
 
 def _free_bytes(device: torch.device, folder: str | None) -> dict[str, int | None]:
-    """Return the free bytes of host memory, the disk for rows, and a GPU's memory.
-
-    Memory that the run's processes already hold counts as free, because the forecast includes whole processes.
-    """
     path = Path(folder or tempfile.gettempdir()).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     host = available_bytes(torch.device("cpu"))
-    if host is not None:
+    if host is not None:  # the forecast includes whole processes, so memory that they already hold counts as free
         host += resident_bytes() * read_world().local_size
     found = {"host": host, "disk": shutil.disk_usage(existing).free}
     return found | {"device": available_bytes(device)} if device.type == "cuda" else found
 
 
 def _fixes(recipe: Recipe, plan: Plan, tier: str) -> str:
-    """Return advice on using less of a memory, as the end of a sentence."""
     memory, train = recipe.memory, recipe.train
     if tier == "disk":
         return "set another memory.directory, or train fewer steps"
     tiers = {tile.tier for tile in plan.tiles}
-    fixes: list[str] = []
+    fixes = ["set memory.tier to disk"] if "host" in tiers and tier == "host" else []
     if "device" in tiers:
-        fixes.append("set memory.tier to host or disk (which take no memory for untrained rows)")
-    elif "host" in tiers and tier == "host":
-        fixes.append("set memory.tier to disk")
+        fixes = ["set memory.tier to host or disk (which take no memory for untrained rows)"]
     if memory.cache_rows:
         fixes.append(f"lower memory.cache_rows (now {memory.cache_rows:,})")
     return ", ".join([*fixes, f"lower train.batch_size (now {train.batch_size:,})", "or use more hosts"])
 
 
-def _table_plan(table: Table, plan: Plan, device: str, moments: Sequence[Moment]) -> dict[str, Any]:
-    computes = "device" if device == "cuda" else "host"
+def _table_plan(table: Table, plan: Plan, computes: str, moments: Sequence[Moment]) -> dict[str, Any]:
     used = {computes if tile.tier == "device" else tile.tier for tile in plan.by_table[table.name]}
     whole = Tile(table.name, range(table.rows), range(table.dim), 0)
     weights = tile_bytes(table, whole)
@@ -144,30 +129,21 @@ def print_memory_plan(console: Console, plan: Mapping[str, Any]) -> None:
         for table in plan_grids(Plan.from_dict(plan["plan"]), costs):
             print_table(console, table)
     console.print(f"dense parameters: {plan['dense_parameters']:,} ({size(plan['dense_bytes'])})")
-    _print_forecast(console, plan["memory"], plan["free_bytes"], plan["fixes"])
-    for message in plan["idle_settings"]:
-        console.print(f"warning: {message}", soft_wrap=True)
-
-
-def _print_forecast(
-    console: Console, ranks: Sequence[Mapping[str, Any]], free: Mapping[str, int | None], fixes: Mapping[str, str]
-) -> None:
-    """Print rows by tier, the parts of the largest rank's memory, and a warning if memory is too small."""
+    ranks = plan["memory"]
     rows = [
         [str(rank), *(size(found["tiers"][tier]) for tier in _TIERS), size(sum(found["peak_bytes"].values()))]
         for rank, found in enumerate(ranks)
     ]
-    head = ("rank", *_TIERS, "peak of memory")
-    print_table(console, ReportTable("Rows and moments by tier, once trained", head, rows))
+    title, head = "Rows and moments by tier, once trained", ("rank", *_TIERS, "peak of memory")
+    print_table(console, ReportTable(title, head, rows))
     most = max(ranks, key=lambda found: sum(found["peak_bytes"].values()))
     console.print("at its peak: " + ", ".join(f"{part} {size(n)}" for part, n in most["parts"].items() if n))
-    for tier, available in free.items():
+    lines: list[str] = []
+    for tier, available in plan["free_bytes"].items():
         needed = sum(found["tiers" if tier == "disk" else "peak_bytes"][tier] for found in ranks)
         if available is not None and needed > available:
             where = "disk space" if tier == "disk" else f"{tier} memory"
             own = ", including this process" * (tier == "host")
-            console.print(
-                f"this does not fit: all ranks need {size(needed)} of {where}, and {size(available)} are free{own}. "
-                f"To fit, {fixes[tier]}",
-                soft_wrap=True,
-            )
+            problem = f"all ranks need {size(needed)} of {where}, and {size(available)} are free{own}"
+            lines.append(f"this does not fit: {problem}. To fit, {plan['fixes'][tier]}")
+    print_lines(console, (*lines, *(f"warning: {message}" for message in plan["idle_settings"])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
+from functools import partial
 from typing import Any
 
 from hotbed.cli.arguments import Parser, add_json, add_trust, console, save_json
@@ -16,9 +17,8 @@ def add_arguments(parser: Parser) -> None:
     parser.usage = "hotbed export RUN DIR [--since EARLIER | --towers] [options], or: RUN --single FILE.pt2"
     parser.add_argument("run", help="Run or checkpoint, a path or URI; RUNS/NAME is the newest run.")
     parser.add_argument("target", nargs="?", help="New directory or URI for servers.")
-    parser.add_argument(
-        "--since", help="Earlier checkpoint, or its step in the same run. Only rows changed since then are written."
-    )
+    text = "Earlier checkpoint, or its step in the same run. Only rows changed since then are written."
+    parser.add_argument("--since", help=text)
     parser.add_argument("--single", help="NAME.pt2 file to write instead: one program with its tables, for torch only.")
     parser.add_argument("--towers", action="store_true", help="Export a two-tower model's towers and all item vectors.")
     parser.add_argument("--data", help="Data that the model is built for (default: the recipe's data).")
@@ -46,16 +46,10 @@ def _export_model(parsed: Namespace) -> dict[str, Any]:
     from hotbed.train.runs.report import StageProgress
 
     since = parsed.since if parsed.since is None or parsed.since.isdecimal() else location(parsed.since)
-    target = location(parsed.target)
+    source, target = location(parsed.run), location(parsed.target)
+    options: dict[str, Any] = {"since": since, "data": parsed.data, "trust_recipe": parsed.trust_recipe}
     with StageProgress(console(stderr=True)) as progress:
-        manifest = export_model(
-            location(parsed.run),
-            target,
-            since=since,
-            data=parsed.data,
-            trust_recipe=parsed.trust_recipe,
-            progress=lambda done, total: progress("export", done, total),
-        )
+        manifest = export_model(source, target, **options, progress=partial(progress, "export"))
     made = describe_export(manifest)
     what = f"the model of step {made['step']:,}" if since is None else format_changes(made)
     console().print(f"{target}: {what}, {sum(made['files'].values()):,} bytes", soft_wrap=True, highlight=False)
@@ -74,11 +68,8 @@ def _export_towers(parsed: Namespace) -> dict[str, Any]:
 
     target = local("DIR", parsed.target)
     made = export_towers(location(parsed.run), target, parsed.data, trust_recipe=parsed.trust_recipe)
-    console().print(
-        f"{target}: both towers of step {made.step:,}, {made.items:,} items, vectors of {made.dim} columns",
-        soft_wrap=True,
-        highlight=False,
-    )
+    what = f"both towers of step {made.step:,}, {made.items:,} items, vectors of {made.dim} columns"
+    console().print(f"{target}: {what}", soft_wrap=True, highlight=False)
     return vars(made)
 
 

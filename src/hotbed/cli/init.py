@@ -13,51 +13,29 @@ from hotbed.errors import RecipeError, SpecError, did_you_mean
 from hotbed.locations import location
 
 _LONGEST_NAME = 100
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "label": {
-        "nargs": "+",
-        "default": [],
-        "metavar": "COL",
-        "help": "Label column (default: guessed, e.g. label, click); several for a multi-task model.",
-    },
-    "positive": {"help": "Condition of a positive label, e.g. '>= 4', '== yes', 'in [a, b]' (default: guessed)."},
-    "drop": {"nargs": "+", "default": [], "metavar": "COL", "help": "Columns to leave out."},
-    "time": {"help": "Column of times for the splits (default: guessed)."},
-    "test": {"help": "File or folder of a separate test split."},
-    "valid": {"action": "store_true", "help": "Add a validation split, which tuning needs."},
-    "model": {"help": "Model class, e.g. DIN (default: chosen from the columns)."},
-    "history": {
-        "nargs": "+",
-        "default": [],
-        "metavar": "COL=COL",
-        "help": "History and candidate column, e.g. watched=movie (default: guessed from names).",
-    },
-    "weights": {
-        "nargs": "+",
-        "default": [],
-        "metavar": "COL=COL",
-        "help": "Column of ids and column of their weights, e.g. tags=tag_scores.",
-    },
-    "item": {
-        "nargs": "+",
-        "default": [],
-        "metavar": "COL",
-        "help": "Item columns of TwoTower; all others describe the user.",
-    },
-    "retrieval": {
-        "action": "store_true",
-        "help": "Train TwoTower to retrieve items instead of predicting a label (default without a label).",
-    },
+_OPTIONS: dict[str, tuple[str, str]] = {
+    "label": ("COL", "Label column (default: guessed, e.g. label, click); several for a multi-task model."),
+    "positive": ("", "Condition of a positive label, e.g. '>= 4', '== yes', 'in [a, b]' (default: guessed)."),
+    "drop": ("COL", "Columns to leave out."),
+    "time": ("", "Column of times for the splits (default: guessed)."),
+    "test": ("", "File or folder of a separate test split."),
+    "valid": ("flag", "Add a validation split, which tuning needs."),
+    "model": ("", "Model class, e.g. DIN (default: chosen from the columns)."),
+    "history": ("COL=COL", "History and candidate column, e.g. watched=movie (default: guessed from names)."),
+    "weights": ("COL=COL", "Column of ids and column of their weights, e.g. tags=tag_scores."),
+    "item": ("COL", "Item columns of TwoTower; all others describe the user."),
+    "retrieval": ("flag", "Train TwoTower to retrieve items instead of predicting a label (default without a label)."),
 }
-"""Options of `draft_recipe`, which has parameters of these names."""
+"""Options of `draft_recipe`, which has parameters of these names, with a list's metavar or ``flag``, and help."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the data, the options of `draft_recipe`, and the recipe's file."""
     parser.usage = "hotbed init PATH [options]"
     parser.add_argument("path", help="Parquet, CSV or TSV file, folder or URI, or a prepared dataset.")
-    for name, options in _OPTIONS.items():
-        parser.add_argument(f"--{name}", **options)
+    for name, (form, text) in _OPTIONS.items():
+        options: dict[str, Any] = {"nargs": "+", "default": [], "metavar": form} if form else {}
+        parser.add_argument(f"--{name}", help=text, **({"action": "store_true"} if form == "flag" else options))
     parser.add_argument("--out", help="Recipe file to write, which must not exist (default: stdout).")
 
 
@@ -65,11 +43,10 @@ def run(parsed: Namespace) -> None:
     """Draft a recipe, and write or print it."""
     from hotbed.checkpoint.single_files import exists, write_text_uri
 
-    out = None if parsed.out is None else location(parsed.out)
+    out, test = (None if path is None else location(path) for path in (parsed.out, parsed.test))
     if out is not None and exists(out):
         raise RecipeError(f"{out} exists and is not overwritten. Choose another --out")
-    options = {name: getattr(parsed, name) for name in _OPTIONS}
-    options["test"] = None if parsed.test is None else location(parsed.test)
+    options: dict[str, Any] = {name: getattr(parsed, name) for name in _OPTIONS} | {"test": test}
     text = draft_recipe(location(parsed.path), **options)
     if out is None:
         print(text, end="")
@@ -92,16 +69,8 @@ def draft_recipe(
     item: Sequence[str] = (),
     retrieval: bool = False,
 ) -> str:
-    """Return a commented recipe for Parquet, CSV or TSV files, or a prepared dataset, as YAML.
-
-    Parameters
-    ----------
-    path
-        File, folder or URI, as for `ParquetSource`; or a folder of `hotbed.prepare`, in NVIDIA's split-binary format,
-        or of NumPy arrays as TorchRec's and MLPerf's scripts write them.
-    """
-    from hotbed.cli.drafts.init_models import MODELS, draft_for, parse_pairs
-    from hotbed.cli.drafts.init_recipe import recipe_text
+    """Return a commented recipe for files of samples or a prepared dataset, as YAML."""
+    from hotbed.cli.drafts.init_recipe import MODELS, draft_for, parse_pairs, recipe_text
     from hotbed.cli.drafts.init_stored import draft_stored
     from hotbed.data import ParquetSource
     from hotbed.data.drafting.draft import draft
@@ -115,32 +84,14 @@ def draft_recipe(
         raise SpecError(f"{option} works with one model only: got {got}, expected TwoTower. {fix}")
     histories = parse_pairs("--history", history, "HISTORY=CANDIDATE, e.g. watched=movie")
     of_ids = parse_pairs("--weights", weights, "IDS=WEIGHTS, e.g. tags=tag_scores")
-    fixed: dict[str, Any] = {
-        "label": label,
-        "positive": positive,
-        "drop": drop,
-        "time": time,
-        "test": test,
-        "valid": valid,
-        "history": history,
-        "weights": weights,
-    }
+    options: dict[str, Any] = {"label": label, "positive": positive, "drop": drop, "time": time, "test": test}
+    options["valid"] = valid
+    fixed = options | {"history": history, "weights": weights}
     stored = draft_stored(path, [f"--{option}" for option, given in fixed.items() if given])
     if stored is not None:
         found, source = stored
     else:
-        found = draft(
-            path,
-            label=label,
-            positive=positive,
-            drop=drop,
-            time=time,
-            test=test,
-            valid=valid,
-            histories=histories,
-            needs_label=model != "TwoTower",
-            weights=of_ids,
-        )
+        found = draft(path, **options, histories=histories, needs_label=model != "TwoTower", weights=of_ids)
         source = ParquetSource(path, found.schema, **found.splits.init_args)
     if model is not None:
         found = draft_for(found, model, str(path), histories=histories, item=item)

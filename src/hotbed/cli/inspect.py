@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console
+from rich.table import Column
 from rich.table import Table as RichTable
 
 from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, runs_in, verify_checkpoint
@@ -42,11 +44,8 @@ DATA_OPTIONS = {
 def add_arguments(parser: Parser) -> None:
     """Add the path, and the options of data and of `inspect_skew`."""
     parser.usage = "hotbed inspect PATH [options]"
-    parser.add_argument(
-        "path",
-        help="Data (prepared, Parquet, CSV, TSV, Criteo logs, NumPy arrays), recipe, run, runs of a name, or "
-        "checkpoint.",
-    )
+    data = "Data (prepared, Parquet, CSV, TSV, Criteo logs, NumPy arrays)"
+    parser.add_argument("path", help=f"{data}, recipe, run, runs of a name, or checkpoint.")
     parser.add_argument("--skew", action="store_true", help="Count the lookups of each row.")
     for name, text in DATA_OPTIONS.items():
         parser.add_argument(f"--{name}", help=text)
@@ -89,9 +88,6 @@ def run(parsed: Namespace) -> None:
     save_json(json, description)
 
 
-# -- data --------------------------------------------------------------------------------------------------------
-
-
 def inspect_data(
     path: str | Path,
     console: Console,
@@ -101,15 +97,11 @@ def inspect_data(
     label: str | None = None,
     html: str | None = None,
 ) -> tuple[dict[str, Any], DataError | None]:
-    """Read all rows of ``against``, and then all rows of a dataset.
-
-    Returns
-    -------
-    tuple
-        Plain values, and the error if the data does not match its recipe.
-    """
+    """Read all rows of ``against``, and then of a dataset; return plain values, and an error unless a recipe fits."""
     check_html(html)
-    is_recipe = _is_recipe(path)
+    file = str(path if isinstance(path, Path) else path.partition("?")[0]).rsplit("/", 1)[-1]
+    is_recipe = file.endswith((".yaml", ".yml")) and file not in MARKERS.values()
+    is_recipe = is_recipe and not (isinstance(path, Path) and not path.is_file())
     if is_recipe and recipe is not None:
         raise RecipeError(f"{path} is a recipe itself. Leave --recipe out, or name the data in its place")
     recipe = str(path) if is_recipe else recipe
@@ -120,17 +112,11 @@ def inspect_data(
     checks = None if schema is None or ids is None else SchemaChecks(data, schema, ids)
     before: DataSummary | None = None
     with StageProgress(console) as progress:
+        options: dict[str, Any] = {"schema": schema, "label": label}
         if against is not None:
             earlier = _open(location(against), schema)
-            before = summarize(earlier, schema=schema, label=label, progress=lambda d, n: progress("against", d, n))
-        after = summarize(
-            data,
-            schema=schema,
-            checks=checks,
-            label=label,
-            earlier=before,
-            progress=lambda d, n: progress("inspect", d, n),
-        )
+            before = summarize(earlier, **options, progress=partial(progress, "against"))
+        after = summarize(data, **options, checks=checks, earlier=before, progress=partial(progress, "inspect"))
     found = after.to_dict()
     if isinstance(data, SourceRows):
         found["tables"] = [{"table": name, "rows": rows} for name, rows in data.tables.items()]
@@ -143,31 +129,18 @@ def inspect_data(
     return found, faults_error(str(path), recipe, after.faults) if recipe is not None and after.faults else None
 
 
-def _is_recipe(path: str | Path) -> bool:
-    """Return whether a path names a recipe's file."""
-    if isinstance(path, Path) and not path.is_file():
-        return False
-    name = str(path if isinstance(path, Path) else path.partition("?")[0]).rsplit("/", 1)[-1]
-    return name.endswith((".yaml", ".yml")) and name not in MARKERS.values()
-
-
 def _open(path: str | Path, schema: Schema | None) -> StoredRows:
     try:
         return open_rows(path, schema)
     except DataError as error:
-        raise DataError(
-            f"{path} is neither a prepared dataset ({', '.join(MARKERS.values())}), a run (recipe.yaml), a checkpoint "
-            f"({MANIFEST}), Parquet nor arrays (day_0_sparse.npy): {error}"
-        ) from None
+        known = f"a prepared dataset ({', '.join(MARKERS.values())}), a run (recipe.yaml), a checkpoint ({MANIFEST})"
+        raise DataError(f"{path} is neither {known}, Parquet nor arrays (day_0_sparse.npy): {error}") from None
 
 
 def _read_expected(name: str, *, with_rows: bool) -> tuple[Schema, Ids, SourceRows | None]:
-    """Return a recipe's schema and ids, and the rows of its source if requested."""
     recipe = read_recipe(name)
-    args = recipe.data.source.init_args
-    of_arrays: Ids | None = None
-    if recipe.data.source.class_path.rpartition(".")[2] == NpySource.__name__:
-        of_arrays = "hash" if args.get("modulo") else "raw"
+    named, args = recipe.data.source.class_path.rpartition(".")[2], recipe.data.source.init_args
+    of_arrays: Ids | None = None if named != NpySource.__name__ else "hash" if args.get("modulo") else "raw"
     if not with_rows and isinstance(given := args.get("schema"), Mapping):
         return Schema.from_dict(cast("Mapping[str, object]", given)), of_arrays or args.get("ids", "hash"), None
     source = new_source(recipe.data)
@@ -175,9 +148,6 @@ def _read_expected(name: str, *, with_rows: bool) -> tuple[Schema, Ids, SourceRo
     if not with_rows:
         return source.schema, of_arrays or ids, None
     return source.schema, ids, SourceRows(recipe.data.path, source, "source of a recipe")
-
-
-# -- runs and checkpoints ----------------------------------------------------------------------------------------
 
 
 def describe_path(path: str | Path) -> dict[str, Any] | None:
@@ -192,24 +162,23 @@ def describe_path(path: str | Path) -> dict[str, Any] | None:
         files = [{"file": name, "bytes": entry.bytes} for name, entry in manifest.files.items()]
         return {**describe_manifest(folder, manifest), "files": files, "verified": True}
     runs = [folder] if folder.has(RECIPE) else [run for run in runs_in(folder) if run.has(RECIPE)]
-    return _describe_run(runs[-1]) if runs else None
-
-
-def _describe_run(folder: Directory) -> dict[str, Any]:
-    finished = folder.has(SUMMARY)
+    if not runs:
+        return None
+    finished = (run := runs[-1]).has(SUMMARY)
     return {
         "kind": "run",
-        "path": str(folder),
+        "path": str(run),
         "finished": finished,
-        "summary": dict(read_mapping(folder, SUMMARY)) if finished else None,
-        "checkpoints": [str(checkpoint) for checkpoint in checkpoints_in(folder / "checkpoints")],
+        "summary": dict(read_mapping(run, SUMMARY)) if finished else None,
+        "checkpoints": [str(checkpoint) for checkpoint in checkpoints_in(run / "checkpoints")],
     }
 
 
 def describe_manifest(path: str | Path | Directory, manifest: Manifest) -> dict[str, Any]:
     """Return plain values about a checkpoint from its manifest."""
-    tables = {
-        name: {
+    tables = [
+        {
+            "table": name,
             "rows": table.spec.rows,
             "dim": table.spec.dim,
             "dtype": table.spec.dtype,
@@ -218,7 +187,7 @@ def describe_manifest(path: str | Path | Directory, manifest: Manifest) -> dict[
             "compact": any(tile.keyed for tile in table.tiles),
         }
         for name, table in manifest.tables.items()
-    }
+    ]
     return {
         "kind": "checkpoint",
         "path": str(path),
@@ -229,13 +198,12 @@ def describe_manifest(path: str | Path | Directory, manifest: Manifest) -> dict[
         "files": len(manifest.files),
         "bytes": manifest.nbytes,
         "parts": list(manifest.parts),
-        "tables": [{"table": name, **values} for name, values in tables.items()],
+        "tables": tables,
         **({"features": made} if (made := _describe_features(manifest)) else {}),
     }
 
 
 def _describe_features(manifest: Manifest) -> list[dict[str, str]]:
-    """Return the definitions of a checkpoint's derived features."""
     if FEATURES not in manifest.parts:
         return []
     known = cast("Mapping[str, Mapping[str, Any]]", manifest.parts[FEATURES])
@@ -245,16 +213,13 @@ def _describe_features(manifest: Manifest) -> list[dict[str, str]]:
 
 
 def _describe_feature(derived: Derived, known: Mapping[str, Any]) -> str:
-    def numbers(values: Sequence[float]) -> str:
-        return ", ".join(f"{value:g}" for value in values)
-
     match derived:
         case Cross():
             return f"cross of {', '.join(derived.columns)}"
-        case Bucket(quantiles=None):
-            return f"{derived.column} by {numbers(derived.boundaries or ())}"
         case Bucket():
-            return f"{derived.column} by {derived.quantiles} quantiles: {numbers(known['measured'])}"
+            by = "" if derived.quantiles is None else f"{derived.quantiles} quantiles: "
+            limits = (derived.boundaries or ()) if derived.quantiles is None else known["measured"]
+            return f"{derived.column} by {by}{', '.join(f'{value:g}' for value in limits)}"
         case Lookup():
             table = f"{derived.file} by {derived.column} ({derived.key})"
             return f"{derived.value} of {table}: {known['keys']:,} keys, SHA-256 {known['sha256'][:12]}"
@@ -262,9 +227,7 @@ def _describe_feature(derived: Derived, known: Mapping[str, Any]) -> str:
 
 def print_description(console: Console, description: Mapping[str, Any]) -> None:
     """Print a description of `describe_path`: single values first, then lists of entries as tables."""
-    values = RichTable(show_header=False, box=None)
-    values.add_column()
-    values.add_column(overflow="fold")
+    values = RichTable("", Column("", overflow="fold"), show_header=False, box=None)
     for name, value in _flatten(description):
         values.add_row(name, size(value) if name.endswith("bytes") else _format_value(value))
     console.print(values)
@@ -276,14 +239,12 @@ def print_description(console: Console, description: Mapping[str, Any]) -> None:
             print_table(console, ReportTable(name, list(entries[0]), rows, left))
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = []
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
-            rows += _flatten(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
+            yield from _flatten(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
         elif not _is_table(value) and value is not None:
-            rows.append((f"{prefix}{name}", value))
-    return rows
+            yield f"{prefix}{name}", value
 
 
 def _is_table(value: object) -> bool:

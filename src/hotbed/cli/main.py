@@ -90,11 +90,8 @@ def _format_warning(
 
 def make_parser() -> Parser:
     """Build the program's parser, whose commands add their arguments when they are parsed."""
-    parser = Parser(
-        prog="hotbed",
-        usage="hotbed COMMAND …",
-        epilog="hotbed COMMAND --help lists a command's arguments; --debug prints tracebacks.",
-    )
+    epilog = "hotbed COMMAND --help lists a command's arguments; --debug prints tracebacks."
+    parser = Parser(prog="hotbed", usage="hotbed COMMAND …", epilog=epilog)
     parser.add_argument("--version", action="version", version=f"hotbed {release()}")
     commands = {name: Command(text, partial(_add_arguments, name)) for name, text in COMMANDS.items()}
     parser.add_commands("command", commands)

@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,41 +83,27 @@ def pack_by_popularity(
     started = time.perf_counter()
     source = new_source(recipe.data)
     if not isinstance(source, SplitBinarySource):
-        raise RecipeError(
-            f"data.source: got {recipe.data.source.class_path}, expected hotbed.data.SplitBinarySource. Prepare the "
-            "log with hotbed prepare"
-        )
+        got = f"{recipe.data.source.class_path}, expected hotbed.data.SplitBinarySource"
+        raise RecipeError(f"data.source: got {got}. Prepare the log with hotbed prepare")
     split, tables = recipe.data.train_split, tables_of(source, recipe.data)
     moments = moments_of(recipe.sparse_optimizer)
     extra = _extra_row_bytes(recipe, source, tables, moments)
     with StageProgress(console) as progress:
-        counts = count_accesses(
-            source,
-            split,
-            sample=sample,
-            progress=lambda done, total: progress("accesses", done, total),
-        )
+        counts = count_accesses(source, split, sample=sample, progress=partial(progress, "accesses"))
         known = {name: Counted(torch.from_numpy(c), counts.samples) for name, c in counts.counted.items()}
         rows = hot_rows(tables, budget, popularity=known, moments=moments, extra_bytes=extra, whole_bytes=whole_bytes)
         hot = [Tile(t.name, range(rows[t.name]), range(t.dim), 0) for t in tables if rows[t.name]]
         by_name = {t.name: t for t in tables}
+        accesses = max(sum(counts.accesses.values()) / counts.samples, 1e-9)
         about = {
             "budget": budget,
             "hot_bytes": sum(tile_bytes(by_name[t.table], t, moments) + len(t.rows) * extra[t.table] for t in hot),
             "sample": sample,
             "counted_samples": counts.samples,
-            "hot_accesses": sum(known[t].accesses(n) for t, n in rows.items())
-            / max(sum(counts.accesses.values()) / counts.samples, 1e-9),
+            "hot_accesses": sum(known[t].accesses(n) for t, n in rows.items()) / accesses,
         }
-        pack(
-            recipe.data.path,
-            out,
-            rows,
-            split=split,
-            about=about,
-            overwrite=overwrite,
-            progress=lambda done, total: progress("pack", done, total),
-        )
+        options: dict[str, Any] = {"split": split, "about": about, "overwrite": overwrite}
+        pack(recipe.data.path, out, rows, **options, progress=partial(progress, "pack"))
     found = json.loads((out / "hot_rows.json").read_text(encoding="utf-8"))
     return {"kind": "packed", "path": str(out), "seconds": time.perf_counter() - started, **found}
 
@@ -124,10 +111,7 @@ def pack_by_popularity(
 def _extra_row_bytes(
     recipe: Recipe, source: SplitBinarySource, tables: Sequence[Table], moments: Sequence[Moment]
 ) -> dict[str, int]:
-    """Return the bytes per row of a model's further tables with the same ids, as in `WideDeep`.
-
-    For a table with rows of two dtypes, the bytes of its first rows count.
-    """
+    """Return the bytes per (first) row of a model's further tables with the same ids, as in `WideDeep`."""
     with tables_on_meta():
         model = new_model(recipe, source)
     kept = moments_by_table(model, recipe)
@@ -153,10 +137,8 @@ def print_packed(console: Console, found: Mapping[str, Any]) -> None:
     """Print the results of `pack_by_popularity`."""
     rows = [[entry["table"], f"{entry['rows']:,}", f"{entry['hot_rows']:,}"] for entry in found["tables"]]
     print_table(console, ReportTable(found["path"], ("table", "rows", "hot rows"), rows))
-    console.print(
-        f"hot rows have {found['hot_accesses']:.1%} of the accesses; "
-        f"{found['hot_samples'] / found['samples']:.1%} of {found['samples']:,} samples are hot, with "
-        f"{size(found['hot_bytes'])} of {size(found['budget'])}; accesses were counted in "
-        f"{found['counted_samples']:,} samples; {found['seconds']:.1f} s",
-        soft_wrap=True,
-    )
+    lines = [f"hot rows have {found['hot_accesses']:.1%} of the accesses"]
+    hot = f"{found['hot_samples'] / found['samples']:.1%} of {found['samples']:,} samples are hot"
+    lines += [f"{hot}, with {size(found['hot_bytes'])} of {size(found['budget'])}"]
+    lines += [f"accesses were counted in {found['counted_samples']:,} samples", f"{found['seconds']:.1f} s"]
+    console.print("; ".join(lines), soft_wrap=True)

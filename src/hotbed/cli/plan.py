@@ -47,29 +47,10 @@ class SimulationOptions:
     """Options of a simulation."""
 
     stragglers: Stragglers
-    sweep: str | None  # as typed
+    sweep: Sweep | None
     price: float | None  # per node and hour; None uses the hardware profile's price
     trace: str | None  # files to write
     html: str | None
-
-    @property
-    def only_ranks(self) -> bool:
-        """Whether only a sweep over ranks is requested, which needs no plan for ``--ranks``."""
-        is_sweep = self.sweep is not None and Sweep.parse(self.sweep).what == RANKS
-        return is_sweep and self.trace is None and self.html is None
-
-    def check(self, recipe: Recipe) -> None:
-        """Raise an error for an impossible option before the search begins."""
-        if self.sweep is not None:
-            sweep = Sweep.parse(self.sweep)
-            hardware = hardware_of(recipe)
-            for value in sweep.values if sweep.what != RANKS else ():
-                sweep.hardware(hardware, value)
-        if self.trace is not None:
-            check_json(self.trace, "--trace")
-        check_html(self.html)
-        if self.price is not None and not (math.isfinite(self.price) and self.price > 0):
-            raise RecipeError(f"--price: got {self.price:g}, expected a finite number above 0, per node and hour")
 
     def simulate(self, found: Found) -> Simulation:
         """Simulate a plan with these stragglers and this price."""
@@ -87,12 +68,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--replicas", type=number | None, help="Short for --parallel.replicas; auto: the best number.")
     parser.add_argument("--simulate", action="store_true", help="Simulate steps; implied by the options below.")
     add_parameters(parser, Stragglers, "stragglers.")
-    parser.add_argument(
-        "--sweep", help="Range of ranks or of a hardware figure, e.g. ranks=8..4096, network=100Gbit/s..800Gbit/s."
-    )
-    parser.add_argument(
-        "--price", type=float | None, help="Price per node and hour (default: the hardware profile's), e.g. 32.8."
-    )
+    text = "Range of ranks or of a hardware figure, e.g. ranks=8..4096, network=100Gbit/s..800Gbit/s."
+    parser.add_argument("--sweep", help=text)
+    text = "Price per node and hour (default: the hardware profile's), e.g. 32.8."
+    parser.add_argument("--price", type=float | None, help=text)
     parser.add_argument("--trace", help="JSON file for a timeline of some ranks, for Chrome or Perfetto.")
     parser.add_argument("--html", help="HTML file with figures of plan, timeline and scaling; needs matplotlib.")
     parser.add_argument("--out", help="Plan file to write, for `hotbed train --plan FILE`.")
@@ -101,32 +80,37 @@ def add_arguments(parser: Parser) -> None:
 
 def run(parsed: Namespace) -> None:
     """Search for a plan, print it, and simulate it."""
-    ranks, replicas, out, values = parsed.ranks, parsed.replicas, parsed.out, vars(parsed)
+    ranks, replicas, out, to, values = parsed.ranks, parsed.replicas, parsed.out, console(), vars(parsed)
     stragglers = Stragglers(**{field.name: values[f"stragglers.{field.name}"] for field in fields(Stragglers)})
     requested = {name: values[name] for name in ("sweep", "price", "trace", "html")}
-    options = SimulationOptions(stragglers=stragglers, **requested)
     simulates = parsed.simulate or stragglers != Stragglers() or any(v is not None for v in requested.values())
     recipe = parse_recipe(parsed)
     if parsed.hardware is not None:
-        recipe = replace(recipe, parallel=replace(recipe.parallel, hardware=parsed.hardware))
-    if out is not None:
-        check_json(out, "--out")
-    options.check(recipe)
+        recipe = _in_parallel(recipe, hardware=parsed.hardware)
+    for option in ("out", "trace"):
+        if values[option] is not None:
+            check_json(values[option], f"--{option}")
+    if (sweep := None if parsed.sweep is None else Sweep.parse(parsed.sweep)) is not None:
+        requested["sweep"], hardware = sweep, hardware_of(recipe)
+        for value in sweep.values if sweep.what != RANKS else ():
+            sweep.hardware(hardware, value)
+    check_html(parsed.html)
+    if parsed.price is not None and not (math.isfinite(parsed.price) and parsed.price > 0):
+        raise RecipeError(f"--price: got {parsed.price:g}, expected a finite number above 0, per node and hour")
+    options = SimulationOptions(stragglers=stragglers, **requested)
     if "auto" in (ranks, replicas):
         count = recipe.parallel.replicas if replicas is None else replicas
         ranks, replicas = choose_ranks(recipe, ranks, count, options.price)
     if replicas is not None:
-        recipe = replace(recipe, parallel=replace(recipe.parallel, replicas=replicas))
-    if options.sweep is not None:
-        Sweep.parse(options.sweep).check(hardware_of(recipe), ranks, recipe.parallel.replicas)
-    to = console()
+        recipe = _in_parallel(recipe, replicas=replicas)
+    if sweep is not None:
+        sweep.check(hardware_of(recipe), ranks, recipe.parallel.replicas)
     try:
         found, others = find_plans(recipe, ranks)
-    except PlanError as error:
-        if out is not None or not options.only_ranks:
+    except PlanError as error:  # a sweep over ranks may find a number that fits
+        if sweep is None or sweep.what != RANKS or any(v is not None for v in (out, options.trace, options.html)):
             raise
-        assert options.sweep is not None
-        points, figures = print_points(to, Sweep.parse(options.sweep), recipe, ranks, options)
+        points, figures = print_points(to, sweep, recipe, ranks, options)
         if first_that_fits(points) is None:
             raise
         to.print(f"--ranks {ranks} does not fit: {error}", soft_wrap=True)
@@ -134,9 +118,8 @@ def run(parsed: Namespace) -> None:
         return
     if out is not None:
         write_text_uri(out, found.plan.to_json())
-    figures = to_json(found, others)
     print_plan(to, found, others, recipe.memory.device_bytes)
-    figures["faster"] = faster_settings(recipe, ranks, found)
+    figures = to_json(found, others) | {"faster": faster_settings(recipe, ranks, found)}
     for setting, rate in figures["faster"].items():
         to.print(f"faster: {setting} trains {rate:,.0f} samples/s by formula", soft_wrap=True)
     if simulates:
@@ -144,7 +127,8 @@ def run(parsed: Namespace) -> None:
     save_json(parsed.json, figures)
 
 
-# -- search ------------------------------------------------------------------------------------------------------
+def _in_parallel(recipe: Recipe, **changes: Any) -> Recipe:
+    return replace(recipe, parallel=replace(recipe.parallel, **changes))
 
 
 def choose_ranks(
@@ -153,9 +137,9 @@ def choose_ranks(
     """Choose the number of ranks or of replicas, and print a table of the candidates."""
     if ranks != "auto" and ranks < 1:
         raise RecipeError(f"--ranks: got {ranks}, expected auto or at least 1")
-    source = open_source(recipe.data)
+    model, source = _open_model(recipe)
     options: dict[str, Any] = {"schemes": _schemes_in(recipe), "others": "auto", "price": price}
-    chosen = find_ranks(_meta_model(recipe, source), recipe, ranks, replicas, source, **options)
+    chosen = find_ranks(model, recipe, ranks, replicas, source, **options)
     columns: Columns = {
         "ranks": lambda tried: str(tried.ranks),
         "replicas": lambda tried: str(tried.replicas),
@@ -169,17 +153,14 @@ def choose_ranks(
 
 
 def find_plans(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
-    """Search for a plan, and estimate the seconds of a step under the recipe's own scheme.
-
-    Schemes by table in ``parallel.plan`` are kept; the search covers tables without one.
-    """
+    """Search for a plan of tables without a scheme, and estimate a step's seconds under the recipe's own scheme."""
     scheme = plan_or_schemes(recipe.parallel)
     found = search_plan(recipe, ranks)
     others: dict[str, float] = {}
     if isinstance(scheme, str) and scheme != "auto":
         try:
-            source = open_source(recipe.data)
-            own = find_plan(_meta_model(recipe, source), recipe, ranks // recipe.parallel.replicas, source)
+            model, source = _open_model(recipe)
+            own = find_plan(model, recipe, ranks // recipe.parallel.replicas, source)
             others[scheme] = estimate_step(own.plan, own.costs, own.model).seconds
         except PlanError:
             others[scheme] = float("inf")
@@ -187,10 +168,7 @@ def find_plans(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
 
 
 def faster_settings(recipe: Recipe, ranks: int, found: Found) -> dict[str, float]:
-    """Return settings with more samples per second than a plan over several nodes.
-
-    The candidates are half the ranks, the ranks of one node, and hierarchical exchanges.
-    """
+    """Return settings with a higher rate than a plan over several nodes: fewer ranks, or hierarchical exchanges."""
     hardware, parallel = found.model.hardware, recipe.parallel
     assert hardware is not None
     node, result = hardware.ranks_per_node, dict[str, float]()
@@ -198,8 +176,7 @@ def faster_settings(recipe: Recipe, ranks: int, found: Found) -> dict[str, float
         return result
     tried = {f"--ranks {count}": (recipe, count) for count in dict.fromkeys((ranks // 2, node)) if count < ranks}
     if parallel.ranks_per_node is None and (ranks // parallel.replicas) % node == 0:
-        two_hops = replace(recipe, parallel=replace(parallel, ranks_per_node=node))
-        tried[f"--parallel.ranks_per_node {node}"] = (two_hops, ranks)
+        tried[f"--parallel.ranks_per_node {node}"] = (_in_parallel(recipe, ranks_per_node=node), ranks)
     for setting, (changed, count) in tried.items():
         try:
             other = search_plan(changed, count)
@@ -212,8 +189,7 @@ def faster_settings(recipe: Recipe, ranks: int, found: Found) -> dict[str, float
 
 def samples_per_s(found: Found) -> float:
     """Return a plan's rate by formula."""
-    step = estimate_step(found.plan, found.costs, found.model)
-    return found.model.workload.batch_size / step.seconds
+    return found.model.workload.batch_size / estimate_step(found.plan, found.costs, found.model).seconds
 
 
 def search_plan(recipe: Recipe, ranks: int, hardware: Hardware | None = None) -> Found:
@@ -221,9 +197,9 @@ def search_plan(recipe: Recipe, ranks: int, hardware: Hardware | None = None) ->
     count = recipe.parallel.replicas
     if ranks < 1 or ranks % count:
         raise RecipeError(f"--ranks: got {ranks}, expected a positive multiple of parallel.replicas {count}")
-    source = open_source(recipe.data)
-    model, schemes = _meta_model(recipe, source), _schemes_in(recipe)
-    return find_plan(model, recipe, ranks // count, source, schemes=schemes, others="auto", hardware=hardware)
+    model, source = _open_model(recipe)
+    options: dict[str, Any] = {"schemes": _schemes_in(recipe), "others": "auto", "hardware": hardware}
+    return find_plan(model, recipe, ranks // count, source, **options)
 
 
 def _schemes_in(recipe: Recipe) -> Schemes:
@@ -234,9 +210,10 @@ def _schemes_in(recipe: Recipe) -> Schemes:
     return given if isinstance(given, Mapping) else "auto"
 
 
-def _meta_model(recipe: Recipe, source: Source) -> nn.Module:
+def _open_model(recipe: Recipe) -> tuple[nn.Module, Source]:
+    source = open_source(recipe.data)
     with torch.device("meta"):
-        return new_model(recipe, source)
+        return new_model(recipe, source), source
 
 
 def to_json(found: Found, others: dict[str, float]) -> dict[str, Any]:
@@ -264,20 +241,15 @@ def to_json(found: Found, others: dict[str, float]) -> dict[str, Any]:
     }
 
 
-# -- simulation --------------------------------------------------------------------------------------------------
-
-
 def run_simulation(to: Console, found: Found, recipe: Recipe, ranks: int, options: SimulationOptions) -> dict[str, Any]:
     """Simulate a plan, print the results, write the requested files, and return the results for ``--json``."""
-    sweep = None if options.sweep is None else Sweep.parse(options.sweep)
-    simulation = options.simulate(found)
+    sweep, simulation = options.sweep, options.simulate(found)
     terms, hardware = terms_of(found.plan, found.costs, found.model), found.model.hardware
     assert hardware is not None
     print_simulation(to, simulation, terms, hardware)
+    rates = [{"rates": {name: hardware.origin_of(name) for name in term.figures}} for term in terms]
     result: dict[str, Any] = {"simulation": simulation.to_dict()}
-    result["terms"] = [
-        asdict(term) | {"rates": {name: hardware.origin_of(name) for name in term.figures}} for term in terms
-    ]
+    result["terms"] = [asdict(term) | of_term for term, of_term in zip(terms, rates, strict=True)]
     points: list[Point] = []
     if sweep is not None:
         points, result["sweep"] = print_points(to, sweep, recipe, ranks, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import partial
 from typing import Literal
 
 from hotbed.checks import Count
@@ -20,12 +21,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--split", help="Split to score, if the data has several, e.g. test.")
     parser.add_argument("--batch_size", type=Count | None, help="Rows per batch (default: train.eval_batch_size).")
     parser.add_argument("--prepared", help="Prepared training data for raw rows (default: the recipe's data.path).")
-    parser.add_argument(
-        "--missing",
-        nargs="+",
-        default=[],
-        help="Input columns that the new rows may lack, e.g. `price`. Their values count as missing.",
-    )
+    text = "Input columns that the new rows may lack, e.g. `price`. Their values count as missing."
+    parser.add_argument("--missing", nargs="+", default=[], help=text)
     parser.add_argument("--device", type=Literal["auto", "cpu", "cuda"], default="auto", help="Device.")
     add_trust(parser)
     add_json(parser)
@@ -36,23 +33,13 @@ def run(parsed: Namespace) -> None:
     from hotbed.train.runs.report import StageProgress
     from hotbed.train.workflows.prediction import predict
 
+    options = dict(vars(parsed))
+    *paths, json = (options.pop(name) for name in ("run", "data", "out", "json"))
     with StageProgress(console(stderr=True)) as progress:
-        made = predict(
-            location(parsed.run),
-            location(parsed.data),
-            location(parsed.out),
-            **{name: getattr(parsed, name) for name in ("keep", "split", "batch_size", "device", "trust_recipe")},
-            prepared=parsed.prepared,
-            missing=parsed.missing,
-            progress=lambda done, total: progress("predict", done, total),
-        )
+        made = predict(*map(location, paths), **options, progress=partial(progress, "predict"))
     to, rate = console(), made.rows / made.seconds
-    columns = ", ".join(made.columns)
-    to.print(
-        f"{made.out}: {made.rows:,} rows of {columns}, by {made.checkpoint} ({rate:,.0f} rows/s)",
-        soft_wrap=True,
-        highlight=False,
-    )
+    what = f"{made.rows:,} rows of {', '.join(made.columns)}, by {made.checkpoint} ({rate:,.0f} rows/s)"
+    to.print(f"{made.out}: {what}", soft_wrap=True, highlight=False)
     for feature, count in made.ids_out_of_range.items():
         to.print(f"feature {feature}: {count:,} ids were out of range and dropped or hashed (data.on_bad_id)")
-    save_json(parsed.json, {**vars(made), "out": str(made.out), "rows_per_s": rate})
+    save_json(json, {**vars(made), "out": str(made.out), "rows_per_s": rate})

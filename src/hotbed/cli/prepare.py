@@ -18,24 +18,19 @@ if TYPE_CHECKING:
 
     from hotbed.data.preparation.prepare_dataset import PrepareReport
 
-_OWN = ("vocabulary", "schema", "executor", "memory")
-"""Options that are added by hand."""
-
 
 def add_arguments(parser: Parser) -> None:
     """Add the raw files, the dataset, and the options of `hotbed.prepare`."""
     from hotbed.data.preparation.prepare_options import PrepareOptions
 
     parser.usage = "hotbed prepare RAW … OUT [options]"
-    parser.add_argument(
-        "raw", nargs="+", help="Criteo logs in time order, or Parquet, CSV or TSV files, folders or URIs."
-    )
+    text = "Criteo logs in time order, or Parquet, CSV or TSV files, folders or URIs."
+    parser.add_argument("raw", nargs="+", help=text)
     parser.add_argument("out", help="Dataset directory to create.")
-    add_parameters(parser, PrepareOptions, skip=_OWN)
+    add_parameters(parser, PrepareOptions, skip=("vocabulary", "schema", "executor", "memory"))
     parser.add_argument("--schema", help="YAML file with a schema, or a recipe (default: drafted from the columns).")
-    parser.add_argument(
-        "--executor", default="threads", help="threads, processes, dask:ADDRESS or ray:ADDRESS, e.g. dask:local."
-    )
+    text = "threads, processes, dask:ADDRESS or ray:ADDRESS, e.g. dask:local."
+    parser.add_argument("--executor", default="threads", help=text)
     parser.add_argument("--memory", default="2 GiB", help="Memory limit; more data is spilled to disk.")
     parser.add_argument("--vocabulary", help="vocabulary/ folder of an earlier dataset, to keep its ids.")
     add_json(parser)

@@ -48,22 +48,14 @@ PLANS = {
     "popular rows in memory, others on disk": {"hot_rows": 200, "rows": 0, "tier": "disk", "cache_rows": 50},
 }
 """Plans of the same model: schemes of `hotbed.make_plan`, or arguments of a `Cut` and the wire format."""
-DIM = 48
-"""Columns of the tables: three blocks of 16, which can be cut."""
+DIM = 48  # columns of the tables: three blocks of 16, which can be cut
 KILLED, RESUMED = "on disk, cached", "cut into columns"
 """Plan of the killed run, and the plan under which it is resumed."""
 _REPORTED = ("name", "samples_per_s", "sha256", "bytes", "disk_bytes")
 
 
 def run_promise(recipe: Recipe, run: RunDirectory, console: Console, *, ranks: int, steps: int) -> dict[str, Any]:
-    """Train the demo's model under every plan of `PLANS`, kill and resume it, and train it in one process.
-
-    Returns
-    -------
-    dict
-        ``plans``: name, samples/s, SHA-256, bytes by rank; ``resumed``; ``one_process``: largest differences of losses
-        and of the model; ``equal``: whether all hashes are equal.
-    """
+    """Train the demo's model under every plan of `PLANS`, kill and resume it, and train it in one process."""
     demo, file = recipe.to_dict(), run.path / "recipe.yaml"
     demo["data"]["dim"] = demo["model"]["init_args"]["bottom"][-1] = DIM
     # Adam divides by small numbers, which would amplify differences in the last bit between worlds.
@@ -90,7 +82,6 @@ def run_promise(recipe: Recipe, run: RunDirectory, console: Console, *, ranks: i
         (resumed,) = train_plans("resumed", ranks, {RESUMED: PLANS[RESUMED]}, resume=killed)
         (alone,) = train_plans("alone", 1, {"one process": "table"})
     a, b = load_file(found[0]["state"]), load_file(alone["state"])
-    losses = max(abs(x - y) for x, y in zip(found[0]["losses"], alone["losses"], strict=True))
     hashes = {plan["sha256"] for plan in found} | {resumed["sha256"]}
     return {
         "ranks": ranks,
@@ -98,7 +89,7 @@ def run_promise(recipe: Recipe, run: RunDirectory, console: Console, *, ranks: i
         "plans": [{key: plan[key] for key in _REPORTED} for plan in found],
         "resumed": {"killed": KILLED, "at_step": at, "resumed": RESUMED, "sha256": resumed["sha256"]},
         "one_process": {
-            "losses": losses,
+            "losses": max(abs(x - y) for x, y in zip(found[0]["losses"], alone["losses"], strict=True)),
             "model": max(float((a[name].float() - b[name].float()).abs().max()) for name in a),
         },
         "equal": len(hashes) == 1,
@@ -112,8 +103,7 @@ def print_promise(console: Console, result: Mapping[str, Any]) -> None:
     rows: list[list[str]] = []
     for plan in result["plans"]:
         where = " … ".join(dict.fromkeys(size(b) for b in (min(plan["bytes"]), max(plan["bytes"]))))
-        if any(plan["disk_bytes"]):
-            where += f", {size(max(plan['disk_bytes']))} on disk"
+        where += f", {size(max(plan['disk_bytes']))} on disk" if any(plan["disk_bytes"]) else ""
         rows.append([plan["name"], where, f"{plan['samples_per_s']:,.0f}", plan["sha256"][:16]])
     resumed, alone = result["resumed"], result["one_process"]
     name = f"{resumed['killed']}, kill -9 at step {resumed['at_step']}, then {resumed['resumed']}"
@@ -122,14 +112,9 @@ def print_promise(console: Console, result: Mapping[str, Any]) -> None:
     head = ("plan", "tables of a process", "samples/s", "SHA-256 of losses and model")
     print_table(console, ReportTable(title, head, rows, left=head[3:]))
     console.print("all equal" if result["equal"] else "NOT equal", style=None if result["equal"] else "red")
-    console.print(
-        f"one process instead of {result['ranks']}: losses differ by at most {alone['losses']:.1e}, the model by "
-        f"{alone['model']:.1e} (another order of sums)"
-    )
+    differ = f"losses differ by at most {alone['losses']:.1e}, the model by {alone['model']:.1e}"
+    console.print(f"one process instead of {result['ranks']}: {differ} (another order of sums)")
     console.print(f"run: {result['run']}", soft_wrap=True)
-
-
-# -- one process of a world ----------------------------------------------------------------------------------------
 
 
 class _Recorder(Callback):
@@ -142,20 +127,17 @@ class _Recorder(Callback):
     def on_step(self, trainer: Trainer, loss: float) -> None:
         """Record the loss."""
         self.losses.append(loss)
-        if self._save is None:
-            return
-        path = Path(self._save["checkpoint"])
-        if trainer.step == self._save["at"]:
+        if self._save is not None and trainer.step == self._save["at"]:
+            path = Path(self._save["checkpoint"])
             save_checkpoint(path, trainer.parts(), step=trainer.step)
             if trainer.ranks.is_first:
                 path.with_suffix(".json").write_text(json.dumps(self.losses), encoding="utf-8")
             trainer.ranks.add(0)  # no rank dies before the checkpoint is complete
-        if trainer.step == self._save["at"] + 1:
+        if self._save is not None and trainer.step == self._save["at"] + 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _run_job(job: Mapping[str, Any]) -> None:
-    """Train under one plan after the other, as one process of a world, and write the results."""
     recipe = Recipe.from_dict(read_yaml(Path(job["recipe"])))
     with process_group(ParallelRecipe(), "cpu"):
         found: list[dict[str, Any]] = []
@@ -182,8 +164,8 @@ def _train_plan(recipe: Recipe, name: str, scheme: Any, job: Mapping[str, Any]) 
     recipe = Recipe.from_dict(values)
     source = open_source(recipe.data)
     trainer = build(recipe, source)
-    ranks, data = trainer.ranks, recipe.data
-    loader = Loader(source, data.train_split, recipe.train.batch_size, rank=ranks.rank, world_size=ranks.size)
+    ranks, split = trainer.ranks, recipe.data.train_split
+    loader = Loader(source, split, recipe.train.batch_size, rank=ranks.rank, world_size=ranks.size)
     recorder = _Recorder(job.get("save"))
     if "resume" in job:
         path = Path(job["resume"]["checkpoint"])

@@ -26,40 +26,23 @@ REDIS_VARIABLE = "HOTBED_REDIS"
 def add_arguments(parser: Parser) -> None:
     """Add the models, the options of their rows, and the server's options."""
     parser.usage = "hotbed serve DIR|URI [--model NAME=DIR|URI …] [options]"
-    parser.add_argument(
-        "place",
-        nargs="?",
-        help="Path or URI of an exported model (hotbed export), or of a directory that training publishes to "
-        "(train.publish), which is followed.",
-    )
-    parser.add_argument(
-        "--model",
-        action="append",
-        default=[],
-        help="Named model, e.g. clicks=DIR; repeat for several models. The first one answers POST /score.",
-    )
-    parser.add_argument(
-        "--memory_gib", type=Positive | None, help="Memory limit for the rows of each model (default: all rows)."
-    )
-    parser.add_argument(
-        "--redis",
-        help="Address of a Redis that caches rows of tables in files, e.g. redis://HOST. Set an address with a "
-        f"password in the environment variable {REDIS_VARIABLE}, because command lines are visible to others.",
-    )
+    model = "Path or URI of an exported model (hotbed export), or of a directory that training publishes to "
+    parser.add_argument("place", nargs="?", help=f"{model}(train.publish), which is followed.")
+    text = "Named model, e.g. clicks=DIR; repeat for several models. The first one answers POST /score."
+    parser.add_argument("--model", action="append", default=[], help=text)
+    redis = "Address of a Redis that caches rows of tables in files, e.g. redis://HOST. Set an address with a password "
+    redis += f"in the environment variable {REDIS_VARIABLE}, because command lines are visible to others."
+    cache = "Directory for files of models at URIs (default: hotbed/models in the user's cache directory)."
+    encoded = "Whether requests have ids and numbers as in datasets of hotbed prepare (default: raw values)."
+    text = "Memory limit for the rows of each model (default: all rows)."
+    parser.add_argument("--memory_gib", type=Positive | None, help=text)
+    parser.add_argument("--redis", help=redis)
     parser.add_argument("--directory", help="Directory for files of changed rows (default: the temporary directory).")
-    parser.add_argument(
-        "--cache", help="Directory for files of models at URIs (default: hotbed/models in the user's cache directory)."
-    )
-    parser.add_argument(
-        "--encoded",
-        type=bool,
-        default=False,
-        help="Whether requests have ids and numbers as in datasets of hotbed prepare (default: raw values).",
-    )
+    parser.add_argument("--cache", help=cache)
+    parser.add_argument("--encoded", type=bool, default=False, help=encoded)
     parser.add_argument("--verify", type=bool, default=True, help="Whether to check the hashes of all files first.")
-    parser.add_argument(
-        "--threads", type=Count | None, help="Number of threads for the dense part of each model (default: torch's)."
-    )
+    text = "Number of threads for the dense part of each model (default: torch's)."
+    parser.add_argument("--threads", type=Count | None, help=text)
     parser.add_argument("--device", type=Literal["cpu", "cuda"], default="cpu", help="Device.")
     seconds = Annotated[float, Range(above=0, most=86_400.0)]
     parser.add_argument("--poll_s", type=seconds, default=1.0, help="Seconds between polls for new versions.")
@@ -119,11 +102,6 @@ def _row_options(given: dict[str, Any], environment: Mapping[str, str] = os.envi
     return {"memory_bytes": None if memory_gib is None else int(memory_gib * 2**30), **found}
 
 
-def _path_name(name: str) -> str:
-    """Return a recipe's name as it is in request paths, which allow letters, digits, '.', '_' and '-'."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or "model"
-
-
 def _open_model(name: str | None, source: str, rows: Mapping[str, Any], poll_s: float, opened: ExitStack) -> Served:
     """Open a model, and follow its directory if training publishes to it."""
     from hotbed.checkpoint.storage import directory
@@ -140,7 +118,8 @@ def _open_model(name: str | None, source: str, rows: Mapping[str, Any], poll_s: 
         opened.callback(follower.close)
         follower.poll()  # so that the newest version gives the first answer
         follower.start()
-    return Served(name or _path_name(model.name or ""), model, follower)
+    in_paths = re.sub(r"[^A-Za-z0-9._-]+", "-", model.name or "").lstrip("._-")[:100] or "model"
+    return Served(name or in_paths, model, follower)
 
 
 def _parse_models(source: str | None, models: list[str]) -> dict[str | None, str]:
@@ -149,9 +128,8 @@ def _parse_models(source: str | None, models: list[str]) -> dict[str | None, str
     for model in models:
         name, _, at = model.partition("=")
         if not _NAME.fullmatch(name) or not at:
-            raise RecipeError(
-                f"--model: got {model!r}, expected NAME=DIR with a name of letters, digits, '.', '_' and '-'"
-            )
+            expected = "NAME=DIR with a name of letters, digits, '.', '_' and '-'"
+            raise RecipeError(f"--model: got {model!r}, expected {expected}")
         if name in named:
             raise RecipeError(f"--model: got {name!r} twice. Use another name for each model")
         named[name] = at

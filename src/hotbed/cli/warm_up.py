@@ -38,21 +38,22 @@ def run(parsed: Namespace) -> None:
     seconds, kept = time.perf_counter() - start, kept_forms()
     found = {"compiled": len(kept) - len(before), "kept": len(kept), "seconds": round(seconds, 1)}
     folder = str(next(iter(kept)).parent)
-    out.print(
-        f"{found['compiled']} of {found['kept']} compiled kernels are new, after {seconds:.0f} s. They work for this "
-        f"processor type and these versions of hotbed and Numba: {folder}",
-        soft_wrap=True,
-    )
+    new = f"{found['compiled']} of {found['kept']} compiled kernels are new, after {seconds:.0f} s"
+    valid = "They work for this processor type and these versions of hotbed and Numba"
+    out.print(f"{new}. {valid}: {folder}", soft_wrap=True)
     save_json(parsed.json, {"command": "warm-up", "folder": folder, **found})
 
 
-def _cases() -> Iterator[Callable[[], None]]:
+def _cases() -> Iterator[Callable[[], object]]:
     """Yield single training steps that together call every kernel with every array type."""
     import torch
 
     import hotbed as hb
+    from hotbed.ops.cpu_dense import relu_backward
 
-    yield _relu
+    # A bfloat16 gradient passes through ReLU, because layers that do so are too large to train here.
+    values = torch.ones(SAMPLES, 8, dtype=torch.bfloat16)
+    yield partial(relu_backward, values, values)
     for ids in (torch.int64, torch.int32):
         for dtype in (torch.float32, torch.bfloat16):
             yield partial(_dlrm, ids, dtype)
@@ -60,16 +61,6 @@ def _cases() -> Iterator[Callable[[], None]]:
                 yield partial(_lookups, ids, dtype, rows, None)
         for cut in (hb.Cut(tier="host", cache_rows=ROWS // 2), hb.Cut(tier="disk")):
             yield partial(_lookups, ids, torch.float32, "fp32", cut)
-
-
-def _relu() -> None:
-    """Pass a bfloat16 gradient through ReLU, because layers that do so are too large to train here."""
-    import torch
-
-    from hotbed.ops.cpu_dense import relu_backward
-
-    values = torch.ones(SAMPLES, 8, dtype=torch.bfloat16)
-    relu_backward(values, values)
 
 
 def _dlrm(ids: torch.dtype, dtype: torch.dtype) -> None:

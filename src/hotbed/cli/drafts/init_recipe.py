@@ -1,20 +1,28 @@
-"""Write the recipe of `hotbed init`, with a comment for each choice."""
+"""Choose the model of ``hotbed init``, and write its recipe with a comment for each choice."""
 
 from __future__ import annotations
 
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hotbed.cli.drafts.init_models import OF_NEXT_ITEMS, arguments_of
-from hotbed.data.drafting.draft import MANY_REPEATS, SMALL
+from hotbed.data.drafting.draft import MANY_REPEATS, SMALL, Draft, LeftOut
+from hotbed.data.drafting.roles import LABEL_NAMES, words_of
+from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.parsing import yaml_text
 
 if TYPE_CHECKING:
-    from hotbed.data.drafting.draft import Draft
+    from hotbed.data import Schema
 
+MODELS = ("DLRM", "WideDeep", "DCNv2", "DeepFM", "MMoE", "DIN", "SASRec", "HSTU", "TwoTower")
+"""Classes of `hotbed.nn` that a drafted recipe can have."""
+OF_NEXT_ITEMS = ("SASRec", "HSTU")  # models whose only inputs are a history and its candidate
+_ITEM_WORDS = frozenset(
+    ("item", "product", "sku", "movie", "film", "song", "track", "album", "book", "article", "video", "ad", "creative")
+)
+_MAX_LEN = 50
 _WIDTH = 112
 _MOST_PAIRS = 1_500  # of features, whose products a top MLP can take
 _MOST_FOR_ENSEMBLES = 1_000_000  # samples; with more, one model errs no more than several do
@@ -37,10 +45,7 @@ class Training:
 
     @staticmethod
     def of(samples: int, *, has_valid: bool, repeats: float, pairs: int, several: bool = True) -> Training:
-        """Choose by the training samples, the mean occurrences of an id, and the number of feature pairs.
-
-        ``several`` allows an ensemble.
-        """
+        """Choose by the training samples, an id's mean occurrences and feature pairs; ``several`` allows ensembles."""
         batch_size = min(4096, max(64, 1 << int(math.log2(max(1, samples / 350)))))
         steps = math.ceil(samples / batch_size)
         few = samples < SMALL
@@ -72,14 +77,9 @@ def recipe_text(
     retrieval: bool = False,
 ) -> str:
     """Return the recipe as YAML."""
-    features = len(draft.schema.sparse)
-    training = Training.of(
-        counts.get("train", 0),
-        has_valid=draft.splits.has_valid,
-        repeats=draft.repeats,
-        pairs=(features + 1) * features // 2,
-        several=model is None,
-    )
+    several, pairs, has_valid = model is None, math.comb(len(draft.schema.sparse) + 1, 2), draft.splits.has_valid
+    options: dict[str, Any] = {"has_valid": has_valid, "repeats": draft.repeats, "pairs": pairs, "several": several}
+    training = Training.of(counts.get("train", 0), **options)
     lines = [
         "# Drafted by `hotbed init` from names, types and values of the columns. Check it, then run:",
         "#   hotbed train THIS_FILE --dry_run",
@@ -88,13 +88,9 @@ def recipe_text(
         *_data(draft, path, counts, training),
         *_model(draft, training, model, item),
         *(_retrieval(draft) if retrieval else ()),
-        *_optimizers(training),
-        *_train(training),
+        *_training(training),
     ]
     return "\n".join(lines) + "\n"
-
-
-# -- data ----------------------------------------------------------------------------------------------------------
 
 
 def _data(draft: Draft, path: str, counts: Mapping[str, int], training: Training) -> Iterator[str]:
@@ -122,14 +118,14 @@ def _data(draft: Draft, path: str, counts: Mapping[str, int], training: Training
         yield f"    class_path: {draft.source['class_path']}"
         if arguments := draft.source.get("init_args"):
             yield "    init_args:"
-            yield from _indented(yaml_text(arguments, width=_WIDTH), 6)
+            yield _indented(arguments)
         return
     yield "    class_path: hotbed.data.ParquetSource"
     yield "    init_args:"
     if splits.init_args.get("split"):
         yield from _comment(f"Validation and test split: {splits.reason}.", 6)
     if splits.init_args:
-        yield from _indented(yaml_text(splits.init_args, width=_WIDTH), 6)
+        yield _indented(splits.init_args)
     if draft.left_out:
         yield "      # Unused columns (to use one of them, add it to the schema):"
         for column in draft.left_out:
@@ -155,11 +151,9 @@ def _schema(draft: Draft) -> Iterator[str]:
         "`table` share one. `ids` is the number of ids per sample, null if it varies.",
         8,
     )
-    shown = [{k: v for k, v in column.items() if v not in _USUAL.get(k, ())} for column in plain["sparse"]]
+    usual: list[tuple[str, Any]] = [("table", None), ("ids", 1), ("pooling", "sum")]
+    shown = [{k: v for k, v in column.items() if (k, v) not in usual} for column in plain["sparse"]]
     yield from _entries("sparse", shown, draft.reasons)
-
-
-_USUAL: dict[str, tuple[object, ...]] = {"table": (None,), "ids": (1,), "pooling": ("sum",)}
 
 
 def _entries(key: str, entries: Sequence[Any], reasons: Mapping[str, str]) -> Iterator[str]:
@@ -169,18 +163,17 @@ def _entries(key: str, entries: Sequence[Any], reasons: Mapping[str, str]) -> It
     yield f"        {key}:"
     for entry in entries:
         name = entry if isinstance(entry, str) else entry.get("name", entry.get("column"))
-        written = yaml_text(entry) if isinstance(entry, str) else yaml_text([entry], width=1 << 30).removeprefix("- ")
-        yield _with_comment(f"          - {written}", reasons.get(name, ""))
+        yield _with_comment(f"          - {_inline(entry)}", reasons.get(name, ""))
 
 
-# -- model and training --------------------------------------------------------------------------------------------
+def _inline(value: object) -> str:
+    is_plain = not isinstance(value, list | dict)
+    return yaml_text(value) if is_plain else yaml_text([value], width=1 << 30).removeprefix("- ")
 
 
 def _model(draft: Draft, training: Training, named: str | None, item: Sequence[str]) -> Iterator[str]:
-    """Write the model of ``--model``, or the one that fits the data."""
     schema, dim = draft.schema, training.dim
-    features = len(schema.sparse)
-    pairs = (features + 1) * features // 2
+    features, pairs = len(schema.sparse), math.comb(len(schema.sparse) + 1, 2)
     yield "model:"
     name, top = named or ("DLRM" if pairs <= _MOST_PAIRS else "DCNv2"), training.top
     if training.members > 1:
@@ -203,70 +196,54 @@ def _model(draft: Draft, training: Training, named: str | None, item: Sequence[s
     yield _with_comment(f"  class_path: hotbed.nn.{name}", own)
     yield "  init_args:"
     for argument, value, remark in arguments:
-        is_plain = not isinstance(value, list | dict)
-        text = yaml_text(value) if is_plain else yaml_text([value], width=1 << 30).removeprefix("- ")
-        yield _with_comment(f"    {argument}: {text}", remark)
+        yield _with_comment(f"    {argument}: {_inline(value)}", remark)
     if training.dropout and name not in OF_NEXT_ITEMS:
         yield _with_comment(f"    dropout: {training.dropout}", "in the MLPs, because there are few samples")
 
 
 def _retrieval(draft: Draft) -> Iterator[str]:
-    """Write the settings of training and measuring a retrieval model."""
-    yield from _comment(
-        "Retrieve each sample's item among all items (docs/models.md) instead of predicting a label"
-        + ("; without a label, all samples are positives." if not draft.schema.labels else "."),
-        0,
-    )
+    positives = "." if draft.schema.labels else "; without a label, all samples are positives."
+    text = "Retrieve each sample's item among all items (docs/models.md) instead of predicting a label"
+    yield from _comment(text + positives, 0)
     yield "retrieval:"
     yield _with_comment("  sampled: 256", "negatives drawn for each batch, in addition to the batch's items")
     yield _with_comment("  k: [10, 100]", "metrics: recall@k and ndcg@k among all items")
 
 
-def _optimizers(training: Training) -> Iterator[str]:
-    yield "dense_optimizer:"
-    yield "  class_path: torch.optim.Adam"
-    yield "  init_args: {lr: 0.002}"
-    yield "sparse_optimizer:"
-    yield "  class_path: hotbed.optim.RowWiseAdagrad"
-    yield "  init_args:"
-    yield f"    lr: {training.sparse_lr}"
-    yield _with_comment(
-        f"    initial_accumulator: {training.initial_accumulator:.1e}",
-        f"small first steps for rare rows; for another batch size: {_FIRST[training.members > 1]:.1e} × "
-        + ("(256 ÷ batch_size)²" if training.members == 1 else f"(256 ÷ batch_size ÷ {training.members} members)²"),
-    )
-    yield "schedule:"
-    yield _with_comment(f"  warmup_steps: {training.warmup_steps}", "5 % of an epoch")
-    yield _with_comment(
-        "  decay_share: 0.4", "last share of every epoch's steps, in which the learning rates fall to 0"
-    )
-    yield _with_comment("  decay_power: 1", "linearly")
-
-
-def _train(training: Training) -> Iterator[str]:
-    yield "train:"
-    yield f"  batch_size: {training.batch_size}"
-    if training.epochs == 1:
-        yield _with_comment("  epochs: 1", "a second epoch would memorize rare ids")
-    else:
-        yield _with_comment(f"  epochs: {training.epochs}", "at most; the validation split selects the best")
-
-
-# -- text ----------------------------------------------------------------------------------------------------------
+def _training(training: Training) -> Iterator[str]:
+    members = f"(256 ÷ batch_size ÷ {training.members} members)²" if training.members > 1 else "(256 ÷ batch_size)²"
+    first = f"small first steps for rare rows; for another batch size: {_FIRST[training.members > 1]:.1e} × {members}"
+    epochs = "a second epoch would memorize rare ids"
+    if training.epochs > 1:
+        epochs = "at most; the validation split selects the best"
+    for line, comment in (
+        ("dense_optimizer:", ""),
+        ("  class_path: torch.optim.Adam", ""),
+        ("  init_args: {lr: 0.002}", ""),
+        ("sparse_optimizer:", ""),
+        ("  class_path: hotbed.optim.RowWiseAdagrad", ""),
+        ("  init_args:", ""),
+        (f"    lr: {training.sparse_lr}", ""),
+        (f"    initial_accumulator: {training.initial_accumulator:.1e}", first),
+        ("schedule:", ""),
+        (f"  warmup_steps: {training.warmup_steps}", "5 % of an epoch"),
+        ("  decay_share: 0.4", "last share of every epoch's steps, in which the learning rates fall to 0"),
+        ("  decay_power: 1", "linearly"),
+        ("train:", ""),
+        (f"  batch_size: {training.batch_size}", ""),
+        (f"  epochs: {training.epochs}", epochs),
+    ):
+        yield _with_comment(line, comment)
 
 
 def _with_comment(line: str, comment: str) -> str:
-    """Append a comment to a line."""
     return f"{line.ljust(32)}  # {_one_line(comment)}" if comment else line
 
 
 def _comment(text: str, indent: int, hanging: str = "") -> list[str]:
-    """Wrap a comment."""
     start = " " * indent + "# "
-    wrapped = textwrap.wrap(
-        _one_line(text), 118, initial_indent=start, subsequent_indent=start + hanging, break_on_hyphens=False
-    )
-    return wrapped or [start.rstrip()]
+    options: dict[str, Any] = {"initial_indent": start, "subsequent_indent": start + hanging}
+    return textwrap.wrap(_one_line(text), 118, **options, break_on_hyphens=False) or [start.rstrip()]
 
 
 def _one_line(text: str) -> str:
@@ -274,6 +251,115 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)
 
 
-def _indented(text: str, indent: int) -> Iterator[str]:
-    for line in text.split("\n"):
-        yield " " * indent + line
+def _indented(value: object) -> str:
+    return textwrap.indent(yaml_text(value, width=_WIDTH), " " * 6)
+
+
+def parse_pairs(option: str, given: Sequence[str], form: str) -> dict[str, str]:
+    """Parse pairs of columns, e.g. ``watched=movie``."""
+    found: dict[str, str] = {}
+    for one in given:
+        name, _, other = one.partition("=")
+        if not name or not other or name == other:
+            raise SpecError(f"{option}: got '{one}', expected two columns, {form}")
+        if found.setdefault(name, other) != other:
+            raise SpecError(f"{option}: got {found[name]} and {other} for '{name}', expected one column")
+    return found
+
+
+def histories_of(schema: Schema) -> dict[str, str]:
+    """Return list columns with the single-valued column that shares their table."""
+    single = {column.table_name: column.name for column in schema.sparse if column.ids == 1}
+    lists = [column for column in schema.sparse if column.ids != 1]
+    return {column.name: single[column.table_name] for column in lists if column.table_name in single}
+
+
+def draft_for(
+    draft: Draft, model: str, path: str, *, histories: Mapping[str, str] | None = None, item: Sequence[str] = ()
+) -> Draft:
+    """Check that a draft has the columns of a model in `MODELS`, and drop columns that it cannot take."""
+    schema = draft.schema
+    labels = ", ".join(schema.labels) or "no label"
+    if model in (*OF_NEXT_ITEMS, "TwoTower") and len(schema.labels) > 1:
+        raise DataError(
+            f"{path} has the labels {labels}, and {model} predicts one. Select it with --label, and leave out the "
+            "others with --drop"
+        )
+    if model == "MMoE" and len(schema.labels) < 2:
+        raise DataError(
+            f"{path} lacks labels of several tasks for MMoE: got {labels}, expected columns of 0 and 1 with usual "
+            f"names ({', '.join(LABEL_NAMES[:10])}, …). List the labels, e.g. --label "
+            f"{schema.labels[0] if schema.labels else 'ONE'} OTHER, or draft for DCNv2"
+        )
+    if model == "TwoTower":
+        _check_towers(schema, path, item)
+    if model not in ("DIN", *OF_NEXT_ITEMS):
+        return draft
+    shared = histories_of(schema)
+    found = {**{h: c for h, c in (histories or {}).items() if h in shared}, **shared}
+    if not found:
+        lists, single = ([c.name for c in schema.sparse if (c.ids == 1) == one] for one in (False, True))
+        raise DataError(
+            f"{path} lacks a history for {model}, a list column with the values of a candidate column (e.g. "
+            f"'item_history' of 'item'): got list columns {', '.join(lists) or 'none'} and single-valued columns "
+            f"{', '.join(single) or 'none'}. If names differ, add --history HISTORY=CANDIDATE"
+        )
+    if model == "DIN":
+        return draft
+    kept = set(next(iter(found.items())))
+    others = [column.name for column in schema.sparse if column.name not in kept] + [*schema.dense]
+    if others and draft.source is not None:
+        raise DataError(f"{path} also has {', '.join(others)}, which {model} cannot use. Draft for DIN")
+    left_out = (LeftOut(name, "an input", f"{model} scores a candidate by a history only") for name in others)
+    schema = replace(schema.only(kept), dense=(), numericals=())
+    return replace(draft, schema=schema, left_out=(*draft.left_out, *left_out))
+
+
+def _item_columns(schema: Schema, item: Sequence[str]) -> list[str]:
+    return list(item) or [c.name for c in schema.sparse if c.ids == 1 and not _ITEM_WORDS.isdisjoint(words_of(c.name))]
+
+
+def _check_towers(schema: Schema, path: str, item: Sequence[str]) -> None:
+    names = [column.name for column in schema.sparse]
+    items = _item_columns(schema, item)
+    if other := next((name for name in item if name not in names), None):
+        raise DataError(
+            f"--item: got '{other}', expected a categorical input of {path}: {', '.join(names)}"
+            f"{did_you_mean(other, names)}"
+        )
+    if not items or len(items) == len(names):
+        raise DataError(
+            f"{path} lacks categorical columns of the {'user' if items else 'item'} for TwoTower: got "
+            f"{', '.join(names)}{', all of the item' if items else ''}. If names differ, add --item COL"
+        )
+
+
+def arguments_of(
+    model: str, schema: Schema, dim: int, top: Sequence[int], item: Sequence[str] = ()
+) -> list[tuple[str, Any, str]]:
+    """Choose a model's arguments: names, values and comments."""
+    widths: tuple[str, Any, str] = ("top", [*top, len(schema.labels)], "ends with the number of labels")
+    max_len: tuple[str, Any, str] = ("max_len", _MAX_LEN, "number of newest ids that are used")
+    histories = histories_of(schema)
+    match model:
+        case "SASRec" | "HSTU":
+            history, candidate = next(iter(histories.items()))
+            ids = ("history", history, "ids in time order, the newest last")
+            return [ids, ("item", candidate, "candidate"), max_len]
+        case "DLRM":
+            crossed = ("embeddings_to_top", True, "the top MLP gets the vectors and their products")
+            return [("bottom", [64, dim], "ends with data.dim"), widths, crossed]
+        case "DCNv2":
+            return [("layers", 2, "cross layers"), ("low_rank", 64, ""), widths]
+        case "MMoE":
+            tower = ("tower", [max(8, top[-1] // 2)], "hidden widths of each task's MLP")
+            tasks = ("tasks", len(schema.labels), "the number of labels")
+            return [tasks, ("experts", 8, "shared by all tasks"), ("expert", [*top], "widths of each expert"), tower]
+        case "DIN":
+            remark = "each with its candidate column; ids in time order, the newest last"
+            return [("histories", histories, remark), max_len, widths]
+        case "TwoTower":
+            items = ("item", _item_columns(schema, item), "columns of the item's tower; all others describe the user")
+            return [items, ("widths", [*top, dim], "of both towers; the last is the width of their vectors")]
+        case _:  # WideDeep and DeepFM
+            return [widths]

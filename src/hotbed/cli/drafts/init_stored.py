@@ -17,10 +17,8 @@ from hotbed.data.preparation.stored_rows import open_described, source_files
 from hotbed.errors import DataError, SpecError
 from hotbed.locations import location
 
-_MOST_READ = 1 << 24
-"""Largest number of samples that are read; of more, evenly spread chunks are read."""
-_MOST_ROWS = 40_000_000
-"""Largest number of rows of a drafted table, as in MLPerf's DLRM v2."""
+_MOST_READ = 1 << 24  # largest number of samples that are read; of more, evenly spread chunks are read
+_MOST_ROWS = 40_000_000  # largest number of rows of a drafted table, as in MLPerf's DLRM v2
 
 
 class OpenedData(NamedTuple):
@@ -33,8 +31,7 @@ class OpenedData(NamedTuple):
 
 def draft_stored(path: str | Path, options: Sequence[str]) -> tuple[Draft, Source] | None:
     """Draft a recipe for a dataset with a schema; None for a path that has to be drafted from its columns."""
-    found = open_stored(path)
-    if found is None:
+    if (found := open_stored(path)) is None:
         return None
     if options:
         raise SpecError(
@@ -61,14 +58,12 @@ def draft_stored(path: str | Path, options: Sequence[str]) -> tuple[Draft, Sourc
 def open_stored(path: str | Path) -> OpenedData | None:
     """Open a prepared dataset or NumPy arrays; None for other paths."""
     at = location(str(path))
-    described = open_described(at)
-    if described is not None:
+    if (described := open_described(at)) is not None:
         return OpenedData(described.source, described.entry)
     return _open_arrays(at) if isinstance(at, Path) and has_days(at) else None
 
 
 def _open_arrays(path: Path) -> OpenedData:
-    """Open NumPy arrays, and derive the rows of tables from the largest ids."""
     _, files = source_files(path, None)
     groups = [group for of_split in files.values() for file in of_split for group in file.row_groups()]
     if not groups:
@@ -81,7 +76,8 @@ def _open_arrays(path: Path) -> OpenedData:
     for group in read:
         table = group.read(names)
         for name in names:
-            ids = _values(table[name])
+            values: Any = table[name].combine_chunks()
+            ids = (values.flatten() if pa.types.is_large_list(values.type) else values).to_numpy()
             if int(ids.min()) < 0:
                 raise DataError(f"{group}, column '{name}': id {int(ids.min()):,} is negative. Ids must be row numbers")
             largest[name] = max(largest[name], int(ids.max()))
@@ -95,8 +91,3 @@ def _open_arrays(path: Path) -> OpenedData:
     arguments: dict[str, object] = {"rows": rows, **({"modulo": True} if modulo else {})}
     source = NpySource(path, rows=rows, modulo=modulo)
     return OpenedData(source, {"class_path": "hotbed.data.NpySource", "init_args": arguments}, notes)
-
-
-def _values(column: pa.ChunkedArray) -> Any:
-    values = column.combine_chunks()
-    return (values.flatten() if pa.types.is_large_list(values.type) else values).to_numpy()

@@ -7,7 +7,6 @@ from html import escape
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 
 from hotbed.cli.pages.report_page import (
@@ -19,6 +18,7 @@ from hotbed.cli.pages.report_page import (
     ReportTable,
     draw_page,
     format_cell,
+    print_lines,
     print_table,
     set_rows,
     shorten,
@@ -28,31 +28,25 @@ from hotbed.data.inspection import DataSummary
 
 MOST_PANELS = 120
 """Largest number of columns that are drawn, which takes a core 4 s. Columns with the largest drift come first."""
-MOST_DRIFTS = 40
-"""Largest number of columns in the figure of drift."""
-MOVED, UNLIKE = 0.1, 0.25
-"""Smallest stability index of a moved distribution, and of a different one."""
+MOST_DRIFTS = 40  # largest number of columns in the figure of drift
+MOVED, UNLIKE = 0.1, 0.25  # smallest stability index of a moved distribution, and of a different one
 _SIZES = [m * 10**e for e in range(7) for m in (1, 2, 5)]
 
 
 def print_data(console: Console, found: Mapping[str, Any]) -> None:
     """Print the rows, labels, columns, drift and faults that `inspect_data` found."""
-    for line in _lines(found):
-        console.print(line, soft_wrap=True)
+    print_lines(console, _lines(found))
     print_table(console, _columns(found))
     if "against" in found:
-        for line in _drift_lines(found["against"]):
-            console.print(line, soft_wrap=True)
+        print_lines(console, _drift_lines(found["against"]))
         print_table(console, _drift(found["against"]))
-    for fault in found.get("faults", ()):
-        console.print(f"✗ {_fault_name(fault)}: {fault['message']}", soft_wrap=True)
+    print_lines(console, (f"✗ {_fault_name(fault)}: {fault['message']}" for fault in found.get("faults", ())))
     if found.get("faults") == []:
         console.print(f"all rows match {found['recipe']}", soft_wrap=True)
 
 
 def render_data(found: Mapping[str, Any], after: DataSummary, before: DataSummary | None) -> str:
     """Return the page of a dataset, and of its drift from an earlier one."""
-    drift: Mapping[str, Any] | None = found.get("against")
     with draw_page(str(found["path"])) as page:
         page.text(*_lines(found))
         if found.get("faults"):
@@ -60,11 +54,9 @@ def render_data(found: Mapping[str, Any], after: DataSummary, before: DataSummar
             page.heading(f"Differences from {found['recipe']}")
             page.html(f'<ul class="bad">{"".join(items)}</ul>')
         elif "faults" in found:
-            page.heading("Recipe")
-            page.text(f"All rows match {found['recipe']}.")
-        if drift is not None:
-            page.heading("Drift")
-            page.text(*_drift_lines(drift))
+            page.heading("Recipe", f"All rows match {found['recipe']}.")
+        if drift := found.get("against"):
+            page.heading("Drift", *_drift_lines(drift))
             _drift_bars(page, drift)
             page.table(_drift(drift))
         page.heading("Columns")
@@ -74,7 +66,6 @@ def render_data(found: Mapping[str, Any], after: DataSummary, before: DataSummar
 
 
 def _lines(found: Mapping[str, Any]) -> list[str]:
-    """Describe the rows and labels."""
     more = "".join(f", {found[key]:,} {key.replace('_', ' ')}" for key in ("files", "row_groups") if key in found)
     lines = [f"{found['path']}: {found['kind']}, {found['rows']:,} rows{more}, {len(found['columns']):,} columns"]
     if splits := ", ".join(f"{split} {n:,}" for split, n in found["samples"].items() if split != "all"):
@@ -93,8 +84,8 @@ def _columns(found: Mapping[str, Any]) -> ReportTable:
         value, error = column.get("distinct"), column.get("distinct_error")
         return f"≈ {value:,} ± {error:.1%}" if error else format_cell(value, ",")
 
-    def hottest(column: Mapping[str, Any]) -> Mapping[str, Any]:
-        return (column.get("hottest") or [{}])[0]
+    def hottest(column: Mapping[str, Any], key: str) -> Any:
+        return (column.get("hottest") or [{}])[0].get(key)
 
     def lengths(column: Mapping[str, Any]) -> str:
         found = column.get("lengths")
@@ -109,8 +100,8 @@ def _columns(found: Mapping[str, Any]) -> ReportTable:
         "type": lambda c: c["type"],
         "missing": lambda c: format_cell(c["missing"] or None, ".2%"),
         "distinct": distinct,
-        "hottest": lambda c: shorten(str(hottest(c).get("value", "–")), 40),
-        "its share": lambda c: format_cell(hottest(c).get("share"), ".2%"),
+        "hottest": lambda c: shorten(format_cell(hottest(c, "value")), 40),
+        "its share": lambda c: format_cell(hottest(c, "share"), ".2%"),
         "top 100": lambda c: format_cell(c.get("top_shares", {}).get("100"), ".1%"),
         "Zipf": lambda c: format_cell(c.get("zipf_exponent"), ".2f"),
         "ids": lengths,
@@ -121,9 +112,6 @@ def _columns(found: Mapping[str, Any]) -> ReportTable:
 
 def _fault_name(fault: Mapping[str, Any]) -> str:
     return f"{fault['problem']} ({fault['values']:,} values)" if fault["values"] else str(fault["problem"])
-
-
-# -- drift -------------------------------------------------------------------------------------------------------
 
 
 def _drift_lines(drift: Mapping[str, Any]) -> list[str]:
@@ -152,21 +140,16 @@ def _drift(drift: Mapping[str, Any]) -> ReportTable:
 
 
 def _unseen(column: Mapping[str, Any]) -> str:
-    """Return the share of values that the earlier data lacks, with its error if it is estimated."""
     error = column.get("unseen_share_error")
     return format_cell(column.get("unseen_share"), ".2%") + (f" ± {error:.2%}" if error else "")
 
 
 def _drift_bars(page: Page, drift: Mapping[str, Any]) -> None:
-    """Draw each column's stability index and unseen share."""
-    columns = [column for column in drift["columns"] if "stability_index" in column]
-    if not columns:
+    if not (columns := [column for column in drift["columns"] if "stability_index" in column]):
         return
     few = f" The {MOST_DRIFTS} largest of {len(columns):,} are drawn." if len(columns) > MOST_DRIFTS else ""
-    page.text(
-        f"Left: population stability index, below {MOVED} unchanged, from {UNLIKE} a different distribution. Right: "
-        f"share of the values that the earlier data lacks.{few}"
-    )
+    text = f"Left: population stability index, below {MOVED} unchanged, from {UNLIKE} a different distribution."
+    page.text(f"{text} Right: share of the values that the earlier data lacks.{few}")
     columns, rows = columns[:MOST_DRIFTS], np.arange(min(len(columns), MOST_DRIFTS))
     index = [column["stability_index"] for column in columns]
     left, right = page.axes("stability index", 9.0, 0.6 + 0.2 * len(columns), panels=2)
@@ -176,44 +159,35 @@ def _drift_bars(page: Page, drift: Mapping[str, Any]) -> None:
     for mark in (MOVED, UNLIKE):
         left.axvline(mark, color="#bbbbbb", linestyle="--", linewidth=0.8, zorder=0)
     shares = [column.get("unseen_share", 0.0) for column in columns]
-    labels = ["" if "unseen_share" not in column else _unseen(column) for column in columns]
-    right.bar_label(right.barh(rows, shares, color=BLUE), labels, padding=3)
+    right.bar_label(right.barh(rows, shares, color=BLUE), [_unseen(column) for column in columns], padding=3)
     right.set_xlim(0, 1.3)
     right.set_xticks([0, 0.5, 1], ["0%", "50%", "100%"])
-    right.set_title("unseen before", loc="left")
+    right.set_title("unseen before")
     set_rows(left, [shorten(column["column"], 34) for column in columns])
     set_rows(right, [""] * len(columns))
     page.figures(page.svg(left, "drift by column"))
 
 
-# -- distributions -----------------------------------------------------------------------------------------------
-
-
 def _distributions(page: Page, after: DataSummary, before: DataSummary | None, drift: Mapping[str, Any] | None) -> None:
-    """Draw the columns, those with the largest drift first."""
     names = [name for name, column in after.columns.items() if column.values is not None and not column.is_time]
     order = [] if drift is None else [column["column"] for column in drift["columns"] if column["column"] in names]
     names = list(dict.fromkeys([*order, *names]))[:MOST_PANELS]
     few = f" {len(names):,} of {len(after.columns):,} columns; no times." if len(names) < len(after.columns) else ""
-    page.heading("Distributions")
-    page.text(
-        "Ids and categories: share of all values that the most frequent 1, 2, 5, … of them have. Numbers: share in "
-        f"each interval of sizes, four per doubling, negative numbers on the left.{few}"
-    )
+    text = "Ids and categories: share of all values that the most frequent 1, 2, 5, … of them have. Numbers: share in "
+    text += "each interval of sizes, four per doubling, negative numbers on the left."
+    page.heading("Distributions", f"{text}{few}")
     if before is not None:
         page.html(f'<p><span style="color:{BLUE}">■</span> now <span style="color:{ORANGE}">■</span> before</p>')
-    page.figures(*(_panel(page, after.columns[name], before and before.columns.get(name)) for name in names))
-
-
-def _panel(page: Page, now: ColumnProfile, before: ColumnProfile | None) -> str:
-    """Draw one column: its name, its missing share, and its values."""
-    axes = page.axes(shorten(now.name, 30), height=1.9)
-    axes.figure.set_layout_engine(None)  # a constrained layout takes twice the time
-    axes.figure.subplots_adjust(0.11, 0.14, 0.95, 0.86)
-    if now.missing:
-        axes.set_title(f"{now.missing / max(1, now.rows):.1%} missing", loc="right", color="#666666", fontsize=7)
-    (_draw_numbers if now.is_measure else _draw_values)(axes, now, before)
-    return page.svg(axes, f"distribution of {now.name}")
+    drawn: list[str] = []
+    for now in (after.columns[name] for name in names):
+        axes = page.axes(shorten(now.name, 30), height=1.9)
+        axes.figure.set_layout_engine(None)  # a constrained layout takes twice the time
+        axes.figure.subplots_adjust(0.11, 0.14, 0.95, 0.86)
+        if now.missing:
+            axes.set_title(f"{now.missing / max(1, now.rows):.1%} missing", loc="right", color="#666666", fontsize=7)
+        (_draw_numbers if now.is_measure else _draw_values)(axes, now, before and before.columns.get(now.name))
+        drawn.append(page.svg(axes, f"distribution of {now.name}"))
+    page.figures(*drawn)
 
 
 def _draw_values(axes: Any, now: ColumnProfile, before: ColumnProfile | None) -> None:
@@ -234,7 +208,8 @@ def _draw_values(axes: Any, now: ColumnProfile, before: ColumnProfile | None) ->
 
 
 def _draw_numbers(axes: Any, now: ColumnProfile, before: ColumnProfile | None) -> None:
-    shares = [_shares(of.bins) for of in (now, before) if of is not None]
+    counts = [of.bins[: BINS - 1].astype(np.float64) for of in (now, before) if of is not None]
+    shares = [of / max(1.0, float(of.sum())) for of in counts]
     filled = np.flatnonzero(np.sum(shares, axis=0))
     if not len(filled):
         axes.set_axis_off()
@@ -250,9 +225,3 @@ def _draw_numbers(axes: Any, now: ColumnProfile, before: ColumnProfile | None) -
     axes.set_xticks([n + 0.5 for n in marks], [f"{upper_edge(n):,.3g}" for n in marks])
     axes.set_ylim(0, most * 1.03)
     axes.set_yticks([0, most], ["0%", f"{most:.0%}"])
-
-
-def _shares(bins: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return each bin's share of the numbers that are not missing."""
-    counts = bins[: BINS - 1].astype(np.float64)
-    return counts / max(1.0, float(counts.sum()))

@@ -23,6 +23,7 @@ from hotbed.cli.pages.report_page import (
     Page,
     ReportTable,
     draw_page,
+    print_lines,
     print_table,
     set_rows,
 )
@@ -32,18 +33,14 @@ from hotbed.plan.search import Found
 from hotbed.plan.simulation.simulate import THREADS, Simulation, format_amount
 from hotbed.plan.simulation.sweep import ASSUMED_FACTOR, RANKS, Point, Sweep, assumed_range, first_that_fits
 from hotbed.plan.step_time import Term, estimate_step, parts_of_busiest
-from hotbed.plan.tiling import Plan, Tile, extent
+from hotbed.plan.tiling import Plan, extent
 from hotbed.train.runs.report import size
 
-MOST_BARS = 64
-"""Largest number of ranks that are drawn; of more, a sample."""
-MOST_TILES = 60
-"""Largest number of a rank's tiles that are drawn one by one; the smaller ones share a box."""
-MOST_RANKS = 16
-"""Largest number of ranks that are printed one by one."""
+MOST_BARS = 64  # largest number of ranks that are drawn; of more, a sample
+MOST_TILES = 60  # largest number of a rank's tiles that are drawn one by one; the smaller ones share a box
+MOST_RANKS = 16  # largest number of ranks that are printed one by one
 _FIRST = (BLUE, "#9ec1e0", GREEN, "#8cd17d", "#2f7d5b", PURPLE)
-PART_COLORS = (*_FIRST, "#e8a0b8", "#f1ce63", ORANGE, GRAY, RED, "#7b6d5a")
-"""Colors of `hotbed.plan.cost.PARTS`."""
+PART_COLORS = (*_FIRST, "#e8a0b8", "#f1ce63", ORANGE, GRAY, RED, "#7b6d5a")  # colors of `hotbed.plan.cost.PARTS`
 RESOURCES: tuple[str, ...] = ("device memory", "arithmetic", "links", "host link", "disk", "cores")
 RESOURCE_COLORS: dict[str, str] = dict(zip(RESOURCES, (BLUE, GREEN, RED, ORANGE, GRAY, PURPLE), strict=True))
 _BAR = 20
@@ -54,55 +51,42 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.4g} ms"
 
 
-# -- printed -----------------------------------------------------------------------------------------------------
-
-
 def plan_grids(plan: Plan, costs: Sequence[Cost]) -> list[ReportTable]:
     """Return two tables for a console: how tables are cut, and the ranks' bytes and load (`hotbed.plan.cost`)."""
-    tables = [
-        [name, "{:,} × {:,}".format(*extent(tiles)), format_cut(tiles), format_owners(tiles)]
-        for name, tiles in plan.by_table.items()
-    ]
     most = max(cost.load for cost in costs) or 1.0
     ranks: list[list[str]] = []
     for rank, cost in enumerate(costs):
-        count = sum(rank in tile.ranks for tile in plan.tiles)
         load = f"{'█' * round(_BAR * cost.load / most)} {cost.load / most:.0%}"
+        count = sum(rank in tile.ranks for tile in plan.tiles)
         ranks.append([str(rank), str(count), f"{cost.nbytes / 2**20:,.1f} MiB", load])
-    return [
-        ReportTable("Tables", ("table", "rows × columns", "cut", "owners"), tables, left=("cut", "owners")),
-        ReportTable("Ranks", ("rank", "tiles", "memory", "load"), ranks, left=("load",)),
-    ]
+    tables = _tables(plan)
+    tables = tables._replace(head=tables.head[:-1], rows=[row[:-1] for row in tables.rows])
+    return [tables, ReportTable("Ranks", ("rank", "tiles", "memory", "load"), ranks, left=("load",))]
 
 
-def format_cut(tiles: Sequence[Tile]) -> str:
-    """Describe how a table is cut and copied, e.g. ``4 row parts``."""
-    row_cuts, col_cuts = {t.rows for t in tiles}, {t.cols for t in tiles}
-    parts: list[str] = []
-    if len(row_cuts) > 1:
-        parts.append(f"{len(row_cuts)} row parts")
-    if len(col_cuts) > 1:
-        parts.append(f"{len(col_cuts)} column parts")
-    copied = [t for t in tiles if t.readers]
-    if copied:
-        rows = sum(len(t.rows) for t in copied if t.cols.start == 0)
-        copies = max(len(t.ranks) for t in copied)
-        parts.append(f"{'all' if len(copied) == len(tiles) else f'{rows:,}'} rows on {copies} ranks")
-    return ", ".join(parts) or "whole"
-
-
-def format_owners(tiles: Sequence[Tile]) -> str:
-    """List the ranks that own a table's tiles, e.g. ``0 … 7``."""
-    owners = sorted({t.owner for t in tiles})
-    if len(owners) > 2 and owners == list(range(owners[0], owners[-1] + 1)):
-        return f"{owners[0]} … {owners[-1]}"
-    return ", ".join(map(str, owners))
+def _tables(plan: Plan) -> ReportTable:
+    """Return how each table is cut and copied, e.g. ``4 row parts``, its owners, e.g. ``0 … 7``, and its tiers."""
+    rows: list[list[str]] = []
+    for name, tiles in plan.by_table.items():
+        cuts = ((len({t.rows for t in tiles}), "row"), (len({t.cols for t in tiles}), "column"))
+        parts = [f"{count} {of} parts" for count, of in cuts if count > 1]
+        if copied := [t for t in tiles if t.readers]:
+            some = f"{sum(len(t.rows) for t in copied if t.cols.start == 0):,}"
+            which = "all" if len(copied) == len(tiles) else some
+            parts.append(f"{which} rows on {max(len(t.ranks) for t in copied)} ranks")
+        owners = sorted({t.owner for t in tiles})
+        is_range = len(owners) > 2 and owners == list(range(owners[0], owners[-1] + 1))
+        named = f"{owners[0]} … {owners[-1]}" if is_range else ", ".join(map(str, owners))
+        tiers = " + ".join(tier for tier in TIERS if any(t.tier == tier for t in tiles))
+        rows.append([name, "{:,} × {:,}".format(*extent(tiles)), ", ".join(parts) or "whole", named, tiers])
+    left = ("cut", "owners", "memory")
+    return ReportTable("Tables", ("table", "rows × columns", *left), rows, left)
 
 
 def print_plan(to: Console, found: Found, others: dict[str, float], device_bytes: int | None) -> None:
     """Print the tables and ranks of a plan, its estimated step, and its distance from the lower bound."""
     costs, plan = found.costs, found.plan
-    print_table(to, _tables(found))
+    print_table(to, _tables(found.plan))
     title, ranks = "Ranks", list(range(plan.world_size))
     if plan.world_size > MOST_RANKS:
         order = costs.load.argsort()[::-1].tolist()
@@ -112,34 +96,36 @@ def print_plan(to: Console, found: Found, others: dict[str, float], device_bytes
         [str(rank), _ms(costs.load[rank]), *(size(int(costs.memory[tier][rank])) for tier in TIERS)] for rank in ranks
     ]
     print_table(to, ReportTable(title, ("rank", "load", *TIERS), rows))
-    most = int(costs.memory["device"].max())
     reserved = ", ".join(f"{what} {size(nbytes)}" for what, nbytes in found.limits.reserved.items() if nbytes)
     limit = f"{size(found.limits.device)} per rank"
-    if found.limits.device == device_bytes:
-        limit += " (the recipe's memory.device_bytes)"
-    lines = [*_step_lines(found), f"device memory: rows {size(most)} of {limit}; reserved: {reserved}"]
-    for name, seconds in others.items():
-        lines.append(f"the recipe's plan {name}: {_ms(seconds) if math.isfinite(seconds) else 'does not fit'}")
-    for line in lines:
-        to.print(line, soft_wrap=True)
+    limit += " (the recipe's memory.device_bytes)" * (found.limits.device == device_bytes)
+    memory = f"device memory: rows {size(int(costs.memory['device'].max()))} of {limit}; reserved: {reserved}"
+    times = {name: _ms(seconds) if math.isfinite(seconds) else "does not fit" for name, seconds in others.items()}
+    lines = (f"the recipe's plan {name}: {time}" for name, time in times.items())
+    print_lines(to, (*_step_lines(found), memory, *lines))
 
 
 def print_simulation(to: Console, simulation: Simulation, terms: Sequence[Term], hardware: Hardware) -> None:
     """Print a simulated step, its resources, and its terms with the sources of their rates."""
-    for line in _simulated_lines(simulation):
-        to.print(line, soft_wrap=True)
+    print_lines(to, _simulated_lines(simulation))
     print_table(to, _resources(simulation))
-    print_table(to, _terms(terms))
+    columns: Columns = {
+        "term": lambda t: t.name,
+        "ms": lambda t: f"({t.seconds * 1e3:.3g})" if t.hidden else f"{t.seconds * 1e3:.3g}",
+        "kernels": lambda t: str(t.kernels or ""),
+        "amount": lambda t: "" if t.unit == "s" else format_amount(t.amount, t.unit),
+        "counted by": lambda t: t.counted,
+        "at": lambda t: ", ".join(t.figures),
+    }
+    left = ("counted by", "at")
+    print_table(to, ReportTable.of("Terms of a step, busiest rank", terms, columns, left))
     if any(term.hidden for term in terms):
         to.print("in brackets: overlapped, so not added to the step")
     used = dict.fromkeys(figure for term in terms for figure in term.figures)
-    sources = [hardware.origin_of(figure) for figure in used]
-    for figure, source in zip(used, sources, strict=True):
-        to.print(f"{figure}: {source}", soft_wrap=True)
-    cited = {name for text in sources for name in text[text.rfind("(") + 1 :].rstrip(")").split(", ")}
-    for source in hardware.sources:
-        if source.split(":", 1)[0] in cited:
-            to.print(source, soft_wrap=True)
+    sources = {figure: hardware.origin_of(figure) for figure in used}
+    cited = {name for text in sources.values() for name in text[text.rfind("(") + 1 :].rstrip(")").split(", ")}
+    print_lines(to, (f"{figure}: {source}" for figure, source in sources.items()))
+    print_lines(to, (source for source in hardware.sources if source.split(":", 1)[0] in cited))
 
 
 def print_sweep(to: Console, sweep: Sweep, points: Sequence[Point]) -> None:
@@ -148,32 +134,24 @@ def print_sweep(to: Console, sweep: Sweep, points: Sequence[Point]) -> None:
     steps = [point.simulation.step_s if point.simulation else None for point in points]
     if sweep.what != RANKS and len(steps) > 1 and len(set(steps)) == 1:
         to.print(f"{sweep.what} makes no difference: at all of these values another resource limits the step")
-    for problem in {point.problem: None for point in points if point.problem}:
-        to.print(f"does not fit: {problem}", soft_wrap=True)
+    problems = dict.fromkeys(point.problem for point in points if point.problem)
+    print_lines(to, (f"does not fit: {problem}" for problem in problems))
 
 
 def _step_lines(found: Found) -> list[str]:
-    """Describe the step that the formulas estimate."""
     costs, step = found.costs, estimate_step(found.plan, found.costs, found.model)
     parts = ", ".join(f"{name} {seconds * 1e3:.3g}" for name, seconds in parts_of_busiest(costs).items())
     rate = found.model.workload.batch_size / step.seconds
-    lines = [
-        f"step: {_ms(step.seconds)}, {rate:,.0f} samples/s; tables {step.tables * 1e3:.3g}, dense "
-        f"{step.dense * 1e3:.3g}, messages {step.messages * 1e3:.3g}, launches {step.launches * 1e3:.3g} ms "
-        "(by formula: the parts of the busiest rank, without waits for other ranks)"
-    ]
+    summands = ", ".join(f"{n} {getattr(step, n) * 1e3:.3g}" for n in ("tables", "dense", "messages", "launches"))
+    of = "(by formula: the parts of the busiest rank, without waits for other ranks)"
+    lines = [f"step: {_ms(step.seconds)}, {rate:,.0f} samples/s; {summands} ms {of}"]
     low, high, assumed = assumed_range(found)
     if assumed:
-        lines.append(
-            f"from {low * 1e3:,.4g} to {_ms(high)} if all assumed figures were {ASSUMED_FACTOR:g} times better or "
-            f"worse: {', '.join(assumed)}"
-        )
-    return [
-        *lines,
-        f"busiest rank (ms): {parts}",
-        f"load: max/mean {costs.imbalance:.3f}; {found.gap:.1%} above the lower bound of "
-        f"{_ms(found.bound.load)} ({found.bound.binds}); found by {found.method}",
-    ]
+        figures = f"all assumed figures were {ASSUMED_FACTOR:g} times better or worse: {', '.join(assumed)}"
+        lines.append(f"from {low * 1e3:,.4g} to {_ms(high)} if {figures}")
+    bound = f"{found.gap:.1%} above the lower bound of {_ms(found.bound.load)} ({found.bound.binds})"
+    load = f"load: max/mean {costs.imbalance:.3f}; {bound}; found by {found.method}"
+    return [*lines, f"busiest rank (ms): {parts}", load]
 
 
 def _simulated_lines(simulation: Simulation) -> list[str]:
@@ -190,16 +168,6 @@ def _simulated_lines(simulation: Simulation) -> list[str]:
     return lines
 
 
-def _tables(found: Found) -> ReportTable:
-    rows: list[list[str]] = []
-    for name, tiles in found.plan.by_table.items():
-        count, columns = extent(tiles)
-        tiers = " + ".join(tier for tier in TIERS if any(t.tier == tier for t in tiles))
-        rows.append([name, f"{count:,} × {columns:,}", format_cut(tiles), format_owners(tiles), tiers])
-    left = ("cut", "owners", "memory")
-    return ReportTable("Tables", ("table", "rows × columns", *left), rows, left)
-
-
 def _resources(simulation: Simulation) -> ReportTable:
     columns: Columns = {
         "resource": lambda named: named[0],
@@ -211,43 +179,19 @@ def _resources(simulation: Simulation) -> ReportTable:
     return ReportTable.of("Resources of a rank, per step", simulation.usage.items(), columns)
 
 
-def _terms(terms: Sequence[Term]) -> ReportTable:
-    """Return the terms of the busiest rank's step, with the sources of amounts and rates."""
-    columns: Columns = {
-        "term": lambda t: t.name,
-        "ms": lambda t: f"({t.seconds * 1e3:.3g})" if t.hidden else f"{t.seconds * 1e3:.3g}",
-        "kernels": lambda t: str(t.kernels or ""),
-        "amount": lambda t: "" if t.unit == "s" else format_amount(t.amount, t.unit),
-        "counted by": lambda t: t.counted,
-        "at": lambda t: ", ".join(t.figures),
-    }
-    return ReportTable.of("Terms of a step, busiest rank", terms, columns, left=("counted by", "at"))
-
-
 def _sweep(sweep: Sweep, points: Sequence[Point]) -> ReportTable:
     first = first_that_fits(list(points))
     rows: list[list[str]] = []
     for point in points:
-        at, simulation = sweep.format_value(point.value), point.simulation
-        if simulation is None or first is None:
-            rows.append([at, "does not fit", "", "", "", "", ""])
-            continue
-        cells = [
-            at,
-            _ms(simulation.step_s),
-            f"{simulation.samples_per_s:,.0f}",
-            f"{point.efficiency(first):.1%}",
-            f"{simulation.waiting:.1%}",
-            simulation.binds,
-            "" if simulation.per_billion is None else f"{simulation.per_billion:,.2f}",
-        ]
-        rows.append(cells)
+        cells = ["does not fit", "", "", "", "", ""]
+        if (step := point.simulation) is not None and first is not None:
+            cells = [_ms(step.step_s), f"{step.samples_per_s:,.0f}", f"{point.efficiency(first):.1%}"]
+            price = "" if step.per_billion is None else f"{step.per_billion:,.2f}"
+            cells += [f"{step.waiting:.1%}", step.binds, price]
+        rows.append([sweep.format_value(point.value), *cells])
     title = "ranks, at a constant batch per rank" if sweep.what == RANKS else sweep.what
     head = (sweep.what, "step", "samples/s", "efficiency", "waiting", "bound by", "per billion samples")
     return ReportTable(f"Sweep of {title}", head, rows, left=("bound by",))
-
-
-# -- the page ----------------------------------------------------------------------------------------------------
 
 
 def render_plan(name: str, found: Found, simulation: Simulation, sweep: Sweep, points: Sequence[Point]) -> str:
@@ -255,20 +199,17 @@ def render_plan(name: str, found: Found, simulation: Simulation, sweep: Sweep, p
     work, hardware = found.model.workload, found.model.hardware
     assert hardware is not None
     replicas = f" in {work.replicas:,} replicas" if work.replicas > 1 else ""
-    ranks = _drawn_ranks(found)
-    which = _describe_sample(found, ranks)
+    ranks, which = _sample_ranks(found)
     title = f"{name}: {found.plan.world_size * work.replicas:,} ranks{replicas} of {hardware.name}"
     with draw_page(title) as page:
         page.text(*_simulated_lines(simulation), *_step_lines(found))
-        page.heading("Memory of ranks: tiles by tier")
-        page.text(f"{which} A box is a tile of a table, or a copy of one.")
+        page.heading("Memory of ranks: tiles by tier", f"{which} A box is a tile of a table, or a copy of one.")
         _memory(page, found, ranks)
-        page.table(_tables(found))
+        page.table(_tables(found.plan))
         page.heading("Load of ranks: time for tables in a step")
         page.text(f"{which} The dense part is equal on all ranks, and not drawn.")
         _load(page, found, ranks)
         page.heading("Timeline of a few steps")
-        page.text(f"{_describe_timeline(simulation)} Gaps are waits. To zoom, write the timeline with --trace FILE.")
         _timeline(page, simulation)
         page.heading("Resources of a rank, per step")
         page.table(_resources(simulation))
@@ -277,27 +218,19 @@ def render_plan(name: str, found: Found, simulation: Simulation, sweep: Sweep, p
         return page.render()
 
 
-def _drawn_ranks(found: Found) -> list[int]:
-    """Return all ranks, or a sample by load with the busiest, the idlest and the fullest."""
-    count = found.plan.world_size
+def _sample_ranks(found: Found) -> tuple[list[int], str]:
+    """Return all ranks, or a sample by load with the busiest, the idlest and the fullest; and describe them."""
+    count, fullest = found.plan.world_size, int(found.costs.nbytes.argmax())
     if count <= MOST_BARS:
-        return list(range(count))
+        return list(range(count)), f"All ranks{' of a replica' if found.model.workload.replicas > 1 else ''}."
     order = found.costs.load.argsort(kind="stable")[::-1].tolist()
-    sample = [order[round(i * (count - 1) / (MOST_BARS - 2))] for i in range(MOST_BARS - 1)]
-    return list(dict.fromkeys([*sample, int(found.costs.nbytes.argmax())]))
-
-
-def _describe_sample(found: Found, ranks: Sequence[int]) -> str:
-    group = "All ranks of a replica" if found.model.workload.replicas > 1 else "All ranks"
-    if len(ranks) == found.plan.world_size:
-        return f"{group}."
+    ranks = [order[round(i * (count - 1) / (MOST_BARS - 2))] for i in range(MOST_BARS - 1)]
     last = "last, with equal steps between; the one with the most bytes is among them"
-    if int(found.costs.nbytes.argmax()) == ranks[-1] and len(ranks) == MOST_BARS:
+    if fullest not in ranks:
+        ranks.append(fullest)
         last = "last but one, with equal steps between; the last has the most bytes"
-    return (
-        f"A sample of {len(ranks)} of {found.plan.world_size:,} ranks, ordered by load: the busiest first, the idlest "
-        f"{last}."
-    )
+    which = f"A sample of {len(ranks)} of {count:,} ranks, ordered by load: the busiest first, the idlest {last}."
+    return ranks, which
 
 
 def _memory(page: Page, found: Found, ranks: Sequence[int]) -> None:
@@ -322,8 +255,7 @@ def _memory(page: Page, found: Found, ranks: Sequence[int]) -> None:
             at, bottom, height = zip(*boxes, strict=True)
             axes.bar(at, height, 0.86, bottom, color=TIER_COLORS[tier], label=tier, **_EDGE)
     most = max(tops) or 1.0
-    marks = [most * f for f in (0, 0.5, 1)]
-    axes.set_yticks(marks, [size(int(mark)) for mark in marks])
+    axes.set_yticks(marks := [0, most / 2, most], [size(int(mark)) for mark in marks])
     axes.set_ylim(0, most * 1.03)
     if limit <= most:
         axes.axhline(limit, color=RED, linestyle="--", linewidth=1)
@@ -355,14 +287,6 @@ def _rank_axes(page: Page, title: str, ranks: Sequence[int]) -> Any:
     return axes
 
 
-def _describe_timeline(simulation: Simulation) -> str:
-    ranks = list(dict.fromkeys(event.rank for event in simulation.events))
-    names = ("busiest", "median", "idlest")
-    if len(ranks) < len(names):
-        return f"Ranks {', '.join(map(str, ranks))}; every other rank has the load of one of them."
-    return "By load of tables, " + ", ".join(f"rank {r} is the {n}" for r, n in zip(ranks, names, strict=False)) + "."
-
-
 def _timeline(page: Page, simulation: Simulation) -> None:
     events = simulation.events
     if not events:
@@ -371,6 +295,11 @@ def _timeline(page: Page, simulation: Simulation) -> None:
     begin = min(event.start for event in events)
     whole = 1e3 * (max(event.start + event.seconds for event in events) - begin)
     ranks = list(dict.fromkeys(event.rank for event in events))
+    which = f"Ranks {', '.join(map(str, ranks))}; every other rank has the load of one of them."
+    if len(ranks) >= 3:
+        named = zip(ranks, ("busiest", "median", "idlest"), strict=False)
+        which = f"By load of tables, {', '.join(f'rank {rank} is the {name}' for rank, name in named)}."
+    page.text(f"{which} Gaps are waits. To zoom, write the timeline with --trace FILE.")
     rows = sorted({(ranks.index(e.rank), THREADS.index(e.thread)) for e in events})
     axes = page.axes("milliseconds since the first drawn step began", WIDTH, 0.9 + 0.27 * len(rows))
     for resource in (name for name in RESOURCES if any(e.resource == name for e in events)):
@@ -393,24 +322,20 @@ def _scaling(page: Page, sweep: Sweep, points: Sequence[Point]) -> None:
         page.text("No plan fits any of these numbers of ranks.", *missing)
         return
     fitting = [(p.ranks, p.simulation.samples_per_s, f"{p.efficiency(first):.0%}") for p in points if p.simulation]
-    counts, rates = [n for n, _, _ in fitting], [rate for _, rate, _ in fitting]
+    counts, rates, _ = zip(*fitting, strict=True)
     high, per_rank = max(p.ranks for p in points), first.simulation.samples_per_s / first.ranks
     axes = page.axes("samples/s by ranks", 8.0, 3.6)
     axes.plot([first.ranks, high], [per_rank * first.ranks, per_rank * high], color=GRAY, linestyle="--")
     axes.plot(counts, rates, color=BLUE, marker="o")
     for count, rate, efficiency in fitting:
         axes.annotate(efficiency, (count, rate), (0, 7), textcoords="offset points", ha="center")
-    least, most = min(rates), max(per_rank * high, *rates)
     for point in points:
         if point.simulation is None:
-            axes.text(point.ranks, least, "does not fit", ha="center", color=RED)
-    exponents = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
-    marks = [factor * 10.0**e for e in exponents for factor in (1, 2, 5)]
-    marks = [mark for mark in marks if 0.9 * least <= mark <= 1.1 * most]
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+            axes.text(point.ranks, min(rates), "does not fit", ha="center", color=RED)
+    axes.loglog()
     axes.set_xticks([p.ranks for p in points], [f"{p.ranks:,}" for p in points])
-    axes.set_yticks(marks, [format_amount(mark, "/s") for mark in marks])
+    axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    axes.yaxis.set_major_formatter(lambda mark, _: format_amount(mark, "/s"))  # pyright: ignore[reportUnknownLambdaType]
     axes.minorticks_off()
     axes.margins(0.06, 0.12)
     page.text("The batch per rank is constant. Dashed: every rank is as fast as at the first point.")

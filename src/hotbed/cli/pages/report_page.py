@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,13 +23,15 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GRAY, RED, GREEN, PURPLE = "#4878a8", "#d98e32", "#8a8a8a", "#c44e52", "#59a14f", "#b07aa1"
 TIER_COLORS = {"device": BLUE, "host": ORANGE, "disk": GRAY}
-WIDTH = 12.0
-"""Width in inches of figures that fill a page."""
+WIDTH = 12.0  # width in inches of figures that fill a page
 _RC: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hotbed",
     "font.family": "sans-serif",
     "font.size": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
     "text.parse_math": False,  # names may contain dollar signs
 }
 _STYLE = (
@@ -43,8 +44,7 @@ _STYLE = (
     ".figures{display:flex;flex-wrap:wrap;gap:8px}figure{margin:0}.figures figure{max-width:100%}"
     ".figures svg{max-width:100%;height:auto}.wide{overflow-x:auto}.bad{color:#c44e52}"
 )
-Columns = Mapping[str, Callable[[Any], str]]
-"""Functions that return an entry's cell, by the head of their column."""
+Columns = Mapping[str, Callable[[Any], str]]  # functions that return an entry's cell, by the head of their column
 
 
 class ReportTable(NamedTuple):
@@ -83,6 +83,12 @@ def print_table(console: Console, table: ReportTable) -> None:
     console.print(drawn)
 
 
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Print lines without wrapping them."""
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
 def check_html(file: str | None) -> None:
     """Raise `RecipeError` before any work if a page cannot be written, or matplotlib is missing."""
     if file is not None:
@@ -111,18 +117,16 @@ def draw_page(title: str) -> Generator[Page]:
 
 
 class Page:
-    """A page that is built from top to bottom, and the figures on it.
-
-    Ids in figures are unique, because all figures share the page.
-    """
+    """A page that is built from top to bottom. Ids in its figures are unique."""
 
     def __init__(self, title: str) -> None:
         self._title, self._drawn = title, 0
         self._parts = [f"<h1>{escape(title)}</h1>"]
 
-    def heading(self, text: str) -> None:
-        """Begin a section."""
-        self._parts.append(f"<h2>{escape(text)}</h2>")
+    def heading(self, text: str, *lines: str) -> None:
+        """Begin a section, with lines of text."""
+        self.html(f"<h2>{escape(text)}</h2>")
+        self.text(*lines)
 
     def text(self, *lines: str) -> None:
         """Add lines of text as paragraphs, except empty ones."""
@@ -134,18 +138,16 @@ class Page:
 
     def figures(self, *drawn: str, wide: bool = False) -> None:
         """Add drawn figures side by side, or a ``wide`` one that may exceed the window."""
-        self._parts.append(f'<div class="{"wide" if wide else "figures"}">{"".join(drawn)}</div>')
+        self.html(f'<div class="{"wide" if wide else "figures"}">{"".join(drawn)}</div>')
 
     def table(self, table: ReportTable) -> None:
         """Add a table without its title."""
-
-        def row(tag: str, cells: Sequence[str]) -> str:
-            marks = [' class="left"' if name in table.left else "" for name in table.head]
-            parts = (f"<{tag}{mark}>{escape(cell)}</{tag}>" for mark, cell in zip(marks, cells, strict=True))
-            return f"<tr>{''.join(parts)}</tr>"
-
-        rows = [row("th", table.head), *(row("td", cells) for cells in table.rows)]
-        self._parts.append(f'<div class="wide"><table>{"".join(rows)}</table></div>')
+        marks = [' class="left"' if name in table.left else "" for name in table.head]
+        rows = ""
+        for tag, cells in (("th", table.head), *(("td", cells) for cells in table.rows)):
+            marked = zip(marks, cells, strict=True)
+            rows += f"<tr>{''.join(f'<{tag}{mark}>{escape(cell)}</{tag}>' for mark, cell in marked)}</tr>"
+        self.html(f'<div class="wide"><table>{rows}</table></div>')
 
     def axes(self, title: str, width: float = 3.95, height: float = 2.3, panels: int = 1) -> Any:
         """Return the axes of a new figure of this size in inches; an array of axes if there are several panels."""
@@ -153,9 +155,7 @@ class Page:
 
         figure = Figure(figsize=(width, height), layout="constrained")
         found = figure.subplots(1, panels)
-        for axes in figure.axes:
-            axes.spines[["top", "right"]].set_visible(False)
-        figure.axes[0].set_title(title, loc="left")
+        figure.axes[0].set_title(title)
         return found
 
     def bars(self, title: str, values: Mapping[str, float]) -> str:
@@ -167,21 +167,16 @@ class Page:
         return self.svg(axes, title)
 
     def svg(self, axes: Any, label: str, legend: int = 0) -> str:
-        """Return the figure of ``axes`` as markup, with a label for screen readers.
-
-        ``legend`` is the number of columns of a legend below the axes.
-        """
+        """Return a figure as markup, with a label for screen readers and a legend of this many columns below."""
         if legend:
             axes.figure.legend(loc="outside lower center", ncols=legend, frameon=False)
         self._drawn += 1
         stream = io.StringIO()
-        axes.figure.savefig(stream, format="svg", metadata={"Date": None})
-        drawn = stream.getvalue()
-        drawn = re.sub(r"<metadata>.*?</metadata>\s*", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
+        axes.figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        drawn = stream.getvalue().partition("<svg")[2]
         for before in ('id="', "url(#", 'href="#'):
             drawn = drawn.replace(before, f"{before}f{self._drawn}-")
-        drawn = drawn.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
-        return f"<figure>{drawn}</figure>"
+        return f'<figure><svg role="img" aria-label="{escape(label)}"{drawn}</figure>'
 
     def render(self) -> str:
         """Return the whole page."""

@@ -28,8 +28,7 @@ from hotbed.plan import Plan
 from hotbed.train.runs.report import METRIC_NAMES, METRICS, PLAN, RECIPE, SUMMARY, size
 from hotbed.train.throughput import SETTLING_STEPS
 
-MOST_BARS = 40
-"""Largest number of tables in the figure of bytes."""
+MOST_BARS = 40  # largest number of tables in the figure of bytes
 MOST_RANKS, MOST_TABLES = 64, 60
 """Largest number of columns and rows in a plan's map: the first ranks, and the tables with the most tiles."""
 _NOT_METRICS = {"step", "samples"}
@@ -86,15 +85,14 @@ class RunRecords:
         """The training seed."""
         return self.recipe.get("train", {}).get("seed")
 
-    def curve(self, name: str, *, of_valid: bool = False) -> dict[int, float]:
-        """Return the recorded numbers of this name by step."""
-        records = self.valid if of_valid else self.train
-        return {step: float(r[name]) for step, r in records.items() if _is_number(r.get(name))}
-
-    def names(self, *, of_valid: bool = False) -> list[str]:
-        """Return the names of recorded numbers, in the order of recording."""
-        records = self.valid if of_valid else self.train
-        return list(dict.fromkeys(n for record in records.values() for n, v in record.items() if _is_number(v)))
+    def curves(self, *, of_valid: bool = False) -> dict[str, dict[int, float]]:
+        """Return recorded numbers by name and step, in the order of recording."""
+        found: dict[str, dict[int, float]] = {}
+        for step, record in (self.valid if of_valid else self.train).items():
+            for name, value in record.items():
+                if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+                    found.setdefault(name, {})[step] = float(value)
+        return found
 
 
 class MeanInterval(NamedTuple):
@@ -115,46 +113,42 @@ def interval(values: Sequence[float]) -> MeanInterval:
     return MeanInterval(middle, middle - half, middle + half)
 
 
-Series = Sequence[tuple[int, MeanInterval]]
-"""Steps with means and intervals."""
+Series = Sequence[tuple[int, MeanInterval]]  # steps with means and intervals
 
 
 def render_runs(runs: Sequence[RunRecords]) -> str:
     """Return the page of a run; for several runs that differ only in their seed, curves are means."""
     run = runs[0]
-    with draw_page(str(run.recipe.get("name", run.path))) as page:
-        page.text(_state(runs))
-        for heading, draw in (
-            ("Test", lambda: _test(page, runs)),
-            ("Loss and metrics", lambda: _learning(page, runs)),
-            ("Training", lambda: _training(page, runs)),
-            ("Time", lambda: _time(page, run)),
-            ("Tables", lambda: _tables(page, run)),
-            ("Plan", lambda: _plan(page, run)),
-            ("Environment", lambda: _environment(page, run)),
-        ):
-            page.heading(heading)
-            draw()
-        return page.render()
-
-
-def _state(runs: Sequence[RunRecords]) -> str:
-    run = runs[0]
     state = "finished" if run.summary is not None else f"not finished; recorded up to step {max(run.train):,}"
     if run.summary is not None and "steps" in run.summary:
         state += f" after {run.summary['steps']:,} steps, {run.summary['samples']:,} samples"
-    if len(runs) == 1:
-        return f"{run.path}: {state}."
-    seeds = ", ".join(str(r.seed) for r in runs)
-    return (
-        f"{run.path}: {state}. Curves are means of {len(runs)} runs (seeds {seeds}) with 95 % intervals by Student’s t."
-    )
+    seeds = f"{len(runs)} runs (seeds {', '.join(str(r.seed) for r in runs)})"
+    several = f" Curves are means of {seeds} with 95 % intervals by Student’s t." if len(runs) > 1 else ""
+    with draw_page(str(run.recipe.get("name", run.path))) as page:
+        page.text(f"{run.path}: {state}.{several}")
+        _test(page, runs)
+        _learning(page, runs)
+        _time(page, run)
+        _tables(page, run)
+        if run.plan is None:
+            page.heading("Plan", "One process; all rows are in its device's memory.")
+        else:
+            drawn, note = draw_plan(page, run.plan)
+            page.heading("Plan", note)
+            page.figures(drawn, wide=True)
+        if run.summary is None:
+            page.heading("Environment", "The environment is recorded when a run has finished.")
+        else:
+            page.heading("Environment")
+            rows = [[name.replace("_", " "), str(run.summary[name])] for name in _ENVIRONMENT if name in run.summary]
+            page.table(ReportTable("", ["fact", "value"], rows, left=["value"]))
+        return page.render()
 
 
 def _test(page: Page, runs: Sequence[RunRecords]) -> None:
     tested = [run.summary["test"] for run in runs if run.summary is not None and run.summary.get("test")]
     if not tested:
-        page.text("No test was recorded.")
+        page.heading("Test", "No test was recorded.")
         return
     several = f" of {len(tested)} runs" if len(tested) > 1 else "; the spread between runs is unknown"
     tasks: Sequence[str] = list(tested[0].get("tasks", {}))
@@ -164,12 +158,11 @@ def _test(page: Page, runs: Sequence[RunRecords]) -> None:
         for name in dict.fromkeys(n for column in columns for n, v in column[0].items() if isinstance(v, float))
     ]
     head = ["metric", *(["mean of labels", *tasks] if tasks else ["test"])]
-    page.text(f"{tested[0].get('samples', 0):,} samples{several}.")
+    page.heading("Test", f"{tested[0].get('samples', 0):,} samples{several}.")
     page.table(ReportTable("", head, rows))
 
 
 def _format_mean(values: Sequence[Any]) -> str:
-    """Return a metric's mean over runs with its interval, or nothing if a run lacks the metric."""
     if not all(isinstance(value, float) for value in values):
         return ""
     found = interval(values)
@@ -177,35 +170,26 @@ def _format_mean(values: Sequence[Any]) -> str:
 
 
 def _learning(page: Page, runs: Sequence[RunRecords]) -> None:
-    drawn = [_curves(page, "training loss", {"": _mean(runs, "loss")})]
-    drawn += [
-        _curves(page, f"valid {METRIC_NAMES.get(name, name)}", {"": _mean(runs, name, of_valid=True)})
-        for name in runs[0].names(of_valid=True)
-        if name not in _NOT_METRICS
-    ]
-    page.text("" if runs[0].valid else "No evaluation during training was recorded.")
-    page.figures(*drawn)
+    trained, valid = ([run.curves(of_valid=of_valid) for run in runs] for of_valid in (False, True))
+    names = {name: f"valid {METRIC_NAMES.get(name, name)}" for name in valid[0] if name not in _NOT_METRICS}
+    page.heading("Loss and metrics", "" if runs[0].valid else "No evaluation during training was recorded.")
+    loss = _curves(page, "training loss", {"": _mean(trained, "loss")})
+    page.figures(loss, *(_curves(page, title, {"": _mean(valid, name)}) for name, title in names.items()))
+    lacks = "Gradient norms were not recorded, because they are sharded or would have stalled the device."
+    page.heading("Training", "" if "grad_norm_dense" in trained[0] else lacks)
+    rates = {name[3:]: _mean(trained[:1], name) for name in trained[0] if name.startswith("lr_")}
+    drawn = [_curves(page, title, {"": _mean(trained, n)}) for n, title in _TRAINING.items() if n in trained[0]]
+    page.figures(_curves(page, "learning rates", rates), *drawn)
 
 
-def _training(page: Page, runs: Sequence[RunRecords]) -> None:
-    names = runs[0].names()
-    if "grad_norm_dense" not in names:
-        page.text("Gradient norms were not recorded, because they are sharded or would have stalled the device.")
-    rates = {name[3:]: _mean(runs[:1], name) for name in names if name.startswith("lr_")}
-    drawn = [_curves(page, "learning rates", rates)]
-    drawn += [_curves(page, title, {"": _mean(runs, name)}) for name, title in _TRAINING.items() if name in names]
-    page.figures(*drawn)
-
-
-def _mean(runs: Sequence[RunRecords], name: str, *, of_valid: bool = False) -> Series:
+def _mean(runs: Sequence[Mapping[str, Mapping[int, float]]], name: str) -> Series:
     """Return means and intervals at the steps that all runs have."""
-    curves = [run.curve(name, of_valid=of_valid) for run in runs]
-    steps = sorted(step for step in curves[0] if all(step in c for c in curves))
-    return [(step, interval([c[step] for c in curves])) for step in steps]
+    curves = [run.get(name, {}) for run in runs]
+    steps = sorted(step for step in curves[0] if all(step in curve for curve in curves))
+    return [(step, interval([curve[step] for curve in curves])) for step in steps]
 
 
 def _curves(page: Page, title: str, series: Mapping[str, Series]) -> str:
-    """Draw curves over steps with bands for their intervals; few points are dots."""
     axes = page.axes(title)
     for number, (name, points) in enumerate(series.items()):
         steps, color, marker = [step for step, _ in points], f"C{number}", "." if len(points) < 10 else ""
@@ -218,48 +202,35 @@ def _curves(page: Page, title: str, series: Mapping[str, Series]) -> str:
 
 
 def _time(page: Page, run: RunRecords) -> None:
-    summary = run.summary or {}
-    time: Mapping[str, float] = summary.get("time") or {}
-    if not time:
-        page.text("The time of the whole run is recorded when the run has finished.")
+    def draw_shares(title: str, unit: str, values: Mapping[str, float], more: Sequence[Sequence[str]] = ()) -> None:
+        total = sum(values.values()) or 1.0
+        rows = [[name, f"{value:,.2f} {unit}", f"{value / total:.1%}"] for name, value in values.items()]
+        page.figures(page.bars(title, values))
+        page.table(ReportTable("", ["", "time", "share"], [*rows, *more]))
+
+    page.heading("Time")
+    summary, more = run.summary or {}, list[Sequence[str]]()
+    if time := summary.get("time"):
+        if "ids_exchange_s" in summary:
+            hidden = f"{summary['ids_exchange_hidden_share']:.1%} hidden"
+            more = [("exchange of ids, overlapped", f"{summary['ids_exchange_s']:,.2f} s", hidden)]
+        draw_shares("seconds", "s", {title: float(time[name]) for name, title in _TIME.items() if name in time}, more)
     else:
-        shares = {title: float(time[name]) for name, title in _TIME.items() if name in time}
-        hidden = [("exchange of ids, overlapped", summary["ids_exchange_s"])] if "ids_exchange_s" in summary else []
-        notes = {name: f"{summary['ids_exchange_hidden_share']:.1%} hidden" for name, _ in hidden}
-        _shares_of(page, "seconds", "s", shares, notes, dict(hidden))
-    curves = {title: run.curve(f"step_{part}_s") for part, title in _PARTS.items()}
-    steps = {title: [s for step, s in curve.items() if step > SETTLING_STEPS] for title, curve in curves.items()}
-    times = {title: 1000 * median(seconds) for title, seconds in steps.items() if seconds}
-    if not times:
-        page.text(
-            f"Parts of steps were not recorded. They are timed on CPUs, in logged steps after step {SETTLING_STEPS}."
-        )
+        page.text("The time of the whole run is recorded when the run has finished.")
+    curves = run.curves()
+    recorded = {title: curves.get(f"step_{part}_s", {}) for part, title in _PARTS.items()}
+    steps = {title: [s for step, s in curve.items() if step > SETTLING_STEPS] for title, curve in recorded.items()}
+    if times := {title: 1000 * median(seconds) for title, seconds in steps.items() if seconds}:
+        page.text(f"Parts of a step: medians of {max(map(len, steps.values())):,} logged steps on the first rank.")
+        draw_shares("milliseconds of a step", "ms", times)
         return
-    page.text(f"Parts of a step: medians of {max(map(len, steps.values())):,} logged steps on the first rank.")
-    _shares_of(page, "milliseconds of a step", "ms", times)
-
-
-def _shares_of(
-    page: Page,
-    title: str,
-    unit: str,
-    values: Mapping[str, float],
-    notes: Mapping[str, str] | None = None,
-    more: Mapping[str, float] | None = None,
-) -> None:
-    """Draw amounts of time as bars, and list them with their shares."""
-    total = sum(values.values()) or 1.0
-    shares = {name: f"{value / total:.1%}" for name, value in values.items()} | dict(notes or {})
-    rows = [[name, f"{value:,.2f} {unit}", shares[name]] for name, value in {**values, **(more or {})}.items()]
-    page.figures(page.bars(title, values))
-    page.table(ReportTable("", ["", "time", "share"], rows))
+    page.text(f"Parts of steps were not recorded. They are timed on CPUs, in logged steps after step {SETTLING_STEPS}.")
 
 
 def _tables(page: Page, run: RunRecords) -> None:
     summary = run.summary or {}
-    tables: Sequence[Mapping[str, Any]] = summary.get("tables", [])
-    if not tables:
-        page.text("Not recorded: the run has not finished.")
+    if not (tables := summary.get("tables")):
+        page.heading("Tables", "Not recorded: the run has not finished.")
         return
     columns: Columns = {
         "table": lambda t: str(t["table"]),
@@ -273,26 +244,17 @@ def _tables(page: Page, run: RunRecords) -> None:
     }
     columns = {name: cell for name, cell in columns.items() if any(cell(table) != "–" for table in tables)}
     by_size = sorted(tables, key=lambda table: -int(table["bytes"]))[:MOST_BARS]
-    few = f" The largest {len(by_size)} are drawn." if len(by_size) < len(tables) else ""
-    norms = " A gradient is the norm of a table’s gradients in a step, as root mean square over logged steps."
-    memory: Mapping[str, Any] = summary.get("memory", {})
-    cached = f" Caches served {memory['hit_rate']:.1%} of their lookups." if memory else ""
-    page.text(
-        f"{len(tables):,} tables, {size(sum(int(table['bytes']) for table in tables))} of rows and moments."
-        f"{few}{cached}{norms if 'gradient' in columns else ''}"
-    )
+    text = f"{len(tables):,} tables, {size(sum(int(table['bytes']) for table in tables))} of rows and moments."
+    if len(by_size) < len(tables):
+        text += f" The largest {len(by_size)} are drawn."
+    if memory := summary.get("memory"):
+        text += f" Caches served {memory['hit_rate']:.1%} of their lookups."
+    if "gradient" in columns:
+        text += " A gradient is the norm of a table’s gradients in a step, as root mean square over logged steps."
+    page.heading("Tables", text)
     mib = {str(table["table"]): table["bytes"] / 2**20 for table in by_size}
     page.figures(page.bars("MiB of rows and moments", mib))
     page.table(ReportTable.of("", tables, columns))
-
-
-def _plan(page: Page, run: RunRecords) -> None:
-    if run.plan is None:
-        page.text("One process; all rows are in its device's memory.")
-        return
-    drawn, note = draw_plan(page, run.plan)
-    page.text(note)
-    page.figures(drawn, wide=True)
 
 
 def draw_plan(page: Page, plan: Plan) -> tuple[str, str]:
@@ -302,13 +264,12 @@ def draw_plan(page: Page, plan: Plan) -> tuple[str, str]:
     ranks = min(plan.world_size, MOST_RANKS)
     axes = page.axes("tables by rank", 2.2 + max(0.2 * ranks, 2.6), 1.1 + 0.2 * len(rows))
     tiles = [tile for tile in plan.tiles if tile.table in rows]
-    marks: list[tuple[str, set[tuple[int, int]], dict[str, Any]]] = [
-        (tier, {(t.owner, rows[t.table]) for t in tiles if t.tier == tier}, {"marker": "s", "s": 70, "color": color})
-        for tier, color in TIER_COLORS.items()
-    ]
+    owned = {tier: {(t.owner, rows[t.table]) for t in tiles if t.tier == tier} for tier in TIER_COLORS}
     copies = {(reader, rows[t.table]) for t in tiles for reader in t.readers}
-    marks.append(("copy", copies, {"s": 20, "facecolors": "white", "edgecolors": "#222222"}))
-    for name, cells, style in marks:
+    for name, cells in {**owned, "copy": copies}.items():
+        style: dict[str, Any] = {"marker": "s", "s": 70, "color": TIER_COLORS.get(name)}
+        if name == "copy":
+            style = {"s": 20, "facecolors": "white", "edgecolors": "#222222"}
         if drawn := sorted(cell for cell in cells if cell[0] < ranks):
             axes.scatter(*zip(*drawn, strict=True), label=name, **style)
     axes.set_xlim(-0.7, ranks - 0.3)
@@ -321,18 +282,6 @@ def draw_plan(page: Page, plan: Plan) -> tuple[str, str]:
     return page.svg(axes, "the plan", legend=4), f"{note}."
 
 
-def _environment(page: Page, run: RunRecords) -> None:
-    summary = run.summary
-    if summary is None:
-        page.text("The environment is recorded when a run has finished.")
-        return
-    rows = [[name.replace("_", " "), str(summary[name])] for name in _ENVIRONMENT if name in summary]
-    page.table(ReportTable("", ["fact", "value"], rows, left=["value"]))
-
-
-# -- records -----------------------------------------------------------------------------------------------------
-
-
 def read_runs(path: str | Path) -> list[RunRecords]:
     """Read a run; or the newest run of a name, and its finished runs that differ only in ``train.seed``."""
     folder = directory(path)
@@ -341,16 +290,15 @@ def read_runs(path: str | Path) -> list[RunRecords]:
     runs = [run for run in reversed(runs_in(folder)) if run.has(RECIPE)]
     newest = _read(runs[0])
     found = {newest.seed: newest}
+    expected = {**newest.recipe, "train": {**newest.recipe.get("train", {}), "seed": None}}
     for run in runs[1:]:
         if newest.summary is not None and run.has(SUMMARY):
             recipe = read_mapping(run, RECIPE)
-            if _without_seed(recipe) == _without_seed(newest.recipe):
-                found.setdefault(recipe.get("train", {}).get("seed"), _read(run))  # the newest of each seed
+            train = {**recipe.get("train", {})}
+            seed = train.setdefault("seed", None)
+            if {**recipe, "train": train | {"seed": None}} == expected:
+                found.setdefault(seed, _read(run))  # the newest of each seed
     return list(found.values())
-
-
-def _without_seed(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    return {**recipe, "train": {k: v for k, v in recipe.get("train", {}).items() if k != "seed"}}
 
 
 def _read(folder: Directory) -> RunRecords:
@@ -358,15 +306,17 @@ def _read(folder: Directory) -> RunRecords:
     lines = folder.read(METRICS).split(b"\n")[:-1] if folder.has(METRICS) else []  # the last line may be cut
     for number, line in enumerate(lines, 1):
         try:
-            step, record = _parse_record(line)
+            record: Any = parse_json(line)
+            if not isinstance(record, dict):
+                raise TextError(f"is {record!r}, expected an object")
+            if not is_int(step := record.get("step")):
+                raise TextError(f"has step {step!r}, expected an integer")
         except TextError as error:
             message = f"{folder}/{METRICS}, line {number:,} {error}. Copy the run again, or remove that line"
             raise DataError(message) from None
         match record.get("event"):
             case "resume":
-                for of in (train, valid):
-                    for later in [s for s in of if s > step]:
-                        del of[later]
+                train, valid = ({s: r for s, r in of.items() if s <= step} for of in (train, valid))
             case "train":
                 train[step] = record
             case "eval":
@@ -381,20 +331,8 @@ def _read(folder: Directory) -> RunRecords:
     except PlanError as error:
         raise DataError(f"{folder}/{PLAN}: {error}. Copy the run again") from None
     summary = read_mapping(folder, SUMMARY) if folder.has(SUMMARY) else None
-    return RunRecords(
-        path=str(folder), recipe=read_mapping(folder, RECIPE), summary=summary, train=train, valid=valid, plan=plan
-    )
-
-
-def _parse_record(line: bytes) -> tuple[int, Mapping[str, Any]]:
-    """Return a line's step and values."""
-    record = parse_json(line)
-    if not isinstance(record, Mapping):
-        raise TextError(f"is {record!r}, expected an object")
-    values = cast("Mapping[str, Any]", record)
-    if not is_int(step := values.get("step")):
-        raise TextError(f"has step {step!r}, expected an integer")
-    return step, values
+    recipe = read_mapping(folder, RECIPE)
+    return RunRecords(path=str(folder), recipe=recipe, summary=summary, train=train, valid=valid, plan=plan)
 
 
 def read_mapping(folder: Directory, name: str) -> Mapping[str, Any]:
@@ -408,7 +346,3 @@ def read_mapping(folder: Directory, name: str) -> Mapping[str, Any]:
         problem = str(error)
     remove = "" if name == RECIPE else ", or remove that file"
     raise DataError(f"{folder}/{name} {problem}. Copy the run again{remove}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

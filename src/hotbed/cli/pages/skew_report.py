@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from hotbed.cli.pages.report_page import Columns, ReportTable, format_cell, prin
 from hotbed.config import Recipe, check_trust, import_from
 from hotbed.data import ParquetSource, Source, draft_schema
 from hotbed.data.skew.hot_cold import write_hot_order
-from hotbed.data.skew.row_popularity import SAMPLED_ROWS, SHARES, RowPopularity, measure_popularity
+from hotbed.data.skew.row_popularity import SAMPLED_ROWS, SHARES, measure_popularity
 from hotbed.errors import DataError
 from hotbed.files import new_directory, write_json
 from hotbed.locations import is_storage, local
@@ -50,10 +52,8 @@ def open_data(path: str | Path, *, trust_recipe: bool = False) -> Source:
     try:
         return ParquetSource(path, draft_schema(path))
     except DataError as error:
-        raise DataError(
-            f"{path} is neither a prepared dataset (feature_spec.yaml, source.yaml), arrays (day_0_sparse.npy), a "
-            f"recipe, a run (recipe.yaml) nor Parquet: {error}"
-        ) from None
+        known = "a prepared dataset (feature_spec.yaml, source.yaml), arrays (day_0_sparse.npy), a recipe, a run"
+        raise DataError(f"{path} is neither {known} (recipe.yaml) nor Parquet: {error}") from None
 
 
 def inspect_skew(
@@ -90,26 +90,41 @@ def inspect_skew(
         Replace ``out`` if it holds a skew.json.
     trust_recipe
         Import classes outside hotbed and torch.optim that a run's recipe names.
-
-    Returns
-    -------
-    dict
-        Plain values: curves at ``shares`` of the rows, for each of the ``tables``, and for ``all`` tables with the
-        same share of each table's rows in the cache.
     """
-    if out is None:
-        return _measure(path, console, split, batch_size, sampled_rows, trust_recipe)[0]
-    if picture:
-        require_matplotlib("skew.png", "pass --picture false")
-    with new_directory(local("--out", out), marker="skew.json", overwrite=overwrite) as directory:
-        found, tables = _measure(path, console, split, batch_size, sampled_rows, trust_recipe)
-        write_json(directory / "skew.json", found)
-        (directory / "hot_order").mkdir()
-        for table in tables:
-            write_hot_order(directory / "hot_order", {table.table: table.hot_order})
-        if picture:
-            _draw(found, directory / "skew.png")
-    return found
+    with ExitStack() as stack:
+        target = None
+        if out is not None:
+            if picture:
+                require_matplotlib("skew.png", "pass --picture false")
+            made = new_directory(local("--out", out), marker="skew.json", overwrite=overwrite)
+            target = stack.enter_context(made)
+        started = time.perf_counter()
+        source = open_data(path, trust_recipe=trust_recipe)
+        with StageProgress(console) as progress:
+            options: dict[str, Any] = {"batch_size": batch_size, "sampled_rows": sampled_rows}
+            tables = measure_popularity(source, split, **options, progress=partial(progress, "accesses"))
+        values = [table.to_dict() for table in tables]
+        sums = {key: sum(table[key] for table in values) for key in ("rows", "accesses", "touched", "lookups")}
+        curves = (("accesses_of_top_rows", "accesses"), ("lru", "lookups"), ("static", "lookups"))
+        found = {
+            "kind": "skew",
+            "path": path,
+            "split": split,
+            "samples": source.samples(split),
+            "batch_size": batch_size,
+            "seconds": time.perf_counter() - started,
+            "shares": list(SHARES),
+            "all": sums | {curve: _mean_curve(values, curve, weight) for curve, weight in curves},
+            "tables": values,
+        }
+        if target is not None:
+            write_json(target / "skew.json", found)
+            (target / "hot_order").mkdir()
+            for table in tables:
+                write_hot_order(target / "hot_order", {table.table: table.hot_order})
+            if picture:
+                _draw(found, target / "skew.png")
+        return found
 
 
 SKEW_DEFAULTS = {
@@ -120,55 +135,17 @@ SKEW_DEFAULTS = {
 """Options of `inspect_skew` and their defaults."""
 
 
-def _measure(
-    path: str | Path, console: Console, split: str, batch_size: int, sampled_rows: int, trust_recipe: bool
-) -> tuple[dict[str, Any], list[RowPopularity]]:
-    started = time.perf_counter()
-    source = open_data(path, trust_recipe=trust_recipe)
-    with StageProgress(console) as progress:
-        tables = measure_popularity(
-            source,
-            split,
-            batch_size=batch_size,
-            sampled_rows=sampled_rows,
-            progress=lambda done, total: progress("accesses", done, total),
-        )
-    values = [table.to_dict() for table in tables]
-    found = {
-        "kind": "skew",
-        "path": path,
-        "split": split,
-        "samples": source.samples(split),
-        "batch_size": batch_size,
-        "seconds": time.perf_counter() - started,
-        "shares": list(SHARES),
-        "all": {
-            **{key: sum(table[key] for table in values) for key in ("rows", "accesses", "touched", "lookups")},
-            "accesses_of_top_rows": _mean(values, "accesses_of_top_rows", "accesses"),
-            "lru": _mean(values, "lru", "lookups"),
-            "static": _mean(values, "static", "lookups"),
-        },
-        "tables": values,
-    }
-    return found, tables
-
-
-def _mean(tables: Sequence[Mapping[str, Any]], curve: str, weight: str) -> list[float]:
+def _mean_curve(tables: Sequence[Mapping[str, Any]], curve: str, weight: str) -> list[float]:
     """Return the curve of all tables together. Tables without lookups, whose curve is NaN, are skipped."""
-    seen = [table for table in tables if table[weight]]
-    if not seen:
+    if not (seen := [table for table in tables if table[weight]]):
         return [float("nan")] * len(SHARES)
-    weights = [table[weight] for table in seen]
-    return np.average([table[curve] for table in seen], axis=0, weights=weights).tolist()
+    return np.average([table[curve] for table in seen], axis=0, weights=[table[weight] for table in seen]).tolist()
 
 
 def print_skew(console: Console, found: Mapping[str, Any]) -> None:
     """Print the results of `inspect_skew`: a line per table, then the curves of all tables together."""
-    console.print(
-        f"{found['path']}, split {found['split']}: {found['samples']:,} samples, "
-        f"{found['all']['accesses']:,} accesses, {found['seconds']:.1f} s",
-        soft_wrap=True,
-    )
+    counts = f"{found['samples']:,} samples, {found['all']['accesses']:,} accesses, {found['seconds']:.1f} s"
+    console.print(f"{found['path']}, split {found['split']}: {counts}", soft_wrap=True)
     shares: list[float] = found["shares"]
     one, ten = shares.index(0.01), shares.index(0.1)
     columns: Columns = {
@@ -188,7 +165,6 @@ def print_skew(console: Console, found: Mapping[str, Any]) -> None:
 
 
 def _draw(found: Mapping[str, Any], path: Path) -> None:
-    """Draw accesses and hit rates over the share of rows: a thin line per table, a bold one for all."""
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     shares = [100 * share for share in found["shares"]]
