@@ -137,7 +137,7 @@ def test_vocabularies_are_mapped_and_checked(tmp_path: Path, exported: Exported)
     description = json.loads((place / "manifest.json").read_text())
     description["files"][model.manifest.vocabularies["C1"]]["bytes"] = file.stat().st_size
     (place / "manifest.json").write_text(json.dumps(description))
-    with pytest.raises(CheckpointError, match=r"vocabulary of table 'C1' has [\d,]+ values \(integers\), must"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: encoder is invalid: vocabulary of table 'C1': got 75 values \(integers\)"):
         ServedModel.open(place, verify=False)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"C1\.arrow is missing"):
