@@ -49,7 +49,7 @@ class ItemSet:
         return torch.where(self.ids[at] == ids, at, -1)
 
     def rows(self, positions: Tensor, like: Jagged) -> Jagged:
-        """Return the items at these positions as samples with the features of ``like``. Unknown features have no ids."""
+        """Return the items at these positions as samples with the features of ``like``. Other features are empty."""
         chosen = self.features.take(positions)
         nothing = Bags(
             like.values.new_empty(0), len(positions), None, torch.zeros(len(positions) + 1, dtype=torch.int64), None

@@ -109,7 +109,7 @@ class Source(ABC):
         splits
             One split or several.
         progress
-            Called with the number of processed samples and of all samples.
+            Called with the number of processed samples, and the number of all samples.
         """
 
     @property
@@ -138,7 +138,7 @@ class Source(ABC):
         return self._check_labels(split)
 
     def streamed(self) -> Self:
-        """Return the source with smaller chunks for reading once and in order, if the format has any."""
+        """Return a source with smaller chunks, for reading once and in order, or the source itself."""
         return self
 
     def only(self, features: Collection[str]) -> Self:
@@ -155,7 +155,8 @@ class Source(ABC):
 
     def _read_columns(self, split: str, i: int, names: Sequence[str]) -> Any:
         raise SpecError(
-            f"columns to keep: got {', '.join(names)}, but {type(self).__name__} stores only columns of its schema"
+            f"columns to keep: got {', '.join(names)}, but {type(self).__name__} stores only columns of its schema. "
+            "Remove these columns"
         )
 
     @abstractmethod
