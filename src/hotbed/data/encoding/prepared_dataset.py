@@ -277,7 +277,7 @@ class Preparation:
                     if len(table.keys) != entry.values or (table.type_of_keys == "text") != (entry.kind == "text"):
                         raise DataError(
                             f"vocabulary of table '{name}': got {len(table.keys):,} values ({table.type_of_keys}), "
-                            f"expected {entry.values:,} ({entry.kind}): it belongs to different data. Copy the file again"
+                            f"expected {entry.values:,} ({entry.kind}): the file is of different data. Copy it again"
                         )
                     self._tables[name] = table
         return self._tables[name]

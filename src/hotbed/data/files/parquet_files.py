@@ -522,7 +522,7 @@ def refuse_same_files(split: str, of_split: Sequence[ParquetFile], others: Mappi
     for file in of_split:
         if (other := splits.get(file.shown)) is not None:
             raise DataError(
-                f"{file}: got splits '{split}' and '{other}', expected one. Move it, or use different data for '{split}'"
+                f"{file}: got splits '{split}' and '{other}', expected one. Move it, or use different data for {split}"
             )
 
 
