@@ -347,7 +347,7 @@ def check_ids(array: pa.Array, column: SparseColumn, ids: Ids, location: RowLoca
 
 
 def refuse_lengths(lengths: Array, column: SparseColumn, location: RowLocation) -> None:
-    """Raise `DataError` if a sample has a different number of ids than the schema declares. ``lengths`` is ``[n]``."""
+    """Raise `DataError` if a sample has a different number of ids than the schema declares."""
     if column.ids is not None:
         fix = f"expected {column.ids:,} as in the schema. Truncate or pad the lists, or set ids to null (ragged)"
         location.refuse(column.name, "number of ids", lengths != column.ids, lengths, "{:,} ids", fix)

@@ -59,7 +59,7 @@ def batch_from_buffer(message: Any) -> tuple[Batch | None, dict[str, Any]]:
 
 
 def pack_batch(batch: Batch) -> tuple[dict[str, Any], list[tuple[int, Tensor]], int]:
-    """Return the header of a batch, its tensors with their byte offsets, and the total bytes; see `unpack_batch`."""
+    """Return the header of a batch, its tensors with their byte offsets, and the total bytes. See `unpack_batch`."""
     offsets: list[tuple[int, Tensor]] = []
     tensors: dict[str, Any] = {}
     end = 0

@@ -65,8 +65,8 @@ class Cross(_Feature, error=SpecError):
 class Bucket(_Feature, error=SpecError):
     """The interval of a number as an id: ``{name, bucket: age, boundaries: [18, 25, 40]}``.
 
-    Row 0 is for null and NaN, row 1 for numbers below the first boundary, row 2 for the next interval, etc. A boundary
-    belongs to the interval above it.
+    Null and NaN have row 0, numbers below the first boundary have row 1, numbers of the next interval have row 2, etc.
+    A boundary belongs to the interval above it.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Bucket(_Feature, error=SpecError):
 
     @property
     def rows(self) -> int:
-        """Rows of its table: one per interval, and one for missing values."""
+        """Number of rows of the feature's table: one per interval, and one for missing values."""
         return 2 + len(self.boundaries) if self.boundaries is not None else 1 + (self.quantiles or 0)
 
     def entry(self) -> dict[str, object]:

@@ -49,7 +49,7 @@ _SAME_PATH = "Readers need the data at the same path as the trainer: use a share
 
 @contextmanager
 def open_readers(executor: str | Executor, workers: int = 2) -> Generator[Tasks | None]:
-    """Yield the value of ``Loader(executor=…)`` for an executor's name.
+    """Yield the argument ``executor`` of a `Loader`, for the name of an executor.
 
     For threads, the value is None, because a loader creates its own threads, which share the trainer's memory.
 
@@ -265,7 +265,7 @@ def _concatenate_fixed(parts: Sequence[BatchSlice], size: int, k: int) -> Jagged
 
 
 def _merge_arrays(pieces: Sequence[Array], order: Order | None, out: Array | None = None, width: int = 1) -> Array:
-    """Concatenate arrays, and write them to ``out`` in this order. Groups of ``width`` elements stay together."""
+    """Concatenate arrays, and write them to ``out`` in ``order``. Groups of ``width`` elements stay together."""
     if out is None:
         size = sum(map(len, pieces)) if order is None else len(order)
         out = np.empty((size, *pieces[0].shape[1:]), dtype=pieces[0].dtype)

@@ -157,7 +157,7 @@ class Encoder:
 
     @property
     def hashed(self) -> list[str]:
-        """Stored columns whose values are hashed."""
+        """Stored columns with values that are hashed."""
         sparse, _ = self.schema.stored
         others = stored_inputs(self.schema.derived, (Cross, Lookup))
         names = [c.name for c in sparse]
@@ -224,7 +224,7 @@ class Encoder:
 
     @property
     def inputs(self) -> Encoder:
-        """A copy of the encoder that reads no labels, weights and group."""
+        """A copy of the encoder that reads no labels, weights or group."""
         return self.of(self.schema.inputs)
 
     def check(self, fields: pa.Schema, what: str) -> None:
@@ -267,7 +267,7 @@ class Encoder:
             raise DataError(f"{error}{hint_for_text(rows, encoded)}") from None
 
     def batch(self, table: pa.Table | pa.RecordBatch, location: RowLocation = _ROWS) -> Batch:
-        """Encode rows.
+        """Encode rows as a batch.
 
         Parameters
         ----------
@@ -353,7 +353,7 @@ class Encoder:
         return found if self.preparation is None else found | self.preparation.state()
 
     def load_state(self, state: Mapping[str, Any], *, other_tables: bool = False) -> None:
-        """Load the value of `state`, for features that are equal in both encoders.
+        """Load boundaries from a value of `state`, for buckets that are equal, and check tables and vocabularies.
 
         Parameters
         ----------

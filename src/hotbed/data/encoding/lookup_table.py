@@ -161,7 +161,7 @@ def content_sha256(*arrays: pa.Array) -> str:
 
 
 def _normalize(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
-    """Convert integers to int64 (or uint64), numbers to float64, text to bytes, and lists of these likewise."""
+    """Convert integers to int64 (or uint64), numbers to float64, text to bytes, also in lists."""
     array = arrow.decode_dictionary(array)
     t = array.type
     if may_be_list and arrow.is_list(t):

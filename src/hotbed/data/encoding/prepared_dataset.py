@@ -101,7 +101,7 @@ class PreparationEntry(_PreparedEntry):
 
     @staticmethod
     def parse(values: object, where: str) -> PreparationEntry:
-        """Parse values or their JSON."""
+        """Parse an entry from plain values or from JSON."""
         try:
             if isinstance(values, bytes):
                 return PreparationEntry.model_validate_json(values)

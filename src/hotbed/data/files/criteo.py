@@ -37,7 +37,7 @@ MAX_LINE_BYTES = 1 << 20
 
 
 class Block(NamedTuple):
-    """Whole lines of one file, beginning with number ``line`` (from 1)."""
+    """Whole lines of one file, beginning with line number ``line`` (from 1)."""
 
     file: Path | RemoteFile
     line: int
@@ -200,7 +200,7 @@ def read_blocks(
     """Read a file (plain, gzip or zstd) as blocks of whole lines.
 
     ``start`` and ``stop`` select the lines of a plain file that begin between these bytes. ``line`` is the number of
-    the first one. A line longer than `MAX_LINE_BYTES` raises an error, because logs have no such lines.
+    the first of these lines. A line longer than `MAX_LINE_BYTES` raises an error, because logs have no such lines.
     """
     rest, first = b"", line
     with file.open("rb") as stored:
@@ -247,7 +247,7 @@ def codec_of(stored: BinaryIO) -> Literal["gzip", "zstd"] | None:
 
 
 def count_lines(file: Path | RemoteFile, stop: int) -> int:
-    """Return the number of newlines before a byte of a plain file."""
+    """Return the number of newlines in the first ``stop`` bytes of a plain file."""
     with file.open("rb") as stored:
         return sum(text.count(b"\n") for text in _bytes(stored, BLOCK_BYTES, stop))
 

@@ -492,7 +492,7 @@ def _read_head(store: fs.FileSystem, path: str) -> tuple[str, str, bool]:
 
 
 def _skip_directive(text: str) -> str:
-    """Return the first lines without a line like ``sep=;``."""
+    """Remove a first line like ``sep=;`` from text."""
     return text[found.end() :] if (found := _DIRECTIVE.match(text)) else text
 
 

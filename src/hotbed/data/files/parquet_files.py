@@ -412,7 +412,7 @@ class ParquetFile(TableFile):
         return pa.table({name: pa.repeat(folders[name], rows) if name in folders else table[name] for name in columns})
 
     def _of_folders(self) -> dict[str, pa.Scalar]:
-        """Return the columns of the folders that the file itself lacks."""
+        """Return the columns from folders, except columns that the file itself has."""
         stored = self.metadata.schema.to_arrow_schema().names if self.partitions else ()
         return {name: value for name, value in self.partitions if name not in stored}
 
@@ -533,7 +533,7 @@ def is_table(name: str) -> bool:
 
 
 def _by_split(names: Sequence[str]) -> dict[str, list[str]]:
-    """Group names by split, train first. All are under ``""`` if no file is in a folder, and all have one split."""
+    """Group names by split, train first. All are under ``""`` if no file is in a folder and all have the same split."""
     top = [name for name in names if "/" not in name]
     ways = {name: (_split_of_file(name, 1), _split_of_file(name, None)) for name in top}
     # A word within a name is ambiguous, unless the names of training data contain one as well.
@@ -557,7 +557,7 @@ def _split_of_file(name: str, words: int | None) -> str:
 
 
 def _partitions(names: Sequence[str]) -> dict[str, Partitions]:
-    """Return the columns of each file's folders, as in Hive: integers if all values are (e.g. ``2``, not ``02``)."""
+    """Return the columns of each file's folders, as in Hive. They are integers if all values are (``2``, no ``02``)."""
     values = {name: _folders(name) for name in names}
     kinds: dict[str, pa.DataType] = {}
     for field in {field for of in values.values() for field in of}:

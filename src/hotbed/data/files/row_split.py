@@ -51,7 +51,7 @@ class RowSplit(ABC):
 
     @abstractmethod
     def codes(self, group: RowGroup, at: Position, table: pa.Table | None) -> arrow.Array:
-        """Return the split of each row ``[n]`` of a row group. ``table`` has `column`."""
+        """Return the split of each row ``[n]`` of a row group. ``table`` has the rule's `column`."""
 
 
 class Position(NamedTuple):
@@ -177,7 +177,7 @@ class TimeSplit(RowSplit):
             )
 
     def whole(self, group: RowGroup) -> int | None:
-        """Return the split by the footer's smallest and largest value, for integers, dates and times."""
+        """Return the split of the footer's smallest and largest value, or None if it differs or is unknown."""
         found = group.statistics(str(self.column))
         kind = group.file.schema.field(str(self.column)).type
         bounds = None if found is None else _bounds(found, kind)

@@ -89,7 +89,7 @@ class FeatureSpec:
 
 
 def id_dtype(name: str, rows: int) -> np.dtype[Any]:
-    """Return the dtype of ids below ``rows`` by NVIDIA's rule: the smallest of int8/16/32 with a maximum above it."""
+    """Return the dtype of ids below ``rows`` by NVIDIA's rule: the first of int8/16/32 with a larger maximum."""
     for dtype in ("int8", "int16", "int32"):
         if rows < np.iinfo(dtype).max:
             return np.dtype(dtype).newbyteorder("<")

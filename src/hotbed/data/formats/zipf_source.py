@@ -178,8 +178,8 @@ class _Shape(NamedTuple):
 class ZipfSource(Source):
     """Samples with ids by Zipf's law: row r of a table with a probability in proportion to (r + 1)^−exponent.
 
-    Ids are sorted by descending popularity, as in data of `hotbed.prepare`. They are int32, or int64 if a table has
-    more than 2³¹ rows. Columns are independent of each other. Dense inputs are uniform with mean 0 and variance 1.
+    Ids are sorted by descending popularity, as in data written by `hotbed.prepare`. They are int32, or int64 if a table
+    has more than 2³¹ rows. Columns are independent of each other. Dense inputs are uniform with mean 0 and variance 1.
     Labels follow a logistic regression over every fourth column, with a separate effect for each row.
 
     Parameters

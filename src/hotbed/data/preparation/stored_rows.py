@@ -175,7 +175,7 @@ class SourceRows(StoredRows):
 
     @property
     def tables(self) -> dict[str, int]:
-        """Number of rows by table, for tables with a number that the data define."""
+        """Number of rows by table. Tables are omitted if the data do not define the number."""
         return {name: rows for name, rows in self.source.schema.rows.items() if rows < _ANY_ROWS}
 
     @property

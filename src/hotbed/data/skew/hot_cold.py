@@ -105,7 +105,7 @@ class Packed:
 
 
 def hot_inputs(sparse: Jagged, hot_rows: Mapping[str, int]) -> NDArray[np.bool_]:
-    """Return a mask ``[B]`` of hot samples. ``hot_rows`` is by feature. Ids must be in CPU memory."""
+    """Return a mask ``[B]`` of hot samples. ``hot_rows`` has numbers by feature. Ids must be in CPU memory."""
     hot = np.ones(len(sparse), dtype=np.bool_)
     for name in sparse.names:
         bags = sparse[name]
@@ -201,7 +201,7 @@ def _link(files: Iterable[Path], folder: Path) -> None:
 
 
 def _describe_packed(description: dict[str, Any], split: str, counts: Mapping[str, int]) -> dict[str, Any]:
-    """Return the description of the packed dataset, in which file names are unchanged, in a folder per split."""
+    """Return the description of the packed dataset. It has one folder per split, with unchanged names of files."""
     source: dict[str, Any] = description["source_spec"]
     origins = {name: name for name in source if name not in counts} | dict.fromkeys(counts, split)
     description["source_spec"] = {

@@ -130,7 +130,7 @@ def count_accesses(
 
 @dataclass(frozen=True, kw_only=True)
 class RowPopularity:
-    """Lookups of the rows of one table."""
+    """Numbers of lookups by row, for one table."""
 
     table: str
     accesses: Integers  # number of accesses of each row ``[R]``
