@@ -125,9 +125,9 @@ CASES = {
         "tsv", "1.tsv", line(70, lambda f: ["", *f[1:]]), "row group 0, column 'label': label null at row "
     ),
     "tsv, zeros": Bad("tsv", "1.tsv", lambda f: f.write_bytes(bytes(99)), "1.tsv has bytes that are zero, so it is no"),
-    "gz, cut short": Bad("gz", "1.tsv.gz", cut(30), "1.tsv.gz cannot be read, the file is damaged or truncated"),
+    "gz, cut short": Bad("gz", "1.tsv.gz", cut(30), "1.tsv.gz cannot be read: "),
     "gz, empty": Bad("gz", "1.tsv.gz", lambda f: f.write_bytes(b""), "1.tsv.gz"),
-    "zst, cut short": Bad("zst", "1.tsv.zst", cut(30), "1.tsv.zst cannot be read, the file is damaged or truncated"),
+    "zst, cut short": Bad("zst", "1.tsv.zst", cut(30), "1.tsv.zst cannot be read: "),
     "split-binary, cut short": Bad("split-binary", "train/cat_1.bin", cut(1), "cat_1.bin"),
     "split-binary, a label": Bad("split-binary", "train/label.bin", byte(70, 7), "label.bin"),
     "NumPy, cut short": Bad("NumPy", "day_1_sparse.npy", cut(4), "day_1_sparse.npy: got "),

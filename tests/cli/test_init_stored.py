@@ -107,7 +107,7 @@ def test_what_is_refused(tmp_path: Path, capsys: Output) -> None:
     assert "column 'cat_0': id -1 is negative" in refused(["init", str(arrays)], capsys)
     shutil.rmtree(arrays)
     arrays.mkdir()
-    with pytest.raises(DataError, match="For data in another format, `hotbed init` drafts a recipe"):
+    with pytest.raises(DataError, match="`hotbed init`"):
         SplitBinarySource(arrays)
 
 

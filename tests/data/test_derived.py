@@ -170,11 +170,11 @@ CROSS = {"name": "x", "cross": ["user", "item"], "rows": 10}
         ([CROSS | {"name": "user"}], "columns of the schema: got 'user' 2 times"),
         (
             [CROSS | {"cross": ["user", "click"]}],
-            "feature 'x' is computed from the label or weight 'click', which predictions lack",
+            "feature 'x' is computed from the label or weight 'click'",
         ),
         (
             [CROSS | {"cross": ["user", "later"]}, CROSS | {"name": "later"}],
-            "feature 'x' is computed from 'later', which comes after it",
+            "feature 'x' is computed from 'later'",
         ),
         ([CROSS, CROSS | {"name": "y", "cross": ["x", "user"]}], "feature 'y' is computed from the cross 'x'"),
         ([{"name": "b", "bucket": "age"}], "feature 'b': got boundaries None and quantiles None"),

@@ -175,7 +175,7 @@ def test_the_train_split_is_divided_where_there_are_splits(tmp_path: Path) -> No
     found = divided(tmp_path, {"by": "hash", "valid": 0.2})
     assert set(found) == {"train", "valid", "test"}
     assert found["test"] == list(range(1000, 1010))
-    with pytest.raises(SpecError, match=r"split: got 'test', which .* has already"):
+    with pytest.raises(SpecError, match=r"split: got 'test'"):
         divided(tmp_path, HASH)
     assert len(divided(tmp_path, HASH, split_paths={"test": None})["test"]) < 30
 
@@ -195,7 +195,7 @@ def test_splits_that_are_elsewhere(tmp_path: Path) -> None:
         ("a", {"test": None}, r"split_paths\.test: got null"),
         ("b", {"test": str(tmp_path / "a")}, r"split_paths\.test: got "),
         ("a", {"valid": str(tmp_path / "b")}, "split of .*b: got 'valid'"),
-        ("a", {"train": str(tmp_path / "b")}, "split_paths.train: got .*, but .* has such samples"),
+        ("a", {"train": str(tmp_path / "b")}, "split_paths.train: got "),
         ("b", {"train": None, "test": None}, "got null for all splits"),
     ):
         with pytest.raises(SpecError, match=message):

@@ -45,7 +45,7 @@ A = {"name": "a", "rows": 3}
         ({"sparse": [{"name": "a"}]}, r"sparse\[0\]: key 'rows' is missing"),
         (
             {"sparse": [{"name": "", "rows": 1}]},
-            r"sparse\[0\]: sparse column '': got an empty name of the column or its table",
+            r"sparse\[0\]: sparse column '': got an empty column or table name",
         ),
         ({"sparse": ["a"]}, r"sparse\[0\]: got 'a'"),
         ({"sparse": []}, "sparse: got no column"),

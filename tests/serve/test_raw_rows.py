@@ -90,7 +90,7 @@ def test_encoded_ids_are_answered_where_the_server_is_told_so(exported: Exported
         answer = client.ask("POST", "/score", exported.raw)
         assert answer.status == 400
         assert "expected an integer" in answer.json["error"]
-        assert "Raw values need a model that was trained on data of hotbed prepare" in answer.json["error"]
+        assert "Raw values need a model" in answer.json["error"]
 
 
 def test_an_export_of_before_takes_encoded_ids_and_says_who_takes_raw_values(

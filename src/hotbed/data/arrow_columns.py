@@ -1,4 +1,4 @@
-"""Convert Arrow columns to NumPy arrays: ids, their rows and weights, and numericals; check the types of columns."""
+"""Convert Arrow columns to NumPy arrays (ids, table rows, id weights and numericals), and check column types."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _INT32 = np.iinfo(np.int32).max
 
 
 class WideDecimalError(DataError):
-    """Error about whole decimals of more than 64 bits."""
+    """Error for decimals without a fraction that need more than 64 bits."""
 
     column: str = ""  # name of the column
     reason: str = ""  # the problem, without the name of the file
 
 
 class NoColumnError(DataError):
-    """Error about input data that lack columns."""
+    """Error for input data with missing columns."""
 
     columns: Sequence[str] = ()  # names of all missing columns
 
@@ -71,18 +71,18 @@ def exact_integers(t: pa.DataType) -> int:
 
 
 def type_of_ids(t: pa.DataType) -> str:
-    """Return how a hash treats values of this type: as ``"text"`` or ``"integers"``, or "" if all are null."""
+    """Return how values of this type are hashed: as ``"text"`` or ``"integers"``, or "" if all are null."""
     value = value_type_of(t)
     return "" if pa.types.is_null(value) else "text" if is_text(value) else "integers"
 
 
 def value_type_of(t: pa.DataType) -> pa.DataType:
-    """Return the type of a list's elements, or the type itself."""
+    """Return the element type of a list type. Return any other type unchanged."""
     return t.value_type if is_list(t) else t
 
 
 def type_family(t: pa.DataType) -> str:
-    """Return the family of a type, e.g. ``"numbers"``; columns of a family can be concatenated. "" if all are null."""
+    """Return the family of a type, e.g. ``"numbers"``, or "" for null. Columns of one family can be concatenated."""
     if is_list(t):
         return "lists"
     if pa.types.is_null(t):
@@ -99,7 +99,7 @@ def are_compatible(first: pa.DataType, second: pa.DataType) -> bool:
 
 
 def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
-    """Return a type for the values of columns of these compatible types."""
+    """Return one type that can hold the values of all of these compatible types."""
     different = list(dict.fromkeys(t for t in types if not pa.types.is_null(t)))
     if len(different) < 2:
         return different[0] if different else pa.null()
@@ -117,7 +117,7 @@ def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
 
 
 def plain_type(t: pa.DataType) -> pa.DataType:
-    """Return the type that values are read as: supported by Arrow's functions, and integers for whole decimals."""
+    """Return the type that values are read as. Arrow's functions support it. Whole decimals become integers."""
     if isinstance(t, pa.BaseExtensionType):  # UUIDs, JSON
         return plain_type(t.storage_type)
     if pa.types.is_string_view(t):
@@ -134,7 +134,7 @@ def plain_type(t: pa.DataType) -> pa.DataType:
 
 
 def to_plain_types(table: pa.Table, where: str = "the rows") -> pa.Table:
-    """Cast columns to `plain_type`. Wide whole decimals become int64 if some are negative."""
+    """Cast columns to their `plain_type`. Whole decimals of over 18 digits become int64 if some are negative."""
     types = [plain_type(field.type) for field in table.schema]
     if types == table.schema.types:
         return table
@@ -187,7 +187,7 @@ def check_columns_exist(names: Sequence[str], fields: pa.Schema, what: str) -> N
 
 
 def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids, what: str) -> None:
-    """Raise `SpecError` unless a column of this type, of the file ``what``, can be this sparse input."""
+    """Raise `SpecError` unless values of this type, in the file ``what``, can be the ids of a sparse column."""
     if pa.types.is_null(t):  # all values are missing, so the type has no meaning
         return
     value, where = value_type_of(t), f"{what}: sparse column '{column.name}'"
@@ -199,36 +199,36 @@ def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids, what: str) -> N
     if ids == "raw" and not (is_whole(value) or is_float):
         raise SpecError(f"{where}: got {t} with ids='raw', expected integers. Use ids='hash'")
     if ids == "hash" and column.rows < 2:
-        raise SpecError(f"{where}: got {column.rows} row, expected at least 2 for hashed ids (row 0: missing values)")
+        raise SpecError(f"{where}: got {column.rows} row, expected at least 2 for hashed ids (row 0 is null)")
     if not is_list(t) and column.ids != 1:
         raise SpecError(f"{where}: {one_value(column.ids)}. Set ids to 1 in the schema, or write lists")
 
 
 def one_value(ids: int | None) -> str:
-    """Return the text of an error about a column with one value per sample, expected to have lists."""
+    """Return the message for a column with one value per sample if its schema expects lists."""
     wanted = "a list of any length, because ids is null" if ids is None else f"a list of {ids:,}, because ids is {ids}"
     return f"got one value per sample, expected {wanted}"
 
 
 def check_number(name: str, t: pa.DataType, what: str) -> None:
-    """Raise `SpecError` unless a column of this type, of the file ``what``, can be a numerical or weight."""
+    """Raise `SpecError` unless values of this type, in the file ``what``, can be numericals or weights."""
     if not is_number(t):
         fix = hint_for_struct(t) or ". Write it as numbers, or select another column"
         raise SpecError(f"{what}: column '{name}': got {t}, expected numbers{fix}")
 
 
 def check_id_weights(column: SparseColumn, fields: pa.Schema, what: str) -> None:
-    """Raise `SpecError` unless the weights of a column are numbers, in lists if its ids are lists."""
+    """Raise `SpecError` unless a column's id weights are numbers, and are lists if and only if the ids are lists."""
     ids, weights = (plain_type(fields.field(name).type) for name in (column.name, column.weights))
     where = f"{what}: column '{column.weights}': got {weights}"
     if not (is_number(value_type_of(weights)) or pa.types.is_null(value_type_of(weights))):
-        raise SpecError(f"{where}, expected numbers, the weights of '{column.name}'{hint_for_struct(weights)}")
+        raise SpecError(f"{where}, expected numbers (weights of '{column.name}'){hint_for_struct(weights)}")
     if not (pa.types.is_null(ids) or pa.types.is_null(weights)) and is_list(ids) != is_list(weights):
-        raise SpecError(f"{where}, expected one weight per id of '{column.name}', which is {ids}")
+        raise SpecError(f"{where}, expected one weight per id of '{column.name}' ({ids})")
 
 
 def hint_for_struct(t: pa.DataType) -> str:
-    """Return a hint about a column of structs or lists of structs, or ""."""
+    """Return a hint for a column of structs or of lists of structs, or "" for any other column."""
     inner = value_type_of(t)
     if not pa.types.is_struct(inner):
         return ""
@@ -243,7 +243,7 @@ def has_no_values(column: pa.ChunkedArray) -> bool:
 
 
 def without_empty_types(table: pa.Table, names: Sequence[str]) -> pa.Table:
-    """Replace columns of these names that have no values by columns of type null."""
+    """Convert columns with these names to the type null if they have no values."""
     for at, name in enumerate(table.column_names):
         if name in names and has_no_values(table.column(at)):
             table = table.set_column(at, name, pa.chunked_array([pa.nulls(len(table))]))
@@ -271,21 +271,22 @@ def to_microseconds(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def to_float32(column: pa.ChunkedArray) -> Array:
-    """Convert numbers ``[n]`` to the nearest float32 (integers up to 2²⁴ are exact); a null becomes NaN."""
+    """Convert numbers ``[n]`` to the nearest float32 (integers up to 2²⁴ are exact). A null becomes NaN."""
     values = pc.cast(column, pa.float32(), safe=False).combine_chunks()
     return values.to_numpy(zero_copy_only=False).astype(np.float32)  # a copy, because Arrow's memory is read-only
 
 
 def to_float64(column: pa.ChunkedArray) -> Array:
-    """Convert numbers ``[n]`` to float64; a null becomes NaN."""
+    """Convert numbers ``[n]`` to float64. A null becomes NaN."""
     if not pa.types.is_float64(column.type):
         column = pc.cast(column, pa.float64(), safe=False)
     return column.combine_chunks().to_numpy(zero_copy_only=False)
 
 
 def scale_numbers(column: pa.ChunkedArray, scaling: Scaling) -> Array:
-    """Scale numbers ``[n]`` to float32, see `Scaling`. Differences are float64, because centers may be large."""
+    """Return numbers ``[n]`` as float32, scaled by the formula of `Scaling`."""
     with np.errstate(over="ignore", invalid="ignore"):
+        # Differences are float64, because the center may be large.
         distances = (to_float64(column) - scaling.center) / scaling.scale
     return np.where(np.isfinite(distances), np.arcsinh(distances), 0).astype(np.float32)
 
@@ -316,7 +317,7 @@ def to_hashable(values: pa.Array, column: str, location: RowLocation) -> pa.Arra
     missing = np.isnan(numbers)
     bad = ~missing & ~((numbers == np.floor(numbers)) & (np.abs(numbers) <= limit))
     fix = (
-        f"expected whole numbers up to {limit:,}, the integers that {values.type} represents exactly. Write integers "
+        f"expected whole numbers up to {limit:,} (the integers that {values.type} represents exactly). Write integers "
         "or strings, or list the column in `dense`"
     )
     location.refuse(column, "no whole numbers", bad, numbers, "id {}", fix)
@@ -324,9 +325,9 @@ def to_hashable(values: pa.Array, column: str, location: RowLocation) -> pa.Arra
 
 
 def check_ids(array: pa.Array, column: SparseColumn, ids: Ids, location: RowLocation) -> tuple[pa.Array, Array | None]:
-    """Return ids ``[N]`` that can be hashed or are rows, and the ids per sample ``[n]``, or None if each has one.
+    """Return hashable ids or rows ``[N]``, and the number of ids per sample ``[n]`` (None in a column without lists).
 
-    A null list is an empty bag. In a column of one id per sample it is a missing id.
+    A null list is an empty bag. In a column with one id per sample, a null list is a missing id.
     """
     if pa.types.is_null(array.type) and column.ids != 1:
         array = array.cast(pa.list_(pa.int64()))
@@ -346,14 +347,14 @@ def check_ids(array: pa.Array, column: SparseColumn, ids: Ids, location: RowLoca
 
 
 def refuse_lengths(lengths: Array, column: SparseColumn, location: RowLocation) -> None:
-    """Raise `DataError` if a sample ``[n]`` has another number of ids than the schema declares."""
+    """Raise `DataError` if a sample has a different number of ids than the schema declares."""
     if column.ids is not None:
         fix = f"expected {column.ids:,} as in the schema. Truncate or pad the lists, or set ids to null (ragged)"
         location.refuse(column.name, "number of ids", lengths != column.ids, lengths, "{:,} ids", fix)
 
 
 def ids_to_rows(values: pa.Array, column: SparseColumn, ids: Ids) -> Array:
-    """Return the table rows of checked ids ``[n]``; null is row 0."""
+    """Return the table rows of checked ids ``[n]``. Null becomes row 0."""
     if ids == "raw":
         return _integers_to_numpy(decode_dictionary(values)).astype(np.int64)
     out = hashes_to_rows(hash_values(values), column.rows)
@@ -363,19 +364,19 @@ def ids_to_rows(values: pa.Array, column: SparseColumn, ids: Ids) -> Array:
 
 
 def narrow_rows(rows: Array, column: SparseColumn) -> Array:
-    """Return rows as int32 if the table is small enough."""
+    """Convert rows to int32 if the table is small enough."""
     return rows if column.rows > _INT32 else rows.astype(np.int32)
 
 
 def null_mask(column: pa.ChunkedArray) -> NDArray[np.bool_]:
-    """Return whether each value ``[n]`` is null."""
+    """Return a mask ``[n]`` that is true for null values."""
     return column.is_null().to_numpy()
 
 
 def read_id_weights(column: SparseColumn, array: pa.Array, ids: Array, location: RowLocation) -> Array:
-    """Return the weights ``[N]`` float32 of the ids of a column, given the number of ids of each row ``[n]``.
+    """Return a column's id weights ``[N]`` float32. ``ids`` is the number of ids of each row ``[n]``.
 
-    Each id has one finite weight, also negative or 0, as in ``torch.nn.EmbeddingBag``.
+    Each id has one finite weight. Weights may be negative or 0, as in ``torch.nn.EmbeddingBag``.
     """
     name, found = str(column.weights), values_per_row(array)
     if is_list(array.type):
@@ -385,7 +386,7 @@ def read_id_weights(column: SparseColumn, array: pa.Array, ids: Array, location:
     if len(wrong := np.flatnonzero(found != ids)):
         fix = f"expected one weight for each of the {ids[wrong[0]]:,} ids of column '{column.name}'"
         location.refuse(name, "number of weights", found != ids, found, "{:,} weights", fix)
-    with np.errstate(over="ignore"):  # float64 first, as JSON parsers do
+    with np.errstate(over="ignore"):  # converted via float64, as JSON parsers do
         weights = to_float64(pa.chunked_array([array])).astype(np.float32)
     fix = f"expected a finite float32. Correct the data, or remove `weights` of '{column.name}'"
     location.of_lists(found).refuse(name, "bad weights", ~np.isfinite(weights), array, "weight {}", fix)
@@ -393,12 +394,12 @@ def read_id_weights(column: SparseColumn, array: pa.Array, ids: Array, location:
 
 
 def values_per_row(array: pa.Array) -> Array:
-    """Return the number of values of each row ``[n]`` int64: the length of a list, else 1."""
+    """Return the number of values of each row ``[n]`` int64: its list's length, or 1 in a column without lists."""
     return list_lengths(array) if is_list(array.type) else np.ones(len(array), np.int64)
 
 
 def list_lengths(array: pa.Array) -> Array:
-    """Return the values per list ``[n]`` int64, 0 for null."""
+    """Return the length of each list ``[n]`` int64, 0 for a null list."""
     return _integers_to_numpy(pc.list_value_length(array)).astype(np.int64)
 
 

@@ -21,7 +21,7 @@ Finite = Annotated[float, Range(name="a finite number")]
 
 
 def check_keys(where: str, entry: Mapping[str, object], known: Sequence[str], required: Sequence[str]) -> None:
-    """Raise `SpecError` if an entry of a schema has an unknown key, or lacks a required one."""
+    """Raise `SpecError` if an entry of a schema has an unknown key, or a required key is missing."""
     for key in entry:
         check_known(f"{where}: key", key, known, SpecError)
     for key in required:
@@ -38,9 +38,9 @@ class SparseColumn(Section, error=SpecError):
     name
         Name of the column and of its feature.
     rows
-        Rows of its table: ids are ``0 … rows − 1``.
+        Number of rows of the embedding table. Ids are ``0 … rows − 1``.
     table
-        Name of its table (default: the name of the column). Columns with the same table share it.
+        Name of the embedding table (default: the name of the column). Columns with the same table share it.
     ids
         Ids per sample (1 is one-hot), or None if their number varies (ragged).
     pooling
@@ -50,8 +50,8 @@ class SparseColumn(Section, error=SpecError):
     padding
         Side on which vectors are padded if pooling is ``none``, see `Feature.padding`.
     weights
-        Column with one weight per id, a list where ids are lists. Each looked-up row is multiplied by the weight of
-        its id. A weight is any finite number, as for ``torch.nn.EmbeddingBag``. None: ids have no weights.
+        Column with one weight per id. It has lists if the ids are lists. Each looked-up row is multiplied by the
+        weight of its id. A weight is any finite number, as in ``torch.nn.EmbeddingBag``. None: no weights.
 
     Raises
     ------
@@ -78,9 +78,9 @@ class SparseColumn(Section, error=SpecError):
     def contradictions(self) -> Iterator[str]:
         """Yield a message for each contradiction between fields."""
         if not self.name or self.table == "":
-            yield f"{self.where()}got an empty name of the column or its table, expected text"
+            yield f"{self.where()}got an empty column or table name, expected text"
         if self.weights in ("", self.name):
-            yield f"{self.where()}weights: got {self.weights!r}, expected the name of another column, or null"
+            yield f"{self.where()}weights: got {self.weights!r}, expected null, or the name of a different column"
         if self.padding is not None and (self.pooling != "none" or self.max_len is None):
             yield f"{self.where()}padding: got {self.padding!r}, expected null without pooling none and max_len"
         if self.on_too_long != "error" and self.max_len is None:
@@ -94,7 +94,7 @@ class SparseColumn(Section, error=SpecError):
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling(Section, error=SpecError):
-    """Scaling of a numerical column when it is read: ``asinh((x − center) ÷ scale)``.
+    """Scaling that is applied when a numerical column is read: ``asinh((x − center) ÷ scale)``.
 
     The function is linear around the center and logarithmic far from it, on both sides. Missing values (null, NaN) and
     infinite ones become 0, as if they were the center.
@@ -126,7 +126,7 @@ class Scaling(Section, error=SpecError):
 class Numerical(Section, error=SpecError):
     """Normalization of a numerical column in the model, see `hotbed.nn.normalize`.
 
-    Sources return such columns as stored, in float64. Statistics are measured once over the train split and kept in
+    Sources return these columns as stored, in float64. Statistics are measured once over the train split and saved in
     checkpoints.
 
     Parameters
@@ -140,8 +140,8 @@ class Numerical(Section, error=SpecError):
         - ``"quantile"``: the quantile of x from −√3 to √3, interpolated between 64 measured quantiles.
         - ``"asinh"``: ``asinh((x − median) ÷ scale)``, linear near the median and logarithmic far from it.
     missing
-        Handling of null, NaN and infinite values. ``"center"``: 0 after normalization. ``"indicator"``: also 0, with
-        an additional input that is 1 for missing values. ``"error"``: an error that names the row.
+        Handling of null, NaN and infinite values. ``"center"`` replaces them by 0 after normalization. ``"indicator"``
+        does, too, and adds an input that is 1 for missing values. ``"error"`` raises an error that names the row.
     center, scale
         Constants that replace measured ones for ``standard``, ``log`` (after the logarithm) and ``asinh``. Set both or
         neither.
@@ -189,7 +189,7 @@ class Condition(NamedTuple):
 
 @dataclass(frozen=True)
 class Label:
-    """A label column that is mapped to 1 where a condition is true, and to 0 elsewhere.
+    """A label column that is mapped to 1 if a condition is true, and to 0 if the condition is false.
 
     Parameters
     ----------
@@ -229,7 +229,7 @@ class LabelWeight:
     """The column with the sample weights of one label."""
 
     label: str
-    column: str  # numbers of at least 0; may be another label, e.g. to learn purchases from clicked samples only
+    column: str  # numbers of at least 0; a label column, too, e.g. to learn purchases from clicked samples only
 
 
 def _parse_list(text: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 A schema lists these column transforms in ``features``: crosses of columns, buckets of numbers, and values of lookup
 tables. To add a transform, add its class to this file. Then add a branch to `hotbed.data.encoding.derived_columns`
 (which computes it), `hotbed.data.encoding.encoder` (which describes it to servers), `hotbed.data.schema`,
-`hotbed.data.inspection` and `hotbed.cli.inspect`. Each place is found by a search for ``Bucket``.
+`hotbed.data.inspection` and `hotbed.cli.inspect`. To find these places, search for ``Bucket``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Cross(_Feature, error=SpecError):
         return self.columns
 
     def entry(self) -> dict[str, object]:
-        """Return the entry of ``features``, without the keys of the input."""
+        """Return the feature's entry in ``features``, without the keys of its sparse or dense column."""
         return {"name": self.name, "cross": list(self.columns)}
 
 
@@ -65,14 +65,14 @@ class Cross(_Feature, error=SpecError):
 class Bucket(_Feature, error=SpecError):
     """The interval of a number as an id: ``{name, bucket: age, boundaries: [18, 25, 40]}``.
 
-    Row 0 is for null and NaN, row 1 for numbers below the first boundary, row 2 for the next interval, etc. A boundary
-    belongs to the interval above it.
+    Null and NaN have row 0, numbers below the first boundary have row 1, numbers of the next interval have row 2, etc.
+    A boundary belongs to the interval above it.
     """
 
     name: str
     column: str  # a stored numerical, or a number of a lookup table
     boundaries: tuple[Finite, ...] | None = None  # ascending
-    # number of intervals with equal counts; measured once over the train split and kept in checkpoints
+    # number of intervals with equal counts; boundaries are measured once over the train split, saved in checkpoints
     quantiles: Annotated[int, Range(least=2, most=_MOST_BUCKETS, name="an integer")] | None = None
 
     def __post_init__(self) -> None:
@@ -85,8 +85,8 @@ class Bucket(_Feature, error=SpecError):
         """Yield a message unless there are either ascending boundaries or a number of quantiles."""
         if (self.boundaries is None) == (self.quantiles is None):
             yield (
-                f"{self.where()}got boundaries {self.boundaries} and quantiles {self.quantiles}, expected one of them, "
-                "e.g. boundaries: [18, 25, 40]. Quantiles are measured, e.g. quantiles: 16"
+                f"{self.where()}got boundaries {self.boundaries} and quantiles {self.quantiles}, expected one of them. "
+                "Set e.g. boundaries: [18, 25, 40], or quantiles: 16 to measure boundaries"
             )
         if (cuts := self.boundaries) is not None and (
             not 0 < len(cuts) < _MOST_BUCKETS or list(cuts) != sorted(set(cuts))
@@ -103,11 +103,11 @@ class Bucket(_Feature, error=SpecError):
 
     @property
     def rows(self) -> int:
-        """Rows of its table: one per interval, and one for missing values."""
+        """Number of rows of the feature's table: one per interval, and one for missing values."""
         return 2 + len(self.boundaries) if self.boundaries is not None else 1 + (self.quantiles or 0)
 
     def entry(self) -> dict[str, object]:
-        """Return the entry of ``features``, without the keys of the input."""
+        """Return the feature's entry in ``features``, without the keys of its sparse or dense column."""
         cut = {"quantiles": self.quantiles} if self.boundaries is None else {"boundaries": list(self.boundaries)}
         return {"name": self.name, "bucket": self.column, **cut}
 
@@ -117,12 +117,12 @@ class Lookup(_Feature, error=SpecError):
     """The value of a key in a table of the user: ``{name, lookup: item, file: items.parquet, key: id, value: price}``.
 
     With ``rows`` the value is an id, otherwise a number. Keys without an entry yield missing values. The table is part
-    of the model: checkpoints hold the SHA-256 of its keys and values, and reject other tables.
+    of the model: checkpoints hold the SHA-256 of its keys and values, and are rejected if the table has changed.
     """
 
     name: str
-    column: str  # column of the keys: stored, or a value of another table; each element of a list is looked up
-    file: str  # path or URI of Parquet, CSV or TSV
+    column: str  # column of the keys: a stored column, or an earlier lookup; each element of a list is looked up
+    file: str  # path or URI of a Parquet, CSV or TSV file
     key: str  # column of the file, with distinct values
     value: str
 
@@ -139,7 +139,7 @@ class Lookup(_Feature, error=SpecError):
         return (self.column,)
 
     def entry(self) -> dict[str, object]:
-        """Return the entry of ``features``, without the keys of the input."""
+        """Return the feature's entry in ``features``, without the keys of its sparse or dense column."""
         return {"name": self.name, "lookup": self.column, "file": self.file, "key": self.key, "value": self.value}
 
 
@@ -156,7 +156,7 @@ _REQUIRED = {"cross": ("rows",), "bucket": (), "lookup": ("file", "key", "value"
 
 
 def parse_feature(where: str, entry: object) -> tuple[Derived, SparseColumn | dict[str, Any]]:
-    """Parse an entry of ``features``; return the derived feature, and its sparse column or its entry of ``dense``."""
+    """Parse an entry of ``features``. Return the derived feature, and its sparse column or its entry of ``dense``."""
     values = dict(cast("Mapping[str, Any]", entry)) if isinstance(entry, Mapping) else {}
     ways = [way for way in _KEYS if way in values]
     if len(ways) != 1:
@@ -183,8 +183,8 @@ def parse_feature(where: str, entry: object) -> tuple[Derived, SparseColumn | di
         return lookup, SparseColumn(name=name, **of_ids)
     if of_ids:
         raise SpecError(
-            f"{where} ('{name}'): got {', '.join([*of_ids, *of_numbers])}, expected keys of an id or of a number. An "
-            f"id has `rows`, and may have {', '.join(_OF_IDS[1:])}; a number may have {', '.join(_OF_NUMBERS)}"
+            f"{where} ('{name}'): got {', '.join([*of_ids, *of_numbers])}, expected keys of either an id or a number. "
+            f"Set `rows` and any of {', '.join(_OF_IDS[1:])} for an id, or any of {', '.join(_OF_NUMBERS)} for a number"
         )
     return lookup, {"name": name, **of_numbers}
 
@@ -192,9 +192,9 @@ def parse_feature(where: str, entry: object) -> tuple[Derived, SparseColumn | di
 def check_derived(
     derived: Sequence[Derived], sparse: Sequence[SparseColumn], dense: Sequence[str], withheld: Collection[str]
 ) -> None:
-    """Raise `SpecError` unless features can be computed in this order, and fit the inputs of the same names.
+    """Raise `SpecError` unless features can be computed in this order, and match the columns with their names.
 
-    ``withheld`` are labels and sample weights, which predictions lack.
+    Features must not use the ``withheld`` columns (labels and sample weights), because data for predictions lack them.
     """
     names = [d.name for d in derived]
     check_unique("features of the schema", names, SpecError)
@@ -204,9 +204,9 @@ def check_derived(
         for name in d.inputs:
             of, problem = known.get(name), ""
             if name in withheld:
-                problem = f"the label or weight '{name}', which predictions lack. Use another column"
+                problem = f"the label or weight '{name}', which data for predictions lack. Use a different column"
             elif name in names and of is None:
-                problem = f"'{name}', which comes after it. Move '{name}' before '{d.name}'"
+                problem = f"'{name}', which is listed after it. Move '{name}' before '{d.name}'"
             elif isinstance(of, Cross):
                 problem = f"the cross '{name}'. Use its columns instead: {', '.join(of.columns)}"
             elif isinstance(of, Bucket) and not isinstance(d, Cross):
@@ -221,7 +221,7 @@ def check_derived(
                 f"{d.rows:,} rows (one per interval, and one for missing values) and 1 id"
             )
         if not isinstance(d, Lookup) and d.name in dense:
-            raise SpecError(f"feature '{d.name}' is an id, but is listed in `dense`. Remove it there")
+            raise SpecError(f"feature '{d.name}' is an id, but is listed in `dense`. Remove it from `dense`")
     for inputs in ([c.name for c in sparse], list(dense)):
         made = [name for name in inputs if name in known]
         if made and (inputs[-len(made) :] != made or made != [n for n in names if n in inputs]):

@@ -1,9 +1,9 @@
-"""Run pure tasks on an executor: local threads or processes, a Dask or Ray cluster, or any executor of the user.
+"""Run pure tasks on an executor: local threads or processes, a Dask or Ray cluster, or any user's executor.
 
 A task is a function of its argument that writes its result under a unique name, atomically. So a task may run
 anywhere, repeatedly and in any order, and a killed worker costs only a repetition.
 
-Clusters must exist already, or are started on this machine (``dask:local``, ``ray:local``). They provide scheduling,
+Clusters either exist already, or are started on this machine (``dask:local``, ``ray:local``). They provide scheduling,
 retries, addresses and authentication. hotbed adds `RayExecutor` and errors that name the worker (`run_on_worker`).
 """
 
@@ -59,7 +59,7 @@ LOCAL = "local"
 STARTED_HERE = ("threads", "processes", f"dask:{LOCAL}", f"ray:{LOCAL}")
 """Executors that start workers on this machine, so that the number of workers can be set."""
 _RESUME_COMMAND = "Run the same command again to resume, with less --memory or fewer --workers if memory ran out"
-_RESUME_CHECKPOINT = "See the workers' logs, give them more memory if it ran out, and resume from the last checkpoint"
+_RESUME_CHECKPOINT = "See the workers' logs, increase their memory if it ran out, and resume from the last checkpoint"
 _RETRIES = 4
 _IN_FLIGHT = 64
 _CONNECT_S = 8
@@ -80,12 +80,12 @@ class Tasks:
 
     def __init__(
         self,
-        make: Callable[[], Executor],  # called again when the processes of the executor were killed
-        in_flight: Callable[[], int],  # number of tasks to submit at once; called again when as many have ended
+        make: Callable[[], Executor],  # creates the executor; called again if the processes of the executor were killed
+        in_flight: Callable[[], int],  # returns the limit of unfinished tasks; called again after that number of tasks
         *,
         lost: tuple[type[BaseException], ...] = (BrokenExecutor,),  # errors of lost workers
-        retries: int = 0,  # how often the task of a lost worker is submitted again
-        recreate: bool = False,  # whether a retry needs a new executor, because all processes of a pool end with one
+        retries: int = 0,  # limit of the times that a task is submitted again because its worker was lost
+        recreate: bool = False,  # whether a retry needs a new executor, because a pool ends with any of its processes
         can_cancel: bool = False,  # whether a cancelled task does not run
         elsewhere: bool = False,  # whether other machines run tasks, so that versions and files are checked
     ) -> None:
@@ -97,7 +97,7 @@ class Tasks:
 
     @staticmethod
     def of(executor: Executor) -> Tasks:
-        """Return tasks on an executor of the user, which stays open."""
+        """Return `Tasks` that use an executor of the user. The executor stays open."""
         return Tasks(lambda: executor, lambda: _IN_FLIGHT, retries=_RETRIES, elsewhere=True)
 
     def map(self, task: Callable[[A], R], arguments: Iterable[A]) -> Iterator[R]:
@@ -131,7 +131,7 @@ class Tasks:
         return running
 
     def result(self, running: RunningTask[A, R], *, advice: str = _RESUME_CHECKPOINT) -> R:
-        """Wait for a task. It is repeated if its worker is lost; the final error ends with ``advice``."""
+        """Return the result of a task. Repeat the task if its worker is lost. The last error ends with ``advice``."""
         while True:
             future = running.future
             try:
@@ -145,7 +145,7 @@ class Tasks:
                     raise
                 raise WorkerError(
                     f"a worker cannot import {missing.name or missing}. Install the same packages on all workers, and "
-                    "on the scheduler of Dask"
+                    "on Dask's scheduler"
                 ) from error
 
     def cancel(self, running: RunningTask[A, R]) -> None:
@@ -159,7 +159,7 @@ class Tasks:
         self._executor.shutdown()
 
     def _submit(self, task: Callable[[A], R], argument: A) -> Future[R]:
-        """Return a future, which has already failed if workers were lost before the task was accepted."""
+        """Submit a task. The returned future has failed already if workers were lost before they accepted the task."""
         try:
             if self._elsewhere:
                 return self._executor.submit(run_on_worker, versions(), task, argument)
@@ -170,12 +170,12 @@ class Tasks:
             return failed
 
     def _retry(self, running: RunningTask[A, R], failed: Future[R], error: BaseException, advice: str) -> None:
-        """Submit a task of a lost worker again, and all others that were lost with it."""
+        """Submit the task of a lost worker again, together with all other lost tasks."""
         with self._lock:
             if not running.attempts:
                 raise CancelledError
             if running.future is not failed:
-                return  # another thread has submitted it
+                return  # another thread has submitted the task again
             reason = " ".join(str(error).split()) or type(error).__name__
             if running.attempts > self._retries:
                 times = f" {running.attempts} times at the same task" if running.attempts > 1 else ""
@@ -200,7 +200,7 @@ def task_directory(out: Path) -> Generator[Path]:
     """Yield a hidden directory for a task's result, and rename it to ``out`` when the body succeeds.
 
     If a task runs twice at once, e.g. because its worker seemed lost, each run has its own directory, and the first
-    result is kept. Nothing is created after the preparation has ended and removed the parent directory.
+    result is kept. A late run fails if the preparation has ended and removed the parent directory.
     """
     unfinished = out.with_name(f".{out.name}.unfinished-{uuid4().hex[:8]}")
     unfinished.mkdir()
@@ -217,7 +217,7 @@ def task_directory(out: Path) -> Generator[Path]:
 
 @contextmanager
 def open_tasks(executor: str | Executor, workers: int | None = None) -> Generator[Tasks]:
-    """Create an executor by its name for `hotbed.prepare`, or use an executor of the user, which stays open.
+    """Yield `Tasks` for `hotbed.prepare`, on an executor with this name or on the user's executor, which stays open.
 
     `hotbed.data.open_readers` is the variant for a `Loader`.
     """
@@ -232,7 +232,7 @@ def open_tasks(executor: str | Executor, workers: int | None = None) -> Generato
             raise SpecError(f"executor: got {executor!r}, expected an address, e.g. {example}")
         if workers is not None and executor not in STARTED_HERE:
             raise SpecError(f"workers: got {workers:,}, but {executor} has its own workers. Remove workers")
-        # Ray's client servers have the scheme of the executor: ray://HOST:10001.
+        # Addresses of Ray's client servers begin with the executor's name, too: ray://HOST:10001.
         with connect(f"{scheme}:{address}" if address.startswith("//") else address, workers) as cluster:
             yield Tasks(
                 lambda: cluster.executor,
@@ -291,13 +291,13 @@ class Cluster(NamedTuple):
 
     executor: Executor
     lost: tuple[type[BaseException], ...]  # errors of lost workers, or of a lost cluster
-    slots: Callable[[], int]  # returns the current number of concurrent tasks, because workers join and leave
+    slots: Callable[[], int]  # returns the current limit of concurrent tasks, which changes when workers join or leave
     can_cancel: bool  # whether a cancelled call does not run
 
 
 @contextmanager
 def dask_cluster(address: str, workers: int | None = None) -> Generator[Cluster]:
-    """Connect to the scheduler of a Dask cluster (``tcp://HOST:8786``), or start a cluster here (``local``)."""
+    """Connect to the scheduler of a Dask cluster (``tcp://HOST:8786``), or start one on this machine (``local``)."""
     try:
         from distributed import Client, KilledWorker, LocalCluster
         from distributed.comm.core import CommClosedError
@@ -306,7 +306,7 @@ def dask_cluster(address: str, workers: int | None = None) -> Generator[Cluster]
     with ExitStack() as stack:
         target: Any = address
         if address == LOCAL:
-            # Tasks bound their own memory, and a worker must not be killed because of the memory of other processes.
+            # Dask must not limit memory: tasks bound their memory, but Dask also counts the memory of other tasks.
             options: dict[str, Any] = {"threads_per_worker": 1, "dashboard_address": None, "memory_limit": 0}
             target = stack.enter_context(LocalCluster(n_workers=workers or usable_cores(), **options))
         try:
@@ -342,7 +342,8 @@ def _check_scheduler(address: str) -> None:
             answered.set_exception(error)
 
     answered = Future[None]()
-    threading.Thread(target=run, name="reach dask", daemon=True).start()  # name resolution may take longer
+    # In a thread, because name resolution may exceed the timeout.
+    threading.Thread(target=run, name="reach dask", daemon=True).start()
     try:
         answered.result(_CONNECT_S + 1)
     except TimeoutError as error:
@@ -352,13 +353,13 @@ def _check_scheduler(address: str) -> None:
 def _dask_slots(client: Any) -> int:
     try:
         return sum(client.nthreads().values())
-    except OSError:  # the scheduler is lost, and so tasks will fail
+    except OSError:  # the scheduler is lost, so tasks will fail
         return 0
 
 
 @contextmanager
 def ray_cluster(address: str, workers: int | None = None) -> Generator[Cluster]:
-    """Connect to a Ray cluster, or start one here (``local``) with ``workers`` concurrent tasks (default: cores).
+    """Connect to a Ray cluster, or start one on this machine (``local``) for ``workers`` tasks (default: cores).
 
     An address is ``auto`` (the cluster of this machine or of ``RAY_ADDRESS``), ``HOST:6379`` on a machine of the
     cluster, or ``ray://HOST:10001`` from any other machine, through Ray's client server (``pip install
@@ -382,7 +383,7 @@ def ray_cluster(address: str, workers: int | None = None) -> Generator[Cluster]:
 
 
 def _connect_ray(ray: Any, address: str, workers: int | None) -> None:
-    """Connect to a cluster, and keep the handler of SIGTERM, because Ray's handler would end the process."""
+    """Connect to a cluster, and restore the handler of SIGTERM, because Ray's handler would end the process."""
     found = re.fullmatch(r"(?:ray://)?(?P<host>[^/]+):(?P<port>\d{1,5})", address)
     if found is None and address not in ("auto", LOCAL):
         raise SpecError(
@@ -394,20 +395,20 @@ def _connect_ray(ray: Any, address: str, workers: int | None) -> None:
         options |= {"num_cpus": workers or usable_cores(), "include_dashboard": False}
     before = signal.getsignal(signal.SIGTERM)
     try:
-        if found is not None:  # Ray itself tries for minutes
+        if found is not None:  # checked first, because Ray tries for minutes
             socket.create_connection((found["host"].strip("[]"), int(found["port"])), _CONNECT_S).close()
         ray.init(address, **options)
     except (OSError, OverflowError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
         reason = " ".join(str(error).split())
         if "ersion mismatch" in reason:
             raise WorkerError(
-                f"the cluster ray:{address} runs another version of Ray or Python ({reason}). Install the cluster's "
-                "versions"
+                f"the cluster ray:{address} runs a different version of Ray or Python than this process ({reason}). "
+                "Install the versions of the cluster"
             ) from None
         raise WorkerError(
             f"the cluster ray:{address} is unreachable ({reason}). Check that it is running, or use ray:local to start "
-            "a cluster on this machine. If it requires a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to "
-            "the file of the token"
+            "a cluster on this machine. If the cluster requires a token, set RAY_AUTH_MODE=token, and "
+            "RAY_AUTH_TOKEN_PATH to the token's file"
         ) from None
     finally:
         if threading.current_thread() is threading.main_thread() and before is not None:
@@ -417,7 +418,7 @@ def _connect_ray(ray: Any, address: str, workers: int | None) -> None:
 class RayExecutor(ThreadPoolExecutor):
     """Run calls as tasks of the Ray cluster that this process is connected to.
 
-    One thread waits for each running task. Calls that wait for a thread can be cancelled. Calls must be repeatable,
+    One thread waits for each running task. Calls can be cancelled before they have a thread. Calls must be repeatable,
     because Ray repeats tasks of killed workers (3 times by default). Arrays in results are read-only views of Ray's
     object store.
     """
@@ -429,7 +430,7 @@ class RayExecutor(ThreadPoolExecutor):
 
     @override
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Submit a call, see `concurrent.futures.Executor.submit`. `BrokenExecutor` reports repeatedly lost workers."""
+        """Submit a call and return its future, which raises `BrokenExecutor` if workers are lost repeatedly."""
         return super().submit(self._run, fn, args, kwargs)
 
     def _run(self, fn: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
@@ -449,7 +450,7 @@ class RayExecutor(ThreadPoolExecutor):
 
 
 class _RaisedByWorker(Exception):  # noqa: N818
-    """The traceback of an error of a worker, as text."""
+    """The traceback of an error on a worker, as text."""
 
 
 def _call(
@@ -471,10 +472,10 @@ _CLUSTERS: dict[str, tuple[Callable[[str, int | None], AbstractContextManager[Cl
     "dask": (dask_cluster, "dask:tcp://HOST:8786, or dask:local to start a cluster on this machine"),
     "ray": (ray_cluster, "ray:HOST:6379, ray:auto on a machine of the cluster, or ray:local to start one"),
 }
-"""The function that connects to a cluster, and an example of its address."""
+"""By name of a cluster: the function that connects to it, and examples of addresses."""
 
 _DECIDE_BYTES = ("numpy", "pyarrow", "polars")
-"""Packages besides hotbed that may change written bytes between versions."""
+"""Packages, in addition to hotbed, with versions that may write different bytes."""
 
 
 @cache
@@ -490,8 +491,8 @@ def run_on_worker(expected: Mapping[str, str], task: Callable[[A], R], argument:
     if different:
         found = ", ".join(f"{name} {here} (expected {there})" for name, (here, there) in different.items())
         raise WorkerError(
-            f"the worker on {platform.node()}: got {found}, but other versions may write other bytes. Install the "
-            "versions of this machine on all workers, and run the command again"
+            f"the worker on {platform.node()}: got {found}, because different versions may write different bytes. "
+            "Install the expected versions on all workers, and run the command again"
         )
     try:
         return task(argument)

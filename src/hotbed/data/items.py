@@ -27,7 +27,7 @@ from hotbed.jagged import Jagged
 _FEWEST = 1 << 20
 """Samples that are collected before duplicates are merged."""
 _DRAWS = 3
-"""First number in the seeds of generators. The loader uses 1 and 2."""
+"""First number of the generators' seeds. Seeds of the loader begin with 1 and 2."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ItemSet:
         return torch.where(self.ids[at] == ids, at, -1)
 
     def rows(self, positions: Tensor, like: Jagged) -> Jagged:
-        """Return items at these positions as samples of a batch. Other features of the batch have no ids."""
+        """Return the items at these positions as samples with the features of ``like``. Other features are empty."""
         chosen = self.features.take(positions)
         nothing = Bags(
             like.values.new_empty(0), len(positions), None, torch.zeros(len(positions) + 1, dtype=torch.int64), None
@@ -67,13 +67,13 @@ def _to_jagged(bags: Mapping[str, Bags]) -> Jagged:
 
 
 def item_ids(ids: Jagged, item: str) -> Tensor:
-    """Return the item of each sample ``[B]`` int64. A `BatchError` names a sample without exactly one item."""
+    """Return the item of each sample ``[B]`` int64. Raise `BatchError` unless each sample has one item."""
     bags = ids[item]
     if bags.fixed != 1 and bool((lengths := bags.lengths()).ne(1).any()):
         at = int(lengths.ne(1).nonzero()[0])
         raise BatchError(
-            f"item '{item}' of sample {at:,}: got {int(lengths[at]):,} ids, expected 1. Drop such rows, or put another "
-            "column first in the model's `item`"
+            f"item '{item}' of sample {at:,}: got {int(lengths[at]):,} ids, expected 1. Drop these rows, or put a "
+            "column with one id per sample first in the model's `item`"
         )
     return bags.values.long()
 

@@ -9,8 +9,8 @@ has the samples j·B … (j + 1)·B − 1 of that order, which may span windows.
 waits only for tasks that were queued before it, and the pool starts tasks in queue order. So the oldest running task
 never waits for an unstarted one, and any number of threads is free of deadlocks. Memory is bounded because tasks are
 queued only a few batches ahead of the consumer: at most two windows besides the current one, and ``prefetch`` batches.
-Passing a result between threads takes longer than slicing a batch of 1,024 samples, so a task slices consecutive
-batches of a window up to 16,384 samples, and then two tasks are queued.
+Passing a result between threads takes longer than slicing a batch of 1,024 samples. Therefore one task slices several
+consecutive batches of a window, up to 16,384 samples, and two of these tasks are queued ahead.
 
 *Executors.* With an ``executor``, each window is one task (`hotbed.data.readers`) that reads and merges its chunks and
 returns this rank's samples. At most ``workers`` windows are requested in addition to the windows of the next batches.
@@ -37,7 +37,7 @@ from hotbed.data.source import Source
 from hotbed.errors import SpecError
 
 _SLICERS = 2
-"""Threads that slice batches if an executor reads."""
+"""Number of threads that slice batches if an executor reads the windows."""
 _SLICED_TOGETHER = 16_384
 """Samples that one task slices into batches."""
 
@@ -51,7 +51,7 @@ class Loader:
     """Iterate over a split of a source in batches. One iteration is one epoch.
 
     Leaving an iterator early (``break``) stops its threads and ends its epoch: the next iteration starts the next
-    epoch. To resume where it stopped, pass `state_dict` to `load_state_dict` of this or another loader.
+    epoch. To resume the epoch instead, pass the value of `state_dict` to `load_state_dict` of this or a new loader.
 
     Parameters
     ----------
@@ -68,28 +68,28 @@ class Loader:
     drop_last
         Drop a last batch with fewer samples than ``batch_size``.
     window
-        Chunks that are shuffled together. Larger windows shuffle better and need more memory, of about three windows.
+        Chunks that are shuffled together. Larger windows shuffle better, but about three windows are in memory.
     workers
-        Threads that read, shuffle and slice. With an executor: windows that are requested ahead, and so the number of
-        workers that this loader keeps busy.
+        Threads that read, shuffle and slice. With an executor, this is the number of windows that are requested
+        ahead, and so the number of workers that this loader keeps busy.
     prefetch
-        Minimum number of batches that are prepared ahead. Small batches are prepared up to 32,768 samples.
+        Minimum number of batches that are prepared ahead. Up to 32,768 samples of small batches are prepared.
     executor
         Executor that reads instead of threads: a `concurrent.futures.Executor`, or the value of
-        `hotbed.data.open_readers`, which also repeats tasks of killed workers. Several loaders may share it. It stays
-        open.
+        `hotbed.data.open_readers`, which also repeats tasks of killed workers. Several loaders may share it. The
+        loader does not close it.
     pin_memory
         Copy batches into page-locked memory (default: if a CUDA device is available).
     transform
         Function that is applied to every batch in the threads. Several threads may call it at once.
     rank, world_size
-        The loader of ``rank`` returns its share of every batch: consecutive samples, equally many on all ranks up to
-        one. A share may be empty if a batch has fewer samples than ranks.
+        Index of this rank, and the number of ranks. The loader returns the rank's share of every batch: consecutive
+        samples. Shares of a batch differ by at most one sample, and some are empty if it has fewer samples than ranks.
 
     Attributes
     ----------
     queue_depth
-        Number of the next ``prefetch`` batches that were ready at the last request. 0 if the consumer had to wait.
+        Number of batches, among the next ``prefetch``, that were ready at the last request (0 if the consumer waited).
 
     Raises
     ------
@@ -202,7 +202,7 @@ class Loader:
         Raises
         ------
         SpecError
-            If a key is missing or unknown, or the position belongs to another order of samples.
+            If a key is missing or unknown, or the position belongs to a different order of samples.
         """
         order = self._order()
         known = ["epoch", "consumed", *order]
@@ -216,7 +216,7 @@ class Loader:
                 fix = "Use the same files and chunk_samples" if key == "chunks" else f"Use {key}={state[key]!r}"
                 raise SpecError(
                     f"the loader's position: {key}: got {state[key]!r}, expected {value!r} as in this loader, because "
-                    f"it determines the order of samples. {fix}, or start a new epoch"
+                    f"{key} determines the order of samples. {fix}, or start a new epoch"
                 )
         epoch, consumed = int(state["epoch"]), int(state["consumed"])
         check("the loader's position: epoch", epoch, Size, SpecError)
@@ -230,12 +230,12 @@ class Loader:
         return order
 
 
-# First numbers in the seeds of generators. They must not be last: NumPy's seeds (s, e) and (s, e, 0) are equal.
+# First numbers of the generators' seeds. They are not last, because NumPy's seeds (s, e) and (s, e, 0) are equal.
 _CHUNK_ORDER, _WINDOW_ORDER = 1, 2
 
 
 _Part: TypeAlias = tuple["Future[Batch] | RemoteWindow", int, int]
-"""Samples ``start … stop − 1`` of a window."""
+"""A window, and the range ``start … stop − 1`` of its samples."""
 
 
 class _Epoch:
@@ -263,7 +263,7 @@ class _Epoch:
         return [min(stop, self._end) for stop in range(start + size, last + size, size)]
 
     def batches(self, pool: ThreadPoolExecutor, start: int, stops: Sequence[int]) -> Future[list[Batch | Exception]]:
-        """Queue consecutive batches from sample ``start`` to the exclusive ends ``stops``, and their windows."""
+        """Queue consecutive batches and their windows, from sample ``start`` to the exclusive ends ``stops``."""
         loader, found = self._loader, []
         for stop in stops:
             share = share_of(stop - start, loader.rank, loader.world_size)
@@ -272,7 +272,7 @@ class _Epoch:
         return pool.submit(self._slice, found)
 
     def _parts(self, pool: ThreadPoolExecutor, start: int, stop: int) -> list[_Part]:
-        """Queue the windows that contain samples ``start … stop − 1`` of the epoch, and return the slices of them."""
+        """Queue the windows with samples ``start … stop − 1`` of the epoch, and return slices of these windows."""
         first = min(int(np.searchsorted(self._starts, start, side="right")), len(self._windows)) - 1
         last = max(int(np.searchsorted(self._starts, stop, side="left")) - 1, first)
         for done in [w for w in self._pending if w < first]:

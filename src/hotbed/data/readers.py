@@ -1,8 +1,8 @@
 """Read windows of an epoch in other processes, and merge chunks into batches.
 
-A window is a pure function of the source, the seed, the epoch and its number. A `WindowTask` holds these values,
-`read_window` computes the window on any reader, and the result returns as one Arrow buffer. So repeated or reordered
-tasks change nothing: only the trainer tracks the position. Readers cache opened sources and nothing else.
+A window is a pure function of the source, the seed, the epoch and the window's number. A `WindowTask` holds these
+values, `read_window` computes the window on any reader, and the result returns as one Arrow buffer. So repeated or
+reordered tasks change nothing: only the trainer tracks the position. Readers cache opened sources and nothing else.
 
 `merge_batches` is the inner loop of reading. It copies with NumPy, which releases the GIL and, unlike torch, starts no
 threads that compete with the training step. Each column is written once, into its final memory: page faults of fresh
@@ -49,9 +49,9 @@ _SAME_PATH = "Readers need the data at the same path as the trainer: use a share
 
 @contextmanager
 def open_readers(executor: str | Executor, workers: int = 2) -> Generator[Tasks | None]:
-    """Open the executor of a `Loader` by its name, for ``Loader(executor=…)``.
+    """Yield the argument ``executor`` of a `Loader`, for the name of an executor.
 
-    The value for threads is None, because a loader creates its own threads, which share the trainer's memory.
+    For threads, the value is None, because a loader creates its own threads, which share the trainer's memory.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ class RemoteWindow:
         return int(self._before[i] + np.clip(sample - self._ranges[i, 0], 0, self._ranges[i, 1] - self._ranges[i, 0]))
 
     def result(self) -> Batch:
-        """Wait for the samples, which are views of the received buffer. Several threads may call this at once."""
+        """Return the samples, as views of the received buffer. Several threads may call this at once."""
         from hotbed.data.batch_ipc import batch_from_buffer
 
         batch, _ = batch_from_buffer(self._tasks.result(self._pending))
@@ -133,7 +133,9 @@ def read_window(task: WindowTask) -> Any:
     try:
         source = _open_source(task.source)
     except (ImportError, AttributeError) as error:
-        raise WorkerError(f"{here} cannot load the class of data.source ({error}). Install it on all readers") from None
+        raise WorkerError(
+            f"{here} cannot load the class of data.source ({error}). Install its package on all readers"
+        ) from None
     chunks: list[Batch] = []
     for i, size in zip(task.chunks, task.sizes, strict=True):
         try:
@@ -154,7 +156,7 @@ def read_window(task: WindowTask) -> Any:
 
 @cache
 def _ignore_interrupts() -> None:
-    """Leave Ctrl-C to the trainer, which may need its readers until a checkpoint is saved."""
+    """Ignore Ctrl-C in reader processes, because the trainer may need them until it has saved a checkpoint."""
     if parent_process() is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -168,16 +170,17 @@ def _open_source(source: bytes) -> Source:
 
 
 def merge_window(chunks: Sequence[Batch], order: tuple[int, ...] | None, ranges: Ranges | None = None) -> Batch:
-    """Return samples of a window: its chunks in the random order of a seed, or its only chunk as stored.
+    """Return the samples of a window in a random order with the seed ``order``.
 
-    ``ranges`` selects samples by position in that order (default: all).
+    If ``order`` is None, the window has one chunk and keeps the stored order. ``ranges`` selects samples by their
+    positions in the order (default: all).
     """
     if order is None:
         (chunk,) = chunks
         return merge_batches(
             [(chunk, start, stop) for start, stop in ([(0, len(chunk))] if ranges is None else ranges.tolist())]
         )
-    # Shuffling the whole window at once is 5 times as fast as taking a batch at a time from an unshuffled window,
+    # Shuffling the whole window at once is 5 times as fast as copying a batch at a time from an unshuffled window,
     # because each column leaves the cache between batches (2 cores of AMD EPYC (Zen 5), 26 columns × 524,288).
     shuffled = np.random.default_rng(order).permutation(sum(map(len, chunks)))
     chosen = shuffled if ranges is None else np.concatenate([shuffled[start:stop] for start, stop in ranges.tolist()])
@@ -185,9 +188,9 @@ def merge_window(chunks: Sequence[Batch], order: tuple[int, ...] | None, ranges:
 
 
 def merge_batches(parts: Sequence[BatchSlice], order: Order | None = None) -> Batch:
-    """Return a new batch of the samples of all parts, which have the same columns and are in CPU memory.
+    """Concatenate the samples of all parts to a new batch. All parts have the same columns, in CPU memory.
 
-    ``order`` lists positions ``[b]`` of the concatenated samples (default: all in order). A single part that is a whole
+    ``order`` selects concatenated samples by position ``[b]`` (default: all in order). A single part that is a whole
     batch is returned without a copy.
     """
     first = parts[0][0]
@@ -262,7 +265,7 @@ def _concatenate_fixed(parts: Sequence[BatchSlice], size: int, k: int) -> Jagged
 
 
 def _merge_arrays(pieces: Sequence[Array], order: Order | None, out: Array | None = None, width: int = 1) -> Array:
-    """Concatenate and reorder into ``out``; ``width`` consecutive elements move together."""
+    """Concatenate arrays, and write them to ``out`` in ``order``. Groups of ``width`` elements stay together."""
     if out is None:
         size = sum(map(len, pieces)) if order is None else len(order)
         out = np.empty((size, *pieces[0].shape[1:]), dtype=pieces[0].dtype)
@@ -278,7 +281,7 @@ def _merge_arrays(pieces: Sequence[Array], order: Order | None, out: Array | Non
 
 
 def _order_of_ids(lengths: Array, order: Order) -> Order:
-    """Return the order of the ids of bags of these lengths ``[B]`` if bags are taken in ``order`` ``[b]``."""
+    """Return the positions of the ids of bags in ``order`` ``[b]``. ``lengths [B]`` has the lengths of all bags."""
     moved = lengths[order]
     first = (np.cumsum(lengths) - lengths)[order]
     return np.arange(int(moved.sum())) + np.repeat(first - (np.cumsum(moved) - moved), moved)

@@ -17,24 +17,24 @@ from numpy.typing import NDArray
 from hotbed.errors import DataError
 
 ROWS = "the rows"
-"""Name in messages of rows that come from no file."""
+"""Name of rows without a file, in messages."""
 
 
 def name_row(at: int) -> str:
-    """Return the name of a row that comes from no file."""
+    """Return the name of a row without a file, e.g. ``row 1,024``."""
     return f"row {at:,}"
 
 
 @dataclass(frozen=True)
 class RowLocation:
-    """The file or request that values come from, and the row of each position. `refuse` raises `DataError`."""
+    """The file or request that values come from, and the row of each position. `refuse` reports bad values."""
 
     name: str = ROWS  # file, row group or request
     row_of: Callable[[int], str] = name_row
 
     def refuse(
         self,
-        column: str,  # empty if `name` includes it
+        column: str,  # empty if `name` includes the column
         problem: str,  # one or two words, equal for all values with this fault
         bad: NDArray[np.bool_],  # [N]
         values: Any,  # [N], an array of NumPy or Arrow
@@ -74,7 +74,7 @@ def check_label_range(
     column: str,
     location: RowLocation,
     *,
-    values: Any = None,  # [n], the stored labels, if they differ
+    values: Any = None,  # [n], the stored labels, if they differ from ``labels``
     can_map: bool = False,  # whether the source maps labels by the schema's conditions
 ) -> None:
     """Raise `DataError` unless all labels are from 0 to 1."""
@@ -83,11 +83,11 @@ def check_label_range(
         if value is None or value != value:  # NaN
             fix = "drop the samples without a label"
         elif not can_map:
-            fix = "write this format again with labels 0 and 1, or use Parquet, whose labels can be mapped"
+            fix = "write this format again with labels 0 and 1, or use Parquet, and map labels in the schema"
         else:
             condition = "'> 0'" if value == -1 else "'>= 4'"
             fix = f"map them by a condition, e.g. labels: [{{column: {column!r}, positive: {condition}}}] in the schema"
-        return f"expected labels from 0 to 1: {fix}; or select another column (`labels` of the schema)"
+        return f"expected labels from 0 to 1: {fix}; or select a different column (`labels` of the schema)"
 
     bad = ~((labels >= 0) & (labels <= 1))
     location.refuse(column, "labels out of range", bad, labels if values is None else values, "label {}", fix)
@@ -104,7 +104,7 @@ def find_label_ranges(parts: Iterable[tuple[RowLocation, str, NDArray[Any]]]) ->
 
 
 def check_id_type(what: str, column: str, found: str, trained: str) -> None:
-    """Raise `DataError` if ids have another type than in training, because they would be hashed to other rows.
+    """Raise `DataError` if ids have a different type than in training, because they would be hashed to different rows.
 
     Types are as in `Source.id_kinds`, or "" if unknown.
     """

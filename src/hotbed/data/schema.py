@@ -1,6 +1,6 @@
 """Assign roles to the columns of a data source: `Schema` names labels, weights, and dense and sparse inputs.
 
-A schema does not depend on a file format. Sources carry one, and models are built from it::
+A schema does not depend on a file format. Each source has a schema, and models are built from it::
 
     hb.EmbeddingCollection(tables=schema.tables(dim=16), features=schema.features())
 """
@@ -40,7 +40,7 @@ class Schema:
     weight
         Column of sample weights, or None. It applies to all labels without a weight column of their own.
     group
-        Column whose values group samples (e.g. a user id, for grouped AUC), or None. Batches have it in ``extra``.
+        Column with the group of each sample (e.g. a user id, for grouped AUC), or None. Batches have it in ``extra``.
     scaling
         Dense columns that are scaled when they are read.
     numericals
@@ -48,7 +48,7 @@ class Schema:
     positives
         Labels that are mapped to 0 and 1 when they are read. Other labels must be from 0 to 1.
     label_weights
-        Labels with their own sample weights. The batch's ``weights`` are then ``[B, T]``, with 1 for labels without.
+        Labels with their own sample weights. The batch's ``weights`` are then ``[B, T]``, with 1 for other labels.
     derived
         Derived features in order (``features`` of the dict form). Model inputs among them are also in ``sparse`` or
         ``dense``, after the stored columns.
@@ -113,7 +113,7 @@ class Schema:
             if other.rows != column.rows:
                 raise SpecError(
                     f"columns '{other.name}' and '{column.name}' of table '{column.table_name}': got rows "
-                    f"{other.rows:,} and {column.rows:,}, expected equal numbers"
+                    f"{other.rows:,} and {column.rows:,}, expected equal numbers. Correct `rows`"
                 )
 
     @property
@@ -152,11 +152,11 @@ class Schema:
 
     @property
     def id_weights(self) -> tuple[str, ...]:
-        """All columns of weights of ids. Sparse columns may share one."""
+        """All columns of id weights. Sparse columns may share a column."""
         return tuple(dict.fromkeys(c.weights for c in self.sparse if c.weights is not None))
 
     def weights_of(self, weights: Tensor, column: str) -> Tensor:
-        """Return a weight column ``[B]`` of a batch's weights ``[B]`` or ``[B, T]``."""
+        """Return the values ``[B]`` of a weight column from a batch's weights ``[B]`` or ``[B, T]``."""
         return weights if weights.dim() == 1 else weights[:, self.weights.index(column)]
 
     @property
@@ -179,12 +179,12 @@ class Schema:
         Parameters
         ----------
         dim
-            Columns of every table, or a mapping from table names to columns.
+            Length of the vectors of every table, or a mapping from table names to lengths.
 
         Raises
         ------
         SpecError
-            If ``dim`` has an unknown table, lacks one, or a value is out of range.
+            If ``dim`` has an unknown table or lacks a table, or a value is out of range.
         """
         rows = self.rows
         if isinstance(dim, Mapping):
@@ -273,14 +273,14 @@ class Schema:
 
 
 def _sparse_entry(column: SparseColumn) -> dict[str, object]:
-    """Return an entry of ``sparse``, without limits and weights that are not set: older releases reject these keys."""
+    """Return an entry of ``sparse``. Unset limits and weights are omitted, because older releases reject their keys."""
     values = {f.name: getattr(column, f.name) for f in fields(column)}
     unset = _LIMITS if column.max_len is None else ("padding",) if column.padding is None else ()
     return {key: value for key, value in values.items() if key not in unset and (key != "weights" or value is not None)}
 
 
 def _input_entry(derived: Derived, sparse: Mapping[str, object] | None, dense: object) -> Mapping[str, Any]:
-    """Return the keys of an entry of ``features`` that describe the input."""
+    """Return the keys of an entry of ``features`` that describe its sparse or dense column."""
     if sparse is None:
         return cast("Mapping[str, Any]", dense)
     unset = ("name", "rows", "ids") if isinstance(derived, Bucket) else ("name",)

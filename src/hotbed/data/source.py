@@ -109,7 +109,7 @@ class Source(ABC):
         splits
             One split or several.
         progress
-            Called with the number of processed samples and of all samples.
+            Called with the number of processed samples, and the number of all samples.
         """
 
     @property
@@ -120,7 +120,7 @@ class Source(ABC):
     def check_labels(self, split: str) -> dict[str, tuple[float, float]]:
         """Check before training that all labels of a split are from 0 to 1, as binary cross-entropy requires.
 
-        Only labels are read. If a source cannot read them alone, it checks nothing: the trainer checks every batch.
+        Only labels are read. If a source cannot read them alone, nothing is checked. The trainer checks every batch.
 
         Returns
         -------
@@ -138,7 +138,7 @@ class Source(ABC):
         return self._check_labels(split)
 
     def streamed(self) -> Self:
-        """Return the source with smaller chunks for reading once and in order, if the format has any."""
+        """Return a source for reading once and in order, with smaller chunks if the format supports them."""
         return self
 
     def only(self, features: Collection[str]) -> Self:
@@ -155,7 +155,8 @@ class Source(ABC):
 
     def _read_columns(self, split: str, i: int, names: Sequence[str]) -> Any:
         raise SpecError(
-            f"columns to keep: got {', '.join(names)}, but {type(self).__name__} stores only columns of its schema"
+            f"columns to keep: got {', '.join(names)}, but {type(self).__name__} stores only columns of its schema. "
+            "Remove these columns"
         )
 
     @abstractmethod

@@ -19,11 +19,11 @@ from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError
 
 MOST_PAIRS = 4_096
-"""Limit of the ids of one row in a cross of lists."""
+"""Limit of the ids that a cross of lists has in one row."""
 
 
 class Hashed(NamedTuple):
-    """Hashes of ids ``[N]``, a mask of missing ids, and the ids per row ``[n]``, or None if each row has one."""
+    """Hashes of ids ``[N]``, a mask of missing ids, and the number of ids per row ``[n]`` (None if all are 1)."""
 
     hashes: Hashes
     missing: arrow.Array
@@ -64,7 +64,7 @@ class Columns:
         return self._made[name]
 
     def bags(self, column: SparseColumn, ids: arrow.Ids) -> tuple[arrow.Array, arrow.Array | None]:
-        """Return rows ``[N]`` of the table, and the ids per row ``[n]`` of a ragged column."""
+        """Return a column's table rows ``[N]``, and the number of ids per sample ``[n]`` if it is ragged."""
         derived = self.derived.get(column.name)
         if isinstance(derived, Bucket):
             values = self[column.name].fill_null(0).combine_chunks()
@@ -109,7 +109,7 @@ class Columns:
         return found
 
     def _hashable(self, name: str) -> tuple[pa.Array, arrow.Array | None]:
-        """Return values ``[N]`` for `arrow.hash_values`, and the lengths ``[n]`` of lists."""
+        """Return values ``[N]`` for `arrow.hash_values`, and the lengths ``[n]`` of a column of lists."""
         values = self[name].combine_chunks()
         if not arrow.is_list(values.type):
             return arrow.to_hashable(values, name, self.location), None
@@ -117,7 +117,7 @@ class Columns:
         return arrow.to_hashable(values.flatten(), name, self.location.of_lists(lengths)), lengths
 
     def _pair(self, cross: Cross, left: Hashed, right: Hashed) -> Hashed:
-        """Combine each id of a row on the left with each on the right, in row-major order."""
+        """Combine each left id of a row with each right id of the same row, in row-major order."""
         lengths, at_left, at_right = None, slice(None), slice(None)
         if left.lengths is not None or right.lengths is not None:
             n = len(self.stored)
@@ -159,7 +159,7 @@ def check_derived_types(
                 )
             made = table.values.type
             if is_list and arrow.is_list(made):
-                problems.append("got lists of keys and of values, expected at most one of them. Flatten one")
+                problems.append("got lists of keys and of values, expected at most one of them. Flatten one of them")
             if d.name in schema.dense and (is_list or not arrow.is_number(made)):
                 problems.append(f"values: got {'lists' if is_list else made}, expected numbers. Set `rows` for ids")
             if d.name in columns and not _is_id(made):

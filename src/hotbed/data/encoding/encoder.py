@@ -38,8 +38,9 @@ _ROWS = RowLocation()
 def read_numericals(table: Columns, schema: Schema) -> arrow.Array:
     """Return dense columns ``[n, I]``: float32, or float64 if the model normalizes some of them.
 
-    Float64 distinguishes all seconds since 1970. Float32 layers reject it, so raw numbers cannot be used as inputs by
-    mistake. Columns of `Schema.scaling` are scaled. Null is NaN in columns of `Schema.numericals`, and 0 in others.
+    Float64 represents every second since 1970 exactly. Float32 layers reject float64 inputs, so raw numbers cannot be
+    used by mistake. Columns of `Schema.scaling` are scaled. Null becomes NaN in columns of `Schema.numericals`, and
+    0 in all others.
     """
     scaling = {scaling.name: scaling for scaling in schema.scaling}
     numericals = {numerical.name: numerical for numerical in schema.numericals}
@@ -104,12 +105,13 @@ class Encoder:
     Parameters
     ----------
     schema
-        The roles of columns. Its labels, weights and group are read; `inputs` reads none.
+        The roles of columns. Labels, weights and the group are also read, except by the encoder `inputs`.
     ids
         ``"hash"`` hashes values to rows. ``"raw"`` uses integers as rows. See `ParquetSource`.
     id_kinds
         Type of ids in training by column: ``"integers"`` or ``"text"``. Other types are rejected. Columns that only
-        derived ones use may also have ``"lists of integers"`` or ``"lists of text"``. Other columns may have any type.
+        derived columns use may also have ``"lists of integers"`` or ``"lists of text"``. Other columns may have any
+        type.
     tables
         Tables with columns ``key`` and ``value`` by `Lookup` feature (default: read from the feature's file).
     preparation
@@ -155,14 +157,14 @@ class Encoder:
 
     @property
     def hashed(self) -> list[str]:
-        """Stored columns whose values are hashed."""
+        """Stored columns with values that are hashed."""
         sparse, _ = self.schema.stored
         others = stored_inputs(self.schema.derived, (Cross, Lookup))
         names = [c.name for c in sparse]
         return [name for name in others if name not in names] if self.ids == "raw" else [*names, *others]
 
     def columns(self) -> tuple[InputColumn, ...]:
-        """Return the stored columns that inputs are computed from, as predictions need them."""
+        """Return the stored columns that model inputs are computed from. Data for predictions must have them."""
         return self._inputs
 
     def _input_columns(self) -> tuple[InputColumn, ...]:
@@ -189,7 +191,7 @@ class Encoder:
 
     @property
     def names_of_dense(self) -> list[str]:
-        """Columns that `numericals` reads."""
+        """Stored columns that `numericals` reads."""
         return self.stored_for(self.schema.dense)
 
     def stored_for(self, names: Sequence[str]) -> list[str]:
@@ -201,28 +203,28 @@ class Encoder:
         return list(dict.fromkeys(found))
 
     def of(self, schema: Schema) -> Encoder:
-        """Return the encoder for another selection of columns."""
+        """Return a copy of the encoder with a different schema."""
         other = copy.copy(self)
         other.schema, other._checked = schema, None
         other._inputs = other._input_columns()
         return other
 
     def with_kinds(self, id_kinds: Mapping[str, str]) -> Encoder:
-        """Return the encoder with other types of ids."""
+        """Return a copy of the encoder with different types of ids."""
         other = copy.copy(self)
         other.id_kinds = dict(id_kinds)
         return other.of(self.schema)
 
     @property
     def encoded(self) -> Encoder:
-        """The encoder for rows that are already converted as in a prepared dataset."""
+        """A copy of the encoder for rows that already have the ids of a prepared dataset."""
         other = copy.copy(self)
         other.preparation = None
         return other.of(self.schema)
 
     @property
     def inputs(self) -> Encoder:
-        """The encoder without labels, weights and group."""
+        """A copy of the encoder that reads no labels, weights or group."""
         return self.of(self.schema.inputs)
 
     def check(self, fields: pa.Schema, what: str) -> None:
@@ -231,7 +233,7 @@ class Encoder:
         Raises
         ------
         DataError
-            If a column is missing, or its ids have another type than in training.
+            If a column is missing, or its ids have a different type than in training.
         SpecError
             If a column has a type that does not fit its role.
         """
@@ -255,8 +257,8 @@ class Encoder:
         Raises
         ------
         DataError
-            If a column is missing or too short, or a value has another type than in training. The message names
-            column, row and value.
+            If a column is missing or too short, or a value has a different type than in training. The message
+            names column, row and value.
         """
         try:
             return typed_table(rows, self.columns())
@@ -265,7 +267,7 @@ class Encoder:
             raise DataError(f"{error}{hint_for_text(rows, encoded)}") from None
 
     def batch(self, table: pa.Table | pa.RecordBatch, location: RowLocation = _ROWS) -> Batch:
-        """Encode rows.
+        """Encode rows as a batch.
 
         Parameters
         ----------
@@ -328,7 +330,7 @@ class Encoder:
         ]
 
     def assume_measured(self) -> None:
-        """Give unmeasured buckets one interval, for models that are not trained (e.g. a dry run)."""
+        """Set unmeasured buckets to one interval, for models that are not trained (e.g. in a dry run)."""
         self.boundaries.update({bucket.name: [] for bucket in self.unmeasured})
 
     def state(self) -> dict[str, Any]:
@@ -351,14 +353,14 @@ class Encoder:
         return found if self.preparation is None else found | self.preparation.state()
 
     def load_state(self, state: Mapping[str, Any], *, other_tables: bool = False) -> None:
-        """Load the value of `state`, for features that are equal in both encoders.
+        """Load boundaries from a value of `state`, for buckets that are equal, and check tables and vocabularies.
 
         Parameters
         ----------
         state
             State of the encoder in training.
         other_tables
-            Whether lookup tables may have changed since.
+            Whether lookup tables may have changed since training.
 
         Raises
         ------
@@ -380,7 +382,7 @@ class Encoder:
         return {name: table.to_table() for name, table in self._lookups.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON. `from_dict` is the inverse, given `tables`.
+        """Return plain values for JSON. `from_dict` is the inverse, and also needs `tables`.
 
         Raises
         ------

@@ -26,7 +26,7 @@ _TYPES = {"text": pa.large_string(), "integers": pa.int64(), "numbers": pa.float
 
 @dataclass(frozen=True)
 class InputColumn:
-    """A column that inputs are computed from."""
+    """A stored column that model inputs are computed from."""
 
     name: str
     kind: str  # text, integers or numbers; empty (text or integers) if all training values were missing
@@ -46,7 +46,7 @@ def typed_table(rows: Mapping[str, Sequence[object]], columns: Sequence[InputCol
         name = column.name
         if name not in rows:
             raise DataError(
-                f"column '{name}' of the model is missing. Add a value for each row, null if it is missing"
+                f"column '{name}' of the model is missing. Add a value for each row, or null for a missing value"
                 f"{did_you_mean(name, rows)}"
             )
         values = rows[name]
@@ -76,7 +76,7 @@ def _list_array(column: InputColumn, values: Sequence[object]) -> pa.Array:
 
 
 def _array(column: InputColumn, values: Sequence[object], rows: Iterable[int]) -> pa.Array:
-    """Convert values ``[N]`` of these rows."""
+    """Convert values ``[N]``. ``rows`` has the row of each value, for messages."""
     types = set(map(type, values)) - {type(None)}
     kind = column.kind or ("text" if types == {str} else "integers")
     # Most columns have one Python type, which Arrow converts at once; other values are checked one by one.
@@ -89,7 +89,7 @@ def _array(column: InputColumn, values: Sequence[object], rows: Iterable[int]) -
     if there and not whole and kind != "numbers":
         return pa.array([None if value is None else str(value) for value in checked], pa.large_string())
     if kind != "numbers" and len(whole) < len(there):
-        raise DataError(f"column '{column.name}': got text and integers, expected one of them. '5' and 5 are different")
+        raise DataError(f"column '{column.name}': got text and integers, expected one of them: '5' and 5 are different")
     low, high = min(whole, default=0), max(whole, default=0)
     fits = low >= -(1 << 63) and high < 1 << 63
     if kind == "numbers" and not (fits and len(whole) == len(there) and max(-low, high) > _EXACT):
@@ -104,7 +104,7 @@ def _array(column: InputColumn, values: Sequence[object], rows: Iterable[int]) -
 
 
 def _check_value(column: InputColumn, row: int, value: object) -> object:
-    """Raise `DataError` unless a value has the type of its column; return whole floats of ids as integers."""
+    """Check that a value has the type of its column, and return it. Whole floats of ids become integers."""
     kind, wanted = column.kind, _WANTED[column.kind]
     if isinstance(value, float) and value.is_integer() and kind in ("integers", "") and abs(value) <= _EXACT:
         value = int(value)  # pandas writes integers as floats if some are missing
@@ -119,7 +119,7 @@ def _check_value(column: InputColumn, row: int, value: object) -> object:
             value.encode()
             return value
         at = next(at for at, character in enumerate(value) if "\ud800" <= character <= "\udfff")
-        wanted = f"UTF-8, without half of a surrogate pair at {at}"
+        wanted = f"UTF-8, without an unpaired surrogate at {at}"
     elif kind == "numbers":
         with suppress(OverflowError):
             float(cast(float, value))

@@ -29,7 +29,7 @@ _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 
 
 def check_label(name: str, t: pa.DataType, label: Label | None, what: str) -> None:
-    """Raise `SpecError` unless a column of this type, of the file ``what``, can be a label with this condition."""
+    """Raise `SpecError` unless values of this type, in the file ``what``, can be labels with this condition."""
     where = f"{what}: label column '{name}': got {t}"
     if not (arrow.is_text(t) or arrow.is_number(t)):
         raise SpecError(f"{where}, expected numbers, booleans or text")
@@ -78,7 +78,7 @@ def read_weights(column: pa.ChunkedArray, name: str, location: RowLocation) -> a
 
 
 def weights_by_label(table: pa.Table, schema: Schema, location: RowLocation) -> arrow.Array | None:
-    """Return sample weights ``[n]``, or ``[n, T]`` if labels have their own, or None without any."""
+    """Return sample weights ``[n]`` (``[n, T]`` if labels have weights of their own), or None without weights."""
     found = {name: read_weights(table[name], name, location) for name in schema.weight_columns}
     if not schema.label_weights:
         return found[schema.weight] if schema.weight else None
@@ -94,7 +94,7 @@ def refuse_null(column: pa.ChunkedArray, name: str, location: RowLocation, what:
 
 
 def check_group(name: str, t: pa.DataType, what: str) -> None:
-    """Raise `SpecError` unless a column of this type, of the file ``what``, can group samples."""
+    """Raise `SpecError` unless values of this type, in the file ``what``, can group samples."""
     if not (arrow.is_whole(t) or arrow.is_text(t)):
         raise SpecError(f"{what}: group column '{name}': got {t}, expected integers or strings")
 

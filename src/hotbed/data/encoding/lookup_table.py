@@ -33,7 +33,7 @@ class LookupTable:
 
     keys: pa.Array
     values: pa.Array
-    stored_hashes: Hashes | None = field(default=None, compare=False)  # of the keys, if stored with them
+    stored_hashes: Hashes | None = field(default=None, compare=False)  # hashes of the keys, if the file has them
 
     @staticmethod
     def read(lookup: Lookup) -> LookupTable:
@@ -56,7 +56,7 @@ class LookupTable:
 
     @staticmethod
     def of(keys: pa.ChunkedArray, values: pa.ChunkedArray, lookup: Lookup) -> LookupTable:
-        """Check and sort keys and values. Rows without a key are dropped."""
+        """Return the table of these keys and values, checked and sorted. Rows without a key are dropped."""
         where = f"feature '{lookup.name}': {lookup.file}"
         there = pc.is_valid(keys)
         key = _normalize(keys.filter(there).combine_chunks(), f"{where}, column '{lookup.key}'", may_be_list=False)
@@ -76,7 +76,7 @@ class LookupTable:
 
     @staticmethod
     def sort(keys: pa.Array, values: pa.Array) -> LookupTable:
-        """Sort distinct keys ``[n]`` and their values by hash."""
+        """Return the table of distinct keys ``[n]`` and their values, sorted by hash."""
         keys = _normalize(keys, "keys", may_be_list=False)
         hashes = arrow.hash_values(keys)
         order = np.argsort(hashes, kind="stable")
@@ -84,7 +84,7 @@ class LookupTable:
 
     @staticmethod
     def map_file(path: Path) -> LookupTable:
-        """Map a file of `write_file` into memory. Pages are read on first use."""
+        """Map a file written by `write_file` into memory. Pages are read on first use."""
         try:
             with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
                 if reader.num_record_batches != 1:
@@ -118,16 +118,16 @@ class LookupTable:
 
     @property
     def type_of_keys(self) -> str:
-        """Type of the keys for a hash: ``"text"``, ``"integers"``, or "" without any keys."""
+        """Type of the keys for hashing: ``"text"``, ``"integers"``, or "" if there are no keys."""
         return arrow.type_of_ids(self.keys.type)
 
     def refuse_other(self, lookup: Lookup, trained: Mapping[str, Any]) -> None:
-        """Raise `DataError` if a model was trained with other keys or values."""
+        """Raise `DataError` if a model was trained with different keys or values."""
         if self.sha256 != trained["sha256"]:
             raise DataError(
                 f"feature '{lookup.name}': {lookup.file} has changed since training: got {len(self.keys):,} keys with "
                 f"SHA-256 {self.sha256[:12]}…, expected {trained['keys']:,} with {trained['sha256'][:12]}…. Restore "
-                "the file, or train a new model (init_from copies the rows of the earlier one)"
+                "the file, or train a new model (init_from copies the rows of the earlier model)"
             )
 
     @cached_property
@@ -136,7 +136,7 @@ class LookupTable:
         return content_sha256(self.keys, self.values)
 
     def find(self, keys: pa.Array) -> pa.Array:
-        """Return the values ``[n]`` of keys ``[n]``, null for null and for keys that are not in the table."""
+        """Return the values ``[n]`` of keys ``[n]``, null for null keys and for unknown keys."""
         if not len(self.keys) or not len(keys):
             return pa.nulls(len(keys), self.values.type)
         hashes = arrow.hash_values(keys)
@@ -161,7 +161,7 @@ def content_sha256(*arrays: pa.Array) -> str:
 
 
 def _normalize(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
-    """Convert integers to int64 (or uint64), numbers to float64, text to bytes, and lists of these likewise."""
+    """Convert integers to int64 (or uint64), numbers to float64, text to bytes, also in lists."""
     array = arrow.decode_dictionary(array)
     t = array.type
     if may_be_list and arrow.is_list(t):

@@ -1,12 +1,12 @@
 """Convert raw values in the same way as `hotbed prepare` did for the training data: `Preparation`.
 
 A prepared dataset describes the conversion (``metadata.preparation`` of its description, or the metadata of its Parquet
-files), and has the values of each table in ``vocabulary/``. Exported models contain both, and map vocabularies into
-memory.
+files), and has the values of each table in ``vocabulary/``. Exported models contain the description and the
+vocabularies, and map the vocabularies into memory.
 
-A vocabulary assigns a row to each frequent value. If new values appear all the time (users, queries, pages), they would
-all be row 0 until the data are prepared again. Tables of such values have a `HashEntry` instead: each value has a row,
-which several values may share.
+A vocabulary assigns a row to each frequent value. If new values appear all the time (e.g. users, queries or pages), all
+of them would be mapped to row 0 until the data are prepared again. Tables of such values have a `HashEntry` instead of
+a vocabulary. A hash assigns a row to each value, and several values may share a row.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class HashEntry(_PreparedEntry):
     seed: int = Field(ge=0, lt=_SEEDS)  # 0 is the hash h of `hotbed.data.hashing`, any other seed is ``mix(h ^ seed)``
 
     def ids(self, values: pa.Array) -> NDArray[np.int64]:
-        """Return the rows ``[n]`` of values ``[n]``: integers (also of hexadecimal text) or text."""
+        """Return the rows ``[n]`` of values ``[n]``. Values are text, or integers (e.g. of hexadecimal text)."""
         h = arrow.hash_values(values)
         found = hashes_to_rows(mix(h ^ np.uint64(self.seed)) if self.seed else h, self.rows)
         found[values.is_null().to_numpy(zero_copy_only=False)] = 0
@@ -94,14 +94,14 @@ class PreparationEntry(_PreparedEntry):
     vocabularies: dict[str, VocabularyEntry]  # by table
     tables: dict[str, str]  # by sparse column
     hashed: dict[str, HashEntry] = Field(default_factory=dict)  # by table without a vocabulary
-    # log: ln(x + 3) of integers x, where -3 is treated as -2; log_zero: log after negative values became 0
+    # log: ln(x + 3) of integers x, where -3 is treated as -2; log_zero: ln(x + 3), where negative x became 0
     numericals: Literal["log", "log_zero", "as_is"]
-    # numericals are rounded to this dtype, and missing ones become 0; with None, the reader's schema decides
+    # numericals are rounded to this dtype, and missing ones become 0; None: they keep their dtype and nulls
     dtype: Literal["float16"] | None
 
     @staticmethod
     def parse(values: object, where: str) -> PreparationEntry:
-        """Parse values or their JSON."""
+        """Parse an entry from plain values or from JSON."""
         try:
             if isinstance(values, bytes):
                 return PreparationEntry.model_validate_json(values)
@@ -127,7 +127,7 @@ class Preparation:
 
     @staticmethod
     def of_dataset(path: Path, schema: Schema, values: object) -> Preparation:
-        """Return the preparation of a dataset, given the values in its description."""
+        """Return the preparation of a dataset from the ``values`` in the dataset's description."""
         entry = PreparationEntry.parse(values, f"{path}: metadata.preparation")
         return Preparation(entry, schema.stored[0], partial(_read, path / VOCABULARY, entry))
 
@@ -153,7 +153,7 @@ class Preparation:
         return found | {name: of.model_dump() for name, of in self.entry.hashed.items()}
 
     def refuse_other(self, state: Mapping[str, Any], *, may_grow: bool = False) -> None:
-        """Raise `DataError` if a model was trained with other vocabularies, because its ids would have other meanings.
+        """Raise `DataError` if a model was trained with different vocabularies, because ids would have other meanings.
 
         ``state`` is the value of `state` in training. Tables without a state are not compared. With ``may_grow``,
         values may have been added, but earlier values must have kept their ids.
@@ -164,12 +164,12 @@ class Preparation:
                 continue
             if "sha256" not in was or "sha256" not in now:
                 raise DataError(
-                    f"table '{name}': got ids {_format_state(now)}, expected {_format_state(was)} as in training. "
+                    f"table '{name}': got {_format_state(now)}, expected {_format_state(was)} as in training. "
                     "Prepare the data in the same way (hotbed prepare --hash_rows, --hash_seed)"
                 )
             raise DataError(
-                f"table '{name}': got data prepared with {now['keys']:,} values with SHA-256 {now['sha256'][:12]}…, "
-                f"expected {was['keys']:,} with {was['sha256'][:12]}… as in training. Use the training data. To "
+                f"table '{name}': got data prepared with {now['keys']:,} values (SHA-256 {now['sha256'][:12]}…), "
+                f"expected {was['keys']:,} values ({was['sha256'][:12]}…) as in training. Use the training data. To "
                 "continue training with new data (--init_from), prepare them with hotbed prepare RAW OUT --vocabulary "
                 "OLD/vocabulary, which keeps the ids of OLD"
             )
@@ -193,7 +193,7 @@ class Preparation:
 
     @property
     def text(self) -> list[str]:
-        """Columns with values of text, also if all values of a file are digits."""
+        """Columns with text values, even if a file has only digits in them."""
         return [name for name, kind in self.kinds.items() if kind == "text"]
 
     def check(self, fields: pa.Schema, what: str) -> None:
@@ -207,8 +207,8 @@ class Preparation:
             fits = arrow.is_text(value) != (wanted == "integers")
             if not (fits or pa.types.is_null(value)):
                 raise SpecError(
-                    f"{what}: column '{name}': got {t}, expected raw values ({wanted}) as before hotbed prepare. For "
-                    "values that are already encoded, use a dataset of hotbed prepare, or hotbed serve --encoded true"
+                    f"{what}: column '{name}': got {t}, expected raw values ({wanted}), as in the input of hotbed "
+                    "prepare. For ids, use a dataset written by hotbed prepare, or hotbed serve --encoded true"
                 )
 
     def convert(self, table: pa.Table, dense: Sequence[str], location: RowLocation) -> pa.Table:
@@ -277,7 +277,7 @@ class Preparation:
                     if len(table.keys) != entry.values or (table.type_of_keys == "text") != (entry.kind == "text"):
                         raise DataError(
                             f"vocabulary of table '{name}': got {len(table.keys):,} values ({table.type_of_keys}), "
-                            f"expected {entry.values:,} ({entry.kind}): it belongs to another dataset. Copy it again"
+                            f"expected {entry.values:,} ({entry.kind}): the file is of different data. Copy it again"
                         )
                     self._tables[name] = table
         return self._tables[name]
@@ -285,8 +285,8 @@ class Preparation:
 
 def _format_state(state: Mapping[str, Any]) -> str:
     if "sha256" in state:
-        return f"of {state['keys']:,} values"
-    return f"hashed to {state['rows']:,} rows with seed {state['seed']} ({state['kind']})"
+        return f"a vocabulary of {state['keys']:,} values"
+    return f"hashes to {state['rows']:,} rows with seed {state['seed']} ({state['kind']})"
 
 
 def hint_for_text(rows: Mapping[str, Sequence[object]], columns: Sequence[SparseColumn]) -> str:
@@ -294,8 +294,8 @@ def hint_for_text(rows: Mapping[str, Sequence[object]], columns: Sequence[Sparse
     if not any(isinstance(value, str) for column in columns for value in rows.get(column.name, ())):
         return ""
     return (
-        ". Raw values need a model that was trained on data of hotbed prepare, exported by this release and served "
-        "without --encoded true"
+        ". Raw values need a model that was trained on data written by hotbed prepare, exported by this release and "
+        "served without --encoded true"
     )
 
 

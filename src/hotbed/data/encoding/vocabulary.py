@@ -29,7 +29,7 @@ BATCH_ROWS = 1 << 20
 
 
 class Vocabulary:
-    """Distinct values ``[V]`` of one table, of a `value_type`. The value at position i has id i + 1."""
+    """Distinct values ``[V]`` of one table, with a type from `value_type`. The value at position i has id i + 1."""
 
     def __init__(self, values: pa.Array) -> None:
         self.values = values
@@ -41,7 +41,7 @@ class Vocabulary:
 
     @property
     def rows(self) -> int:
-        """Rows of the table: all values and id 0."""
+        """Number of rows of the table: one per value, and row 0."""
         return len(self.values) + 1
 
     def lookup(self, values: pa.Array) -> NDArray[np.int64]:
@@ -83,7 +83,7 @@ def write_vocabulary(path: Path, vocabulary: Vocabulary) -> None:
 def read_vocabulary(path: Path) -> Vocabulary:
     """Read and check a vocabulary."""
     if not path.is_file():
-        raise DataError(f"{path} does not exist, expected a vocabulary. Use the `vocabulary` folder of a dataset")
+        raise DataError(f"{path} does not exist, expected a vocabulary. Pass the `vocabulary` folder of a dataset")
     try:
         stored = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:

@@ -1,10 +1,10 @@
 """Measure numerical columns in one pass, in bounded memory: mean, deviation, extremes and quantiles.
 
 Mean and deviation are exact up to rounding (Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
-computing sample variances", 1979). Quantiles are estimated from a sample of `SAMPLE` finite values: those whose
-positions in the data have the smallest hashes. They are exact for fewer values, and their ranks are off by 0.2 % of the
-values on average for more. The sample depends only on the data, not on a random generator or the order of merging, so
-repeated runs measure the same bits. Sketches such as KLL are smaller, but random.
+computing sample variances", 1979). Quantiles are estimated from a sample of `SAMPLE` finite values: the values
+with the smallest hashes of their positions in the data. Quantiles of up to `SAMPLE` values are exact. For more values,
+their ranks are off by 0.2 % of the values on average. The sample depends only on the data, not on a random generator or
+the order of merging, so repeated runs measure the same bits. Sketches such as KLL are smaller, but random.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hotbed.data.derived_features import Bucket
 from hotbed.data.hashing import mix
 
 SAMPLE = 1 << 16
-"""Default number of sampled values of a column for quantiles."""
+"""Default number of values that are sampled from a column for quantiles."""
 _LARGEST = 1e307
-"""Differences of numbers up to this limit are finite."""
+"""Limit of numbers, so that their differences are finite."""
 
 Array = NDArray[Any]
 
@@ -60,7 +60,7 @@ class ColumnStatistics:
         self.merge(part)
 
     def merge(self, other: ColumnStatistics) -> None:
-        """Add the values of other statistics."""
+        """Add the values of ``other`` to these statistics."""
         self.missing += other.missing
         if not other.count:
             return
@@ -71,7 +71,7 @@ class ColumnStatistics:
             self.mean += delta * (other.count / count)
         self.count, self.low, self.high = count, min(self.low, other.low), max(self.high, other.high)
         hashes, sample = other._hashes, other._sample
-        if len(self._hashes) == self.limit:  # drop most of the later values early
+        if len(self._hashes) == self.limit:  # drop most values of ``other`` early
             small = hashes < self._hashes.max()
             hashes, sample = hashes[small], sample[small]
         hashes, sample = np.concatenate([self._hashes, hashes]), np.concatenate([self._sample, sample])
@@ -93,11 +93,11 @@ class ColumnStatistics:
         return np.where(at <= 0, self.low, np.where(at >= 1, self.high, found))
 
     def usual_distance(self) -> tuple[float, float]:
-        """Return the median and a typical distance from it, which are robust to a few extreme values.
+        """Return the median and a typical distance from it. Both are robust to a few extreme values.
 
         The distance is estimated from the quartiles, which are 1.35 standard deviations apart in a normal distribution.
-        If the percentiles 1 and 99 (4.65 deviations apart) are much farther apart, they determine it. If most values
-        are equal, it is estimated from these percentiles or the extremes. It is 0 if all values are equal.
+        If the percentiles 1 and 99 (4.65 deviations apart) are much farther apart, they determine the distance. If
+        most values are equal, it is estimated from these percentiles or from the extremes. It is 0 if all are equal.
         """
         first, lower, median, upper, last = self.quantiles(np.array([0.01, 0.25, 0.5, 0.75, 0.99])).tolist()
         if upper > lower:
@@ -107,7 +107,7 @@ class ColumnStatistics:
 
 
 def quantile_boundaries(bucket: Bucket, statistics: ColumnStatistics) -> list[float]:
-    """Return the boundaries of intervals with equal counts. Equal values yield fewer boundaries."""
+    """Return the boundaries of intervals with equal counts. Repeated values yield fewer boundaries."""
     if not statistics.count or bucket.quantiles is None:
         return []
     shares = np.arange(1, bucket.quantiles) / bucket.quantiles

@@ -37,7 +37,7 @@ MAX_LINE_BYTES = 1 << 20
 
 
 class Block(NamedTuple):
-    """Whole lines of one file, beginning with number ``line`` (from 1)."""
+    """Whole lines of one file, beginning with line number ``line`` (from 1)."""
 
     file: Path | RemoteFile
     line: int
@@ -150,7 +150,7 @@ def hexadecimal(text: pl.Expr) -> pl.Expr:
 
 
 def find_log_files(raw: str | Path | Sequence[str | Path]) -> list[Path | RemoteFile]:
-    """Return the files of a log in time order: those given, or ``day_*`` and ``*.tsv[.gz|.zst]`` of directories.
+    """Return the files of a log in time order. A directory stands for its files ``day_*`` and ``*.tsv[.gz|.zst]``.
 
     Paths may be URIs.
     """
@@ -200,7 +200,7 @@ def read_blocks(
     """Read a file (plain, gzip or zstd) as blocks of whole lines.
 
     ``start`` and ``stop`` select the lines of a plain file that begin between these bytes. ``line`` is the number of
-    the first one. A line longer than `MAX_LINE_BYTES` is an error, because the file is not a log.
+    the first of these lines. A line longer than `MAX_LINE_BYTES` raises an error, because logs have no such lines.
     """
     rest, first = b"", line
     with file.open("rb") as stored:
@@ -247,7 +247,7 @@ def codec_of(stored: BinaryIO) -> Literal["gzip", "zstd"] | None:
 
 
 def count_lines(file: Path | RemoteFile, stop: int) -> int:
-    """Return the number of newlines before a byte of a plain file."""
+    """Return the number of newlines in the first ``stop`` bytes of a plain file."""
     with file.open("rb") as stored:
         return sum(text.count(b"\n") for text in _bytes(stored, BLOCK_BYTES, stop))
 
@@ -255,7 +255,7 @@ def count_lines(file: Path | RemoteFile, stop: int) -> int:
 def _between(stored: BinaryIO, block_bytes: int, start: int, stop: int) -> Iterator[bytes]:
     """Yield the text of lines that begin at ``start`` or later, and before ``stop``."""
     at = start
-    if start:  # the byte before it tells whether a line begins at ``start``
+    if start:  # the byte before ``start`` shows whether a line begins there
         at = start - 1
         stored.seek(at)
         at += _rest_of_line(stored)
@@ -298,7 +298,7 @@ def _unzstd(stored: BinaryIO, block_bytes: int) -> Iterator[bytes]:
 
 
 def _unzipped(stored: BinaryIO, block_bytes: int) -> Iterator[bytes]:
-    """Yield the text of a gzip file of one or several members. Unlike `gzip`, all text before damage is returned."""
+    """Yield the text of a gzip file of one or several members. Unlike `gzip`, yield all text before a damaged part."""
     unzip, member, piece = zlib.decompressobj(wbits=31), False, b""
     while piece or (piece := stored.read(block_bytes // 4)):
         member = True

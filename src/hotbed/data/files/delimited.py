@@ -1,7 +1,7 @@
 """Convert CSV and TSV files to Parquet once, so that all other code reads one format: `convert_to_parquet`.
 
-A file is parsed twice in blocks: to find the types of its columns over all rows, and to write them. The result is
-cached in a folder of the user under a name that depends on the file's path, size and modification time.
+A file is parsed twice in blocks: to find the column types over all rows, and to write the Parquet file. The Parquet
+file is cached in a folder of the user under a name that depends on the file's path, size and modification time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # imported on first use, because the import is slow
 MISSING = ("NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N", "-nan", "#N/A")
 """Missing values in columns of numbers, times and booleans. In other columns they are text.
 
-Increment `_VERSION` with this list, because converted files are cached. docs/tables.md quotes it.
+Increment `_VERSION` when this list changes, because converted files are cached. docs/tables.md quotes the list.
 """
 
 _log = logging.getLogger("hotbed")
@@ -181,7 +181,7 @@ def _to_any_floats(text: pl.Series) -> pl.Series:
 
 
 class TypesOfText:
-    """Types of columns, which each batch narrows down. Columns that fit no type are text, like the columns ``text``."""
+    """Types of columns, narrowed down by each batch. Columns that fit no type, and the columns ``text``, are text."""
 
     def __init__(self, names: Sequence[str], text: Collection[str] = ()) -> None:
         self._names = tuple(names)
@@ -214,11 +214,11 @@ class TypesOfText:
         return pa.schema([(name, self._type(name)) for name in self._names])
 
     def notes(self) -> list[str]:
-        """Return notes about columns whose text was interpreted."""
+        """Return a note for each column that has text in an ambiguous format, e.g. with decimal commas."""
         return [f"column '{name}': {found.note}" for name in self._names if (found := self._found(name)) and found.note]
 
     def convert(self, batch: pa.Table) -> pa.Table:
-        """Convert rows of text ``[n]`` to the types."""
+        """Convert rows of text ``[n]`` to the current types."""
         columns: list[pa.ChunkedArray] = []
         for name, field in zip(self._names, self.schema(), strict=True):
             found = self._found(name)
@@ -282,7 +282,7 @@ def is_delimited(name: str) -> bool:
 
 
 def is_blank(store: fs.FileSystem, info: fs.FileInfo) -> bool:
-    """Return whether a file has only blank lines, like empty partitions of some tools.
+    """Return whether a file has only blank lines, like the empty partitions that some tools write.
 
     A compressed file of 0 bytes is not blank but truncated.
     """
@@ -297,7 +297,7 @@ def is_blank(store: fs.FileSystem, info: fs.FileInfo) -> bool:
 def has_header(file: Path | RemoteFile) -> bool:
     """Return whether a file of tab-separated fields begins with a header, unlike a Criteo log.
 
-    A header has at least two unique names that are not numbers, and the number of fields of the next line.
+    A header has at least two names, which are unique and not numbers, and as many fields as the next line.
     """
     remote = isinstance(file, RemoteFile)
     store, path = (file.filesystem, file.path) if remote else (fs.LocalFileSystem(), str(file))
@@ -364,7 +364,7 @@ def _remove_old(folder: Path, key: str) -> None:
 
 def _convert(store: fs.FileSystem, path: str, kept: Path, text: Collection[str]) -> None:
     layout = _find_layout(store, path)
-    _log.warning("converting %s to Parquet once, in %s (set HOTBED_TABLES for another folder)", path, kept)
+    _log.warning("converting %s to Parquet once, in %s (set HOTBED_TABLES to change the folder)", path, kept)
     if not layout.has_header:
         _log.warning("%s has no header; using Criteo's columns %s … C26", path, ", ".join(layout.names[:2]))
     types = TypesOfText(layout.names, {*layout.text, *text})
@@ -394,7 +394,7 @@ def _stream(store: fs.FileSystem, path: str) -> Generator[Any]:
 
 
 class _WholeLineEnds(io.RawIOBase):
-    """A stream without CR at the end of a read, because Arrow loses the LF of a quoted CRLF between two blocks.
+    """A stream with reads that do not end in CR, because Arrow loses the LF of a quoted CRLF between two blocks.
 
     See https://github.com/apache/arrow/issues/51368.
     """
@@ -419,7 +419,7 @@ class _WholeLineEnds(io.RawIOBase):
 
 @contextmanager
 def _explained(path: str) -> Generator[None]:
-    """Convert errors of reading to `DataError`, with the fix."""
+    """Convert read errors to `DataError` with a fix."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -429,11 +429,13 @@ def _explained(path: str) -> Generator[None]:
         if "invalid UTF8" in reason:
             raise _not_utf8(path, reason) from None
         raise DataError(
-            f"{path} cannot be parsed: {reason}. All lines must have the fields of the header, and fields with a "
-            "separator or a quote must be quoted"
+            f"{path} cannot be parsed: {reason}. Write all lines with the fields of the header, and quote fields "
+            "with a separator or a quote"
         ) from None
     except (OSError, EOFError) as error:
-        raise DataError(f"{path} cannot be read, the file is damaged or truncated: {error}") from None
+        raise DataError(
+            f"{path} cannot be read: the file is damaged or truncated ({error}). Copy the file again"
+        ) from None
 
 
 def _not_utf8(path: str, reason: str) -> DataError:
@@ -483,14 +485,14 @@ def _read_head(store: fs.FileSystem, path: str) -> tuple[str, str, bool]:
             raise
         text = cut  # the last character is incomplete
     if "\0" in text:
-        raise DataError(f"{path} has zero bytes, so it is not text or is incomplete. Write it again")
+        raise DataError(f"{path} has bytes with value 0, so it is not text or is incomplete. Write the file again")
     if not _skip_directive(text).strip():
         raise DataError(f"{path} is empty, expected a line of column names, and lines of values")
     return text, _find_separator(path, text), whole
 
 
 def _skip_directive(text: str) -> str:
-    """Return the first lines without a line like ``sep=;``."""
+    """Remove a first line like ``sep=;`` from text."""
     return text[found.end() :] if (found := _DIRECTIVE.match(text)) else text
 
 

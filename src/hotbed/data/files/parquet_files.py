@@ -1,7 +1,8 @@
 """Find the files of a dataset by split, on any filesystem of pyarrow, and read their row groups in parts.
 
-Some writers put a whole file into one row group. `divide_into_slices` bounds the memory for reading it. Slices are read
-in order from one open file per selection of columns. Slices that several threads request out of order wait in memory.
+Some writers put a whole file into one row group. `divide_into_slices` bounds the memory for reading such a row group.
+Slices are read in order, from one open file per selection of columns. A slice that is read before its thread requests
+it waits in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SPLITS = {
 }
 _PARQUET = (".parquet", ".parq", ".pq")
 _FEW_ROWS, _ROWS_PER_BYTE = 1 << 24, 100
-"""Limits of the rows of a row group. A larger group has only equal rows, or a wrong footer."""
+"""Limits of the rows of a row group. In a larger row group, all rows are equal, or the footer is wrong."""
 _BUFFER_BYTES = 1 << 20
 _WAITING = 8
 """Limit of slices in memory that were not yet requested."""
@@ -55,7 +56,7 @@ class TableFile(ABC):
     """A file of samples that is read in parts as Arrow columns: a Parquet file, or a split of a `Source`."""
 
     name: str  # path within the dataset, which does not change when the whole dataset is moved
-    shown: str  # name in messages: the path, or that of the text file that was converted
+    shown: str  # name in messages: the path of the file, or of the text file it was converted from
     unit: ClassVar[str] = "row group"  # name of a part in messages
 
     @cached_property
@@ -71,7 +72,7 @@ class TableFile(ABC):
     @property
     @abstractmethod
     def state(self) -> tuple[object, ...]:
-        """Plain values that change when the file does."""
+        """Plain values that change when the file changes."""
 
     @abstractmethod
     def row_groups(self) -> list[RowGroup]:
@@ -92,7 +93,7 @@ class TableFile(ABC):
             yield whole.slice(at, rows)
 
     def repeated_texts(self, row_group: int, columns: Sequence[str]) -> dict[str, int]:
-        """Return the columns with dictionary-encoded texts, and the limit of the size of one text."""
+        """Return the columns with dictionary-encoded texts, and an upper limit of the bytes of each column's texts."""
         return {}
 
     def statistics(self, row_group: int, column: str) -> pq.Statistics | None:
@@ -133,7 +134,7 @@ class RowGroup:
         problem = "is damaged or truncated" + ", or its server is unreachable" * self.file.may_be_away
         column = next((name for name in columns if not self._is_readable(name)), None)
         where = str(self) if column is None else f"{self}, column '{column}'"
-        return DataError(f"{where}: the file {problem} ({reason}). Write it again")
+        return DataError(f"{where}: the file {problem} ({reason}). Write the file again")
 
     def _is_readable(self, column: str) -> bool:
         try:
@@ -152,15 +153,15 @@ class RowGroup:
         return f"row {at:,} (row {self.first_row + at:,} of the file)"
 
     def integer_range(self, column: str) -> tuple[int, int] | None:
-        """Return the range of integers or booleans without nulls, if the footer has it.
+        """Return the smallest and the largest value of integers or booleans, or None if the footer lacks them.
 
-        Columns of floats must be read, because footers do not count NaN.
+        The result is also None if there are nulls. Columns of floats must be read, because footers do not count NaN.
         """
         found = self.statistics(column)
         return (int(found.min), int(found.max)) if found is not None and isinstance(found.min, int) else None
 
     def statistics(self, column: str) -> pq.Statistics | None:
-        """Return the footer's statistics of a column without nulls, or None if they lack the range."""
+        """Return the footer's statistics of a column, or None if it has nulls or the footer lacks its range."""
         found = self.file.statistics(self.index, column)
         complete = found is not None and found.has_min_max and found.has_null_count and found.null_count == 0
         return found if complete else None
@@ -190,7 +191,7 @@ class RowsOfGroup(ABC):
         """Return the name of the row at this position of `read`."""
 
     def integer_range(self, column: str) -> tuple[int, int] | None:
-        """Return the range of integers without nulls, if the footer proves that all values are equal."""
+        """Return the range of integers, or None unless the footer proves that all are equal and none is null."""
         found = self.group.integer_range(column)
         return found if found is not None and found[0] == found[1] else None
 
@@ -283,15 +284,15 @@ class ParquetFile(TableFile):
             if isinstance(error, OSError) and error.errno is not None:  # an error of the file system
                 raise
             raise DataError(
-                f"{self} is not a Parquet file, or is truncated: {error}. CSV and TSV files must end in .csv or .tsv, "
-                "also with .gz or .zst"
+                f"{self} is not a Parquet file, or is truncated: {error}. Write it again, or rename CSV and TSV files "
+                "so that they end in .csv or .tsv (also with .gz or .zst)"
             ) from None
         most = max(_FEW_ROWS, size * _ROWS_PER_BYTE)
         for i in range(found.num_row_groups):
             if not 0 <= (rows := found.row_group(i).num_rows) <= most:
                 raise DataError(
-                    f"{self}, row group {i}: got {rows:,} rows in {size:,} bytes, expected at most {most:,}. Write it "
-                    "with smaller row groups"
+                    f"{self}, row group {i}: got {rows:,} rows in {size:,} bytes, expected at most {most:,}. Write "
+                    "the file with smaller row groups"
                 )
         return found
 
@@ -310,7 +311,7 @@ class ParquetFile(TableFile):
     @property
     def state(self) -> tuple[object, ...]:
         """Path, size and modification time. The name of a converted file contains the state of its text file."""
-        if self.path != self.shown:  # the time of a converted file is that of its last use
+        if self.path != self.shown:  # the modification time of a converted file is the time of its last use
             return self.shown, self.path
         info = self.filesystem.get_file_info(self.path)
         return self.path, info.size, info.mtime_ns
@@ -360,7 +361,7 @@ class ParquetFile(TableFile):
         return self.metadata.row_group(row_group).total_byte_size
 
     def repeated_texts(self, row_group: int, columns: Sequence[str]) -> dict[str, int]:
-        """Return the columns with dictionary-encoded texts, and the limit of the size of one text."""
+        """Return the columns with dictionary-encoded texts, and an upper limit of the bytes of each column's texts."""
         stored, found = self.metadata.row_group(row_group), dict[str, int]()
         for leaf in (stored.column(i) for i in range(stored.num_columns)):
             names = [n for n in (leaf.path_in_schema, leaf.path_in_schema.partition(".")[0]) if n in columns]
@@ -411,7 +412,7 @@ class ParquetFile(TableFile):
         return pa.table({name: pa.repeat(folders[name], rows) if name in folders else table[name] for name in columns})
 
     def _of_folders(self) -> dict[str, pa.Scalar]:
-        """Return the columns of the folders that the file itself lacks."""
+        """Return the columns from folders, except columns that the file itself has."""
         stored = self.metadata.schema.to_arrow_schema().names if self.partitions else ()
         return {name: value for name, value in self.partitions if name not in stored}
 
@@ -446,7 +447,7 @@ def find_parquet(
         raise DataError(f"{path} {problem}, expected a Parquet, CSV or TSV file, or a folder of them")
     entries = store.get_file_info(fs.FileSelector(root, recursive=True))
     found = [e.path[len(root) :].strip("/") for e in sorted(entries, key=lambda e: natural_order(e.path)) if e.is_file]
-    others = "vocabulary/" if "source.yaml" in found else "\0"  # in a dataset of `hotbed prepare`
+    others = "vocabulary/" if "source.yaml" in found else "\0"  # in a dataset written by `hotbed prepare`
     names = _by_split([name for name in found if is_table(name) and not name.startswith(others)])
     if not names:
         raise DataError(f"{path}: got no files, expected {', '.join(_PARQUET)}, .csv or .tsv (also .gz, .zst)")
@@ -521,7 +522,7 @@ def refuse_same_files(split: str, of_split: Sequence[ParquetFile], others: Mappi
     for file in of_split:
         if (other := splits.get(file.shown)) is not None:
             raise DataError(
-                f"{file}: got splits '{split}' and '{other}', expected one. Move it, or use other data for '{split}'"
+                f"{file}: got splits '{split}' and '{other}', expected one. Move it, or use different data for {split}"
             )
 
 
@@ -532,7 +533,7 @@ def is_table(name: str) -> bool:
 
 
 def _by_split(names: Sequence[str]) -> dict[str, list[str]]:
-    """Group names by split, train first. All are under ``""`` if all files outside of folders have one split."""
+    """Group names by split, train first. All are under ``""`` if no file is in a folder and all have the same split."""
     top = [name for name in names if "/" not in name]
     ways = {name: (_split_of_file(name, 1), _split_of_file(name, None)) for name in top}
     # A word within a name is ambiguous, unless the names of training data contain one as well.
@@ -556,7 +557,7 @@ def _split_of_file(name: str, words: int | None) -> str:
 
 
 def _partitions(names: Sequence[str]) -> dict[str, Partitions]:
-    """Return the columns of each file's folders, as in Hive: integers if all values are (e.g. ``2``, not ``02``)."""
+    """Return the columns of each file's folders, as in Hive. They are integers if all values are (``2``, no ``02``)."""
     values = {name: _folders(name) for name in names}
     kinds: dict[str, pa.DataType] = {}
     for field in {field for of in values.values() for field in of}:

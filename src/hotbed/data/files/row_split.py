@@ -32,7 +32,7 @@ _MICROSECOND = datetime.timedelta(microseconds=1)
 
 
 class RowSplit(ABC):
-    """A rule that assigns each row to a split of `SPLITS`: 0, 1 or 2."""
+    """A rule that assigns a split to each row, by its position in `SPLITS`: 0, 1 or 2."""
 
     column: str | None = None
     """The column that the rule reads."""
@@ -40,22 +40,22 @@ class RowSplit(ABC):
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """Splits of the rule."""
+        """Names of the splits that the rule assigns."""
 
-    def check(self, schema: pa.Schema, where: str) -> None:  # noqa: B027 (most need nothing)
+    def check(self, schema: pa.Schema, where: str) -> None:  # noqa: B027 (most rules check nothing)
         """Raise an error unless the rule applies to a file with these columns."""
 
     def whole(self, group: RowGroup) -> int | None:
-        """Return the split of all rows of a row group, if it is known without reading it."""
+        """Return the split of all rows of a row group, or None if rows must be read to know their splits."""
         return None
 
     @abstractmethod
     def codes(self, group: RowGroup, at: Position, table: pa.Table | None) -> arrow.Array:
-        """Return the split of each row ``[n]`` of a row group. ``table`` has the column."""
+        """Return the split of each row ``[n]`` of a row group. ``table`` has the rule's `column`."""
 
 
 class Position(NamedTuple):
-    """Rows of the dataset before a row group, and in total."""
+    """Number of rows of the dataset before a row group, and in total."""
 
     before: int
     total: int
@@ -63,7 +63,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitRows(RowsOfGroup):
-    """The rows of a row group in one split."""
+    """The rows of a row group that are in one split."""
 
     at: Position
     split: RowSplit
@@ -136,7 +136,7 @@ class TimeSplit(RowSplit):
 
     column: str | None  # numbers, dates, times or text; rows without a time (null, NaN) are for training
     # first time of the split, or None for no such split: a number, or text such as ``2024-01-31 12:00:00``; in UTC for
-    # a column of times with a zone, unless the text has one
+    # a column of times with a zone, unless the text has a zone
     valid_from: Any = None
     test_from: Any = None
     # ``strptime`` format of text, e.g. ``"%d/%m/%Y %H:%M"``; without it, text must sort by time, e.g. ``2024-01-31``
@@ -172,10 +172,12 @@ class TimeSplit(RowSplit):
         if self.format is not None and not arrow.is_text(t):
             raise SpecError(f"split by time: got format {self.format!r}, but column '{column}' is {t}. Remove format")
         if len(starts := self._starts(t)) > 1 and not starts[0][0] < starts[1][0]:
-            raise SpecError(f"split by time: valid_from: got {self.valid_from}, expected before {self.test_from}")
+            raise SpecError(
+                f"split by time: valid_from: got {self.valid_from}, expected before test_from ({self.test_from})"
+            )
 
     def whole(self, group: RowGroup) -> int | None:
-        """Return the split by the footer's smallest and largest value, for integers, dates and times."""
+        """Return the split of the footer's smallest and largest value, or None if it differs or is unknown."""
         found = group.statistics(str(self.column))
         kind = group.file.schema.field(str(self.column)).type
         bounds = None if found is None else _bounds(found, kind)
@@ -185,7 +187,7 @@ class TimeSplit(RowSplit):
         return first if first == last else None
 
     def codes(self, group: RowGroup, at: Position, table: pa.Table | None) -> arrow.Array:
-        """Return the last split that starts before each row."""
+        """Return the last split that has begun by the time of each row."""
         assert table is not None
         column: pa.ChunkedArray = table[str(self.column)]
         values = self._text_times(column, group) if arrow.is_text(column.type) else _comparable(column)
@@ -328,7 +330,7 @@ class HashSplit(_ShareSplit):
 
 @dataclass(frozen=True)
 class OrderSplit(_ShareSplit):
-    """A split of data in time order: the last rows are the test split, and rows before them the validation split.
+    """A split of data in time order: the last rows are the test split, and rows before them are the validation split.
 
     Shares are exact to the row.
     """

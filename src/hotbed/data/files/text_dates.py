@@ -26,7 +26,7 @@ _DAYS = (
 _CLOCKS = ("", " %H:%M", " %H:%M:%S%.f", "T%H:%M", "T%H:%M:%S%.f", " %I:%M %p", " %I:%M:%S %p", ", %H:%M")
 _ZONES = ("T%H:%M%z", "T%H:%M:%S%.f%z", " %H:%M%z", " %H:%M:%S%.f%z")
 _ZONED = r"^.*\d:\d\d(?:[.,]\d+)? ?(Z|UTC|[+-]\d\d:?\d\d)$"
-_FIRST = 20  # values that rule out most formats
+_FIRST = 20  # number of values that rule out most formats
 _YEARS = (1900, 2100)
 
 _CLOCK = r"([T ,]+\d{1,2}:\d\d.{0,20})?$"
@@ -57,7 +57,7 @@ class DatesFound(NamedTuple):
 
 
 def find_dates(values: pa.Array) -> DatesFound:
-    """Return the format of dates that all of these distinct texts ``[u]`` have."""
+    """Return the format of dates that all of these distinct texts ``[u]`` have, if they are dates."""
 
     def are(pattern: str) -> bool:
         return bool(len(values)) and pc.all(pc.match_substring_regex(values, pattern)).as_py()
@@ -100,7 +100,7 @@ def date_format(texts: pa.Array) -> str | None:
 
 
 def other_zones(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """Mark texts ``[n]`` with another zone, or other digits before it, than the first: these do not sort by time."""
+    """Return a mask ``[n]`` of texts that do not sort by time, because zone or digits differ from the first text."""
     zoned = pc.match_substring_regex(texts, _ZONED)
     zones = pc.replace_substring_regex(texts, _ZONED, r"\1")
     none = pa.scalar("", texts.type)
@@ -111,7 +111,7 @@ def other_zones(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray
 
 
 def parse_dates(texts: pa.ChunkedArray, format: str) -> pa.ChunkedArray:
-    """Parse text ``[n]`` to microseconds since 1970, int64. Text of another format becomes null."""
+    """Parse text ``[n]`` to microseconds since 1970, int64. Text in a different format becomes null."""
     import polars as pl
 
     try:

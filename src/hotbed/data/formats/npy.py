@@ -7,8 +7,8 @@
     day_0_sparse.npy              int32, int64   [N, F]         one id per feature, or
     day_0_sparse_multi_hot.npz    int32          [N, ids] each  a member "0", "1", … per feature, not compressed
 
-Days may have other names. Rows are read by position. A file that is truncated meanwhile is an error, whereas a memory
-map would kill the process.
+Days may have other names. Rows are read by position. If a file is truncated meanwhile, reading raises an error, whereas
+a memory map would kill the process.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StoredArray:
         return self.offset + self.rows * self.columns * self.dtype.itemsize
 
     def read(self, start: int, n: int) -> NDArray[Any]:
-        """Read rows ``[n, K]`` from a position. Several threads may call this at once."""
+        """Read ``n`` rows ``[n, K]`` from row ``start``. Several threads may call this at once."""
         if not self.by_column:
             return self._values(start * self.columns, n * self.columns).reshape(n, self.columns)
         return np.stack([self._values(k * self.rows + start, n) for k in range(self.columns)]).T
@@ -75,7 +75,7 @@ class StoredArray:
         if len(found) < count:
             raise DataError(
                 f"{self}: got {found.nbytes:,} bytes from byte {at:,}, expected {count * self.dtype.itemsize:,}. The "
-                "file was truncated after it was opened. Copy it again"
+                "file was truncated after it was opened. Copy the file again"
             )
         return found
 
@@ -110,7 +110,7 @@ class DayArrays:
         return list(dict.fromkeys(array.path for array in arrays))
 
     def read_ids(self, features: Sequence[int], start: int, n: int) -> list[NDArray[Any]]:
-        """Read the ids of features by position: ``[n, ids]`` each."""
+        """Read the ids ``[n, ids]`` of each of these features, for ``n`` samples from row ``start``."""
         if self.is_multi_hot:
             return [self.sparse[i].read(start, n) for i in features]
         whole = self.sparse[0].read(start, n)
@@ -143,8 +143,8 @@ def find_days(path: Path) -> list[DayArrays]:
         ):
             if here != there:
                 raise DataError(
-                    f"{path}: {what} of {day.name}: got {here}, expected {there} as in {first.name}. Write one of them "
-                    "again"
+                    f"{path}: {what} of {day.name}: got {here}, expected {there} as in {first.name}. Write one of the "
+                    "days again"
                 )
     return days
 
@@ -153,7 +153,7 @@ def _open_day(path: Path, name: str, parts: Mapping[str, Path], wanted: Sequence
     if "sparse" in parts and "sparse_multi_hot" in parts:
         raise DataError(
             f"{path}: got {parts['sparse'].name} and {parts['sparse_multi_hot'].name} of the same samples, expected "
-            "one of them. Move the other elsewhere"
+            "one of them. Move one of the files elsewhere"
         )
     sparse = parts.get("sparse_multi_hot", parts.get("sparse"))
     missing = [f"{name}_{part}.npy" for part in wanted if part not in parts]
@@ -161,8 +161,8 @@ def _open_day(path: Path, name: str, parts: Mapping[str, Path], wanted: Sequence
     if sparse is None or missing:
         found = ", ".join(file.name for file in parts.values())
         raise DataError(
-            f"{path}: got {found}, but {' and '.join(missing)} are missing. Copy them there (scripts for multi-hot "
-            "arrays do not copy dense arrays and labels)"
+            f"{path}: got {found}, but {' and '.join(missing)} are missing. Copy them into this folder (scripts for "
+            "multi-hot arrays do not copy dense arrays and labels)"
         )
     labels, dense = (open_npy(parts[part], part) if part in wanted else None for part in ("labels", "dense"))
     of_ids = open_npz(sparse) if sparse.suffix == ".npz" else (open_npy(sparse, "sparse"),)
@@ -170,7 +170,7 @@ def _open_day(path: Path, name: str, parts: Mapping[str, Path], wanted: Sequence
     for array in (*of_ids, labels, dense):
         if array is not None and array.rows != first.rows:
             raise DataError(
-                f"{array}: got {array.rows:,} rows, expected {first.rows:,} as in {first}. Write both again"
+                f"{array}: got {array.rows:,} rows, expected {first.rows:,} as in {first}. Write both files again"
             )
     return DayArrays(name, dense, labels, of_ids, is_multi_hot=sparse.suffix == ".npz")
 
@@ -200,7 +200,7 @@ def open_npz(path: Path) -> tuple[StoredArray, ...]:
     except DataError:
         raise
     except (zipfile.BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError) as error:
-        raise DataError(f"{path} is damaged or truncated ({error}). Copy or write it again") from None
+        raise DataError(f"{path} is damaged or truncated ({error}). Copy or write the file again") from None
     if not found or sorted(found) != list(range(len(found))):
         raise DataError(f"{path}: got arrays {', '.join(map(str, sorted(found)))}, expected 0, 1, 2, …")
     return tuple(found[i] for i in sorted(found))
@@ -226,7 +226,7 @@ def _read_header(stream: BinaryIO, path: Path, member: str, part: str, end: int)
     if end != array.end:
         raise DataError(
             f"{array}: got {max(0, end - array.offset):,} bytes, expected {array.end - array.offset:,} ({array.rows:,} "
-            f"rows × {array.columns} of {array.dtype}). The file is truncated. Copy or write it again"
+            f"rows × {array.columns} of {array.dtype}). The file is truncated. Copy or write the file again"
         )
     return array
 
@@ -260,18 +260,19 @@ class NpySource(Source):
         Rows of each feature's table, or one number for all (``num_embeddings_per_feature`` of TorchRec's scripts), if
         there is no schema. Columns then have TorchRec's names: ``int_0`` …, ``cat_0`` … and ``label``.
     modulo
-        Take ids modulo the rows of their tables, as TorchRec's loader does. Predictions need ids after the modulo.
+        Replace ids by ids modulo the rows of their table, as TorchRec's loader does. Data for predictions must have the
+        resulting ids.
     splits
         Days by split, e.g. ``{train: [day_0, day_1], test: [day_2]}``, or ``"none"`` for only ``train``. Default, as in
         TorchRec's scripts: the first half of the last day is ``valid``, and the second half is ``test``. If there is
-        one day, its last tenth is divided.
+        one day, its last tenth is divided instead.
     chunk_samples
         Samples per chunk, the unit of reading and shuffling.
 
     Raises
     ------
     DataError
-        If the folder has another layout.
+        If the folder has a different layout.
     SpecError
         If an argument does not fit the arrays.
     """
@@ -290,7 +291,7 @@ class NpySource(Source):
         folder = location(path) if isinstance(path, str) else path
         if isinstance(folder, str):
             raise DataError(f"{path}: got a URI, expected a local folder of arrays. Copy them, or use Parquet")
-        self.days = find_days(folder.absolute())  # readers may have other working directories
+        self.days = find_days(folder.absolute())  # readers may have a different working directory
         if schema is None:
             schema = _default_schema(self.days[0], rows, str(path))
         elif rows is not None:
@@ -342,7 +343,7 @@ class NpySource(Source):
         return np.ascontiguousarray(part.day.labels.read(part.start, part.samples), np.float32)
 
     def _dense(self, part: _DaySlice) -> NDArray[Any] | None:
-        """Return numericals, as float64 if the model normalizes some."""
+        """Return numericals, as float64 if the model normalizes some of them."""
         if part.day.dense is None:
             return None
         dtype = np.float64 if self.schema.numericals else np.float32
@@ -383,7 +384,7 @@ def _default_schema(day: DayArrays, rows: int | Sequence[int] | None, path: str)
     if rows is None:
         raise SpecError(
             f"{path}: `rows` is missing. Set it to the rows of the tables of its {len(names)} features, or run hotbed "
-            "init, which counts them"
+            "init, which counts the rows"
         )
     each = [rows] * len(names) if isinstance(rows, int) else list(rows)
     if len(each) != len(names):
@@ -413,7 +414,7 @@ def _check_schema(schema: Schema, day: DayArrays, path: str) -> None:
 
 
 def _default_splits(days: Sequence[DayArrays]) -> dict[str, list[_DaySlice]]:
-    """Return the days by their names if they are names of splits, or hold out the last day."""
+    """Return days as splits if all their names are names of splits. Otherwise hold out the last day."""
     if {day.name for day in days} <= {"train", "valid", "test"}:
         named = {day.name: [_DaySlice(day, 0, day.rows)] for day in days}
         return {split: named[split] for split in ("train", "valid", "test") if split in named}

@@ -68,23 +68,23 @@ class ParquetSource(Source):
         quantiles, call `measure` before reading samples, as ``hotbed train`` does.
     ids
         ``"hash"`` hashes values to rows. ``"raw"`` uses integers as rows; the embedding checks that they are below
-        ``rows``. Use ``"raw"`` for files of `hotbed.prepare`, which have rows.
+        ``rows``. Use ``"raw"`` for files written by `hotbed.prepare`, because they have rows.
     split
         Rule that divides all rows, or only the train split if the path has splits, e.g. ``{by: time, column: ts,
         test_from: 2024-06-01}``, ``{by: hash, valid: 0.1, test: 0.1}`` or ``{by: order, test: 0.1}``. See
         `hotbed.data.files.row_split`.
     split_paths
-        Paths of splits outside of the main path, or None for an unused split of the path.
+        Paths of splits by name, for splits outside of the main path. None removes a split of the main path.
     text
         Columns of CSV and TSV files that are always text, e.g. codes with values ``12`` and ``A1``.
     valid_fraction, test_fraction
-        Shares of the last samples in these splits, rounded to whole row groups, for data without splits.
+        For data without splits, the shares of the splits. They have the last samples, rounded to whole row groups.
     missing
-        Input columns that files may lack. All of their values are then missing.
+        Input columns that files may lack. All values of an absent column are missing.
     filesystem
-        A `pyarrow.fs.FileSystem` of the path (default: local, or that of the URI).
+        The `pyarrow.fs.FileSystem` of the path (default: the file system of the URI, or the local one).
     encoder
-        Encoder of an existing model, which replaces that of the schema and ``ids``.
+        Encoder of an existing model (default: a new encoder for the schema and ``ids``).
 
     Raises
     ------
@@ -125,7 +125,8 @@ class ParquetSource(Source):
             if ids == "hash" and encoder is None and self.schema.stored[0] and _prepared_entry(file) is not None:
                 raise SpecError(
                     f"ids of {file}: got `hash`, expected `raw`, because hotbed prepare has already hashed them. "
-                    "Copy `ids` and rows from the dataset's source.yaml, or run `hotbed init DATASET`"
+                    "Copy `ids` and rows from the source.yaml of the dataset, or draft a recipe with `hotbed init "
+                    "DATASET`"
                 )
             fields.append((file, _check_fields(unchecked, file)))
         self._files = checked
@@ -179,7 +180,7 @@ class ParquetSource(Source):
 
     @property
     def encoder(self) -> Encoder:
-        """The encoder of stored rows, or of raw rows if the files are a dataset of `hotbed.prepare`."""
+        """The encoder of stored rows, or of raw rows if `hotbed.prepare` has written the files."""
         if self._raw_encoder is None:
             return self._stored_encoder
         if self._raw_encoder.schema is not self.schema:  # `only` has replaced the schema
@@ -193,7 +194,7 @@ class ParquetSource(Source):
         return self._encoder
 
     def streamed(self) -> Self:
-        """Return the source with large row groups in slices, which bounds the memory of reading in order."""
+        """Return a source with large row groups divided into slices. This bounds the memory for reading in order."""
         s = self.schema
         columns = len(s.sparse) + len(s.dense) + len(s.labels)
         rows = max(_FEWEST_STREAMED, _STREAMED_CELLS // max(1, columns))
@@ -233,7 +234,7 @@ class ParquetSource(Source):
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Return whether a path has Parquet files of `hotbed.prepare`."""
+    """Return whether a path has Parquet files written by `hotbed.prepare`."""
     return any(_prepared_entry(file) is not None for of_split in find_parquet(path).values() for file in of_split)
 
 
@@ -309,10 +310,12 @@ def _with_paths(
         check_known("split_paths: split", split, SPLITS, SpecError)
         if other is None:
             if found.pop(split, None) is None:
-                raise SpecError(f"split_paths.{split}: got null, but {path} has no such split. Remove it")
+                raise SpecError(f"split_paths.{split}: got null, but {path} has no such split. Remove the entry")
             continue
         if split in found or (split == "train" and "" in found):
-            raise SpecError(f"split_paths.{split}: got {other}, but {path} has such samples. Remove one of them")
+            raise SpecError(
+                f"split_paths.{split}: got {other}, but {path} already has {split} samples. Remove one of them"
+            )
         others = find_parquet(other, filesystem, text)
         if len(others) > 1:
             check_known(f"split of {other}", split, others, SpecError)
@@ -333,8 +336,8 @@ def _by_rows(path: str, groups: Groups, split: RowSplit, fractions: float) -> Gr
         raise SpecError("got both split and valid_fraction or test_fraction, expected one of them")
     if both is not None:
         raise SpecError(
-            f"split: got '{both}', which {path} has already. Remove it from split, or ignore that of the path with "
-            f"split_paths: {{{both}: null}}"
+            f"split: got '{both}', but {path} already has this split. Remove it from split, or ignore the split of the "
+            f"path with split_paths: {{{both}: null}}"
         )
     for file in {group.file.shown: group.file for group in whole}.values():
         split.check(file.schema, file.shown)
@@ -360,6 +363,6 @@ def _by_fractions(path: str, groups: Sequence[Chunk], valid: float, test: float)
             if start >= stop:
                 raise SpecError(
                     f"{path}: got {len(groups):,} row groups, too few for a {split} split with valid_fraction {valid} "
-                    f"and test_fraction {test}. Write it with a smaller row_group_size, or use split folders"
+                    f"and test_fraction {test}. Write the files with a smaller row_group_size, or use split folders"
                 )
     return splits

@@ -7,8 +7,8 @@
     {train, test}/numerical.bin   float16                       [N, I]
     {train, test}/cat_*.bin       int8, int16 or int32          [N] each, the smallest that holds the cardinality
 
-Datasets of the scripts in NVIDIA/DeepLearningExamples (PyTorch and TensorFlow2 DLRM) are supported. These scripts read
-datasets of hotbed, too, unless they have a ``valid`` split.
+Datasets written by the scripts in NVIDIA/DeepLearningExamples (PyTorch and TensorFlow2 DLRM) are supported. These
+scripts also read datasets written by hotbed, unless the datasets have a ``valid`` split.
 
 A chunk is a range of samples of every file. `OpenFiles` opens each file once and reads it by position from several
 threads, because opening 26 files per chunk took as long as reading them. Memory of large results is reused.
@@ -89,7 +89,7 @@ class FeatureSpec:
 
 
 def id_dtype(name: str, rows: int) -> np.dtype[Any]:
-    """Return the dtype of ids below ``rows`` by NVIDIA's rule: the smallest of int8/16/32 with a larger maximum."""
+    """Return the dtype of ids below ``rows`` by NVIDIA's rule: the first of int8/16/32 with a larger maximum."""
     for dtype in ("int8", "int16", "int32"):
         if rows < np.iinfo(dtype).max:
             return np.dtype(dtype).newbyteorder("<")
@@ -107,8 +107,8 @@ def read_feature_spec(path: str | Path) -> FeatureSpec:
     file = root if root.is_file() else root / DESCRIPTION
     if not file.is_file():
         raise DataError(
-            f"{file} does not exist. Create it with `hotbed prepare`, or pass its directory. For data in another "
-            "format, `hotbed init` drafts a recipe"
+            f"{file} does not exist. Create it with `hotbed prepare`, or pass its directory. For data in a "
+            "different format, draft a recipe with `hotbed init`"
         )
     try:
         content: object = parse_yaml(read_limited(file).decode("utf-8"))
@@ -216,7 +216,7 @@ class _DescriptionReader:
         return {_column_name(name): file for name, file in files.items()}
 
     def _within(self, name: str, where: str) -> Path:
-        """Return a file within the dataset's directory. Raise `DataError` for other files, also behind links."""
+        """Return the path of a file. Raise `DataError` if the path, or a link, leads out of the dataset's directory."""
         root = self.file.parent
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or ".." in parts or "\0" in name:
@@ -227,7 +227,7 @@ class _DescriptionReader:
         except (OSError, RuntimeError, ValueError) as error:
             raise DataError(f"{where}: file {name!r} is inaccessible: {error}") from None
         if not found.is_relative_to(root.resolve()):
-            raise DataError(f"{where}: {name} is a link to {found}, outside of the dataset. Move the file itself there")
+            raise DataError(f"{where}: {name} is a link to {found}, outside of the dataset. Replace it by the file")
         return root / name
 
     def _schema(self) -> Schema:
@@ -246,7 +246,9 @@ class _DescriptionReader:
         if [(c.name, c.rows) for c in schema.sparse] != [(c.name, c.rows) for c in sparse] or (
             (schema.dense, schema.labels) != (dense, labels) or schema.scaling or schema.numericals or schema.positives
         ):
-            raise DataError(f"{self.file}: metadata.schema and feature_spec have other columns. Remove metadata.schema")
+            raise DataError(
+                f"{self.file}: metadata.schema and feature_spec have different columns. Remove metadata.schema"
+            )
         return schema
 
 
@@ -258,12 +260,12 @@ def _column_name(name: str) -> str:
 _MOST_OPEN = 256
 """Limit of open files. The usual limit of a process is 1,024."""
 _CONVERTED_AT_ONCE = 1 << 14
-"""Values per conversion, because torch uses several threads from 32,768 values."""
+"""Values per conversion. For 32,768 values or more, torch would use several threads."""
 _LABELS_AT_ONCE = 1 << 24
 
 
 class OpenFiles:
-    """The open files of a dataset. Files are closed when this object is collected. It is thread-safe."""
+    """The open files of a dataset. This object is thread-safe. When it is garbage-collected, the files are closed."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
@@ -272,7 +274,7 @@ class OpenFiles:
         weakref.finalize(self, _close, self._descriptors)
 
     def read(self, file: StoredFile, start: int, out: NDArray[Any]) -> None:
-        """Fill ``out`` (``[n]`` or ``[n, I]``) with the samples from ``start``, converted to its dtype."""
+        """Fill ``out`` (``[n]`` or ``[n, I]``) with the samples from ``start``, converted to the dtype of ``out``."""
         descriptor = self._descriptor(file.path)
         try:
             is_same = file.dtype == out.dtype
@@ -294,7 +296,7 @@ class OpenFiles:
             yield RowLocation(str(file.path), lambda at, start=start: f"sample {start + at:,}"), name, part
 
     def _descriptor(self, path: Path) -> int:
-        """Return a descriptor, which stays open unless there are too many."""
+        """Return a descriptor of a file. The descriptor stays open, unless there are too many."""
         found = self._descriptors.get(path)
         if found is None:
             with self._lock:
@@ -317,14 +319,14 @@ class OpenFiles:
 
 
 def _fill(file: StoredFile, descriptor: int, first: int, out: NDArray[Any]) -> None:
-    """Read ``out`` from byte ``first``."""
+    """Fill ``out`` with bytes of a file from byte ``first``."""
     view, found = out.view(np.uint8).data, 0
     while found < len(view):
         count = os.preadv(descriptor, [view[found:]], first + found)
         if not count:
             raise DataError(
                 f"{file.path}: got {found:,} bytes from byte {first:,}, expected {len(view):,}. The file was truncated "
-                "after it was opened. Copy it again"
+                "after it was opened. Copy the file again"
             )
         found += count
 
@@ -349,7 +351,7 @@ def count_samples(files: Mapping[str, StoredFile]) -> int:
             raise DataError(
                 f"{file.path}: got {sizes[name]:,} bytes, expected {expected:,} ({samples:,} samples as in "
                 f"{files[fullest].path.name} × {file.sample_bytes} bytes of {file.dtype.name}). The file is truncated, "
-                "or its dtype in feature_spec.yaml is wrong. Copy or prepare it again"
+                "or its dtype in feature_spec.yaml is wrong. Copy or prepare the dataset again"
             )
     return samples
 
@@ -357,7 +359,7 @@ def count_samples(files: Mapping[str, StoredFile]) -> int:
 def _convert(stored: NDArray[Any], out: NDArray[Any]) -> None:
     """Convert values ``[n]``. torch converts float16 five times as fast as NumPy."""
     if stored.dtype == np.float16 and out.dtype == np.float32:
-        # Parts are so small that torch starts no threads. One call converts all, because each call waits for the GIL.
+        # For such small parts, torch starts no threads. One call converts all parts, because calls wait for the GIL.
         target, source = (list(torch.from_numpy(of).split(_CONVERTED_AT_ONCE)) for of in (out, stored))
         copy_all_(target, source)
     else:
@@ -380,8 +382,8 @@ class SplitBinarySource(Source):
     Raises
     ------
     DataError
-        If the description is invalid, a cardinality does not fit its dtype, or a ``.bin`` file is missing or has
-        another number of samples than the others.
+        If the description is invalid, a cardinality does not fit its dtype, or a ``.bin`` file is missing, or
+        numbers of samples differ between files.
     """
 
     def __init__(self, path: str | Path, *, chunk_samples: int = 65_536) -> None:
@@ -408,7 +410,7 @@ class SplitBinarySource(Source):
         return self._encoder
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for readers, which may have other working directories."""
+        """Return the state for readers, with absolute paths because their working directory may differ."""
         return {**self.__dict__, "_spec": self._spec.absolute(), "_encoder": None, "_open": OpenFiles()}
 
     def files(self) -> list[Path]:

@@ -1,7 +1,7 @@
-"""Write raw logs in Criteo's layout from a planted click model, whose AUC is the best that a model can attain.
+"""Write raw logs in Criteo's layout from a planted click model. No model can attain a better AUC than this model.
 
 The planted model is a logistic regression. Frequent values of categorical columns, missing values, some numericals, and
-some pairs of values of two short columns have effects. Rare values have none, because they could not be learned. Values
+some pairs of values of two short columns have effects. Rare values have none, because no model could learn them. Values
 follow Zipf's law, fields are missing at different rates, and 26 % of the lines are clicks.
 """
 
@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 
 # fmt: off
 FEWEST_SAMPLES = 100
-"""Lower limit of the lines of a log."""
+"""Minimum number of lines of a log."""
 _CARDINALITIES = (
     500, 300, 50_000, 20_000, 60, 12, 4_000, 200, 3, 8_000, 3_000, 40_000, 2_500,
     26, 4_000, 30_000, 10, 2_000, 600, 4, 35_000, 12, 15, 12_000, 50, 9_000,
@@ -48,14 +48,14 @@ _DENSE_EFFECTS = (0.35, 0.0, -0.2, 0.0, -0.25, 0.0, 0.3, 0.0, 0.0, 0.2, 0.0, 0.0
 _PAIRS = ((5, 8), (16, 19), (22, 21))
 _ZIPF = 1.1
 _INFORMATIVE = (1, 4, 5, 7, 9, 12, 13, 16, 18, 19, 21, 24)  # positions of the columns with effects
-_FREQUENT = 20  # most frequent values of such a column, which have an effect
+_FREQUENT = 20  # number of the most frequent values of such a column; only these have an effect
 _POSITIVE_RATE = 0.26
 _PIECE = 50_000  # lines generated at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attainable:
-    """Scores of the true click probabilities, which a model can exceed only by chance."""
+    """Scores of the true click probabilities. A model can exceed them only by chance."""
 
     samples: int  # number of lines
     positive_rate: float  # share of clicks
@@ -65,7 +65,7 @@ class Attainable:
 
 @dataclass(frozen=True, kw_only=True)
 class PlantedLog:
-    """A log of `write_synthetic_log`, with the attainable scores on all lines and on the last lines."""
+    """A log written by `write_synthetic_log`, with the attainable scores on all lines and on the last lines."""
 
     path: Path
     seed: int
@@ -94,7 +94,7 @@ def write_synthetic_log(
     seed
         Seed of the model's effects and of the lines.
     test_fraction
-        Share of the last lines, which have separate scores. Pass the same value to `prepare`.
+        Share of the last lines. They have separate scores. Pass the same value to `prepare`.
 
     Raises
     ------
@@ -142,7 +142,7 @@ class _PlantedModel:
         self.intercept = 0.0
         score = self._score(*_draw(np.random.default_rng((seed, 2)), 20_000))
         low, high = -20.0, 20.0
-        for _ in range(60):  # bisection: the mean probability rises with the intercept
+        for _ in range(60):  # bisection: the mean probability increases with the intercept
             self.intercept = (low + high) / 2
             if _sigmoid(score + self.intercept).mean() < _POSITIVE_RATE:
                 low = self.intercept

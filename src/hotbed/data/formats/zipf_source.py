@@ -1,7 +1,7 @@
 """Compute samples instead of storing them: `ZipfSource`, with tables of any size and ids by Zipf's law.
 
-The source is for measurements on tables without available data. Lookups are skewed as in real logs, and labels depend
-on some of the ids, so that a model can learn. Sample i is a pure function of (seed, i).
+The source is for measurements of tables without data. Lookups are skewed as in real logs, and labels depend on some of
+the ids, so that a model can learn. Sample i is a pure function of (seed, i).
 
 *Random numbers* are pure functions of a counter, and `ZipfLaw` converts them to ranks. Number i of a stream is output i
 of SplitMix64 with the stream's key as seed, so each part of a stream is computed without the rest.
@@ -43,7 +43,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64's state
 
 @cache
 def stream_key(*names: int) -> np.uint64:
-    """Return the key of the stream with these names: integers of at least 0, and a last one above 0."""
+    """Return the key of a stream by its names: integers of at least 0. The last name must be above 0."""
     return np.random.SeedSequence(names).generate_state(1, np.uint64)[0]
 
 
@@ -60,12 +60,13 @@ def random_uniform(key: np.uint64, counters: Hashes) -> Floats:
 
 
 class ZipfLaw:
-    """Zipf's law over ranks 0 … R − 1: rank r has a probability in proportion to (r + 1)^−s; s = 0 is uniform.
+    """Zipf's law over ranks 0 … R − 1: rank r has a probability in proportion to (r + 1)^−s. s = 0 is uniform.
 
     Ranks are sampled by rejection-inversion (Hörmann and Derflinger, "Rejection-inversion to generate variates from
-    monotone discrete distributions", ACM TOMACS 6(3), 1996): a point under the continuous x^−s is drawn by inversion
-    and rounded to the nearest rank, and rejected above the discrete law. More than 85 % of the points are accepted. No
-    table is needed, for any R. ``expm1`` and ``log1p`` keep the integral accurate for exponents near 1.
+    monotone discrete distributions", ACM TOMACS 6(3), 1996): a point under the continuous curve x^−s is drawn by
+    inversion and rounded to the nearest rank. It is rejected if it lies above the discrete law. More than 85 % of the
+    points are accepted. No table is needed, for any R. ``expm1`` and ``log1p`` keep the integral accurate for exponents
+    near 1.
     """
 
     def __init__(self, rows: int, exponent: float) -> None:
@@ -81,7 +82,7 @@ class ZipfLaw:
         self._sure = float(2.0 - self._inverse(below_2)[0])
 
     def draw(self, names: tuple[int, ...], counters: Hashes) -> Integers:
-        """Return the ranks ``[n]`` at these counters of the stream with these names. Ranks are independent."""
+        """Return independent ranks ``[n]``, at these counters of the stream with these names."""
         ranks = np.empty(len(counters), dtype=np.int64)
         left, attempt = np.arange(len(counters)), 1
         while len(left):
@@ -126,7 +127,7 @@ def fit_exponent(counts: NDArray[Any]) -> float | None:
 
     The maximum-likelihood estimate over ranks 1 … K is the exponent for which the mean of ln r over the occurrences
     equals its expectation Σ r^−s ln r / Σ r^−s (Clauset, Shalizi and Newman, "Power-law distributions in empirical
-    data", SIAM Review 51(4), 2009, section 3.1). None if K is below 2.
+    data", SIAM Review 51(4), 2009, section 3.1). Return None if K is below 2.
     """
     if len(counts) < 2:
         return None
@@ -177,8 +178,8 @@ class _Shape(NamedTuple):
 class ZipfSource(Source):
     """Samples with ids by Zipf's law: row r of a table with a probability in proportion to (r + 1)^−exponent.
 
-    Ids are sorted by descending popularity, as in data of `hotbed.prepare`. They are int32, or int64 if a table has
-    more than 2³¹ rows. Columns are independent of each other. Dense inputs are uniform with mean 0 and variance 1.
+    Ids are sorted by descending popularity, as in data written by `hotbed.prepare`. They are int32, or int64 if a table
+    has more than 2³¹ rows. Columns are independent of each other. Dense inputs are uniform with mean 0 and variance 1.
     Labels follow a logistic regression over every fourth column, with a separate effect for each row.
 
     Parameters

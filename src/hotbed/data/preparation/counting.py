@@ -1,8 +1,8 @@
-"""Stages 2 and 3 of a preparation: count the values of each table out of core, and number the frequent ones.
+"""Count the values of each table, and assign ids to frequent values (stages 2 and 3 of a preparation).
 
-A count task writes its counts as *runs*, i.e. Parquet files sorted by value. A merge task reads all runs of a table
-side by side, so that memory holds only the values that get ids. The result depends neither on the memory limit nor on
-how samples were divided among tasks.
+A count task writes its counts as *runs*: Parquet files sorted by value. A merge task merges all runs of a table in one
+pass, and keeps only the values that get ids in memory. The result depends neither on the memory limit nor on the
+division of samples among tasks.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CountJob:
-    """Count the values of one group of samples."""
+    """Arguments of `count_values` for one group of samples."""
 
     group: tuple[Piece, ...]
-    columns: Mapping[str, tuple[str, ...]]  # by table, the columns with its values
-    kinds: Mapping[str, pa.DataType]  # by table, the type of its values
+    columns: Mapping[str, tuple[str, ...]]  # columns by table
+    kinds: Mapping[str, pa.DataType]  # type of counted values by table
     splits: Splits
     train_only: bool  # whether only rows of the train split are counted
     out: Path  # directory of the runs
@@ -51,7 +51,7 @@ class CountJob:
 
 @dataclass(frozen=True)
 class MergeJob:
-    """Build the vocabulary of one table; see `hotbed.prepare` for the arguments."""
+    """Arguments of `merge_runs` for one table. `PrepareOptions` describes ``threshold`` and ``top_k``."""
 
     table: str
     counts: Path
@@ -64,7 +64,7 @@ class MergeJob:
 
 
 def count_values(job: CountJob) -> dict[str, int]:
-    """Write the runs of a group unless they exist; return the number of samples by split."""
+    """Write the runs of a group unless they exist, and return the number of samples by split."""
     done = job.out / "samples.json"
     if done.is_file():
         return json.loads(done.read_text(encoding="utf-8"))
@@ -85,7 +85,7 @@ def count_values(job: CountJob) -> dict[str, int]:
 
 
 class _ValueCounts:
-    """Counts of values by table; they are written as runs when they exceed the memory limit."""
+    """Counts of values by table. They are written as runs when they exceed the memory limit."""
 
     def __init__(self, directory: Path, memory_bytes: int) -> None:
         self._directory, self._memory_bytes = directory, memory_bytes
@@ -111,7 +111,7 @@ class _ValueCounts:
 
 
 def merge_runs(job: MergeJob) -> tuple[int, str]:
-    """Write the vocabulary of a table unless it exists; return its size and SHA-256."""
+    """Write the vocabulary of a table unless it exists, and return its size and SHA-256."""
     out = vocabulary_file(job.out, job.table)
     if out.is_file():
         values = read_vocabulary(out).values
@@ -132,8 +132,8 @@ def _frequent_values(job: MergeJob) -> pa.Array:
             found = [_most_frequent_new(found, known, most)]
             if (nbytes := 2 * found[0].nbytes + known.nbytes) > job.memory_bytes:
                 raise DataError(
-                    f"table '{job.table}', values seen at least {job.threshold:,} times: got {nbytes:,} bytes, "
-                    f"expected at most {job.memory_bytes:,}. Raise threshold, set top_k, or increase memory."
+                    f"table '{job.table}', values that occur at least {job.threshold:,} times: got {nbytes:,} bytes, "
+                    f"expected at most {job.memory_bytes:,}. Increase threshold or memory, or set top_k"
                 )
     new = _most_frequent_new(found, known, most)["value"].chunks if found else []
     return pa.concat_arrays([known, *new])
@@ -150,20 +150,20 @@ def _earlier_values(job: MergeJob) -> pa.Array:
     except pa.ArrowInvalid:
         pass
     raise DataError(
-        f"{job.earlier}: got values of type {values.type}, expected {job.kind}, as in table '{job.table}' now. "
-        "Prepare without this vocabulary, or write the column with its former type."
+        f"{job.earlier}: got values of type {values.type}, expected {job.kind} as in the data of table "
+        f"'{job.table}'. Remove `vocabulary`, or write the column with its former type"
     )
 
 
 def _most_frequent_new(tables: Sequence[pa.Table], known: pa.Array, most: int | None) -> pa.Table:
-    """Return unknown values by falling count, ties by value."""
+    """Return the values that are not in ``known``, by descending count, then by value."""
     counted = pa.concat_tables(tables)
     new = counted.filter(pc.invert(pc.is_in(counted["value"], value_set=known)))
     return new.sort_by([("count", "descending"), ("value", "ascending")])[:most].combine_chunks()
 
 
 def _merge_all(runs: Sequence[Path], job: MergeJob) -> Iterator[pa.Table]:
-    """Merge any number of runs, in several levels if there are more than can be open at once."""
+    """Merge any number of runs, in several levels if there are more than `_MOST_RUNS`."""
     level = 0
     schema = pa.schema([("value", job.kind), ("count", pa.int64())])
     while len(runs) > _MOST_RUNS:
@@ -181,8 +181,8 @@ def _merge_all(runs: Sequence[Path], job: MergeJob) -> Iterator[pa.Table]:
 def _merge_open(runs: Sequence[Path], memory_bytes: int) -> Iterator[pa.Table]:
     """Yield sums of counts, sorted by value.
 
-    Every step consumes the values up to the smallest of the runs' last read values, so that no value occurs in two
-    steps.
+    Each step consumes the values up to the smallest last value of the runs' current batches, so that no value occurs
+    in two steps.
     """
     each = memory_bytes // max(1, len(runs))
     with ExitStack() as stack:

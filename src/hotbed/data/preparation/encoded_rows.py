@@ -1,7 +1,7 @@
-"""Stage 4 of a preparation: replace values by their ids, group by group, and assemble the groups as a dataset.
+"""Replace values by ids, group by group, and combine the groups to a dataset (stage 4 of a preparation).
 
-The dataset is in NVIDIA's split-binary format (`hotbed.data.formats.split_binary`), or Parquet files of ids with a
-``source.yaml`` that describes them like ``data.source`` of a recipe.
+The dataset is in NVIDIA's split-binary format (`hotbed.data.formats.split_binary`), or has Parquet files of ids. A
+``source.yaml`` describes these files in the same way as ``data.source`` of a recipe.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _ROW_GROUP = 65_536
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """Encode one group of samples."""
+    """Arguments of `encode_group` for one group of samples."""
 
     group: tuple[Piece, ...]
     index: int  # number of the group
     schema: Schema  # schema of the dataset, with the rows of each table
-    group_column: str | None  # stored name of the column of groups
-    kinds: Mapping[str, pa.DataType]  # by table, the type of its values
-    types: Mapping[str, pa.DataType]  # by unchanged column, a type that holds the values of all files
+    group_column: str | None  # name of the group column in the input
+    kinds: Mapping[str, pa.DataType]  # type of counted values by table
+    types: Mapping[str, pa.DataType]  # by column that is stored unchanged, a type for the values of all files
     lists: frozenset[str]  # sparse columns that are written as lists
     splits: Splits
     vocabularies: Path
@@ -72,14 +72,14 @@ def dataset_schema(schema: Schema, rows: Mapping[str, int]) -> Schema:
     group = f"{schema.group}_value"
     if group in {*plain_columns(schema), *names}:
         raise SpecError(
-            f"column '{schema.group}' is an input and the group, so its values are stored as '{group}', which is also "
-            "a column. Rename that column, or remove it from the schema."
+            f"column '{schema.group}' is both an input and the group, so the group would be stored as '{group}', but "
+            f"the schema already has this column. Rename column '{group}', or remove it from the schema"
         )
     return replace(schema, sparse=sparse, group=group)
 
 
 def check_format(schema: Schema, form: Format, hashed: Mapping[str, int]) -> None:
-    """Raise `SpecError` if a format cannot hold samples of a schema, with these rows of hashed tables."""
+    """Raise `SpecError` if a format does not support a schema, or the numbers of rows of hashed tables."""
     dataset_schema(schema, schema.rows)
     if form == "split_binary":
         check_split_binary(schema)
@@ -118,7 +118,7 @@ def _ids(job: EncodeJob, block: RowBlock, column: SparseColumn) -> NDArray[np.in
 
 
 def _read(job: EncodeJob, schema: Schema) -> Iterator[RowBlock]:
-    """Read the rows of a group; bad labels, weights and groups are refused here, because their rows are known."""
+    """Read the rows of a group. Check labels, weights and groups here, where messages can name rows of the input."""
     mapped = {label.column: label for label in schema.positives}
     names = dict.fromkeys((*plain_columns(schema), *(column.name for column in schema.sparse)))
     for block in read_blocks_of(job.group, list(names), job.splits):

@@ -1,12 +1,12 @@
 """Prepare raw logs or tables as a dataset of ids, in four stages.
 
-1. *read* (`raw_inputs`; Criteo logs only): check and parse every field, and spool the rows as Parquet.
-2. *count* (`counting`): count the values of each table, as sorted runs.
-3. *merge* (`counting`): merge the runs, and number frequent values: the vocabularies.
+1. *read* (`raw_inputs`; Criteo logs only): check and parse every field, and write the rows to temporary Parquet files.
+2. *count* (`counting`): count the values of each table, and write the counts as sorted runs.
+3. *merge* (`counting`): merge the runs, and assign ids to frequent values in a vocabulary.
 4. *write* (`encoded_rows`): replace values by ids.
 
-Each stage consists of tasks that write files under names of their own. So any worker can run them, and a killed
-preparation resumes. A hidden directory next to the output holds all files, and is renamed at the end.
+Each stage consists of tasks, and each task writes its own files. So any worker can run any task, and a killed
+preparation can resume. The files are in a hidden directory next to the output. At the end, it becomes the output.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from hotbed.errors import DataError, SpecError, WorkerError
 from hotbed.files import new_directory
 
 _DONE = ".done"
-_VERSION = 3  # of the files of a killed preparation
+_VERSION = 3  # of temporary files; a killed preparation resumes only if the version is equal
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareReport:
-    """Report of `prepare`."""
+    """Result of `prepare`."""
 
     path: Path
     samples: Mapping[str, int]  # by split
-    rows: Mapping[str, int]  # by table, including id 0
-    skipped: Mapping[str, int]  # lines by fault: fields, label, numerical, categorical
+    rows: Mapping[str, int]  # by table, including row 0
+    skipped: Mapping[str, int]  # skipped lines by fault: fields, label, numerical, categorical
     replaced: Mapping[str, int]  # by column, the numericals of Criteo logs that the rule `negatives` replaced
     left_out: Mapping[str, str]  # columns that the drafted schema omits, with their types and the reasons
     seconds: float
@@ -68,22 +68,22 @@ def prepare(
 ) -> PrepareReport:
     """Convert raw Criteo logs, or Parquet, CSV and TSV files with any columns, to a dataset of ids.
 
-    Values of a table with at least ``threshold`` occurrences get ids 1, 2, … by falling count, ties by value. Missing
-    and rarer values are id 0. Numericals of Criteo logs become ln(x + 3), and missing ones 0. All other columns are
-    stored without change. Samples keep their order. By default it is taken as the order of time, so that the last
-    samples are the test split.
+    Values with at least ``threshold`` occurrences in a table get ids 1, 2, … by descending count, then by value.
+    Missing and rarer values get id 0. Numericals of Criteo logs become ln(x + 3), and missing ones become 0. All other
+    columns are stored unchanged. Samples keep their order. By default, they are assumed to be in time order, and the
+    last samples are the test split.
 
-    The directory holds a folder per split, ``vocabulary/``, and ``feature_spec.yaml`` (split-binary format, for
+    The output directory has a folder per split, ``vocabulary/``, and ``feature_spec.yaml`` (split-binary format, for
     `SplitBinarySource`) or ``source.yaml`` (Parquet, for `ParquetSource`). Its bytes depend only on the data and the
-    options, not on the workers. The same call resumes a preparation that was killed.
+    options, not on the workers. To resume a killed preparation, repeat the same call.
 
     Parameters
     ----------
     raw
-        Criteo logs: a file (plain, gzip or zstd), several in order of time, or a directory of ``day_*`` or
-        ``*.tsv[.gz|.zst]`` files. Or files or folders of Parquet, CSV or TSV with a header, as `ParquetSource` reads
-        them. Paths or URIs. Or a folder that `SplitBinarySource` or `NpySource` reads, or any `Source`, with its ids
-        as values.
+        Paths or URIs of the input. Criteo logs are a file (plain, gzip or zstd), several files in time order, or a
+        directory of ``day_*`` or ``*.tsv[.gz|.zst]`` files. Tables are files or folders that `ParquetSource` reads:
+        Parquet, or CSV and TSV with a header. The input may also be a folder that `SplitBinarySource` or `NpySource`
+        reads, or any `Source`. Their ids are counted like raw values.
     out
         Directory of the dataset.
     progress
@@ -99,18 +99,18 @@ def prepare(
     SpecError
         If an option is out of range.
     WorkerError
-        If workers die repeatedly, or a cluster does not answer. Finished tasks are kept, and the same call resumes.
+        If workers die repeatedly, or a cluster does not answer. Finished tasks are kept. To resume, repeat the call.
     OSError
-        If the disk is full. No files are left after this or any other failure.
+        If the disk is full. All written files are removed, as after any failure except `WorkerError`.
     """
     started = time.perf_counter()
     chosen = PrepareOptions(**options)
     found = find_input([raw] if isinstance(raw, str | Path | Source) else list(raw), chosen.schema)
     is_log, schema, kinds = bool(found.logs), found.schema, found.kinds
     if is_log and chosen.split is not None:
-        raise SpecError("split: got Criteo logs, expected files with named columns. Use rows, files or fractions.")
+        raise SpecError("split: got Criteo logs, expected files with named columns. Use fractions, rows or files")
     if not is_log and chosen.negatives != "keep":
-        raise SpecError(f"negatives: got {chosen.negatives!r}, expected Criteo logs. Remove it.")
+        raise SpecError(f"negatives: got {chosen.negatives!r}, expected 'keep' for data without Criteo logs. Remove it")
     form: Format = chosen.format or ("split_binary" if is_log else "parquet")
     hashed = dict(chosen.hash_rows or {})
     check_hashed(hashed, chosen.hash_seed, schema)
@@ -124,7 +124,7 @@ def prepare(
     if chosen.vocabulary is not None:
         earlier = {table: vocabulary_file(Path(chosen.vocabulary).absolute(), table) for table in columns}
     for file in earlier.values():
-        read_vocabulary(file)  # checks it
+        read_vocabulary(file)  # raises an error if the file is bad
     of_files = splits_of_files(found.names(), chosen)
     content = (
         _VERSION,
@@ -177,7 +177,7 @@ def prepare(
             progress("count", done, total)
             samples.update(of_group)
         if (empty := next((split for split in splits.names if not samples[split]), None)) is not None:
-            raise DataError(f"{empty} split: got no samples, expected some. Choose the splits another way.")
+            raise DataError(f"{empty} split: got no samples, expected at least one. Change the options of splits")
         merging = [
             MergeJob(
                 table, counts, kinds[table], chosen.threshold, chosen.top_k, earlier.get(table), vocabularies, each
@@ -215,7 +215,7 @@ def prepare(
             progress("write", done, len(groups))
         assemble([job.out for job in encoding], directory, made, splits, form, preparation)
         progress("write", len(groups), len(groups))
-        work.replace(directory / _DONE)  # a successor must not resume from a directory that is partly removed
+        work.replace(directory / _DONE)  # a later call must not resume from a partly removed directory
         rmtree(directory / _DONE)
     return PrepareReport(
         path=Path(out),

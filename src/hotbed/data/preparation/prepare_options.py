@@ -1,4 +1,4 @@
-"""Define the options of `hotbed.prepare`, which are checked once, when they are made."""
+"""Define the options of `hotbed.prepare`. They are checked when they are created."""
 
 from __future__ import annotations
 
@@ -32,46 +32,48 @@ class PrepareOptions(Section, error=SpecError):
     Parameters
     ----------
     schema
-        Roles of the columns of Parquet, CSV or TSV files (default: drafted from the data). Columns with one ``table``
-        share a vocabulary. ``rows`` is ignored, because the vocabularies determine it.
+        Roles of the columns of Parquet, CSV or TSV files (default: drafted from the data). Columns with the
+        same ``table`` share a vocabulary. ``rows`` is ignored, because the size of a vocabulary determines the rows.
     threshold
-        Smallest count of a value with its own id, e.g. 15 in NVIDIA's scripts.
+        Minimum number of occurrences of a value that gets an id (e.g. 15, as in NVIDIA's scripts).
     top_k
-        Largest number of values per table with their own ids (default: no limit).
+        Maximum number of values per table that get ids (default: no limit).
     hash_rows
-        Rows by table, for tables that are hashed instead of counted, e.g. ``{user: 1000000}``. Use it for values
-        without end, such as users or queries.
+        Number of rows by table, for tables that hash values instead of counting them, e.g. ``{user: 1000000}``. Hash
+        values if new ones appear all the time, e.g. users or queries.
     hash_seed
-        Seed of that hash; see `hotbed.data.encoding.prepared_dataset.HashEntry`.
+        Seed of the hash. See `hotbed.data.encoding.prepared_dataset.HashEntry`.
     valid_fraction, test_fraction
-        Share of samples in the split (default for test: 0.1, unless rows, files or ``split`` are chosen). 0 omits it.
+        Share of samples in the split. 0 omits the split. The default of ``test_fraction`` is 0.1, unless rows, files
+        or ``split`` are set.
     valid_rows, test_rows
         Number of samples in the split, instead of a share.
     valid_files, test_files
-        Files that belong to the split as a whole, e.g. ``day_23`` or ``week_1/day_23``.
+        Files with all of their samples in the split, e.g. ``day_23`` or ``week_1/day_23``.
     split
-        Rule that divides Parquet, CSV and TSV files by row, e.g. ``{by: time, column: ts, test_from: 2024-06-01}``;
-        see `hotbed.data.files.row_split`.
+        Rule that divides Parquet, CSV and TSV files by row, e.g. ``{by: time, column: ts, test_from: 2024-06-01}``.
+        See `hotbed.data.files.row_split`.
     count_on
-        ``"train"`` counts values in the train split only, so that the vocabulary learns nothing of the test split.
+        ``"train"`` counts values in the train split only, so that the vocabulary does not depend on the test split.
         ``"all"`` counts all samples, as NVIDIA's scripts do.
     vocabulary
         ``vocabulary/`` directory of an earlier dataset. Its values keep their ids, and new values follow them.
     on_bad_line
-        ``"error"`` stops at a bad line of a log; ``"skip"`` omits bad lines and counts them.
+        ``"error"`` stops at the first bad line of a log. ``"skip"`` omits bad lines and counts them.
     negatives
-        Rule for negative numericals x of Criteo logs. ``"keep"``: ln(x + 3), with -3 read as -2, and smaller values
-        bad. ``"zero"``: 0, as in the scripts of Facebook's DLRM.
+        Rule for negative numericals x of Criteo logs. ``"keep"`` computes ln(x + 3), where -3 is treated as -2, and
+        smaller values are bad. ``"zero"`` replaces x by 0, as the scripts of Facebook's DLRM do.
     format
-        Format of the dataset, ``"split_binary"`` (default for Criteo logs; one id per column) or ``"parquet"``.
+        Format of the dataset: ``"split_binary"`` (default for Criteo logs; for columns with one id per sample), or
+        ``"parquet"`` (default for all other inputs).
     executor
         Executor of the tasks: ``"threads"``, ``"processes"``, ``"dask:ADDRESS"``, ``"ray:ADDRESS"``, or any
         `concurrent.futures.Executor`. Workers need hotbed, and all files at the same paths.
     workers
         Number of threads or processes (default: one per core, limited by ``memory``).
     memory
-        Memory limit in bytes, of all threads and processes together, or of each worker of a cluster. Larger counts
-        are spooled to disk.
+        Memory limit in bytes, for all threads and processes together, or for each worker of a cluster. If counts
+        exceed the limit, they are written to disk.
     overwrite
         Replace an existing dataset at the same path.
     """
@@ -99,12 +101,12 @@ class PrepareOptions(Section, error=SpecError):
     overwrite: bool = False
 
     def contradictions(self) -> Iterator[str]:
-        """Yield messages about splits that contradict each other."""
+        """Yield a message for each contradiction between the options of splits."""
         shares = (self.valid_fraction or 0.0) + (self.test_fraction or 0.0)
         if shares >= 1:
             yield (
                 f"valid_fraction + test_fraction: got {self.valid_fraction} + {self.test_fraction}, expected below 1. "
-                "Lower one, so that samples are left for training."
+                "Decrease one of them, so that samples are left for training"
             )
         ways = {
             "fractions": shares,
@@ -113,7 +115,7 @@ class PrepareOptions(Section, error=SpecError):
             "split": self.split is not None,
         }
         if len(chosen := [way for way, is_chosen in ways.items() if is_chosen]) > 1:
-            yield f"splits: got {' and '.join(chosen)}, expected one way of choosing them. Remove the others."
+            yield f"splits: got {' and '.join(chosen)}, expected only one of them. Remove the others"
 
     @cached_property
     def by(self) -> RowSplit | None:
@@ -122,7 +124,7 @@ class PrepareOptions(Section, error=SpecError):
 
     @property
     def has_splits(self) -> bool:
-        """Whether fractions, rows or a rule choose splits."""
+        """Whether fractions, rows or a rule are set for the splits."""
         return bool(self.valid_fraction or self.test_fraction or self.valid_rows or self.test_rows or self.by)
 
     def test_share(self) -> float:
@@ -132,12 +134,12 @@ class PrepareOptions(Section, error=SpecError):
         return 0.0 if self.valid_rows or self.test_rows else _TEST_FRACTION
 
     def content(self) -> list[tuple[str, Any]]:
-        """Return the options that determine the dataset's content by their own value."""
+        """Return the options that determine the dataset's content, without `_ELSEWHERE` (`prepare` adds these)."""
         names = [f.name for f in fields(self) if f.name not in (*_ELSEWHERE, *_HOW)]
         return [(name, self.by if name == "split" else getattr(self, name)) for name in names]
 
     def worker_count(self) -> int | None:
-        """Return the number of workers; None if the executor determines it."""
+        """Return the number of workers, or None if the executor determines it."""
         if self.workers is not None or self.executor not in STARTED_HERE:
             return self.workers
         return max(1, min(usable_cores(), (self.memory - _BASE_BYTES) // _TASK_BYTES))

@@ -1,7 +1,7 @@
-"""Stage 1 of a preparation: find the input, parse logs, assign rows to splits, and read rows block by block.
+"""Find the input, parse logs, assign rows to splits, and read rows in blocks (stage 1 of a preparation).
 
-Criteo logs are parsed into Parquet files, one per compressed file or range of bytes. All other inputs are read where
-they are. Both become `Piece`s, i.e. row groups with a split. One task reads a group of consecutive pieces.
+Criteo logs are parsed into Parquet files, one per compressed file or range of bytes. All other inputs are read without
+a copy. Both are divided into `Piece`s: row groups with their splits. One task reads a group of consecutive pieces.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class RawInput:
     schema: Schema
     logs: Sequence[Path | RemoteFile] = ()
     tables: Mapping[str, Sequence[TableFile]] = field(default_factory=dict[str, Sequence[TableFile]])
-    kinds: Mapping[str, pa.DataType]  # by table, the type of its counted values
+    kinds: Mapping[str, pa.DataType]  # type of counted values by table
     types: Mapping[str, pa.DataType]  # by column without ids, a type that holds the values of all files
     lists: frozenset[str] = frozenset()  # sparse columns that hold lists
-    left_out: Mapping[str, str] = field(default_factory=dict[str, str])  # types and reasons, of a drafted schema
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])  # types and reasons of columns without a role
 
     @property
     def state(self) -> object:
-        """Paths, sizes and modification times."""
+        """Paths, sizes and modification times of all files."""
         times = ((f, f.stat().st_mtime_ns if isinstance(f, Path) else f.mtime_ns) for f in self.logs)
         return (
             [(str(f), size_of(f), time) for f, time in times],
@@ -93,18 +93,18 @@ class RawInput:
         )
 
     def names(self) -> list[tuple[str, str]]:
-        """Return the path of each file, and its name below the input."""
+        """Return the path of each file, and the file's path relative to the input."""
         return [(str(f), f.name) for f in self.logs] + [(f.shown, f.name) for f in chain(*self.tables.values())]
 
 
 def find_input(raw: Sequence[str | Path | Source], schema: Schema | Mapping[str, object] | None) -> RawInput:
-    """Find Criteo logs, tables or a source.
+    """Find the input: Criteo logs, tables or a source.
 
-    Files are tables if there is a schema, or their names or first line show it.
+    Files are tables if a schema is passed, or if their names or their first lines show that they are tables.
     """
     if any(map(is_source, raw)):
         if len(raw) > 1:
-            raise SpecError(f"raw: got {len(raw)} inputs with a whole dataset, expected the dataset alone")
+            raise SpecError(f"raw: got a dataset among {len(raw)} inputs, expected only the dataset. Remove the others")
         source = raw[0] if isinstance(raw[0], Source) else Path(location(str(raw[0])))
         return _check_tables(*source_files(source, schema))
     paths = [path for path in raw if not isinstance(path, Source)]
@@ -115,7 +115,7 @@ def find_input(raw: Sequence[str | Path | Source], schema: Schema | Mapping[str,
             types = {name: _PARSED.field(name).type for name in (LABEL, *DENSE)}
             return RawInput(schema=_LOG_SCHEMA, logs=logs, kinds=kinds, types=types)
     if schema is None and len(paths) > 1:
-        raise SpecError(f"schema: got none for {len(paths)} paths of tables, expected one. Pass it, or one folder.")
+        raise SpecError(f"schema: got none for {len(paths)} paths of tables, expected one. Pass it, or one folder")
     files: dict[str, list[ParquetFile]] = {}
     for path in paths:
         for split, of_split in find_parquet(path).items():
@@ -124,7 +124,7 @@ def find_input(raw: Sequence[str | Path | Source], schema: Schema | Mapping[str,
         return _check_tables(schema, files)
     every = with_rows(chain(*files.values()))
     names = dict.fromkeys(name for file in every for name in file.schema.names)
-    _check_types(every, list(names), "Rewrite one of the files, or pass a schema without this column.")
+    _check_types(every, list(names), "Write one of the files again, or pass a schema without this column")
     drafted = draft(paths[0])
     left_out = {column.name: f"{column.type}; {column.reason}" for column in drafted.left_out}
     return replace(_check_tables(drafted.schema, files), left_out=left_out)
@@ -144,7 +144,7 @@ def _has_tables(path: str | Path) -> bool:
 def _remote_names(uri: str) -> list[str]:
     try:
         store, root = resolve_uri(uri)
-    except ValueError:  # `find_log_files` raises the error
+    except ValueError:  # `find_log_files` raises the error later
         return []
     if store.get_file_info(root).type != fs.FileType.Directory:
         return [root.rsplit("/", 1)[-1]]
@@ -153,7 +153,7 @@ def _remote_names(uri: str) -> list[str]:
 
 
 def plain_columns(schema: Schema) -> list[str]:
-    """Return the columns that are stored without change."""
+    """Return the columns that are stored unchanged."""
     group = [schema.group] if schema.group is not None else []
     return list(dict.fromkeys([*schema.labels, *schema.dense, *schema.weight_columns, *schema.id_weights, *group]))
 
@@ -166,18 +166,18 @@ def _check_tables(schema: Schema | Mapping[str, object], tables: Mapping[str, Se
     if schema.derived:
         raise SpecError(
             f"schema.features: got '{schema.derived[0].name}', expected none, because a prepared dataset holds ids and "
-            "no values to derive features from. Remove `features`, or train on the files without preparation."
+            "no values to derive features from. Remove `features`, or train on the files without preparation"
         )
-    # The vocabularies determine rows.
+    # The vocabularies determine the numbers of rows.
     schema = replace(schema, sparse=tuple(replace(column, rows=1 << 30) for column in schema.sparse))
     encoder = Encoder(schema, ids="hash")
     every = list(chain(*tables.values()))
-    # Types of files without rows mean nothing.
+    # Types of files without rows have no meaning.
     files = [file for file in every if file.row_groups()]
     for file in files or every:
         encoder.check(file.schema, file.shown)
     kinds = _kinds(schema, files)
-    _check_types(files, encoder.names, "Rewrite one of the files.")
+    _check_types(files, encoder.names, "Write one of the files again")
     if not files:
         raise DataError(f"{every[0].shown} has no rows")
     stored = {name: [file.schema.field(name).type for file in files] for name in encoder.names}
@@ -191,7 +191,7 @@ def _check_tables(schema: Schema | Mapping[str, object], tables: Mapping[str, Se
 
 
 def _kinds(schema: Schema, files: Sequence[TableFile]) -> dict[str, pa.DataType]:
-    """Return by table the type of its counted values; raise `DataError` for a mix of text and integers."""
+    """Return the type of counted values by table. Raise `DataError` if a table has both text and integers."""
     found: dict[str, tuple[pa.DataType, str]] = {}
     for file in files:
         for column in schema.sparse:
@@ -202,8 +202,8 @@ def _kinds(schema: Schema, files: Sequence[TableFile]) -> dict[str, pa.DataType]
             other, first = found.setdefault(column.table_name, (kind, where))
             if arrow.is_text(kind) != arrow.is_text(other):
                 raise DataError(
-                    f"{where}: got {stored}, expected {other}, as in {first}, because 5 and '5' are different ids of "
-                    f"table '{column.table_name}'. Write all values as text, or all as integers."
+                    f"{where}: got {stored}, expected {other} as in {first}, because 5 and '5' are different ids of "
+                    f"table '{column.table_name}'. Write all values as text, or all as integers"
                 )
             if kind in (pa.uint64(), pa.large_binary()):
                 found[column.table_name] = (kind, first)
@@ -211,7 +211,7 @@ def _kinds(schema: Schema, files: Sequence[TableFile]) -> dict[str, pa.DataType]
 
 
 def _check_types(files: Sequence[TableFile], names: Sequence[str], fix: str) -> None:
-    """Raise `DataError` if types of a column are incompatible between files."""
+    """Raise `DataError` if a column has incompatible types in two files."""
     for name in names:
         seen: dict[pa.DataType, TableFile] = {}
         for file in files:
@@ -231,7 +231,7 @@ def _check_types(files: Sequence[TableFile], names: Sequence[str], fix: str) -> 
 
 
 class LogPart(NamedTuple):
-    """A part of a log that one task parses, and the file for its rows."""
+    """A part of a log that one task parses, and the Parquet file for the part's rows."""
 
     file: Path | RemoteFile
     start: int
@@ -242,14 +242,14 @@ class LogPart(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the log."""
+        """Size of the part in bytes."""
         return (size_of(self.file) if self.stop is None else self.stop) - self.start
 
 
 def parse_logs(
     logs: Sequence[Path | RemoteFile], options: PrepareOptions, spool: Path, tasks: Tasks, report: Progress
 ) -> tuple[list[Piece], Counter[str], Counter[str]]:
-    """Parse logs into Parquet files; return their pieces, skipped lines by fault, and replaced values by column."""
+    """Parse logs into Parquet files. Return pieces, counts of skipped lines by fault, and replaced values by column."""
     parts: list[LogPart] = []
     for log in logs:
         with log.open("rb") as stored:
@@ -274,12 +274,12 @@ def parse_logs(
         pieces += [Piece(rows) for rows in file.row_groups()]
     skipped, replaced = counts.values()
     if not pieces:
-        raise DataError(f"{logs[0]}: got no good line ({sum(skipped.values()):,} skipped), expected some")
+        raise DataError(f"{logs[0]}: got no good line ({sum(skipped.values()):,} skipped), expected at least one")
     return pieces, skipped, replaced
 
 
 def parse_part(part: LogPart) -> None:
-    """Parse a part unless its file exists."""
+    """Parse a part of a log unless its Parquet file exists."""
     if part.spool.is_file():
         return
     try:
@@ -308,7 +308,7 @@ def _parse(part: LogPart, line: int) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """A row group with its position among all samples, and its split if all of its rows are in one."""
+    """A row group with its position among all samples, and its split if all of its rows are in one split."""
 
     rows: RowGroup
     split: str | None = None
@@ -325,11 +325,11 @@ class Splits:
     """Splits of a dataset, and the rule that assigns the rows of pieces without a split."""
 
     names: tuple[str, ...]
-    ends: tuple[int, int] = (0, 0)  # positions among these rows where train and valid end
+    ends: tuple[int, int] = (0, 0)  # positions among these rows, at which train and valid end
     by: RowSplit | None = None  # rule that replaces the positions
 
     def codes(self, piece: Piece) -> NDArray[np.int64]:
-        """Return the index in `SPLITS` of each row of a piece ``[n]``."""
+        """Return the index in `SPLITS` of each row ``[n]`` of a piece."""
         n = piece.rows.samples
         if piece.split is not None:
             return np.full(n, SPLITS.index(piece.split))
@@ -340,9 +340,10 @@ class Splits:
 
 
 def splits_of_files(files: Sequence[tuple[str, str]], options: PrepareOptions) -> dict[str, str]:
-    """Return the split by path of the files that ``valid_files`` and ``test_files`` name.
+    """Return the splits of the files in the options ``valid_files`` and ``test_files``, by path.
 
-    ``files`` holds each path with its name below the input. Options may name files by path, end of path or name.
+    ``files`` has each path, and the path relative to the input. Options may contain paths, ends of paths, or relative
+    paths.
     """
     paths = dict(files)
     chosen: dict[str, str] = {}
@@ -352,22 +353,22 @@ def splits_of_files(files: Sequence[tuple[str, str]], options: PrepareOptions) -
             found = whole or [p for p, below in paths.items() if name == below or p.endswith(f"/{name}")]
             if len(found) != 1:
                 hint = "" if found else did_you_mean(name, paths.values())
-                matches = f"{', '.join(found)}. Add more of the path." if found else f"none{hint}"
+                matches = f"{', '.join(found)}. Set more of the path" if found else f"none{hint}"
                 raise SpecError(f"{split}_files, {name}: expected one file of the data, got {matches}")
             if chosen.setdefault(found[0], split) != split:
-                raise SpecError(f"{name}: got valid_files and test_files, expected one of them. Remove it from one.")
+                raise SpecError(f"{name}: got valid_files and test_files, expected one of them. Remove it from one")
     return chosen
 
 
 def divide_pieces(
     pieces: Sequence[Piece], of_files: Mapping[str, str], options: PrepareOptions
 ) -> tuple[list[Piece], Splits]:
-    """Return pieces with the splits of their files and their positions, and the splits of the dataset."""
+    """Set the split and the position of each piece. Return the pieces, and the splits of the dataset."""
     if of_files:
         paths = [piece.rows.file.shown for piece in pieces]
         for file, split in of_files.items():
             if file not in paths:
-                raise DataError(f"{file} has no rows. Remove it from {split}_files.")
+                raise DataError(f"{file} has no rows. Remove it from {split}_files")
         pieces = [
             replace(p, split=of_files.get(path, p.split or "train")) for p, path in zip(pieces, paths, strict=True)
         ]
@@ -385,7 +386,7 @@ def _choose_splits(pieces: Sequence[Piece], total: int, options: PrepareOptions)
     if not total:
         if options.has_splits:
             raise SpecError(
-                f"splits: got {', '.join(in_order())} from the files, expected no options for splits. Remove them."
+                f"splits: got {', '.join(in_order())} from the files, but options of splits are set. Remove the options"
             )
         return Splits(in_order())
     if options.by is not None:
@@ -403,13 +404,13 @@ def _choose_splits(pieces: Sequence[Piece], total: int, options: PrepareOptions)
         if size < 1:
             raise DataError(
                 f"{split} split: got {size:,} of {total:,} samples (valid {valid:,}, test {test:,}), expected at least "
-                "1. Change the fractions or rows of the splits, or set one to 0."
+                "1. Change the fractions or rows of the splits, or set one to 0"
             )
     return Splits(in_order(list(sizes)), ends=(total - valid - test, total - test))
 
 
 def group_pieces(pieces: Sequence[Piece]) -> list[tuple[Piece, ...]]:
-    """Return groups of pieces, one per task; they must not depend on workers, because files depend on them."""
+    """Return groups of pieces, one per task. Each group writes its own files, so groups must not depend on workers."""
     found: list[tuple[Piece, ...]] = []
     group: list[Piece] = []
     rows = size = 0
@@ -436,7 +437,7 @@ class RowBlock:
     codes: NDArray[np.int64]  # index in `SPLITS` of each row ``[n]``
 
     def column(self, name: str, kind: pa.DataType) -> pa.ChunkedArray:
-        """Cast a column; raise `DataError` with its file if a value does not fit."""
+        """Return a column, cast to a type. Raise `DataError` with the file's name if a value does not fit the type."""
         chunks: list[pa.Array] = []
         for table, where in zip(self.tables, self.names, strict=True):
             try:
@@ -460,16 +461,16 @@ class RowBlock:
         return RowBlock(tables, self.names, rows, self.codes[mask])
 
     def places(self) -> list[tuple[pa.Table, RowLocation]]:
-        """Return the tables with their places for messages."""
+        """Return the tables with the locations of their rows, for messages."""
         return [
             (table, RowLocation(name, lambda at, rows=rows: f"row {rows[at]:,}"))
             for table, name, rows in zip(self.tables, self.names, self.rows, strict=True)
         ]
 
     def values(self, column: str, kind: pa.DataType, *, is_list: bool = False) -> pa.Array:
-        """Return all values of a column as one array; lists are concatenated.
+        """Return all values of a column as one array. Lists are concatenated.
 
-        ``is_list`` matters for files with missing values only, because their type does not show lists.
+        ``is_list`` is only used for files without values in this column, because their type does not show lists.
         """
         found: list[pa.Array] = []
         for table, place in self.places():
@@ -489,12 +490,12 @@ class RowBlock:
 
 def _misfit(where: str, column: str, kind: pa.DataType, error: Exception) -> DataError:
     return DataError(
-        f"{where}, column '{column}': {error}, expected {kind}, as in the other files. Rewrite the column."
+        f"{where}, column '{column}': {error}, expected {kind} as in the other files. Write the column again"
     )
 
 
 def read_blocks_of(group: Sequence[Piece], columns: Sequence[str], splits: Splits) -> Iterator[RowBlock]:
-    """Read the rows of a group in order: at once, or in slices if the group is large."""
+    """Yield the rows of a group in order: in one block, or in slices if the group is large."""
     sizes = [_bytes_read(piece, columns) for piece in group]
     if sum(piece.rows.samples for piece in group) <= _GROUP_ROWS and sum(sizes) <= _GROUP_BYTES:
         tables = [piece.rows.read(columns) for piece in group]
@@ -511,9 +512,9 @@ def read_blocks_of(group: Sequence[Piece], columns: Sequence[str], splits: Split
 
 
 def _bytes_read(piece: Piece, columns: Sequence[str]) -> int:
-    """Estimate the bytes of a piece's columns in memory.
+    """Return the estimated bytes of a piece's columns in memory.
 
-    Repeated texts are stored once, so their size in the footer may be far too small. The first rows are a sample.
+    Repeated texts are stored once, so the footer's size may be far too small. The first rows are used as a sample.
     """
     rows = piece.rows
     texts = rows.file.repeated_texts(rows.index, columns)

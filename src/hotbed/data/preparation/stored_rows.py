@@ -1,9 +1,9 @@
 """Read the rows of any data: in order and bounded memory (`open_rows`), or as files to prepare (`source_files`).
 
-Parquet, CSV, TSV and logs are read without a schema, with all of their columns. For other formats the batches of a
+Parquet, CSV, TSV and logs are read without a schema, with all of their columns. For other formats, the batches of a
 `Source` are converted to columns.
 
-`open_described` opens a prepared dataset, i.e. a folder with a file that describes its columns:
+`open_described` opens a prepared dataset: a folder with a file that describes its columns,
 ``feature_spec.yaml`` (NVIDIA's split-binary format) or ``source.yaml`` (Parquet; ``data.source`` of a recipe).
 """
 
@@ -54,16 +54,16 @@ _FEWEST_ROWS, _MOST_ROWS = 1_024, 1 << 16
 
 
 class Described(NamedTuple):
-    """A source, and its entry in a recipe."""
+    """A source, and the entry ``data.source`` of a recipe for it."""
 
     source: Source
     entry: Mapping[str, object]
 
 
 def open_described(path: str | Path) -> Described | None:
-    """Open a prepared dataset by its folder or its description; return None for any other path.
+    """Open a prepared dataset by the path of its folder or description. Return None for any other path.
 
-    At a URI only Parquet is found.
+    At a URI, only datasets of Parquet files are supported.
     """
     if isinstance(path, Path):
         path = path.parent if path.name in MARKERS.values() else path
@@ -73,7 +73,7 @@ def open_described(path: str | Path) -> Described | None:
             return None
     try:
         store, root = (fs.LocalFileSystem(), str(path)) if isinstance(path, Path) else resolve_uri(path)
-    except ValueError:  # a search for files raises the error
+    except ValueError:  # a later search for files raises the error
         return None
     file = f"{root.rstrip('/')}/{MARKERS['parquet']}"
     if not store.get_file_info(file).is_file:
@@ -83,15 +83,15 @@ def open_described(path: str | Path) -> Described | None:
     try:
         entry: Any = parse_yaml(text.decode("utf-8"))
     except (UnicodeDecodeError, TextError) as error:
-        raise DataError(f"{file}: {' '.join(str(error).split())}. Prepare the data again.") from None
+        raise DataError(f"{file}: {' '.join(str(error).split())}. Prepare the data again") from None
     arguments = cast("Mapping[str, Any]", entry).get("init_args") if isinstance(entry, Mapping) else None
     if not isinstance(arguments, Mapping) or cast("Mapping[str, Any]", entry).get("class_path") != _PARQUET:
-        raise DataError(f"{file}: expected class_path: {_PARQUET} with its init_args. Prepare the data again.")
+        raise DataError(f"{file}: expected class_path: {_PARQUET}, and init_args. Prepare the data again")
     arguments = cast("Mapping[str, Any]", arguments)
     try:
         signature(ParquetSource).bind(path, **arguments)
     except TypeError as error:
-        raise DataError(f"{file}, init_args: {error}. Prepare the data again.") from None
+        raise DataError(f"{file}, init_args: {error}. Prepare the data again") from None
     return Described(ParquetSource(path, **arguments), cast("Mapping[str, object]", entry))
 
 
@@ -100,7 +100,7 @@ def open_described(path: str | Path) -> Described | None:
 
 @dataclass(frozen=True)
 class RowsSlice:
-    """Consecutive rows."""
+    """Consecutive rows of a dataset."""
 
     table: pa.Table
     split: str  # empty if the data have no splits
@@ -111,27 +111,27 @@ class StoredRows(ABC):
     """Rows of a dataset with all of their columns."""
 
     path: str
-    kind: str  # of the dataset, for reports
+    kind: str  # kind of the dataset, for reports
     samples: dict[str, int]  # rows by split ("" for data without splits)
     about: dict[str, int]  # further figures, e.g. files and row groups
 
     @cached_property
     @abstractmethod
     def schemas(self) -> list[tuple[str, pa.Schema]]:
-        """Columns of each file, with its name for messages."""
+        """Columns of each file, with the file's name for messages."""
 
     @abstractmethod
     def read(self) -> Iterator[RowsSlice]:
-        """Read all rows in order; rows of a file that lacks a column come without it."""
+        """Yield all rows in order. Rows lack the columns that their file lacks."""
 
     @property
     def rows(self) -> int:
-        """Rows of all splits."""
+        """Number of rows of all splits."""
         return sum(self.samples.values())
 
     @property
     def names(self) -> list[str]:
-        """Columns in the order of the files."""
+        """All columns, in order of first occurrence in the files."""
         return list(dict.fromkeys(name for _, schema in self.schemas for name in schema.names))
 
 
@@ -153,7 +153,7 @@ class ParquetRows(StoredRows):
         return [(str(file), file.schema) for file in with_rows(self._all)]
 
     def read(self) -> Iterator[RowsSlice]:
-        """Read row group by row group, and large ones in slices."""
+        """Yield each row group, large ones in slices."""
         for split, of_split in self._files.items():
             for file in of_split:
                 names = file.schema.names
@@ -175,12 +175,12 @@ class SourceRows(StoredRows):
 
     @property
     def tables(self) -> dict[str, int]:
-        """Rows of each table, if the data define them."""
+        """Number of rows by table. Tables are omitted if the data do not define the number."""
         return {name: rows for name, rows in self.source.schema.rows.items() if rows < _ANY_ROWS}
 
     @property
     def is_stored(self) -> bool:
-        """Whether columns are as stored, with labels that are not mapped and ids that are not rows."""
+        """Whether columns are returned as stored: labels are not mapped, and ids are not converted to rows."""
         return isinstance(self.source, ParquetSource)
 
     @cached_property
@@ -190,7 +190,7 @@ class SourceRows(StoredRows):
         return [] if found is None else [(self.path, found.table.schema)]
 
     def read(self) -> Iterator[RowsSlice]:
-        """Read chunk by chunk."""
+        """Yield the rows of each chunk."""
         for split in self.source.splits:
             start = 0
             for i, samples in enumerate(self.source.chunks(split)):
@@ -203,9 +203,9 @@ class SourceRows(StoredRows):
 
 
 def open_rows(path: str | Path, schema: Schema | None = None) -> StoredRows:
-    """Find a prepared dataset, NumPy arrays (with days as splits), Parquet, CSV or TSV files, or logs at a path.
+    """Open a prepared dataset, NumPy arrays (with days as splits), Parquet, CSV or TSV files, or logs at a path.
 
-    The schema names the columns of arrays, which have no names (default: the names of TorchRec's scripts).
+    ``schema`` has the names of the columns of arrays (default: the names in TorchRec's scripts).
     """
     if isinstance(path, Path) and has_days(path):
         days = {day.name: [day.name] for day in find_days(path)}
@@ -248,27 +248,27 @@ class SourceFile(TableFile):
         return (self.shown, *(known or [uuid4().hex]))  # a source without files may change at any time
 
     def row_groups(self) -> list[RowGroup]:
-        """List the chunks."""
+        """Return the chunks with samples as row groups."""
         sizes = self.source.chunks(self.split)
         starts = np.cumsum([0, *sizes]).tolist()
         return [RowGroup(self, i, n, start) for i, (n, start) in enumerate(zip(sizes, starts, strict=False)) if n]
 
     def read(self, row_group: int, columns: Sequence[str]) -> pa.Table:
-        """Read some columns of a chunk."""
+        """Read columns of a chunk."""
         batch = self.source.read(self.split, row_group)
         schema = self.source.schema
         for column in (c for c in schema.sparse if c.name in columns and c.weights is None):
             weights = batch.sparse[column.name].weights
             if weights is not None and bool((weights != 1).any()):
                 raise DataError(
-                    f"{self}, column '{column.name}': got weights of ids, expected their column in the schema. Set "
-                    "`weights`, or remove the weights."
+                    f"{self}, column '{column.name}': got weights of ids, but the schema has no column for them. Set "
+                    "`weights`, or remove the weights from the data"
                 )
         found = columns_of(batch, schema)
         return pa.table({name: found[name].cast(self.schema.field(name).type) for name in columns})
 
     def nbytes(self, row_group: int) -> int:
-        """Estimate the bytes of a chunk, with one id per bag of varying length."""
+        """Return the estimated bytes of a chunk. Ragged features count as one id per sample."""
         s = self.source.schema
         numbers = len(s.dense) * (8 if s.numericals else 4) + 4 * len(s.labels)
         ids = 8 * sum(column.ids or 1 for column in s.sparse)
@@ -286,9 +286,9 @@ def is_source(raw: str | Path | Source) -> bool:
 def source_files(
     raw: Path | Source, schema: Schema | Mapping[str, object] | None
 ) -> tuple[Schema, dict[str, list[SourceFile]]]:
-    """Return the schema and the files by split of a source, of NumPy arrays, or of split-binary data.
+    """Return the schema, and the files by split, of a source, NumPy arrays or split-binary data.
 
-    Labels are checked here, because batches do not name their files.
+    Labels are checked here, because errors about batches cannot name files.
     """
     shown = str(raw) if isinstance(raw, Path) else type(raw).__name__
     days_of = raw if isinstance(raw, Path) and has_days(raw) else None
@@ -300,7 +300,7 @@ def source_files(
         files = {day.name: day.files for day in days}
     else:
         if schema is not None:
-            raise SpecError(f"schema: {shown} defines its own columns. Remove the schema.")
+            raise SpecError(f"schema: {shown} defines its own columns. Remove the schema")
         source = SplitBinarySource(raw) if isinstance(raw, Path) else raw
         for split in source.splits:
             check_known(f"{shown}, split", split, SPLITS, DataError)
@@ -336,7 +336,7 @@ def columns_of(batch: Batch, schema: Schema) -> pa.Table:
 
 
 def _lists(bags: Bags, values: Tensor) -> pa.Array:
-    """Return one value per id; in lists unless each bag has one id."""
+    """Return one value per id, grouped into one list per bag unless each bag has one id."""
     column = pa.array(values.numpy())
     if bags.offsets is not None:
         return pa.LargeListArray.from_arrays(pa.array(bags.offsets.numpy().astype("int64")), column)

@@ -1,16 +1,16 @@
-"""Pack hot and cold samples into splits of their own (`pack`), and alternate their batches (`HotColdLoader`).
+"""Pack hot and cold samples into separate splits (`pack`), and alternate between their batches (`HotColdLoader`).
 
-A sample is *hot* if all of its ids are hot rows (Adnan et al. 2021, arXiv 2103.00686). Rows are numbered by falling
-popularity, so the hot rows of a table are its first rows, and the test is one comparison per id.
+A sample is *hot* if all of its ids are hot rows (Adnan et al. 2021, arXiv 2103.00686). Rows are numbered by descending
+popularity, so the hot rows of a table are its first rows, and a comparison per id checks whether a sample is hot.
 
-*Files of the hot order*, ``DIRECTORY/TABLE.npy``, hold all rows ``[R]`` of a table by falling number of accesses, ties
-by row number, as little-endian int32, or int64 above 2³¹ rows. Table names are percent-encoded.
+*Files of the hot order*, ``DIRECTORY/TABLE.npy``, hold all rows ``[R]`` of a table by descending number of accesses,
+then by row number, as little-endian int32, or int64 above 2³¹ rows. Table names are percent-encoded.
 
-*Rounds.* An epoch consists of rounds. A round at rate r is r % of the epoch's cold batches, then r % of its hot
-batches, and at least one of each while any are left. Each kind has its own `Loader` and its order. The rate of a round
-may depend on an evaluation after the previous round, but a trainer prefetches one batch. The first batch of a round
-does not depend on its rate, so the end of a round is fixed when its *second* batch is requested, or by
-`HotColdLoader.round_is_over`.
+*Rounds.* An epoch consists of rounds. A round at rate r has r % of the epoch's cold batches, then r % of its hot
+batches, and at least one batch of each kind that is left. Each kind has its own `Loader`, with its own order. The rate
+of a round may depend on an evaluation after the previous round, but by then a trainer has already prefetched a batch.
+The rate does not affect the first batch of a round. Therefore the rate is only read when the *second* batch is
+requested, or when `HotColdLoader.round_is_over` is called.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from hotbed.jagged import Jagged
 from hotbed.parsing import TextError, map_npy
 
 HOT, COLD = "hot", "cold"
-"""Suffixes of the names of the splits that `pack` makes."""
+"""Suffixes of the names of the splits that `pack` writes."""
 HOT_ROWS = "hot_rows.json"
-"""File of a packed dataset with its number of hot rows by table."""
+"""File of a packed dataset that has the number of hot rows by table."""
 _NONE = {"cold": 0, "hot": 0}
 _STATE = ("cold", "hot", "given", "begin", "end")
 
@@ -75,16 +75,16 @@ def read_hot_order(directory: str | Path, table: str, rows: int) -> NDArray[Any]
     try:
         order = map_npy(file)
     except TextError as error:
-        raise DataError(f"{file} {error}. Measure the hot order again.") from None
+        raise DataError(f"{file} {error}. Measure the hot order again") from None
     if order.shape != (rows,) or order.dtype != _dtype(rows):
         raise DataError(
-            f"{file}: got {order.dtype} {list(order.shape)}, expected {_dtype(rows)} [{rows}], the rows of table "
-            f"'{table}'. Measure the hot order of this data again."
+            f"{file}: got {order.dtype} {list(order.shape)}, expected {_dtype(rows)} [{rows}] (the rows of "
+            f"table '{table}'). Measure the hot order of this data again"
         )
     seen = np.zeros(rows, dtype=np.bool_)
     seen[order[(order >= 0) & (order < rows)]] = True
     if not seen.all():
-        raise DataError(f"{file} lacks row {int(seen.argmin()):,} of table '{table}'. Measure the hot order again.")
+        raise DataError(f"{file} lacks row {int(seen.argmin()):,} of table '{table}'. Measure the hot order again")
     return np.array(order)
 
 
@@ -97,7 +97,7 @@ def _dtype(rows: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A dataset that `pack` made, and its hot and cold samples."""
+    """A dataset written by `pack`, and its numbers of hot and cold samples."""
 
     path: Path
     hot: int
@@ -105,7 +105,7 @@ class Packed:
 
 
 def hot_inputs(sparse: Jagged, hot_rows: Mapping[str, int]) -> NDArray[np.bool_]:
-    """Return which samples are hot, ``[B]``, given ids in CPU memory and the number of hot rows by feature."""
+    """Return a mask ``[B]`` of hot samples. ``hot_rows`` has numbers by feature. Ids must be in CPU memory."""
     hot = np.ones(len(sparse), dtype=np.bool_)
     for name in sparse.names:
         bags = sparse[name]
@@ -121,27 +121,28 @@ def hot_inputs(sparse: Jagged, hot_rows: Mapping[str, int]) -> NDArray[np.bool_]
 
 
 def by_feature(schema: Schema, hot_rows: Mapping[str, int]) -> dict[str, int]:
-    """Return the hot rows by feature from those by table."""
+    """Convert numbers of hot rows by table to numbers by feature."""
     for name in hot_rows:
         check_known("hot_rows, table", name, schema.rows, SpecError)
     for name in schema.rows:
-        check_known("hot_rows, table", name, hot_rows, SpecError, "Set a number for every table, 0 for no hot rows.")
+        check_known("hot_rows, table", name, hot_rows, SpecError, "Set a number for every table (0 for no hot rows).")
     return {column.name: hot_rows[column.table_name] for column in schema.sparse}
 
 
 def pack(
     data: str | Path,
     out: str | Path,
-    hot_rows: Mapping[str, int],  # by table, the number of first rows that are hot
+    hot_rows: Mapping[str, int],  # number of hot rows by table
     *,
-    split: str = "train",  # its new splits are ``SPLIT_hot`` and ``SPLIT_cold``
+    split: str = "train",  # split to divide into ``SPLIT_hot`` and ``SPLIT_cold``
     about: Mapping[str, Any] | None = None,  # further entries of `HOT_ROWS`
     overwrite: bool = False,  # whether to replace ``out`` if it is a dataset
-    progress: Callable[[int, int], None] = lambda done, total: None,  # called with the samples done and their total
+    progress: Callable[[int, int], None] = lambda done, total: None,  # called with processed and all samples
 ) -> Packed:
-    """Write the hot and the cold samples of a split as two splits, each in the former order.
+    """Write the hot and the cold samples of a split as two new splits, each in the order of the split.
 
-    This takes one pass and the memory of one chunk. The new dataset links (or copies) the files of all former splits.
+    The split is read once, and one chunk is in memory at a time. The new dataset also has all splits of the old
+    dataset, as links to their files (or copies).
     """
     import yaml
 
@@ -154,7 +155,7 @@ def pack(
     for name, of_split in spec.files.items():
         names = Counter(path.name for path in {file.path for file in of_split.values()})
         if twice := [file for file, count in names.items() if count > 1]:
-            raise SpecError(f"split '{name}': got several files named {twice[0]}, expected unique names. Rename one.")
+            raise SpecError(f"split '{name}': got several files named {twice[0]}, expected unique names. Rename one")
     with new_directory(Path(out), marker=DESCRIPTION, overwrite=overwrite) as directory, ExitStack() as stack:
         if (vocabulary := spec.folder / VOCABULARY).is_dir():
             _link(vocabulary.iterdir(), directory / VOCABULARY)
@@ -195,12 +196,12 @@ def _link(files: Iterable[Path], folder: Path) -> None:
     for file in files:
         try:
             os.link(file, folder / file.name)
-        except OSError:  # another file system, or one without links
+        except OSError:  # a different file system, or no support for links
             shutil.copyfile(file, folder / file.name)
 
 
 def _describe_packed(description: dict[str, Any], split: str, counts: Mapping[str, int]) -> dict[str, Any]:
-    """Return the description of the packed dataset, with the former names of files in a folder per split."""
+    """Return the description of the packed dataset. It has one folder per split, with unchanged names of files."""
     source: dict[str, Any] = description["source_spec"]
     origins = {name: name for name in source if name not in counts} | dict.fromkeys(counts, split)
     description["source_spec"] = {
@@ -217,39 +218,39 @@ def _describe_packed(description: dict[str, Any], split: str, counts: Mapping[st
 
 
 class HotColdLoader:
-    """Iterate over hot and cold batches; one iteration is one epoch.
+    """Iterate over hot and cold batches. One iteration is one epoch.
 
     As with a `Loader`, an epoch that ends early counts as finished, unless `load_state_dict` resumes it.
 
     Parameters
     ----------
     hot, cold
-        Loaders of hot and cold batches; None without samples.
+        Loaders of hot and cold batches, or None if there are no such samples.
     rate
-        Percent of each kind's batches in a round.
+        Percentage of the hot and of the cold batches that are in one round.
 
     Attributes
     ----------
     rate
-        Rate of later rounds; it may be set at any time, and is not part of the state.
+        Rate of later rounds. It may be set at any time. The state does not include it.
     queue_depth
-        Queue depth of the loader of the last batch.
+        Queue depth of the loader that returned the last batch.
 
     Raises
     ------
     SpecError
-        If there is no batch, or the rate is out of range.
+        If both loaders are None, or the rate is out of range.
     """
 
     def __init__(self, hot: Loader | None, cold: Loader | None, *, rate: float = 50) -> None:
         if hot is None and cold is None:
-            raise SpecError("got no hot and no cold samples, expected some. Pack a split with samples.")
+            raise SpecError("got no hot and no cold samples, expected at least one. Pack a split with samples")
         check("rate", rate, Annotated[float, Range(above=0, most=100, note=" (percent)")], SpecError)
         self.rate = rate
         self.queue_depth = 0
         self._loaders = {kind: loader for kind, loader in (("cold", cold), ("hot", hot)) if loader is not None}
         self._sizes = _NONE | {kind: len(loader) for kind, loader in self._loaders.items()}
-        # Batches of this epoch by kind: yielded, and at the begin and the end (once fixed) of the round.
+        # Numbers of batches in this epoch by kind: now, at the begin of the round, and at its end (once fixed).
         self._given, self._begin, self._end = dict(_NONE), dict(_NONE), dict[str, int]()
         self._fresh = True  # whether the next iteration continues the epoch
 
@@ -275,7 +276,7 @@ class HotColdLoader:
                 yield batch
 
     def round_is_over(self, batches: int) -> bool:
-        """Return whether a round ends after this number of batches; at most one more may have been yielded."""
+        """Return whether a round ends after this number of batches of the epoch. One more may have been yielded."""
         if batches in (sum(self._begin.values()), len(self)):
             return batches > 0
         return batches == sum(self._end_of_round().values())
@@ -289,7 +290,7 @@ class HotColdLoader:
         return next(filter(self._is_left, self._sizes))
 
     def _end_of_round(self) -> Mapping[str, int]:
-        """Fix the end at the first call in a round, by the current rate."""
+        """Return the end of the round. The first call in a round fixes it by the current rate."""
         if not self._end:
             self._end = {
                 kind: min(self._begin[kind] + math.ceil(size * self.rate / 100), size)
@@ -301,28 +302,28 @@ class HotColdLoader:
         return self._given[kind] < self._sizes[kind]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions of the loaders and in the round as plain values."""
+        """Return the positions of the loaders, and the position in the round, as plain values."""
         counts = (self._given, self._begin, self._end) if self._given != self._sizes else (_NONE, _NONE, {})
         loaders = {kind: self._loaders[kind].state_dict() if kind in self._loaders else None for kind in _NONE}
         return {**loaders, **dict(zip(("given", "begin", "end"), map(dict, counts), strict=True))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume: the next iteration yields exactly the remaining batches, at equal rates.
+        """Resume from a state. With equal rates, the next iteration yields exactly the remaining batches.
 
         Raises
         ------
         SpecError
-            If the state belongs to another kind of loader, or to other hot and cold samples.
+            If the state belongs to a different kind of loader, or to different hot and cold samples.
         """
         if set(state) != set(_STATE):
             raise SpecError(
                 f"state of hot and cold batches: got {', '.join(state) or 'nothing'}, expected {', '.join(_STATE)}. "
-                "Resume with the former hot.batches."
+                "Resume with the same hot.batches"
             )
         for kind in _NONE:
             if (state[kind] is None) != (kind not in self._loaders):
                 got, expected = ("some", "none") if kind in self._loaders else ("none", "some")
-                raise SpecError(f"{kind} samples: got {got}, expected {expected}, as in the state. Pack as before.")
+                raise SpecError(f"{kind} samples: got {got}, expected {expected} as in the state. Use the same data")
         for kind, loader in self._loaders.items():
             loader.load_state_dict(state[kind])
         self._given, self._begin, self._end = (dict(state[key]) for key in ("given", "begin", "end"))

@@ -1,12 +1,13 @@
-"""Count lookups per row, in one pass over a split: `count_accesses` for the choice of hot rows, `measure_popularity`.
+"""Count lookups per row, in one pass over a split.
 
-`measure_popularity` also counts lookups per batch, and follows stack distances (`StackDistances`). `RowPopularity`
-derives the hot order, skew curves, a Zipf exponent, and hit rates of LRU caches and of static placement. It needs 32
-bytes per row and the memory of `StackDistances`.
+`measure_popularity` counts lookups by sample and by batch, and measures stack distances (`StackDistances`). From these,
+`RowPopularity` computes the hot order, skew curves, a Zipf exponent, and hit rates of LRU caches and of static caches.
+This needs 32 bytes per row, in addition to the memory of `StackDistances`.
 
-`count_accesses` needs 8 bytes per counted row. It counts only the first `COUNTED_ROWS` rows of a table. This loses no
-popular row if rows are numbered by falling popularity, as by `hotbed prepare`. It may lose some in larger tables of
-hashed ids, or of data from NVIDIA's scripts.
+`count_accesses` counts only lookups by sample, which is enough to choose hot rows. It needs 8 bytes per counted row,
+and counts only the first `COUNTED_ROWS` rows of a table. If rows are numbered by descending popularity, as `hotbed
+prepare` does, the rows that are not counted are unpopular. In larger tables of hashed ids, or of data from NVIDIA's
+scripts, popular rows may be missed.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ Floats = NDArray[np.float64]
 Progress = Callable[[int, int], None]
 
 COUNTED_ROWS = 1 << 27
-"""Largest number of rows per table that `count_accesses` counts: a gibibyte of counts."""
+"""Largest number of rows per table that `count_accesses` counts (1 GiB of counts)."""
 SHARES = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Shares of rows at which curves are reported."""
 SAMPLED_ROWS = 1 << 20
-"""Largest number of rows per table with an exact LRU curve by default; larger tables are sampled."""
+"""Default limit of the rows of a table with an exact LRU curve. Larger tables are sampled."""
 _PIECE = 65_536  # approximate number of samples that are read at once
 
 
@@ -46,12 +47,12 @@ def read_pieces(
     source: Source,
     split: str,
     *,
-    batch_size: int = 1,  # every piece but the last has a multiple of it
+    batch_size: int = 1,  # the size of every piece but the last is a multiple
     sample: float = 1.0,  # share of the samples to draw at random from the whole split
     seed: int = 0,
-    progress: Progress = lambda done, total: None,  # called with the samples read and their total
+    progress: Progress = lambda done, total: None,  # called with the numbers of read and of all samples
 ) -> Iterator[Batch]:
-    """Read a split once, in order, in pieces of whole batches, and check every id."""
+    """Yield the samples of a split in order, in pieces of whole batches, and check every id."""
     loader = Loader(source, split, batch_size * max(1, _PIECE // batch_size), prefetch=2, pin_memory=False)
     random = np.random.default_rng(seed)
     done = 0
@@ -68,8 +69,8 @@ def read_pieces(
                 at = int(np.searchsorted(first - first[0], bad[0], side="right")) - 1
                 raise DataError(
                     f"split '{split}', feature '{column.name}', sample {numbers[at]:,}: got id {ids[bad[0]]:,}, "
-                    f"expected 0 to {column.rows - 1:,}, the rows of table '{column.table_name}'. Raise its rows in "
-                    "the description of the data, or prepare the data again."
+                    f"expected 0 to {column.rows - 1:,} (rows of table '{column.table_name}'). Increase the table's "
+                    "rows in the description of the data, or prepare the data again"
                 )
         yield piece
         done += size
@@ -77,7 +78,7 @@ def read_pieces(
 
 
 def first_ids(sparse: Jagged, feature: str, samples: Integers) -> Integers:
-    """Return the positions in ``sparse.values`` of a feature's first ids of these samples."""
+    """Return the positions in ``sparse.values`` of the first id of each of these samples, for one feature."""
     i = sparse.index(feature)
     fixed = sparse.fixed[i]
     if fixed is not None or sparse.offsets is None:
@@ -90,11 +91,11 @@ def first_ids(sparse: Jagged, feature: str, samples: Integers) -> Integers:
 
 @dataclass(frozen=True, kw_only=True)
 class AccessCounts:
-    """Accesses of rows, by table."""
+    """Numbers of accesses of rows, by table."""
 
     samples: int
-    counted: dict[str, Integers]  # of each of the first rows ``[≤ R]``
-    accesses: dict[str, int]  # of all rows
+    counted: dict[str, Integers]  # accesses of each of the first rows ``[≤ R]``
+    accesses: dict[str, int]  # accesses of all rows together
 
 
 def count_accesses(
@@ -103,9 +104,9 @@ def count_accesses(
     *,
     sample: float = 1.0,  # share of the samples to count, drawn at random from the whole split
     seed: int = 0,
-    progress: Progress = lambda done, total: None,  # called with the samples read and their total
+    progress: Progress = lambda done, total: None,  # called with the numbers of read and of all samples
 ) -> AccessCounts:
-    """Count the lookups of each row of each table; raise `DataError` for an id that is not a row of its table."""
+    """Count the lookups of each row of each table. Raise `DataError` for an id that is not a row of its table."""
     check("sample", sample, Annotated[float, Range(above=0, most=1)], SpecError)
     check("seed", seed, Size, SpecError)
     rows = source.schema.rows
@@ -120,7 +121,7 @@ def count_accesses(
             accesses[column.table_name] += len(ids)
     if not samples:
         total = source.samples(split)
-        raise SpecError(f"sample: got {sample}, drawing none of the {total:,} samples of split '{split}'. Raise it.")
+        raise SpecError(f"sample: got {sample}, which draws none of {total:,} samples of split '{split}'. Increase it")
     return AccessCounts(samples=samples, counted=counted, accesses=accesses)
 
 
@@ -129,42 +130,42 @@ def count_accesses(
 
 @dataclass(frozen=True, kw_only=True)
 class RowPopularity:
-    """Lookups of the rows of one table."""
+    """Numbers of lookups by row, for one table."""
 
     table: str
-    accesses: Integers  # number of ids of each row ``[R]``
-    # number of batches with each row ``[R]``: a batch looks a row up once, however often it occurs there
+    accesses: Integers  # number of accesses of each row ``[R]``
+    # number of batches with each row ``[R]``: a batch looks a row up once, even if it occurs several times
     batches: Integers
-    distances: StackDistances  # of these lookups
+    distances: StackDistances  # of lookups by batch
 
     @property
     def rows(self) -> int:
-        """Rows of the table."""
+        """Number of rows of the table."""
         return len(self.accesses)
 
     @cached_property
     def touched(self) -> int:
-        """Rows with at least one access."""
+        """Number of rows with at least one access."""
         return int(np.count_nonzero(self.accesses))
 
     @cached_property
     def hot_order(self) -> Integers:
-        """All rows ``[R]`` by falling number of accesses, ties by row number."""
+        """All rows ``[R]`` by descending number of accesses, then by row number."""
         return np.argsort(-self.accesses, kind="stable")
 
     def top_share(self, rows: Sequence[int]) -> Floats:
-        """Return the share of accesses of the first ``rows`` of the hot order, by number; NaN without accesses."""
+        """Return the share of accesses to the first n rows of the hot order, for each n of ``rows`` (NaN if none)."""
         return _share_of_first(self.accesses[self.hot_order], rows)
 
     def static_hit_rates(self, rows: Sequence[int]) -> Floats:
-        """Return the hit rates of a static cache with the first ``rows`` of the hot order, by number."""
+        """Return the hit rate of a static cache with the first n rows of the hot order, for each n of ``rows``."""
         return _share_of_first(self.batches[self.hot_order], rows)
 
     @cached_property
     def zipf_exponent(self) -> float | None:
         """Exponent s of Zipf's law: the row of rank r has a share of accesses in proportion to r^−s.
 
-        None if fewer than two rows have 10 accesses; see `hotbed.data.formats.zipf_source.fit_exponent`.
+        It is None if fewer than two rows have 10 accesses. See `hotbed.data.formats.zipf_source.fit_exponent`.
         """
         return fit_exponent(self.accesses[self.hot_order[: np.count_nonzero(self.accesses >= RANKED)]])
 
@@ -206,9 +207,9 @@ def measure_popularity(
     batch_size
         Samples per batch.
     sampled_rows
-        Approximate number of rows per table with measured stack distances. Smaller tables are followed exactly.
+        Approximate number of rows per table with measured stack distances. Smaller tables are measured exactly.
     progress
-        Function that is called with the samples read and all samples.
+        Function that is called with the number of read samples and the number of all samples.
 
     Returns
     -------

@@ -1,18 +1,19 @@
 """Measure hit rates of LRU caches of all sizes in one pass over the looked-up rows.
 
 An LRU cache of C rows always holds the C most recently used rows (Mattson et al., "Evaluation techniques for storage
-hierarchies", IBM Systems Journal 9(2), 1970). So a lookup hits if its *stack distance*, 1 + the number of distinct rows
-used since, is at most C, and a histogram of distances is the whole curve. Every use of a row takes the next position
-on a time line, and the row keeps only its last position. A Fenwick tree counts the taken positions after a position, in
-O(log M) for M rows. When the time line is full, the taken positions move to its beginning.
+hierarchies", IBM Systems Journal 9(2), 1970). The *stack distance* of a lookup is 1 + the number of distinct rows that
+were used since the last use of its row. A lookup hits if its distance is at most C, so a histogram of distances yields
+the hit rates for all C. Each use of a row takes the next position on a time line, and frees the row's previous
+position. A Fenwick tree counts the taken positions after a position, in O(log M) for M rows. When the time line is
+full, the taken positions are moved to its beginning.
 
 *Batches.* All rows of a batch are looked up before any of them moves, as in a cache that serves a batch at once.
 
-*Sampling.* Rows with a hash below a threshold are sampled, a share ``rate`` of all rows, so that every lookup of a
-sampled row is followed. Distances are scaled up (Waldspurger et al., "Efficient MRC construction with SHARDS", FAST
-2015). The hottest rows may be over- or underrepresented. As in SHARDS-adj, the difference between the expected and the
-sampled lookups counts as hits at the smallest distance. The hash is a bijection, so that sampled rows have consecutive
-numbers.
+*Sampling.* A share ``rate`` of all rows is sampled: the rows with a hash below a threshold. All lookups of a sampled
+row are measured, and distances are divided by the rate (Waldspurger et al., "Efficient MRC construction with SHARDS",
+FAST 2015). The hottest rows may be over- or underrepresented in the sample. Therefore, as in SHARDS-adj, the difference
+between the expected and the sampled lookups counts as hits at the smallest distance. The hash is a bijection, so the
+slots of sampled rows are consecutive numbers.
 
 Numba compiles the kernels in every process, which takes seconds. They serve measurements, not training.
 """
@@ -38,7 +39,7 @@ _kernel = njit(nogil=True, error_model="numpy")
 def count_batches(values, bounds, done, accesses, batches, last, distinct, ends):
     """Count the rows of some batches, and write the distinct rows of each batch to ``distinct``.
 
-    ``bounds [features, batches + 1]`` are the positions in ``values`` of a feature's first id of each batch.
+    ``bounds [features, batches + 1]`` has the position in ``values`` where each batch begins, by feature.
     """
     n = 0
     for batch in range(len(ends)):
@@ -56,7 +57,7 @@ def count_batches(values, bounds, done, accesses, batches, last, distinct, ends)
 
 @_kernel
 def slot_of(row, hash):
-    """Map the numbers below a power of 2 one to one, by multiplications with odd numbers and shifts."""
+    """Return the slot of a row: a bijection of numbers below a power of 2, by shifts and products with odd numbers."""
     offset, mask, half = hash[0], hash[1], hash[2]
     x = (np.uint64(row) + offset) & mask
     x = (x * np.uint64(0x9E3779B97F4A7C15)) & mask
@@ -99,7 +100,7 @@ def _move_to_the_beginning(last, taken_by, tree):
 
 @_kernel
 def follow_batches(rows, ends, hash, last, taken_by, tree, histogram, clock):
-    """Add the stack distances of the rows of some batches to the histogram; ``ends`` are the batches' ends in rows."""
+    """Add the stack distances of the rows of some batches to the histogram. ``ends`` are the batches' ends."""
     now, taken = clock[0], clock[1]
     start = 0
     for end in ends:
@@ -133,7 +134,7 @@ Integers = NDArray[np.int64]
 class StackDistances:
     """Stack distances of a sample of the rows of one table.
 
-    The share ``rate`` is rounded to whole rows; 1 is exact. At most ``2 · rate · rows`` slots take 28 bytes each.
+    The share ``rate`` is rounded to whole rows (1 is exact). There are up to ``2 · rate · rows`` slots of 28 bytes.
     `lookups` counts all lookups, sampled or not.
     """
 
@@ -151,20 +152,21 @@ class StackDistances:
         self.histogram: Integers = np.zeros(slots + 1, dtype=np.int64)
         offset = int(mix(np.array([seed], dtype=np.uint64))[0])
         self._hash = np.array([offset, (1 << bits) - 1, (bits + 1) // 2], dtype=np.uint64)
-        self._last = np.zeros(slots, dtype=dtype)  # position of a slot's last use; 0 for none
-        self._taken_by = np.zeros(positions, dtype=dtype)  # slot + 1 by position; 0 for none
+        self._last = np.zeros(slots, dtype=dtype)  # position of each slot's last use, or 0
+        self._taken_by = np.zeros(positions, dtype=dtype)  # slot + 1 by position, or 0
         self._tree = np.zeros(positions, dtype=dtype)
         self._clock = np.zeros(2, dtype=np.int64)  # the last position, and the number of taken positions
 
     def follow(self, rows: Integers, ends: Integers) -> None:
-        """Look up ``rows [n]`` batch after batch, with the batches' ends in rows; the rows of a batch are distinct."""
+        """Look up ``rows [n]`` batch by batch. ``ends`` are the batches' ends. Rows of a batch are distinct."""
         self.lookups += len(rows)
         follow_batches(rows, ends, self._hash, self._last, self._taken_by, self._tree, self.histogram, self._clock)
 
     def hit_rates(self, cache_rows: Sequence[int]) -> NDArray[np.float64]:
-        """Return the hit rate of an LRU cache by its size in rows; NaN without sampled lookups.
+        """Return the hit rates of LRU caches with these numbers of rows (NaN without sampled lookups).
 
-        The first lookup of a row is a miss. A distance d among sampled rows represents 1 + (d − 1) / rate.
+        The first lookup of a row is a miss. A distance d among sampled rows represents a distance of 1 + (d − 1) / rate
+        among all rows.
         """
         sampled, expected = int(self.histogram.sum()), self.rate * self.lookups
         if not sampled:
