@@ -317,7 +317,7 @@ def test_a_thread_follows(publisher: Publisher) -> None:
 
 KILLED = """
 import os, signal, sys
-from hotbed.serve import row_files, tables
+from hotbed.serve import row_files, served_tables
 from hotbed.serve.follower import Follower, open_newest
 
 def killed(*_):
@@ -330,7 +330,7 @@ point = sys.argv[2]
 if point == "stage":
     row_files.write_all = killed
 elif point == "swap":
-    tables.ServedIds.swap = killed
+    served_tables.ServedIds.swap = killed
 else:
     served.tables.tidy = killed
 print("ready", flush=True)

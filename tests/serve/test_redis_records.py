@@ -204,4 +204,4 @@ def test_a_client_that_is_not_installed_is_told(tmp_path: Path, monkeypatch: pyt
 
 
 def test_passwords_are_not_shown() -> None:
-    assert redis_records.shown("redis://me:secret@host:1/0") == "redis://…@host:1/0"
+    assert redis_records.hide_password("redis://me:secret@host:1/0") == "redis://…@host:1/0"

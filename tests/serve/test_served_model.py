@@ -110,7 +110,7 @@ def test_every_id_has_its_vector_and_evicted_ones_none(publisher: Publisher) -> 
     state = publisher.model.state_dict()
     ids, weight = state["embeddings.users.dynamic_ids"], state["embeddings.users.weight"]
     known = ids >= 0
-    place = served.tables._places["embeddings.users"]
+    place = served.tables._tables["embeddings.users"]
     assert place.ids is not None
     slots = place.ids.rows_of(ids[known]) + place.first_slot
     assert torch.equal(place.rows.arena.store.read(slots, use="once"), weight[known])
