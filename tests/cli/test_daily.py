@@ -269,7 +269,9 @@ def test_only_checkpoints_of_the_newest_days_are_kept(daily: Path, logs: Path, c
     changed = pq.read_table(daily.parent / "out" / records[-1]["folder"] / "changes.parquet")
     assert set(changed["base"].to_pylist()) == {24}
     message = refused([*command, "--restart_from", str(FIRST + timedelta(days=1))], capsys)
-    assert message.endswith(f"was removed (--keep). There are checkpoints of {records[2]['day']}, {records[3]['day']}")
+    assert message.endswith(
+        f"was removed (--keep). Choose the day after one that has a checkpoint: {records[2]['day']}, {records[3]['day']}"
+    )
 
 
 def test_days_without_data_are_refused_or_skipped(daily: Path, logs: Path, capsys: Output) -> None:
@@ -360,7 +362,7 @@ def test_a_damaged_table_is_not_taken_for_a_beginning(daily: Path, logs: Path, c
     (daily.parent / "out").mkdir()
     (daily.parent / "out" / "days.jsonl").write_text('{"day": "2026-')
     message = refused(arguments(daily, logs, "out", "--from", str(FIRST)), capsys)
-    assert "days.jsonl, line 1 is no record of a day" in message
+    assert "days.jsonl, line 1 is not a record" in message
 
 
 def test_python_has_it_too(daily: Path, logs: Path) -> None:
