@@ -208,7 +208,7 @@ def test_tensors_that_are_refused(client: Client, change: dict[str, Any], messag
             {"inputs": inputs(), "outputs": [{"name": "scor"}]},
             "output: got 'scor', expected one of score; did you mean",
         ),
-        ({"inputs": inputs() + inputs()}, "input 'user': got it twice"),
+        ({"inputs": inputs() + inputs()}, "input 'user': got this name twice"),
         (b"{", "the JSON of the request is not JSON"),
     ],
     ids=lambda value: repr(value)[:30],
