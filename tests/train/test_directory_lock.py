@@ -580,9 +580,7 @@ def test_a_lock_that_was_lost_is_noticed(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(NotOursError, match="has passed the lock"):
             held.check()
         file.unlink()
-        with pytest.raises(
-            NotOursError, match=r"was lost, because .*owner\.json cannot be read \(No such file or directory\)"
-        ):
+        with pytest.raises(NotOursError, match=r"was lost, .*owner\.json .*\(No such file or directory\)"):
             held.check()
     with lock(directory(tmp_path)) as held:
         file.write_text('{"name": "x"}')  # the same file, locked by another host
@@ -593,9 +591,7 @@ def test_a_lock_that_was_lost_is_noticed(tmp_path: Path, monkeypatch: pytest.Mon
             raise OSError(errno.EIO, "Input/output error")
 
         monkeypatch.setattr(os, "pread", lost)
-        with pytest.raises(
-            NotOursError, match=r"was lost, because .*owner\.json cannot be read \(Input/output error\)"
-        ):
+        with pytest.raises(NotOursError, match=r"was lost, .*owner\.json .*\(Input/output error\)"):
             held.check()
 
 

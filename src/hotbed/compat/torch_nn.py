@@ -97,7 +97,7 @@ class TableRows(Tensor):
             return func(*args, **(kwargs or {}))
 
     def _of_copy(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Refuse writes to a copy, and mark its views, so that writes to them are refused, too."""
+        """Refuse writes to a copy, and mark its views, so that writes to views are refused, too."""
         name = getattr(func, "__name__", "")
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             raise SpecError(
@@ -134,7 +134,7 @@ class Refused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, vectors: Tensor, kind: type[Exception], why: str) -> Tensor:
-        """Return a view. ``anchor`` makes it require a gradient."""
+        """Return a view. ``anchor`` makes the view require a gradient."""
         ctx.kind, ctx.why = kind, why
         return vectors.view_as(vectors)
 

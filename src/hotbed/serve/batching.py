@@ -75,7 +75,7 @@ class Batcher:
         return self._queued
 
     def submit(self, columns: pa.RecordBatch) -> asyncio.Future[Scored]:
-        """Queue a request's rows, and return a future of the running event loop. Cancel the future to remove the rows.
+        """Queue a request's rows, and return a future of the event loop. Cancel the future to remove the rows.
 
         Raise `RequestError` with status 503 if too many rows are queued or the server is shutting down.
         """

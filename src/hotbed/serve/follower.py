@@ -1,4 +1,4 @@
-"""Follow training: load the versions that it publishes in a directory, in order, while requests run.
+"""Follow training: load the versions that training publishes in a directory, in order, while requests run.
 
 A published directory has full models and changes, named by their last step (`hotbed.serve.model_files`)::
 
@@ -63,7 +63,7 @@ class _Retry(NamedTuple):
 
 
 class Follower:
-    """Poll for new versions of a model in a thread, and load them into the model. Only this thread may change it."""
+    """Poll for new versions of a model in a thread, and load them. Only this thread may change the model."""
 
     def __init__(
         self,

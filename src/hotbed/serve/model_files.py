@@ -105,7 +105,7 @@ class TableEntry(Entry):
     ids: FilePath | None = None
 
     def spec(self, name: str) -> Table:
-        """Return the spec of the table; ``name`` is its name in the collection. Dynamic tables have capacity rows."""
+        """Return the spec of the table ``name`` of a collection. The rows of a dynamic table are its capacity."""
         return self.init.table(name, self.rows, self.dim, self.dtype, self.fp32_rows)
 
     def is_wide(self, rows: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ _Manifest = TypeVar("_Manifest", ModelManifest, ChangeManifest)
 
 
 def read_export(form: type[_Manifest], folder: Directory) -> _Manifest:
-    """Read the manifest of a directory. Raise `CheckpointError` if it is invalid, and `DamagedError` if not JSON."""
+    """Read a directory's manifest. Raise `CheckpointError` if it is invalid, or `DamagedError` if it is not JSON."""
     if not folder.has(MANIFEST):
         raise CheckpointError(f"{folder} has no {MANIFEST}. Pass a complete directory written by hotbed export")
     where = f"{folder}/{MANIFEST}"
@@ -280,7 +280,7 @@ class Published:
         return str(self.folder)
 
     def path(self, name: str) -> Path:
-        """Return the path of a local file with the content of ``name``. Check its size, and its hash if it is fetched.
+        """Return the path of a local file with the content of ``name``. Check its size, and the hash of a fetched file.
 
         Raise `DamagedError` if the file is missing or does not match the manifest.
         """
@@ -482,7 +482,7 @@ class TableChange(NamedTuple):
 
 
 class ChangeSet(Published):
-    """Changes from one state of a model to a later one, with a checked manifest."""
+    """Changes from one state of a model to a later state, with a checked manifest."""
 
     def __init__(self, folder: Directory, manifest: ChangeManifest, cache: Path | None = None) -> None:
         super().__init__(folder, manifest.files, cache)
@@ -535,7 +535,7 @@ class ChangeSet(Published):
 
 
 def _by_table(batch: Any, found: Counter[tuple[str, str]], where: str) -> Iterator[TableChange]:
-    """Split a record batch, whose rows are sorted, by table and operation."""
+    """Split a record batch by table and operation; its rows are sorted by both."""
     tables, ops = (batch.column(name).cast("string").to_numpy(zero_copy_only=False) for name in ("table", "op"))
     ids = torch.from_numpy(batch.column("id").to_numpy(zero_copy_only=False).astype(np.int64))
     vectors = batch.column("vector")

@@ -141,7 +141,7 @@ class ModelState:
 
 
 class ServerMetrics:
-    """Metrics of one server. ``models`` returns the state of every model, ``connections`` has the open connections.
+    """Metrics of one server. ``models`` returns the state of every model, and ``connections`` has the open connections.
 
     This class counts requests, and rows by request. Models count their own events in `ModelState.counters`.
     """

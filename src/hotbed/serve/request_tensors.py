@@ -35,7 +35,7 @@ Datatype = Literal[
 
 
 class _Encoding(NamedTuple):
-    """Python types in JSON and their name, NumPy dtype of binary data, and Arrow type."""
+    """Encoding of a datatype: Python types in JSON, the name of these types, NumPy dtype of binary data, Arrow type."""
 
     of_json: tuple[type, ...]
     name: str

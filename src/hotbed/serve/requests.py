@@ -22,7 +22,8 @@ JSON_TYPES = ("application/json", "application/x-www-form-urlencoded", "text/jso
 LINES_TYPES = ("application/x-ndjson", "application/jsonl", "application/x-jsonlines")
 _LIMITS = {"rows": "a list of objects, one per row", "columns": "an object with a list per column"}
 _READ_BEYOND = 4
-"""A too long body is read up to this multiple of its limit, because many clients send it before they read answers."""
+"""A body that is too long is read up to this multiple of its limit, because many clients send bodies before they read
+answers."""
 
 
 class Bodies:
@@ -142,7 +143,7 @@ class JsonRows:
 
     @staticmethod
     def _count_rows(columns: Mapping[str, Sequence[object]], names: Sequence[str], max_rows: int) -> int:
-        """Return the number of rows; check that all columns have it, even columns that the model ignores."""
+        """Return the number of rows, and check that all columns have it, even columns that the model ignores."""
         for name in names:
             if name not in columns:
                 raise RequestError(

@@ -222,7 +222,7 @@ class ChangedRecords(RecordsAbove):
         """
         slots, order = slots.sort()
         records = records[order]
-        target = 2 - (self._where[slots] == 2).to(torch.uint8)  # the file that requests do not read for this slot
+        target = 2 - (self._where[slots] == 2).to(torch.uint8)  # file 1 or 2, which requests do not read for the slot
         for number, file in enumerate(self._files, start=1):
             at = (target == number).nonzero()[:, 0]
             write_all(file.descriptors[0], slots[at], records[at])
@@ -393,12 +393,12 @@ class ArenaFiles:
         self._forgets_all = False
 
     def stage(self, slots: Tensor, records: Tensor) -> None:
-        """See `ResidentRows.stage`."""
+        """Stage records, as `ResidentRows.stage` does."""
         self.changed.stage(slots, records)
         self._changed_slots.append(slots)
 
     def stage_model(self, model: ExportedModel, *, same_rows: bool, check: Callable[[], None]) -> None:
-        """See `ResidentRows.stage_model`."""
+        """Stage the rows of an exported model, as `ResidentRows.stage_model` does."""
         check()
         self.changed.stage_below(base_records(model, self.tables, self._redis))
         self._forgets_all = not same_rows

@@ -122,7 +122,7 @@ class Scorer:
         self._dense = dense
 
     def __call__(self, batch: Batch) -> NDArray[np.float64]:
-        """Return probabilities ``[B, T]`` of at least one row; NaN if a logit is not finite.
+        """Return probabilities ``[B, T]`` of one or more rows; a probability is NaN if its logit is not finite.
 
         Probabilities are float64, because a float32 probability is 1 from a logit of 17 on, which would create ties.
         Raise `BatchError` if the dense part does not return logits ``[B, T]``.
@@ -167,7 +167,7 @@ class Scorer:
         return _BatchVectors(pooled, sequences)
 
     def _blocks(self, rows: int, sizes: Sequence[int]) -> list[range]:
-        """Divide a batch into about one block per thread. Sizes are ascending; the last block may exceed the batch."""
+        """Divide a batch into about one block per thread, with ascending ``sizes``; the last may exceed the batch."""
         share = max(-(-rows // self._threads), sizes[0])
         blocks: list[range] = []
         first = 0

@@ -93,7 +93,7 @@ class ServedModel:
         self._turn = threading.Lock()
         """Held during a batch or a swap."""
         self._waiting = threading.Event()
-        """Set while a swap waits, so that the next batch lets it run first."""
+        """Set while a swap waits, so that the swap runs before the next batch."""
         self._swapped = threading.Event()
         self._swapped.set()
         self._changing = threading.Lock()
@@ -165,7 +165,7 @@ class ServedModel:
 
     @property
     def encoder(self) -> Encoder:
-        """The encoder of raw rows, as in training. A new full model may replace it."""
+        """The encoder of raw rows, as in training. A new full model may replace the encoder."""
         return self._encoder
 
     # -- requests --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Run the HTTP server until a signal, and drain it.
+"""Run the HTTP server until a signal, and then drain the server.
 
 After SIGTERM, readiness reports 503 and requests are answered for ``drain_s``, so that load balancers can react.
 Then the port is closed, pending requests are finished, and the process ends with status 0. SIGINT skips the drain; a
@@ -46,7 +46,7 @@ class Served:
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """Bind the port, before models are loaded. Raise `RecipeError` if it cannot be bound."""
+    """Bind the port, before models are loaded. Raise `RecipeError` if the port cannot be bound."""
     try:
         family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         taken = socket.socket(family, socket.SOCK_STREAM)

@@ -145,7 +145,7 @@ class Saver:
             self._is_waiting = before
 
     def abandon(self) -> None:
-        """Let the current checkpoint be written after training has failed."""
+        """Finish writing the current checkpoint after training has failed, without waiting for ended ranks."""
         if self._saving is not None:
             with self.waited_for():
                 self._saving.abandon()

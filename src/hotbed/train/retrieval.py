@@ -49,7 +49,7 @@ _log = logging.getLogger("hotbed")
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalBatch(Batch):
-    """A batch with its candidates: the first ``rows`` samples come from the data, the others are only candidates."""
+    """A batch with its candidates: the first ``rows`` samples come from the data, and the rest are only candidates."""
 
     rows: int
     positives: int
@@ -86,7 +86,7 @@ class _Candidates(NamedTuple):
     ids: Tensor
     negative_of: Tensor
     log_drawn: Tensor | None
-    rows: list[slice]  # by rank, the candidates that are samples of the data
+    rows: list[slice]  # slices of candidates that are samples of the data, by rank
     first: int  # index of this rank's first candidate
 
 

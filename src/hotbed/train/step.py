@@ -60,9 +60,8 @@ class QueuedStep(NamedTuple):
 
     parts: Sequence[Batch]
     own: list[Tensor]  # loss of this rank's samples, 0-d, by part
-    sums: list[
-        Sequence[float]
-    ]  # by part, sums over ranks: loss, labels, samples, save, stop; late sums are in `LossGate`
+    # Sums over ranks by part: loss, labels, samples, save, stop; `LossGate` holds sums that arrive later
+    sums: list[Sequence[float]]
     step_name: Callable[[], str]  # returns the step's name for errors
 
 
@@ -328,7 +327,7 @@ def _float32_rates(optimizer: Optimizer) -> Generator[None]:
 
 
 class LoggedStep:
-    """Measure the seconds of a step's parts and its gradient norms, without changing a bit of the step."""
+    """Measure the seconds of a step's parts, and its gradient norms, without changing results of the step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -35,7 +35,7 @@ class Clock:
     """Count training samples, their seconds, and the seconds of waits for batches."""
 
     def __init__(self) -> None:
-        # batches: number of steps and evaluated batches; the watchdog detects a hang if it does not grow.
+        # batches: number of steps and evaluated batches; the watchdog detects a hang if this number does not grow.
         # drawn, ids: number of samples yielded for training, and number of their ids by feature. A `ModelParallelInput`
         # is not counted, because it has samples of other ranks. A resumed run counts from 0.
         # paused_s: seconds of evaluations and of waits for checkpoints, which throughput excludes.

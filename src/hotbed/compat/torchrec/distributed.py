@@ -92,7 +92,7 @@ def get_qcomm_codecs_registry(qcomms_config: QCommsConfig, device: object = None
 
 
 class EmbeddingBagCollectionSharder:
-    """Options of the tables of an `EmbeddingBagCollection`. `DistributedModelParallel` shards them by its plan.
+    """Options of the tables of an `EmbeddingBagCollection`. `DistributedModelParallel` shards the tables by its plan.
 
     Parameters
     ----------

@@ -241,7 +241,7 @@ class _TorchRecCollection(nn.Module, Generic[Config]):
             self.rows.unfreeze(*dense)
 
     def _checked(self, ids: Jagged) -> Jagged:
-        """Check ids before a dense lookup. In a compiled graph, torch's lookup checks them."""
+        """Check ids before a dense lookup. In a compiled graph, torch's lookup checks the ids."""
         return ids if torch.compiler.is_dynamo_compiling() else self.rows.check(ids)
 
     def fused_optimizers(self) -> list[SparseOptimizer]:

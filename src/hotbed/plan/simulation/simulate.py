@@ -465,7 +465,7 @@ class Operation:
 
     name: str
     resource: str | None  # resource that the operation occupies; None for a wait
-    seconds: Array  # of each rank ``[M or 1, N or 1]``
+    seconds: Array  # seconds of each rank ``[M or 1, N or 1]``
     among: Among = "rank"
 
 

@@ -116,7 +116,7 @@ def _activations(model: nn.Module, size: int) -> Iterator[Kernel]:
                 width, is_fused = child.out_features, child in fused
                 continue
             for each in child if isinstance(child, nn.Sequential) else [child]:
-                if isinstance(each, nn.Dropout):  # with a byte of mask
+                if isinstance(each, nn.Dropout):  # reads and writes a value and a byte of the mask
                     mask = (2.0 * size + 1) * width
                     yield Kernel(part=ACTIVATIONS, op="native_dropout", sample_bytes=mask)
                     yield Kernel(part=BACKWARD_ACTIVATIONS, op="native_dropout_backward", sample_bytes=mask)

@@ -99,7 +99,7 @@ def training_loader(
 def evaluation_loader(
     recipe: Recipe, source: Source, split: str | None, ranks: Ranks, readers: Tasks | None = None
 ) -> Loader | None:
-    """Return this rank's loader of a split for evaluation; None without a split."""
+    """Return this rank's loader of a split for evaluation, or None without a split."""
     if split is None:
         return None
     size, workers = recipe.train.eval_batch_size, recipe.data.workers

@@ -175,7 +175,7 @@ class _InputsOnly(Source):
 
 
 def trained_inputs(recipe: Recipe, manifest: Manifest, data: str | Path | None = None) -> Source:
-    """Return the inputs of a checkpoint's model; open its training data only if the recipe does not describe them.
+    """Return the inputs of a checkpoint's model; open training data only if the recipe does not describe the inputs.
 
     The recipe has the schema of Parquet and CSV files. Other formats and prepared data contain their schema.
     """
