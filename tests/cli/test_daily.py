@@ -302,7 +302,7 @@ def test_a_day_that_cannot_be_trained_leaves_the_days_before(
         expected = "has no _SUCCESS yet, so 2026-01-02 is incomplete"
     elif kind == "another recipe":
         options += ["--sparse_optimizer.init_args.lr", "0.2"]
-        expected = "another recipe: sparse_optimizer.init_args.lr was 0.1 and is now 0.2"
+        expected = "different recipe: sparse_optimizer.init_args.lr was 0.1 and is now 0.2"
     else:
         second.rename(logs / "second")
         some = {"samples": 0} if kind == "no samples" else {"columns": ("user",)}

@@ -62,7 +62,7 @@ def test_a_restart_that_cannot_be_sets_nothing_aside(
     options = ["--restart_from", str(DAYS[1])]
     if why == "another recipe":
         options += ["--dense_optimizer.init_args.lr", "0.5"]
-        expected = "another recipe: dense_optimizer.init_args.lr was 0.01 and is now 0.5"
+        expected = "different recipe: dense_optimizer.init_args.lr was 0.01 and is now 0.5"
     elif why == "no data":
         for day in DAYS[1:]:
             (logs / f"day={day}").rename(logs / f"gone={day}")

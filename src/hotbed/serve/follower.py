@@ -167,7 +167,7 @@ class Follower:
         )
 
     def _refuse_misfits(self, changes: list[_Version]) -> None:
-        """Make the model refuse changes for a different version, which logs the reason."""
+        """Make the model refuse changes for a different version, so that the reason is counted and logged."""
         for name, change in self._open_changes(changes):
             if change.manifest.base.state != self._model.state:
                 self._try(name, "change", partial(self._model.apply, change, check=self._check))

@@ -197,7 +197,7 @@ def connect(address: str) -> Any:
             return _ClusterClient(lambda: redis.RedisCluster.from_url(url, **wait))
         return redis.Redis.from_url(address, **wait)
     except (redis.RedisError, ValueError) as error:
-        raise StoreError(f"Redis address {hide_password(address)} is invalid ({error})") from None
+        raise StoreError(f"Redis address {hide_password(address)} is invalid ({error}). Correct the address") from None
 
 
 def hide_password(address: str) -> str:

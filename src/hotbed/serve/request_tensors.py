@@ -147,8 +147,8 @@ def read_tensors(
         is_number = header_length.isascii() and header_length.isdigit() and len(header_length) < 20
         if not (is_number and int(header_length) <= length):
             raise RequestError(
-                f"{HEADER_LENGTH}: got {shorten_repr(header_length)}, expected the length of JSON in the body's "
-                f"{length:,} bytes"
+                f"{HEADER_LENGTH}: got {shorten_repr(header_length)}, expected the number of bytes of JSON, at most "
+                f"the {length:,} bytes of the body"
             )
         length = int(header_length)
     if length > max_json_bytes:

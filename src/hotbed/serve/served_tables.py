@@ -398,9 +398,9 @@ def _group_by_layout(
 
 
 def same_tables(own: ModelManifest, other: ModelManifest) -> bool:
-    """Return whether another model has the same inputs, tables and outputs, so that it can replace this one.
+    """Return whether ``other`` has the inputs, tables and outputs of ``own``, so that it can replace ``own``.
 
-    Lookup tables and boundaries of derived inputs may differ, as may unknown types of ids.
+    Lookup tables and boundaries of derived inputs may differ. ``own`` may lack types of ids.
     """
 
     def form(manifest: ModelManifest) -> object:

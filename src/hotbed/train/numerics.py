@@ -53,8 +53,8 @@ def resolve_device(device: str, option: str = "train.device") -> torch.device:
 def bf16_instructions(device: torch.device) -> str | None:
     """Return the name of a device's instructions for bfloat16 products, or None if they are emulated.
 
-    Emulated products are 2 to 60 times slower than float32 products; instructions are mostly 1 to 3 times faster
-    (`python -m benchmarks.ablation --isa`).
+    Emulated products are 2 to 60 times slower than float32 products. Products with instructions are mostly 1 to 3 times
+    faster (`python -m benchmarks.ablation --isa`).
     """
     if device.type == "cuda":
         return "bf16 tensor cores" if torch.cuda.is_bf16_supported(including_emulation=False) else None

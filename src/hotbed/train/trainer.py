@@ -392,5 +392,5 @@ class Trainer:
     def resume_data(self, loader: Stateful) -> None:
         """Set a loader to the checkpoint's position."""
         if self._data_position is None:
-            raise RecipeError("the checkpoint holds no data position, so it cannot be resumed. Only evaluate it")
+            raise RecipeError("the checkpoint holds no data position, so it cannot be resumed; evaluate it")
         loader.load_state_dict(self._data_position)

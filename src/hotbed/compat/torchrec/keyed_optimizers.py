@@ -107,7 +107,7 @@ class KeyedOptimizer(torch.optim.Optimizer):
         if len(named) != len(saved) or not set(named) <= set(saved):
             raise OptimizerError(
                 f"saved state: got {_list_names(saved)}, expected {_list_names(named)}. Load it into an optimizer of "
-                "equal parameters after a step or init_state()."
+                "the same parameters after a step or init_state()."
             )
         for name, of in named.items():
             if set(of) != set(saved[name]):

@@ -162,7 +162,7 @@ def elasticities(found: Found, stragglers: Stragglers | None = None) -> dict[str
 
 
 def assumed_range(found: Found) -> tuple[float, float, list[str]]:
-    """Return the shortest and the longest step in seconds, and the assumed figures that change it.
+    """Return the shortest and the longest step in seconds, and the assumed figures that change the step.
 
     For both steps, every figure that the profile assumes is `ASSUMED_FACTOR` times better or worse.
     """
