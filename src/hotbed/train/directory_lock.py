@@ -1,7 +1,7 @@
 """Lock a checkpoint directory for one run, because two runs would remove each other's checkpoints.
 
 Run directories need no lock, because every run creates a new one (`hotbed.train.runs.report`). `hotbed daily` locks its
-output directory. A second run waits before it fails or takes over, as long as this table says:
+output directory. A second run waits before it fails or takes over:
 
 =================  ========================================  ==========================================================
 directory          owner is alive on this host               owner is on another host, or unknown

@@ -317,7 +317,7 @@ def all_items(recipe: Recipe, source: Source, item: Sequence[str]) -> ItemSet:
 
 
 def source_of_items(recipe: Recipe, source: Source, path: str, item: Sequence[str]) -> Source:
-    """Open a Parquet file of items, with ids encoded like those of the samples."""
+    """Open a Parquet file of items, with ids encoded as in the samples."""
     from hotbed.data import ParquetSource
 
     component = recipe.data.source

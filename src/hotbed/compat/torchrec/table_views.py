@@ -253,7 +253,7 @@ def optimizers_in_backward(refs: Iterable[TableRef]) -> list[optim.SparseOptimiz
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that are not updated in backward, or with ``include`` those that are, like TorchRec.
+    """Yield the parameters that are not updated in backward, or with ``include`` the updated ones, like TorchRec.
 
     Tables of a distributed model are always updated in backward. Other tables are updated in backward if an optimizer
     was applied to them, by `apply_optimizer_in_backward` or by torch's function of that name.

@@ -26,22 +26,22 @@ from hotbed.nn.normalization import normalize
 from hotbed.optim import SparseOptimizer, TableSelection
 from hotbed.specs import Table
 from hotbed.torch_private import has_cuda_kernel
-from hotbed.train.runs.hot_batches import HotSplit
-from hotbed.train.runs.idle_settings import warn_of_idle_settings
 from hotbed.train.metrics import metrics_of, refuse_monitor
 from hotbed.train.numerics import resolve_device
-from hotbed.train.ranks.parallel import Ranks
 from hotbed.train.parameter_groups import group_parameters, group_tables
 from hotbed.train.prefetch import Divide, whole
-from hotbed.train.runs.plan_search import distribute_model, needs_a_plan, refuse_impossible
+from hotbed.train.ranks.parallel import Ranks
 from hotbed.train.retrieval import (
     Retrieval,
     build_loss,
+    build_retrieval,
     model_source,
     refuse_no_positive,
     refuse_retrieval,
-    build_retrieval,
 )
+from hotbed.train.runs.hot_batches import HotSplit
+from hotbed.train.runs.idle_settings import warn_of_idle_settings
+from hotbed.train.runs.plan_search import distribute_model, needs_a_plan, refuse_impossible
 from hotbed.train.trainer import Trainer
 
 _log = logging.getLogger("hotbed")
@@ -242,7 +242,8 @@ def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
 
     def dense(key: str, component: Component, names: Sequence[str]) -> Optimizer:
         trained = [parameters[name] for name in names]
-        # Fused kernels support no sparse gradients. They leave momentum unwritten if the first scaled gradients overflow.
+        # Fused kernels support no sparse gradients. They leave momentum unwritten if the first scaled gradients
+        # overflow.
         plain = sparse_gradients or recipe.train.precision == "fp16"
         return build_component(key, component if plain else fuse_optimizer(component, trained), Optimizer, trained)
 

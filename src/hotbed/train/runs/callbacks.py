@@ -373,7 +373,9 @@ class KeepBest(Callback):
             return
         checkpoint = directory(state["path"])
         if not checkpoint.has(MANIFEST):
-            _log.warning("the best checkpoint %s was removed; the best one is chosen from later evaluations", checkpoint)
+            _log.warning(
+                "the best checkpoint %s was removed; the best one is chosen from later evaluations", checkpoint
+            )
         elif self._best.load_state_dict(state):
             self._checkpoint = checkpoint
 
@@ -385,7 +387,7 @@ class KeepBest(Callback):
 
 
 def remove_unneeded(where: Directory, unwanted: Collection[Directory], publisher: Publisher | None = None) -> None:
-    """Remove checkpoints, except bases of kept ones and those that the publisher needs; differential ones first."""
+    """Remove checkpoints, except bases of kept ones and reserves of the publisher; differential ones first."""
     reserved = set[str]() if publisher is None else publisher.needed()
     unwanted = [checkpoint for checkpoint in unwanted if checkpoint.name not in reserved]
     names = {checkpoint.name for checkpoint in unwanted}

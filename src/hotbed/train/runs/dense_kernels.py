@@ -1,8 +1,8 @@
 """Count the GPU kernels of a step's dense part, and the bytes that each moves.
 
-The count is for one process without ``train.compile``, which would fuse some kernels. `tests/census` compares the kernels with a
-step on a simulated device. A product reads its operands (and a fused bias) and writes its result once; results go
-through device memory.
+The count is for one process without ``train.compile``, which would fuse some kernels. `tests/census` compares the
+kernels with a step on a simulated device. A product reads its operands (and a fused bias) and writes its result once;
+results go through device memory.
 
 Outside of `hotbed.nn.MLP`, `hotbed.nn.CrossLayer` and `hotbed.nn.DotInteraction`, only products are counted. So models
 with attention or histories take longer than estimated.

@@ -23,8 +23,7 @@ import torch
 from hotbed.batch import Batch
 from hotbed.config import HotRecipe
 from hotbed.data import Schema
-from hotbed.data.skew.hot_cold import HotColdLoader
-from hotbed.data.skew.hot_cold import by_feature, hot_inputs
+from hotbed.data.skew.hot_cold import HotColdLoader, by_feature, hot_inputs
 from hotbed.train.metrics import Metrics
 from hotbed.train.runs.plan_search import read_hot_rows
 from hotbed.train.trainer import Callback, Trainer

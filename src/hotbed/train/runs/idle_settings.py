@@ -59,10 +59,18 @@ def idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], de
             parallel.replicas == 1,
             "parallel.replicas is 1, so there are no replicas",
         ),
-        (("memory.tier",), memory.tier not in used, f"all rows fit into {limit}. Remove memory.tier, or lower these limits"),
+        (
+            ("memory.tier",),
+            memory.tier not in used,
+            f"all rows fit into {limit}. Remove memory.tier, or lower these limits",
+        ),
         (("memory.device_bytes",), "device" not in used, "no row is in device memory. Raise or remove this limit"),
         (("memory.host_bytes",), "host" not in used, "no row is in host memory. Raise or remove this limit"),
-        (("memory.cache_policy", "memory.cache_tier"), not memory.cache_rows, "there is no cache. Set memory.cache_rows"),
+        (
+            ("memory.cache_policy", "memory.cache_tier"),
+            not memory.cache_rows,
+            "there is no cache. Set memory.cache_rows",
+        ),
         (("memory.directory",), "disk" not in used, "no row is on disk. Set memory.tier to disk"),
         (("memory.host",), device.type != "cuda", "no GPU reads host memory. Remove this key"),
         (("data.fp32_rows",), recipe.data.dtype == "fp32", "data.dtype is fp32 for all rows. Set data.dtype"),
@@ -84,14 +92,14 @@ def idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], de
     cached = sum(len(tile.rows) for tile in tiles if tile.tier in memory.cached_tiers)
     if memory.cache_rows and memory.tier in used and memory.cache_rows * (plan.world_size if plan else 1) > cached:
         found.append(
-            f"memory.cache_rows is {memory.cache_rows:,} per process, but only {cached:,} rows are in the cached tiers, "
-            "so the cache holds all of them. Raise memory.device_bytes to hold them without a copy"
+            f"memory.cache_rows is {memory.cache_rows:,} per process, but only {cached:,} rows are in the cached "
+            "tiers, so the cache holds all of them. Raise memory.device_bytes to hold them without a copy"
         )
     nbytes = sum(table_bytes(table) for table in tables if table.dynamic is None)
     if device.type == "cpu" and nbytes >= LARGE_BYTES and huge_pages_are_off():
         found.append(
-            f"transparent huge pages are off ({HUGE_PAGES} is never), so lookups in tables of {nbytes:,} bytes miss the "
-            "TLB and can take twice as long. Write madvise to that file"
+            f"transparent huge pages are off ({HUGE_PAGES} is never), so lookups in tables of {nbytes:,} bytes miss "
+            "the TLB and can take twice as long. Write madvise to that file"
         )
     return found
 
@@ -117,6 +125,6 @@ def _idle_plan(recipe: Recipe, plan: Plan | None) -> Iterator[str]:
     if empty:
         yield (
             f"parallel.plan {scheme} leaves {len(empty)} of {plan.world_size} ranks without rows "
-            f"({', '.join(map(str, empty[:5]))}{' …' * (len(empty) > 5)}). Use `--parallel.plan row` to give every rank "
-            "some rows"
+            f"({', '.join(map(str, empty[:5]))}{' …' * (len(empty) > 5)}). Use `--parallel.plan row` to store "
+            "rows on every rank"
         )

@@ -15,9 +15,9 @@ from hotbed.data.executors import Tasks
 from hotbed.data.skew.hot_cold import COLD, HOT, HotColdLoader
 from hotbed.embed import Distributed
 from hotbed.errors import RecipeError
-from hotbed.train.ranks.broadcast import BroadcastLoader
 from hotbed.train.metrics import check_batch
 from hotbed.train.numerics import resolve_device
+from hotbed.train.ranks.broadcast import BroadcastLoader
 from hotbed.train.ranks.parallel import Ranks, model_parallel_batch
 
 TrainingLoader: TypeAlias = Loader | BroadcastLoader | HotColdLoader
@@ -78,8 +78,8 @@ def training_loader(
         tables = {c.table_name for c in source.schema.sparse}
         if tables != set(model.plan.by_table):
             raise RecipeError(
-                f"parallel.reader is 'owners', but the tables of {recipe.model.class_path} differ from the tables of the "
-                "data. Set parallel.reader to 'each' or 'first'"
+                f"parallel.reader is 'owners', but the tables of {recipe.model.class_path} differ from the tables of "
+                "the data. Set parallel.reader to 'each' or 'first'"
             )
         cut = [table for table, tiles in model.plan.by_table.items() if any(t.rows != tiles[0].rows for t in tiles)]
         copied = [table for table, tiles in model.plan.by_table.items() if any(t.readers for t in tiles)]

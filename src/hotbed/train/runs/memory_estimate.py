@@ -34,15 +34,15 @@ from hotbed.nn.normalization import normalization_of
 from hotbed.optim import Moment
 from hotbed.plan import Plan
 from hotbed.plan.cost import tile_bytes
-from hotbed.plan.limits import SNAPSHOT_BYTES
 from hotbed.plan.hit_rates import ExpectedRows, Popularity, Zipf
+from hotbed.plan.limits import SNAPSHOT_BYTES
 from hotbed.plan.tiling import Tile
 from hotbed.specs import Table
 from hotbed.torch_private import TorchDispatchMode, storage_id, tree_leaves
-from hotbed.train.runs.build import new_model, tables_of, build_trainer
 from hotbed.train.numerics import bf16_instructions, resolve_device
-from hotbed.train.runs.plan_search import read_skew
 from hotbed.train.retrieval import Retrieval
+from hotbed.train.runs.build import build_trainer, new_model, tables_of
+from hotbed.train.runs.plan_search import read_skew
 
 TRACED_SAMPLES = 1024
 """Largest number of samples of a traced step."""
@@ -64,7 +64,8 @@ TAG_BYTES = 25
 class RankMemory:
     """Estimated bytes of one rank."""
 
-    # Bytes of rows and moments by tier. Rows that are materialized on their first update count if training touches them.
+    # Bytes of rows and moments by tier. Rows that are materialized on their first update count if training touches
+    # them.
     tiers: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "disk": 0})
     parts: dict[str, int] = field(default_factory=dict)  # memory at the peak by part
     tier_of: dict[str, str] = field(default_factory=dict)  # tier of each part: ``device`` or ``host``
@@ -213,7 +214,7 @@ class Forecast:
         return (min(held, most) + (ahead + 2) * share) * self._sample_bytes
 
     def _evaluation(self, step: Peak) -> dict[str, float]:
-        """Return the bytes of an evaluation after training steps and of its batches; empty without evaluation splits."""
+        """Return the bytes of an evaluation after training and of its batches; empty without evaluation splits."""
         data, size = self._recipe.data, self._recipe.train.eval_batch_size
         splits = [split for split in (data.valid_split, data.test_split) if split is not None]
         if not splits:

@@ -29,14 +29,14 @@ from hotbed.checkpoint.convert import Rectangle, read_rectangle
 from hotbed.checkpoint.differential import open_with_bases
 from hotbed.checkpoint.load import load_dense
 from hotbed.checkpoint.manifest import Manifest, SavedTable, find_earlier
-from hotbed.checkpoint.storage import LocalDirectory, directory
 from hotbed.checkpoint.saved_tables import check_tables, is_dynamic, row_ids
+from hotbed.checkpoint.storage import LocalDirectory, directory
 from hotbed.checkpoint.tensor_files import UNFINISHED, TensorFiles, bytes_of, make_directory, write_directory
 from hotbed.config import MemoryRecipe, Recipe
 from hotbed.data import Encoder, Source, SparseColumn
 from hotbed.data.encoding.encoder import describe_features, encoding_of
-from hotbed.data.hashing import HASH
 from hotbed.data.encoding.lookup_table import LookupTable
+from hotbed.data.hashing import HASH
 from hotbed.embed import EmbeddingCollection, tables_on_meta
 from hotbed.errors import CheckpointError
 from hotbed.files import new_file
@@ -50,17 +50,25 @@ from hotbed.serve.model_files import (
     ChangeManifest,
     CountEntry,
     DenseEntry,
-    FeatureEntry,
     ExportedFile,
+    FeatureEntry,
     ModelManifest,
     StateEntry,
     TableEntry,
     encoder_digest,
     record_format,
 )
-from hotbed.train.runs.build import build_model, new_model
 from hotbed.train.retrieval import model_source
-from hotbed.train.runs.stored_model import FEATURES, encoder_of, id_kinds_of, labels_of, stored_recipe, load_features, trained_inputs
+from hotbed.train.runs.build import build_model, new_model
+from hotbed.train.runs.stored_model import (
+    FEATURES,
+    encoder_of,
+    id_kinds_of,
+    labels_of,
+    load_features,
+    stored_recipe,
+    trained_inputs,
+)
 
 WINDOW_BYTES = 8 << 20
 """Bytes of a table window, as float32."""
@@ -155,7 +163,7 @@ def export_model(
     Parameters
     ----------
     checkpoint
-        Path or URI of a checkpoint with a recipe, or of a run, of which the best or newest checkpoint is used.
+        Path or URI of a checkpoint with a recipe, or of a run (then its best or newest checkpoint is used).
     target
         Path or URI of the new directory.
     since
@@ -478,10 +486,10 @@ def export_single(
 ) -> dict[str, Any]:
     """Export the model of a checkpoint as one torch program (``docs/prediction.md``); needs twice the model's memory.
 
-    ``checkpoint`` is a checkpoint with a recipe, or a run, of which the newest checkpoint is used. ``target`` is a file ``NAME.pt2`` that contains
-    ``inputs.json`` (``torch.export.load(FILE, extra_files={"inputs.json": ""})``), or a directory for ``model.pt2`` and
-    ``inputs.json``. For ``data`` and ``trust_recipe`` see `export_model`. Raise `CheckpointError` if there is no
-    recipe, the model cannot be traced, or ``target`` exists.
+    ``checkpoint`` is a checkpoint with a recipe, or a run (then its newest checkpoint is used). ``target`` is a file
+    ``NAME.pt2`` that contains ``inputs.json`` (``torch.export.load(FILE, extra_files={"inputs.json": ""})``), or a
+    directory for ``model.pt2`` and ``inputs.json``. For ``data`` and ``trust_recipe`` see `export_model`. Raise
+    `CheckpointError` if there is no recipe, the model cannot be traced, or ``target`` exists.
     """
     source = find_checkpoint(checkpoint)
     if not isinstance(directory(target), LocalDirectory):

@@ -32,8 +32,7 @@ from hotbed.optim import Moment
 from hotbed.parsing import TextError, parse_json, parse_yaml
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes, tile_bytes
-from hotbed.plan.hardware import Hardware
-from hotbed.plan.hardware import hardware_here
+from hotbed.plan.hardware import Hardware, hardware_here
 from hotbed.plan.hit_rates import Curve
 from hotbed.plan.ranks import Chosen, search_ranks
 from hotbed.plan.schemes import AUTO, SCHEMES, Cut, Schemes, cuts_of, schemes_from
@@ -43,10 +42,10 @@ from hotbed.plan.tiling import Tier
 from hotbed.plan.workload import DenseWork, Workload
 from hotbed.specs import Table
 from hotbed.store.memory import refuse_too_many
-from hotbed.train.runs.dense_kernels import arena_launches, dense_kernels
 from hotbed.train.numerics import resolve_device
 from hotbed.train.parameter_groups import moments_by_table, moments_of
 from hotbed.train.ranks.process_group import read_world
+from hotbed.train.runs.dense_kernels import arena_launches, dense_kernels
 
 BACKWARD_KEEPS = 2
 """Number of vectors that a step keeps per layer output: the output for the backward pass, and its gradient."""
@@ -210,9 +209,7 @@ def count_dense_part(model: nn.Module, *, narrow: bool = False, input_bytes: flo
 # -- the model over ranks and tiers ------------------------------------------------------------------------------------
 
 
-def distribute_model(
-    model: nn.Module, recipe: Recipe, device: torch.device, source: Source | None = None
-) -> nn.Module:
+def distribute_model(model: nn.Module, recipe: Recipe, device: torch.device, source: Source | None = None) -> nn.Module:
     """Distribute a model over processes and tiers by a recipe; with one process and one tier it is unchanged."""
     parallel = recipe.parallel
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -383,7 +380,7 @@ def read_skew(file: str | Path, rows: Mapping[str, int]) -> dict[str, Curve]:
         if len(counts) != len(shares) or counts != sorted(counts) or counts[-1:] != [counted]:
             table = entry["table"]
             raise ValueError(
-                f"cache_rows of table '{table}' must increase to {counted:,}, with one entry of accesses_of_top_rows each"
+                f"cache_rows of table '{table}' must increase to {counted:,}, with one accesses_of_top_rows for each"
             )
         return Curve(counts, [share * entry["accesses"] / samples for share in shares])
 

@@ -29,10 +29,10 @@ from hotbed.parsing import yaml_text
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes
 from hotbed.store import Traffic
-from hotbed.train.runs.callbacks import Callback, KeepBest
 from hotbed.train.checkpoints import are_same
 from hotbed.train.metrics import RESERVED_NAMES, Metrics
 from hotbed.train.ranks.parallel import Ranks
+from hotbed.train.runs.callbacks import Callback, KeepBest
 from hotbed.train.throughput import Balance
 from hotbed.train.trainer import Trainer
 

@@ -7,7 +7,8 @@ the command. The first rank searches; all ranks load the same checkpoint, or all
 
 Learning rates, moments and positions are loaded from the checkpoint, so new values in the recipe would be ignored or
 applied in part. A resumed run may change the fields that are marked ``MAY_DIFFER_ON_RESUME`` in `hotbed.config.recipe`
-and `hotbed.config.parallel_memory`, e.g. its length, its output and its hardware. `_find_differences` compares the rest.
+and `hotbed.config.parallel_memory`, e.g. its length, its output and its hardware. `_find_differences` compares the
+rest.
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ class Resume:
         """Parse the option; without it, runs under torchrun are resumed, because torchrun repeats the command."""
         keeps = recipe.train.checkpoint != "none"
         if option == AUTO and not keeps:
-            raise RecipeError("--resume auto needs checkpoints, but train.checkpoint is 'none'. Set train.checkpoint to 'last'")
+            raise RecipeError(
+                "--resume auto needs checkpoints, but train.checkpoint is 'none'. Set train.checkpoint to 'last'"
+            )
         if option is None and keeps and "TORCHELASTIC_RUN_ID" in os.environ:
             return Resume(auto=True, by_recipe=True)
         return Resume(path=None if option in (AUTO, NEVER) else option, auto=option == AUTO)

@@ -25,6 +25,8 @@ from hotbed.data.skew.hot_cold import HotColdLoader
 from hotbed.embed import Distributed, collections_of
 from hotbed.errors import StoppedError
 from hotbed.nn.normalization import normalization_of
+from hotbed.train.checkpoints import refuse_other_checkpoints
+from hotbed.train.ranks.process_group import Watchdog, limit_of, on_first
 from hotbed.train.runs.build import build, open_source, train_splits
 from hotbed.train.runs.callbacks import (
     Callback,
@@ -37,19 +39,17 @@ from hotbed.train.runs.callbacks import (
     refuse_callbacks,
     signals_to,
 )
-from hotbed.train.checkpoints import refuse_other_checkpoints
 from hotbed.train.runs.hot_batches import HotSchedule
 from hotbed.train.runs.loaders import TrainingLoader, evaluation_loader, readers_of, training_loader
-from hotbed.train.ranks.process_group import Watchdog, limit_of, on_first
 from hotbed.train.runs.report import METRICS, RunDirectory, ShowProgress, StageProgress, print_taken, summary_of
 from hotbed.train.runs.resume import Resume, finished_run, resume_from, resume_newest
 from hotbed.train.runs.stored_model import (
     FEATURES,
     FeaturesState,
     bad_ids,
-    init_features,
     check_resumed_data,
     has_features,
+    init_features,
     unknown_vocabularies,
 )
 from hotbed.train.trainer import Trainer
@@ -120,7 +120,7 @@ def train(
     console
         Console for progress.
     resume
-        Checkpoint to resume, or a directory, of which the newest checkpoint is resumed. With the same number of
+        Checkpoint to resume, or a directory (then its newest checkpoint is resumed). With the same number of
         processes, training continues bit for bit. A recipe that would train a different model is refused
         (`refuse_another_recipe`). ``"auto"`` resumes the newest run of this name in its directory, or starts a run. If
         that run is finished, nothing is trained. ``"none"`` starts a run. The default is ``"none"``, but under torchrun
@@ -240,7 +240,7 @@ def _warn_of_unknown_vocabularies(job: Run, checkpoint: Directory) -> None:
 
 
 class OtherData:
-    """Set a loader of changed data to a checkpoint's position; at the start of an epoch only the epoch's number matters."""
+    """Set a loader of changed data to a checkpoint's position; between epochs, only the number of the epoch matters."""
 
     def __init__(self, loader: TrainingLoader) -> None:
         self._loader = loader

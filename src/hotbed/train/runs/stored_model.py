@@ -232,7 +232,7 @@ def without_splits(component: Component) -> Component:
 
 
 def _with_text(component: Component, manifest: Manifest) -> Component:
-    """Return a source that reads ids as text if they were text in training; the CSV value ``12`` may be text or a number."""
+    """Return a source that reads ids as text if they were text in training; in CSV, ``12`` may be text or a number."""
     if not issubclass(component.load(), ParquetSource):
         return component
     text = {name for name, kind in id_kinds_of(manifest).items() if kind == "text"}
@@ -339,7 +339,7 @@ def unknown_vocabularies(source: Source, manifest: Manifest) -> str | None:
     preparation = None if source.encoder is None else source.encoder.preparation
     if preparation is None or not preparation.unknown(cast("Mapping[str, Any]", manifest.parts.get(FEATURES, {}))):
         return None
-    return "the checkpoint records no vocabularies, so those of the data are assumed to be the same"
+    return "the checkpoint records no vocabularies, so the vocabularies of the data are assumed"
 
 
 def _refuse_unknown(source: Source, manifest: Manifest) -> None:

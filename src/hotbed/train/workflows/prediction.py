@@ -86,7 +86,7 @@ def predict(
     Parameters
     ----------
     checkpoint
-        A checkpoint with a recipe, or a run's directory, of which the best or newest checkpoint is used.
+        A checkpoint with a recipe, or a run's directory. The best (or else newest) checkpoint of a run is used.
     data
         Rows with the input columns of the recipe, in the format of the recipe's data. If ``hotbed prepare`` has written
         the recipe's data, raw rows (TSV or Parquet) are accepted, too. Labels, weights and groups are not needed.

@@ -79,8 +79,8 @@ def export_towers(
 ) -> ExportedTowers:
     """Write the towers of a checkpoint's model and the vectors of all items to a local directory.
 
-    ``checkpoint`` is a checkpoint with a recipe, or a run, of which the best or newest checkpoint is used. ``data`` is
-    a dataset with the items (default: ``retrieval.items``, or the recipe's data). Raise `CheckpointError` if the model
+    ``checkpoint`` is a checkpoint with a recipe, or a run (then its best or newest checkpoint is used). ``data`` is a
+    dataset with the items (default: ``retrieval.items``, or the recipe's data). Raise `CheckpointError` if the model
     is not a `hotbed.nn.TwoTower`, or ``target`` exists.
     """
     from pyarrow import parquet
