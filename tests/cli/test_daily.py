@@ -269,7 +269,7 @@ def test_only_checkpoints_of_the_newest_days_are_kept(daily: Path, logs: Path, c
     changed = pq.read_table(daily.parent / "out" / records[-1]["folder"] / "changes.parquet")
     assert set(changed["base"].to_pylist()) == {24}
     message = refused([*command, "--restart_from", str(FIRST + timedelta(days=1))], capsys)
-    assert message.endswith(f"was removed (--keep). There are checkpoints of {records[2]['day']}, {records[3]['day']}")
+    assert message.endswith(f"that has a checkpoint: {records[2]['day']}, {records[3]['day']}")
 
 
 def test_days_without_data_are_refused_or_skipped(daily: Path, logs: Path, capsys: Output) -> None:
@@ -302,7 +302,7 @@ def test_a_day_that_cannot_be_trained_leaves_the_days_before(
         expected = "has no _SUCCESS yet, so 2026-01-02 is incomplete"
     elif kind == "another recipe":
         options += ["--sparse_optimizer.init_args.lr", "0.2"]
-        expected = "another recipe: sparse_optimizer.init_args.lr was 0.1 and is now 0.2"
+        expected = "different recipe: sparse_optimizer.init_args.lr was 0.1 and is now 0.2"
     else:
         second.rename(logs / "second")
         some = {"samples": 0} if kind == "no samples" else {"columns": ("user",)}
@@ -360,7 +360,7 @@ def test_a_damaged_table_is_not_taken_for_a_beginning(daily: Path, logs: Path, c
     (daily.parent / "out").mkdir()
     (daily.parent / "out" / "days.jsonl").write_text('{"day": "2026-')
     message = refused(arguments(daily, logs, "out", "--from", str(FIRST)), capsys)
-    assert "days.jsonl, line 1 is no record of a day" in message
+    assert "days.jsonl, line 1 is not a record" in message
 
 
 def test_python_has_it_too(daily: Path, logs: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_restart_that_cannot_be_sets_nothing_aside(
     options = ["--restart_from", str(DAYS[1])]
     if why == "another recipe":
         options += ["--dense_optimizer.init_args.lr", "0.5"]
-        expected = "another recipe: dense_optimizer.init_args.lr was 0.01 and is now 0.5"
+        expected = "different recipe: dense_optimizer.init_args.lr was 0.01 and is now 0.5"
     elif why == "no data":
         for day in DAYS[1:]:
             (logs / f"day={day}").rename(logs / f"gone={day}")
@@ -102,7 +102,7 @@ def test_a_record_without_its_entries_is_damage(command: list[str], daily: Path,
     file = daily.parent / "out" / "days.jsonl"
     lines = file.read_text().splitlines()
     file.write_text("\n".join([lines[0], json.dumps({"day": str(DAYS[1])})]))
-    assert "days.jsonl, line 2 is no record of a day" in refused(command, capsys)
+    assert "days.jsonl, line 2 is not a record" in refused(command, capsys)
 
 
 @pytest.mark.parametrize("when", ["first", "later"])
@@ -117,7 +117,7 @@ def test_checkpoints_of_another_model_are_not_taken_for_the_days(
     before = files(place)
     message = refused(command, capsys)
     assert f"{place}/last-00000099 is newer than all days in {daily.parent / 'other'}" in message
-    assert "another train.checkpoint_dir" in message
+    assert "train.checkpoint_dir" in message
     assert files(place) == before
 
 
@@ -129,7 +129,7 @@ def test_old_checkpoints_are_removed_by_who_has_the_directory(
     table = train_days.DayTable(daily.parent / "out", recipe, train_days.Days(data="{date}", keep=1), None)
     before = sorted(path.name for path in place.glob("last-*"))
     assert len(before) == 3
-    with lock(directory(place)), pytest.raises(CheckpointError, match="which is running"):
+    with lock(directory(place)), pytest.raises(CheckpointError, match="is running"):
         table._remove_old()
 
     def stolen(where: object) -> object:

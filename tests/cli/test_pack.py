@@ -123,8 +123,8 @@ def test_mistakes_get_one_clear_message(recipe: Path, tmp_path: Path, capsys: Ou
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", r"hot_rows.json is not JSON: .*Pack again"),
-        ("{}", r"is no output of hotbed pack \(KeyError: 'tables'\)"),
+        ("{", r"hot_rows.json is not JSON: "),
+        ("{}", r"hotbed pack \(KeyError: 'tables'\)"),
         ('{"tables": [{"table": "a", "rows": 5, "hot_rows": 6}]}', r"table 'a' has 6 hot rows of 5\)"),
         ('{"tables": [{"table": "a", "rows": 7, "hot_rows": 6}]}', "table 'a': got 7 rows, expected 5"),
         ('{"tables": []}', "has no table 'a' of the model"),

@@ -232,7 +232,7 @@ def test_a_model_of_data_that_were_prepared_otherwise_is_not_taken_over(tmp_path
     columns = {name: [row[name] for row in exported.raw] for name in COLUMNS[1:]}
     assert model.score(model.encoder.table(columns))[0][:, 0].tolist() == exported.scores
     model.close()
-    with pytest.raises(CheckpointError, match="hash was trained on hashed values instead of a dataset of hotbed prep"):
+    with pytest.raises(CheckpointError, match="hash was trained on hashed values"):
         ServedModel.open(described_otherwise(tmp_path / "hash", exported, hashed), encoded=True)
 
 

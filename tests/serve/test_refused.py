@@ -63,7 +63,7 @@ def case(tmp_path: Path) -> Case:
 
 def test_changes_out_of_order_are_refused(case: Case) -> None:
     later = case.publisher.step_on(3)
-    case.refused(later, "gap", r"step 20; the changes from step 10")
+    case.refused(later, "gap", r"step 20; .*step 10")
     case.served.apply(case.change)
     case.refused(case.change, "duplicate", r"leads to step 20, which is served already")
     case.served.apply(later)
@@ -73,11 +73,11 @@ def test_changes_out_of_order_are_refused(case: Case) -> None:
 
 def test_changes_to_another_model_are_refused(case: Case, tmp_path: Path) -> None:
     other = Case(tmp_path / "other", seed=9)
-    case.refused(other.change, "other_model", r"another model of step 10 \([0-9a-f]{12}…\)")
+    case.refused(other.change, "other_model", r"model of step 10 \([0-9a-f]{12}…\)")
     tables = [hb.Table("items", rows=301, dim=4), DYNAMIC]
     publisher = Publisher(Planted(tables, FEATURES), tmp_path / "larger")
     publisher.save()
-    case.refused(publisher.export(), "other_model", r"has other tables, inputs or labels than")
+    case.refused(publisher.export(), "other_model", "tables, inputs or labels")
     case.goes_on()
 
 
@@ -117,7 +117,7 @@ def test_counts_and_shapes_that_do_not_fit_are_refused(case: Case, tmp_path: Pat
     case.change = rewritten(case.change, fewer)
     dense = {"model.version": torch.zeros(2)}
     wrong = case.publisher.change(10, 20, name="wrong", dense=dense)
-    case.refused(wrong, "damaged", r"has other dense parameters than the model")
+    case.refused(wrong, "damaged", "dense parameters")
     case.goes_on()
 
 

@@ -208,7 +208,7 @@ def test_tensors_that_are_refused(client: Client, change: dict[str, Any], messag
             {"inputs": inputs(), "outputs": [{"name": "scor"}]},
             "output: got 'scor', expected one of score; did you mean",
         ),
-        ({"inputs": inputs() + inputs()}, "input 'user': got it twice"),
+        ({"inputs": inputs() + inputs()}, "input 'user': got this name twice"),
         (b"{", "the JSON of the request is not JSON"),
     ],
     ids=lambda value: repr(value)[:30],
@@ -230,7 +230,11 @@ def test_binary_data_that_are_refused(client: Client) -> None:
         answer = client.ask("POST", INFER, body, headers)
         assert (answer.status, message in answer.json["error"]) == (400, True), answer.body
     body, headers = binary(inputs(), BLOBS)
-    for length, message in (("x", "got 'x', expected the length"), ("-1", "got '-1'"), ("99999", "got '99999'")):
+    for length, message in (
+        ("x", "got 'x', expected the number of bytes"),
+        ("-1", "got '-1'"),
+        ("99999", "got '99999'"),
+    ):
         answer = client.ask("POST", INFER, body, headers | {"Inference-Header-Content-Length": length})
         assert (answer.status, message in answer.json["error"]) == (400, True), answer.body
     assert "has 3 bytes after" in client.ask("POST", INFER, body + b"abc", headers).json["error"]

@@ -130,7 +130,7 @@ def test_callbacks_go_on_as_they_were(tmp_path: Path) -> None:
 def test_the_best_is_looked_for_anew_if_it_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep = KeepBest(tmp_path, RECIPE)
     keep.load_state_dict({"monitor": "logloss", "best": 0.7, "path": str(tmp_path / "best-00000002")})
-    assert "is gone; the best is chosen from later evaluations" in caplog.text
+    assert "was removed; the best one is chosen" in caplog.text
     assert keep.state_dict()["path"] is None
 
 

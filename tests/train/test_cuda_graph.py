@@ -112,7 +112,7 @@ def test_a_batch_is_copied_to_memory_of_its_own() -> None:
 
 
 def test_a_captured_step_may_not_look_at_ids_whose_number_differs() -> None:
-    with pytest.raises(BatchError, match="the model itself reads the ids of 'y'"):
+    with pytest.raises(BatchError, match="the model reads the ids of 'y'"):
         copy_of(batch(0)).sparse["y"]
 
 

@@ -42,7 +42,7 @@ def recipe(**sections: Any) -> Recipe:
 @pytest.mark.parametrize(
     ("scheme", "tables", "ranks", "message"),
     [
-        ("column", WIDE, 2, r"1 of 2 tables are too narrow to be cut into columns (a)"),
+        ("column", WIDE, 2, "1 of 2 tables are too narrow for column shards (a)"),
         ("table", NARROW, 4, "leaves 2 of 4 ranks without rows (2, 3)"),
         ("row", NARROW, 1, "parallel.plan is row, but the plan has one process"),
     ],

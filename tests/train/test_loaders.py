@@ -60,7 +60,7 @@ def test_who_reads_changes_nothing(ranks: Ranks, data: Path, tmp_path: Path) -> 
             assert found[reader][what] == found["each"][what], (reader, what)
 
 
-@pytest.mark.parametrize(("plan", "how"), [("row", "cut into rows"), ("dp", "copied")])
+@pytest.mark.parametrize(("plan", "how"), [("row", "divided into rows"), ("dp", "copied")])
 def test_owners_cannot_read_for_plans_that_share_rows(
     ranks: Ranks, data: Path, tmp_path: Path, plan: str, how: str
 ) -> None:

@@ -118,7 +118,7 @@ def test_budgets_are_shared_out_by_what_was_counted(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "skew.json does not exist"),
-        ("[]", "is no output of hotbed inspect --skew"),
+        ("[]", "hotbed inspect --skew"),
         ('{"samples": 1, "tables": []}', "has no table 'C1' of the model"),
         (
             '{"samples": 1, "tables": [{"table": "C1", "rows": 3, "accesses": 0, "cache_rows": [3], '

@@ -444,7 +444,7 @@ def test_those_of_torchmetrics_are_what_hotbed_says() -> None:
         ("auc", own("Brier"), "metrics has 'auc'"),
         ("brier", own("Bryer"), "metrics.brier: module .* has no class 'Bryer'; did you mean 'Brier'"),
         ("brier", own("Brier", power=2), "metrics.brier: .* takes no 'power'; init_args may be factor"),
-        ("loss", Component(class_path="torch.nn.MSELoss"), r"metrics.loss: torch.nn.MSELoss has no update\(scores, l"),
+        ("loss", Component(class_path="torch.nn.MSELoss"), r"metrics.loss: torch.nn.MSELoss lacks update\(scores, l"),
         ("curve", own("Curve"), r"metrics.curve: Curve failed on scores and labels \[4\]: "),
     ],
 )
@@ -502,7 +502,7 @@ def test_callbacks_are_made_with_what_they_ask_for_where_they_are_wanted(tmp_pat
 @pytest.mark.parametrize(
     ("component", "message"),
     [
-        (own("Brier"), r"callbacks.own is .*Brier, expected a hotbed.Callback"),
+        (own("Brier"), r"callbacks.own is .*Brier, expected a subclass of hotbed.Callback"),
         (own("Count"), r"callbacks.own: module .* has no class 'Count'; did you mean 'Counts'"),
         (own("Counts"), r"callbacks.own: .*Counts needs 'every'; set it in init_args"),
     ],

@@ -153,5 +153,5 @@ def evaluations_that_fail(group: Group) -> list[str]:
 
 def test_an_evaluation_that_fails_does_so_on_all_ranks(ranks: Ranks) -> None:
     for nothing, not_finite in ranks.run(3, evaluations_that_fail):
-        assert nothing == "there is no sample to evaluate: the batches are empty"
+        assert "no sample to evaluate" in nothing
         assert "task 0 is nan" in not_finite

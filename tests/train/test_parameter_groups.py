@@ -209,7 +209,7 @@ def test_by_default_the_sparse_optimizer_trains_the_wide_part_too() -> None:
         ),
         (
             {"sparse_optimizer_groups": groups(a=("wide", *SGD), b=("embeddings", *SGD))},
-            "sparse_optimizer_groups match all tables, so sparse_optimizer has none to train",
+            "sparse_optimizer_groups match all tables, so sparse_optimizer has no table to train",
         ),
         (
             {"sparse_optimizer_groups": groups(wide=("wide", "hotbed.optim.FTRL", {}))},
@@ -229,7 +229,7 @@ def test_by_default_the_sparse_optimizer_trains_the_wide_part_too() -> None:
         ),
         (
             {"dense_optimizer_groups": dense_groups(a=("*", *DENSE_SGD))},
-            "dense_optimizer_groups match all parameters, so dense_optimizer has none to train",
+            "dense_optimizer_groups match all parameters, so dense_optimizer has no parameter to train",
         ),
         (
             {"dense_optimizer_groups": dense_groups(a=("*.bias", "torch.optim.LBFGS", {}))},

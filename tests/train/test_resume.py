@@ -313,7 +313,7 @@ def test_ctrl_c_saves_and_ends_with_130_also_in_the_first_batch(recipe: Path, ca
     (run,) = runs(recipe)
     assert names(run) == ["last-00000001"]
     shown = capfd.readouterr().err
-    assert "hotbed: training ends after the current step; Ctrl-C again ends it at once" in shown
+    assert "hotbed: training ends after the current step; press Ctrl-C again" in shown
     assert f"stopped by a signal after step 1; resume with --resume {run}/checkpoints/last-00000001" in shown
 
 
@@ -372,7 +372,7 @@ def test_a_damaged_checkpoint_is_not_taken_but_the_one_before_it(recipe: Path, h
     assert "warning: " in shown
     assert "block 0 of 1" in shown
     assert "last-00000009 is renamed to damaged-last-00000009-" in shown
-    assert "last-00000010 was never finished and is ignored" in shown
+    assert "last-00000010 is incomplete and is ignored" in shown
     assert "last-00000002" not in shown
     assert f"resumed from {half}/checkpoints/last-00000006 at step 6" in shown
     assert names(half) == [f"last-{step:08d}" for step in (3, 6, 9, 12, 15, 18, 19)]

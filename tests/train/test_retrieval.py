@@ -273,7 +273,7 @@ def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 REFUSED: list[tuple[Callable[[dict[str, Any]], None], type[HotbedError], str]] = [
-    (_labels("click", "age"), RecipeError, "retrieval is set, but there are the labels click, age"),
+    (_labels("click", "age"), RecipeError, "got click, age, expected at most one"),
     (_set("tasks", {"click": {"weight": 2}}), RecipeError, "tasks is set, but retrieval"),
     (
         _set("metrics", {"f1": {"class_path": "torchmetrics.F1"}}),

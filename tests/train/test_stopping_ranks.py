@@ -53,7 +53,7 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint_and_a_second_one_at_once(
     assert message in started.text(0, "err")
     model = ["--model.class_path", "tests.train.rank_models.Compiles", "--name", "twice"]
     with launcher.start(tmp_path / "twice", 2, *options, *model) as started:
-        started.wait_for(0, "err", "Ctrl-C again ends it at once")
+        started.wait_for(0, "err", "Ctrl-C again to end it at once")
         time.sleep(0.5)  # the other rank's first one must be over
         for rank in (0, 1):
             started.send(rank, signal.SIGINT)

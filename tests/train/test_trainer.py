@@ -373,7 +373,7 @@ def test_a_run_without_a_loader_cannot_be_resumed(tmp_path: Path) -> None:
     trainer.fit(planted.batches(3))
     other = planted.trainer(RECIPE)
     load_checkpoint(tmp_path / "c", other.parts())
-    with pytest.raises(RecipeError, match="no position in the data"):
+    with pytest.raises(RecipeError, match="no data position"):
         other.resume_data(Loader(InMemory(), "train", 64))
 
 

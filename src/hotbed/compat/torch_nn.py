@@ -44,7 +44,7 @@ class TableRows(Tensor):
     """Rows ``[R, D]`` of a table.
 
     Setting ``requires_grad`` freezes or unfreezes the table. Setting ``data`` replaces its rows. Operations return
-    plain tensors. Views of a copy are the exception, because writes to them must be refused, too.
+    plain tensors, except views of a copy, because writes to such views must be refused, too.
     """
 
     _rows: EmbeddingCollection
@@ -65,7 +65,7 @@ class TableRows(Tensor):
         if handle.requires_grad and torch.is_grad_enabled():
             why = (
                 f"table '{table}': got a backward pass through its rows (e.g. as the weight of an output layer), "
-                f"expected gradients from lookups only. Keep the module as it is with skip=['{table}']"
+                f"expected gradients from lookups only. Keep torch's module with skip=['{table}']"
             )
             values = Refused.apply(handle, values, SpecError, why)
         if torch.compiler.is_compiling():
@@ -97,7 +97,7 @@ class TableRows(Tensor):
             return func(*args, **(kwargs or {}))
 
     def _of_copy(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Refuse writes to a copy, and mark its views, so that writes to them are refused, too."""
+        """Refuse writes to a copy, and mark its views, so that writes to views are refused, too."""
         name = getattr(func, "__name__", "")
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             raise SpecError(
@@ -134,7 +134,7 @@ class Refused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, vectors: Tensor, kind: type[Exception], why: str) -> Tensor:
-        """Return a view. ``anchor`` makes it require a gradient."""
+        """Return a view. ``anchor`` makes the view require a gradient."""
         ctx.kind, ctx.why = kind, why
         return vectors.view_as(vectors)
 
@@ -147,8 +147,8 @@ class Refused(torch.autograd.Function):
 class _DropIn(nn.Module):
     """Look up one feature of a collection with one table. Modules that shared a weight share the collection.
 
-    ``padding_idx`` and ``max_norm`` are torch's. Optimizers keep rows within ``max_norm``, so the initial rows must be
-    within it, too.
+    ``padding_idx`` and ``max_norm`` are as in torch. Optimizers keep rows within ``max_norm``, so the initial rows must
+    be within it, too.
     """
 
     def __init__(
@@ -174,10 +174,10 @@ class _DropIn(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Rows ``[R, D]`` in the memory of the table. For a sharded table: a copy that refuses writes.
+        """Rows ``[R, D]`` in the memory of the table, or a copy that refuses writes if the table is sharded.
 
-        Setting its ``requires_grad`` freezes or unfreezes the table. A backward pass through these rows, e.g. as the
-        weight of an output layer, raises `SpecError`.
+        Setting ``requires_grad`` of the rows freezes or unfreezes the table. A backward pass through these rows, e.g.
+        as the weight of an output layer, raises `SpecError`.
         """
         return TableRows.of(self.rows, self.table)
 
@@ -186,7 +186,7 @@ class _DropIn(nn.Module):
         if name == "weight":
             raise SpecError(
                 f"the weight of '{self.feature}' is a table: got a new {type(value).__name__}, expected a copy of "
-                "values. Use `with torch.no_grad(): module.weight.copy_(values)`, and leave tables out of "
+                "values. Use `with torch.no_grad(): module.weight.copy_(values)`, and omit tables from "
                 "functional_call"
             )
         super().__setattr__(name, value)
@@ -207,7 +207,7 @@ class _DropIn(nn.Module):
         """Draw all rows from N(0, 1) with torch's generator, and set the row of ``padding_idx`` to 0, as torch does."""
         if self.rows.is_distributed:
             raise SpecError(
-                f"table '{self.table}' is distributed: got reset_parameters(), expected it before hotbed.distribute. "
+                f"table '{self.table}': got reset_parameters() after hotbed.distribute, expected the call before it. "
                 "Reset the model before you distribute it"
             )
         if self.rows.device.type == "meta":
@@ -350,7 +350,7 @@ class EmbeddingBag(_DropIn):
         bags = self._bags(input, offsets, weights)
         if self.mode != "max":
             return self._look_up(bags, self.padding_idx)
-        # In a graph, padding stays, because the number of remaining ids depends on the data.
+        # In a compiled graph, padding is not removed, because the number of remaining ids depends on the data.
         if self.padding_idx is not None and not torch.compiler.is_compiling():
             bags, _ = without(bags, self.padding_idx)
         return _largest(self._look_up(bags), bags, self.padding_idx)
@@ -381,7 +381,8 @@ class EmbeddingBag(_DropIn):
         if ids.dim() == 2:
             if offsets is not None:
                 raise BatchError(
-                    f"offsets: got a tensor with 2-D ids {list(ids.shape)}, expected None. Remove the offsets."
+                    f"offsets: got offsets with 2-D ids {list(ids.shape)}, expected None, because each row is a bag. "
+                    "Remove the offsets."
                 )
             return Bags(ids.reshape(-1), len(ids), ids.shape[1], None, weights)
         if ids.dim() != 1 or offsets is None:
@@ -390,8 +391,8 @@ class EmbeddingBag(_DropIn):
         offsets = self._integers("offsets", offsets).long()
         if self.include_last_offset and not len(offsets):
             raise BatchError(
-                "offsets are empty: got 0, expected at least 1 with include_last_offset=True. Give the number of ids "
-                "as the last offset; for no bags, torch.tensor([0])"
+                "offsets are empty: got 0, expected at least 1 with include_last_offset=True. Pass the number of ids "
+                "as the last offset, e.g. torch.tensor([0]) for no bags"
             )
         if not self.include_last_offset:
             offsets = torch.cat([offsets, offsets.new_tensor([len(ids)])])
@@ -400,8 +401,8 @@ class EmbeddingBag(_DropIn):
 
 def _largest(vectors: Tensor, bags: Bags, padding_idx: int | None) -> Tensor:
     """Return the maximum of each column over the vectors of a bag: ``[N, D]`` to ``[B, D]``, zeros for empty bags."""
-    # As in torch, the first of several equal maxima gets the whole gradient. torch.scatter_reduce would divide it,
-    # and the gradient of torch.segment_reduce is wrong for equal rows (torch 2.13).
+    # As in torch, the first of several equal maxima gets the whole gradient. torch.scatter_reduce would divide the
+    # gradient, and the gradient of torch.segment_reduce is wrong for equal rows (torch 2.13).
     count, columns = vectors.shape
     bag = torch.arange(bags.batch_size, device=vectors.device).repeat_interleave(bags.lengths(), output_size=count)
     own = bag[:, None].expand_as(vectors)
@@ -437,7 +438,7 @@ def swap_embeddings(
         Seed of the initial values of tables on ``meta``, as for `EmbeddingCollection`. By default it is drawn from
         torch's generator, so ``torch.manual_seed`` determines it. All ranks use the seed of rank 0.
     backend
-        Kernels, as for `EmbeddingCollection`.
+        Backend of the kernels, as for `EmbeddingCollection`.
 
     Returns
     -------
@@ -631,7 +632,7 @@ def _bound(module: _Torch) -> float:
 
 
 def _pooling(module: _Torch) -> Pooling:
-    """Return the pooling of a module's feature, or none for a mode that tables do not have."""
+    """Return the pooling of a module's feature, or "none" for a mode that tables do not support."""
     if isinstance(module, nn.Embedding):
         return "sum"
     return "none" if module.mode == "max" else cast(Pooling, module.mode)

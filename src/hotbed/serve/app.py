@@ -56,7 +56,7 @@ class Application:
         self,
         batchers: Mapping[str, Batcher],  # models by name; the first one answers /score
         options: ServeOptions,
-        token: str | None,  # which requests must carry
+        token: str | None,  # token that requests must carry
         metrics: ServerMetrics,
         connections: Sized,  # the open connections
     ) -> None:
@@ -175,7 +175,7 @@ class Application:
         return Response(text, media_type="application/octet-stream", headers={HEADER_LENGTH: str(length)})
 
     def _select_model(self, request: Request) -> tuple[str, Batcher]:
-        """Return the model in a request's path, whose version must be the served one."""
+        """Return the model in a request's path; a version in the path must be the served version."""
         name = str(request.path_params["model"])
         batcher = self._batchers.get(name)
         if batcher is None:
@@ -202,7 +202,7 @@ class Application:
         return asyncio.get_running_loop().time() + self._options.timeout_s
 
     async def _read(self, size: int, read: Callable[[], _Result], deadline: float) -> _Result:
-        """Parse a body; a large one in a thread, so that it delays no other request."""
+        """Parse a body. Large bodies are parsed in a thread, so that they delay no other request."""
         with self._explain_errors():
             try:
                 if size <= _INLINE_BYTES:
@@ -319,7 +319,7 @@ def _digest(text: bytes) -> bytes:
 
 def _other_version(name: str, version: str, step: int) -> RequestError:
     return RequestError(
-        f"version of {name}: got {version[:30]!r}, expected {step}. Leave the version out to use the newest",
+        f"version of {name}: got {version[:30]!r}, expected {step}. Omit the version to use the newest",
         404,
         "not_found",
     )
@@ -358,8 +358,8 @@ class Connection(HttpToolsProtocol):
     """A connection with limits that uvicorn lacks, so that slow or broken clients do not delay others.
 
     uvicorn has no deadline for slow heads and bodies and no limit on a body's framing, and answers invalid HTTP as
-    text. A timer limits each phase of a request, and another one the time in which the client reads answers. The phases
-    are "idle", "head", "body", "answer", and "broken" once no more data is read.
+    text. A timer limits each phase of a request, and a second timer limits the time in which the client reads answers.
+    The phases are "idle", "head", "body", "answer", and "broken" once no more data is read.
     """
 
     def __init__(self, options: ServeOptions, count_refusal: Callable[[str], None], **given: Any) -> None:

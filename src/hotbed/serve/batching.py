@@ -75,7 +75,7 @@ class Batcher:
         return self._queued
 
     def submit(self, columns: pa.RecordBatch) -> asyncio.Future[Scored]:
-        """Queue a request's rows, and return a future of the running event loop. Cancel it to withdraw the request.
+        """Queue a request's rows, and return a future of the event loop. Cancel the future to remove the rows.
 
         Raise `RequestError` with status 503 if too many rows are queued or the server is shutting down.
         """
@@ -115,7 +115,7 @@ class Batcher:
                 LOG.debug("scores could not be delivered", exc_info=True)
 
     def _next(self) -> list[_Waiting] | None:
-        """Wait for a batch of whole requests with equal column types; None after the last one."""
+        """Wait for and return a batch of whole requests with equal column types; return None after the last batch."""
         with self._changed:
             while True:
                 while not self._queue:
@@ -129,7 +129,7 @@ class Batcher:
                     return batch
 
     def _take(self) -> list[_Waiting]:
-        """Remove a batch from the queue, and drop cancelled requests."""
+        """Remove and return a batch of the queue, and drop cancelled requests."""
         batch, rows = list[_Waiting](), 0
         while self._queue:
             entry = self._queue[0]
@@ -195,12 +195,12 @@ def _deliver(answers: Sequence[tuple[_Waiting, Scored | Exception]]) -> None:
 
 
 def explain_error(error: Exception) -> RequestError:
-    """Return the error that the client gets. Only faulty rows are the client's fault."""
+    """Return the error for the client. Only errors in rows are reported as the client's fault."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, DataError | SpecError | BatchError | NonFiniteError):
         what = re.match(r"(.*)(?:; |\. (?=[A-Z]))", str(error), re.DOTALL)  # without advice for training
-        return RequestError(f"{what[1] if what else error}; send other values, or leave such rows out", 400, "rows")
+        return RequestError(f"{what[1] if what else error}; send different values, or omit such rows", 400, "rows")
     details: dict[str, Any] = {"error_type": type(error).__name__}
     LOG.error("score_failed", extra={"details": details}, exc_info=error)
     if isinstance(error, StoreError):

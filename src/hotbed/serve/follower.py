@@ -1,4 +1,4 @@
-"""Follow training: load the versions that it publishes in a directory, in order, while requests run.
+"""Follow training: load the versions that training publishes in a directory, in order, while requests run.
 
 A published directory has full models and changes, named by their last step (`hotbed.serve.model_files`)::
 
@@ -30,7 +30,7 @@ LONGEST_WAIT_S = 60.0
 CLOSE_S = 30.0
 """Longest time that `Follower.close` waits for the thread."""
 COMPACTED_SHARE = 0.5
-"""Largest disk space of changes, relative to the exported files, before a full model replaces them."""
+"""Largest disk space of changes, relative to the exported files, before a full model replaces the changes."""
 
 _log = logging.getLogger("hotbed")
 _NAME = re.compile(r"(model|change)-(\d{1,18})")
@@ -45,7 +45,7 @@ class _Version(NamedTuple):
 
 
 class _ClosedError(Exception):
-    """The follower was closed."""
+    """Raised in the thread after the follower was closed."""
 
 
 class _Known(NamedTuple):
@@ -63,7 +63,7 @@ class _Retry(NamedTuple):
 
 
 class Follower:
-    """Poll for new versions of a model in a thread, and load them into the model. Nothing else may change the model."""
+    """Poll for new versions of a model in a thread, and load them. Only this thread may change the model."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Follower:
             self._newest_at = started
 
     def _list_published(self) -> tuple[list[_Version], list[_Version]]:
-        """Return complete full models and changes, by rising step."""
+        """Return complete full models and complete changes, both by ascending step."""
         found: dict[str, list[_Version]] = {"model": [], "change": []}
         for name in self._source.names():
             match = _NAME.fullmatch(name)
@@ -167,7 +167,7 @@ class Follower:
         )
 
     def _refuse_misfits(self, changes: list[_Version]) -> None:
-        """Let the model refuse changes for another version, with its reason."""
+        """Make the model refuse changes for a different version, so that the reason is counted and logged."""
         for name, change in self._open_changes(changes):
             if change.manifest.base.state != self._model.state:
                 self._try(name, "change", partial(self._model.apply, change, check=self._check))
@@ -182,7 +182,7 @@ class Follower:
                 yield version.name, change
 
     def _open(self, name: str, form: type[_Published]) -> _Published | None:
-        """Read a version's manifest, or return a recently read one; None if the version is refused."""
+        """Open a version, or return it if it was opened recently; return None if the version is refused."""
         if not self._is_due(name):
             return None
         known = self._known.get(name)
@@ -197,9 +197,9 @@ class Follower:
         return opened
 
     def _load_newest(self, models: list[_Version]) -> bool:
-        """Load the full model that was written last, if it is newer than the served version or that is broken.
+        """Load the full model that was written last, if it is newer than the served version or that version is broken.
 
-        A resumed run may have written models of earlier steps later.
+        The newest model may have an earlier step, if a resumed run has written it.
         """
         found = [(name, model) for _, name in models if (model := self._open(name, ExportedModel)) is not None]
         for name, model in sorted(found, key=lambda each: (each[1].manifest.written, each[0]), reverse=True):
@@ -228,7 +228,7 @@ class Follower:
         self._model.take_over(model, verify=self._verify, check=self._check)
 
     def _try(self, name: str, form: str, load: Callable[[], None]) -> bool:
-        """Load a version; count and remember it if it is refused."""
+        """Load a version, and return whether it was loaded; count and remember refused versions."""
         try:
             load()
         except _ClosedError:

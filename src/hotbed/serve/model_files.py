@@ -1,7 +1,8 @@
 """Read exported models and sets of changes, which training publishes for servers.
 
-A manifest is a pydantic model, which is validated before any other file is read, because it may come from anywhere. It
-has the size and hash of each file. Sizes match the tables, so that readers allocate no more than the files hold.
+A manifest is a pydantic model, which is validated before any other file is read, because it may come from an untrusted
+source. The manifest has the size and hash of each file. Sizes are compared with the tables, so that readers allocate no
+more than the files hold.
 
 An exported model is a directory, local or in an object store, that needs no checkpoint::
 
@@ -11,7 +12,7 @@ An exported model is a directory, local or in an object store, that needs no che
         tables/NAME.ids      the id of each row of a dynamic table, int64; -1 for a free row
         lookups/, vocabulary/    keys and values for `Encoder`, by derived input and by table
 
-A set of changes turns a model into a later one::
+A set of changes turns a model into a later state of the model::
 
     DIR/manifest.json        `ChangeManifest` with the states before and after; written last
         rows.parquet         the rows that changed, by id (`hotbed.checkpoint.changes`)
@@ -62,7 +63,7 @@ MANIFEST = "manifest.json"
 ROWS, DENSE = "rows.parquet", "dense.safetensors"
 """Files of a set of changes."""
 MOST_BYTES = 64 << 20
-"""Upper limit of a manifest."""
+"""Upper limit of the size of a manifest."""
 CHUNK_BYTES = 4 << 20
 """Bytes that are hashed or fetched at once."""
 ROWS_AT_ONCE = 1 << 16
@@ -104,7 +105,7 @@ class TableEntry(Entry):
     ids: FilePath | None = None
 
     def spec(self, name: str) -> Table:
-        """Return the table under its name in its collection. A dynamic table has its capacity as rows."""
+        """Return the spec of the table ``name`` of a collection. The rows of a dynamic table are its capacity."""
         return self.init.table(name, self.rows, self.dim, self.dtype, self.fp32_rows)
 
     def is_wide(self, rows: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ class TableEntry(Entry):
 
 
 class FeatureEntry(Entry):
-    """An input of the dense program, which is the vectors of a feature."""
+    """An input of the dense program: the vectors of a feature."""
 
     collection: Annotated[str, Field(max_length=4096)]
     feature: Text
@@ -129,7 +130,7 @@ class FeatureEntry(Entry):
     padding: Padding | None = None
 
     def spec(self, table: str) -> Feature:
-        """Return the feature with the name that its table has in its collection."""
+        """Return the spec of the feature; ``table`` is the name of its table in the collection."""
         options: dict[str, Any] = {"max_len": self.max_len, "on_too_long": self.on_too_long, "padding": self.padding}
         return Feature(self.feature, table, pooling=self.pooling, on_bad_id=self.on_bad_id, **options)
 
@@ -147,7 +148,7 @@ class ModelManifest(Entry):
 
     format: Literal["hotbed-model"] = "hotbed-model"
     version: Literal[1] = VERSION
-    name: Text  # of the recipe
+    name: Text  # name of the recipe
     step: Count  # version of the parameters, with `state`; see `StateEntry`
     state: Digest
     written: Seconds  # time of writing, in seconds since 1970
@@ -175,7 +176,7 @@ class ModelManifest(Entry):
             elif table.record_bytes != (nbytes := table.records().record_bytes):
                 yield (
                     f"tables.{name}.record_bytes: got {table.record_bytes:,}, expected {nbytes:,} for {table.dtype} "
-                    f"rows of {table.dim} columns. Use the release that wrote it"
+                    f"rows of {table.dim} columns. Use the release that wrote the model"
                 )
             for key, file, nbytes in (("file", table.file, table.record_bytes), ("ids", table.ids, 8)):
                 if file is not None:
@@ -193,7 +194,7 @@ class ModelManifest(Entry):
         if not isinstance(self.encoder.get("schema"), dict):
             yield "encoder.schema: expected a mapping of columns"
         if (self.dense.inputs == 0) != (self.dense.dtype is None):
-            yield f"dense.inputs: got {self.dense.inputs} with dense.dtype {self.dense.dtype}"
+            yield f"dense.inputs: got {self.dense.inputs}, which does not fit dense.dtype {self.dense.dtype}"
 
 
 class CountEntry(Entry):
@@ -206,7 +207,8 @@ class CountEntry(Entry):
 class ChangeManifest(Entry):
     """Content of ``manifest.json`` of a set of changes.
 
-    ``encoder`` is the `encoder_digest` of both states, because changes have only rows and parameters.
+    ``encoder`` is the `encoder_digest` of both states, which must be equal, because changes have only rows and
+    parameters.
     """
 
     format: Literal["hotbed-change"] = "hotbed-change"
@@ -231,14 +233,14 @@ _Manifest = TypeVar("_Manifest", ModelManifest, ChangeManifest)
 
 
 def read_export(form: type[_Manifest], folder: Directory) -> _Manifest:
-    """Read the manifest of a directory. Raise `CheckpointError`, or `DamagedError` if it is not JSON."""
+    """Read a directory's manifest. Raise `CheckpointError` if it is invalid, or `DamagedError` if it is not JSON."""
     if not folder.has(MANIFEST):
-        raise CheckpointError(f"{folder} has no {MANIFEST}. Name a complete directory of hotbed export")
+        raise CheckpointError(f"{folder} has no {MANIFEST}. Pass a complete directory written by hotbed export")
     where = f"{folder}/{MANIFEST}"
     values = parsed(folder.read(MANIFEST, MOST_BYTES), where)
     for key, fix in (
-        ("format", "Name a directory of hotbed export or train.publish"),
-        ("version", "Use the release that wrote it"),
+        ("format", "Pass a directory written by hotbed export or train.publish"),
+        ("version", "Use the release that wrote the manifest"),
     ):
         check(f"{where}: {key}", values.get(key), form.model_fields[key].annotation, CheckpointError, fix)
     manifest = validate_model(form, values, CheckpointError, where)
@@ -262,7 +264,7 @@ def encoder_digest(values: Mapping[str, Any]) -> str:
 
 
 class Published:
-    """A directory with a manifest. Its files are local, or fetched.
+    """A directory with a manifest. Remote files are fetched.
 
     Fetched files of models are cached under their SHA-256, by default in ``hotbed/models`` in the user's cache
     directory.
@@ -278,7 +280,7 @@ class Published:
         return str(self.folder)
 
     def path(self, name: str) -> Path:
-        """Return a local file with the content of ``name``. Its size is checked, and the hash of a fetched file.
+        """Return the path of a local file with the content of ``name``. Check its size, and the hash of a fetched file.
 
         Raise `DamagedError` if the file is missing or does not match the manifest.
         """
@@ -313,7 +315,7 @@ class Published:
             return file.read()
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Read all files and check their hashes. Raise `DamagedError` if one does not match.
+        """Read all files and check their hashes. Raise `DamagedError` if a hash does not match.
 
         ``progress`` is called with the bytes read and the total.
         """
@@ -399,9 +401,9 @@ class ExportedModel(Published):
 
     @classmethod
     def open(cls, path: str | Path | Directory, cache: Path | None = None) -> ExportedModel:
-        """Open a directory of ``hotbed export``, at a path or URI. ``cache`` is as in `Published`.
+        """Open a directory written by ``hotbed export``, at a path or URI. ``cache`` is as in `Published`.
 
-        Raise `CheckpointError` if it is not an exported model, or its manifest is invalid.
+        Raise `CheckpointError` if the directory is not an exported model, or its manifest is invalid.
         """
         folder = directory(path)
         return cls(folder, read_export(ModelManifest, folder), cache)
@@ -409,7 +411,7 @@ class ExportedModel(Published):
     def encoder(self) -> Encoder:
         """Return the encoder that converts raw rows to inputs, as in training.
 
-        Raise `CheckpointError` if its entry in the manifest is invalid or a lookup table is damaged.
+        Raise `CheckpointError` if the manifest's entry ``encoder`` is invalid or a lookup table is damaged.
         """
         from pyarrow import parquet
 
@@ -433,7 +435,7 @@ class ExportedModel(Published):
         return LookupTable.map_file(self.path(self.manifest.vocabularies[table]))
 
     def collections(self) -> dict[str, tuple[list[Table], list[Feature]]]:
-        """Return tables and features of each embedding collection by its path. Names are those in the collection."""
+        """Return tables and features of each embedding collection by path, with their names in the collection."""
         found: dict[str, tuple[dict[str, Table], list[Feature]]] = {}
         for feature in self.manifest.features.values():
             tables, features = found.setdefault(feature.collection, ({}, []))
@@ -455,8 +457,8 @@ class ExportedModel(Published):
     def dense(self) -> nn.Module:
         """Load the dense program. Each call returns a module with its own parameters.
 
-        The file's content is kept, because the directory may be removed while changes continue. A program is code, and
-        torch's loader may run it, so open only trusted models.
+        The file's content is kept in memory, because the directory may be removed while changes are still applied. A
+        program is code, and torch's loader may run it, so open only trusted models.
         """
         if self._program is None:
             self._program = self.read(self.manifest.dense.file)
@@ -480,7 +482,7 @@ class TableChange(NamedTuple):
 
 
 class ChangeSet(Published):
-    """Changes from one state of a model to a later one, with a checked manifest."""
+    """Changes from one state of a model to a later state, with a checked manifest."""
 
     def __init__(self, folder: Directory, manifest: ChangeManifest, cache: Path | None = None) -> None:
         super().__init__(folder, manifest.files, cache)
@@ -488,7 +490,7 @@ class ChangeSet(Published):
 
     @classmethod
     def open(cls, path: str | Path | Directory, cache: Path | None = None) -> ChangeSet:
-        """Open a directory of ``hotbed export --since`` or ``train.publish``, as `ExportedModel.open`."""
+        """Open a directory written by ``hotbed export --since`` or ``train.publish``; see `ExportedModel.open`."""
         folder = directory(path)
         return cls(folder, read_export(ChangeManifest, folder), cache)
 
@@ -508,18 +510,19 @@ class ChangeSet(Published):
                     has = metadata.get(f"hotbed.{key}".encode(), b"").decode()
                     if has != state:
                         raise DamagedError(
-                            f"{where}: got {key} {has[:12]}…, expected {state[:12]}… as in its manifest. Copy it again"
+                            f"{where}: got {key} {has[:12]}…, expected {state[:12]}… as in its manifest. Copy the file "
+                            "again"
                         )
                 for batch in parquet_file.iter_batches(ROWS_AT_ONCE, columns=["table", "id", "op", "vector"]):
                     yield from _by_table(batch, found, where)
         except (pa.ArrowException, KeyError, ValueError) as error:
-            raise DamagedError(f"{where} is not a valid file of changes: {error}") from None
+            raise DamagedError(f"{where} is not a valid file of changes: {error}. Copy it again") from None
         for table, count in self.manifest.tables.items():
             counted = found[table, "upsert"], found[table, "delete"]
             if counted != (count.upserts, count.deletes):
                 raise DamagedError(
                     f"{where}, table '{table}': got {counted[0]:,} rows and {counted[1]:,} deleted ids, expected "
-                    f"{count.upserts:,} and {count.deletes:,}. Copy it again"
+                    f"{count.upserts:,} and {count.deletes:,}. Copy the file again"
                 )
 
     def dense(self) -> dict[str, Tensor]:
@@ -528,11 +531,11 @@ class ChangeSet(Published):
         try:
             return load_tensors(content)
         except Exception as error:
-            raise DamagedError(f"{self}/{DENSE} is not a safetensors file: {error}") from None
+            raise DamagedError(f"{self}/{DENSE} is not a safetensors file: {error}. Copy the file again") from None
 
 
 def _by_table(batch: Any, found: Counter[tuple[str, str]], where: str) -> Iterator[TableChange]:
-    """Split a record batch, whose rows are sorted, by table and operation."""
+    """Split a record batch by table and operation; its rows are sorted by both."""
     tables, ops = (batch.column(name).cast("string").to_numpy(zero_copy_only=False) for name in ("table", "op"))
     ids = torch.from_numpy(batch.column("id").to_numpy(zero_copy_only=False).astype(np.int64))
     vectors = batch.column("vector")
@@ -549,5 +552,7 @@ def _by_table(batch: Any, found: Counter[tuple[str, str]], where: str) -> Iterat
         flat = lists.flatten().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
         lengths = np.diff(lists.offsets.to_numpy())
         if lists.null_count or op != "upsert" or (lengths != lengths[0]).any():
-            raise DamagedError(f"{where}: table '{table}' has vectors of several lengths, or an unknown op '{op}'")
+            raise DamagedError(
+                f"{where}: table '{table}' has vectors of several lengths, or an unknown op '{op}'. Copy the file again"
+            )
         yield TableChange(table, some[:0], some, torch.from_numpy(flat.copy()).view(last - first, -1))

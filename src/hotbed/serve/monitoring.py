@@ -1,4 +1,4 @@
-"""Write the server's log as JSON lines, and count what it does for ``GET /metrics`` in the Prometheus format."""
+"""Write the server's log as JSON lines, and collect metrics for ``GET /metrics`` in the Prometheus format."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _LineQueue(QueueHandler):
-    """Queues lines; drops and counts them if too many wait."""
+    """Queue lines; drop and count new lines if too many wait."""
 
     def __init__(self) -> None:
         self._waiting = queue.SimpleQueue[logging.LogRecord]()
@@ -65,7 +65,7 @@ class _LineQueue(QueueHandler):
 
 
 class _LineWriter(QueueListener):
-    """Writes lines to a descriptor. A Python stream has a lock that could block the end of the process."""
+    """Write lines to a file descriptor, because a Python stream has a lock that could block the end of the process."""
 
     def __init__(self, lines: _LineQueue, file: int) -> None:
         super().__init__(lines.queue)
@@ -132,7 +132,7 @@ _GAUGES = {
 class ModelState:
     """State of a model for metrics and health requests."""
 
-    step: int  # of the served version
+    step: int  # training step of the served version
     queued_rows: int
     counters: Mapping[str, Mapping[str, float]]  # by name, then by feature, table or reason ("" if not divided)
     is_broken: bool  # whether no version is intact, so that no request is scored
@@ -141,7 +141,7 @@ class ModelState:
 
 
 class ServerMetrics:
-    """Metrics of one server. ``models`` returns the state of every model, ``connections`` has the open connections.
+    """Metrics of one server. ``models`` returns the state of every model, and ``connections`` has the open connections.
 
     This class counts requests, and rows by request. Models count their own events in `ModelState.counters`.
     """
@@ -173,7 +173,7 @@ class ServerMetrics:
             self._rows.labels(model).inc(rows)
 
     def count_refusal(self, reason: str) -> None:
-        """Count a connection that was refused before it was a request."""
+        """Count a connection that was closed without a counted request."""
         self._errors.labels(reason).inc()
 
     def batch_counter(self, model: str) -> Callable[[int, float], None]:
@@ -192,7 +192,7 @@ class ServerMetrics:
 
 
 class _StateCollector(Collector):
-    """Reads the states of models when metrics are requested."""
+    """Read the states of models when metrics are requested."""
 
     def __init__(self, models: Callable[[], Mapping[str, ModelState]], connections: Sized) -> None:
         self._models, self._connections = models, connections

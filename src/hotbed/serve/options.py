@@ -35,11 +35,11 @@ class ServeOptions(Section, where="--"):
     allow_anonymous
         Answer requests without a token on any address.
     max_batch_rows
-        Largest number of rows in a batch. A larger request is a batch of its own.
+        Largest number of rows in a batch. A larger request is scored as a separate batch.
     max_wait_ms
-        Longest wait of a batch's first request for others, in milliseconds.
+        Longest time that a batch's first request waits for further requests, in milliseconds.
     max_queue_rows
-        Largest number of rows that wait for a model. More requests get status 503 with Retry-After.
+        Largest number of rows that wait for a model. Further requests get status 503 with Retry-After.
     max_request_rows
         Largest number of rows in a request.
     max_body_bytes
@@ -52,11 +52,11 @@ class ServeOptions(Section, where="--"):
         Largest number of served connections. Further connections get status 503; beyond twice this number they are
         closed at once.
     timeout_s
-        Seconds from a request's last byte, after which it gets status 504.
+        Seconds after a request's last byte until the request gets status 504.
     read_timeout_s
-        Seconds in which a client must send a request's head, and then its body. With more than 64 KiB of unread
-        answers, the client must also read them within this time. `Bodies.read` enforces the limit for bodies,
-        `Connection` the others.
+        Seconds in which a client must send a request's head, and then again for its body. With more than 64 KiB of
+        unread answers, the client must also read the answers within this time. `Bodies.read` enforces the limit for
+        bodies, and `Connection` enforces the other limits.
     idle_timeout_s
         Seconds after which an idle connection is closed.
     drain_s
@@ -89,7 +89,7 @@ class ServeOptions(Section, where="--"):
     access_log: bool = True
 
     def contradictions(self) -> Iterator[str]:
-        """Yield the limits that contradict each other."""
+        """Yield a message for limits that contradict each other."""
         if self.max_buffered_bytes < self.max_body_bytes:
             least = f"--max_body_bytes {self.max_body_bytes:,}"
             yield f"--max_buffered_bytes: got {self.max_buffered_bytes:,}, expected at least {least}"
@@ -107,7 +107,7 @@ class ServeOptions(Section, where="--"):
                     text = stream.read(_LONGEST_TOKEN_FILE).decode("latin-1").strip()
             except OSError as error:
                 raise RecipeError(
-                    f"--token_file {self.token_file} cannot be read ({error.strerror}). Create it with: "
+                    f"--token_file {self.token_file} cannot be read ({error.strerror}). Create the file with: "
                     "openssl rand -hex 32"
                 ) from None
         else:

@@ -1,8 +1,9 @@
 """Cache rows of an exported model in Redis, in front of its files, for several servers.
 
 A key holds a block of neighbouring rows, about a kilobyte, because each key costs Redis some 100 bytes. Missing blocks
-are read from the file and written to Redis. A key contains the state of the exported model, whose rows never change, so
-models never mix. Changed rows are looked up before Redis (`hotbed.serve.row_files`)::
+are read from the file and written to Redis. A key contains the state of the exported model, so
+servers of different models can share a Redis. Changed rows are not in Redis; they are looked up first
+(`hotbed.serve.row_files`)::
 
     hotbed:STATE:TABLE:17    rows 17 · 8 … 17 · 8 + 7 of 128 bytes
 
@@ -40,7 +41,7 @@ CLUSTER = "redis+cluster://"
 
 
 class RedisRecords(RecordsAbove):
-    """Read records from Redis, or else from the records below.
+    """Read records from Redis, or else from the layer ``below``.
 
     ``tables`` has the name and number of rows of each table, in the order of their slots. ``address`` begins with
     ``redis://``, ``rediss://`` (TLS), ``unix://``, or ``redis+cluster://``.
@@ -86,7 +87,7 @@ class RedisRecords(RecordsAbove):
         return torch.ones(len(slots), dtype=torch.bool)
 
     def _from_redis(self, blocks: Tensor, data: Tensor, at: Tensor) -> Tensor | None:
-        """Fill in blocks at rows ``at`` of ``data``; return the rows of missing blocks, or None without an answer."""
+        """Read blocks into rows ``at`` of ``data``; return the rows of missing blocks, or None if Redis fails."""
         try:
             values: list[Any] = self._client.mget(self._keys(blocks))
         except Exception as error:
@@ -138,7 +139,7 @@ class RedisRecords(RecordsAbove):
             raise error
         self.failures += 1
         self._put_at = time.monotonic() + RETRY_S
-        if not isinstance(error, redis.ResponseError):  # else Redis may be full, but can be read
+        if not isinstance(error, redis.ResponseError):  # after a ResponseError, Redis may be full, but can be read
             self._retry_at = self._put_at
 
     @override
@@ -187,7 +188,7 @@ def connect(address: str) -> Any:
     try:
         import redis
     except ImportError:
-        raise StoreError("rows in Redis need the package redis: pip install 'hotbed[serve]'") from None
+        raise StoreError("rows in Redis need the package redis. Run pip install 'hotbed[serve]'") from None
     wait = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
     try:
         if address.startswith(CLUSTER):
@@ -196,7 +197,7 @@ def connect(address: str) -> Any:
             return _ClusterClient(lambda: redis.RedisCluster.from_url(url, **wait))
         return redis.Redis.from_url(address, **wait)
     except (redis.RedisError, ValueError) as error:
-        raise StoreError(f"Redis address {hide_password(address)} is invalid ({error})") from None
+        raise StoreError(f"Redis address {hide_password(address)} is invalid ({error}). Correct the address") from None
 
 
 def hide_password(address: str) -> str:

@@ -1,9 +1,9 @@
 """Read and write tensors of the Open Inference Protocol, version 2: JSON, and the binary tensor extension.
 
-An input column is a tensor of its name, ``[B]`` (or ``[B, 1]``) for B rows, with a datatype of `_ACCEPTED`. Lists are
-``[B, k]``, or the values of all rows ``[N]`` with a tensor ``NAME.lengths [B]``. A missing value is null in JSON, NaN
-in numbers, or true in a BOOL tensor ``NAME.missing [B]``. A missing list has no values. Scores are FP64 ``[B]``, one
-output per label.
+An input column is a tensor with the column's name, ``[B]`` (or ``[B, 1]``) for B rows, with a datatype of `_ACCEPTED`.
+Lists are ``[B, k]``, or the values of all rows ``[N]`` with a tensor ``NAME.lengths [B]``. A missing value is null in
+JSON, NaN in numbers, or true in a BOOL tensor ``NAME.missing [B]``. A missing list has no values. Scores are FP64
+``[B]``, one output per label.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Datatype = Literal[
 
 
 class _Encoding(NamedTuple):
-    """Python types in JSON and their name, NumPy dtype of binary data, and Arrow type."""
+    """Encoding of a datatype: Python types in JSON, the name of these types, NumPy dtype of binary data, Arrow type."""
 
     of_json: tuple[type, ...]
     name: str
@@ -103,7 +103,7 @@ class InferRequest:
 
     id: str | None  # repeated in the answer
     columns: pa.Table  # raw rows, columns in the order of the model
-    outputs: Mapping[str, bool]  # requested outputs by name: whether as binary data
+    outputs: Mapping[str, bool]  # by requested output: whether it is sent as binary data
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def output_names(labels: Sequence[str]) -> list[str]:
 
 
 def input_metadata(columns: Sequence[InputColumn]) -> list[dict[str, Any]]:
-    """Return the inputs for ``GET /v2/models/NAME``."""
+    """Return the description of the inputs for ``GET /v2/models/NAME``."""
     found = list[dict[str, Any]]()
     for column in columns:
         datatype = {"text": "BYTES", "numbers": "FP64"}.get(column.kind, "INT64")
@@ -138,7 +138,7 @@ def read_tensors(
     max_rows: int,
     max_json_bytes: int,
 ) -> InferRequest:
-    """Read a body of ``POST …/infer``: the JSON object, then the binary data of its inputs, in their order.
+    """Read a body of ``POST …/infer``: the JSON object, then the binary data in the order of the inputs.
 
     Raise `RequestError` if the body violates the protocol, or the tensors do not match the columns of the model.
     """
@@ -147,8 +147,8 @@ def read_tensors(
         is_number = header_length.isascii() and header_length.isdigit() and len(header_length) < 20
         if not (is_number and int(header_length) <= length):
             raise RequestError(
-                f"{HEADER_LENGTH}: got {shorten_repr(header_length)}, expected the length of JSON in the body's "
-                f"{length:,} bytes"
+                f"{HEADER_LENGTH}: got {shorten_repr(header_length)}, expected the number of bytes of JSON, at most "
+                f"the {length:,} bytes of the body"
             )
         length = int(header_length)
     if length > max_json_bytes:
@@ -178,8 +178,8 @@ def write_scores(
 ) -> tuple[bytes, int | None]:
     """Return an answer's body, and the length of its JSON if binary data follow.
 
-    ``scores`` are probabilities ``[B]`` by output, ``outputs`` the requested outputs (whether as binary data), and
-    ``answer`` the keys of the answer besides ``outputs``.
+    ``scores`` has probabilities ``[B]`` by output. ``outputs`` has, by requested output, whether it is sent as binary
+    data. ``answer`` has all keys of the answer except ``outputs``.
     """
     described, blobs = list[dict[str, Any]](), list[bytes]()
     for name, binary in outputs.items():
@@ -200,7 +200,7 @@ def _read_inputs(inputs: Sequence[_InputTensor], binary: memoryview) -> dict[str
     for given in inputs:
         name = shorten_repr(given.name)
         if given.name in found:
-            raise RequestError(f"input {name}: got it twice. Send each input once")
+            raise RequestError(f"input {name}: got this name twice. Send each input once")
         size = given.parameters.binary_data_size
         if (size is None) == (given.data is None):
             raise RequestError(
@@ -219,7 +219,7 @@ def _read_inputs(inputs: Sequence[_InputTensor], binary: memoryview) -> dict[str
             at += size
         found[given.name] = _Tensor(given.name, tuple(given.shape), given.datatype, values)
     if at != len(binary):
-        raise RequestError(f"the body has {len(binary) - at:,} bytes after the data of its inputs. Leave them out")
+        raise RequestError(f"the body has {len(binary) - at:,} bytes after the data of its inputs. Remove these bytes")
     return found
 
 
@@ -273,7 +273,7 @@ def _read_binary(given: _InputTensor, data: memoryview, count: int) -> pa.Array:
 
 
 def _read_texts(name: str, data: memoryview, count: int) -> pa.Array:
-    """Return texts. Each one follows its length in 4 bytes."""
+    """Return texts. Each text is preceded by its length in 4 bytes."""
     texts, at = list[bytes](), 0
     while at + 4 <= len(data) and len(texts) < count:
         (size,) = struct.unpack_from("<I", data, at)
@@ -304,7 +304,7 @@ def _to_table(tensors: dict[str, _Tensor], columns: Sequence[InputColumn], max_r
                 f"input '{column.name}': got {tensor.datatype}, expected {wanted}, because the model was trained on "
                 f"{column.kind or 'ids'}"
             )
-        if column.kind == "numbers":  # requests of the same columns must be merged into batches
+        if column.kind == "numbers":  # equal types, so that requests can be merged into batches
             with suppress(pa.ArrowInvalid):  # integers that float64 cannot represent keep their type
                 tensor = replace(tensor, values=tensor.values.cast(pa.float64()))
         if column.is_list:

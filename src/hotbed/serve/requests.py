@@ -22,11 +22,12 @@ JSON_TYPES = ("application/json", "application/x-www-form-urlencoded", "text/jso
 LINES_TYPES = ("application/x-ndjson", "application/jsonl", "application/x-jsonlines")
 _LIMITS = {"rows": "a list of objects, one per row", "columns": "an object with a list per column"}
 _READ_BEYOND = 4
-"""A body is read up to this many times its limit, because many clients send all of it before they read the answer."""
+"""A body that is too long is read up to this multiple of its limit, because many clients send bodies before they read
+answers."""
 
 
 class Bodies:
-    """Receives bodies, and limits the bytes of all bodies in memory."""
+    """Receive request bodies, and limit the bytes of all bodies in memory."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._options, self._buffered = options, 0
@@ -34,7 +35,7 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: Request, *, binary: bool = False) -> AsyncGenerator[bytes]:
-        """Receive a body, and count its bytes until the block ends. A ``binary`` body may exceed the limit of JSON.
+        """Receive a body, and count its bytes until the context ends. A ``binary`` body may exceed the limit of JSON.
 
         Raises
         ------
@@ -71,7 +72,7 @@ class Bodies:
         except TimeoutError:
             raise RequestError(
                 f"the body took longer than {self._options.read_timeout_s:g} s (--read_timeout_s): got {size:,} bytes. "
-                "Send it faster, or in several requests",
+                "Send the body faster, or in several requests",
                 408,
                 "slow",
                 {"Connection": "close"},
@@ -80,7 +81,7 @@ class Bodies:
             self._buffered -= sum(map(len, parts))
 
     def _check_head(self, request: Request, most: int) -> None:
-        """Raise `RequestError` for a body that the head rules out."""
+        """Raise `RequestError` if the request's head shows that the body will be refused."""
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
             raise RequestError(
@@ -142,7 +143,7 @@ class JsonRows:
 
     @staticmethod
     def _count_rows(columns: Mapping[str, Sequence[object]], names: Sequence[str], max_rows: int) -> int:
-        """Return the number of rows, which all columns must have, including columns that the model ignores."""
+        """Return the number of rows, and check that all columns have it, even columns that the model ignores."""
         for name in names:
             if name not in columns:
                 raise RequestError(
@@ -161,10 +162,10 @@ class JsonRows:
 
 
 def parse_rows(body: bytes, content_type: str, max_rows: int) -> JsonRows:
-    """Parse a body of ``POST /score``; raise `RequestError` if it has another form or too many lines.
+    """Parse a body of ``POST /score``; raise `RequestError` if it has none of the forms below, or too many lines.
 
     The forms are a list of objects, one per row; ``{"rows": [...]}``; ``{"columns": {NAME: [...]}}``; or one object per
-    line. The second and third may have an ``id``.
+    line. The second and the third form may have an ``id``.
     """
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type in LINES_TYPES:
@@ -205,13 +206,13 @@ def validate_request(model: type[_Body], values: object) -> _Body:
 
 
 def shorten_repr(value: object) -> str:
-    """Return a client's value for a message, cut after 80 characters."""
+    """Return a client's value for a message, shortened to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def parse_body(text: bytes, what: str) -> object:
-    """Parse JSON; raise `RequestError`, which begins with ``what``."""
+    """Parse JSON; raise `RequestError` with a message that begins with ``what``."""
     try:
         return parse_json(text)
     except TextError as error:

@@ -4,16 +4,17 @@ Tables in memory are `DenseStore`s (`ResidentRows`). Other tables are `LazyStore
 
     CachedRecords ─ ChangedRecords ─ (RedisRecords ─) RecordFiles
 
-`RecordFiles` reads the exported files. `ChangedRecords` overlays two files without names, into which changed records
-are written while requests run, each at the offset of its slot. One byte per slot names the newest record::
+`RecordFiles` reads the exported files. `ChangedRecords` overlays two files without names. Changed records are written
+to these files while requests run, each at the offset of its slot. One byte per slot is the number of the file with the
+newest record::
 
     slot      0  1  2  3
     file      0  0  1  0      0: the exported file; 1 and 2: the files of changes
     stage the changes of slots [2, 3]: slot 2 is written to file 2 and slot 3 to file 1, where no request reads them
     swap      0  0  2  1
 
-So a swap is quick, memory does not grow, and no file is left when the process ends. Files are read by system calls
-instead of a mapping, because a truncated file would then kill the process, and many reads run at once.
+So a swap is quick, memory does not grow, and no file is left when the process ends. Files are read by system calls,
+because a truncated file with a memory mapping would kill the process, and because many reads can then run at once.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ READERS = 16
 LEAST_READS = 8
 """Smallest number of records per thread."""
 CHANGED_ROWS = "changed rows"
-"""Purpose of files without names, in errors."""
+"""Purpose of files without names, as errors state it."""
 BYTES_AT_ONCE = 16 << 20
 """Bytes of records that are copied together."""
 CACHE_TAG_BYTES = 25
@@ -62,7 +63,7 @@ _readers = ThreadPoolExecutor(READERS, "hotbed-serve-rows")
 
 
 class RecordFile(NamedTuple):
-    """A file of records whose first slot is ``first``."""
+    """A file of records; ``first`` is the slot of its first record."""
 
     path: Path
     first: int
@@ -77,7 +78,7 @@ class _OpenFiles(NamedTuple):
     record_bytes: int
 
     def read(self, slots: Tensor, at: Tensor, out: Tensor) -> None:
-        """Read the records of rising slots ``[n]`` into rows ``at [n]`` of ``out``, by several threads."""
+        """Read the records of ascending slots ``[n]`` into rows ``at [n]`` of ``out``, by several threads."""
         chunk = max(-(-len(slots) // READERS), LEAST_READS)
         parts = list(zip(slots.split(chunk), at.split(chunk), strict=True))
         calls = [_readers.submit(self._read, *part, out) for part in parts[1:]]
@@ -221,7 +222,7 @@ class ChangedRecords(RecordsAbove):
         """
         slots, order = slots.sort()
         records = records[order]
-        target = 2 - (self._where[slots] == 2).to(torch.uint8)  # 2, or 1 for slots whose file is 2
+        target = 2 - (self._where[slots] == 2).to(torch.uint8)  # file 1 or 2, which requests do not read for the slot
         for number, file in enumerate(self._files, start=1):
             at = (target == number).nonzero()[:, 0]
             write_all(file.descriptors[0], slots[at], records[at])
@@ -265,7 +266,7 @@ class ChangedRecords(RecordsAbove):
 
 
 def write_all(file: int, numbers: Tensor, records: Tensor) -> None:
-    """Write records ``[n, record_bytes]`` at rising record numbers ``[n]``. Raise `OSError` if it fails."""
+    """Write records ``[n, record_bytes]`` at ascending record numbers ``[n]``. Raise `OSError` on failure."""
     done = cpu_cache.write_records(file, numbers.numpy(), records.contiguous().numpy())
     if done < len(numbers):
         size = records.shape[1]
@@ -280,7 +281,7 @@ def write_all(file: int, numbers: Tensor, records: Tensor) -> None:
 class ResidentRows:
     """Rows of an arena in device memory.
 
-    Changed rows are staged in a file, and `swap` copies them to their rows. One thread may stage while another thread
+    Changed rows are staged in a file, and `swap` copies them to the arena. One thread may stage while another thread
     looks up, and no thread may look up during `swap`. ``tables`` has the exported names of the arena's tables.
     """
 
@@ -308,7 +309,7 @@ class ResidentRows:
         self._count += len(slots)
 
     def stage_model(self, model: ExportedModel, *, same_rows: bool, check: Callable[[], None]) -> None:
-        """Stage the rows of another exported model that differ; ``same_rows`` if none does.
+        """Stage the rows of an exported model that differ from the served rows; with ``same_rows``, none does.
 
         ``check`` is called for each block of rows.
         """
@@ -326,7 +327,7 @@ class ResidentRows:
                     self.stage(slots[differs], records[differs])
 
     def swap(self) -> None:
-        """Copy the staged rows to their rows."""
+        """Copy the staged rows to the arena."""
         done = 0
         step = max(BYTES_AT_ONCE // self._size, 1)
         for number, slots in self._staged:
@@ -392,12 +393,12 @@ class ArenaFiles:
         self._forgets_all = False
 
     def stage(self, slots: Tensor, records: Tensor) -> None:
-        """See `ResidentRows.stage`."""
+        """Stage records, as `ResidentRows.stage` does."""
         self.changed.stage(slots, records)
         self._changed_slots.append(slots)
 
     def stage_model(self, model: ExportedModel, *, same_rows: bool, check: Callable[[], None]) -> None:
-        """See `ResidentRows.stage_model`."""
+        """Stage the rows of an exported model, as `ResidentRows.stage_model` does."""
         check()
         self.changed.stage_below(base_records(model, self.tables, self._redis))
         self._forgets_all = not same_rows
@@ -473,7 +474,7 @@ def base_records(model: ExportedModel, tables: Sequence[str], redis: str | None)
 
 
 def records_of(entry: TableEntry, rows: Tensor, vectors: Tensor) -> Tensor:
-    """Encode vectors ``[n, D]`` of rows ``[n]`` as records. The rows' dtype must represent them exactly."""
+    """Encode vectors ``[n, D]`` of rows ``[n]`` as records. The rows' dtype must represent the vectors exactly."""
     layout = entry.records()
     records = layout.blank(len(rows), rows.device)
     layout.put_rows(records, entry.is_wide(rows), vectors)

@@ -1,10 +1,10 @@
 """Compute scores with bits that depend only on the row, for ``hotbed predict`` and ``hotbed serve``.
 
-A library's matrix product may sum in another order for another number of rows or threads. So the dense part runs on
+A library's matrix product may change its order of sums with the number of rows or threads. So the dense part runs on
 padded blocks of `BLOCK_ROWS` rows, each on one thread. Within a product of this size, every row is summed in the same
-order (docs/decisions/0034; ``tests/serve/test_scorer.py`` checks it). Larger blocks cost less per row. They are used if
-they give the bits of the smallest block on this processor, which random vectors test before the first larger batch.
-hotbed's lookup kernels sum each bag by itself.
+order (docs/decisions/0034; ``tests/serve/test_scorer.py`` checks this). Larger blocks cost less per row. They are used
+if they return the same bits as the smallest block on this processor. Before the first larger batch, this is tested with
+random vectors. hotbed's lookup kernels need no blocks, because they sum each bag separately.
 
 Equal bits need equal libraries, processors and devices, because e.g. a GPU rounds differently.
 """
@@ -34,7 +34,7 @@ LOG = logging.getLogger("hotbed")
 BLOCK_ROWS = 16
 """Rows of the smallest block on a CPU. Smaller products sum rows in different orders (docs/decisions/0034)."""
 LARGER_BLOCKS = (32, 64, 128, 256, 512)
-"""Rows of blocks that are used if they give the same bits. Still larger blocks are not faster."""
+"""Rows of blocks that are used if they return the same bits. Even larger blocks are not faster."""
 DEVICE_BLOCK_ROWS = 1024
 """Rows of a block on an accelerator, where a launch costs more than a row."""
 
@@ -45,7 +45,7 @@ Lookup = Callable[[Jagged], Embeddings]
 class _BatchVectors(NamedTuple):
     """Vectors of a batch, by the names of the program's inputs."""
 
-    pooled: list[tuple[list[str], Tensor]]  # of each dim ``[B, F, D]``, with the names of the F features
+    pooled: list[tuple[list[str], Tensor]]  # for each dim D, ``[B, F, D]`` and the names of the F features
     sequences: dict[str, tuple[Tensor, Tensor]]  # ``[B, L, D]`` padded, and lengths ``[B]``
 
     def rows(self, at: slice | Tensor) -> dict[str, Vectors]:
@@ -58,7 +58,7 @@ class _BatchVectors(NamedTuple):
         return found
 
     def random(self, at: Tensor, draw: torch.Generator) -> _BatchVectors:
-        """Draw random vectors with each feature's scale, and random lengths: the first full, the second empty."""
+        """Return random vectors with each feature's scale, and random lengths; the first is full, the second empty."""
         pooled = [(names, _noise(vectors[at], draw)) for names, vectors in self.pooled]
         sequences: dict[str, tuple[Tensor, Tensor]] = {}
         for name, (padded, lengths) in self.sequences.items():
@@ -71,7 +71,7 @@ class _BatchVectors(NamedTuple):
 
 
 def _noise(vectors: Tensor, draw: torch.Generator) -> Tensor:
-    """Draw numbers with the root mean square of each feature of ``[B, F, …, D]``, or 1 for a feature of zeros."""
+    """Return random numbers with the root mean square of each feature of ``[B, F, …, D]``, or 1 for zero features."""
     others = tuple(i for i in range(vectors.ndim) if i != 1)
     spread = vectors.square().mean(others, keepdim=True).sqrt()
     return torch.randn(vectors.shape, generator=draw) * torch.where(spread == 0, 1, spread)
@@ -86,11 +86,11 @@ class Scorer:
     def __init__(
         self,
         dense: nn.Module,  # maps (dense [B, I], vectors) to logits [B, T]: a `DensePart`, or its program
-        lookups: Mapping[str, Lookup],  # by path of a collection
+        lookups: Mapping[str, Lookup],  # lookups by collection path
         # collection path and feature by name of a vector, as `DensePart.features`
         features: Mapping[str, tuple[str, Feature]],
         *,
-        device: torch.device | str = "cpu",  # of `dense`
+        device: torch.device | str = "cpu",  # device of `dense`
         threads: int | None = None,  # threads for blocks on a CPU; default: torch's current number
     ) -> None:
         self._lookups = lookups
@@ -122,10 +122,10 @@ class Scorer:
         self._dense = dense
 
     def __call__(self, batch: Batch) -> NDArray[np.float64]:
-        """Return probabilities ``[B, T]`` of at least one row; NaN if a logit is not finite.
+        """Return probabilities ``[B, T]`` of one or more rows; a probability is NaN if its logit is not finite.
 
-        They are float64, because a float32 probability is 1 from a logit of 17 on, which would create ties. Raise
-        `BatchError` if the dense part does not return logits ``[B, T]``.
+        Probabilities are float64, because a float32 probability is 1 from a logit of 17 on, which would create ties.
+        Raise `BatchError` if the dense part does not return logits ``[B, T]``.
         """
         with torch.no_grad():
             size = len(batch)
@@ -167,7 +167,7 @@ class Scorer:
         return _BatchVectors(pooled, sequences)
 
     def _blocks(self, rows: int, sizes: Sequence[int]) -> list[range]:
-        """Cut a batch into blocks of these rising sizes, about one per thread; the last may exceed the batch."""
+        """Divide a batch into about one block per thread, with ascending ``sizes``; the last may exceed the batch."""
         share = max(-(-rows // self._threads), sizes[0])
         blocks: list[range] = []
         first = 0
@@ -179,7 +179,7 @@ class Scorer:
 
     def _block(self, batch: Batch, vectors: _BatchVectors, rows: range) -> Tensor:
         """Return probabilities of a block. Beyond the batch, its last row is repeated."""
-        with torch.no_grad():  # a setting of each thread
+        with torch.no_grad():  # each thread has its own setting
             at: slice | Tensor = slice(rows.start, rows.stop)
             if rows.stop > len(batch):
                 at = torch.arange(rows.start, rows.stop, device=self._device).clamp(max=len(batch) - 1)
@@ -190,7 +190,7 @@ class Scorer:
             return torch.where(logits.isfinite(), logits.sigmoid(), torch.nan)
 
     def _logits(self, dense: Tensor | None, vectors: Mapping[str, Vectors], rest: Callable[[], Batch]) -> Tensor:
-        """Return logits ``[n, T]``. ``rest`` makes the batch, for models that read more of it."""
+        """Return logits ``[n, T]``. ``rest`` returns the block's batch, for models that read more of the batch."""
         # `forward` instead of the module's call, because its hooks repeat checks of `Encoder` and tables
         if isinstance(self._dense, DensePart):
             logits = self._dense.forward(dense, vectors, rest)
@@ -202,17 +202,17 @@ class Scorer:
         return logits
 
     def _block_sizes(self, batch: Batch, vectors: _BatchVectors) -> Sequence[int]:
-        """Return block sizes with bit-identical results, ascending. Larger ones are tested on demand."""
+        """Return block sizes with bit-identical results, smallest first. Larger sizes are tested on first use."""
         if self._sizes is None and len(batch) > self._smallest:
             assert self._pool is not None
             self._sizes = self._pool.submit(self._equal_sizes, batch, vectors).result()
         return self._sizes or [self._smallest]
 
     def _equal_sizes(self, batch: Batch, vectors: _BatchVectors) -> list[int]:
-        """Test block sizes on random rows. Another order of sums would change some of them.
+        """Return the block sizes that give equal logits on random rows; a different order of sums would change some.
 
         Only the smallest size remains if the model refuses the rows, its results are mostly equal, or a sequence has no
-        limit.
+        ``max_len``.
         """
         draw = torch.Generator().manual_seed(0)
         at = torch.arange(LARGER_BLOCKS[-1]) % len(batch)

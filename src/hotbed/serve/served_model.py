@@ -1,8 +1,8 @@
 """Score raw rows with one version of a model, and replace it by the next version while requests run.
 
-`ServedModel.apply` reads a set of changes next to requests, checks its hashes and shapes, writes its rows to unused
-space, and loads its dense parameters into a new program. Between two batches it swaps rows, ids and program. So one
-version computes a whole batch, and a refused version changes nothing.
+`ServedModel.apply` reads a set of changes while requests run, checks its hashes and shapes, writes its rows to unused
+space, and loads its dense parameters into a new program. Between two batches it swaps rows, ids and program. So a batch
+is computed by a single version, and a refused version changes nothing.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ServedModel:
         self._turn = threading.Lock()
         """Held during a batch or a swap."""
         self._waiting = threading.Event()
-        """Set while a swap waits, so that the next batch lets it run first."""
+        """Set while a swap waits, so that the swap runs before the next batch."""
         self._swapped = threading.Event()
         self._swapped.set()
         self._changing = threading.Lock()
@@ -119,33 +119,34 @@ class ServedModel:
         Parameters
         ----------
         source
-            Directory or URI of ``hotbed export`` or ``train.publish``.
+            Directory or URI written by ``hotbed export`` or ``train.publish``.
         memory_bytes
-            Memory limit for rows. Tables beyond it are read from files behind a cache. None keeps all rows in memory.
+            Memory limit for rows. Tables beyond the limit are read from files behind a cache. None keeps all rows in
+            memory.
         redis
             Address of a Redis that caches rows of tables in files for several servers.
         directory
-            Directory for files of changed rows, which take as much space as these rows (default: the directory of
+            Directory for files of changed rows, which need as much space as these rows (default: the directory of
             temporary files).
         device
-            Device for lookups and scores, whose memory ``memory_bytes`` limits.
+            Device for lookups and scores. ``memory_bytes`` limits its memory for rows.
         backend
-            Kernels.
+            Backend of the kernels.
         threads
             Number of threads for the dense part.
         verify
             Whether to check the hashes of all files first.
         encoded
-            Whether requests have ids and numbers as in datasets of ``hotbed prepare``, instead of raw values.
+            Whether requests have ids and numbers as in datasets written by ``hotbed prepare``, instead of raw values.
         cache
             Directory for files of models at URIs, see `hotbed.serve.model_files.Published`.
 
         Raises
         ------
         CheckpointError
-            If it is not an exported model, or damaged.
+            If ``source`` is not an exported model, or is damaged.
         StoreError
-            If the rows do not fit.
+            If the rows do not fit into the memory.
         """
         kept = None if cache is None else Path(cache)
         model = source if isinstance(source, ExportedModel) else ExportedModel.open(source, kept)
@@ -164,7 +165,7 @@ class ServedModel:
 
     @property
     def encoder(self) -> Encoder:
-        """The encoder of raw rows, as in training. A new full model may replace it."""
+        """The encoder of raw rows, as in training. A new full model may replace the encoder."""
         return self._encoder
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -226,7 +227,8 @@ class ServedModel:
     def apply(self, change: ChangeSet, *, check: Callable[[], None] = lambda: None) -> None:
         """Apply a set of changes to this version; ``check`` is as in `take_over`.
 
-        Raise `RefusedError` if the changes are for another version or cannot be applied. Then the model is unchanged.
+        Raise `RefusedError` if the changes are for a different version or cannot be applied. Then the model is
+        unchanged.
         """
         with self._changing, _refuse_failures(self, str(change)):
             if fault := next(self._change_faults(change), None):
@@ -243,24 +245,28 @@ class ServedModel:
         if change.manifest.sequence.state == self.state:
             yield f"{change} leads to step {step:,}, which is served already", "duplicate"
         if base.state != self.state and base.step > step:
-            yield f"{change} applies to step {base.step:,}; the changes from step {step:,} to it are missing", "gap"
+            yield (
+                f"{change} applies to step {base.step:,}; the changes from the served step {step:,} are missing",
+                "gap",
+            )
         if base.state != self.state and base.step < step:
             yield f"{change} applies to step {base.step:,}, before the served step {step:,}", "disorder"
         if base.state != self.state:
-            yield f"{change} applies to another model of step {step:,} ({base.state[:12]}…)", "other_model"
+            yield f"{change} applies to a different model of step {step:,} ({base.state[:12]}…)", "other_model"
         if change.manifest.encoder != encoder_digest(self._model.manifest.encoder):
             yield (
-                f"{change} is of a model that encodes rows differently (lookup tables, vocabularies, boundaries or "
-                "types of ids have changed); publish a full model",
+                f"{change} belongs to a model that encodes rows differently (lookup tables, vocabularies, boundaries "
+                "or types of ids have changed); publish a full model",
                 "other_model",
             )
 
     def take_over(self, model: ExportedModel, *, verify: bool = True, check: Callable[[], None] = lambda: None) -> None:
-        """Replace this version by another export of this model, and free files of changed rows.
+        """Replace this version by a different export of this model, and free files of changed rows.
 
-        Only different rows of tables in memory are swapped. ``verify`` is as in `open`. ``check`` is called regularly
-        until the swap; its exceptions cancel the swap. Raise `RefusedError` for another model, for an earlier step
-        unless it was written later (by a resumed run), or if the export cannot be loaded. Then the model is unchanged.
+        For tables in memory, only rows that differ are swapped. ``verify`` is as in `open`. ``check`` is called
+        regularly until the swap; its exceptions cancel the swap. Raise `RefusedError` for a different model, for an
+        earlier step unless it was written later (by a resumed run), or if the export cannot be loaded. Then the model
+        is unchanged.
         """
         manifest = model.manifest
         with self._changing, _refuse_failures(self, str(model)):
@@ -270,7 +276,7 @@ class ServedModel:
                 model.verify(lambda done, total: check())
             encoder = self._open_encoder(model)
             if encoder.columns() != self._encoder.columns():
-                raise RefusedError(f"{model} has other input columns than {self._model}", "other_model")
+                raise RefusedError(f"{model} has different input columns than {self._model}", "other_model")
             same_state = manifest.state == self.state and not self.is_broken
             self.tables.stage_model(model, same_state=same_state, check=check)
             check()
@@ -283,14 +289,14 @@ class ServedModel:
         """Yield reasons why an exported model cannot replace the served version."""
         own, manifest = self._model.manifest, model.manifest
         if not same_tables(own, manifest):
-            yield f"{model} has other tables, inputs or labels than {self._model}", "other_model"
+            yield f"{model} has different tables, inputs or labels than {self._model}", "other_model"
         if manifest.step < self.step and manifest.written <= self.written and not self.is_broken:
             yield f"{model} is of step {manifest.step:,}, before the served step {self.step:,}", "disorder"
         before, now = (of.encoder.get("preparation") for of in (own, manifest))
         if (before is None) != (now is None) or (self._encoded and before != now):
             yield (
-                f"{model} was trained on data prepared differently than {self._model}, so that requests would have "
-                "another meaning; start another server for it",
+                f"{model} was trained on data prepared differently than {self._model}, so requests would have a "
+                "different meaning; start a separate server for it",
                 "other_model",
             )
 
@@ -335,8 +341,8 @@ class ServedModel:
             return encoder
         if encoder.preparation is None and encoder.ids != "raw":
             raise CheckpointError(
-                f"{model} was trained on hashed values instead of a dataset of hotbed prepare, so requests cannot be "
-                "encoded. Leave out --encoded true"
+                f"{model} was trained on hashed values instead of a dataset written by hotbed prepare, so requests "
+                "cannot be encoded. Remove --encoded true"
             )
         return encoder.encoded
 
@@ -362,7 +368,7 @@ def _load(dense: torch.nn.Module, change: ChangeSet) -> None:
     """Overwrite all parameters and buffers of a dense program."""
     values, own = change.dense(), dense.state_dict()
     if {n: (t.shape, t.dtype) for n, t in values.items()} != {n: (t.shape, t.dtype) for n, t in own.items()}:
-        raise DamagedError(f"{change} has other dense parameters than the model; publish a full model")
+        raise DamagedError(f"{change} has different dense parameters than the model; publish a full model")
     with torch.no_grad():
         dense.load_state_dict(values)
 

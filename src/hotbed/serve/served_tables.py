@@ -36,7 +36,7 @@ from hotbed.store.hash_index import find_positions
 from hotbed.store.records import Records
 
 SETS_AT_ONCE = 1 << 13
-"""Number of a dynamic table's sets whose free rows are listed at once."""
+"""Number of sets of a dynamic table that are searched for free rows at once."""
 COPIED_AT_ONCE = 1 << 20
 """Number of ids that are copied at once."""
 
@@ -51,10 +51,10 @@ class ServedLookup:
         storages: Mapping[str, Storage],  # storage of each table that is not in memory
         ids: Mapping[str, ServedIds],  # row finders of dynamic tables
         *,
-        device: torch.device,  # of the looked-up vectors
+        device: torch.device,  # device of the looked-up vectors
         backend: BackendName,
     ) -> None:
-        zeros = [replace(table, init_bound=0.0) for table in tables]  # until the exported rows are read
+        zeros = [replace(table, init_bound=0.0) for table in tables]  # rows are 0 until the exported rows are read
         self.groups = [
             LocalTables(
                 dim,
@@ -106,7 +106,7 @@ class ServedIds:
         self.discard()
 
     def _map_copy(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Copy ids to a file and map it. Writing all of it reserves the disk space."""
+        """Copy ids to a file and map the file. Writing all ids reserves the disk space."""
         file = unnamed_file(self._directory, CHANGED_ROWS)
         try:
             for first in range(0, len(ids), COPIED_AT_ONCE):
@@ -127,7 +127,7 @@ class ServedIds:
         return rows.to(ids.device)
 
     def stage(self, deleted: Tensor, ids: Tensor) -> None:
-        """Prepare to remove ids ``deleted [n]`` and to add ``ids [m]``, all different.
+        """Prepare to remove ids ``deleted [n]`` and to add ``ids [m]``; all ids are distinct.
 
         Raise `DamagedError` if a set has too few rows for its ids.
         """
@@ -150,7 +150,7 @@ class ServedIds:
             is_free |= (find_positions(freed_sorted, candidates.flatten()) >= 0).view_as(candidates)
             if bool((is_free.sum(1) < of_some).any()):
                 raise DamagedError(
-                    f"the changes are of another model: a set of table '{self._table}' would have more than "
+                    f"the changes belong to a different model: a set of table '{self._table}' would have more than "
                     f"{DYNAMIC_WAYS} ids"
                 )
             free_first = (~is_free).int().argsort(dim=1, stable=True)
@@ -301,7 +301,7 @@ class ServedTables:
             elif not len(ids):
                 continue
             elif table_rows.ids is None and (ids[0] <= last.get(table, -1) or bool((ids[1:] <= ids[:-1]).any())):
-                fault = f"has unsorted ids of table '{table}'. Copy it again"
+                fault = f"has unsorted ids of table '{table}'. Copy the changes again"
             elif vectors.shape[1] != entry.dim or int(rows.min()) < 0 or int(rows.max()) >= entry.rows:
                 fault = (
                     f"has rows {int(rows.min()):,} … {int(rows.max()):,} of {vectors.shape[1]} columns, expected rows "
@@ -325,7 +325,7 @@ class ServedTables:
         for table, parts in deleted.items():
             gone, ids = torch.cat(parts), torch.cat(upserted[table])
             if len(torch.cat([gone, ids]).unique()) < len(gone) + len(ids):
-                raise DamagedError(f"{change} has an id of table '{table}' twice. Copy it again")
+                raise DamagedError(f"{change} has an id of table '{table}' twice. Copy the changes again")
             self._dynamic[table].stage(gone, ids)
 
     def stage_model(self, model: ExportedModel, *, same_state: bool, check: Callable[[], None] = lambda: None) -> None:
@@ -335,7 +335,7 @@ class ServedTables:
         called regularly and may raise.
         """
         for rows in self._arenas:
-            # An id of a dynamic table may have another row in the export.
+            # An id of a dynamic table may have a different row in the export.
             is_same = same_state and self._dynamic.keys().isdisjoint(rows.tables)
             rows.stage_model(model, same_rows=is_same, check=check)
         for name, finder in self._dynamic.items():
@@ -398,9 +398,9 @@ def _group_by_layout(
 
 
 def same_tables(own: ModelManifest, other: ModelManifest) -> bool:
-    """Return whether another model has the same inputs, tables and outputs, so that it can replace this one.
+    """Return whether ``other`` has the inputs, tables and outputs of ``own``, so that it can replace ``own``.
 
-    Lookup tables and boundaries of derived inputs may differ, as may unknown types of ids.
+    Lookup tables and boundaries of derived inputs may differ. ``own`` may lack types of ids.
     """
 
     def form(manifest: ModelManifest) -> object:

@@ -1,4 +1,4 @@
-"""Run the HTTP server until a signal, and drain it.
+"""Run the HTTP server until a signal, and then drain the server.
 
 After SIGTERM, readiness reports 503 and requests are answered for ``drain_s``, so that load balancers can react.
 Then the port is closed, pending requests are finished, and the process ends with status 0. SIGINT skips the drain; a
@@ -46,7 +46,7 @@ class Served:
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """Bind the port, before models are loaded. Raise `RecipeError` if it cannot be bound."""
+    """Bind the port, before models are loaded. Raise `RecipeError` if the port cannot be bound."""
     try:
         family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         taken = socket.socket(family, socket.SOCK_STREAM)
@@ -60,14 +60,14 @@ def listen(options: ServeOptions) -> socket.socket:
     except OSError as error:
         taken.close()
         raise RecipeError(
-            f"--host {options.host} --port {options.port} cannot be bound ({error.strerror}). Choose another "
-            "--port, or 0 for a free one"
+            f"--host {options.host} --port {options.port} cannot be bound ({error.strerror}). Choose a different "
+            "--port, or 0 for a free port"
         ) from None
     return taken
 
 
 class Server:
-    """An HTTP server of models.
+    """An HTTP server that scores requests with models.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ class Server:
         self._uvicorn.listening = self._listening
 
     def run(self) -> None:
-        """Answer until a signal or `stop`.
+        """Answer requests until a signal or a call of `stop`.
 
         Raise `StoppedError` if a second signal ended the server before all requests were answered.
         """
@@ -152,7 +152,7 @@ class Server:
         self.started.set()
 
     def drain(self, number: int) -> float:
-        """Begin to drain, and return its seconds."""
+        """Begin to drain, and return for how many seconds."""
         self._app.draining = True
         LOG.info("draining", extra={"details": {"signal": signal.Signals(number).name}})
         return self._options.drain_s if number == signal.SIGTERM else 0.0

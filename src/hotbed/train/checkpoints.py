@@ -44,8 +44,8 @@ class Saver:
         self._waited_s = 0.0
         self._is_waiting = False
         self._locks: dict[str, DirectoryLock] = {}
-        # Checkpoints of this rank: step, path, bytes, seconds and stalled_s (delay of training). With full_every also
-        # base, which is None for full checkpoints.
+        # Records of this rank's checkpoints: step, path, bytes, seconds and stalled_s (delay of training). If
+        # full_every is above 1, they also have base, which is None for full checkpoints.
         self.records: list[dict[str, Any]] = []
 
     def lock(self, where: Directory, *, remove_unfinished: bool = False) -> None:
@@ -120,7 +120,7 @@ class Saver:
         return self._is_waiting or (self._saving is not None and self._saving.holds_up)
 
     def poll(self) -> None:
-        """Report the checkpoint if this rank has written its files; raise errors of writing."""
+        """Report the current checkpoint if this rank has written its files; raise any error of the write."""
         for held in self._locks.values():
             held.check_renewals()
         if self._saving is not None and not self._saving.under_way:
@@ -145,7 +145,7 @@ class Saver:
             self._is_waiting = before
 
     def abandon(self) -> None:
-        """Let the current checkpoint be written after training has failed."""
+        """Finish writing the current checkpoint after training has failed, without waiting for ended ranks."""
         if self._saving is not None:
             with self.waited_for():
                 self._saving.abandon()
@@ -173,7 +173,7 @@ def _check(locks: Iterable[DirectoryLock]) -> None:
 def refuse_other_checkpoints(where: Directory, resumed: Directory | None) -> None:
     """Raise `CheckpointError` if a directory holds checkpoints of another run.
 
-    A run that is ``resumed`` from the newest of them may use it.
+    A run that is ``resumed`` from the newest checkpoint of the directory may use the directory.
     """
     existing = checkpoints_in(where)
     if not existing:
@@ -181,14 +181,14 @@ def refuse_other_checkpoints(where: Directory, resumed: Directory | None) -> Non
     found = [c for c in existing if resumed is not None and are_same(resumed, c)]
     if not found:
         raise CheckpointError(
-            f"{where} holds checkpoints of another run, up to {existing[-1].name}. Resume them with --resume {where}, "
-            f"or choose another train.checkpoint_dir"
+            f"{where} holds checkpoints of another run, up to {existing[-1].name}. Resume that run with "
+            f"--resume {where}, or choose a different train.checkpoint_dir"
         )
     newer = [c.name for c in existing if step_of(c) > step_of(found[0])]
     if newer:
         raise CheckpointError(
             f"{where} holds checkpoints newer than {found[0].name}: {', '.join(newer)}. Remove them, resume the "
-            "newest, or choose another train.checkpoint_dir"
+            "newest, or choose a different train.checkpoint_dir"
         )
 
 
@@ -208,7 +208,7 @@ def remove_checkpoint(place: Directory) -> None:
 def set_aside(place: Directory) -> str:
     """Rename a damaged checkpoint so that no run finds it, and return what was done.
 
-    Object stores cannot rename, so it is removed there; the run saves the step again under its name.
+    Object stores cannot rename, so they remove the checkpoint. The run saves the step again under the same name.
     """
     if not isinstance(place, LocalDirectory):
         remove_checkpoint(place)

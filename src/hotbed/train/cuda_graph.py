@@ -1,13 +1,15 @@
 """Capture training steps in CUDA graphs and replay them, so that the host makes a few calls instead of one per kernel.
 
 A captured step is two graphs: *forward* ends with the copy of the loss to the host, *rest* is the backward pass and all
-updates. An event between them tells the host that the loss has arrived. So the host prepares the next step while the
-device computes the rest of this one. Ids are grouped for updates on a second stream (`hotbed.embed.beside`).
+updates. An event between the two graphs tells the host that the loss has arrived. So the host prepares the next step
+while the device computes the rest of the current step. Ids are grouped for updates on a second stream
+(`hotbed.embed.beside`).
 
 A graph repeats its kernels on the same memory with the same arguments. So the values that differ from step to step are
-written to device memory before each replay: the batch into buffers of its size class (`SizeClasses`), learning rates
-into tensors (`Rates`). All other inputs of a step are compared before each replay (`StepGraph._key_of`). If they
-differ, the step runs without a graph, and another graph is captured after a few such steps.
+written to device memory before each replay: a batch is copied to buffers of its size class (`SizeClasses`), and
+learning rates are copied to tensors (`Rates`). All other inputs of a step are compared before each replay
+(`StepGraph._key_of`). If they differ, the step runs without a graph, and another graph is captured after a few such
+steps.
 
 `StepGraph.begin` reports why the steps of a run cannot be captured; they then run without graphs.
 """
@@ -44,13 +46,13 @@ from hotbed.torch_private import hooks_of
 from hotbed.train.step import QueuedStep, TrainingStep
 
 WARM_UP = 3
-"""Equal steps that run without a graph before one is captured, because they compile kernels and allocate buffers."""
+"""Number of equal steps before a graph is captured, because the first steps compile kernels and allocate buffers."""
 MOST = 16
-"""Captured steps that are kept; the least recently used one is dropped first."""
+"""Number of captured steps to keep; the least recently used one is dropped first."""
 MOST_SEEN = 1000
-"""Limit of the counter of distinct steps, which is cleared beyond it."""
+"""Number of distinct steps that are counted before the counter is cleared."""
 STEPS = 8
-"""Size classes between two powers of two; padding is at most an eighth."""
+"""Number of size classes between two powers of two, so that padding adds at most an eighth."""
 
 _log = logging.getLogger("hotbed")
 
@@ -134,7 +136,7 @@ class Rates:
 
     @contextmanager
     def in_memory(self, *, capturing: bool = False) -> Generator[None]:
-        """Let optimizers read the tensors inside the context; outside of it, groups hold numbers."""
+        """Make optimizers read learning rates from the tensors inside the context, and from numbers outside of it."""
         groups = list(self._groups())
         before = [dict(group) for _, group in groups]
         for key, group in groups:
@@ -157,8 +159,8 @@ class _StaticIds(Jagged):
     def __getitem__(self, name: str) -> Bags:
         if self.fixed[self.index(name)] is None:
             raise BatchError(
-                f"the model itself reads the ids of '{name}', which differ in number from batch to batch. Set "
-                "train.cuda_graph to false"
+                f"the model reads the ids of '{name}' outside of embedding collections, and their number differs "
+                "between batches. Set train.cuda_graph to false"
             )
         return super().__getitem__(name)
 
@@ -171,7 +173,7 @@ def columns(batch: Batch) -> list[Tensor]:
 
 
 def copy_of(batch: Batch) -> Batch:
-    """Copy a batch to new memory, as the buffers of a captured step."""
+    """Copy a batch to new tensors, which are the buffers of a captured step."""
 
     def clone(t: Tensor | None) -> Tensor | None:
         return None if t is None else t.clone()
@@ -221,7 +223,7 @@ class StepGraph:
         self._logged = set[str]()
 
     def begin(self, optimizers: Iterable[Optimizer]) -> str:
-        """Choose how steps run, before the first one; return a note for the log."""
+        """Decide before the first step whether steps are captured; return a note for the log."""
         self._optimizers, self._stream = list(optimizers), None
         self._training_step.begin(self._optimizers)
         if self._recipe.cuda_graph is False:
@@ -247,7 +249,7 @@ class StepGraph:
         """Queue a step; see `TrainingStep.queue` for the arguments and the result."""
         if self._stream is None:
             return self._training_step.queue(parts, step_name, requests)
-        # All steps share one stream, because autograd adds gradients in the stream of their first step.
+        # All steps share one stream, because autograd adds gradients in the stream of the first step.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -301,11 +303,11 @@ class StepGraph:
         return QueuedStep([batch], [gate.arrived[0, 0]], [sums], step_name)
 
     def _capture(self, batch: Batch) -> _Captured:
-        """Capture a step; no kernel runs meanwhile, so nothing is trained."""
+        """Capture a step. Kernels are recorded and do not run, so nothing is trained."""
         static, gate = copy_of(batch), self._training_step.gate
         assert gate is not None
         forward, rest = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # Other threads load batches meanwhile, with CUDA calls that are forbidden only in the capturing thread.
+        # "thread_local" forbids some CUDA calls only in the capturing thread, because other threads load batches.
         options: Any = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         gc.collect()  # no collection may free CUDA memory during the capture
         capture = ExitStack()
@@ -326,7 +328,7 @@ class StepGraph:
             cause = (str(first).strip() or type(first).__name__).splitlines()[0]
             raise RecipeError(
                 f"train.cuda_graph is {str(self._recipe.cuda_graph).lower()}, but a step of this model cannot be "
-                f"captured ({cause}). Nothing was updated; set train.cuda_graph to false"
+                f"captured ({cause}). Nothing was updated. Set train.cuda_graph to false"
             ) from error
         finally:
             for optimizer in self._optimizers:
@@ -379,7 +381,7 @@ class StepGraph:
         return None if hooked is None else f"{hooked} has hooks, which a graph does not call"
 
     def _key_of(self, batch: Batch) -> Hashable:
-        """Write hyperparameters, and return a key of all inputs of a step that a graph cannot change."""
+        """Prepare the optimizers, and return a key of all step inputs that a captured graph has fixed."""
         ids, tensors = batch.sparse, list[Tensor]()
         tensors += chain(
             *(s.arrays().values() for c in self._collections for s in c.stores() if isinstance(s, DenseStore))

@@ -1,7 +1,7 @@
 """Lock a checkpoint directory for one run, because two runs would remove each other's checkpoints.
 
-Run directories need no lock, because every run creates its own (`hotbed.train.runs.report`). `hotbed daily` locks its
-output directory. A second run waits, before it fails or takes over:
+Run directories need no lock, because every run creates a new one (`hotbed.train.runs.report`). `hotbed daily` locks its
+output directory. A second run waits before it fails or takes over:
 
 =================  ========================================  ==========================================================
 directory          owner is alive on this host               owner is on another host, or unknown
@@ -10,21 +10,21 @@ local or NFS       not at all                                up to `FileLock.PAT
 object store       not at all                                one TTL of the owner, at most 600 s
 =================  ========================================  ==========================================================
 
-A local directory has a lock of the operating system, which ends with its process (`FileLock`). An object store has no
-locks. There the file ``.owner.json`` is a lease (`Lease`) that is written conditionally:
+A local directory is locked by the operating system, which releases the lock when the process ends (`FileLock`). Object
+stores have no locks, so a lease is used instead (`Lease`): a file ``.owner.json`` that is written conditionally.
 
-1. One process creates the file, with its name and a number.
-2. The owner replaces it at a third of its TTL, with the next number, if the file is unchanged.
+1. One process creates the file, with a unique name and a sequence number.
+2. After each third of the TTL, the owner replaces the file, with the next number, if the file is unchanged.
 3. A process that finds a lease of an owner that may be alive waits one TTL. If the lease is renewed
    meanwhile, the process gives up. Otherwise it replaces the unchanged file. Clocks of other hosts are not used.
-4. An owner that finds another's lease stops training and publishes nothing. It looks at each renewal, before it writes
-   a checkpoint, before it removes files, and before it writes a manifest.
+4. An owner that finds the lease of another run stops training and publishes nothing. The owner reads the file at each
+   renewal, before it writes a checkpoint, before it removes files, and before it writes a manifest.
 
 An owner is known to be dead if its PID on this system is gone or reused. If the owner belongs to an earlier attempt of
 this torchrun job, the wait is only one renewal long (`RENEWAL`), because another cluster may run a job of this name.
 
-Another run can take over between the last look and the manifest if this process is suspended for one TTL. Conditional
-writes are retried for less than that (`hotbed.locations.CONDITIONAL_S`). File names are unique per attempt, and only
+Another run can take over between the last check and the manifest if this process is suspended for one TTL. Conditional
+writes are retried for less than one TTL (`hotbed.locations.CONDITIONAL_S`). File names are unique per attempt, and only
 one process can create the manifest, so neither run damages the other's checkpoint.
 """
 
@@ -54,9 +54,9 @@ OWNER = ".owner.json"
 TIME_TO_LIVE_S = 60.0
 """Seconds after which a lease expires unless it is renewed."""
 RENEWAL = 0.4
-"""Share of the TTL within which a live owner renews its lease; it does so after a third."""
-_LOOKS = 30  # looks per TTL of a waiting process
-_LONGEST_S = 600.0  # limit of the wait, whatever TTL a file has
+"""Share of the TTL within which a live owner has renewed its lease; renewals are due after a third."""
+_LOOKS = 30  # how often a waiting process reads the lease per TTL
+_LONGEST_S = 600.0  # longest wait, even if the lease has a longer TTL
 HELD: set[str] = set()
 """Names of the leases of this process."""
 
@@ -69,10 +69,10 @@ def lock(where: Directory) -> DirectoryLock:
 
 
 class FileLock:
-    """Lock of the operating system on ``.owner.json``; NFS from version 4 on supports it, too."""
+    """Lock of the operating system on ``.owner.json``, also on NFS from version 4 on."""
 
     PATIENCE_S = 120.0
-    """Wait for the lock of another host; an NFS server forgets a dead host after 90 s."""
+    """Seconds to wait for the lock of another host; an NFS server forgets a dead host after 90 s."""
 
     def __init__(self, where: LocalDirectory) -> None:
         self.where = where
@@ -102,12 +102,12 @@ class FileLock:
                 return
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    _log.warning("%s has no locks (%s): another run that starts there ends this one", self.where, error)
+                    _log.warning("%s has no locks (%s), so a second run in it would end this run", self.where, error)
                     return
                 owner = _parse(os.pread(descriptor, 10_000, 0))
                 if end is None and owner.get("system") not in (None, system()):
                     end = time.monotonic() + self.PATIENCE_S
-                    _log.warning("%s; waiting %.0f s for its lock", _belongs(self.where, owner), self.PATIENCE_S)
+                    _log.warning("%s; waiting up to %.0f s for the lock", _belongs(self.where, owner), self.PATIENCE_S)
                 if end is None or time.monotonic() > end:
                     raise _running_error(self.where, owner) from None
                 time.sleep(1)
@@ -129,13 +129,13 @@ class FileLock:
             if error.errno not in (errno.ENOENT, errno.EIO, errno.ESTALE):
                 raise
             raise NotOursError(
-                f"the lock on {self.where} was lost with {self._file} ({error.strerror}). This run ends without "
-                "publishing"
+                f"the lock on {self.where} was lost, because {self._file} cannot be read ({error.strerror}). This run "
+                "ends without publishing"
             ) from None
         own = os.fstat(self._descriptor)
         if (own.st_dev, own.st_ino) != (now.st_dev, now.st_ino) or owner.get("name") != self._name:
             raise NotOursError(
-                f"{_belongs(self.where, owner)}, because the file system has passed the lock to it. This run ends "
+                f"{_belongs(self.where, owner)}, because the file system has passed the lock on. This run ends "
                 "without publishing"
             )
 
@@ -217,7 +217,7 @@ class Lease:
         live = min(float(live), _LONGEST_S) if isinstance(live, int | float) and live > 0 else self._seconds
         seconds = live * RENEWAL if _is_earlier_attempt(owner) else live
         start = time.monotonic()
-        _log.warning("%s; waiting up to %.0f s for a sign of that run", _belongs(self.where, owner), seconds)
+        _log.warning("%s; waiting up to %.0f s for a renewal of the lease", _belongs(self.where, owner), seconds)
         while time.monotonic() - start < seconds:
             time.sleep(live / _LOOKS)
             found = self.where.read_tagged(OWNER)
@@ -239,7 +239,7 @@ class Lease:
                 return
 
     def _compare(self, found: Tagged | None) -> None:
-        """Record the owner if it is another run."""
+        """Record that the lease is lost if another run owns it, or else its current tag."""
         owner: Mapping[str, Any] = {} if found is None else _parse(found.content)
         if found is None or owner.get("name") != self._name:
             self._lost = _belongs(self.where, owner)
@@ -247,7 +247,7 @@ class Lease:
             self._tag = found.tag
 
     def _replace(self, tag: str, *, released: bool = False) -> bool:
-        """Write the lease with the next number if its tag is unchanged."""
+        """Write the lease with the next number if its tag is unchanged; return whether it was written."""
         self._number += 1
         new = self.where.replace(OWNER, self._content(released=released), tag)
         if new is not None:
@@ -283,7 +283,7 @@ def _restarts() -> int | None:
 
 
 def _parse(content: bytes) -> Mapping[str, Any]:
-    """Return the owner in a file, or nothing if the file is damaged."""
+    """Return the owner that a lock file describes, or an empty mapping if the file is damaged."""
     try:
         values = json.loads(content or b"{}")
     except ValueError:
@@ -298,7 +298,7 @@ def _belongs(where: Directory, owner: Mapping[str, Any]) -> str:
 
 def _running_error(where: Directory, owner: Mapping[str, Any]) -> CheckpointError:
     return CheckpointError(
-        f"{_belongs(where, owner)}, which is running. Choose another train.checkpoint_dir, or end that run"
+        f"{_belongs(where, owner)}, and that run is running. Choose a different train.checkpoint_dir, or end that run"
     )
 
 
@@ -327,8 +327,8 @@ def _is_dead(owner: Mapping[str, Any]) -> bool:
 def _is_earlier_attempt(owner: Mapping[str, Any]) -> bool:
     """Return whether an owner may be an earlier attempt of this torchrun job, which torchrun has ended.
 
-    Agents count restarts separately, and another cluster may have a job of this name. So the caller only shortens its
-    wait for the lease.
+    The answer may be wrong, because agents count restarts separately, and another cluster may have a job of this name.
+    So the caller only shortens its wait for the lease.
     """
     job, before, now = os.environ.get("TORCHELASTIC_RUN_ID"), owner.get("restarts"), _restarts()
     if job in (None, "none") or owner.get("job") != job:  # "none": torchrun without --rdzv-id

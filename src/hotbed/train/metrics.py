@@ -74,7 +74,7 @@ def metrics_of(recipe: Recipe) -> OwnMetrics:
 
 
 def recipe_metrics(components: Mapping[str, Component], key: str = "metrics") -> dict[str, Callable[[], Any]]:
-    """Return the factories of the metrics at ``key`` of a recipe, after one trial of each.
+    """Build and try each metric at ``key`` of a recipe once, and return the factories of the metrics.
 
     A metric is a class of torchmetrics, torcheval or your own with ``update(scores, labels)`` and ``compute()``. Scores
     are in [0, 1]; scores and labels are ``[n]``; ``compute`` returns a number. hotbed gathers the scores of all ranks,
@@ -83,11 +83,16 @@ def recipe_metrics(components: Mapping[str, Component], key: str = "metrics") ->
     found: dict[str, Callable[[], Any]] = {}
     for name, component in components.items():
         if name in RESERVED_NAMES:
-            raise RecipeError(f"{key} has '{name}', which every evaluation reports. Rename the metric")
+            raise RecipeError(
+                f"{key}: '{name}' is reserved for a value that every evaluation reports. Rename the metric"
+            )
         with naming(f"{key}.{name}"):
             made = component.build()
         if not all(callable(getattr(made, method, None)) for method in ("update", "compute")):
-            raise RecipeError(f"{key}.{name}: {component.class_path} has no update(scores, labels) and compute()")
+            raise RecipeError(
+                f"{key}.{name}: {component.class_path} lacks update(scores, labels) or compute(). Use a metric class "
+                "with both methods, e.g. of torchmetrics or torcheval"
+            )
         found[name] = component.build
         value_of(f"{key}.{name}", made, torch.tensor([0.1, 0.6, 0.8, 0.3]), torch.tensor([0.0, 1.0, 0.0, 1.0]), None)
     return found
@@ -103,7 +108,7 @@ def value_of(name: str, metric: Any, scores: Tensor, labels: Tensor, weights: Te
         if parameter is None:
             raise RecipeError(
                 f"{name}: samples have weights, but {metric_class}.update has no parameter {', '.join(_WEIGHTS)}. "
-                "Remove the metric, or use one of torcheval or your own"
+                "Remove the metric, or use a class with such a parameter, e.g. of torcheval"
             )
         more = {parameter: weights}
     try:
@@ -118,7 +123,7 @@ def value_of(name: str, metric: Any, scores: Tensor, labels: Tensor, weights: Te
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Metrics of one evaluation; undefined ones are NaN.
+    """Metrics of one evaluation; undefined metrics are NaN.
 
     Attributes
     ----------
@@ -139,11 +144,11 @@ class Metrics:
     groups, groups_left_out
         Number of groups with both classes, and with one class; ``gauc`` excludes the latter.
     tasks
-        Metrics by label if there are several. The values above are then means over tasks.
+        Metrics by label if there are several labels. The values above are then means over tasks.
     others
         Values of the recipe's metrics by name. With several labels, means of the metrics that all labels have.
     undefined
-        Reasons by name of undefined metric.
+        Reasons why metrics are undefined, by metric name.
     """
 
     samples: int
@@ -159,7 +164,7 @@ class Metrics:
     undefined: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the metrics as plain values; undefined ones are None."""
+        """Return the metrics as plain values; undefined metrics are None."""
         values: dict[str, Any] = {
             name: None if isinstance(value, float) and math.isnan(value) else value
             for name, value in {**vars(self), **self.others}.items()
@@ -172,7 +177,7 @@ class Metrics:
         return values
 
     def value(self, monitor: str) -> float:
-        """Return a metric that can be monitored, or NaN if it is undefined."""
+        """Return the metric that ``monitor`` names, or NaN if it is undefined."""
         return getattr(self, monitor, math.nan)
 
     def curves(self, prefix: str) -> dict[str, float]:
@@ -188,8 +193,9 @@ class Metrics:
 class Predictions:
     """Collect predictions batch by batch and compute their `Metrics`.
 
-    It stores logit and label (8 bytes) per sample and task, and weight and group if present. 100 M samples of one task
-    take 0.8 GB; their AUC takes 10 GB more (97 bytes per sample, measured with 10 M).
+    A logit and a label (8 bytes) are stored per sample and task, and also weights and groups if batches have them.
+    100 M samples of one task need 0.8 GB. Computing their AUC needs 10 GB more (97 bytes per sample, measured with
+    10 M samples).
     """
 
     def __init__(self, labels: Sequence[str] | None = None, metrics: OwnMetrics | None = None) -> None:
@@ -212,7 +218,7 @@ class Predictions:
         self._parts.append((logits.float(), labels.float(), weights, groups))
 
     def gather(self, ranks: Ranks) -> None:
-        """Add the predictions of the other ranks; all ranks must call this, and then hold the same."""
+        """Gather the predictions of all ranks on every rank; all ranks must call this."""
         if ranks.link is None or self._sums is None:
             return
         columns = self._columns()
@@ -229,15 +235,16 @@ class Predictions:
     def metrics(self) -> Metrics:
         """Return the metrics of all predictions."""
         if self._sums is None:
-            raise BatchError("there is no sample to evaluate: the batches are empty")
+            raise BatchError("there is no sample to evaluate, because all batches are empty. Pass batches with samples")
         logits, labels, weights, groups = self._columns()
         assert logits is not None
         assert labels is not None
         if not bool(logits.isfinite().all()):
             sample, task = (~logits.isfinite()).nonzero()[0].tolist()
             raise NonFiniteError(
-                f"evaluation: the logit of sample {sample:,}, task {task} is {float(logits[sample, task])}: the model "
-                f"has diverged, or an input is not finite"
+                f"evaluation: the logit of sample {sample:,}, task {task} is {float(logits[sample, task])}, expected a "
+                "finite number: the model has diverged, or an input is not finite. Train with lower learning rates, or "
+                "correct the data"
             )
         tasks: dict[str, Metrics] = {}
         for t, name in enumerate(self._names or map(str, range(logits.shape[1]))):
@@ -330,7 +337,7 @@ def evaluate(
     metrics: OwnMetrics | None = None,
     finished: Callable[[], None] = lambda: None,
 ) -> Metrics:
-    """Evaluate a model in float32, also after training in another precision; nothing is updated.
+    """Evaluate a model in float32, even if it was trained in a different precision; nothing is updated.
 
     Parameters
     ----------
@@ -362,7 +369,10 @@ def evaluate(
     with evaluating(model):
         for i, batch in enumerate(batches):
             if group is not None and group not in batch.extra:
-                raise BatchError(f"batch {i} has no column '{group}' to group by; it has {list(batch.extra) or 'none'}")
+                raise BatchError(
+                    f"batch {i} lacks the group column '{group}': got {list(batch.extra) or 'no columns'} in "
+                    "Batch.extra. Add the column, or evaluate without a group"
+                )
             batch = move_batch(batch, model, device)
             groups = None if group is None else batch.extra[group]
             logits, target = checked_logits(model(batch), batch.labels)
@@ -396,7 +406,7 @@ def move_batch(
     """Check a batch and copy it to a device; ``pad`` pads its ids if all are valid.
 
     Checks run on the host, because on an accelerator they would synchronize. Invalid ids are kept: each collection
-    repairs ids of its own features in its forward pass. The rank that read a `SentBatch` has checked it.
+    repairs ids of its own features in its forward pass. A `SentBatch` was already checked by the rank that read it.
     """
     if isinstance(batch, SentBatch):
         return batch.received(torch.device(device))
@@ -416,7 +426,7 @@ def check_batch(batch: Batch, model: nn.Module) -> bool:
 def checked_logits(logits: Tensor, labels: Tensor | None, *, training: bool = False) -> tuple[Tensor, Tensor]:
     """Return logits and labels; raise `BatchError` unless both are ``[B, T]`` (training: logits also ``[M, B, T]``)."""
     if labels is None:
-        raise BatchError("a batch has no labels to compare with. Name the label columns in the source's schema")
+        raise BatchError("a batch has no labels. Set the label columns in the source's schema")
     members = len(logits) if training and logits.ndim == 3 else None
     if logits.shape != (labels.shape if members is None else (max(members, 1), *labels.shape)):
         raise BatchError(
@@ -428,8 +438,8 @@ def checked_logits(logits: Tensor, labels: Tensor | None, *, training: bool = Fa
 
 def refuse_monitor(monitor: Monitor, reason: str) -> NoReturn:
     """Raise `RecipeError`, because the monitored metric is undefined."""
-    fix = "Set train.monitor to logloss, or evaluate" if monitor == "auc" else "Evaluate"
+    fix = "Set train.monitor to logloss, or choose" if monitor == "auc" else "Choose"
     raise RecipeError(
-        f"train.monitor is '{monitor}', which is undefined on the valid split: {reason}. {fix} on other data "
-        f"(data.valid_split)"
+        f"train.monitor is '{monitor}', which is undefined on the valid split: {reason}. {fix} a different "
+        "data.valid_split"
     )

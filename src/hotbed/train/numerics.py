@@ -1,7 +1,7 @@
 """Choose the device, precision and matrix library of a model, and explain losses that are not finite.
 
-`auto` values are resolved once, when training starts, equally on all ranks. They decide bits, so checkpoints keep them:
-a run that is resumed on another machine uses the same ones.
+`auto` values are resolved once, when training starts, equally on all ranks. The choices affect bits, so checkpoints
+store them: a run that is resumed on a different machine uses the same precision and library.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def resolve_device(device: str, option: str = "train.device") -> torch.device:
 def bf16_instructions(device: torch.device) -> str | None:
     """Return the name of a device's instructions for bfloat16 products, or None if they are emulated.
 
-    Emulated products are 2 to 60 times slower than float32 products; instructions are mostly 1 to 3 times faster
-    (`python -m benchmarks.ablation --isa`).
+    Emulated products are 2 to 60 times slower than float32 products. Products with instructions are mostly 1 to 3 times
+    faster (`python -m benchmarks.ablation --isa`).
     """
     if device.type == "cuda":
         return "bf16 tensor cores" if torch.cuda.is_bf16_supported(including_emulation=False) else None
@@ -68,7 +68,7 @@ def bf16_instructions(device: torch.device) -> str | None:
 def is_one_graph(model: nn.Module) -> bool:
     """Return whether ``torch.compile`` captures a model in one graph, so that a graph break is a defect.
 
-    It does for hotbed's models of pooled features if all tables are on this rank. Other models may break graphs.
+    This holds for hotbed's models of pooled features if all tables are on this rank. Other models may break graphs.
     """
     own = isinstance(model, DLRM | DCNv2 | DeepFM | MMoE | TwoTower | WideDeep) and normalization_of(model) is None
     return own and all(collection.is_traceable for collection in collections_of(model).values())
@@ -116,7 +116,7 @@ class Numerics:
         elif self.precision == "bf16" and instructions is None:
             _log.warning(
                 "precision is bf16 (%s), but this %s has no bf16 instructions: emulated products are 2 to 60 times "
-                "slower than fp32. Set train.precision fp32",
+                "slower than fp32. Set train.precision to fp32",
                 self.why,
                 device,
             )
@@ -185,9 +185,10 @@ class Numerics:
         return loss if logits.ndim == 2 else loss / len(logits), labels.shape[-1]
 
     def non_finite_error(self, loss: float, own: Tensor, batch: Batch, which: str, step_name: str) -> NonFiniteError:
-        """Return the error of a loss that is not finite, with the likely cause and a fix.
+        """Return an error for a loss that is not finite, with the likely cause and a fix.
 
-        ``loss`` is of all ranks and ``own`` of this rank; ``which`` names the batch, ``step_name`` the step.
+        ``loss`` is the loss of all ranks, and ``own`` is the loss of this rank. The message names the batch as
+        ``which`` and the step as ``step_name``.
         """
         cause = "Caused by samples on another rank; see that rank's log"
         if not math.isfinite(own.item()) or self._ranks.size == 1:
@@ -217,8 +218,8 @@ class Numerics:
         for name in ("precision", "linear_library"):
             if state[name] is not None and getattr(self._recipe, name) not in ("auto", state[name]):
                 _log.warning(
-                    "train.%s was %s and is now %s: bits differ from an uninterrupted run from here on. Set it to auto "
-                    "to keep the old value",
+                    "train.%s was %s and is now %s: bits differ from an uninterrupted run from now on. Set it to "
+                    "auto to keep the old value",
                     name,
                     state[name],
                     getattr(self._recipe, name),
@@ -247,7 +248,7 @@ def _processor(device: torch.device) -> str:
 def _cause_of_non_finite(batch: Batch, which: str, model: nn.Module) -> str:
     """Return the likely cause of a loss that is not finite, and a fix."""
     normalization, dense = normalization_of(model), batch.dense
-    if normalization is not None and dense is not None:  # it may fill in missing values
+    if normalization is not None and dense is not None:  # normalization may fill in missing values
         dense = normalization(dense)
     for field, tensor in (("dense", dense), ("weights", batch.weights)):
         index = _first_bad(tensor)
@@ -266,7 +267,7 @@ def _cause_of_non_finite(batch: Batch, which: str, model: nn.Module) -> str:
             )
     return (
         "The input and the dense parameters are finite, so values inside the model overflow. Lower lr of the sparse or "
-        "dense optimizer, lengthen schedule.warmup_steps, or set train.precision fp32"
+        "dense optimizer, lengthen schedule.warmup_steps, or set train.precision to fp32"
     )
 
 

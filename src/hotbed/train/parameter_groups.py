@@ -1,15 +1,16 @@
 """Assign parameters and tables to the optimizers of a recipe.
 
-``dense_optimizer`` trains the parameters that no group matches, and ``sparse_optimizer`` the tables. A group has
-patterns of names as in `fnmatch`; ``*`` also matches dots. A pattern matches a parameter by its name in the model, or
-by the name of an enclosing module. It also matches a table by its name in the collection. For a model with the tables
-``embeddings.user``, ``embeddings.item``, ``wide.user`` and ``wide.item``::
+``dense_optimizer`` trains the parameters that no group matches, and ``sparse_optimizer`` trains the tables that no
+group matches. A group has patterns of names as in `fnmatch`; ``*`` also matches dots. A pattern matches a parameter or
+table by its name in the model, or by the name of an enclosing module. A pattern also matches a table by the table's
+name in its collection. For a model with the tables ``embeddings.user``, ``embeddings.item``, ``wide.user`` and
+``wide.item``::
 
     wide, wide.*, *ide.*    match wide.user and wide.item
     user, *.user            match embeddings.user and wide.user
 
-Each parameter and each table has one optimizer. So it is an error if a pattern matches nothing, or two groups match the
-same name.
+Each parameter and each table has one optimizer. So two groups that match the same name are an error, and also a pattern
+that matches nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def sparse_components(recipe: Recipe) -> dict[str, Component]:
 
 
 def moments_of(optimizer: Component) -> tuple[Moment, ...]:
-    """Return the moments of a sparse optimizer, which are stored next to the rows."""
+    """Return the moments that a sparse optimizer stores for each row."""
     made = optimizer.load()
     if made is SparseOptimizer:
         raise RecipeError(f"{optimizer.class_path} is a base class. Use an optimizer such as hotbed.optim.SGD")
@@ -64,7 +65,7 @@ def moments_of(optimizer: Component) -> tuple[Moment, ...]:
 
 
 def moments_by_table(model: nn.Module, recipe: Recipe) -> dict[str, tuple[Moment, ...]]:
-    """Return the moments of a model's tables by table name in plans."""
+    """Return the moments of a model's tables; keys are the names that plans use for tables."""
     _, groups = group_tables(model, recipe)
     group_of = {table: group for group, tables in groups.items() for table in tables}
     moments = {name: moments_of(group.optimizer) for name, group in recipe.sparse_optimizer_groups.items()}
@@ -76,7 +77,7 @@ def moments_by_table(model: nn.Module, recipe: Recipe) -> dict[str, tuple[Moment
 
 
 def _tables_of(model: nn.Module) -> list[str]:
-    """Return all tables in the order of `plan_tables`."""
+    """Return the names ``path.table`` of all tables in the order of `plan_tables`."""
     return [f"{path}.{table}".lstrip(".") for path, of in collections_of(model).items() for table in of.tables]
 
 
@@ -108,12 +109,12 @@ def _group(
                 if group_of.setdefault(name, group) != group:
                     raise RecipeError(
                         f"{key}_groups.{group_of[name]} and {key}_groups.{group} both match {noun} '{name}', "
-                        f"expected one optimizer for each. Narrow the patterns of one group"
+                        f"expected one group per {noun}. Narrow the patterns of one group"
                     )
     rest = [name for name in names if name not in group_of]
     if group_of and not rest:
         raise RecipeError(
-            f"{key}_groups match all {noun}s, so {key} has none to train. Move the optimizer of one group to "
+            f"{key}_groups match all {noun}s, so {key} has no {noun} to train. Move the optimizer of one group to "
             f"{key} and remove the group"
         )
     return rest, {group: [name for name in names if group_of.get(name) == group] for group in patterns}

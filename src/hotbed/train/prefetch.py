@@ -4,9 +4,10 @@
 Each has a thread with its own process group, so exchanges overlap with the step. Threads keep the order of batches, so
 all ranks exchange in the same order. Results equal a run without prefetching, because each step fetches its own rows.
 
-Over NCCL only the step's thread may start exchanges. It prepares batches between two steps, on a side stream and in
-three stages: copy and group ids; exchange counts; exchange ids. Before step s the stages run for batches s + 3, s + 2
-and s + 1. So no exchange waits for grouping, and the host does not wait for counts.
+Over NCCL only the step's thread may start exchanges. That thread prepares batches between two steps, on a side stream
+and in three stages: (1) copy and group ids, (2) exchange counts, (3) exchange ids. Before step s, stage 1 runs for
+batch s + 3, stage 2 for batch s + 2, and stage 3 for batch s + 1. So no exchange waits for grouping, and the host does
+not wait for counts.
 
 For batches b0, b1, b2, `BatchPrefetcher` yields ``(b0, False)`` after b1 was submitted, ``(b1, False)`` after b2 was
 submitted, and ``(b2, True)``.
@@ -46,7 +47,7 @@ def stream_of(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def in_stream(stream: torch.cuda.Stream | None, work: Callable[[], T]) -> T:
-    """Call ``work`` in a stream, or directly if it is None."""
+    """Call ``work`` in a stream, or directly if the stream is None."""
     with torch.cuda.stream(stream):
         return work()
 
@@ -92,7 +93,7 @@ class BatchPrefetcher:
     """Exchange the ids of each batch and copy its columns to the device, while the previous batch is computed.
 
     If exchanges may overlap (`Link.overlaps`), a second thread does both in the step's stream. Otherwise, and for
-    models without exchanges, the calling thread does it in a side stream.
+    models without exchanges, the calling thread does both in a side stream.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class BatchPrefetcher:
         self._side, self._device = SideStream(device), device
         self._link = model.wire.link.clone() if isinstance(model, Distributed) and overlap else None
         self._move, self._divide = move, divide
-        # Seconds of the thread, and seconds that steps waited for it
+        # Seconds that the thread worked, and seconds that steps waited for the thread
         self.exchange_s = self.waited_s = 0.0
 
     @property
@@ -218,7 +219,7 @@ class RowPrefetcher:
         self._thread = single_threads(1, "hotbed-fetch")
 
     def start(self, batch: Batch) -> Fetching:
-        """Fetch the rows of a batch with prefetched ids; do not update rows until it has been computed."""
+        """Fetch the rows of a batch with prefetched ids; do not update rows until that batch has been computed."""
         for collection in self._collections:
             collection.settle()
         fetch = partial(self._fetch, batch)

@@ -1,14 +1,14 @@
 """Train and evaluate two-tower models: candidates of each batch, the loss over them, and recall@k.
 
-A batch gets further samples with an item and without a user, before its ids are exchanged::
+Before the ids of a batch are exchanged, samples with an item and without a user are appended to the batch::
 
     samples of the data     drawn, equal on all ranks     negatives of single samples
     user, item              item                          item
     └─ rows ─┘              └─────────── candidates only ───────────┘
 
 Each rank computes its share of the drawn items. Candidates of all ranks are gathered in rank order, and each rank
-computes the losses of its own samples. Gradients return to the rank that owns the candidate and are added in rank
-order. So negatives and gradients of a sample do not depend on the number of ranks. Why: decision 0061.
+computes the losses of its own samples. Gradients are sent back to the rank that computed the candidate, and are added
+in rank order. So negatives and gradients of a sample do not depend on the number of ranks. See decision 0061.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _log = logging.getLogger("hotbed")
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalBatch(Batch):
-    """A batch with its candidates: the first ``rows`` samples come from the data, the others are only candidates."""
+    """A batch with its candidates: the first ``rows`` samples come from the data, and the rest are only candidates."""
 
     rows: int
     positives: int
@@ -74,9 +74,9 @@ class RetrievalOptions(NamedTuple):
     item: Sequence[str]  # features of items; the first one identifies the item
     sampled: int = 0  # items to draw for each step
     by_popularity: bool = False
-    negatives: str | None = None  # feature with a sample's own negatives
-    seed: int = 0  # of the draws
-    k: Sequence[int] = (10, 100)  # of recall@k and ndcg@k
+    negatives: str | None = None  # feature that lists negatives of each sample
+    seed: int = 0  # seed of the draws
+    k: Sequence[int] = (10, 100)  # values of k for recall@k and ndcg@k
 
 
 class _Candidates(NamedTuple):
@@ -86,15 +86,15 @@ class _Candidates(NamedTuple):
     ids: Tensor
     negative_of: Tensor
     log_drawn: Tensor | None
-    rows: list[slice]  # by rank, the candidates that are samples of the data
+    rows: list[slice]  # slices of candidates that are samples of the data, by rank
     first: int  # index of this rank's first candidate
 
 
 class Retrieval:
     """Add the candidates of each batch, and compute the loss over them.
 
-    ``loss`` has the signature of `hotbed.nn.InBatchSoftmax`, ``correction`` of `hotbed.nn.ItemFrequencies`. ``items``
-    returns the items to draw; all ranks call it when they first need them.
+    ``loss`` has the signature of `hotbed.nn.InBatchSoftmax`, and ``correction`` has the signature of
+    `hotbed.nn.ItemFrequencies`. ``items`` returns the items to draw. All ranks call it when they first need items.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Retrieval:
         ranks: Ranks,
     ) -> None:
         self.options, self._loss, self._correction, self._make, self._ranks = options, loss, correction, items, ranks
-        # A link of its own, because backward exchanges while dense gradients are averaged.
+        # A separate link, because the backward pass exchanges gradients while dense gradients are averaged
         self._link = None if ranks.link is None else ranks.link.clone()
 
     @cached_property
@@ -129,8 +129,9 @@ class Retrieval:
     def prepare(self, batch: Batch, step: int) -> RetrievalBatch:
         """Add the candidates of ``step`` (from 1) to this rank's samples, in host memory.
 
-        Column `CANDIDATE` ``[n, 3]`` has the item, the sample that it is a negative of (−1: all samples), and whether
-        the sample is positive. `LOG_DRAWN` ``[n]`` has the log of the expected number of draws of the item per step.
+        Column `CANDIDATE` ``[n, 3]`` has each candidate's item, the sample for which it is a negative (−1: all
+        samples), and whether it is a positive sample. Column `LOG_DRAWN` ``[n]`` has the log of the expected number of
+        draws of the item per step.
         """
         rows, options = len(batch), self.options
         ids, positive = item_ids(batch.sparse, options.item[0]), is_positive(batch).long()
@@ -170,7 +171,7 @@ class Retrieval:
         )
 
     def _own_negatives(self, ids: Jagged, name: str) -> tuple[Tensor, Tensor]:
-        """Return item positions of the samples' own negatives, and their samples."""
+        """Return the item position of each negative that a sample lists, and the index of that sample."""
         bags = ids[name]
         samples = torch.repeat_interleave(torch.arange(len(ids)), bags.lengths())
         positions = self.items.positions(bags.values.long())
@@ -188,7 +189,7 @@ class Retrieval:
     def __call__(self, model: nn.Module, batch: Batch, *, counts: bool = True) -> Tensor:
         """Return the sum of the losses of a `prepare`d batch; all ranks must call this.
 
-        The correction learns from the batch if ``counts``, which is true for training batches.
+        The correction learns from the batch if ``counts`` is true, as it is for training batches.
         """
         assert isinstance(batch, RetrievalBatch)
         users, items = cast("tuple[Tensor, Tensor]", model(batch, vectors=True, users=batch.rows))
@@ -278,7 +279,7 @@ class _GatherVectors(torch.autograd.Function):
 
 
 def build_retrieval(recipe: Recipe, source: Source, model: nn.Module, device: torch.device) -> Retrieval:
-    """Build the candidates and the loss of a recipe."""
+    """Build the `Retrieval` of a recipe."""
     section = recipe.retrieval
     assert section is not None
     options = retrieval_options(recipe, model)
@@ -316,7 +317,7 @@ def all_items(recipe: Recipe, source: Source, item: Sequence[str]) -> ItemSet:
 
 
 def source_of_items(recipe: Recipe, source: Source, path: str, item: Sequence[str]) -> Source:
-    """Open a Parquet of items with the encoding of the samples."""
+    """Open a Parquet file of items, with ids encoded as in the samples."""
     from hotbed.data import ParquetSource
 
     component = recipe.data.source
@@ -336,8 +337,8 @@ def refuse_retrieval(recipe: Recipe, source: Source) -> None:
     assert section is not None
     if len(schema.labels) > 1:
         raise RecipeError(
-            f"retrieval is set, but there are the labels {', '.join(schema.labels)}. Keep one that is 1 for positive "
-            "samples, or none if all samples are positive"
+            f"retrieval is set, but the schema has several labels: got {', '.join(schema.labels)}, expected at most "
+            "one. Keep the label that is 1 for positive samples, or none if all samples are positive"
         )
     for key, value, reason in (
         ("tasks", recipe.tasks, "has its own loss"),
@@ -383,7 +384,7 @@ def model_schema(recipe: Recipe, schema: Schema) -> Schema:
 
 
 def item_features(model: nn.Module) -> list[str]:
-    """Return the features of the item tower, with the one that identifies items first."""
+    """Return the features of the item tower; the first feature identifies items."""
     inner = model.module if isinstance(model, Distributed) else model
     towers: Any = getattr(inner, "towers", None)
     parameters = signature(inner.forward).parameters
@@ -425,7 +426,7 @@ class RetrievalMetrics(Metrics):
 
     @override
     def value(self, monitor: str) -> float:
-        """Return recall or ndcg of the last k."""
+        """Return recall or nDCG at the last k of ``retrieval.k``."""
         values = [value for name, value in self.others.items() if name.startswith(f"{monitor}@")]
         return values[-1] if monitor in ("recall", "ndcg") else math.nan
 
@@ -441,9 +442,9 @@ def evaluate_retrieval(
 ) -> RetrievalMetrics:
     """Compute recall@k and nDCG@k of the positive samples in float32; all ranks must call this.
 
-    Each positive sample is a query with one relevant item, its own. Recall@k is the share of queries with this item
-    among the k largest products. nDCG@k is the mean of ``1 ÷ log₂(2 + position)`` over them, else 0. The search is
-    exact and works in blocks.
+    Each positive sample is a query, and its item is the only relevant item. Recall@k is the share of queries with this
+    item among the k items with the largest products. nDCG@k is the mean of ``1 ÷ log₂(2 + position)`` over queries,
+    with 0 for queries without this item among the k items. The search is exact and works in blocks.
     """
     refuse_unnormalized(model, batches)
     ranks = Ranks(model)
@@ -478,7 +479,7 @@ def evaluate_retrieval(
             finished()
     counted, weight, *flat = ranks.add(count, total, *sums.flatten().tolist())
     if not weight:
-        raise BatchError("no sample is positive: no label is 1, or all weights are 0. Evaluate other data")
+        raise BatchError("no sample is positive: no label is 1, or all weights are 0. Use data with positive samples")
     names = [f"{name}@{k}" for name in ("recall", "ndcg") for k in options.k]
     return RetrievalMetrics(
         samples=int(counted),
@@ -512,7 +513,7 @@ def item_vectors(
 
 
 def hit_positions(users: Tensor, items: Tensor, own: Tensor, limit: int) -> Tensor:
-    """Return the position of each user's own item ``[B]`` int64 in descending products, or ``limit`` beyond it."""
+    """Return the position ``[B]`` int64 of each user's own item by descending product, at most ``limit``."""
     hits = torch.full_like(own, limit)
     for first in range(0, len(users), _USERS):
         rows = slice(first, first + _USERS)
@@ -534,6 +535,7 @@ def _vectors(model: nn.Module, batch: Batch, tower: str) -> tuple[Tensor, Tensor
     users, items = cast("Sequence[Tensor]", model(batch, vectors=True))
     if not bool((items if tower == "items" else users).isfinite().all()):
         raise NonFiniteError(
-            f"evaluation: a vector of {tower} is not finite, because the model has diverged or an input is not finite"
+            f"evaluation: a vector of {tower} is not finite, because the model has diverged or an input is not finite. "
+            "Train with lower learning rates, or correct the data"
         )
     return users.float(), items.float()

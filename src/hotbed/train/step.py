@@ -1,17 +1,18 @@
-"""Take a training step: forward pass, loss, backward pass, clipping and updates, in `TrainingStep.queue`.
+"""Run a training step: forward pass, loss, backward pass, clipping and updates, in `TrainingStep.queue`.
 
 A loss that is not finite must not change any parameter or row. There are two ways to ensure this:
 
 - *The host decides* before the backward pass. It waits for the loss; this works with any optimizer.
-- *The device decides* (`LossGate`) on CUDA devices, if all optimizers can skip a step there: optimizers of
-  `hotbed.optim`, and torch's with ``fused=True``. The loss is copied to page-locked memory while the backward pass and
-  the updates are queued. The host reads the loss when the whole step is queued, so the device never waits for the host.
+- *The device decides* (`LossGate`) on CUDA devices, if all optimizers can skip a step on the device. Optimizers of
+  `hotbed.optim` can, and optimizers of torch with ``fused=True``. The loss is copied to page-locked memory while the
+  backward pass and the updates are queued. The host reads the loss when the whole step is queued, so the device never
+  waits for the host.
 
-Both raise the same error. Ranks add their losses, samples and requests before the backward pass. So all ranks decide
-equally and divide by the same number.
+Both ways raise the same error. Losses, samples and requests are summed over ranks before the backward pass. So all
+ranks make the same decision and divide by the same number.
 
-`LoggedStep` measures logged steps on CPUs: seconds of their parts, and norms of gradients. On GPUs the host's clock
-would time the queueing of kernels, and reading a norm would make the host wait.
+`LoggedStep` measures logged steps on CPUs: the seconds of each part of a step, and gradient norms. On GPUs the host's
+clock would time the queueing of kernels, and reading a norm would make the host wait.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Done(NamedTuple):
     """Results of a step."""
 
     loss: float  # the mean loss
-    samples: int  # of all ranks
+    samples: int  # samples of all ranks
     # save, stop: whether any rank has requested a checkpoint, or the end of training
     save: bool
     stop: bool
@@ -59,12 +60,16 @@ class QueuedStep(NamedTuple):
 
     parts: Sequence[Batch]
     own: list[Tensor]  # loss of this rank's samples, 0-d, by part
-    sums: list[Sequence[float]]  # by part, sums of all ranks: loss, labels, samples, save, stop; or in `LossGate`
+    # Sums over ranks by part: loss, labels, samples, save, stop; `LossGate` holds sums that arrive later
+    sums: list[Sequence[float]]
     step_name: Callable[[], str]  # returns the step's name for errors
 
 
 class TrainingStep:
-    """Take training steps of a model; ``max_norm`` clips gradients, ``rows`` fetches rows of divided batches."""
+    """Run training steps of a model.
+
+    ``max_norm`` is the limit for clipping gradients; ``rows`` fetches rows of divided batches.
+    """
 
     def __init__(
         self,
@@ -86,7 +91,7 @@ class TrainingStep:
         self._optimizers = list(optimizers)
         on_device = self._device.type == "cuda" and self._ranks.adds_on_devices
         on_device = on_device and all(map(_can_skip, self._optimizers))
-        # Optimizers read the scaler's own flag, and the host computes the norm of the gradients.
+        # With a scaler, optimizers read the scaler's flag. With clipping, the host computes the gradient norm.
         on_device = on_device and self.numerics.scaler is None and self._max_norm is None
         self.gate = LossGate(self._device, self._optimizers, several=self._ranks.size > 1) if on_device else None
 
@@ -96,7 +101,8 @@ class TrainingStep:
         """Queue a step on the parts of a batch; `read` waits for its losses.
 
         ``requests`` is called when the forward pass is queued. It returns whether this rank requests a checkpoint, and
-        the end of training. If the host decides, this raises `NonFiniteError` before any update.
+        whether it requests the end of training. If the host decides on losses, a loss that is not finite raises
+        `NonFiniteError` before any update.
         """
         for optimizer in self._optimizers:
             optimizer.zero_grad()
@@ -179,14 +185,14 @@ class TrainingStep:
         return [] if self._seed is None else [self._seed[1]]
 
     def _gradient_of(self, total: Tensor, divisor: float) -> Tensor:
-        """Return ``1 / divisor`` on the device; batches of one size share it."""
+        """Return ``1 / divisor`` on the device; batches of the same size share the tensor."""
         last = self._seed
         if last is None or last[0] != divisor or last[1].dtype != total.dtype:
             self._seed = last = divisor, torch.ones((), dtype=total.dtype, device=total.device) / divisor
         return last[1]
 
     def _clip(self, max_norm: float, step_name: Callable[[], str]) -> None:
-        """Scale all gradients down to a norm; raise `NonFiniteError` if they are not finite and not scaled."""
+        """Clip all gradients; without a loss scaler, raise `NonFiniteError` if their norm is not finite."""
         scaler = self.numerics.scaler
         scale = 1.0 if scaler is None else scaler.get_scale()
         norm = gradient_norm(self._model) / scale
@@ -227,7 +233,7 @@ def _can_skip(optimizer: Optimizer) -> bool:
 
 
 class LossGate:
-    """Let the device decide whether optimizers may update, while losses are copied to the host."""
+    """Make the device decide whether optimizers may update, while losses are copied to the host."""
 
     def __init__(self, device: torch.device, optimizers: Sequence[Optimizer], *, several: bool = False) -> None:
         self._device, self._optimizers = device, optimizers
@@ -243,13 +249,13 @@ class LossGate:
         self._began: list[Optimizer] = []
 
     def add(self, number: int, sums: Tensor) -> None:
-        """Copy a part's loss, 0-d, or the sums of all ranks ``[5]`` (loss first), to the host."""
+        """Copy the sums of a part to the host: its loss (0-d), or five sums over ranks ``[5]`` with the loss first."""
         if number == len(self.arrived):
             self._copied.synchronize()
             self.arrived = torch.cat([self.arrived, self.arrived]).pin_memory()
         own = sums.view(-1)[0]
         self.arrived[number].copy_(sums.view(-1), non_blocking=True)
-        doubt = own - own  # NaN where it is not finite, else 0
+        doubt = own - own  # NaN if the loss is not finite, else 0
         self._doubt = doubt if number == 0 or self._doubt is None else self._doubt + doubt
         self._parts = number + 1
         self._sent()
@@ -268,7 +274,7 @@ class LossGate:
             self._sent = self.sent
 
     def replaying(self) -> None:
-        """Prepare for a replayed step: it has one part, and its optimizers have state."""
+        """Prepare for the replay of a captured step, which has one part and optimizers with state."""
         self._parts, self._began = 1, []
 
     def step(self) -> None:
@@ -309,7 +315,7 @@ class LossGate:
 
 @contextmanager
 def _float32_rates(optimizer: Optimizer) -> Generator[None]:
-    """Round learning rates to float32 inside, because captured kernels read float32 rates."""
+    """Round learning rates to float32 inside the context, because captured kernels read float32 rates."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate if isinstance(rate, Tensor) else ctypes.c_float(rate).value
@@ -321,7 +327,7 @@ def _float32_rates(optimizer: Optimizer) -> Generator[None]:
 
 
 class LoggedStep:
-    """Measure the seconds of a step's parts and its gradient norms, without changing a bit of the step."""
+    """Measure the seconds of a step's parts, and its gradient norms, without changing results of the step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -354,7 +360,7 @@ class LoggedStep:
             self._last = now
 
     def at_gradients(self, optimizers: Iterable[Optimizer]) -> None:
-        """Compute gradient norms of a measured step; the time counts for no part."""
+        """Compute gradient norms of a measured step, without adding the time of this call to any part."""
         if self._last is None:
             return
         self._found = dense_gradient_norm(optimizers)
@@ -407,7 +413,7 @@ class LoggedStep:
                 vectors.register_hook(partial(self._arrived, path, tables))
 
     def _arrived(self, path: str, tables: list[str | None], grad: Tensor) -> None:
-        """Keep a gradient ``[…, D]`` or (pooled) ``[B, features, D]``; ``tables`` has None for untrained ones."""
+        """Keep a gradient ``[…, D]`` or (pooled) ``[B, features, D]``; ``tables`` has None for untrained tables."""
         if self._last is not None:
             self._gradients.append((path, tables, grad.detach().reshape(-1, len(tables), grad.shape[-1])))
 
@@ -415,7 +421,8 @@ class LoggedStep:
 def dense_gradient_norm(optimizers: Iterable[Optimizer]) -> dict[str, float]:
     """Return ``grad_norm_dense``, the Euclidean norm of all dense gradients.
 
-    Return nothing if there are no gradients, or ranks hold shards of them. All ranks return the same.
+    Return an empty dict if there are no gradients, or if each rank holds only shards of them. All ranks return the
+    same norm.
     """
     dense = [optimizer for optimizer in optimizers if not isinstance(optimizer, SparseOptimizer)]
     grads = [p.grad for o in dense for group in o.param_groups for p in group["params"] if p.grad is not None]

@@ -22,7 +22,7 @@ from hotbed.store import Traffic
 T = TypeVar("T")
 
 SETTLING_STEPS = 5
-"""First steps, which the rate excludes because they compile kernels and allocate buffers."""
+"""Number of first steps that throughput excludes, because they compile kernels and allocate buffers."""
 WINDOW_S = 1.0
 """Seconds between two checks for busy cores."""
 BUSY_SHARE = 0.25
@@ -35,14 +35,14 @@ class Clock:
     """Count training samples, their seconds, and the seconds of waits for batches."""
 
     def __init__(self) -> None:
-        # batches: steps and evaluated batches; the watchdog detects a hang by them.
-        # drawn, ids: samples yielded for training, and their ids by feature. A `ModelParallelInput` is not counted,
-        # because it has samples of other ranks. A resumed run counts from 0.
-        # paused_s: excluded seconds, of evaluations and waits for checkpoints.
+        # batches: number of steps and evaluated batches; the watchdog detects a hang if this number does not grow.
+        # drawn, ids: number of samples yielded for training, and number of their ids by feature. A `ModelParallelInput`
+        # is not counted, because it has samples of other ranks. A resumed run counts from 0.
+        # paused_s: seconds of evaluations and of waits for checkpoints, which throughput excludes.
         self.batches, self.drawn, self.ids, self.paused_s = 0, 0, Counter[str](), 0.0
         self._mark = time.perf_counter()
         self._steps = 0
-        # Seconds, samples and waits: of the settling steps, of later steps, and since `record`.
+        # [seconds, samples, seconds of waits] of the settling steps, of later steps, and since the last `record`
         self._settling, self._settled, self._recent = [0.0, 0, 0.0], [0.0, 0, 0.0], [0.0, 0, 0.0]
         self._waited = 0.0
         self._depths: list[float] = []
@@ -89,7 +89,7 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Exclude the seconds of the body."""
+        """Exclude the time inside the context from throughput."""
         start = time.perf_counter()
         yield
         now = time.perf_counter()
@@ -108,24 +108,24 @@ class Clock:
         }
 
     def seconds_for(self, steps: int) -> float | None:
-        """Estimate the seconds of ``steps`` further steps with their pauses; None during the settling steps."""
+        """Estimate the seconds of ``steps`` further steps with pauses; return None during the settling steps."""
         settled = self._steps - SETTLING_STEPS
         return (self._settled[0] / settled + self.paused_s / self._steps) * steps if settled > 0 else None
 
     @property
     def samples_per_s(self) -> float:
-        """Samples per second without the settling steps, unless there are no others."""
+        """Samples per second of the steps after the settling steps, or of the settling steps if there are no more."""
         seconds, samples, _ = self._whole
         return samples / seconds if seconds else 0.0
 
     @property
     def stall_share(self) -> float:
-        """Share of these seconds that training waited for batches."""
+        """Share of the time of these steps that training waited for batches."""
         seconds, _, waited = self._whole
         return waited / seconds if seconds else 0.0
 
     def record(self, largest: Callable[..., list[float]]) -> dict[str, float]:
-        """Return entries for a log record of the steps since the last one; all ranks must call this."""
+        """Return log entries for the steps since the last record; all ranks must call this."""
         seconds, _, waited = self._recent
         depth = sum(self._depths) / len(self._depths) if self._depths else None
         self._recent, self._depths = [0.0, 0, 0.0], []
@@ -145,7 +145,7 @@ class Balance:
         self._last = [0.0] * 4
 
     def record(self) -> dict[str, float]:
-        """Return entries for a log record; all ranks must call this."""
+        """Return log entries on the load of the ranks; all ranks must call this."""
         if self._model is None:
             return {}
         wire = self._model.wire
@@ -180,7 +180,7 @@ class TierCounters:
         return sum((c.traffic for c in collections_of(self._model).values()), Traffic())
 
     def record(self) -> dict[str, float]:
-        """Return the traffic since the last record; nothing if all rows are in device memory."""
+        """Return the traffic since the last record, or an empty dict if all rows are in device memory."""
         now = self.total
         last, self._last = self._last, now
         return {} if now == Traffic() else {"hit_rate": (now - last).hit_rate, **asdict(now - last)}

@@ -94,7 +94,7 @@ class MLflow(Callback):
         return {"run": self._run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the MLflow run of a checkpoint."""
+        """Load the id of a checkpoint's MLflow run, so that training continues the MLflow run."""
         self._run = state["run"]
 
     def _log(self, trainer: Trainer, values: Mapping[str, float]) -> None:

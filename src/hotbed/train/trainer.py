@@ -42,7 +42,7 @@ class Callback:
     """Create the callback of a recipe on the first rank only, e.g. because it writes files."""
 
     def on_numerics(self, trainer: Trainer, chosen: str) -> None:
-        """Handle the choice of precision and matrix library, which ``chosen`` explains; called before the start."""
+        """Run before `on_train_start`; ``chosen`` explains the chosen precision and matrix library."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Run before the first step; ``trainer.steps_total`` is set if the number of steps is known."""
@@ -57,7 +57,7 @@ class Callback:
         """Run after every evaluation during training."""
 
     def on_schedule(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """Handle a new rate of `HotSchedule`: logloss, rate_before, rate."""
+        """Handle the record of a new rate of `HotSchedule`: logloss, rate_before, rate."""
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Run after a step and its evaluation; checkpoints are saved at this point."""
@@ -84,7 +84,7 @@ class Trainer:
     model
         Maps a `Batch` to logits ``[B, T]``. It must be on the recipe's device.
     dense, sparse
-        Optimizers of the model's parameters, and of its embedding tables.
+        Optimizer of the model's parameters (``dense``), and optimizer of its embedding tables (``sparse``).
     group_optimizers
         Further optimizers by name, for parameters and tables that ``dense`` and ``sparse`` do not train.
     recipe
@@ -92,7 +92,7 @@ class Trainer:
     schedule
         Factor of all learning rates by step.
     callbacks
-        Called in this order.
+        Callbacks, which are called in this order.
     group
         Column of ``Batch.extra`` for grouped AUC in evaluations.
     labels
@@ -115,17 +115,23 @@ class Trainer:
     samples
         Samples trained on, including those before the run was resumed.
     stop, evaluate_now
-        Set by callbacks to end training after this step, or (in ``on_step``, on all ranks) to evaluate after it.
+        Callbacks set ``stop`` to end training after this step, and ``evaluate_now`` (in ``on_step``, on all ranks) to
+        evaluate after this step.
     ask_save, ask_stop
-        Set by any rank at any time: all ranks save a checkpoint (with `KeepLast`), or stop, after the same step.
+        Any rank may set these at any time. All ranks then save a checkpoint (with `KeepLast`) or stop after the same
+        step.
     save_now, stop_requested
-        Whether any rank had requested a checkpoint, or the end, before this step.
-    saver, other_parts
-        Saves checkpoints; further parts of a checkpoint by name.
-    numerics, training_step
-        Precision and matrix library, chosen when training starts; runs the steps.
+        Whether any rank had requested a checkpoint, or the end of training, before this step.
+    saver
+        Saves checkpoints.
+    other_parts
+        Further parts of a checkpoint by name.
+    numerics
+        Precision and matrix library, which are chosen when training starts.
+    training_step
+        Runs the steps.
     id_kinds
-        `Source.id_kinds` of the data, which checkpoints keep.
+        `Source.id_kinds` of the data, which checkpoints store.
     """
 
     def __init__(
@@ -197,7 +203,7 @@ class Trainer:
         ------
         NonFiniteError
             If a loss is NaN or infinite. That batch has updated no parameter and no row. Gradients that are not finite
-            despite a finite loss are not detected, but the loss of the next step is not finite then.
+            despite a finite loss are detected only in the next step, by its loss.
         BatchError
             If a batch does not fit the model, or an epoch has no batch.
         """
@@ -267,7 +273,7 @@ class Trainer:
         return metrics
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
-        """Evaluate the model; see `evaluate`."""
+        """Evaluate the model; see `hotbed.train.evaluate`."""
         options: dict[str, Any] = {"device": self.device, "finished": self.clock.count}
         if isinstance(self._loss, Retrieval):
             return evaluate_retrieval(self.model, batches, self._loss.items, self._loss.options, **options)
@@ -375,7 +381,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state; callbacks load theirs when training starts, and `resume_data` sets the loader."""
+        """Load counters and numerics; callbacks load their states when training starts (loader: `resume_data`)."""
         for name in _COUNTERS:
             setattr(self, name, state[name])
         self.numerics.load_state_dict(state["numerics"])
@@ -386,5 +392,5 @@ class Trainer:
     def resume_data(self, loader: Stateful) -> None:
         """Set a loader to the checkpoint's position."""
         if self._data_position is None:
-            raise RecipeError("the checkpoint holds no position in the data. Evaluate it; it cannot be resumed")
+            raise RecipeError("the checkpoint holds no data position, so it cannot be resumed; evaluate it")
         loader.load_state_dict(self._data_position)

@@ -1,4 +1,4 @@
-"""Provide TorchRec's classes on hotbed's tables, so that a model needs only another import.
+"""Provide TorchRec's classes on hotbed's tables, so that a model needs only a different import.
 
     from hotbed.compat.torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 

@@ -92,13 +92,13 @@ def get_qcomm_codecs_registry(qcomms_config: QCommsConfig, device: object = None
 
 
 class EmbeddingBagCollectionSharder:
-    """Options of the tables of an `EmbeddingBagCollection`. `DistributedModelParallel` shards them by its plan.
+    """Options of the tables of an `EmbeddingBagCollection`. `DistributedModelParallel` shards the tables by its plan.
 
     Parameters
     ----------
     fused_params
-        Optimizer of tables without an applied optimizer: ``optimizer``, ``learning_rate``, ``eps``, ``weight_decay``,
-        ``beta1``, ``beta2``.
+        Options of the optimizer for tables without an applied optimizer: ``optimizer``, ``learning_rate``, ``eps``,
+        ``weight_decay``, ``beta1``, ``beta2``.
     qcomm_codecs_registry
         Dtypes of exchanges, from `get_qcomm_codecs_registry`.
     """
@@ -143,7 +143,7 @@ def parallel_options(sharders: Sequence[Sharder]) -> ParallelOptions:
 
 @dataclass
 class Topology:
-    """Hardware of a plan.
+    """Hardware to plan for.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ class ParameterConstraints:
     pooling_factors
         Mean number of ids per sample of each feature.
     min_partition, num_poolings, batch_sizes, is_weighted, feature_names
-        Ignored. Columns are cut in multiples of 16.
+        Ignored. Column shards have multiples of 16 columns.
     """
 
     sharding_types: list[str] | None = None
@@ -271,7 +271,7 @@ class DistributedModelParallel(nn.Module):
     Parameters
     ----------
     module
-        The model. Tables and parameters on ``meta`` are initialized here.
+        The model. The constructor initializes tables and parameters on ``meta``.
     env
         The ranks (default: the default process group, or this process).
     device
@@ -280,7 +280,7 @@ class DistributedModelParallel(nn.Module):
         A plan of hotbed, e.g. from `EmbeddingShardingPlanner`, a scheme (``"table"``, ``"row"``, ``"column"``,
         ``"auto"`` …), or schemes by table (default: ``"table"``). Plans of TorchRec are refused.
     sharders
-        Optimizers of tables without an applied one (default: SGD with lr 0.01), and dtypes of exchanges.
+        Optimizers of tables without an applied optimizer (default: SGD with lr 0.01), and dtypes of exchanges.
     init_data_parallel, init_parameters
         Ignored, because parameters are always initialized.
     parallel, memory
@@ -398,7 +398,7 @@ class Pipelineable(Multistreamable):
 
 
 class TrainPipelineBase:
-    """Take training steps, and copy the next batch to the device meanwhile.
+    """Run training steps, and copy the next batch to the device during each step.
 
     A step calls ``optimizer.zero_grad()``, the model, ``backward()`` of the sum of its losses and ``optimizer.step()``.
     In ``eval()`` mode, only the model is called.
@@ -437,7 +437,7 @@ class TrainPipelineBase:
         self._is_exhausted = False
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Take a step with the next batch, and return the model's output."""
+        """Run a step with the next batch, and return the model's output."""
         if dataloader_iter is not self._source:
             self._source, self._is_exhausted = dataloader_iter, False
         self._fill(dataloader_iter, 1)
@@ -475,7 +475,7 @@ class TrainPipelineBase:
 
 
 class TrainPipelineSparseDist(TrainPipelineBase):
-    """Take training steps like `TrainPipelineBase`, with two prefetched batches.
+    """Run training steps like `TrainPipelineBase`, with two prefetched batches.
 
     Ids are exchanged within the step. `hotbed.Trainer` exchanges them one batch ahead.
     """

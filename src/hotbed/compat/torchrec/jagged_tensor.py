@@ -24,7 +24,7 @@ _TENSORS = ("_values", "_weights", "_lengths", "_offsets")
 
 
 class JaggedBase:
-    """Hold values, their weights, and the lengths or offsets of bags. The missing one is computed on first use."""
+    """Hold values, weights, and lengths or offsets of bags. Missing lengths or offsets are computed on first use."""
 
     _no_keys: tuple[Any, ...] = ()
     """First arguments of the constructor for an object without keys."""
@@ -66,7 +66,7 @@ class JaggedBase:
         return self._values
 
     def weights(self) -> Tensor:
-        """Return one weight per value. A `BatchError` is raised if there are none."""
+        """Return one weight per value; raise `BatchError` if there are no weights."""
         if self._weights is None:
             raise BatchError("this (Keyed)JaggedTensor has no weights. Pass weights to its constructor.")
         return self._weights
@@ -87,7 +87,7 @@ class JaggedBase:
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """Return the position where each bag starts, and the end. The dtype is that of int32 or int64 lengths."""
+        """Return the position where each bag starts, and the end; int32 lengths have int32 offsets."""
         if self._offsets is None:
             self._offsets = _offsets_like(self.lengths().reshape(-1))
         return self._offsets
@@ -147,7 +147,7 @@ class JaggedTensor(JaggedBase):
 
     @staticmethod
     def empty_like(jt: JaggedTensor, device: torch.device | str | None = None) -> JaggedTensor:
-        """Build an empty tensor with the same dtypes, or with ``device`` an uninitialized one with the same shapes."""
+        """Build an empty tensor with the same dtypes; with ``device``, build an uninitialized one of equal shapes."""
         return jt._without_samples() if device is None else jt._map(lambda t: torch.empty_like(t, device=device))
 
     @classmethod
@@ -174,16 +174,16 @@ class JaggedTensor(JaggedBase):
         return [self._values[start:end] for start, end in pairwise(self.offsets().tolist())]
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """Return the weights of each sample, or None if there are none."""
+        """Return the weights of each sample, or None if there are no weights."""
         weights = self._weights
         return None if weights is None else [weights[a:b] for a, b in pairwise(self.offsets().tolist())]
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
-        """Return values ``[B, L, …]``, cut or padded to ``desired_length`` (default: the longest sample)."""
+        """Return values ``[B, L, …]``, truncated or padded to ``desired_length`` (default: the longest sample)."""
         return self._padded(self._values, desired_length, padding_value)
 
     def to_padded_dense_weights(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor | None:
-        """Return weights ``[B, L, …]`` like `to_padded_dense`, or None if there are none."""
+        """Return weights ``[B, L, …]`` like `to_padded_dense`, or None if there are no weights."""
         return None if self._weights is None else self._padded(self._weights, desired_length, padding_value)
 
     def _padded(self, data: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
@@ -196,7 +196,7 @@ class JaggedTensor(JaggedBase):
         return padded
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedTensor:
-        """Copy to a device."""
+        """Return a copy on a device."""
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     @override
@@ -223,7 +223,7 @@ def _are_close(first: JaggedBase, second: JaggedBase) -> bool:
 
 
 def _offsets_like(lengths: Tensor) -> Tensor:
-    """Sum lengths up along the last dim, with a leading 0. Offsets of int32 lengths are int32, as in TorchRec."""
+    """Return cumulative lengths along the last dim, with a leading 0; int32 lengths have int32 offsets."""
     offsets = offsets_of(lengths)
     return offsets.to(torch.int32) if lengths.dtype == torch.int32 else offsets
 
@@ -238,7 +238,7 @@ def _format_bags(values: Tensor, offsets: Sequence[int]) -> str:
 
 
 class KeyedJaggedTensor(JaggedBase):
-    """Hold the ids of several keys, any number per sample. Ids are ordered by key, then by sample.
+    """Hold any number of ids per key and sample. Ids are ordered by key, then by sample.
 
     Parameters
     ----------
@@ -254,7 +254,7 @@ class KeyedJaggedTensor(JaggedBase):
     length_per_key
         Number of ids of each key, if the caller knows it.
     inverse_indices
-        Keys, and for each of them the bag of each sample ``[F, B]``. Collections refuse such a batch.
+        Keys, and the index of each sample's bag for each key ``[F, B]``. Collections refuse such a batch.
     stride_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict
         Ignored; they are computed from the other arguments.
     """
@@ -331,7 +331,7 @@ class KeyedJaggedTensor(JaggedBase):
 
     @staticmethod
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """Build from a jagged tensor per key. If only some have weights, the weights of the rest are 1."""
+        """Build from a jagged tensor per key. If only some tensors have weights, the weights of the others are 1."""
         if not jt_dict:
             return KeyedJaggedTensor.empty()
         bags = [jt.lengths() for jt in jt_dict.values()]
@@ -354,7 +354,7 @@ class KeyedJaggedTensor(JaggedBase):
 
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
-        """Build a tensor without keys with the same number of samples. With ``device``: uninitialized, same shapes."""
+        """Build a tensor without keys for the same samples; with ``device``, an uninitialized one of equal shapes."""
         if device is not None:
             return kjt._map(lambda t: torch.empty_like(t, device=device))
         made, strides = kjt._without_samples(), kjt._stride_per_key_per_rank
@@ -374,14 +374,14 @@ class KeyedJaggedTensor(JaggedBase):
             ("stride_per_key_per_rank", {part.variable_stride_per_key() for part in kjt_list}),
         ):
             if len(kinds) > 1:
-                raise BatchError(f"only some of the KeyedJaggedTensors have {name}. Give it to all of them, or none.")
+                raise BatchError(f"only some of the KeyedJaggedTensors have {name}. Pass {name} to all or none.")
         strides = [part.stride() for part in kjt_list]
         if not kjt_list[0].variable_stride_per_key() and len(set(strides)) > 1:
             raise BatchError(f"numbers of samples differ: got {strides}. Concatenate batches of the same samples.")
         return _concatenate(kjt_list)
 
     def keys(self) -> list[str]:
-        """Return the names."""
+        """Return the keys."""
         return self._keys
 
     def stride(self) -> int:
@@ -412,7 +412,7 @@ class KeyedJaggedTensor(JaggedBase):
         return self._stride_per_key_per_rank is not None
 
     def inverse_indices(self) -> tuple[list[str], Tensor]:
-        """Return the inverse indices. A `BatchError` is raised if there are none."""
+        """Return the inverse indices; raise `BatchError` if there are none."""
         if (inverse := self.inverse_indices_or_none()) is None:
             raise BatchError("this KeyedJaggedTensor has no inverse indices. Pass them to its constructor.")
         return inverse
@@ -487,7 +487,7 @@ class KeyedJaggedTensor(JaggedBase):
         return {key: JaggedTensor(*tensors) for key, tensors in zip(self._keys, parts, strict=True)}
 
     def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
-        """Return the keys at these positions, in this order, also repeatedly. ``indices_tensor`` is ignored."""
+        """Return a tensor with the keys at ``indices``, which may repeat. ``indices_tensor`` is ignored."""
         del indices_tensor
         if not indices:
             return self._part(0, 0)
@@ -525,14 +525,14 @@ class KeyedJaggedTensor(JaggedBase):
         non_blocking: bool = False,
         dtype: torch.dtype | None = None,
     ) -> KeyedJaggedTensor:
-        """Copy to a device. As in TorchRec, ``dtype`` is that of the weights."""
+        """Return a copy on a device. As in TorchRec, ``dtype`` is the dtype of its weights."""
         target = self.device() if device is None else device
         moved = self._map(lambda t: t.to(target, non_blocking=non_blocking))
         moved._weights = None if moved._weights is None else moved._weights.to(dtype or moved._weights.dtype)
         return moved
 
     def pin_memory(self) -> KeyedJaggedTensor:
-        """Copy to page-locked memory."""
+        """Return a copy in page-locked memory."""
         return self._map(lambda t: t.pin_memory())
 
     @override
@@ -626,7 +626,7 @@ def _first(bags: JaggedBase, count: int) -> tuple[Tensor, Tensor | None]:
 
 
 def _concatenate(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    """Concatenate keys. Either all parts have weights or none, and the same for inverse indices."""
+    """Concatenate keys. Weights must be in all parts or in none; the same holds for inverse indices."""
     used = [_first(part, sum(part.length_per_key())) for part in parts]
     strides = [s for part in parts if (s := part._stride_per_key_per_rank) is not None]
     inverse = [i for part in parts if (i := part.inverse_indices_or_none()) is not None]

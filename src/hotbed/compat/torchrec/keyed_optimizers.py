@@ -101,13 +101,13 @@ class KeyedOptimizer(torch.optim.Optimizer):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Copy a saved ``state_dict`` into the state of this optimizer, which must have taken a step."""
+        """Copy a saved ``state_dict`` into the state of this optimizer, which must have run a step."""
         saved, state = state_dict["state"], self.state
         named = {name: state[param] for name, param in self.params.items() if param in state}
         if len(named) != len(saved) or not set(named) <= set(saved):
             raise OptimizerError(
                 f"saved state: got {_list_names(saved)}, expected {_list_names(named)}. Load it into an optimizer of "
-                "equal parameters after a step or init_state()."
+                "the same parameters after a step or init_state()."
             )
         for name, of in named.items():
             if set(of) != set(saved[name]):
@@ -127,7 +127,8 @@ class KeyedOptimizer(torch.optim.Optimizer):
             key = tuple(sorted(names[id(param)] for param in group["params"]))
             if key not in by_names:
                 raise OptimizerError(
-                    f"saved param_groups: got {_list_names(map(str, by_names))}, expected {key}. Make the groups equal."
+                    f"saved param_groups: got {_list_names(map(str, by_names))}, expected {key}. Use the groups of the "
+                    "saved optimizer."
                 )
             group.update(deepcopy(_options(by_names[key])))
 
@@ -135,9 +136,9 @@ class KeyedOptimizer(torch.optim.Optimizer):
         """Adapt to the loaded state. Subclasses override this method."""
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Take a step with gradients of 0, so that `load_state_dict` finds a state to copy into.
+        """Run a step with gradients of 0, so that `load_state_dict` finds a state to copy into.
 
-        The named parameters get a sparse gradient.
+        The parameters in ``sparse_grad_parameter_names`` get a sparse gradient.
         """
         for name, param in self.params.items():
             if param.requires_grad:
@@ -248,7 +249,7 @@ class TablesOptimizer(_DelegatingOptimizer):
     """Present a sparse optimizer as a keyed optimizer. All ranks must save and load its state together.
 
     `step` and `zero_grad` do nothing if the optimizer steps in backward. Names in the state start with ``path``, the
-    path of the tables' modules in the model. Without it, they are the names of the tables.
+    path of the tables' modules in the model. Without a path, names in the state are the names of the tables.
     """
 
     def __init__(self, optimizer: optim.SparseOptimizer, path: str = "") -> None:
@@ -307,7 +308,7 @@ class CombinedOptimizer(KeyedOptimizer):
         self.optimizers = [(name, _as_keyed(of, i)) for i, (name, of) in enumerate(named)]
         self._set_up()
         names = [_add_prefix(prefix, name) for prefix, of in self.optimizers for name in of.params]
-        fix = "Give the optimizers names: CombinedOptimizer([('first', optimizer), …])."
+        fix = "Pass names of the optimizers: CombinedOptimizer([('first', optimizer), …])."
         check_unique("parameter of the optimizers", names, SpecError, fix)
 
     @property
@@ -397,7 +398,7 @@ def _as_keyed(of: Any, number: int) -> KeyedOptimizer:
 
 
 class GradientClipping(Enum):
-    """How `GradientClippingOptimizer` clips gradients."""
+    """Ways in which `GradientClippingOptimizer` clips gradients."""
 
     NORM = "norm"
     VALUE = "value"
@@ -461,7 +462,7 @@ class WarmupStage:
     Parameters
     ----------
     policy, lr_scale
-        Function of the step, and a further factor.
+        The policy is a function of the step; ``lr_scale`` is a further factor.
     max_iters
         Last step of the stage, counted from the first step of training.
     value
@@ -472,7 +473,7 @@ class WarmupStage:
     sgdr_period
         Steps of a period of the cosine.
     start_interpolating_iters, end_value
-        First step, and the factor at ``max_iters``, of interpolate.
+        First step of interpolate, and its factor at ``max_iters``.
     """
 
     policy: WarmupPolicy = WarmupPolicy.LINEAR
@@ -489,10 +490,10 @@ class WarmupStage:
         return self.lr_scale * _FACTORS.get(self.policy.value, _FACTORS["none"])(self, step)
 
     def check(self, start: int) -> None:
-        """Raise `SpecError` unless the stage follows one that ends at step ``start``."""
+        """Raise `SpecError` if the stage is invalid, or does not end after ``start``, where the last stage ends."""
         if self.max_iters <= start:
             raise SpecError(
-                f"a WarmupStage has max_iters {self.max_iters}, expected more than {start}, where the stage before it "
+                f"a WarmupStage has max_iters {self.max_iters}, expected more than {start}, where the previous stage "
                 "ends. Count max_iters from the first step of training."
             )
         first = self.start_interpolating_iters

@@ -24,7 +24,7 @@ class KeyedTensor:
     values
         ``[B, Σ lengths]``, or a function that computes it on first use.
     key_dim
-        Dimension of concatenation. Collections pass the vectors by key instead, which means dimension 1. These vectors
+        Dimension of concatenation. Collections pass the vectors by key instead; the dimension is then 1, and vectors
         are returned without a copy until ``values`` is first used.
     offset_per_key, index_per_key
         Ignored; they are computed from the other arguments.
@@ -49,7 +49,7 @@ class KeyedTensor:
     def from_tensor_list(
         keys: Sequence[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> KeyedTensor:
-        """Build from one tensor per key, which are concatenated along ``cat_dim``."""
+        """Build a `KeyedTensor` from one tensor per key; the tensors are concatenated along ``cat_dim``."""
         sizes = [t.shape[key_dim] for t in tensors]
         return KeyedTensor(keys, sizes, torch.cat(list(tensors), dim=cat_dim), key_dim)
 
@@ -71,12 +71,12 @@ class KeyedTensor:
     def regroup_as_dict(
         keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]], keys: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Like `regroup`, with a name for each group."""
+        """Return the tensors of `regroup` by name; ``keys`` are the names of the groups."""
         check_names(groups, keys)
         return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
 
     def keys(self) -> list[str]:
-        """Return the names."""
+        """Return the keys."""
         return self._keys
 
     def values(self) -> Tensor:
@@ -90,7 +90,7 @@ class KeyedTensor:
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return the position where each key starts, and the end."""
+        """Return the position where each key starts along `key_dim`, and the end of the last key."""
         return list(accumulate(self._length_per_key, initial=0))
 
     def key_dim(self) -> int:
@@ -106,7 +106,7 @@ class KeyedTensor:
         return self.values().element_size() * self.values().numel()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedTensor:
-        """Copy to a device."""
+        """Return a copy on a device."""
         moved = self.values().to(device, non_blocking=non_blocking)
         return KeyedTensor(self._keys, self._length_per_key, moved, self._key_dim)
 
@@ -135,7 +135,7 @@ class KeyedTensor:
 
 
 def check_names(groups: Sequence[Sequence[str]], keys: Sequence[str]) -> None:
-    """Raise `SpecError` unless each group has a key."""
+    """Raise `SpecError` unless there is one key per group."""
     if len(groups) != len(keys):
         raise SpecError(
             f"every group needs a key: got {len(groups)} groups and {len(keys)} keys. Pass a key per group."

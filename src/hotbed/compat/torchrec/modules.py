@@ -1,6 +1,6 @@
 """Configure tables and look up ids, like TorchRec.
 
-``EmbeddingBagCollection`` pools, ``EmbeddingCollection`` does not.
+``EmbeddingBagCollection`` pools the vectors of each bag, and ``EmbeddingCollection`` returns them without pooling.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hotbed.specs import Feature, RowDtype, Table
 _POOLINGS: dict[str, Pooling] = {"SUM": "sum", "MEAN": "mean"}
 _CASTS = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 _EPSILON = 1e-6
-"""Added to the sum of a bag's weights, as in TorchRec, so that no divisor is 0."""
+"""Number that is added to the sum of a bag's weights, as in TorchRec, so that no divisor is 0."""
 
 
 class PoolingType(Enum):
@@ -71,7 +71,7 @@ class EmbeddingConfig:
     weight_init_max, weight_init_min
         Bounds of uniform initial values (default: ``±√(1 / embedding_dim)``, as in TorchRec).
     init_fn
-        Function that fills the table instead.
+        Function that fills the table with initial values instead.
     """
 
     num_embeddings: int
@@ -108,7 +108,9 @@ def _table_of(config: EmbeddingConfig) -> Table:
     kind: str = config.data_type.value
     check_known(f"table '{config.name}': data_type", kind, _DTYPES, SpecError)
     if getattr(config, "use_virtual_table", False):
-        raise SpecError(f"table '{config.name}': got use_virtual_table, expected False. Use a table of hotbed.Dynamic.")
+        raise SpecError(
+            f"table '{config.name}': got use_virtual_table, expected False. Use a table with hotbed.Dynamic."
+        )
     bound = config.get_weight_init_max() if _is_symmetric(config) else None
     return Table(
         config.name, rows=config.num_embeddings, dim=config.embedding_dim, dtype=_DTYPES[kind], init_bound=bound
@@ -167,7 +169,7 @@ class _TorchRecCollection(nn.Module, Generic[Config]):
         poolings: dict[str, Pooling] = {config.name: _pooling_of(config) for config in self._configs}
         self._weighted_means = {table for table, pooling in poolings.items() if weighted and pooling == "mean"}
         for table in self._weighted_means:
-            poolings[table] = "sum"  # weights already make it a mean
+            poolings[table] = "sum"  # normalized weights turn the sum into a mean
         features = [Feature(name, c.name, pooling=poolings[c.name]) for name, (_, c) in self._names.items()]
         if self._configs:
             seed = int(torch.randint(2**32, (), device="cpu"))  # so torch.manual_seed determines initial values
@@ -212,9 +214,9 @@ class _TorchRecCollection(nn.Module, Generic[Config]):
         return [view for view in views.values() if isinstance(view, TableView)]
 
     def _look_up(self, ids: Jagged) -> tuple[Embeddings | None, dict[str, TableView]]:
-        """Return the vectors, and the tables that no sparse optimizer trains, which need dense lookups.
+        """Return the vectors, and the views of tables that no sparse optimizer trains and that need dense lookups.
 
-        The vectors are None if this holds for all tables, and torch optimizers can train them.
+        The vectors are None if no sparse optimizer trains any table, and torch optimizers can train all tables.
         """
         if not (self.training and torch.is_grad_enabled()):
             return self.rows(ids), {}
@@ -239,7 +241,7 @@ class _TorchRecCollection(nn.Module, Generic[Config]):
             self.rows.unfreeze(*dense)
 
     def _checked(self, ids: Jagged) -> Jagged:
-        """Check ids before a dense lookup. In a compiled graph, torch's lookup checks them."""
+        """Check ids before a dense lookup. In a compiled graph, torch's lookup checks the ids."""
         return ids if torch.compiler.is_dynamo_compiling() else self.rows.check(ids)
 
     def fused_optimizers(self) -> list[SparseOptimizer]:
@@ -248,7 +250,7 @@ class _TorchRecCollection(nn.Module, Generic[Config]):
         return self._fused
 
     def _ids(self, features: KeyedJaggedTensor | Jagged, weighted: bool) -> Jagged:
-        """Convert a batch of TorchRec or this package."""
+        """Convert a batch of TorchRec or this package to `Jagged`."""
         if isinstance(features, Jagged):
             return features
         inverse = getattr(features, "inverse_indices_or_none", lambda: None)()
@@ -323,7 +325,7 @@ class EmbeddingBagCollection(_TorchRecCollection[EmbeddingBagConfig]):
         return KeyedTensor(list(parts), sizes, torch.cat(list(parts.values()), dim=1), parts)
 
     def _pooled(self, bags: Bags, view: TableView) -> Tensor:
-        """Pool rows of a table with a dense gradient."""
+        """Look up and pool rows of a table, with a dense gradient."""
         ids, offsets = bags.values.long(), functional.pad(bags.lengths().cumsum(0), (1, 0))
         mode = next(f.pooling for f in self.rows.features if f.table == view.ref.table)
         return functional.embedding_bag(
@@ -345,7 +347,7 @@ class EmbeddingCollection(_TorchRecCollection[EmbeddingConfig]):
     Parameters
     ----------
     tables, device
-        As for `EmbeddingBagCollection`. All tables have one dim.
+        As for `EmbeddingBagCollection`. All tables have the same dim.
     need_indices
         Whether results have the ids as weights.
     """
@@ -369,7 +371,7 @@ class EmbeddingCollection(_TorchRecCollection[EmbeddingConfig]):
 
     @override
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return by name vectors ``[N, D]`` float32, with the lengths of the feature's bags."""
+        """Return vectors ``[N, D]`` float32 by feature name, with the lengths of the feature's bags."""
         if not self._configs:
             return {}
         ids = self._ids(features, False)
@@ -435,8 +437,8 @@ class ComputeJTDictToKJT(nn.Module):
 class KTRegroupAsDict(nn.Module):
     """Regroup vectors, like `KeyedTensor.regroup_as_dict`.
 
-    ``emb_dtype`` of the result is FP32, FP16 or BF16 (default: the dtype of the vectors). ``multi_device`` is ignored,
-    because the module has no tensors and runs on the device of the vectors.
+    ``emb_dtype``, the dtype of the result, is FP32, FP16 or BF16 (default: the dtype of the vectors). ``multi_device``
+    is ignored, because the module has no tensors and runs on the device of the vectors.
     """
 
     def __init__(

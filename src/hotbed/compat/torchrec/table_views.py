@@ -41,7 +41,7 @@ def referenced_table(parameter: object) -> TableRef | None:
 
 
 class TableView(nn.Module):
-    """Present a table of a collection under TorchRec's path for it."""
+    """Present a table of a collection under the path that TorchRec uses for the table."""
 
     def __init__(self, rows: embed.EmbeddingCollection, table: str) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class TableView(nn.Module):
         if old is not None and not rows.is_distributed and values.is_meta == old.is_meta:
             old.data = values
             return
-        # DistributedDataParallel would wait for its gradient.
+        # Not trained if distributed, because DistributedDataParallel would wait for a gradient.
         made = nn.Parameter(values, not (rows.is_distributed or self._is_frozen))
         made.hotbed_table = self.ref  # pyright: ignore[reportAttributeAccessIssue]
         self._parameters["weight"] = made
@@ -109,11 +109,11 @@ class TableView(nn.Module):
 
     @override
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        pass  # the collection saves it
+        pass  # the collection saves the table
 
     @override
     def _load_from_state_dict(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        pass  # the collection loads it
+        pass  # the collection loads the table
 
     def __getstate__(self) -> dict[str, Any]:
         ref = TableRef(self.ref.rows, self.ref.table, self.ref.applied)
@@ -126,7 +126,7 @@ class TableView(nn.Module):
 
 
 def untrained(vectors: Tensor, view: TableView) -> Tensor:
-    """Return the vectors. A backward pass that reaches them raises `OptimizerError`, as no optimizer trains them."""
+    """Return the vectors. A backward pass that reaches them raises `OptimizerError`: no optimizer trains the table."""
     rows, table = view.ref.rows, view.ref.table
     kind = "distributed" if rows.is_distributed else rows.tables[table].dtype
     why = (
@@ -158,8 +158,8 @@ def apply_optimizer_in_backward(
     Parameters
     ----------
     optimizer_class, optimizer_kwargs
-        Class of hotbed, torch or TorchRec, and its options. hotbed's optimizer of the same name is used. The defaults
-        are FBGEMM's: lr 0.01, eps 1e-8.
+        Optimizer class of hotbed, torch or TorchRec, and its options. hotbed's optimizer of the same name is used. The
+        defaults are FBGEMM's: lr 0.01, eps 1e-8.
     params
         Parameters of tables, e.g. ``collection.parameters()``.
     """
@@ -194,7 +194,7 @@ _FUSED = {
 
 
 def _of_fused_params(params: Mapping[str, Any]) -> tuple[type[optim.SparseOptimizer], dict[str, Any]]:
-    """Return the optimizer and options in a sharder's ``fused_params`` (default: SGD, as in FBGEMM)."""
+    """Return the optimizer class and options that ``fused_params`` select (default: SGD, as in FBGEMM)."""
     given = dict(params)
     chosen = given.pop("optimizer", "exact_sgd")
     name = str(getattr(chosen, "value", chosen)).lower().replace("rowwise", "row_wise")
@@ -204,7 +204,7 @@ def _of_fused_params(params: Mapping[str, Any]) -> tuple[type[optim.SparseOptimi
         options["betas"] = given.pop("beta1", 0.9), given.pop("beta2", 0.999)
     options |= {key: given.pop(key) for key in ("eps", "weight_decay") if key in given}
     if _FUSED[name] is optim.SGD:
-        options.pop("eps", None)  # FBGEMM ignores it
+        options.pop("eps", None)  # FBGEMM ignores eps
     if given:
         raise SpecError(
             f"fused_params: got '{next(iter(given))}', expected optimizer, learning_rate, eps, weight_decay, beta1, "
@@ -223,7 +223,7 @@ def adopt_optimizers(views: Iterable[TableView], fused_params: Mapping[str, Any]
         if len(chosen) > 1:
             raise SpecError(
                 f"table '{view.ref.table}': got {len(chosen)} optimizers in backward "
-                f"({', '.join(kind.__name__ for kind in chosen)}), expected one. Apply one optimizer to it."
+                f"({', '.join(kind.__name__ for kind in chosen)}), expected one. Apply one optimizer to the table."
             )
         if view.ref.applied is None:
             kind, options = _of_fused_params(fused_params)
@@ -233,7 +233,7 @@ def adopt_optimizers(views: Iterable[TableView], fused_params: Mapping[str, Any]
 
 
 def optimizers_in_backward(refs: Iterable[TableRef]) -> list[optim.SparseOptimizer]:
-    """Build the optimizers that were applied to tables. Tables with equal options share one."""
+    """Build the optimizers that were applied to tables. Tables with equal options share an optimizer."""
     made: list[optim.SparseOptimizer] = []
     of_options: dict[str, list[TableRef]] = {}
     for ref in refs:
@@ -268,19 +268,20 @@ def in_backward_optimizer_filter(
 class RowWiseAdagrad(torch.optim.Optimizer):
     """Train matrices with row-wise AdaGrad: one learning rate per row.
 
-    Given this class, `apply_optimizer_in_backward` and `DistributedModelParallel` use `hotbed.optim.RowWiseAdagrad`. On
-    its own, the class needs dense gradients, like TorchRec's.
+    If this class is passed to `apply_optimizer_in_backward` or `DistributedModelParallel`, they use
+    `hotbed.optim.RowWiseAdagrad`. An instance of this class needs dense gradients, like TorchRec's class.
 
     Parameters
     ----------
     params
-        Parameters ``[R, D]``, or groups of them. For a module, `hotbed.optim.RowWiseAdagrad` of its tables is returned.
+        Parameters ``[R, D]``, or parameter groups. For a module, the constructor returns `hotbed.optim.RowWiseAdagrad`
+        for its tables.
     lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize
         As for ``torch.optim.Adagrad``.
     """
 
     def __new__(cls, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return the optimizer of hotbed for a module."""
+        """Return `hotbed.optim.RowWiseAdagrad` if ``params`` is a module."""
         if isinstance(params, nn.Module):
             return optim.RowWiseAdagrad(params, *args, **kwargs)
         return super().__new__(cls)

@@ -1,7 +1,8 @@
 """Simulate training steps of a plan on any hardware: operations, their overlap, and the waits of ranks.
 
-`hotbed.plan.cost` and `hotbed.plan.step_time` estimate all seconds. This file defines the order of operations, as
-in the trainer. For batch ``b``, threads do the following (``│``: the ranks of a group, or all, wait)::
+`hotbed.plan.cost` and `hotbed.plan.step_time` estimate the seconds of operations. This file defines the order of
+operations, as in the trainer. For batch ``b``, threads do the following (``│``: ranks wait for each other, in a group
+or all of them)::
 
     prefetch    input b+1 · (ids b+1 │ · read ahead b+1)                                                  over Gloo
     step        (ids b │) · launches · slower memories · lookup · rows │ · pooling · forward · loss │
@@ -9,14 +10,14 @@ in the trainer. For batch ``b``, threads do the following (``│``: the ranks of
     all-reduce                        bucket by bucket, as backward makes them │
     average     every `sync_every` steps, until the next reader of rows │                                 over Gloo
 
-Over NCCL exchanges never overlap with each other (`hotbed.comm`): ids are exchanged, and replicas averaged, in the
-step. An all-to-all ends for all ranks when the rank with most bytes is done, because all need rows from it. Stragglers
-are ranks with slower computation, drawn for each step.
+Over NCCL exchanges never overlap with each other (`hotbed.comm`), so ids are exchanged and replicas are averaged in the
+step. An all-to-all ends for all ranks when the rank with most bytes is done, because all ranks need rows from that
+rank. Stragglers are ranks with slower computation, drawn for each step.
 
 Each thread issues operations in a fixed order (`Timeline`). An operation begins when its thread, its resource and its
 dependencies are free. An exchange begins when the last rank is ready, and ends when the rank with most bytes is done.
-Each resource serves one operation at a time, in the order of `Timeline.run`. So no shorter operation delays another, as
-it might with queues that choose.
+Each resource serves one operation at a time, in the order of `Timeline.run`. So making an operation shorter never
+delays a different operation, as it could if resources reordered their operations.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ from hotbed.plan.step_time import (
 from hotbed.plan.tiling import Plan
 
 MOST_BUCKETS = 16
-"""Number of simulated buckets; more are merged. Ranks that share cores hide nothing of an all-reduce, because it needs
-cores, so theirs begins after backward."""
+"""Largest number of simulated buckets; further buckets are merged. If ranks share cores, the all-reduce begins after
+backward, because it needs the same cores and cannot overlap."""
 WARM_UP, MEASURED = 8, 32
-"""Steps before the counted ones, and the least number of counted steps."""
+"""Number of steps before steps are counted, and the smallest number of counted steps."""
 DRAWN = 3
-"""Steps with recorded events."""
+"""Number of steps with recorded events."""
 Among = Literal["rank", "shards", "replicas", "all"]
 """Ranks that an operation involves: one, a group with one copy of the tables, the copies of a tile, or all."""
 _AXES: dict[Among, tuple[int, ...]] = {"rank": (), "shards": (1,), "replicas": (0,), "all": (0, 1)}
@@ -80,9 +81,9 @@ THREADS = ("step", "prefetch", "all-reduce", "average")
 class Stragglers(Section, where="stragglers.", error=PlanError):
     """Ranks that are slow in some steps."""
 
-    share: Annotated[float, Range(least=0, most=1)] = 0.0  # of ranks and steps
+    share: Annotated[float, Range(least=0, most=1)] = 0.0  # probability that a rank is slow in a step
     slowdown: Annotated[float, Range(least=1)] = 1.5  # factor of the seconds of computation and reads
-    seed: Size = 0  # of the draw
+    seed: Size = 0  # seed of the draws
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ class Overlap:
     ids: bool  # ids of the next batch are exchanged, and rows in files are read ahead
     averages: bool  # replicas are averaged until the next reader of their rows
     buckets: bool = True
-    """Whether the all-reduce begins with the first bucket of backward, and not with backward itself as in
+    """Whether the all-reduce begins after the first bucket of backward, instead of together with backward as in
     `hotbed.plan.step_time`."""
 
     @classmethod
@@ -130,16 +131,16 @@ class Simulation:
 
     steps: int  # counted steps
     step_s: float
-    samples_per_s: float  # of all ranks together
+    samples_per_s: float  # throughput of all ranks together
     critical: Mapping[str, float]
-    """Seconds of a step by operation, of the rank that waits least; largest first."""
+    """Seconds of a step by operation, for the rank that waits least; largest first."""
     waiting: float  # share of a step in which a rank waits for others, or for links; mean over ranks
     binds: str  # the resource with most seconds of the critical rank; ``"messages"`` for fixed costs of messages
     usage: Mapping[str, Usage]  # by resource
     nodes: int
-    price_per_hour: float | None  # of a node
+    price_per_hour: float | None  # price of a node
     closed_form: StepEstimate  # estimate from the same seconds, without order
-    events: tuple[Event, ...]  # of a few steps and ranks
+    events: tuple[Event, ...]  # events of a few steps and ranks
 
     @property
     def per_billion(self) -> float | None:
@@ -175,7 +176,7 @@ def simulate(
     stragglers: Stragglers | None = None,
     overlap: Overlap | None = None,
 ) -> Simulation:
-    """Simulate steps of a plan, after enough steps that the beginning does not matter.
+    """Simulate steps of a plan; only steps after the warm-up are counted.
 
     Ranks of equal load, and replicas, are simulated once, unless there are stragglers.
     """
@@ -184,7 +185,7 @@ def simulate(
         raise PlanError("hardware: got none, expected a profile to simulate. Set it in the cost model.")
     slow = stragglers if stragglers is not None and stragglers.share > 0 and stragglers.slowdown > 1 else None
     parts, counts, first = costs.parts, np.ones(plan.world_size), np.arange(plan.world_size)
-    if slow is None:  # rounded, because equal ranks may sum tiles in another order
+    if slow is None:  # rounded, because equal ranks may sum tiles in a different order
         rounded = np.round(parts / max(float(parts.max()), 1e-300), 12)
         _, first, counts = np.unique(rounded, axis=0, return_index=True, return_counts=True)
         parts = parts[first]
@@ -224,7 +225,7 @@ class _Trainer:
         self.buckets = 1
         if overlap.buckets and not (model.hardware is not None and model.hardware.cores_shared):
             self.buckets = min(max(buckets_of(model), 1), MOST_BUCKETS)
-        # Exchanges share the fixed costs of messages by their number of messages.
+        # The fixed costs of messages are divided among exchanges by their number of messages.
         assert model.links is not None
         peers = model.links.messages
         messages = {
@@ -284,7 +285,7 @@ class _Trainer:
             on.run(_times(self._read_ahead, factor), "prefetch")
 
     def step(self, on: Timeline, factor: Array, *, averages: bool) -> None:
-        """Train on a batch; ``factor`` multiplies the seconds of what ranks do alone."""
+        """Train on a batch; ``factor`` multiplies the seconds of operations that are no exchanges."""
 
         def alone(*operations: Operation) -> None:
             for operation in operations:
@@ -399,9 +400,9 @@ def link_of_exchange(model: CostModel, exchange: str) -> str:
 def usage_of(
     busy: Mapping[str, float], step_s: float, costs: RankCosts, model: CostModel, all_reduce_s: float
 ) -> dict[str, Usage]:
-    """Return the usage by resource, without unused ones.
+    """Return the usage by resource, without unused resources.
 
-    If an exchange uses two links at once, the slower one is used for all of its seconds except fixed costs.
+    If an exchange uses two links at once, the slower link is used during the whole exchange except its fixed costs.
     """
     here, work = model.hardware, model.workload
     assert here is not None and model.links is not None
@@ -460,16 +461,16 @@ def format_amount(value: float, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of ranks."""
+    """An operation that ranks run."""
 
     name: str
-    resource: str | None  # that it occupies; None for a wait
-    seconds: Array  # of each rank ``[M or 1, N or 1]``
+    resource: str | None  # resource that the operation occupies; None for a wait
+    seconds: Array  # seconds of each rank ``[M or 1, N or 1]``
     among: Among = "rank"
 
 
 class Timeline:
-    """Clocks of the threads and resources of ranks, a matrix of replicas × shards; equal ranks can be one column."""
+    """Clocks of threads and resources, each a matrix of ranks (replicas × shards); equal ranks can be one column."""
 
     def __init__(self, replicas: int, shards: int) -> None:
         self._shape = replicas, shards
@@ -513,7 +514,7 @@ class Timeline:
                 self.events.append(Event(rank, thread, operation.name, operation.resource or "", begin, seconds))
 
     def join(self, thread: str, other: str, name: str = "") -> None:
-        """Let a thread wait until another has finished; ``name`` is the operation of the wait."""
+        """Make ``thread`` wait until ``other`` has finished; ``name`` is the operation that the wait counts for."""
         self.join_at(thread, self._threads[other], name)
 
     def join_at(self, thread: str, moment: Array, name: str = "") -> None:
@@ -524,7 +525,7 @@ class Timeline:
             self._add(name, self._threads[thread] - ready)
 
     def meet(self) -> None:
-        """Let the steps of all ranks wait for the last one."""
+        """Make the step threads of all ranks wait for the last rank."""
         ready = self._threads["step"]
         self._threads["step"] = np.full(self._shape, ready.max())
         self.waited = self.waited + (ready.max() - ready)
@@ -542,7 +543,7 @@ class Timeline:
 
 
 def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
-    """Return events for Chrome and Perfetto: a process per rank, a thread per thread, microseconds."""
+    """Return events in the trace format of Chrome and Perfetto, with one process per rank and microseconds."""
     found: list[dict[str, Any]] = []
     for rank in sorted({event.rank for event in events}):
         found.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})

@@ -1,7 +1,7 @@
-"""Vary the number of ranks, or a figure of the hardware, and measure how the step depends on it.
+"""Vary the number of ranks, or a figure of the hardware, and measure how the step time depends on it.
 
 A sweep over ranks keeps the samples per rank (weak scaling). A sweep over a figure keeps the samples per step. Each
-point has its own plan; `elasticities` keep the plan.
+point has a new plan, but `elasticities` keeps the plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ POINTS = 7
 """Number of points of a sweep over a figure, at equal ratios."""
 MOST_RANKS = 16384
 NUDGE = 1.05
-"""Factor of changes for elasticities."""
+"""Factor by which `elasticities` changes figures."""
 ASSUMED_FACTOR = 1.5
 """Factor between the stated and the best or worst value of an assumed figure."""
 _TIMES = ("message_s", "launch_s", "overheads")
@@ -42,7 +42,7 @@ class Sweep:
 
     what: str  # `RANKS`, or a figure of the hardware
     values: tuple[float, ...]
-    """Rising numbers of ranks, values of the figure in SI units, or factors of a curve."""
+    """Ascending numbers of ranks, values of the figure in SI units, or factors of a curve."""
 
     @classmethod
     def parse(cls, text: str) -> Sweep:
@@ -59,7 +59,9 @@ class Sweep:
             parse_quantity(f"--sweep: {what}", bound, dimension, PlanError, curve) for bound in (low_text, high_text)
         )
         if not 0 < low <= high:
-            raise PlanError(f"--sweep: got {text!r}, expected a first value above 0, and a second one not below it")
+            raise PlanError(
+                f"--sweep: got {text!r}, expected a first value above 0, and a second value of at least that"
+            )
         if what != RANKS:
             values = [low * (high / low) ** (i / (POINTS - 1)) for i in range(POINTS)] if high > low else [low]
             whole = what in COUNTS
@@ -72,7 +74,7 @@ class Sweep:
 
     @classmethod
     def around(cls, ranks: int, replicas: int) -> Sweep:
-        """Return a sweep from a quarter of these ranks to four times their number."""
+        """Return a sweep from a quarter of ``ranks`` to four times ``ranks``."""
         values = [ranks * 2**i / _AROUND for i in range(2 * int(math.log2(_AROUND)) + 1)]
         return cls(RANKS, tuple(v for v in values if 1 <= v <= MOST_RANKS and v == int(v) and v % replicas == 0))
 
@@ -101,7 +103,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Point:
-    """Result at a value of a sweep, without simulation if no plan fits."""
+    """Result at a value of a sweep; ``simulation`` is None if no plan fits."""
 
     value: float
     ranks: int
@@ -116,7 +118,7 @@ class Point:
 
 
 def _why_unused(figure: str, here: Hardware, ranks: int, replicas: int) -> str:
-    """Return why no formula uses a figure, and the fix; empty if one does."""
+    """Return why no formula uses a figure, and the fix; return an empty text if a formula uses it."""
     size, nodes = ranks // replicas, -(-ranks // here.ranks_per_node)
     if figure in _CURVES and not getattr(here, figure):
         return "it has no value. Measure it with `hotbed doctor --measure FILE`, or add it to your own profile"
@@ -160,9 +162,9 @@ def elasticities(found: Found, stragglers: Stragglers | None = None) -> dict[str
 
 
 def assumed_range(found: Found) -> tuple[float, float, list[str]]:
-    """Return the shortest and the longest step in seconds, and the assumed figures that change it.
+    """Return the shortest and the longest step in seconds, and the assumed figures that change the step.
 
-    For these, every figure that the profile assumes is `ASSUMED_FACTOR` times better or worse.
+    For both steps, every figure that the profile assumes is `ASSUMED_FACTOR` times better or worse.
     """
     here = found.model.hardware
     assert here is not None

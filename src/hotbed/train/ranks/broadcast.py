@@ -1,12 +1,12 @@
 """Read the data on one rank, and send each other rank its samples, so that data is decoded once.
 
-A thread with its own process group sends batches ahead of their use. When training stops, all ranks still take part in
+A thread with its own process group sends batches ahead of their use. When training stops, all ranks still finish
 ``ahead`` exchanges.
 
-For devices with their own links (NCCL), each rank first gets a header over the host's link, then the bytes from the
-reader's device. The header has all sizes, so no host waits for a device. Over NCCL only the step's thread may start
-exchanges, in an order that is equal on all ranks. So the loader yields a `SentBatch`, and `hotbed.train.prefetch` calls
-its `received` between two steps.
+For devices with their own links (NCCL), each rank first receives a header over the host's link, and then receives the
+bytes from the reader's device. The header has all sizes, so no host waits for a device. Over NCCL only the step's
+thread may start exchanges, in an order that is equal on all ranks. So the loader yields a `SentBatch`, and
+`hotbed.train.prefetch` calls its `received` between two steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SentBatch:
 
     link: Link
     reader: int
-    header: Mapping[str, Any]  # of this rank's samples, see `hotbed.data.batch_ipc.pack_batch`
+    header: Mapping[str, Any]  # header of this rank's samples, see `hotbed.data.batch_ipc.pack_batch`
     # content, sizes: on the reader, the bytes of all ranks in page-locked memory, and the number of bytes by rank
     content: Tensor | None = None
     sizes: Sequence[int] = ()
@@ -43,7 +43,7 @@ class SentBatch:
         return self.header["batch"]["size"]
 
     def received(self, device: torch.device) -> Batch:
-        """Exchange the bytes in the current stream; all ranks must call this, and no host waits for it.
+        """Exchange the bytes in the current stream; all ranks must call this, and hosts do not wait.
 
         The reader has checked labels and ids (`Jagged.verified`).
         """
@@ -61,7 +61,8 @@ class SentBatch:
 class BroadcastLoader:
     """Load this rank's samples of batches that only the reader reads; other ranks pass no ``loader``.
 
-    With a ``device``, NCCL sends samples to it as `SentBatch`, after the host has called ``check`` for each share.
+    With a ``device``, NCCL sends samples to the device as `SentBatch`. The reader first calls ``check`` for the samples
+    of each rank.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class BroadcastLoader:
     ) -> None:
         self._loader, self._link, self._reader, self._ahead = loader, link.clone(), reader, ahead
         self._device, self._check = None if link.overlaps else device, check
-        # Another link for samples, because a thread sends headers at the same time.
+        # A separate link for samples, because a thread sends headers at the same time.
         self._sample_link = self._link if self._device is None else link.clone()
         info: dict[str, Any] = {} if loader is None else {"length": len(loader), "position": loader.state_dict()}
         messages = None if loader is None else [_encode(None, info)] * self._link.size
@@ -182,7 +183,7 @@ def _encode(batch: Batch | None, about: Mapping[str, Any]) -> Tensor:
 
 
 def _decode(message: Tensor) -> tuple[Batch | None, dict[str, Any]]:
-    """Decode a message; the batch views the message."""
+    """Decode a message; tensors of the batch are views of the message."""
     from hotbed.data.batch_ipc import batch_from_buffer
 
     return batch_from_buffer(message.numpy())

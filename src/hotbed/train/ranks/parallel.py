@@ -32,7 +32,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes files and the progress of the run."""
+        """Whether this rank writes files and shows progress."""
         return self.rank == 0
 
     @property
@@ -46,13 +46,13 @@ class Ranks:
             self._model.sync()
 
     def at_step(self, step: int) -> None:
-        """Set the step that errors of exchanges name."""
+        """Set the step number that errors of exchanges contain."""
         if self._model is not None:
             self._model.link.step = step
 
     @contextmanager
     def explained(self) -> Generator[None]:
-        """Raise a `CommError` with the number of the failed rank if an exchange of the body fails."""
+        """Raise a `CommError` with the number of the failed rank if an exchange inside the context fails."""
         try:
             yield
         except HotbedError:
@@ -60,8 +60,8 @@ class Ranks:
         except RuntimeError as error:
             if self._model is not None and self._model.dense_link.failure is not None:
                 raise self._model.dense_link.failure from error
-            is_collective = isinstance(error, dist.DistError) or "/gloo/" in str(error)  # Gloo's name its source file
-            # Only errors of collectives involve other ranks. The search for gone ranks would else blame waiting ones.
+            is_collective = isinstance(error, dist.DistError) or "/gloo/" in str(error)  # errors of Gloo
+            # Only errors of collectives involve other ranks. For other errors, the search would blame waiting ranks.
             gone = [] if self.link is None or not is_collective else self.link.unreachable()
             if not gone or self.link is None:
                 raise
@@ -72,7 +72,7 @@ class Ranks:
 
     @contextmanager
     def together(self, action: str) -> Generator[None]:
-        """Raise on all ranks if the body raises on any; all ranks must call this, and exchange nothing inside."""
+        """Raise on all ranks if the body raises on any rank. All ranks call this; the body must not exchange."""
         error: Exception | None = None
         try:
             yield
@@ -98,11 +98,11 @@ class Ranks:
         return self.size == 1 or (self.link is not None and not self.link.overlaps)
 
     def sums(self, *values: float | Tensor) -> Tensor:
-        """Return sums over ranks ``[values]`` float64 on the values' device, without a wait of the host."""
+        """Return sums over ranks ``[values]`` float64 on the values' device, without host synchronization."""
         return self._by_rank(values).sum(0)
 
     def _columns(self, values: Sequence[float | Tensor]) -> list[list[float]]:
-        """Return the values of all ranks by value."""
+        """Return a list per value, with that value of each rank."""
         if self.link is None:
             return [[float(v.detach()) if isinstance(v, Tensor) else float(v)] for v in values]
         return [list(column) for column in zip(*self._by_rank(values).tolist(), strict=True)]
@@ -129,7 +129,7 @@ class Ranks:
         return torch.cat([row.view(values.dtype)[:n] for row, n in zip(rows, counts.flatten().tolist(), strict=True)])
 
     def add_counts(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Return sums of counts over ranks; keys with 0 may be missing."""
+        """Return the sum of each count over ranks; a rank may omit counts that are 0."""
         if self.link is None:
             return dict(counts)
         names = self.names(sorted(counts))
@@ -137,7 +137,7 @@ class Ranks:
         return {name: int(total) for name, total in zip(names, sums, strict=True)}
 
     def names(self, own: Sequence[str]) -> list[str]:
-        """Return the sorted names of all ranks."""
+        """Return the distinct names of all ranks, sorted."""
         if self.link is None:
             return sorted(own)
         text = torch.frombuffer(bytearray("".join(f"{name}\n" for name in ["", *own]).encode()), dtype=torch.uint8)

@@ -3,12 +3,14 @@
 `process_group` also joins after torchrun has restarted processes. `Watchdog` ends a process that makes no progress.
 `run_local` starts several ranks for commands.
 
-torchrun's agent keeps one store for all attempts, with addresses of dead ranks that new ranks would connect to: Gloo's
-"Connection refused" (pytorch/pytorch#135712, #167288). ``TORCHELASTIC_RESTART_COUNT`` does not identify an attempt,
-because each node counts separately. So the ranks of an attempt find each other first (`fresh_store`):
+torchrun's agent keeps one store for all attempts, which contains addresses of dead ranks. New ranks would connect to
+these addresses, and Gloo would fail with "Connection refused" (pytorch/pytorch#135712, #167288).
+``TORCHELASTIC_RESTART_COUNT`` does not identify an attempt, because each node counts separately. So the ranks of an
+attempt find each other first (`fresh_store`):
 
-1. Rank 0 draws a name for the attempt and writes it to the store.
-2. Every rank writes a name of its own under the attempt's name, which may be outdated, and looks again.
+1. Rank 0 creates a random name for the attempt and writes it to the store.
+2. Every other rank reads the attempt's name, which may be outdated, writes its own random name under it, and repeats
+   this until it finds the list of step 3.
 3. Rank 0 waits for the names under its attempt and writes a list of them. A rank that finds its own name in the list
    belongs to this attempt.
 
@@ -49,7 +51,7 @@ from hotbed.machine import fit_threads
 _PAUSE_S = 0.02
 """Seconds between two reads of the store."""
 HEARTBEAT_S = 0.25
-"""Seconds between two heartbeats of a busy first rank; `ParallelRecipe.timeout_s` is not shorter."""
+"""Seconds between two heartbeats of a busy first rank; `ParallelRecipe.timeout_s` must not be shorter."""
 T = TypeVar("T")
 
 
@@ -114,7 +116,7 @@ def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[T
         if world.local_rank >= torch.cuda.device_count():
             raise CommError(
                 f"rank {world.rank} of {world.size} is process {world.local_rank} of this host, which has only "
-                f"{torch.cuda.device_count()} GPUs. Start one process per GPU, or set train.device cpu"
+                f"{torch.cuda.device_count()} GPUs. Start one process per GPU, or set train.device to cpu"
             )
         torch.cuda.set_device(world.local_rank)
         backend = "cpu:gloo,cuda:nccl"
@@ -130,7 +132,7 @@ def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[T
         address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         raise CommError(
             f"rank {world.rank} of {world.size} could not reach the other ranks at {address} within "
-            f"{parallel.timeout_s} s ({str(error).splitlines()[0]})"
+            f"{parallel.timeout_s} s ({str(error).splitlines()[0]}). Check that all ranks run and reach this address"
         ) from error
     try:
         yield world
@@ -251,16 +253,16 @@ def is_first() -> bool:
 STATUS = 2
 """Exit status of a process that ends itself; torchrun treats it as a failure."""
 _TICKS = 20
-"""Checks per limit."""
+"""Number of checks within the time limit."""
 _LONGEST_TICK_S = 1.0
 
 
 class Watchdog:
-    """End this process if it finishes no batch for ``limit_s``; a context around training or evaluation.
+    """Context that ends this process if training or evaluation finishes no batch for ``limit_s`` seconds.
 
     Timeouts of Gloo do not end a rank that hangs outside of exchanges (an endless loop, a file system). Other ranks
     fail after ``parallel.timeout_s``, and torchrun then kills the hanging rank without a trace. So a thread writes the
-    stacks of all threads and ends the process. These do not count as hanging:
+    stacks of all threads and ends the process. The following do not count as hanging:
 
     - waits for another rank, because ``parallel.timeout_s`` limits them;
     - writes of checkpoints, because their time depends on the size;
@@ -358,7 +360,7 @@ def _innermost() -> str:
 
 
 def _write_stacks(file: Path) -> str:
-    """Write the stacks of all threads to a file, or to stderr if that fails; return where they are."""
+    """Write the stacks of all threads to a file, or to stderr if that fails; return where the stacks are, as text."""
     try:
         with file.open("a", encoding="utf-8") as stream:
             faulthandler.dump_traceback(stream)
@@ -372,7 +374,7 @@ def _write_stacks(file: Path) -> str:
 # -- processes of this machine -----------------------------------------------------------------------------------------
 
 _SHOWN_CHARACTERS = 2000
-"""Limit of a failed process's output in an error."""
+"""Number of characters of a failed process's output that an error shows."""
 
 
 def run_local(argv: Sequence[str], ranks: int, folder: Path, *, expected: int = 0) -> None:
@@ -400,7 +402,7 @@ def run_local(argv: Sequence[str], ranks: int, folder: Path, *, expected: int = 
 
 
 def first_failure(processes: Sequence[subprocess.Popen[bytes]], expected: int = 0) -> int | None:
-    """Return the first rank with another exit status than expected, or None after all have ended."""
+    """Return the first rank with an exit status that is not ``expected``, or None after all ranks have ended."""
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):

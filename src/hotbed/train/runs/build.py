@@ -26,22 +26,22 @@ from hotbed.nn.normalization import normalize
 from hotbed.optim import SparseOptimizer, TableSelection
 from hotbed.specs import Table
 from hotbed.torch_private import has_cuda_kernel
-from hotbed.train.runs.hot_batches import HotSplit
-from hotbed.train.runs.idle_settings import warn_of_idle_settings
 from hotbed.train.metrics import metrics_of, refuse_monitor
 from hotbed.train.numerics import resolve_device
-from hotbed.train.ranks.parallel import Ranks
 from hotbed.train.parameter_groups import group_parameters, group_tables
 from hotbed.train.prefetch import Divide, whole
-from hotbed.train.runs.plan_search import distribute_model, needs_a_plan, refuse_impossible
+from hotbed.train.ranks.parallel import Ranks
 from hotbed.train.retrieval import (
     Retrieval,
     build_loss,
+    build_retrieval,
     model_source,
     refuse_no_positive,
     refuse_retrieval,
-    build_retrieval,
 )
+from hotbed.train.runs.hot_batches import HotSplit
+from hotbed.train.runs.idle_settings import warn_of_idle_settings
+from hotbed.train.runs.plan_search import distribute_model, needs_a_plan, refuse_impossible
 from hotbed.train.trainer import Trainer
 
 _log = logging.getLogger("hotbed")
@@ -66,7 +66,7 @@ def open_source(data: DataRecipe) -> Source:
 
 
 def new_source(data: DataRecipe) -> Source:
-    """Open the recipe's data source without a check of its splits."""
+    """Open the recipe's data source without checking its splits."""
     return build_component("data.source", data.source, Source, data.path)
 
 
@@ -90,7 +90,7 @@ def tables_of(source: Source, data: DataRecipe) -> list[Table]:
 
 
 def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Module:
-    """Build and seed the recipe's model on the device; each of several processes allocates only its own rows."""
+    """Build and seed the recipe's model on the device; with several processes, each one allocates only its own rows."""
 
     def seeded(*, on_meta: bool) -> nn.Module:
         torch.manual_seed(recipe.train.seed)
@@ -105,7 +105,7 @@ def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Modu
         if planned:  # the plan puts all rows on this device
             model = seeded(on_meta=False)
         model = model.to(device)  # a user's model may create tensors on the CPU
-    # Later draws (dropout) belong to a rank's own samples, and do not depend on the plan.
+    # Later random numbers (dropout) differ by rank, because each rank has its own samples, but not by plan.
     rank = model.link.rank if isinstance(model, Distributed) else 0
     torch.manual_seed((recipe.train.seed + rank) % 2**64)
     return model
@@ -133,7 +133,7 @@ def build(recipe: Recipe, source: Source | None = None) -> Trainer:
     recipe
         A recipe.
     source
-        The recipe's open data source (default: opened here).
+        The recipe's open data source (default: opened by this function).
 
     Raises
     ------
@@ -157,7 +157,7 @@ def build(recipe: Recipe, source: Source | None = None) -> Trainer:
 
 
 def build_trainer(recipe: Recipe, source: Source, model: nn.Module) -> Trainer:
-    """Build the recipe's trainer of a model, without callbacks."""
+    """Build the recipe's trainer for a model, without callbacks."""
     optimizers, device = _optimizers(recipe, model), resolve_device(recipe.train.device)
     labels, divide = source.schema.labels, cast("Divide", whole)
     if recipe.retrieval is None:
@@ -209,9 +209,9 @@ def train_splits(recipe: Recipe) -> list[str]:
 
 
 def refuse_one_class(source: Source, found: Sequence[Mapping[str, tuple[float, float]]]) -> None:
-    """Raise `DataError` if every label of training has only one class, and warn about single ones.
+    """Raise `DataError` if every training label has only one class; warn if only some labels do.
 
-    ``found`` has the minimum and maximum by label of each training split.
+    ``found`` has, for each training split, the minimum and maximum by label.
     """
     conditions = {label.column: label.positive for label in source.schema.positives}
     constant: list[str] = []
@@ -223,11 +223,11 @@ def refuse_one_class(source: Source, found: Sequence[Mapping[str, tuple[float, f
             constant.append(f"all labels '{label}'{condition} of training are {low:g}")
     if constant and len(constant) == len(source.schema.labels):
         raise DataError(
-            f"{'; '.join(constant)}, expected both classes. Define the positive values in the schema's labels, or name "
-            "another column"
+            f"{'; '.join(constant)}, expected both classes. Define the positive values in the schema's labels, or use "
+            "a different label column"
         )
     for text in constant:
-        _log.warning("%s: this task learns only that", text)
+        _log.warning("%s, so this task learns only this value", text)
 
 
 def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
@@ -242,7 +242,8 @@ def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
 
     def dense(key: str, component: Component, names: Sequence[str]) -> Optimizer:
         trained = [parameters[name] for name in names]
-        # Fused kernels support no sparse gradients. They leave momentum unwritten if the first scaled ones overflow.
+        # Fused kernels support no sparse gradients. They leave momentum unwritten if the first scaled gradients
+        # overflow.
         plain = sparse_gradients or recipe.train.precision == "fp16"
         return build_component(key, component if plain else fuse_optimizer(component, trained), Optimizer, trained)
 
@@ -265,13 +266,13 @@ def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
 
 
 def fuse_optimizer(component: Component, trained: Sequence[Tensor]) -> Component:
-    """Set ``fused`` of an optimizer of torch, unless the recipe decides or its kernels do not support the parameters.
+    """Set ``fused`` of an optimizer of torch, unless the recipe sets it or fused kernels do not support the parameters.
 
     On CUDA devices a fused step can be skipped on the device, so the host need not wait for the loss
     (`hotbed.train.step`). On CPUs it reads and writes each value once.
     """
     given = component.init_args.keys() & {"fused", "foreach", "differentiable"}
-    # FSDP's shards are excluded, and on CPUs parameters that are not contiguous.
+    # FSDP's shards and parameters that are not contiguous are excluded.
     plain = all(p.is_floating_point() and p.is_contiguous() and not is_sharded(p) for p in trained)
     devices = {p.device.type for p in trained}
     if given or not plain or len(devices) != 1 or component.load() not in _FUSED.get(devices.pop(), ()):
@@ -311,21 +312,21 @@ def _refuse_unsuited(key: str, component: Component) -> None:
     elif closure is not None and closure.default is Parameter.empty:
         reason = "needs a closure that computes the loss again"
     if reason is not None:
-        raise RecipeError(f"{key}: {name} {reason}. Use another optimizer, e.g. torch.optim.Adam")
+        raise RecipeError(f"{key}: {name} {reason}. Use a different optimizer, e.g. torch.optim.Adam")
 
 
 def check_split(key: str, split: str, source: Source) -> None:
     """Raise `RecipeError` if the data has no samples of a split."""
-    check_known(key, split, source.splits, RecipeError, "Name a split of the data, or use other data.")
+    check_known(key, split, source.splits, RecipeError, "Choose a split of the data, or use different data.")
     if not source.samples(split):
-        raise RecipeError(f"{key} is '{split}', which has no samples. Use other data, or another split")
+        raise RecipeError(f"{key} is '{split}', which has no samples. Choose a different split or different data")
 
 
 # -- losses of tasks ---------------------------------------------------------------------------------------------------
 
 
 class TaskLosses:
-    """Sum over tasks of weight · sum over samples of the task's loss.
+    """Sum the losses of all tasks: Σ task weight · Σ loss of a sample.
 
     A task's loss returns a value per sample. So a batch can be divided, and sample weights apply to any loss.
     """
@@ -347,12 +348,12 @@ class TaskLosses:
 def losses_of(tasks: Mapping[str, TaskRecipe], labels: Sequence[str], device: torch.device) -> SummedLoss:
     """Build the loss of a recipe's tasks; the default is binary cross-entropy."""
     for name in tasks:
-        check_known("label in tasks", name, labels, RecipeError, "Or add it to the schema.")
+        check_known("label in tasks", name, labels, RecipeError, "Or add the label to the schema.")
     chosen = [tasks.get(label, TaskRecipe()) for label in labels]
     if all(task.is_default for task in chosen):
         return summed_cross_entropy
     if not any(task.weight for task in chosen):
-        raise RecipeError("the weights of all tasks are 0. Raise tasks.LABEL.weight of one")
+        raise RecipeError("the weights of all tasks are 0. Raise tasks.LABEL.weight of at least one label")
     made = [_loss(f"tasks.{label}.loss", task.loss).to(device) for label, task in zip(labels, chosen, strict=True)]
     return TaskLosses(made, [task.weight for task in chosen])
 

@@ -49,7 +49,7 @@ class JsonLines(Callback):
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Append ``{"event": "resume", "step": …}`` on resume, because later records repeat steps."""
-        if self.path.is_file():  # remove an incomplete last line, e.g. of a full disk
+        if self.path.is_file():  # remove an incomplete last line, e.g. after a full disk
             with self.path.open("rb+") as stream:
                 content = stream.read()
                 stream.truncate(content.rfind(b"\n") + 1)
@@ -73,7 +73,7 @@ class JsonLines(Callback):
         self._write({"event": "schedule", "step": trainer.step, **record})
 
     def _write(self, record: dict[str, Any]) -> None:
-        # The file is opened for each line, so that a killed run loses none.
+        # The file is opened for each line, so that a killed run loses no line.
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(without_nan(record)) + "\n")
 
@@ -116,14 +116,14 @@ def refuse_callbacks(recipe: Recipe) -> None:
         with naming(f"callbacks.{name}"):
             cls = component.load()
         if not issubclass(cls, Callback):
-            raise RecipeError(f"callbacks.{name} is {component.class_path}, expected a hotbed.Callback")
+            raise RecipeError(f"callbacks.{name} is {component.class_path}, expected a subclass of hotbed.Callback")
 
 
 def own_callbacks(recipe: Recipe, directory: Path, *, is_first: bool) -> list[Callback]:
     """Build the callbacks of a recipe on a rank.
 
-    A callback with parameters ``recipe`` or ``directory`` gets the recipe or the run's directory, unless its init_args
-    have them.
+    If the constructor of a callback has parameters ``recipe`` or ``directory`` that its init_args do not set, they are
+    the recipe and the run's directory.
     """
     made: list[Callback] = []
     for name, component in recipe.callbacks.items():
@@ -142,14 +142,14 @@ class BestSoFar:
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor: Monitor = monitor
-        self.value = -math.inf  # the sign makes higher values better
+        self.value = -math.inf  # negated if lower values are better
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metric and its best value."""
         return {"monitor": self._monitor, "best": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Load the best value; return False if it belongs to another metric."""
+        """Load the best value; return False if it belongs to a different metric."""
         same = bool(state["monitor"] == self._monitor)
         if same:
             self.value = state["best"]
@@ -186,7 +186,7 @@ class EarlyStop(Callback):
         return {**self._best.state_dict(), "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the count, unless another metric is monitored."""
+        """Load the count, unless a different metric is monitored now."""
         if self._best.load_state_dict(state):
             self._waited = state["waited"]
 
@@ -206,9 +206,9 @@ def signals_to(trainer: Trainer) -> Generator[Signals]:
     """Turn signals into requests to a trainer while the body runs.
 
     SIGUSR1 requests a checkpoint; SIGTERM and SIGINT (Ctrl-C) request a checkpoint and the end of training. Any rank
-    may get them. All ranks save after the current or the next step, and after an evaluation that is running. A second
-    SIGTERM or SIGINT ends the process at once. Ignored signals stay ignored, the old handlers are restored afterwards,
-    and in other threads than the main thread no signal is handled.
+    may receive the signals. All ranks save after the current or the next step, and after an evaluation that is running.
+    A second SIGTERM or SIGINT ends the process at once. Ignored signals stay ignored, and the old handlers are restored
+    afterwards. Outside of the main thread, no signal is handled.
     """
     received = Signals()
 
@@ -221,7 +221,7 @@ def signals_to(trainer: Trainer) -> Generator[Signals]:
             signal.signal(number, signal.SIG_DFL if old is signal.default_int_handler else old)
         if number == signal.SIGINT and trainer.ranks.is_first:
             cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # show the cursor that a progress bar has hidden
-            message = f"{cursor}hotbed: training ends after the current step; Ctrl-C again ends it at once\n"
+            message = f"{cursor}hotbed: training ends after the current step; press Ctrl-C again to end it at once\n"
             with suppress(OSError):
                 os.write(2, message.encode())
 
@@ -368,12 +368,14 @@ class KeepBest(Callback):
         return {**self._best.state_dict(), "path": None if self._checkpoint is None else self._checkpoint.path}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the best value, unless its checkpoint is gone or another metric is monitored."""
+        """Load the best value, unless its checkpoint was removed or a different metric is monitored now."""
         if state["path"] is None:
             return
         checkpoint = directory(state["path"])
         if not checkpoint.has(MANIFEST):
-            _log.warning("the best checkpoint %s is gone; the best is chosen from later evaluations", checkpoint)
+            _log.warning(
+                "the best checkpoint %s was removed; the best one is chosen from later evaluations", checkpoint
+            )
         elif self._best.load_state_dict(state):
             self._checkpoint = checkpoint
 
@@ -385,7 +387,7 @@ class KeepBest(Callback):
 
 
 def remove_unneeded(where: Directory, unwanted: Collection[Directory], publisher: Publisher | None = None) -> None:
-    """Remove checkpoints, except bases of kept ones and reserved ones of the publisher; differences first."""
+    """Remove checkpoints, except bases of kept ones and reserves of the publisher; differential ones first."""
     reserved = set[str]() if publisher is None else publisher.needed()
     unwanted = [checkpoint for checkpoint in unwanted if checkpoint.name not in reserved]
     names = {checkpoint.name for checkpoint in unwanted}

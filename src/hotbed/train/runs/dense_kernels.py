@@ -1,11 +1,11 @@
 """Count the GPU kernels of a step's dense part, and the bytes that each moves.
 
-It covers one process without ``train.compile``, which fuses some kernels. `tests/census` compares the kernels with a
-step on a simulated device. A product reads its operands (and a fused bias) and writes its result once; results go
-through device memory.
+The count is for one process without ``train.compile``, which would fuse some kernels. `tests/census` compares the
+kernels with a step on a simulated device. A product reads its operands (and a fused bias) and writes its result once;
+results go through device memory.
 
-Outside of `hotbed.nn.MLP`, `hotbed.nn.CrossLayer` and `hotbed.nn.DotInteraction` it counts only products, so steps of
-models with attention or histories take longer.
+Outside of `hotbed.nn.MLP`, `hotbed.nn.CrossLayer` and `hotbed.nn.DotInteraction`, only products are counted. So models
+with attention or histories take longer than estimated.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ INTERACTION, BACKWARD_INTERACTION = "interaction", "interaction, backward"
 CASTS, LOSS, OPTIMIZER = "casts and copies", "loss", "dense optimizer"
 
 ARENA_LAUNCHES, EXCHANGED_ARENA_LAUNCHES = 19, 100
-"""Launches per step of an arena on the device with RowWiseAdagrad, for one rank and for several."""
+"""Kernel launches per step of an arena on the device with RowWiseAdagrad, for one rank and for several ranks."""
 HOST_LAUNCHES, CACHED_LAUNCHES = 64 + 3, 204 + 7
-"""Additional launches of an arena in a slower tier, and with a cache on the device.
+"""Additional launches of an arena in a slower tier, without and with a cache on the device.
 
-A wait of the host (second summand) counts as a launch, because the device is idle until the next one."""
+Each host synchronization (second summand) counts as a launch, because the device is idle until the next launch."""
 OPTIMIZER_BYTES = 28
-"""Bytes per dense parameter: Adam reads it, its gradient and two moments, and writes three of them."""
+"""Bytes that Adam moves per dense parameter: it reads parameter, gradient and two moments, and writes all but the
+gradient."""
 
 
 def arena_launches(ranks: int = 1, *, cached: bool = False) -> dict[Tier, int]:
-    """Return launches per step of an arena by tier; ``cached`` ones in slower tiers have a cache."""
+    """Return launches per step of an arena by tier; if ``cached``, arenas in slower tiers have a cache."""
     device = ARENA_LAUNCHES if ranks == 1 else EXCHANGED_ARENA_LAUNCHES
     slower = device + (CACHED_LAUNCHES if cached else HOST_LAUNCHES)
     return {"device": device, "host": slower, "disk": slower}
@@ -89,7 +90,7 @@ def _products(model: nn.Module, size: int, dense_inputs: int) -> Iterator[Kernel
 
 
 def _before_relu(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of MLPs before a ReLU."""
+    """Yield the layers of MLPs that a ReLU follows."""
     for mlp in model.modules():
         if isinstance(mlp, MLP):
             yield from (layer for layer, each in pairwise(mlp) if type(layer) is Linear and type(each) is nn.ReLU)
@@ -115,7 +116,7 @@ def _activations(model: nn.Module, size: int) -> Iterator[Kernel]:
                 width, is_fused = child.out_features, child in fused
                 continue
             for each in child if isinstance(child, nn.Sequential) else [child]:
-                if isinstance(each, nn.Dropout):  # with a byte of mask
+                if isinstance(each, nn.Dropout):  # reads and writes a value and a byte of the mask
                     mask = (2.0 * size + 1) * width
                     yield Kernel(part=ACTIVATIONS, op="native_dropout", sample_bytes=mask)
                     yield Kernel(part=BACKWARD_ACTIVATIONS, op="native_dropout_backward", sample_bytes=mask)

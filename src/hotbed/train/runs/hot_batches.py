@@ -8,8 +8,9 @@ batches; only the order of sums differs. For example, if samples 1 and 3 of 0 â€
 [0, 2].
 
 `HotSchedule` follows Adnan et al. 2021 (arXiv 2103.00686). It evaluates after each round of cold and hot batches. If
-the loss rose, it halves the rate, because long runs of hot batches hurt. After u falls in a row, it doubles the rate,
-because alternating costs time. With u = 2, losses 0.50, 0.49, 0.48, 0.52 change a rate of 10 to 10, 10, 20, 10.
+the loss rose, it halves the rate, because long runs of hot batches hurt. After u consecutive falls of the loss, it
+doubles the rate, because alternating costs time. For example, with u = 2 and a rate of 10, the losses 0.50, 0.49, 0.48
+and 0.52 set the rates 10, 10, 20 and 10.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ import torch
 from hotbed.batch import Batch
 from hotbed.config import HotRecipe
 from hotbed.data import Schema
-from hotbed.data.skew.hot_cold import HotColdLoader
-from hotbed.data.skew.hot_cold import by_feature, hot_inputs
+from hotbed.data.skew.hot_cold import HotColdLoader, by_feature, hot_inputs
 from hotbed.train.metrics import Metrics
 from hotbed.train.runs.plan_search import read_hot_rows
 from hotbed.train.trainer import Callback, Trainer
@@ -37,7 +37,7 @@ class HotSplit:
 
     @staticmethod
     def of_file(file: str, schema: Schema, ranks: int) -> HotSplit:
-        """Read the hot rows from a file of ``hotbed pack``."""
+        """Read the hot rows from a file written by ``hotbed pack``."""
         return HotSplit(by_feature(schema, read_hot_rows(file, schema.rows)), ranks)
 
     def __call__(self, batch: Batch) -> Sequence[Batch]:
@@ -56,10 +56,10 @@ class HotSchedule(Callback):
     def __init__(self, loader: HotColdLoader, recipe: HotRecipe) -> None:
         self._loader, self._recipe = loader, recipe
         self._loss: float | None = None
-        self._improved = 0  # times in a row
+        self._improved = 0  # consecutive falls of the loss
 
     def on_step(self, trainer: Trainer, loss: float) -> None:
-        """Request an evaluation at the end of a round; the end of an epoch has one anyway."""
+        """Request an evaluation at the end of a round; the end of an epoch is evaluated anyway."""
         trainer.evaluate_now = trainer.position > 0 and self._loader.round_is_over(trainer.position)
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:

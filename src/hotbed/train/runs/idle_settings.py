@@ -1,6 +1,6 @@
 """Warn about settings of a recipe that have no effect under the plan and on the machine of the run.
 
-Such a run is correct, but not what the author expects, e.g. if a plan cuts no table.
+Such a run is correct, but may surprise the author of the recipe, e.g. if a plan shards no table.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hotbed.plan.schemes import SCHEMES, Cut
 from hotbed.specs import Table
 
 LARGE_BYTES = 256 << 20
-"""Size of tables above which small pages cost much time."""
+"""Size of all tables above which small memory pages make lookups slow."""
 
 _log = logging.getLogger("hotbed")
 
 
 def warn_of_idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], device: torch.device) -> None:
-    """Log a warning for each of `idle_settings`."""
+    """Log a warning for each message of `idle_settings`."""
     for message in idle_settings(recipe, plan, tables, device):
         _log.warning("%s", message)
 
@@ -42,7 +42,7 @@ def idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], de
     often = train.checkpoint_every or train.checkpoint_minutes or checkpoint_policy(recipe) == "best"
     steps = train.steps or 1 << 62
     limit = "hot.rows" if recipe.hot.rows else "memory.device_bytes and memory.host_bytes"
-    # Keys that have no effect on a condition unless they have their defaults, and the reason with a fix.
+    # Keys, the condition under which values other than their defaults have no effect, and the reason with a fix
     rules = (
         (
             ("parallel.reader", "parallel.forward_codec", "parallel.backward_codec", "parallel.dense"),
@@ -52,25 +52,33 @@ def idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], de
         (
             ("parallel.ranks_per_node",),
             (parallel.ranks_per_node or 0) >= ranks,
-            f"all {ranks} processes are on one node, so no exchange takes two hops",
+            f"all {ranks} processes are on one node, so no exchange uses two hops. Remove this key",
         ),
         (
             ("parallel.sync_every", "parallel.layout", "parallel.exact"),
             parallel.replicas == 1,
             "parallel.replicas is 1, so there are no replicas",
         ),
-        (("memory.tier",), memory.tier not in used, f"all rows fit into {limit}. Remove memory, or lower them"),
-        (("memory.device_bytes",), "device" not in used, "no row is in device memory. Raise or remove it"),
-        (("memory.host_bytes",), "host" not in used, "no row is in host memory. Raise or remove it"),
-        (("memory.cache_policy", "memory.cache_tier"), not memory.cache_rows, "there is no cache. Set memory.cache_rows"),
+        (
+            ("memory.tier",),
+            memory.tier not in used,
+            f"all rows fit into {limit}. Remove memory.tier, or lower these limits",
+        ),
+        (("memory.device_bytes",), "device" not in used, "no row is in device memory. Raise or remove this limit"),
+        (("memory.host_bytes",), "host" not in used, "no row is in host memory. Raise or remove this limit"),
+        (
+            ("memory.cache_policy", "memory.cache_tier"),
+            not memory.cache_rows,
+            "there is no cache. Set memory.cache_rows",
+        ),
         (("memory.directory",), "disk" not in used, "no row is on disk. Set memory.tier to disk"),
-        (("memory.host",), device.type != "cuda", "no GPU reads host memory. Remove it"),
+        (("memory.host",), device.type != "cuda", "no GPU reads host memory. Remove this key"),
         (("data.fp32_rows",), recipe.data.dtype == "fp32", "data.dtype is fp32 for all rows. Set data.dtype"),
         (("train.checkpoint_full_every",), not often, "there is only one checkpoint. Set train.checkpoint_every"),
         (
             ("train.checkpoint_every", "train.eval_every", "schedule.warmup_steps"),
             None,  # values above train.steps
-            f"the run ends after train.steps {steps:,}. Lower it",
+            f"the run ends after train.steps {steps:,}. Lower this value",
         ),
     )
     found, values = list(_idle_plan(recipe, plan)), cast("Any", recipe)
@@ -84,39 +92,39 @@ def idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], de
     cached = sum(len(tile.rows) for tile in tiles if tile.tier in memory.cached_tiers)
     if memory.cache_rows and memory.tier in used and memory.cache_rows * (plan.world_size if plan else 1) > cached:
         found.append(
-            f"memory.cache_rows is {memory.cache_rows:,} per process, but only {cached:,} rows are in the cached tiers, "
-            "so the cache holds all of them. Raise memory.device_bytes to hold them without a copy"
+            f"memory.cache_rows is {memory.cache_rows:,} per process, but only {cached:,} rows are in the cached "
+            "tiers, so the cache holds all of them. Raise memory.device_bytes to hold them without a copy"
         )
     nbytes = sum(table_bytes(table) for table in tables if table.dynamic is None)
     if device.type == "cpu" and nbytes >= LARGE_BYTES and huge_pages_are_off():
         found.append(
-            f"transparent huge pages are off ({HUGE_PAGES} is never), so lookups in tables of {nbytes:,} bytes miss the "
-            "TLB and can take twice as long. Write madvise to that file"
+            f"transparent huge pages are off ({HUGE_PAGES} is never), so lookups in tables of {nbytes:,} bytes miss "
+            "the TLB and can take twice as long. Write madvise to that file"
         )
     return found
 
 
 def _idle_plan(recipe: Recipe, plan: Plan | None) -> Iterator[str]:
-    """Yield messages about a plan that cuts no table, or leaves ranks without rows."""
+    """Yield messages about a plan that shards no table, or leaves ranks without rows."""
     scheme = recipe.parallel.plan if isinstance(recipe.parallel.plan, str) else "by table"
     cut = SCHEMES.get(scheme, Cut())
     if plan is None or plan.world_size == 1:
         if cut != Cut():
             yield (
-                f"parallel.plan is {scheme}, but the plan has one process, so nothing is cut. Start several with "
-                "torchrun, or remove it"
+                f"parallel.plan is {scheme}, but the plan has one process, so no table is sharded. Start several "
+                "processes with torchrun, or remove parallel.plan"
             )
         return
     whole = [name for name, tiles in plan.by_table.items() if len({t.cols for t in tiles if not t.readers}) <= 1]
     if cut.cols != 1 and whole:
         yield (
-            f"parallel.plan is {scheme}, but {len(whole)} of {len(plan.by_table)} tables are too narrow to be cut into "
-            f"columns ({', '.join(whole[:3])}{' …' * (len(whole) > 3)})"
+            f"parallel.plan is {scheme}, but {len(whole)} of {len(plan.by_table)} tables are too narrow for column "
+            f"shards ({', '.join(whole[:3])}{' …' * (len(whole) > 3)})"
         )
     empty = [rank for rank in range(plan.world_size) if not any(rank in tile.ranks for tile in plan.tiles)]
     if empty:
         yield (
             f"parallel.plan {scheme} leaves {len(empty)} of {plan.world_size} ranks without rows "
-            f"({', '.join(map(str, empty[:5]))}{' …' * (len(empty) > 5)}). Use `--parallel.plan row` to give every rank "
-            "some rows"
+            f"({', '.join(map(str, empty[:5]))}{' …' * (len(empty) > 5)}). Use `--parallel.plan row` to store "
+            "rows on every rank"
         )

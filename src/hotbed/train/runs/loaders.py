@@ -15,23 +15,23 @@ from hotbed.data.executors import Tasks
 from hotbed.data.skew.hot_cold import COLD, HOT, HotColdLoader
 from hotbed.embed import Distributed
 from hotbed.errors import RecipeError
-from hotbed.train.ranks.broadcast import BroadcastLoader
 from hotbed.train.metrics import check_batch
 from hotbed.train.numerics import resolve_device
+from hotbed.train.ranks.broadcast import BroadcastLoader
 from hotbed.train.ranks.parallel import Ranks, model_parallel_batch
 
 TrainingLoader: TypeAlias = Loader | BroadcastLoader | HotColdLoader
 
 
 def readers_of(recipe: Recipe) -> AbstractContextManager[Tasks | None]:
-    """Open the executor that the loaders of this process share; None if each uses its own threads."""
+    """Open the executor that the loaders of this process share; None if each loader uses its own threads."""
     return open_readers(recipe.data.executor, recipe.data.workers)
 
 
 def training_loader(
     recipe: Recipe, source: Source, ranks: Ranks, model: nn.Module, readers: Tasks | None = None
 ) -> TrainingLoader:
-    """Return this rank's loader of training batches, by `ParallelRecipe.reader` and `HotRecipe.batches`."""
+    """Return this rank's loader of training batches, as `ParallelRecipe.reader` and `HotRecipe.batches` require."""
     train = recipe.data.train_split
 
     def loader(
@@ -69,7 +69,7 @@ def training_loader(
         )
         return HotColdLoader(hot, cold, rate=recipe.hot.rate)
     if recipe.parallel.reader == "first" and ranks.link is not None:
-        # Batches are divided, or get candidates, on the host.
+        # These options divide batches, or add candidates to them, on the host.
         on_host = recipe.hot.batches == "split" or recipe.retrieval is not None
         device = None if on_host else resolve_device(recipe.train.device)
         own = loader(source, 0, 1) if ranks.is_first else None
@@ -78,17 +78,17 @@ def training_loader(
         tables = {c.table_name for c in source.schema.sparse}
         if tables != set(model.plan.by_table):
             raise RecipeError(
-                f"parallel.reader is 'owners', but the tables of {recipe.model.class_path} are not those in the data. "
-                "Use 'each' or 'first'"
+                f"parallel.reader is 'owners', but the tables of {recipe.model.class_path} differ from the tables of "
+                "the data. Set parallel.reader to 'each' or 'first'"
             )
         cut = [table for table, tiles in model.plan.by_table.items() if any(t.rows != tiles[0].rows for t in tiles)]
         copied = [table for table, tiles in model.plan.by_table.items() if any(t.readers for t in tiles)]
-        for how, names in (("cut into rows", cut), ("copied", copied)):
+        for how, names in (("divided into rows", cut), ("copied", copied)):
             if names:
                 raise RecipeError(
                     f"parallel.reader is 'owners', but parallel.plan {recipe.parallel.plan} has tables that are {how} "
-                    f"({', '.join(names[:3])}{' …' * (len(names) > 3)}). Use 'each' or 'first', or plan 'table' or "
-                    "'column'"
+                    f"({', '.join(names[:3])}{' …' * (len(names) > 3)}). Set parallel.reader to 'each' or 'first', or "
+                    "parallel.plan to 'table' or 'column'"
                 )
         own = model.plan.tables_of(ranks.rank) or set(list(model.plan.by_table)[:1])
         features = [c.name for c in source.schema.sparse if c.table_name in own]
@@ -99,7 +99,7 @@ def training_loader(
 def evaluation_loader(
     recipe: Recipe, source: Source, split: str | None, ranks: Ranks, readers: Tasks | None = None
 ) -> Loader | None:
-    """Return this rank's loader of a split for evaluation; None without a split."""
+    """Return this rank's loader of a split for evaluation, or None without a split."""
     if split is None:
         return None
     size, workers = recipe.train.eval_batch_size, recipe.data.workers

@@ -1,10 +1,10 @@
 """Estimate the memory of a run by tier and part, before any table is allocated.
 
 Three sizes are measured: a process that has trained the model with few rows (Python, torch, kernels), the tensors of a
-step with few samples (`peak_of`), and the bytes of a sample. All others follow from the plan.
+step with few samples (`peak_of`), and the bytes of a sample. All other sizes follow from the plan.
 
 Rows that are materialized on their first update take space only if training touches them. Their expected number follows
-from row popularity: counted (``memory.skew``), or Zipf's law.
+from row popularity, which is counted (``memory.skew``) or assumed to follow Zipf's law.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from hotbed.nn.normalization import normalization_of
 from hotbed.optim import Moment
 from hotbed.plan import Plan
 from hotbed.plan.cost import tile_bytes
-from hotbed.plan.limits import SNAPSHOT_BYTES
 from hotbed.plan.hit_rates import ExpectedRows, Popularity, Zipf
+from hotbed.plan.limits import SNAPSHOT_BYTES
 from hotbed.plan.tiling import Tile
 from hotbed.specs import Table
 from hotbed.torch_private import TorchDispatchMode, storage_id, tree_leaves
-from hotbed.train.runs.build import new_model, tables_of, build_trainer
 from hotbed.train.numerics import bf16_instructions, resolve_device
-from hotbed.train.runs.plan_search import read_skew
 from hotbed.train.retrieval import Retrieval
+from hotbed.train.runs.build import build_trainer, new_model, tables_of
+from hotbed.train.runs.plan_search import read_skew
 
 TRACED_SAMPLES = 1024
-"""Samples of the largest step that is traced."""
+"""Largest number of samples of a traced step."""
 TRACED_ROWS = 4096
-"""Limit of the rows of a table in a traced step."""
+"""Largest number of rows of a table in a traced step."""
 SEGMENT_BYTES = 24
 """Bytes of memory per row in a file, for the maps from rows to file slots and back."""
 BYTES_PER_PREDICTION = 128
 """Bytes per sample and label of an evaluation: logit, label, weight and buffers of the sort for AUC."""
 HEAP_KEEPS = 1.15
-"""Fragments of a heap that keeps freed memory (`hotbed.heap.keep_heap`), per byte of a step's tensors in it.
+"""Bytes of fragments per byte of a step's tensors, in a heap that keeps freed memory (`hotbed.heap.keep_heap`).
 
 Measured 0.7 to 1.6 (docs/log.md), because freed blocks often do not fit later ones."""
 TAG_BYTES = 25
@@ -64,10 +64,11 @@ TAG_BYTES = 25
 class RankMemory:
     """Estimated bytes of one rank."""
 
-    # Rows and moments by tier; of rows that are materialized on their first update, those that training touches
+    # Bytes of rows and moments by tier. Rows that are materialized on their first update count if training touches
+    # them.
     tiers: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "disk": 0})
     parts: dict[str, int] = field(default_factory=dict)  # memory at the peak by part
-    tier_of: dict[str, str] = field(default_factory=dict)  # of each part: ``device`` or ``host``
+    tier_of: dict[str, str] = field(default_factory=dict)  # tier of each part: ``device`` or ``host``
 
     def add(self, part: str, nbytes: float, tier: str = "host") -> None:
         """Add bytes of a part."""
@@ -189,7 +190,7 @@ class Forecast:
         return self._expected[tile.table].distinct(tile.rows, self._ids_per_sample(tile.table) * samples)
 
     def _ids_per_sample(self, table: str) -> float:
-        """Return the ids per sample of a table, which may be named with its collection."""
+        """Return the ids per sample of a table; ``table`` may contain the path of its collection."""
         features = [f for f in self._source.schema.features("error") if f.table == table.rpartition(".")[2]]
         bags = [self._sample.sparse[f.name] for f in features if f.name in self._sample.sparse]
         return sum(len(b.values) for b in bags) / max(len(self._sample), 1) or 1.0
@@ -213,7 +214,7 @@ class Forecast:
         return (min(held, most) + (ahead + 2) * share) * self._sample_bytes
 
     def _evaluation(self, step: Peak) -> dict[str, float]:
-        """Return the bytes of an evaluation after training steps and of its batches, if there is one."""
+        """Return the bytes of an evaluation after training and of its batches; empty without evaluation splits."""
         data, size = self._recipe.data, self._recipe.train.eval_batch_size
         splits = [split for split in (data.valid_split, data.test_split) if split is not None]
         if not splits:
@@ -281,7 +282,7 @@ class _Trace:
         return peak_of(self._step, samples, min(TRACED_SAMPLES, len(self._sample)))
 
     def evaluation(self, samples: int) -> Peak:
-        """A forward pass in float32."""
+        """Return the peak memory of an evaluation step: a forward pass in float32."""
         self._trainer.model.eval()
         return peak_of(self._forward, samples, min(TRACED_SAMPLES, len(self._sample)))
 
@@ -291,7 +292,7 @@ class _Trace:
         for optimizer in optimizers:
             optimizer.zero_grad()
         retrieval = self._trainer.other_parts.get("retrieval")
-        if isinstance(retrieval, Retrieval):  # the sample's items stand for all, which nobody reads for this
+        if isinstance(retrieval, Retrieval):  # the sample's items replace all items, which would have to be read
             batch = retrieval.among(items_in(batch.sparse, retrieval.options.item)).prepare(batch, 1)
 
         def compute_gradients() -> None:
@@ -334,7 +335,7 @@ class Peak(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Sum of both."""
+        """Sum of plain and recycled bytes."""
         return self.plain + self.recycled
 
 
@@ -344,10 +345,10 @@ def peaks_of(phases: Sequence[Phase]) -> list[Peak]:
 
 
 def peak_of(step: Callable[[int], Sequence[Phase]], samples: int, most: int) -> Peak:
-    """Measure the peak of a step with ``samples`` samples by steps with at most ``most`` samples.
+    """Estimate the peak of a step with ``samples`` samples from measured steps with at most ``most`` samples.
 
     ``step`` returns the phases of a step for a number of samples. Larger steps are extrapolated operation by operation,
-    because another operation may be the largest then.
+    because the peak may then be at a different operation.
     """
     if samples <= most:
         found = [there.max(1, initial=0) for there in _timelines(step(samples))]
@@ -382,7 +383,7 @@ def _timelines(phases: Sequence[Phase]) -> list[_Bytes]:
 
 
 class _Watch(TorchDispatchMode):
-    """Record new storages: row of `_timelines`, bytes, and the operations that made and freed it (−1: none)."""
+    """Record for each new storage: row of `_timelines`, bytes, and operations that made and freed it (−1: none)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,14 +29,14 @@ from hotbed.checkpoint.convert import Rectangle, read_rectangle
 from hotbed.checkpoint.differential import open_with_bases
 from hotbed.checkpoint.load import load_dense
 from hotbed.checkpoint.manifest import Manifest, SavedTable, find_earlier
-from hotbed.checkpoint.storage import LocalDirectory, directory
 from hotbed.checkpoint.saved_tables import check_tables, is_dynamic, row_ids
+from hotbed.checkpoint.storage import LocalDirectory, directory
 from hotbed.checkpoint.tensor_files import UNFINISHED, TensorFiles, bytes_of, make_directory, write_directory
 from hotbed.config import MemoryRecipe, Recipe
 from hotbed.data import Encoder, Source, SparseColumn
 from hotbed.data.encoding.encoder import describe_features, encoding_of
-from hotbed.data.hashing import HASH
 from hotbed.data.encoding.lookup_table import LookupTable
+from hotbed.data.hashing import HASH
 from hotbed.embed import EmbeddingCollection, tables_on_meta
 from hotbed.errors import CheckpointError
 from hotbed.files import new_file
@@ -50,23 +50,31 @@ from hotbed.serve.model_files import (
     ChangeManifest,
     CountEntry,
     DenseEntry,
-    FeatureEntry,
     ExportedFile,
+    FeatureEntry,
     ModelManifest,
     StateEntry,
     TableEntry,
     encoder_digest,
     record_format,
 )
-from hotbed.train.runs.build import build_model, new_model
 from hotbed.train.retrieval import model_source
-from hotbed.train.runs.stored_model import FEATURES, encoder_of, id_kinds_of, labels_of, stored_recipe, load_features, trained_inputs
+from hotbed.train.runs.build import build_model, new_model
+from hotbed.train.runs.stored_model import (
+    FEATURES,
+    encoder_of,
+    id_kinds_of,
+    labels_of,
+    load_features,
+    stored_recipe,
+    trained_inputs,
+)
 
 WINDOW_BYTES = 8 << 20
 """Bytes of a table window, as float32."""
 PROGRAM, TABLES, LOOKUPS, VOCABULARY = "dense.pt2", "tables", "lookups", "vocabulary"
 MODEL, INPUTS = "model.pt2", "inputs.json"
-"""Files of ``--single``."""
+"""Files written by ``--single``."""
 
 Progress = Callable[[int, int], None]
 
@@ -93,7 +101,7 @@ class Exporter:
     def write_model(
         self, target: str | Path | Directory, checkpoint: Directory, progress: Progress = lambda done, total: None
     ) -> ModelManifest:
-        """Export a checkpoint; see `write_model`."""
+        """Export a checkpoint; see the function `write_model`."""
         model = self._load(checkpoint)
         with torch.no_grad():
             for name, value in self._program.state_dict.items():
@@ -107,7 +115,7 @@ class Exporter:
         since: Directory,
         progress: Progress = lambda done, total: None,
     ) -> ChangeManifest:
-        """Export the changes since an earlier checkpoint; see `write_change`.
+        """Export the changes since an earlier checkpoint; see the function `write_change`.
 
         Raise `CheckpointError` if the encoding of inputs has changed, because changes have only rows and parameters.
         """
@@ -155,11 +163,11 @@ def export_model(
     Parameters
     ----------
     checkpoint
-        A checkpoint with a recipe, or a run (its best or newest checkpoint); path or URI.
+        Path or URI of a checkpoint with a recipe, or of a run (then its best or newest checkpoint is used).
     target
         Path or URI of the new directory.
     since
-        Earlier checkpoint of the same model, or the step of an adjacent one; only changes are written.
+        Earlier checkpoint of the same model, or its step if it is next to ``checkpoint``; only changes are written.
     data
         Data that describes the inputs (default: the recipe's data, opened only if the recipe has no schema).
     trust_recipe
@@ -173,7 +181,7 @@ def export_model(
         If there is no recipe, the model cannot be traced, its tables differ from ``since``, or ``target``
         exists. Then nothing is written.
     SpecError
-        If a sequence feature has no ``max_len``, or the model itself reads ids.
+        If a sequence feature has no ``max_len``, or the model reads ids outside of its embedding collections.
     """
     path = find_checkpoint(checkpoint, best=True)
     earlier = None if since is None else find_earlier(path, since)
@@ -201,14 +209,14 @@ def describe_export(manifest: ModelManifest | ChangeManifest) -> dict[str, Any]:
 class Model:
     """A model to export, without the rows of its tables."""
 
-    name: str  # of the recipe
+    name: str  # name of the recipe
     labels: tuple[str, ...]
     encoder: Encoder  # converts raw rows to inputs
     hash: str | None  # as in `ModelManifest`
     collections: Mapping[str, EmbeddingCollection]  # by path; only specs of tables and features are used
     state: Mapping[str, Tensor]  # parameters and buffers of the dense part
     inputs: int  # number of dense inputs of the program
-    dtype: torch.dtype  # of the dense inputs
+    dtype: torch.dtype  # dtype of the dense inputs
 
     @property
     def ttl_steps(self) -> dict[str, int]:
@@ -230,7 +238,7 @@ def write_model(
 ) -> ModelManifest:
     """Write an exported model with the rows of a checkpoint and the traced dense part ``program``.
 
-    Raise `CheckpointError` if ``target`` exists, or the checkpoint is damaged or lacks a table. Then nothing is left.
+    Raise `CheckpointError` if ``target`` exists, or the checkpoint is damaged or lacks a table. Then no file is left.
     """
     manifest = read_manifest(checkpoint)
     names = _check_tables(model, checkpoint, manifest)
@@ -294,9 +302,9 @@ def write_change(
     model: Model,
     progress: Progress = lambda done, total: None,
 ) -> ChangeManifest:
-    """Write the changes from checkpoint ``since`` to ``checkpoint``; ``model`` has the latter's dense state.
+    """Write the changes from checkpoint ``since`` to ``checkpoint``; ``model`` has the dense state of ``checkpoint``.
 
-    Raise errors of `write_model`, and `CheckpointError` if the tables of the checkpoints differ.
+    Raise the errors of `write_model`, and `CheckpointError` if the tables of the checkpoints differ.
     """
     with tempfile.TemporaryDirectory(prefix="hotbed-") as folder, _new_export(target) as files:
         rows = Path(folder) / ROWS
@@ -322,12 +330,15 @@ def _check_tables(model: Model, checkpoint: Directory, manifest: Manifest) -> li
     wanted = {_table_name(p, t.name): t for p, c in model.collections.items() for t in c.tables.values()}
     for name, table in wanted.items():
         if name not in manifest.tables:
-            raise CheckpointError(f"{checkpoint} has no table '{name}'; it has {', '.join(manifest.tables) or 'none'}")
+            raise CheckpointError(
+                f"{checkpoint} has no table '{name}' of the recipe: got {', '.join(manifest.tables) or 'no tables'}. "
+                "Export a checkpoint of the recipe's model"
+            )
         saved = manifest.tables[name].spec
         if (saved.rows, saved.dim) != (table.rows, table.dim):
             raise CheckpointError(
                 f"{checkpoint}: table '{name}' has {saved.rows:,} × {saved.dim}, expected {table.rows:,} × {table.dim} "
-                "by the recipe and its data. Name the training data with --data"
+                "by the recipe and its data. Pass the training data with --data"
             )
     return list(wanted)
 
@@ -365,7 +376,7 @@ def _new_export(target: str | Path | Directory) -> Generator[_Files]:
     """Create a directory for an export, and remove it on errors."""
     where = directory(target)
     names = where.names()
-    if UNFINISHED in names and MANIFEST not in names:  # of a killed process
+    if UNFINISHED in names and MANIFEST not in names:  # left by a killed process
         for folder in (TABLES, LOOKUPS, VOCABULARY):
             (where / folder).remove_all()
     make_directory(where)
@@ -473,19 +484,19 @@ def _file_name(table: str) -> str:
 def export_single(
     checkpoint: str | Path, target: str | Path, data: str | None = None, *, trust_recipe: bool = False
 ) -> dict[str, Any]:
-    """Export the model of a checkpoint as one torch program (``docs/prediction.md``), with twice the model's memory.
+    """Export the model of a checkpoint as one torch program (``docs/prediction.md``); needs twice the model's memory.
 
-    ``checkpoint`` has a recipe, or is a run (its newest checkpoint). ``target`` is a file ``NAME.pt2`` that contains
-    ``inputs.json`` (``torch.export.load(FILE, extra_files={"inputs.json": ""})``), or a directory for ``model.pt2`` and
-    ``inputs.json``. For ``data`` and ``trust_recipe`` see `export_model`. Raise `CheckpointError` if there is no
-    recipe, the model cannot be traced, or ``target`` exists.
+    ``checkpoint`` is a checkpoint with a recipe, or a run (then its newest checkpoint is used). ``target`` is a file
+    ``NAME.pt2`` that contains ``inputs.json`` (``torch.export.load(FILE, extra_files={"inputs.json": ""})``), or a
+    directory for ``model.pt2`` and ``inputs.json``. For ``data`` and ``trust_recipe`` see `export_model`. Raise
+    `CheckpointError` if there is no recipe, the model cannot be traced, or ``target`` exists.
     """
     source = find_checkpoint(checkpoint)
     if not isinstance(directory(target), LocalDirectory):
-        raise CheckpointError(f"{target} is not local, but torch writes {MODEL} only to local disks")
+        raise CheckpointError(f"{target} is not local, but torch writes {MODEL} only to local disks. Choose a path")
     file = Path(target) if str(target).endswith(".pt2") else None
     if file is not None and file.exists():
-        raise CheckpointError(f"{file} exists. Choose another file")
+        raise CheckpointError(f"{file} exists. Choose a different file")
     manifest = read_manifest(source)
     recipe = replace(stored_recipe(manifest, str(source), trusted=trust_recipe), memory=MemoryRecipe())
     origin = trained_inputs(recipe, manifest, data)

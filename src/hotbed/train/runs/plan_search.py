@@ -1,8 +1,8 @@
-"""Search for a recipe's plan or read it from a file, and distribute the recipe's model by it.
+"""Search for a recipe's plan or read the plan from a file, and distribute the recipe's model by the plan.
 
-`read_hot_rows` and `read_skew` read JSON files about the tables of a dataset, ``{"tables": [{"table": …}, …]}``:
-``hot_rows.json`` of ``hotbed pack`` has the number of hot rows by table, ``skew.json`` of ``hotbed inspect --skew``
-their popularity.
+`read_hot_rows` and `read_skew` read JSON files about the tables of a dataset, ``{"tables": [{"table": …}, …]}``.
+``hotbed pack`` writes ``hot_rows.json`` with the number of hot rows by table. ``hotbed inspect --skew`` writes
+``skew.json`` with the popularity of rows by table.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from hotbed.optim import Moment
 from hotbed.parsing import TextError, parse_json, parse_yaml
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes, tile_bytes
-from hotbed.plan.hardware import Hardware
-from hotbed.plan.hardware import hardware_here
+from hotbed.plan.hardware import Hardware, hardware_here
 from hotbed.plan.hit_rates import Curve
 from hotbed.plan.ranks import Chosen, search_ranks
 from hotbed.plan.schemes import AUTO, SCHEMES, Cut, Schemes, cuts_of, schemes_from
@@ -43,13 +42,13 @@ from hotbed.plan.tiling import Tier
 from hotbed.plan.workload import DenseWork, Workload
 from hotbed.specs import Table
 from hotbed.store.memory import refuse_too_many
-from hotbed.train.runs.dense_kernels import arena_launches, dense_kernels
 from hotbed.train.numerics import resolve_device
 from hotbed.train.parameter_groups import moments_by_table, moments_of
 from hotbed.train.ranks.process_group import read_world
+from hotbed.train.runs.dense_kernels import arena_launches, dense_kernels
 
 BACKWARD_KEEPS = 2
-"""Vectors that a step keeps per output of a layer: one for backward, and the gradient."""
+"""Number of vectors that a step keeps per layer output: the output for the backward pass, and its gradient."""
 
 
 def find_plan(
@@ -78,9 +77,9 @@ def find_ranks(
     others: str = "table",
     price: float | None = None,
 ) -> Chosen:
-    """Search for the total number of ranks and the number of replicas; ``"auto"`` ones are searched.
+    """Search for the total number of ranks and the number of replicas; only numbers that are ``"auto"`` are searched.
 
-    With a price per node and hour, here or in the hardware's profile, the least cost per sample is best.
+    With a price per node and hour (``price``, or in the hardware's profile), the result has the least cost per sample.
     """
     hardware = hardware_of(recipe)
     one_group = replace(recipe, parallel=replace(recipe.parallel, replicas=1))
@@ -111,7 +110,7 @@ def _options(model: nn.Module, recipe: Recipe, schemes: Schemes | None, others: 
 
 
 def hardware_of(recipe: Recipe) -> Hardware:
-    """Return the hardware of a recipe, or of this machine."""
+    """Return the hardware profile that a recipe names, or else the profile of this machine."""
     named = recipe.parallel.hardware
     return hardware_here(resolve_device(recipe.train.device)) if named is None else Hardware.load(named)
 
@@ -171,7 +170,7 @@ def dense_part(model: nn.Module, recipe: Recipe, source: Source | None = None, *
     ids = sum(len(c.features) for c in collections_of(model).values())
     found = count_dense_part(model, narrow=narrow, input_bytes=4.0 * (dense + labels) + 8.0 * ids)
     found = replace(found, dtype=precision)
-    if hardware_of(recipe).cores_shared:  # CPUs measure the time outside of products
+    if hardware_of(recipe).cores_shared:  # profiles of CPUs contain the time outside of products
         return found
     casts_once = ranks == 1 and not (recipe.train.compile or recipe.train.recompute)
     kernels = dense_kernels(model, narrow=narrow, dense_inputs=dense, labels=labels, casts_once=casts_once)
@@ -181,8 +180,9 @@ def dense_part(model: nn.Module, recipe: Recipe, source: Source | None = None, *
 def count_dense_part(model: nn.Module, *, narrow: bool = False, input_bytes: float = 0.0) -> DenseWork:
     """Count the work of a model without tables in closed form; ``narrow`` means bf16 or fp16.
 
-    A weight with at least two dimensions takes two operations per sample. A dot interaction of ``n`` vectors of ``D``
-    columns takes ``2 n² D``. Backward keeps outputs of layers, looked-up vectors and outputs of the interaction.
+    Each element of a weight with at least two dimensions needs two operations per sample. A dot interaction of ``n``
+    vectors of ``D`` columns needs ``2 n² D`` operations. The backward pass keeps outputs of layers, looked-up vectors
+    and outputs of the interaction.
     """
     parameters = list(model.parameters())
     flops = 2.0 * sum(p.numel() for p in parameters if p.dim() >= 2)
@@ -209,10 +209,8 @@ def count_dense_part(model: nn.Module, *, narrow: bool = False, input_bytes: flo
 # -- the model over ranks and tiers ------------------------------------------------------------------------------------
 
 
-def distribute_model(
-    model: nn.Module, recipe: Recipe, device: torch.device, source: Source | None = None
-) -> nn.Module:
-    """Distribute a model over processes and tiers by a recipe; with one of each it is unchanged."""
+def distribute_model(model: nn.Module, recipe: Recipe, device: torch.device, source: Source | None = None) -> nn.Module:
+    """Distribute a model over processes and tiers by a recipe; with one process and one tier it is unchanged."""
     parallel = recipe.parallel
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     timeout = timedelta(seconds=parallel.timeout_s)
@@ -259,9 +257,9 @@ def needs_a_plan(recipe: Recipe) -> bool:
 
 
 def plan_recipe(model: nn.Module, recipe: Recipe, world_size: int, source: Source | None = None) -> Plan:
-    """Return the plan of a recipe for ``world_size`` processes; a plan file may have another number.
+    """Return the plan of a recipe for ``world_size`` processes; a plan file may be for a different number.
 
-    A search counts ids per sample in ``source``; without it, each feature has one.
+    A search counts ids per sample in ``source``; without a source, it assumes one id per feature.
     """
     parallel, memory = recipe.parallel, recipe.memory
     plan = plan_or_schemes(parallel)
@@ -293,12 +291,12 @@ def plan_recipe(model: nn.Module, recipe: Recipe, world_size: int, source: Sourc
 
 
 def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: str) -> Plan:
-    """Return a plan with hot rows on all ranks, and other rows cut by the recipe's scheme."""
+    """Return a plan with hot rows on all ranks, and with other rows sharded by the recipe's scheme."""
     scheme, memory = recipe.parallel.plan, recipe.memory
     if not isinstance(scheme, str) or scheme not in SCHEMES:
         raise RecipeError(
-            f"parallel.plan is {scheme}, but hot.rows needs a scheme for the other rows ({', '.join(SCHEMES)}). Remove "
-            "one of them"
+            f"parallel.plan is {scheme}, but hot.rows needs a scheme for rows that are not hot ({', '.join(SCHEMES)}). "
+            "Set parallel.plan to a scheme, or remove hot.rows"
         )
     hot = read_hot_rows(file, {table.name: table.rows for table in plan_tables(model)})
     cuts = {name: replace(SCHEMES[scheme], hot_rows=rows, tier=memory.tier) for name, rows in hot.items()}
@@ -319,10 +317,10 @@ def read_plan(file: str) -> Plan | Schemes:
         values = parse_yaml(text.decode()) if file.endswith((".yaml", ".yml")) else parse_json(text)
     except FileNotFoundError:
         raise PlanError(
-            f"plan {file} does not exist. Name a JSON or YAML file, or a scheme: {', '.join(SCHEMES)}, {AUTO}"
+            f"plan {file} does not exist. Use an existing JSON or YAML file, or a scheme: {', '.join(SCHEMES)}, {AUTO}"
         ) from None
     except (TextError, ValueError) as error:
-        raise PlanError(f"plan {file} {error}. Name another file") from None
+        raise PlanError(f"plan {file} {error}. Use a valid JSON or YAML file") from None
     if not isinstance(values, dict):
         raise PlanError(f"plan {file} holds {type(values).__name__}, expected a plan or schemes by table")
     found = cast("dict[str, Any]", values)
@@ -339,7 +337,8 @@ def _read_tables(
 ) -> dict[str, T]:
     """Read the entries of the model's tables with ``take(content, entry)``.
 
-    ``command`` wrote the file; ``again`` and ``for_model`` are fixes of a damaged file and of another model's file.
+    ``command`` writes such files. ``again`` is the fix for a damaged file, and ``for_model`` is the fix for a file that
+    belongs to a different model.
     """
     try:
         content: Any = parse_json(read_limited_uri(file))
@@ -347,7 +346,7 @@ def _read_tables(
     except FileNotFoundError:
         raise DataError(f"{file} does not exist. Create it with {command}") from None
     except (ValueError, KeyError, TypeError, ArithmeticError) as error:
-        problem = f"is no output of {command} ({type(error).__name__}: {error})"
+        problem = f"was not written by {command} ({type(error).__name__}: {error})"
         raise DataError(f"{file} {error if isinstance(error, TextError) else problem}. {again}") from None
     entries: dict[str, T] = {}
     for name, expected in rows.items():
@@ -361,7 +360,7 @@ def _read_tables(
 
 
 def read_hot_rows(file: str | Path, rows: Mapping[str, int]) -> dict[str, int]:
-    """Read the number of hot rows by table; they are the first rows."""
+    """Read the number of hot rows by table; hot rows are the first rows of a table."""
 
     def hot_rows(_: Any, entry: Any) -> int:
         hot, counted = entry["hot_rows"], entry["rows"]
@@ -369,11 +368,11 @@ def read_hot_rows(file: str | Path, rows: Mapping[str, int]) -> dict[str, int]:
             raise ValueError(f"table '{entry['table']}' has {hot!r} hot rows of {counted!r}")
         return hot
 
-    return _read_tables(file, rows, hot_rows, "hotbed pack", "Pack again", "Pack this model's data")
+    return _read_tables(file, rows, hot_rows, "hotbed pack", "Run it again", "Run hotbed pack on this model's data")
 
 
 def read_skew(file: str | Path, rows: Mapping[str, int]) -> dict[str, Curve]:
-    """Read the accesses of the first rows by table; rows are sorted by falling popularity."""
+    """Read the accesses of the first rows by table; rows are sorted by descending popularity."""
 
     def curve(content: Any, entry: Any) -> Curve:
         samples, counts, counted = max(int(content["samples"]), 1), entry["cache_rows"], int(entry["rows"])
@@ -381,8 +380,9 @@ def read_skew(file: str | Path, rows: Mapping[str, int]) -> dict[str, Curve]:
         if len(counts) != len(shares) or counts != sorted(counts) or counts[-1:] != [counted]:
             table = entry["table"]
             raise ValueError(
-                f"cache_rows of table '{table}' must increase to {counted:,}, with one accesses_of_top_rows each"
+                f"cache_rows of table '{table}' must increase to {counted:,}, with one accesses_of_top_rows for each"
             )
         return Curve(counts, [share * entry["accesses"] / samples for share in shares])
 
-    return _read_tables(file, rows, curve, "hotbed inspect --skew", "Create it again", "Inspect this model's data")
+    fix = "Run hotbed inspect --skew on this model's data"
+    return _read_tables(file, rows, curve, "hotbed inspect --skew", "Run it again", fix)

@@ -4,11 +4,12 @@
 
     PUBLISHED/model-000000000100/    change-000000000120/    change-000000000140/
 
-A thread exports them one after another. If it is slower than the checkpoints, it skips to the newest one, so changes
-become larger. The last published checkpoint and the new one are kept until a change is written (`needed`).
+A thread exports checkpoints one after another. If checkpoints are saved faster, the thread skips to the newest one, so
+changes become larger. The last published checkpoint and the next one are kept until a change is written (`needed`).
 
-If a run restarts from an earlier step, ``went-back.json`` has the step that servers may have. Only full models are
-written until training passes it, because servers accept a full model of any step that was written later.
+If a run restarts from a step before the last published one, ``went-back.json`` stores the published step, which servers
+may have loaded. Until training passes that step, only full models are written, because servers replace their model by
+any full model that was written later.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Published(NamedTuple):
         return str(values["state"] if self.form == "model" else values["sequence"]["state"])
 
     def encoder(self) -> str | None:
-        """Return the digest of its encoding, or None in old changes."""
+        """Return the digest of the encoding, or None for changes that an old release wrote."""
         found = self._manifest().get("encoder")
         return encoder_digest(cast("dict[str, Any]", found)) if self.form == "model" else found
 
@@ -64,9 +65,9 @@ class Publisher:
         self._next: Directory | None = None
         self._under_way: Directory | None = None
         self._last: tuple[str, Directory] | None = None  # state and checkpoint that were published last
-        self._behind: int | None = None  # step that servers may have, if the run restarted earlier
+        self._behind: int | None = None  # step that servers may have, if the run restarted before it
         self._thread: threading.Thread | None = None
-        self.records: list[dict[str, Any]] = []  # of each export: step, path, bytes and seconds
+        self.records: list[dict[str, Any]] = []  # step, path, bytes and seconds of each export
 
     def begin(self, step: int, checkpoints: Directory) -> None:
         """Prepare the directory for a run at ``step``, and remove exports of later steps."""
@@ -74,7 +75,7 @@ class Publisher:
         if entries and not step:
             raise CheckpointError(
                 f"{self._where} holds exports of another run, up to {entries[-1].where.name}. Resume that run with "
-                "--resume, or choose another train.publish"
+                "--resume, or choose a different train.publish"
             )
         for name in self._where.names():  # killed runs leave exports without a manifest
             if _NAME.fullmatch(name) and not (self._where / name).has(MANIFEST):
@@ -84,7 +85,7 @@ class Publisher:
             self._behind = int(json.loads(self._where.read(WENT_BACK, MOST_BYTES))["step"])
         if later:
             self._behind = max(self._behind or 0, *(entry.step for entry in later))
-            # Written before the removal, because this process may be killed.
+            # Written before the removal, because this process may be killed during the removal
             self._where.write(WENT_BACK, json.dumps({"step": self._behind}))
         for entry in later:
             remove_checkpoint(entry.where)
@@ -97,7 +98,7 @@ class Publisher:
                 self._note(state, checkpoint)
 
     def publish(self, checkpoint: Directory) -> None:
-        """Publish a checkpoint after the current one; it replaces a waiting one."""
+        """Publish a checkpoint after the current one; it replaces a checkpoint that still waits."""
         with self._wake:
             self._next = checkpoint
             if self._thread is None:
@@ -180,7 +181,7 @@ class Publisher:
             self._last = state, checkpoint
 
     def _remove_old(self) -> None:
-        """Remove exports before the last two full models, because servers may still use the older one."""
+        """Remove exports before the last two full models, because servers may still use the older of the two."""
         entries = self._entries()
         models = [entry.step for entry in entries if entry.form == "model"]
         for entry in entries if len(models) > 1 else ():
@@ -188,7 +189,7 @@ class Publisher:
                 remove_checkpoint(entry.where)
 
     def _entries(self) -> list[_Published]:
-        """Return all exports by step; a full model follows the change of its step."""
+        """Return all exports by step; a full model follows the change of the same step."""
         found = [(m, self._where / m[0]) for name in self._where.names() if (m := _NAME.fullmatch(name))]
         return sorted(
             (_Published(int(m[2]), m[1], where) for m, where in found if where.has(MANIFEST)),

@@ -29,10 +29,10 @@ from hotbed.parsing import yaml_text
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes
 from hotbed.store import Traffic
-from hotbed.train.runs.callbacks import Callback, KeepBest
 from hotbed.train.checkpoints import are_same
 from hotbed.train.metrics import RESERVED_NAMES, Metrics
 from hotbed.train.ranks.parallel import Ranks
+from hotbed.train.runs.callbacks import Callback, KeepBest
 from hotbed.train.throughput import Balance
 from hotbed.train.trainer import Trainer
 
@@ -135,7 +135,7 @@ METRIC_NAMES = {
 def print_metrics(
     console: Console, title: str, metrics: Mapping[str, Any], best: Mapping[str, float] | None = None
 ) -> None:
-    """Print metrics, also by task, and the best attainable ones if they are known."""
+    """Print metrics, their values by task, and the best attainable metrics if they are known."""
     console.print(title, style="table.title", soft_wrap=True)
     table = RichTable()
     table.add_column("metric")
@@ -170,7 +170,7 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
         f"on {summary['hardware']}"
     ]
     if summary.get("best_step") not in (None, summary["steps"]):
-        lines.append(f"the evaluation after step {summary['best_step']:,} was the best; its model was tested and kept")
+        lines.append(f"the model after step {summary['best_step']:,} had the best evaluation, and was tested and kept")
     if "precision_because" in summary:
         threads = f"{summary['threads']} thread{'s' if summary['threads'] > 1 else ''} per process"
         lines.append(f"precision {summary['precision']} ({summary['precision_because']}), {threads}")
@@ -184,7 +184,7 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
 
 
 def print_taken(console: Console, checkpoint: str, report: Sequence[Taken]) -> None:
-    """Print the tables that a new model takes from a checkpoint, and other entries that it does not take."""
+    """Print which entries a new model took from a checkpoint; parameters that it took are only counted."""
     console.print(f"from {checkpoint}", soft_wrap=True)
     table = RichTable()
     for name in ("", "name", "taken", "what"):
@@ -228,7 +228,7 @@ _STAGES = {
 
 
 class StageProgress:
-    """Show progress through named stages, e.g. of `hotbed.prepare`; a context manager."""
+    """Context manager that shows progress through named stages, e.g. of `hotbed.prepare`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -268,7 +268,7 @@ class ShowProgress(Callback):
         self._bar: Progress | None = None
 
     def on_numerics(self, trainer: Trainer, chosen: str) -> None:
-        """Print a line."""
+        """Print the chosen precision and matrix library."""
         self._console.print(chosen)
 
     def on_train_start(self, trainer: Trainer) -> None:
@@ -287,7 +287,7 @@ class ShowProgress(Callback):
             self._bar.update(self._bar.task_ids[0], completed=trainer.step, note=note)
 
     def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """Print a line."""
+        """Print the record as a line if there is no bar."""
         if self._bar is None:
             of = f"/{trainer.steps_total:,}" if trainer.steps_total else ""
             self._console.print(
@@ -296,7 +296,7 @@ class ShowProgress(Callback):
             )
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Print a line."""
+        """Print the metrics as a line."""
         values, names = {"AUC": metrics.auc, "logloss": metrics.logloss}, {"AUC": "auc", "logloss": "logloss"}
         if trainer.numerics.is_retrieval:
             values = metrics.others
@@ -328,7 +328,7 @@ def _time_left(trainer: Trainer) -> str:
 
 
 def _stalled(record: Mapping[str, float]) -> str:
-    """Format the share of waits for batches if it is at least 1 %."""
+    """Format the share of time that training waited for batches, if it is at least 1 %."""
     share = record.get("stall_share", 0.0)
     return f"  {share:.0%} stalled" if share >= 0.01 else ""
 
@@ -370,7 +370,7 @@ def summary_of(
 
 
 def _memory(trainer: Trainer) -> dict[str, Any]:
-    """Summarize caches and files, if rows are in other tiers than the device."""
+    """Summarize caches and files, if there are rows outside of device memory."""
     collections, traffic = collections_of(trainer.model).values(), trainer.traffic
     if traffic == Traffic():
         return {}
@@ -405,7 +405,7 @@ def summarize_tables(trainer: Trainer) -> list[dict[str, Any]]:
                     "dim": table.dim,
                     "dtype": table.dtype,
                     "bytes": table_bytes(table, moments.get(whole, moments.get(table.name, ()))),
-                    # Of the first rank; None if its batches have ids of other ranks
+                    # Measured on the first rank; None if its batches have ids of other ranks
                     "ids_per_sample": ids / clock.drawn if clock.drawn else None,
                     "hit_rate": rates[table.name],
                     "grad_norm": norms[path, table.name],

@@ -1,4 +1,4 @@
-"""Resume a run: find its checkpoint, load it, and refuse settings that would train another model.
+"""Resume a run: find its checkpoint, load it, and refuse settings that would train a different model.
 
 ``--resume PATH`` resumes a checkpoint in a new run directory. ``--resume auto`` resumes the newest run of the recipe's
 name in its own directory, or starts a run. So the same command starts a run and resumes it after a crash. Under
@@ -7,7 +7,8 @@ the command. The first rank searches; all ranks load the same checkpoint, or all
 
 Learning rates, moments and positions are loaded from the checkpoint, so new values in the recipe would be ignored or
 applied in part. A resumed run may change the fields that are marked ``MAY_DIFFER_ON_RESUME`` in `hotbed.config.recipe`
-and `hotbed.config.parallel_memory`, e.g. its length, its output and its hardware. `_find_differences` compares the rest.
+and `hotbed.config.parallel_memory`, e.g. its length, its output and its hardware. `_find_differences` compares the
+rest.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _OF_A_RUN = ("data", "init", *(key for key in _KEYS_THAT_MAY_DIFFER if key.start
 
 
 def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) -> Manifest:
-    """Raise `RecipeError` if a recipe would train another model than a checkpoint's recipe."""
+    """Raise `RecipeError` if a recipe would train a different model than a checkpoint's recipe."""
     manifest = read_manifest(checkpoint)
     if manifest.recipe is not None:
         _refuse_difference(f"{checkpoint}", manifest.recipe, recipe)
@@ -64,7 +65,7 @@ def _refuse_difference(name: str, stored: Mapping[str, Any], recipe: Recipe) -> 
     if differing := _find_differences(stored, recipe):
         lines = "; ".join(f"{key} was {before!r} and is now {now!r}" for key, (before, now) in differing.items())
         raise RecipeError(
-            f"{name} was trained with another recipe: {lines}. Use the old values, or start a new run with "
+            f"{name} was trained with a different recipe: {lines}. Use the old values, or start a new run with "
             "--resume none"
         )
 
@@ -72,8 +73,8 @@ def _refuse_difference(name: str, stored: Mapping[str, Any], recipe: Recipe) -> 
 def _find_differences(
     stored: Mapping[str, Any], recipe: Recipe, compared: Collection[str] = ()
 ) -> dict[str, tuple[object, object]]:
-    """Return old and new values of settings that differ and must not, or are ``compared``."""
-    # As recipes, so that unset options have their defaults; and through JSON, because it has no tuples.
+    """Return old and new values of settings that differ and must be equal, or are ``compared``."""
+    # Parsed as recipes, so that unset options have their defaults. JSON replaces tuples by lists.
     before, now = (_by_key(json.loads(json.dumps(r.to_dict()))) for r in (Recipe.from_dict(stored), recipe))
     both = {key: (before.get(key), now.get(key)) for key in {**before, **now}}
     return {
@@ -96,18 +97,20 @@ def _by_key(value: object, key: str = "") -> dict[str, object]:
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Meaning of ``--resume``."""
+    """Parsed value of ``--resume``."""
 
     path: str | Path | None = None  # a checkpoint, or a directory with checkpoints
     auto: bool = False  # resume the newest run of the recipe's name in its directory, or start a run
-    by_recipe: bool = False  # with auto: ignore runs of other recipes, data or warm starts instead of raising an error
+    by_recipe: bool = False  # with auto: ignore runs with a different recipe, data or warm start, without an error
 
     @staticmethod
     def of(option: str | Path | None, recipe: Recipe) -> Resume:
         """Parse the option; without it, runs under torchrun are resumed, because torchrun repeats the command."""
         keeps = recipe.train.checkpoint != "none"
         if option == AUTO and not keeps:
-            raise RecipeError("--resume auto needs checkpoints, but train.checkpoint is 'none'. Set it to 'last'")
+            raise RecipeError(
+                "--resume auto needs checkpoints, but train.checkpoint is 'none'. Set train.checkpoint to 'last'"
+            )
         if option is None and keeps and "TORCHELASTIC_RUN_ID" in os.environ:
             return Resume(auto=True, by_recipe=True)
         return Resume(path=None if option in (AUTO, NEVER) else option, auto=option == AUTO)
@@ -121,7 +124,7 @@ class Resume:
 
 
 def _is_of(run: Path, recipe: Recipe) -> bool:
-    """Return whether a run has this recipe; unreadable ones do not."""
+    """Return whether a run has this recipe; a run with an unreadable recipe does not."""
     try:
         return not _find_differences(read_yaml(run / RECIPE) or {}, recipe, _OF_A_RUN)
     except HotbedError:
@@ -165,7 +168,7 @@ def resume_newest(
     """Load the newest undamaged checkpoint of the run to resume; all ranks must call this.
 
     Newer damaged checkpoints are renamed with a warning after an older one is loaded. The run continues in its
-    directory. Return None if it has no finished checkpoint.
+    directory. Return None if the run has no complete checkpoint.
     """
     ranks = trainer.ranks
     with ranks.together("find the run to resume"):
@@ -196,7 +199,7 @@ def resume_newest(
             console.print(f"warning: {reason}; {name} is {done}, and an older checkpoint is used", soft_wrap=True)
         for name in unfinished:
             if not whole or step_of(where / name) > step_of(where / whole[0]):
-                console.print(f"warning: {where / name} was never finished and is ignored", soft_wrap=True)
+                console.print(f"warning: {where / name} is incomplete and is ignored", soft_wrap=True)
     if not whole:
         return None
     if earlier:
@@ -205,7 +208,7 @@ def resume_newest(
 
 
 def _names(where: Directory, trainer: Trainer) -> tuple[list[str], list[str]]:
-    """Return finished and unfinished checkpoints of a directory, newest first."""
+    """Return the names of complete and incomplete checkpoints of a directory, newest first."""
     ranks = trainer.ranks
     with ranks.together(f"list {where}"):
         whole = [checkpoint.name for checkpoint in checkpoints_in(where)] if ranks.is_first else []

@@ -25,6 +25,8 @@ from hotbed.data.skew.hot_cold import HotColdLoader
 from hotbed.embed import Distributed, collections_of
 from hotbed.errors import StoppedError
 from hotbed.nn.normalization import normalization_of
+from hotbed.train.checkpoints import refuse_other_checkpoints
+from hotbed.train.ranks.process_group import Watchdog, limit_of, on_first
 from hotbed.train.runs.build import build, open_source, train_splits
 from hotbed.train.runs.callbacks import (
     Callback,
@@ -37,19 +39,17 @@ from hotbed.train.runs.callbacks import (
     refuse_callbacks,
     signals_to,
 )
-from hotbed.train.checkpoints import refuse_other_checkpoints
 from hotbed.train.runs.hot_batches import HotSchedule
 from hotbed.train.runs.loaders import TrainingLoader, evaluation_loader, readers_of, training_loader
-from hotbed.train.ranks.process_group import Watchdog, limit_of, on_first
 from hotbed.train.runs.report import METRICS, RunDirectory, ShowProgress, StageProgress, print_taken, summary_of
 from hotbed.train.runs.resume import Resume, finished_run, resume_from, resume_newest
 from hotbed.train.runs.stored_model import (
     FEATURES,
     FeaturesState,
     bad_ids,
-    init_features,
     check_resumed_data,
     has_features,
+    init_features,
     unknown_vocabularies,
 )
 from hotbed.train.trainer import Trainer
@@ -120,11 +120,11 @@ def train(
     console
         Console for progress.
     resume
-        Checkpoint to resume, or a directory (its newest checkpoint). With the same number of
-        processes, training continues bit for bit. A recipe that would train another model is refused
-        (`refuse_another_recipe`). ``"auto"`` resumes the newest run of this name in its directory, or starts a run; it
-        does nothing for a finished run. ``"none"`` starts a run. The default is ``"none"``, but under torchrun the
-        newest run of this recipe is resumed (see `Resume`).
+        Checkpoint to resume, or a directory (then its newest checkpoint is resumed). With the same number of
+        processes, training continues bit for bit. A recipe that would train a different model is refused
+        (`refuse_another_recipe`). ``"auto"`` resumes the newest run of this name in its directory, or starts a run. If
+        that run is finished, nothing is trained. ``"none"`` starts a run. The default is ``"none"``, but under torchrun
+        the newest run of this recipe is resumed (see `Resume`).
     extra
         Additional entries of the summary.
     continuation
@@ -157,7 +157,7 @@ def train(
         if has_features(source):
             trainer.other_parts[FEATURES] = FeaturesState(source)
         try:
-            # 5. Resume a checkpoint, or start, perhaps with tables of another checkpoint.
+            # 5. Resume a checkpoint, or start a new run, perhaps with tables of the checkpoint in ``init``.
             resumed = _resume(job, wanted, batches, other_data=continuation is not None)
             taken = [] if resumed is not None or recipe.init.checkpoint is None else _init(job, recipe.init.checkpoint)
             # 6. Create the run's directory, and lock the directory of its checkpoints.
@@ -199,7 +199,7 @@ def _finished(job: Run, wanted: Resume) -> dict[str, Any] | None:
 
 
 def _resume(job: Run, wanted: Resume, batches: TrainingLoader, *, other_data: bool) -> Directory | None:
-    """Load the checkpoint to resume and set the loader to its position; return None if a run starts."""
+    """Load the checkpoint to resume and set the loader to its position; return None if a new run starts."""
     recipe, trainer = job.recipe, job.trainer
     if wanted.auto:
         resumed = resume_newest(trainer, recipe, job.directory, wanted, job.console)
@@ -218,7 +218,7 @@ def _resume(job: Run, wanted: Resume, batches: TrainingLoader, *, other_data: bo
 
 
 def _init(job: Run, checkpoint: str) -> list[Taken]:
-    """Load tables and parameters of another checkpoint, as the recipe's ``init`` section requests."""
+    """Load tables and parameters of ``checkpoint`` as the recipe's ``init`` section requests."""
     recipe, ranks = job.recipe, job.trainer.ranks
     with ranks.together("find the checkpoint of init.checkpoint"):
         found = [str(find_checkpoint(checkpoint))] if ranks.is_first else []
@@ -240,7 +240,7 @@ def _warn_of_unknown_vocabularies(job: Run, checkpoint: Directory) -> None:
 
 
 class OtherData:
-    """Set a loader of changed data to a checkpoint's position; at the start of an epoch only its number matters."""
+    """Set a loader of changed data to a checkpoint's position; between epochs, only the number of the epoch matters."""
 
     def __init__(self, loader: TrainingLoader) -> None:
         self._loader = loader
@@ -354,7 +354,7 @@ def measure_buckets(trainer: Trainer, source: Source, splits: Sequence[str], con
 
     on_first(measure)
     for bucket in wanted:
-        own = [*encoder.boundaries[bucket.name], 0.0] if ranks.is_first else []  # padded: it may be empty
+        own = [*encoder.boundaries[bucket.name], 0.0] if ranks.is_first else []  # padded, because the list may be empty
         found = ranks.gather(torch.tensor(own, dtype=torch.float64, device=trainer.device))
         encoder.boundaries[bucket.name] = found[:-1].tolist()
 
@@ -381,7 +381,7 @@ class IdCounts:
 
 
 def _own_bad_ids(trainer: Trainer, recipe: Recipe) -> dict[str, int]:
-    """Count this rank's invalid ids, without tables that another owner counts."""
+    """Count this rank's invalid ids, except ids of tables that another rank counts."""
     counts = bad_ids(trainer.model)
     if recipe.parallel.reader != "owners" or not isinstance(trainer.model, Distributed):
         return counts

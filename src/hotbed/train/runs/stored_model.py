@@ -36,15 +36,15 @@ from hotbed.train.runs.build import build_component, build_model, check_split, n
 
 FEATURES = "features"
 """Part of a checkpoint with the state of derived columns and of vocabularies."""
-_SPLITTING = ("valid_fraction", "test_fraction", "split", "split_paths")  # arguments that cut data into splits
+_SPLITTING = ("valid_fraction", "test_fraction", "split", "split_paths")  # arguments that divide data into splits
 
 
 def evaluate_checkpoint(
     path: str | Path, split: str | None = None, data: str | None = None, *, trust_recipe: bool = False
 ) -> tuple[Directory, str, Metrics]:
-    """Evaluate a checkpoint's model on a split with its own recipe; return the checkpoint, the split and the metrics.
+    """Evaluate a checkpoint's model with its recipe on a split; return the checkpoint, the split and the metrics.
 
-    The default is the split ``test``. The default for other ``data`` is all rows.
+    ``split`` defaults to ``test``, or to all rows of ``data`` if that is set.
     """
     checkpoint = find_checkpoint(path, best=True)
     manifest = read_manifest(checkpoint)
@@ -70,7 +70,7 @@ def evaluate_checkpoint(
     item = item_features(model)
     if data is None:
         items = all_items(recipe, source, item)
-    else:  # the items of the training data and of the other data
+    else:  # search the items of the training data and of ``data``
         new, trained = items_of(source, item, source.splits), source
         try:
             if recipe.retrieval.items is None:
@@ -80,7 +80,7 @@ def evaluate_checkpoint(
         except DataError as error:
             raise DataError(
                 f"the search needs the items of the training data, which cannot be read (in the folder {Path.cwd()}): "
-                f"{error}. Restore that data"
+                f"{error}. Restore the training data"
             ) from None
     return checkpoint, name, evaluate_retrieval(model, loader, items, retrieval_options(recipe, model), device=device)
 
@@ -88,8 +88,8 @@ def evaluate_checkpoint(
 def stored_recipe(manifest: Manifest, path: str, *, trusted: bool, evaluates: bool = False) -> Recipe:
     """Return a checkpoint's recipe for one process; raise `CheckpointError` if it has none.
 
-    Classes that only training needs (losses, callbacks) are removed, and metrics unless it ``evaluates``. Classes of
-    others must be ``trusted`` (`check_trust`).
+    Losses and callbacks are removed, because only training needs them. Metrics are removed unless the caller
+    ``evaluates``. Classes outside of hotbed and torch.optim must be ``trusted`` (`check_trust`).
     """
     if manifest.recipe is None:
         raise CheckpointError(
@@ -111,18 +111,18 @@ def open_new_data(
 ) -> tuple[Source, tuple[str, ...]]:
     """Open data with a checkpoint's encoding, without labels and splits; return the source and the model's labels.
 
-    If the model was trained on a prepared dataset, other data is encoded as raw rows, with the vocabularies of that
-    dataset or of ``prepared``. Columns of ``missing`` may be absent.
+    If the model was trained on a prepared dataset and ``data`` is not prepared, raw rows are encoded with the
+    vocabularies of that dataset or of ``prepared``. Columns of ``missing`` may be absent.
     """
     component = without_splits(_with_text(recipe.data.source, manifest))
     if _takes_raw_rows(component, manifest) and not _is_prepared(data):
-        fix = "Name the prepared dataset with --prepared DATASET"
+        fix = "Pass the prepared dataset with --prepared DATASET"
         trained = _open_training_data(recipe.data, prepared, f"raw rows of {data} need the vocabularies of", fix)
         if trained.encoder is None or trained.encoder.preparation is None:
             raise DataError(
                 f"{data} has raw rows, but {prepared or recipe.data.path} has no vocabularies of hotbed, because "
-                "another program prepared it. Prepare the log with hotbed (hotbed prepare RAW OUT) and train with "
-                "that, or predict from rows that the other program has prepared"
+                "another program prepared it. Prepare the log with hotbed (hotbed prepare RAW OUT) and train on the "
+                "result, or predict from rows that the other program has prepared"
             )
         _refuse_unknown(trained, manifest)
         load_features(trained, manifest)
@@ -175,9 +175,9 @@ class _InputsOnly(Source):
 
 
 def trained_inputs(recipe: Recipe, manifest: Manifest, data: str | Path | None = None) -> Source:
-    """Return the inputs of a checkpoint's model, and open its training data only if they alone describe the inputs.
+    """Return the inputs of a checkpoint's model; open training data only if the recipe does not describe the inputs.
 
-    The recipe has the schema of Parquet and CSV files. Other formats and prepared data describe themselves.
+    The recipe has the schema of Parquet and CSV files. Other formats and prepared data contain their schema.
     """
     component = recipe.data.source
     schema = _schema_of(component) if issubclass(component.load(), ParquetSource) else None
@@ -186,7 +186,7 @@ def trained_inputs(recipe: Recipe, manifest: Manifest, data: str | Path | None =
         return _InputsOnly(encoder.with_kinds(id_kinds_of(manifest)))
     if data is not None:
         return new_source(replace(recipe.data, path=str(data)))
-    return _open_training_data(recipe.data, None, "inputs of this model are described by", "Name a copy with --data")
+    return _open_training_data(recipe.data, None, "inputs of this model are described by", "Pass a copy with --data")
 
 
 def _open_training_data(recipe: DataRecipe, path: str | None, reason: str, fix: str) -> Source:
@@ -199,7 +199,7 @@ def _open_training_data(recipe: DataRecipe, path: str | None, reason: str, fix: 
 
 
 def _schema_of(component: Component) -> Schema | None:
-    """Return the schema in a recipe's source."""
+    """Return the schema in the recipe of a source, or None if the recipe has no schema."""
     schema = component.init_args.get("schema")
     return Schema.from_dict(cast("Mapping[str, object]", schema)) if isinstance(schema, Mapping) else None
 
@@ -215,24 +215,24 @@ def _takes_raw_rows(component: Component, manifest: Manifest) -> bool:
 
 
 def _is_prepared(data: str | Path) -> bool:
-    """Return whether data is a dataset of ``hotbed prepare``."""
+    """Return whether data was written by ``hotbed prepare``."""
     where = location(str(data))
     if isinstance(where, Path) and not where.exists():
-        raise DataError(f"{data} does not exist. Name a log or Parquet of raw rows, or a dataset of hotbed prepare")
+        raise DataError(f"{data} does not exist. Pass a log or Parquet of raw rows, or a prepared dataset")
     if suffix(where) == ".yaml" or (suffix(where) == "" and is_storage(where) and directory(where).has(DESCRIPTION)):
         return True
     return (suffix(where) == ".parquet" or (isinstance(where, Path) and where.is_dir())) and is_prepared(data)
 
 
 def without_splits(component: Component) -> Component:
-    """Return a source without the arguments that cut its data into splits."""
-    if issubclass(component.load(), NpySource):  # it cuts them by default
+    """Return a source without the arguments that divide its data into splits."""
+    if issubclass(component.load(), NpySource):  # it has splits by default
         return replace(component, init_args={**component.init_args, "splits": "none"})
     return replace(component, init_args={k: v for k, v in component.init_args.items() if k not in _SPLITTING})
 
 
 def _with_text(component: Component, manifest: Manifest) -> Component:
-    """Return a source that reads ids as text if they were text in training; in CSV ``12`` may be either."""
+    """Return a source that reads ids as text if they were text in training; in CSV, ``12`` may be text or a number."""
     if not issubclass(component.load(), ParquetSource):
         return component
     text = {name for name, kind in id_kinds_of(manifest).items() if kind == "text"}
@@ -254,7 +254,7 @@ def id_kinds_of(manifest: Manifest) -> Mapping[str, str]:
 
 
 def check_id_kinds(manifest: Manifest, source: Source, data: str) -> None:
-    """Raise `DataError` if ids have another type than in training, because they would be hashed to other rows."""
+    """Raise `DataError` if ids have a different type than in training, because they would be hashed differently."""
     before = id_kinds_of(manifest)
     for name, kind in source.id_kinds().items():
         trained = before.get(name, "")
@@ -271,7 +271,7 @@ def has_features(source: Source) -> bool:
 
 
 class FeaturesState:
-    """Part `FEATURES` of checkpoints: the state of a source's encoder; `load_features` compares its lookup tables."""
+    """State of a source's encoder, as part `FEATURES` of checkpoints; only `load_features` compares lookup tables."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -298,7 +298,7 @@ def load_features(source: Source, manifest: Manifest, *, other_tables: bool = Fa
 
 
 def init_features(source: Source, manifest: Manifest, taken: Sequence[Taken], rename: Mapping[str, str]) -> None:
-    """Load a checkpoint's state of derived columns for a new model, and check vocabularies of the tables it took."""
+    """Load a checkpoint's state of derived columns for a new model, and check vocabularies of taken tables."""
     load_features(source, manifest, other_tables=True)
     _check_vocabularies(source, manifest, taken, rename)
 
@@ -315,7 +315,7 @@ def check_resumed_data(source: Source, manifest: Manifest, data: str | Path, *, 
 def _check_vocabularies(
     source: Source, manifest: Manifest, taken: Sequence[Taken] | None = None, rename: Mapping[str, str] | None = None
 ) -> None:
-    """Raise `DataError` if rows of a checkpoint have other values now; vocabularies may have grown."""
+    """Raise `DataError` if rows of a checkpoint stand for different values now; vocabularies may have grown."""
     preparation = None if source.encoder is None else source.encoder.preparation
     if preparation is None:
         return
@@ -339,15 +339,15 @@ def unknown_vocabularies(source: Source, manifest: Manifest) -> str | None:
     preparation = None if source.encoder is None else source.encoder.preparation
     if preparation is None or not preparation.unknown(cast("Mapping[str, Any]", manifest.parts.get(FEATURES, {}))):
         return None
-    return "it records no vocabularies, so the vocabularies of the data are assumed"
+    return "the checkpoint records no vocabularies, so the vocabularies of the data are assumed"
 
 
 def _refuse_unknown(source: Source, manifest: Manifest) -> None:
     """Raise `DataError` if data has vocabularies that a checkpoint did not record."""
     if unknown_vocabularies(source, manifest) is not None:
         raise DataError(
-            "the checkpoint records no vocabularies, so the data may have others. If they are the same, resume the "
-            "run on this data (--resume RUN and a larger train.steps or train.epochs), which records them"
+            "the checkpoint records no vocabularies, so the data may have different ones. If they are the same, resume "
+            "the run on this data (--resume RUN and a larger train.steps or train.epochs), which records them"
         )
 
 
@@ -366,7 +366,7 @@ def encoder_of(recipe: Recipe, source: Source, manifest: Manifest) -> Encoder:
 
 
 def bad_ids(model: nn.Module) -> dict[str, int]:
-    """Return the number of invalid ids by feature; collections with the same feature count it once."""
+    """Return the number of invalid ids by feature; a feature of several collections is counted once."""
     counts: dict[str, int] = {}
     for module in model.modules():
         for feature, count in getattr(module, "bad_ids", {}).items():

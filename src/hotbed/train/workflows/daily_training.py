@@ -1,13 +1,14 @@
 """Train a model day by day: ``hotbed daily``.
 
-A day is a run of `train` that resumes the previous day's checkpoint and trains ``train.epochs`` epochs of the day.
-Before its first step, the previous day's model is evaluated on the day (progressive validation). Then the day's changes
-are written, and its record is added to ``days.jsonl``, which marks the day as finished. All state is in checkpoints. So
-one command for five days, five commands, and a killed and repeated command train the same bits.
+For each day, `train` resumes the previous day's checkpoint and trains ``train.epochs`` epochs of the day. Before its
+first step, the previous day's model is evaluated on the day (progressive validation). After training, the day's changes
+are written. A record in ``days.jsonl`` then marks the day as finished. All state is in checkpoints. So one command for
+five days, five commands, and a killed and repeated command all train the same bits.
 
-``OUT`` contains ``days.jsonl``, ``checkpoints/last-STEP`` and a run directory per day. The latter has ``before.json``
-(measured before training), ``seen.npz`` (rows looked up so far) and, with ``--changes``, ``changes.parquet``. After
-``--restart_from``, names of new directories end in ``-2`` and so on, and the old ones are kept.
+``OUT`` contains ``days.jsonl``, ``checkpoints/last-STEP`` and a run directory per day. A day's directory has
+``before.json`` (measured before training), ``seen.npz`` (rows looked up so far) and, with ``--changes``,
+``changes.parquet``. After ``--restart_from``, names of new directories end in ``-2`` and so on, and the old directories
+are kept.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ from hotbed.train.trainer import Trainer
 
 DAYS, BEFORE, SEEN, CHANGES = "days.jsonl", "before.json", "seen.npz", "changes.parquet"
 MEASURED = ("samples", "metrics", "unseen_share", "new_rows", "label_means")
-"""Entries of ``before.json`` that a record has, too."""
+"""Entries of ``before.json`` that are copied to the day's record."""
 BINNED = "bins_of_sizes"
 """Entry of ``before.json`` with the bins of numerical columns."""
 LOOK_AHEAD = 31
-"""Days after a day without data that are searched, to distinguish a gap from the end."""
+"""Number of days that are searched after a day without data, to distinguish a gap from the end of the data."""
 _KEYS = ("folder", "checkpoint", "step", "epoch", "data")
 _TABLE = "table "  # prefix of names in ``seen.npz``, because NumPy reserves some names
 Record = dict[str, Any]
@@ -107,7 +108,7 @@ class TrainingDay(NamedTuple):
 
     day: date
     data: str
-    folder: Path  # of the run
+    folder: Path  # run directory of the day
     checkpoints: str
     resume: str | None  # checkpoint to resume
     epochs: int  # epochs of the model after the day
@@ -170,10 +171,10 @@ def refuse_endings(recipe: Recipe) -> None:
 
 
 def recipe_of_days(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """Return the recipe of one whole day, and a message for each ignored setting.
+    """Return the recipe for training whole days, and a message for each ignored setting.
 
-    All rows of a day are trained, so rules that cut splits are removed. The evaluation of the next day replaces a test
-    split.
+    All rows of a day are trained, so rules that divide data into splits are removed. The evaluation on the next day
+    replaces a test split.
     """
     ignored: list[str] = []
     source, before = without_splits(recipe.data.source), recipe.data.source.init_args
@@ -227,7 +228,7 @@ def _train(recipe: Recipe, day: TrainingDay, console: Console) -> None:
 def _evaluate_before_training(
     day: TrainingDay, is_new: bool, trainer: Trainer, source: Source, batches: Loader
 ) -> None:
-    """Write ``before.json``: metrics of the previous day's model unless it ``is_new``, and counts of the day."""
+    """Write ``before.json``: counts of the day, and metrics of the previous day's model unless the model ``is_new``."""
     before, file = day.before, day.folder / BEFORE
     if day.is_begun and on_first(file.exists):
         return
@@ -236,7 +237,7 @@ def _evaluate_before_training(
     if is_new:
         for batch in batches:
             counts.add(batch)
-            trainer.clock.count()  # for the watchdog
+            trainer.clock.count()  # shows the watchdog that evaluation makes progress
     else:
         with _uncounted(trainer.model):
             metrics = trainer.evaluate(CountedLoader(batches, counts)).to_dict()
@@ -249,7 +250,7 @@ def _evaluate_before_training(
 
 @contextmanager
 def _uncounted(model: nn.Module) -> Generator[None]:
-    """Restore the counts of invalid ids, because training on the day counts them."""
+    """Restore the counts of invalid ids afterwards, because training on the day counts the same ids again."""
     counters = [c for m in model.modules() if isinstance(c := getattr(m, "bad_ids", None), Counter)]
     before = [dict(cast("Counter[str]", counter)) for counter in counters]
     yield
@@ -259,7 +260,7 @@ def _uncounted(model: nn.Module) -> Generator[None]:
 
 
 class CountedLoader:
-    """Batches of a loader, which are counted as they pass."""
+    """Iterate over the batches of a loader, and count each batch."""
 
     def __init__(self, loader: Loader, counts: DayCounts) -> None:
         self._loader, self._counts, self.source = loader, counts, loader.source
@@ -283,7 +284,7 @@ class DayCounts:
             earlier = seen.get(name, bits)[: len(bits)]
             bits[: len(earlier)] = earlier
         self._new = {name: np.zeros_like(bits) for name, bits in self._seen.items()}
-        self._lookups = torch.zeros(2, dtype=torch.float64)  # all, and of new rows
+        self._lookups = torch.zeros(2, dtype=torch.float64)  # all lookups, and lookups of new rows
         self._positives = torch.zeros(1 + len(self._labels), dtype=torch.float64)  # samples, sums of labels
         self._bins = torch.zeros(len(self._columns), BINS, dtype=torch.float64)
 
@@ -306,7 +307,7 @@ class DayCounts:
             np.bitwise_or.at(self._new[table], byte[unknown], bit[unknown])
 
     def gather(self, ranks: Ranks) -> None:
-        """Add the counts of the other ranks; all ranks must call this."""
+        """Sum the counts over ranks; all ranks must call this."""
         if ranks.link is None:
             return
         for counts in (self._lookups, self._positives, self._bins):
@@ -338,7 +339,7 @@ class DayCounts:
 
 
 def stability(bins: Mapping[str, Mapping[str, int]], reference: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """Return the population stability index of each common column of two days, the largest first."""
+    """Return the population stability index of each column that two days have in common, largest first."""
     found: dict[str, float] = {}
     for column in bins.keys() & reference.keys():
         keys = sorted(bins[column].keys() | reference[column].keys(), key=int)
@@ -355,14 +356,14 @@ def write_seen(path: Path, seen: Bits) -> None:
 
 
 def read_seen(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """Read the file of `write_seen`; return nothing if it does not exist."""
+    """Read a file written by `write_seen`; return an empty dict if it does not exist."""
     if not path.exists():
         return {}
     try:
         with np.load(path, allow_pickle=False) as stored:
             return {name.removeprefix(_TABLE): stored[name] for name in stored.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DamagedError(f"{path} is damaged ({error}). Remove it; all rows then count as new") from error
+        raise DamagedError(f"{path} is damaged ({error}). Remove the file; all rows then count as new") from error
 
 
 # -- the table of days -------------------------------------------------------------------------------------------------
@@ -378,7 +379,7 @@ def read_days(out: Path) -> list[Record]:
             if not record.get("skipped"):
                 _ = [record[key] for key in _KEYS]
         except (ValueError, TypeError, KeyError):
-            raise DamagedError(f"{file}, line {number:,} is no record of a day. Restore the file") from None
+            raise DamagedError(f"{file}, line {number:,} is not a record of a day. Restore the file") from None
         records.append(record)
     return records
 
@@ -396,16 +397,16 @@ def read_before(folder: Path, day: str) -> dict[str, Any]:
         if isinstance(found, dict) and all(key in found for key in MEASURED):
             return cast("dict[str, Any]", found)
     except FileNotFoundError:
-        problem = "is gone"
+        problem = "does not exist"
     except (TextError, ValueError) as error:
         problem = f"is damaged ({error})"
-    raise DamagedError(f"{file} {problem}. Restore it, or train from that day on again: --restart_from {day}")
+    raise DamagedError(f"{file} {problem}. Restore the file, or train again from that day: --restart_from {day}")
 
 
 class DayTable:
-    """``days.jsonl`` of a directory, which determines the next day; only the first rank has it.
+    """Records of ``days.jsonl``, which determine the next day to train; only the first rank has this object.
 
-    ``restart_from`` sets the records from that day on aside, but only after the first day to train was checked.
+    ``restart_from`` moves the records from that day on to ``days-N.jsonl``, after the data of that day was checked.
     """
 
     def __init__(self, out: Path, recipe: Recipe, days: Days, restart_from: date | None) -> None:
@@ -421,10 +422,10 @@ class DayTable:
             self._checkpoints = self._checkpoints.sibling(f"{self._checkpoints.name}-{self._generation}")
         first = date.fromisoformat(self.records[0]["day"]) if self.records else days.first
         if first is None:
-            raise RecipeError(f"{out} has no day yet. Name the first day, e.g. --from 2026-01-31")
+            raise RecipeError(f"{out} has no day yet. Set the first day, e.g. --from 2026-01-31")
         if days.first not in (None, first):
             raise RecipeError(
-                f"--from is {days.first}, but {out} starts with {first}. Remove --from, or use another --out"
+                f"--from is {days.first}, but {out} starts with {first}. Remove --from, or use a different --out"
             )
         self._first = first
 
@@ -449,12 +450,14 @@ class DayTable:
         if not _exists(data):
             self._refuse_gap(day, data)
             if self._restart_from is not None:
-                raise DataError(f"there is no data of {day} ({data}) to restart from; nothing was changed")
+                raise DataError(
+                    f"there is no data of {day} ({data}) to restart from. Nothing was changed. Choose a day with data"
+                )
             console.print(f"there is no data of {day} yet ({data}); nothing is left to train", soft_wrap=True)
             return None
         if self._days.marker is not None and not _exists(f"{data.rstrip('/')}/{self._days.marker}"):
             raise DataError(
-                f"{data} has no {self._days.marker} yet, so {day} is incomplete. Repeat the command when it exists"
+                f"{data} has no {self._days.marker} yet, so {day} is incomplete. Repeat the command when it is complete"
             )
         found = self._next(day, data)
         if self._restart_from is not None:
@@ -479,8 +482,8 @@ class DayTable:
             path = (manifest.recipe or {}).get("data", {}).get("path")
             if not (folder / BEFORE).exists() or path != data:
                 raise CheckpointError(
-                    f"{own} is newer than all days in {self._out}, but does not belong to {day}. Remove it, or choose "
-                    "another train.checkpoint_dir if another model uses this one"
+                    f"{own} is newer than all days in {self._out}, but does not belong to {day}. Remove the checkpoint "
+                    "or choose a different train.checkpoint_dir if another model uses this directory"
                 )
             is_trained = manifest.parts["position"]["epoch"] >= epochs
         return TrainingDay(
@@ -519,7 +522,7 @@ class DayTable:
             "epoch": manifest.parts["position"]["epoch"],
             **{key: found[key] for key in MEASURED},
             "drift": drift,
-            # Ids of dynamic tables that have rows, and that have lost theirs since the previous day
+            # Number of ids in each dynamic table, and number of ids evicted since the previous day
             **({key: {t: of[key] for t, of in dynamic.items()} for key in ("ids", "evicted")} if dynamic else {}),
             "bytes": manifest.nbytes,
             "base": None if manifest.base is None else manifest.base.name,
@@ -546,10 +549,10 @@ class DayTable:
             write_days(self._out / DAYS, self.records)
 
     def _remove_old(self) -> None:
-        """Remove checkpoints of this generation, except the newest days' ones."""
+        """Remove checkpoints of this generation, except checkpoints of the newest days."""
         days = self.trained if self._days.keep is None else self.trained[-self._days.keep :]
         kept = [directory(record["checkpoint"]) for record in days]
-        with lock(self._checkpoints) as held:  # training has released it
+        with lock(self._checkpoints) as held:  # training has released this lock
             others = [c for c in checkpoints_in(self._checkpoints) if not any(are_same(c, k) for k in kept)]
             held.check()
             remove_unneeded(self._checkpoints, others)
@@ -565,8 +568,8 @@ class DayTable:
             paths = {record["day"]: record.get("checkpoint") for record in self.records}
             kept = [name for name, path in paths.items() if path is not None and directory(path).has(MANIFEST)]
             raise RecipeError(
-                f"--restart_from is {day}, but the checkpoint of {trained[-1]['day']} was removed (--keep). There are "
-                f"checkpoints of {', '.join(kept) or 'no day'}"
+                f"--restart_from is {day}, but the checkpoint of {trained[-1]['day']} was removed (--keep). Choose "
+                f"the day after one that has a checkpoint: {', '.join(kept) or 'none'}"
             )
         return earlier
 
@@ -577,8 +580,8 @@ class DayTable:
         if later is not None or self._days.last is not None:
             reason = f"{later} has data" if later else f"--until is {self._days.last}"
             raise DataError(
-                f"there is no data of {day} ({data}), but {reason}. Repeat the command when it exists, or use "
-                f"--skip {day}"
+                f"there is no data of {day} ({data}), but {reason}. Repeat the command when the data exists, or "
+                f"use --skip {day}"
             )
 
 

@@ -1,7 +1,7 @@
 """Score new rows with a checkpoint's model, chunk by chunk: ``hotbed predict``.
 
-The checkpoint has the complete encoding: the recipe names the columns and how ids become rows of tables, and the model
-has the statistics of its numericals. New data needs no labels. Memory holds the model and a few chunks.
+The checkpoint has the complete encoding. Its recipe defines the columns and how ids become rows of tables, and its
+model has the statistics for normalizing numericals. New data needs no labels. Memory holds the model and a few chunks.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Predicted:
     out
         Output file.
     rows
-        Number of its rows, in the order of the data.
+        Number of rows of the file, which are in the order of the data.
     columns
-        Its columns: kept columns, then scores.
+        Columns of the file: kept columns, then scores.
     seconds
         Seconds of scoring, without loading the model.
     ids_out_of_range
@@ -80,19 +80,19 @@ def predict(
 ) -> Predicted:
     """Write the probability of each label for every row of new data.
 
-    A row's score has the same bits for any batch. ``hotbed serve`` returns these bits on the same processor; see
-    `hotbed.serve.scorer`.
+    A row's score has the same bits in any batch. ``hotbed serve`` returns the same bits if it runs on the same
+    processor; see `hotbed.serve.scorer`.
 
     Parameters
     ----------
     checkpoint
-        A checkpoint with a recipe, or a run's directory (its best or newest checkpoint).
+        A checkpoint with a recipe, or a run's directory. The best (or else newest) checkpoint of a run is used.
     data
-        Rows with the input columns of the recipe, in the format of the recipe's data. If that is a dataset of
-        ``hotbed prepare``, raw rows (TSV or Parquet) are accepted, too. Labels, weights and groups are not needed.
+        Rows with the input columns of the recipe, in the format of the recipe's data. If ``hotbed prepare`` has written
+        the recipe's data, raw rows (TSV or Parquet) are accepted, too. Labels, weights and groups are not needed.
     out
         File to create, a path or URI that ends in ``.parquet`` or ``.csv``. It has a column ``score``, or
-        ``score_LABEL`` for each of several labels. It appears when it is complete.
+        ``score_LABEL`` for each of several labels. The file appears when it is complete.
     keep
         Columns of the data to copy before the scores.
     split
@@ -105,7 +105,7 @@ def predict(
         Import classes outside of hotbed and torch.optim that the stored recipe names; see
         `hotbed.config.check_trust`.
     prepared
-        Dataset of ``hotbed prepare`` with the vocabularies for raw rows (default: the path in the recipe).
+        Dataset written by ``hotbed prepare``, with the vocabularies for raw rows (default: the path in the recipe).
     missing
         Input columns that may be absent. Their ids are then row 0, and their numbers follow the column's rule for
         missing values.
@@ -117,12 +117,12 @@ def predict(
     CheckpointError
         If there is no checkpoint, or it has no recipe.
     RecipeError
-        If ``out`` exists or has another suffix, or if no split of several is named.
+        If ``out`` exists or has a different suffix, or if the data has several splits and ``split`` is None.
     DataError
-        If a column is missing or has another type than in training, or if the vocabularies for raw rows are missing or
-        differ from training.
+        If a column is missing or has a different type than in training, or if the vocabularies for raw rows are missing
+        or differ from training.
     SpecError
-        If a column's type cannot be its input.
+        If a column's type does not fit the schema.
     """
     target = _new_target(out)
     path = find_checkpoint(checkpoint, best=True)
@@ -174,16 +174,16 @@ def _new_target(out: str | Path) -> str | Path:
     if suffix(target) not in (".parquet", ".csv"):
         raise RecipeError(f"--out is {out}, expected a path that ends in .parquet or .csv")
     if exists(target):
-        raise RecipeError(f"--out is {out}, which exists. Choose another --out")
+        raise RecipeError(f"--out is {out}, which exists. Choose a different --out")
     if isinstance(target, Path) and not target.absolute().parent.is_dir():
-        raise RecipeError(f"--out is {out}, but the folder {target.parent} does not exist. Create it")
+        raise RecipeError(f"--out is {out}, but the folder {target.parent} does not exist. Create the folder")
     return target
 
 
 def _split(source: Source, split: str | None, data: str) -> str:
     if split is None and len(source.splits) > 1:
         raise RecipeError(
-            f"{data} has the splits {', '.join(source.splits)}. Name one with --split, or the path of one"
+            f"{data} has the splits {', '.join(source.splits)}. Choose one with --split, or pass the path of one split"
         )
     if split is not None:
         check_known(f"--split of {data}", split, source.splits, RecipeError)
@@ -215,14 +215,14 @@ def _score(scorer: Scorer, batches: Iterable[Batch], labels: int) -> Iterator[Sc
             at = int(np.flatnonzero(~np.isfinite(scores).all(1))[0])
             raise NonFiniteError(
                 f"the score of row {row + at:,} is not a number, because a numerical of the row is not finite or far "
-                "outside of the training data. Correct it, or train with a rule for missing values of its column"
+                "outside of the training data. Correct the value, or train with a rule for missing values of its column"
             )
         row += len(batch)
         yield scores
 
 
 class _ScoreBuffer:
-    """Buffer of scores between batches and chunks."""
+    """Buffer that regroups the scores of batches into chunks."""
 
     def __init__(self, batches: Iterator[Scores], labels: int) -> None:
         self._batches, self._rest = batches, np.empty((0, labels))
@@ -258,7 +258,9 @@ class _ScoreWriter(AbstractContextManager["_ScoreWriter"]):
             try:
                 table = table.cast(self._schema)
             except (pa.ArrowInvalid, ValueError) as error:
-                raise DataError(f"files of the data have different types of a column: {error}") from None
+                raise DataError(
+                    f"a column has different types in the files of the data: {error}. Convert the column to one type"
+                ) from None
         self._writer.write_table(table)
         self._rows += len(table)
 

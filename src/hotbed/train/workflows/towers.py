@@ -1,8 +1,9 @@
 """Export the towers of a two-tower model and the vectors of all items: ``hotbed export --towers``.
 
-The result needs no checkpoint. ``user.pt2`` and ``item.pt2`` are torch programs that compute vectors from ids.
-``items.parquet`` has all stored items with their vectors. ``towers.json`` describes the encoding of users, with lookup
-tables in ``lookup-N.parquet``. `UserTower` reads them; ``examples/faiss_index.py`` builds an index of the items.
+The exported directory can be used without the checkpoint. ``user.pt2`` and ``item.pt2`` are torch programs that compute
+vectors from ids. ``items.parquet`` has all items with their vectors. ``towers.json`` describes the encoding of users;
+its lookup tables are in ``lookup-N.parquet``. `UserTower` reads the directory. ``examples/faiss_index.py`` builds an
+index of the items.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from hotbed.train.runs.stored_model import encoder_of, load_features, stored_rec
 USER, ITEM = "user.pt2", "item.pt2"
 VECTORS, ABOUT = "items.parquet", "towers.json"
 VECTOR = "vector"
-"""Column of the vectors."""
+"""Column of ``items.parquet`` with the vectors."""
 _FEWEST = 1 << 20  # rows that are collected before duplicates of items are dropped
 
 
@@ -78,9 +79,9 @@ def export_towers(
 ) -> ExportedTowers:
     """Write the towers of a checkpoint's model and the vectors of all items to a local directory.
 
-    ``checkpoint`` has a recipe, or is a run (its best or newest checkpoint). ``data`` has the items (default:
-    ``retrieval.items``, or the recipe's data). Raise `CheckpointError` if the model is no `hotbed.nn.TwoTower`, or
-    ``target`` exists.
+    ``checkpoint`` is a checkpoint with a recipe, or a run (then its best or newest checkpoint is used). ``data`` is a
+    dataset with the items (default: ``retrieval.items``, or the recipe's data). Raise `CheckpointError` if the model
+    is not a `hotbed.nn.TwoTower`, or ``target`` exists.
     """
     from pyarrow import parquet
 
@@ -91,7 +92,7 @@ def export_towers(
     load_features(source, manifest)
     model = build_model(recipe, source, torch.device("cpu"))
     if not isinstance(model, TwoTower):
-        raise CheckpointError(f"{path} has a {type(model).__name__}, expected a hotbed.nn.TwoTower")
+        raise CheckpointError(f"{path} has a {type(model).__name__}, expected a hotbed.nn.TwoTower. Remove --towers")
     load_checkpoint(path, {"model": model})
     item = model.towers["item"]
     items = all_items(recipe, source, item)
@@ -101,7 +102,7 @@ def export_towers(
     take_raw(model, inputs.schema.inputs)
     programs = {USER: _trace(model, "user", inputs.schema.inputs), ITEM: _trace(model, "item", inputs.schema.inputs)}
     encoder = encoder_of(recipe, inputs, manifest)
-    encoder.preparation = None  # rows of prepared data have these ids
+    encoder.preparation = None  # the exported tower reads rows of prepared data, not raw values
     encoder = encoder.of(replace(encoder.schema.only(model.towers["user"]), scaling=()))
     with write_directory(target) as (made, _):
         folder = Path(made.path)
@@ -132,7 +133,7 @@ def _trace(model: TwoTower, name: str, schema: Schema) -> torch.export.ExportedP
 
 
 def _read_items(recipe: Recipe, source: Source, item: Sequence[str], items: ItemSet) -> Any:
-    """Read the stored columns of all items as an Arrow table, in the order of the set."""
+    """Read the stored columns of all items as an Arrow table, in the order of ``items``."""
     import pyarrow as pa
 
     path = None if recipe.retrieval is None else recipe.retrieval.items
@@ -181,7 +182,7 @@ class UserTower:
     Parameters
     ----------
     folder
-        Directory of `export_towers`.
+        Directory written by `export_towers`.
 
     Attributes
     ----------
@@ -199,7 +200,7 @@ class UserTower:
 
         folder = Path(folder)
         if not (folder / ABOUT).is_file():
-            raise DataError(f"{folder} has no {ABOUT}. Name a directory of hotbed export RUN DIR --towers")
+            raise DataError(f"{folder} has no {ABOUT}. Pass a directory written by `hotbed export RUN DIR --towers`")
         about = cast("Mapping[str, Any]", parse_json(read_limited(folder / ABOUT)))
         files = cast("Mapping[str, str]", about.get("lookups", {}))
         tables = {feature: parquet.read_table(folder / file) for feature, file in files.items()}
@@ -210,7 +211,7 @@ class UserTower:
 
     @property
     def columns(self) -> list[str]:
-        """Columns of users."""
+        """Columns that describe a user."""
         return self._encoder.names
 
     def vectors(self, users: Any) -> NDArray[np.float32]:
