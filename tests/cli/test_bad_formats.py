@@ -111,11 +111,11 @@ def first_nan(labels: Any) -> Any:
 
 CASES = {
     "hive, cut short": Bad("hive", PART, cut(9), f"{PART} is not a Parquet file, or is truncated"),
-    "hive, other ids": Bad("hive", PART, column("cat_0", lambda v: [f"u{x}" for x in v]), "column 'cat_0' is "),
+    "hive, other ids": Bad("hive", PART, column("cat_0", lambda v: [f"u{x}" for x in v]), "column 'cat_0': got "),
     "hive, no label": Bad(
         "hive", PART, column("label", put(None)), f"{PART}, row group 1, column 'label': label null at"
     ),
-    "hive, a text for a number": Bad("hive", PART, column("int_0", lambda v: ["a" for _ in v]), "column 'int_0' is"),
+    "hive, a text for a number": Bad("hive", PART, column("int_0", lambda v: ["a" for _ in v]), "column 'int_0': got"),
     "tsv, cut short": Bad("tsv", "1.tsv", cut(9), "1.tsv cannot be parsed: CSV parse error: "),
     "tsv, a field more": Bad(
         "tsv", "1.tsv", line(70, lambda f: [*f, "1"]), "1.tsv cannot be parsed: CSV parse error: "
@@ -124,14 +124,14 @@ CASES = {
     "tsv, no label": Bad(
         "tsv", "1.tsv", line(70, lambda f: ["", *f[1:]]), "row group 0, column 'label': label null at row "
     ),
-    "tsv, zeros": Bad("tsv", "1.tsv", lambda f: f.write_bytes(bytes(99)), "1.tsv has bytes that are zero, so it is no"),
+    "tsv, zeros": Bad("tsv", "1.tsv", lambda f: f.write_bytes(bytes(99)), "1.tsv has bytes with value 0"),
     "gz, cut short": Bad("gz", "1.tsv.gz", cut(30), "1.tsv.gz cannot be read: "),
     "gz, empty": Bad("gz", "1.tsv.gz", lambda f: f.write_bytes(b""), "1.tsv.gz"),
     "zst, cut short": Bad("zst", "1.tsv.zst", cut(30), "1.tsv.zst cannot be read: "),
     "split-binary, cut short": Bad("split-binary", "train/cat_1.bin", cut(1), "cat_1.bin"),
     "split-binary, a label": Bad("split-binary", "train/label.bin", byte(70, 7), "label.bin"),
     "NumPy, cut short": Bad("NumPy", "day_1_sparse.npy", cut(4), "day_1_sparse.npy: got "),
-    "NumPy, objects": Bad("NumPy", "day_1_sparse.npy", array(lambda a: a.astype(object)), "day_1_sparse.npy has va"),
+    "NumPy, objects": Bad("NumPy", "day_1_sparse.npy", array(lambda a: a.astype(object)), "day_1_sparse.npy: got va"),
     "NumPy, no label": Bad("NumPy", "day_0_labels.npy", array(first_nan), "day_0_labels.npy"),
 }
 

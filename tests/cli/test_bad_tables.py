@@ -77,9 +77,7 @@ NULLS = [None if i == 250 else i % 2 for i in range(N)]
 HIGH = np.where(np.arange(N) == 250, 3, np.arange(N) % 2)
 DAMAGED = "1.parquet, row group 2, column '{}': the file is damaged or truncated"
 CASES = {
-    "cut short": Bad(
-        then(lambda f: f.write_bytes(f.read_bytes()[:-9])), "1.parquet is not a Parquet file, or is cut", ""
-    ),
+    "cut short": Bad(then(lambda f: f.write_bytes(f.read_bytes()[:-9])), "1.parquet is not a Parquet file", ""),
     "empty": Bad(then(lambda f: f.write_bytes(b"")), "1.parquet is not a Parquet file, or is truncated", ""),
     "a damaged column of text": Bad(then(lambda f: damage(f, "user", 2)), DAMAGED.format("user"), ""),
     "a damaged column of lists": Bad(then(lambda f: damage(f, "tags.list.element", 2)), DAMAGED.format("tags"), ""),
@@ -94,7 +92,7 @@ CASES = {
     ),
     "a list in one file, a number in another": Bad(
         values(tags=np.arange(N)),
-        "1.parquet: sparse column 'tags' is int64: got one value per sample",
+        "1.parquet: sparse column 'tags'",
         None,
     ),
     "a struct": Bad(
@@ -108,8 +106,8 @@ CASES = {
     "labels out of range": Bad(values(label=HIGH), "1.parquet, row group 2, column 'label': label 3", None),
     "a label of text": Bad(
         values(label=["no", "yes"] * (N // 2)),
-        "1.parquet: label column 'label' is string, and labels are numbers",
-        "bad, column 'label': in 1.parquet it is string, in another file int64, so it can be no label",
+        "1.parquet: label column 'label': got string",
+        "in 1.parquet it is string, in another file int64",
     ),
     "half ids": Bad(values(user=np.arange(N) + 0.5), "'user'", None),
 }

@@ -307,7 +307,7 @@ def test_a_day_that_cannot_be_trained_leaves_the_days_before(
         second.rename(logs / "second")
         some = {"samples": 0} if kind == "no samples" else {"columns": ("user",)}
         write_day(logs, 1, **some)  # type: ignore[arg-type]
-        expected = "has no rows" if kind == "no samples" else "item"
+        expected = "got no rows" if kind == "no samples" else "item"
     assert expected in refused([*command, *options], capsys)
     assert days_of(daily, "out") == records
     if kind == "no marker":

@@ -176,7 +176,7 @@ BAD: dict[str, tuple[Make, str]] = {
     "empty folder": (lambda folder: folder, "got no files, expected .parquet, .parq, .pq, .csv or .tsv"),
     "empty file": (raw("log.parquet", b""), "log.parquet is not a Parquet file, or is truncated"),
     "text": (raw("log.parquet", b"label,a\n1,2\n"), "log.parquet is not a Parquet file, or is truncated"),
-    "empty csv": (raw("log.csv", b""), "log.csv is empty; it needs a line of column names"),
+    "empty csv": (raw("log.csv", b""), "log.csv is empty"),
     "header only": (raw("log.csv", b"label,a\n"), "log.csv has no rows"),
     "no header": (raw("log.csv", b"1,7\n0,8\n"), "log.csv has no header: its first line is 1, 7"),
     "latin-1": (raw("log.csv", "label,stadt\n1,Köln\n".encode("latin-1")), "is not UTF-8"),

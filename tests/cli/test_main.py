@@ -109,7 +109,7 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
         (["prepare", "absent.tsv", "out"], "absent.tsv"),
         (["prepare", "a", "b", "--threshold", "x"], "--threshold: got 'x', expected an integer"),
         (["prepare", "a", "b", "--treshold", "3"], "unknown argument --treshold; did you mean '--threshold'?"),
-        (["prepare", "a", "b", "--threshold", "-3"], "threshold is -3, must be at least 1"),
+        (["prepare", "a", "b", "--threshold", "-3"], "threshold: got -3"),
         (["demo", "absent.tsv"], "absent.tsv does not exist. Name a raw Criteo log"),
         (["demo", "--samples", "5"], "--samples: got 5, expected at least 100"),
         (["train", "absent.yaml"], "there is no recipe absent.yaml"),

@@ -97,10 +97,10 @@ def test_files_may_be_without_values_of_a_column(run: Path, tmp_path: Path) -> N
     ("column", "value", "message"),
     [
         ("user", 5, "column 'user': got integers, expected text"),
-        ("user", datetime.date(2024, 1, 1), "sparse column 'user' is date32[day]"),
-        ("items", "pen", "sparse column 'items' is string"),
+        ("user", datetime.date(2024, 1, 1), "sparse column 'user': got date32[day]"),
+        ("items", "pen", "sparse column 'items'"),
         ("seconds", "5", "column 'seconds': got string, expected numbers"),
-        ("user", decimal.Decimal("1.5"), "sparse column 'user' is decimal128(2, 1)"),
+        ("user", decimal.Decimal("1.5"), "sparse column 'user': got decimal128(2, 1)"),
     ],
 )
 def test_one_value_of_another_type_is_refused(

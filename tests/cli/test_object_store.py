@@ -52,7 +52,7 @@ def test_from_a_recipe_to_predictions(clicks: Bucket, tmp_path: Path, capsys: Ou
     at, figures = clicks, ["--json", clicks("figures.json")]
     recipe, kept = at("recipes/clicks.yaml"), at("kept")
     assert main(["init", at("clicks.parquet"), "--valid", "--out", recipe]) == 0
-    assert "exists already and is not overwritten" in refused(["init", at("clicks.parquet"), "--out", recipe], capsys)
+    assert "exists and is not overwritten" in refused(["init", at("clicks.parquet"), "--out", recipe], capsys)
     quick = ["--train.batch_size", "100", "--train.device", "cpu", "--train.steps"]
     assert main(["train", recipe, *quick, "2", "--dry_run", *figures]) == 0
     assert at.figures()["memory"]
@@ -113,7 +113,7 @@ def test_what_is_not_there_says_so(at: Bucket, recipe: Path, capsys: Output) -> 
     for argv, what in (
         (["train", at("no.yaml")], "there is no recipe s3://"),
         (["pack", at("no.yaml"), "out", "--budget", "1"], "no.yaml"),
-        (["prepare", nowhere, "out"], "does not exist; give a Criteo log"),
+        (["prepare", nowhere, "out"], "does not exist, expected a Criteo log"),
         (["eval", "--checkpoint", nowhere], "is neither a checkpoint"),
         (["inspect", nowhere], "nowhere"),
         (["train", str(recipe), "--parallel.plan", nowhere], "plan s3://"),

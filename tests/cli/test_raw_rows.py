@@ -206,7 +206,7 @@ def test_a_run_goes_on_with_the_vocabularies_that_it_began_with(tmp_path: Path, 
     assert status == 2
     told = capsys.readouterr().err
     assert "table 'C7': got data prepared with" in told
-    assert "give the data that it was trained on. To train the model on with new data (--init_from)" in told
+    assert "(--init_from)" in told
 
 
 def test_packed_data_keep_the_vocabularies(tmp_path: Path, prepared: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_day_whose_vocabulary_is_another_is_refused(tmp_path: Path, prepared: 
     recipe.write_text(yaml.safe_dump(values))
     argv = ["daily", str(recipe), "--out", str(tmp_path / "days"), "--from", "2026-01-01"]
     assert main([*argv, "--until", "2026-01-02"]) == 0
-    assert "table 'C4': the data were prepared with other values" in refused(argv, capsys)
+    assert "table 'C4': got data prepared with" in refused(argv, capsys)
 
 
 def test_columns_of_digits_only_are_text_where_raw_values_are(tmp_path: Path, prepared: Path, trained: Run) -> None:
@@ -299,7 +299,7 @@ def test_vocabularies_are_looked_for_where_they_are_said_to_be(
     assert "--prepared DATASET" in told
     assert predicted(run, trained.rows, tmp_path / "after.parquet", "--prepared", str(moved)) == expected
     swapped(moved, "C4")
-    assert "table 'C4': the data were prepared with other values" in refused([*argv, "--prepared", str(moved)], capsys)
+    assert "table 'C4': got data prepared with" in refused([*argv, "--prepared", str(moved)], capsys)
     gone = ["predict", str(trained.path), str(tmp_path / "no.tsv"), "--out", str(tmp_path / "out.parquet")]
     assert "no.tsv does not exist" in refused(gone, capsys)
     gone[2] = str(prepared)
@@ -312,7 +312,7 @@ def test_vocabularies_are_looked_for_where_they_are_said_to_be(
     assert main([*argv, "--out", str(tmp_path / "remote.parquet")]) == 0
     assert pl.read_parquet(tmp_path / "remote.parquet")["score"].to_list() == trained.scores
     gone[2] = s3.replace("PATH", "prepared")
-    assert "split-binary data is read from local disks only; copy it there" in refused(gone, capsys)
+    assert "got a URI, expected a local folder" in refused(gone, capsys)
 
 
 def test_a_model_that_does_not_say_what_its_rows_stand_for_gets_no_raw_values(

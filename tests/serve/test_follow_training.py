@@ -216,7 +216,7 @@ def test_a_lookup_that_is_not_the_one_of_training_is_refused(exported: Path, tmp
             (convert_to_parquet(table.slice(1)), {}, "expected 40 with "),
             (convert_to_parquet(table.rename_columns(["key", "other"])), {}, "encoder is invalid: "),
             (convert_to_parquet(pa.concat_tables([table, table])), {}, "encoder is invalid: "),
-            (None, {"lookups": without}, "'lookups' has no table for feature 'kind'; export the model again"),
+            (None, {"lookups": without}, "lookups has no table for feature 'kind'"),
             (None, {"lookups": {**original["lookups"], "kind": "../items.parquet"}}, "lookups.kind: got '../items"),
             (None, {"lookups": {**original["lookups"], "kind": "lookups/x.parquet"}}, "expected a key of files"),
         ]

@@ -119,7 +119,7 @@ def test_a_full_queue_refuses_and_a_late_request_is_given_up() -> None:
         for answer in (held.result(), waits.result()):
             assert (answer.status, answer.json["error"][:43]) == (
                 504,
-                "scoring took longer than 2 s (--timeout_s)",
+                "scoring took longer than 2 s (--timeout_s).",
             )
         model.go.set()
         until(lambda: queued(client) == 0)

@@ -121,9 +121,8 @@ def place_parts(parts: Sequence[Part], model: CostModel, capacity: int | None) -
     if capacity is not None and nbytes.max() > capacity:
         rank = int(nbytes.argmax())
         raise PlanError(
-            f"memory of rank {rank}: got {gib(nbytes[rank])} of rows, expected at most {gib(capacity)}, "
-            f"{gib(nbytes[rank] - capacity)} less. Copy fewer rows, cut into more parts, use a smaller dtype, or more "
-            "ranks"
+            f"memory of rank {rank}: got {gib(nbytes[rank])} of rows, {gib(nbytes[rank] - capacity)} more than its "
+            f"{gib(capacity)}. Copy fewer rows, cut into more parts, use a smaller dtype, or more ranks"
         )
     single = [i for i, p in enumerate(parts) if len(p.rows) == 1 and not p.replicated]
     item_loads = np.array([costs[i].owners[0] for i in single])

@@ -248,8 +248,8 @@ def _in_memories(
     if over := limits.over(costs):
         tier, nbytes = next(iter(over.items()))
         raise PlanError(
-            f"{tier} memory of the fullest {'rank' if tier == 'device' else 'node'}: got {gib(limits.room[tier])}, "
-            f"expected {gib(nbytes)} more. Use a smaller dtype, or more ranks"
+            f"rows on the fullest {'rank' if tier == 'device' else 'node'} take {gib(nbytes)} more than its "
+            f"{gib(limits.room[tier])} of {tier} memory. Use a smaller dtype, or more ranks"
         )
     fixed, arenas = optional_s(placed.tiles, model), arenas_of(placed.tiles, model.workload)
     return _Candidate(

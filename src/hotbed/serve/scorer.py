@@ -49,7 +49,7 @@ class _BatchVectors(NamedTuple):
     sequences: dict[str, tuple[Tensor, Tensor]]  # ``[B, L, D]`` padded, and lengths ``[B]``
 
     def rows(self, at: slice | Tensor) -> dict[str, Vectors]:
-        """Return the vectors of some samples by name."""
+        """Return the vectors of the samples ``at``, by the names of the program's inputs."""
         found: dict[str, Vectors] = {
             name: (padded[at], lengths[at]) for name, (padded, lengths) in self.sequences.items()
         }

@@ -66,7 +66,7 @@ def bf16_instructions(device: torch.device) -> str | None:
 
 
 def is_one_graph(model: nn.Module) -> bool:
-    """Return whether ``torch.compile`` captures a model in one graph, so that a graph break is a defect.
+    """Return whether ``torch.compile`` must capture the model in one graph. A graph break is then an error.
 
     This holds for hotbed's models of pooled features if all tables are on this rank. Other models may break graphs.
     """

@@ -91,7 +91,7 @@ class _Candidates(NamedTuple):
 
 
 class Retrieval:
-    """Add the candidates of each batch, and compute the loss over them.
+    """Add candidates to each batch, and compute the loss over the candidates.
 
     ``loss`` has the signature of `hotbed.nn.InBatchSoftmax`, and ``correction`` has the signature of
     `hotbed.nn.ItemFrequencies`. ``items`` returns the items to draw. All ranks call it when they first need items.

@@ -322,7 +322,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Splits:
-    """Splits of a dataset, and the rule that assigns the rows of pieces without a split."""
+    """Splits of a dataset, and the rule that assigns rows to splits if their piece belongs to no split."""
 
     names: tuple[str, ...]
     ends: tuple[int, int] = (0, 0)  # positions among these rows, at which train and valid end

@@ -59,7 +59,7 @@ class SentBatch:
 
 
 class BroadcastLoader:
-    """Load this rank's samples of batches that only the reader reads; other ranks pass no ``loader``.
+    """Load this rank's samples of each batch. Only the rank ``reader`` has a ``loader`` and reads batches.
 
     With a ``device``, NCCL sends samples to the device as `SentBatch`. The reader first calls ``check`` for the samples
     of each rank.

@@ -231,7 +231,7 @@ def refuse_one_class(source: Source, found: Sequence[Mapping[str, tuple[float, f
 
 
 def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
-    """Build the optimizers ``dense``, ``sparse`` and of the recipe's groups by name."""
+    """Build and return optimizers by name: ``dense``, ``sparse``, and one for each of the recipe's groups."""
     _refuse_unsuited("dense_optimizer", recipe.dense_optimizer)
     for name, group in recipe.dense_optimizer_groups.items():
         _refuse_unsuited(f"dense_optimizer_groups.{name}.optimizer", group.optimizer)

@@ -65,7 +65,7 @@ def dense_kernels(
 
 
 def _products(model: nn.Module, size: int, dense_inputs: int) -> Iterator[Kernel]:
-    """Yield products of all layers, and sums for gradients of biases; a fused ReLU has partial sums."""
+    """Yield the kernels of matrix products, and the kernels that sum the gradients of biases."""
     counted, fused = 0, set(_before_relu(model))
     for layer in model.modules():
         if not isinstance(layer, nn.Linear):

@@ -116,7 +116,7 @@ class Resume:
         return Resume(path=None if option in (AUTO, NEVER) else option, auto=option == AUTO)
 
     def earlier(self, run: RunDirectory, recipe: Recipe) -> Path | None:
-        """Return the newest run to resume with the recipe's checkpoint directory."""
+        """Return the newest run that has the recipe's ``checkpoint_dir`` and can be resumed, or None."""
         for earlier in run.earlier(recipe.train.checkpoint_dir):
             if not self.by_recipe or _is_of(earlier, recipe):
                 return earlier
