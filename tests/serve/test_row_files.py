@@ -110,9 +110,9 @@ def test_a_file_that_ends_early_is_told(tmp_path: Path) -> None:
     (tmp_path / "2.rows").write_bytes(b"123")
     with pytest.raises(StoreError, match=r"row 7 of .*2\.rows cannot be read \(it ends before byte 96\)"):
         read(opened, torch.tensor([48, 3]))
-    with pytest.raises(StoreError, match="the rows of an exported model are read-only and cannot be cleared"):
+    with pytest.raises(StoreError, match="read-only"):
         opened.write(torch.tensor([1]), records_of(0, 1))
-    with pytest.raises(StoreError, match="the rows of an exported model are read-only and cannot be cleared"):
+    with pytest.raises(StoreError, match="read-only"):
         opened.clear()
 
 
