@@ -59,7 +59,7 @@ def test_states_have_the_names_of_parameters() -> None:
         second.load_state_dict({"state": {**state["state"], "b": {}}})
     with pytest.raises(OptimizerError, match="cannot get further parameters"):
         second.add_param_group({"params": []})
-    with pytest.raises(OptimizerError, match="got state of 1 keys that are not parameters"):
+    with pytest.raises(OptimizerError, match="got 1 keys that are not parameters"):
         KeyedOptimizer({"a": torch.ones(1)}, {torch.ones(1): {}}, [])
 
 

@@ -84,4 +84,4 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(run: Path, tmp_p
     for checkpoint in (of / "checkpoints").glob("last-*"):
         flip(next(checkpoint.glob(FILES[-1])))
     said = refused(argv, capsys)
-    assert "all checkpoints in" in said and "is whole" in said
+    assert "all checkpoints in" in said and "are damaged" in said

@@ -124,7 +124,9 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: Output, monk
     assert "--ranks is [1], must be numbers of at least 2" in refused(
         ["doctor", "--measure", str(tmp_path / "hw.yaml"), "--ranks", "[1]"], capsys
     )
-    assert f"--measure is '{tmp_path}', which is a directory" in refused(["doctor", "--measure", str(tmp_path)], capsys)
+    assert f"--measure: got '{tmp_path}', which is a directory" in refused(
+        ["doctor", "--measure", str(tmp_path)], capsys
+    )
     assert "--quick works only with --measure" in refused(["doctor", "--quick"], capsys)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(RecipeError, match=r"--ranks is \[2, 4\], but there are 1 GPUs; give at most 1"):
