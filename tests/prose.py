@@ -87,7 +87,7 @@ def _read_python(path: Path) -> Iterator[tuple[int, str]]:
         else:
             continue
         if len(text.split()) >= FEWEST_WORDS:
-            yield node.lineno, "\x00" + text
+            yield node.lineno, "\x00" + re.sub(r"`[^`\n]*`", "x", text)
 
 
 def _read_page(path: Path) -> Iterator[tuple[int, str]]:

@@ -206,7 +206,7 @@ def test_commands(tmp_path: Path, capsys: Output) -> None:
     assert f"--since is 7, but there is neither {tmp_path}/last-00000007 nor {tmp_path}/best-00000007" in message
     for name in ("changes.csv", "nowhere/changes.parquet"):
         message = refused(["checkpoint", "changes", str(tmp_path), "--out", str(tmp_path / name)], capsys)
-        assert f"--out: got '{tmp_path / name}', must be a file NAME.parquet in a directory that exists" in message
+        assert f"--out: got '{tmp_path / name}', expected a file NAME.parquet in a directory that exists" in message
 
     assert main(["checkpoint", "compact", str(tmp_path), str(tmp_path / "whole"), "--json", str(report)]) == 0
     assert f"{tmp_path}/whole: all rows of {tmp_path}/last-00000002, " in capsys.readouterr().out

@@ -129,7 +129,7 @@ class Retrieval:
     def prepare(self, batch: Batch, step: int) -> RetrievalBatch:
         """Add the candidates of ``step`` (from 1) to this rank's samples, in host memory.
 
-        Column `CANDIDATE` ``[n, 3]`` has each candidate's item, the sample for which it is a negative (−1: all
+        Column `CANDIDATE` ``[n, 3]`` has each candidate's item, the sample that uses it as a negative (−1: all
         samples), and whether it is a positive sample. Column `LOG_DRAWN` ``[n]`` has the log of the expected number of
         draws of the item per step.
         """
