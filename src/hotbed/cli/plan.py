@@ -33,7 +33,7 @@ from hotbed.plan import Plan
 from hotbed.plan.cost import TIERS
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.ranks import TOLERANCE
-from hotbed.plan.schemes import Schemes
+from hotbed.plan.schemes import AUTO, Schemes
 from hotbed.plan.search import Found
 from hotbed.plan.simulation.simulate import Simulation, Stragglers, chrome_trace, simulate
 from hotbed.plan.simulation.sweep import RANKS, Point, Sweep, assumed_range, elasticities, first_that_fits
@@ -157,7 +157,7 @@ def find_plans(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
     scheme = plan_or_schemes(recipe.parallel)
     found = search_plan(recipe, ranks)
     others: dict[str, float] = {}
-    if isinstance(scheme, str) and scheme != "auto":
+    if isinstance(scheme, str) and scheme != AUTO:
         try:
             model, source = _open_model(recipe)
             own = find_plan(model, recipe, ranks // recipe.parallel.replicas, source)
