@@ -209,7 +209,7 @@ def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"b\.parquet: column 'price' is missing"):
         prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=[f"i{i}" for i in range(60)]))
-    with pytest.raises(DataError, match=r"b.parquet, column 'item': got string, expected int64, .* of table 'item'"):
+    with pytest.raises(DataError, match=r"b.parquet, column 'item': got string, expected int64"):
         prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=[{"id": i} for i in range(60)]))
     with pytest.raises(SpecError, match=r"b\.parquet: sparse column 'item': got struct<id: int64>"):

@@ -131,7 +131,7 @@ def test_what_another_host_renews_is_refused(store: Directory, monkeypatch: pyte
         held = Lease(store, 2).__enter__()  # renews, as a host would
         lease.HELD.clear()
     try:
-        with pytest.raises(CheckpointError, match=r"belongs to process \d+ on elsewhere since .*, is running"):
+        with pytest.raises(CheckpointError, match=r"belongs to process \d+ on elsewhere since "):
             Lease(store, LIFE_S).__enter__()
         held.check()
     finally:

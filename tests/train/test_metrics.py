@@ -257,7 +257,7 @@ def test_evaluate_neither_trains_nor_leaves_a_mode_behind() -> None:
     [
         (batch_of(2, None), None, "no labels"),
         (batch_of(2, torch.zeros(2, 2)), None, r"logits \[2, 1\], expected one per label \[2, 2\]"),
-        (batch_of(2, torch.zeros(2, 1)), "user", "no column 'user'"),
+        (batch_of(2, torch.zeros(2, 1)), "user", "group column 'user'"),
     ],
 )
 def test_batches_that_cannot_be_evaluated(batch: Batch, group: str | None, message: str) -> None:
@@ -415,7 +415,7 @@ def test_a_name_with_a_k_is_no_monitored_metric() -> None:
 
 def test_metrics_of_a_task_are_checked_as_those_of_all() -> None:
     for name, component, message in [
-        ("auc", own("Brier"), "tasks.buy.metrics has 'auc'"),
+        ("auc", own("Brier"), "tasks.buy.metrics: 'auc'"),
         ("brier", own("Bryer"), "tasks.buy.metrics.brier: module .* has no class 'Bryer'; did you mean 'Brier'"),
         ("curve", own("Curve"), r"tasks.buy.metrics.curve: Curve failed on scores and labels \[4\]: "),
     ]:
@@ -441,7 +441,7 @@ def test_those_of_torchmetrics_are_what_hotbed_says() -> None:
 @pytest.mark.parametrize(
     ("name", "component", "message"),
     [
-        ("auc", own("Brier"), "metrics has 'auc'"),
+        ("auc", own("Brier"), "metrics: 'auc'"),
         ("brier", own("Bryer"), "metrics.brier: module .* has no class 'Bryer'; did you mean 'Brier'"),
         ("brier", own("Brier", power=2), "metrics.brier: .* takes no 'power'; init_args may be factor"),
         ("loss", Component(class_path="torch.nn.MSELoss"), r"metrics.loss: torch.nn.MSELoss lacks update\(scores, l"),
