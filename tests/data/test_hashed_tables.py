@@ -90,7 +90,7 @@ def test_another_hash_is_another_model(tmp_path: Path) -> None:
     a.refuse_other(a.state())
     with pytest.raises(DataError, match=r"table 'user': got hashes to 1,000 rows with seed 1 \(text\)"):
         b.refuse_other(a.state(), may_grow=True)
-    with pytest.raises(DataError, match="table 'user': got ids of 73 values"):
+    with pytest.raises(DataError, match="table 'user': got a vocabulary of 73 values"):
         c.refuse_other(a.state(), may_grow=True)
 
 
