@@ -179,7 +179,7 @@ def test_a_budget_for_all_rows_needs_no_other_memory(recipe: Path) -> None:
         ),
         (["--hot.rows", "absent.json"], "absent.json does not exist"),
         (["--hot.rows", ""], "hot.rows is empty; give the hot_rows.json"),
-        (["--plan", "PLAN"], "but hot.rows needs a scheme for the other rows (table, row, column, grid, dp)"),
+        (["--plan", "PLAN"], "(table, row, column, grid, dp)"),
         (
             ["--data.path", "PREPARED"],
             "the data has no split 'train_hot', only train, valid, test",

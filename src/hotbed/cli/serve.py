@@ -102,6 +102,11 @@ def _row_options(given: dict[str, Any], environment: Mapping[str, str] = os.envi
     return {"memory_bytes": None if memory_gib is None else int(memory_gib * 2**30), **found}
 
 
+def _path_name(name: str) -> str:
+    """Return a recipe's name as it is in request paths, which allow letters, digits, '.', '_' and '-'."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or "model"
+
+
 def _open_model(name: str | None, source: str, rows: Mapping[str, Any], poll_s: float, opened: ExitStack) -> Served:
     """Open a model, and follow its directory if training publishes to it."""
     from hotbed.checkpoint.storage import directory
@@ -118,8 +123,7 @@ def _open_model(name: str | None, source: str, rows: Mapping[str, Any], poll_s: 
         opened.callback(follower.close)
         follower.poll()  # so that the newest version gives the first answer
         follower.start()
-    in_paths = re.sub(r"[^A-Za-z0-9._-]+", "-", model.name or "").lstrip("._-")[:100] or "model"
-    return Served(name or in_paths, model, follower)
+    return Served(name or _path_name(model.name or ""), model, follower)
 
 
 def _parse_models(source: str | None, models: list[str]) -> dict[str | None, str]:
