@@ -89,7 +89,7 @@ def test_a_damaged_file_of_what_was_measured_is_named(
     file = daily.parent / "out" / str(DAYS[2]) / "before.json"
     file.unlink() if content is None else file.write_bytes(content)
     message = refused(command, capsys)
-    assert f"{file} is {'gone' if content is None else 'damaged'}" in message
+    assert f"{file} {'does not exist' if content is None else 'is damaged'}" in message
     assert message.endswith(f"--restart_from {DAYS[2]}")
     assert len(days_of(daily, "out")) == 3
     if content is not None:
