@@ -43,13 +43,14 @@ class Finding(NamedTuple):
     fix: str
 
 
-def read_phrases() -> list[Phrase]:
-    """Read the list of phrases."""
-    entries = tomllib.loads(LIST.read_text())["phrase"]
-    return [
+def read_list() -> tuple[list[Phrase], dict[str, int]]:
+    """Read the phrases, and the limits by group."""
+    entries = tomllib.loads(LIST.read_text())
+    phrases = [
         Phrase(re.compile(e["pattern"], re.MULTILINE | (0 if e.get("case_sensitive") else re.IGNORECASE)), e["fix"])
-        for e in entries
+        for e in entries["phrase"]
     ]
+    return phrases, entries["limits"]
 
 
 def group_of(path: Path) -> str:
@@ -114,7 +115,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print each phrase with its place")
     parser.add_argument("--lower", action="store_true", help="lower limits to the counts")
     options = parser.parse_args()
-    phrases, limits = read_phrases(), tomllib.loads(LIST.read_text())["limits"]
+    phrases, limits = read_list()
     counts: Counter[str] = Counter()
     chosen = [path.resolve() for path in options.paths]
     for path in list_files():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import hotbed
@@ -17,12 +18,15 @@ TORCHREC = PACKAGE / "compat" / "torchrec"
 """Its classes have TorchRec's names."""
 
 
-def definitions() -> Iterator[tuple[str, Path, ast.stmt]]:
-    """Yield the statements of all files that define something at the top level."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield node.name, path, node
+@cache
+def definitions() -> list[tuple[str, Path, ast.stmt]]:
+    """Return the statements of all files that define something at the top level."""
+    return [
+        (node.name, path, node)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def repeated(names: Iterator[tuple[str, Path]]) -> dict[str, list[str]]:

@@ -37,7 +37,7 @@ from hotbed.serve.batching import Batcher, Scored, explain_error
 from hotbed.serve.monitoring import ServerMetrics
 from hotbed.serve.options import ServeOptions
 from hotbed.serve.request_tensors import HEADER_LENGTH, input_metadata, output_names, read_tensors, write_scores
-from hotbed.serve.requests import Bodies, parse_rows, record_batch
+from hotbed.serve.requests import RETRY, Bodies, parse_rows, record_batch
 
 LOG = logging.getLogger("hotbed.serve")
 _INLINE_BYTES, _READERS = 32 << 10, 2
@@ -212,7 +212,7 @@ class Application:
                         f"got {self._reading} large bodies at once, expected at most {_MOST_WAITING}. Try again later",
                         503,
                         "busy",
-                        {"Retry-After": "1"},
+                        RETRY,
                     )
                 self._reading += 1
                 try:
@@ -235,7 +235,7 @@ class Application:
             yield
         except TimeoutError:
             message = f"scoring took longer than {self._options.timeout_s:g} s (--timeout_s). Try again later"
-            raise RequestError(message, 504, "timeout", {"Retry-After": "1"}) from None
+            raise RequestError(message, 504, "timeout", RETRY) from None
         except Exception as error:
             raise explain_error(error) from None
 
@@ -287,7 +287,7 @@ class _Gate:
         if path.startswith("/v2/health/"):
             return None
         if len(self._connections) > self._options.max_connections:
-            headers = {"Retry-After": "1", "Connection": "close"}
+            headers = {**RETRY, "Connection": "close"}
             return RequestError("too many connections; try again later", 503, "connections", headers)
         if self._digest is None:
             return None

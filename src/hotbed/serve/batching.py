@@ -24,10 +24,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotbed.errors import BatchError, DataError, NonFiniteError, RequestError, SpecError, StoreError
+from hotbed.serve.requests import RETRY
 from hotbed.serve.served_model import ServedModel
 
 LOG = logging.getLogger("hotbed.serve")
-_RETRY = {"Retry-After": "1"}
 
 
 class Scored(NamedTuple):
@@ -89,7 +89,7 @@ class Batcher:
                     "Try again later, or start another server",
                     503,
                     "busy",
-                    _RETRY,
+                    RETRY,
                 )
             self._queued += entry.rows
             self._queue.append(entry)
@@ -204,5 +204,5 @@ def explain_error(error: Exception) -> RequestError:
     details: dict[str, Any] = {"error_type": type(error).__name__}
     LOG.error("score_failed", extra={"details": details}, exc_info=error)
     if isinstance(error, StoreError):
-        return RequestError("rows of the model cannot be read at the moment; try again later", 503, "store", _RETRY)
+        return RequestError("rows of the model cannot be read at the moment; try again later", 503, "store", RETRY)
     return RequestError("the server failed to score these rows; see its log", 500, "internal")

@@ -19,6 +19,8 @@ from hotbed.serve.options import ServeOptions
 _Body = TypeVar("_Body", bound=BaseModel)
 JSON_TYPES = ("application/json", "application/x-www-form-urlencoded", "text/json", "")
 """Content types of JSON bodies. The second is curl's default."""
+RETRY = {"Retry-After": "1"}
+"""Headers of answers to requests that the client should repeat after a second."""
 LINES_TYPES = ("application/x-ndjson", "application/jsonl", "application/x-jsonlines")
 _LIMITS = {"rows": "a list of objects, one per row", "columns": "an object with a list per column"}
 _READ_BEYOND = 4
@@ -66,7 +68,7 @@ class Bodies:
                             f"{self._options.max_buffered_bytes:,} (--max_buffered_bytes). Try again later",
                             503,
                             "busy",
-                            {"Retry-After": "1", "Connection": "close"},
+                            {**RETRY, "Connection": "close"},
                         )
             yield b"".join(parts)
         except TimeoutError:

@@ -266,8 +266,8 @@ def parse_logs(
         report("read", done, total)
     pieces: list[Piece] = []
     counts = {_SKIPPED: Counter[str](), _REPLACED: Counter[str]()}
+    local = fs.LocalFileSystem()
     for part in parts:
-        local = fs.LocalFileSystem()
         file = ParquetFile(filesystem=local, path=str(part.spool), name=part.file.name, shown=str(part.file))
         for key, counter in counts.items():
             counter.update(json.loads((file.metadata.metadata or {}).get(key, b"{}")))
