@@ -150,120 +150,112 @@ REFUSED: Mapping[str, tuple[Callable[[dist.ProcessGroup], object], type[HotbedEr
     "no tables": (
         lambda group: hb.distribute(nn.Linear(2, 2), group=group),
         SpecError,
-        "Linear has no hotbed.EmbeddingCollection, so there is nothing to distribute",
+        "Linear",
     ),
     "a plan for other ranks": (
         lambda group: hb.distribute(one_table(), Plan(2, tiles(range(9)).tiles), group=group),
         PlanError,
-        "the plan is for 2 ranks, this process group has 3; make a plan for 3, or start as many processes",
+        "for 2 ranks, this process group has 3",
     ),
     "a plan with another table": (
         lambda group: hb.distribute(one_table(), tiles(range(9), table="tt"), group=group),
         PlanError,
-        "table in the plan: got 'tt', expected one of t; did you mean 't'? Make a plan for this model.",
+        "'tt', expected one of t",
     ),
     "a plan without a table": (
         lambda group: hb.distribute(one_table(), Plan(SIZE, ()), group=group),
         PlanError,
-        "the plan has no tile of table 't'; make a plan for this model",
+        "no tile of table 't'",
     ),
     "a plan for other rows": (
         lambda group: hb.distribute(one_table(), tiles(range(0, 8, 2), range(1, 8, 2)), group=group),
         PlanError,
-        "the plan tiles 8 × 256 of table 't', which has 9 × 256; make a plan for this model",
+        "8 × 256, expected 9 × 256",
     ),
     "a cut that changes sums": (
         lambda group: hb.distribute(one_table(), tiles(range(9), cols=(0, 40, 256)), group=group),
         PlanError,
-        "the plan cuts table 't' (fp32) at columns 0 … 40; cuts must be multiples of 16, or the model would change",
+        "columns 0 … 40, expected multiples of 16",
     ),
     "a cut that changes scales": (
         lambda group: hb.distribute(one_table("int8"), tiles(range(9), cols=(0, 64, 256)), group=group),
         PlanError,
-        "the plan cuts table 't' (int8) at columns 0 … 64; cuts must be multiples of 128, or the model would change",
+        "columns 0 … 64, expected multiples of 128",
     ),
     "an unknown scheme": (
         lambda group: hb.distribute(one_table(), "rows", group=group),
         PlanError,
-        "scheme: got 'rows', expected one of table, row, column, grid, dp, auto; did you mean 'row'? Or give a Cut.",
+        "'rows', expected one of table, row, column, grid, dp, auto",
     ),
     "an optimizer that is there already": (
         lambda group: optimized_before(group, by_hand=False),
         OptimizerError,
-        "these tables have an optimizer already, which would go on with tables that are not here any more; "
-        "distribute the model first, then make its optimizers",
+        "an optimizer already",
     ),
     "an optimizer of a collection": (
         lambda group: optimized_before(group, by_hand=True),
         OptimizerError,
-        "these tables have an optimizer already, which would go on with tables that are not here any more; "
-        "distribute the model first, then make its optimizers",
+        "an optimizer already",
     ),
     "parameters on meta": (
         lambda group: hb.distribute(OnMeta(), group=group),
         SpecError,
-        "odd (Module) is on meta and has no reset_parameters(), so its parameters cannot be made; add one, or make "
-        "the model on a device",
+        "odd (Module) is on meta",
     ),
     "DDP around tables": (
         lambda group: train_in(lambda model: in_ddp(model, group)),
         SpecError,
-        "DistributedDataParallel averages gradients of parameters only, so each of the 3 ranks would train tables of "
-        "its own; call `model = hotbed.distribute(model)` in its place, before making optimizers",
+        "DistributedDataParallel",
     ),
     "FSDP around tables": (
         lambda group: train_in(lambda model: in_fsdp(model, group)),
         SpecError,
-        "FSDP averages gradients of parameters only, so each of the 3 ranks would train tables of its own; call `model "
-        "= hotbed.distribute(model, parallel=hotbed.ParallelOptions(dense='fsdp'))` in its place, before making "
-        "optimizers",
+        "dense='fsdp'",
     ),
     "a model in DDP": (
         lambda group: hb.distribute(in_ddp(Model(), group), group=group),
         SpecError,
-        "the model is in DistributedDataParallel, which distribute() calls itself; give it the module, `model.module`",
+        "`model.module`",
     ),
     "no_sync without DDP": (
         no_sync_of_fsdp,
         SpecError,
-        "no_sync() is of models whose dense part is data-parallel by DDP (dense='ddp')",
+        "dense='ddp'",
     ),
     "uneven nodes": (
         lambda group: hb.distribute(one_table(), "table", hb.ParallelOptions(ranks_per_node=2), group=group),
         CommError,
-        "ranks_per_node is 2, must divide the 3 ranks; start as many processes on every node",
+        "ranks_per_node is 2, must divide the 3 ranks",
     ),
     "a part of the ranks": (
         part_of_the_ranks,
         SpecError,
-        "the process group has 1 of 3 ranks; a model is distributed over all of them in this release, leave group out",
+        "1 of 3 ranks",
     ),
     "sequences of ids that are spread": (
         spread_sequences,
         BatchError,
-        "feature 'f' is not pooled, so ids must be exchanged; give every rank all features of its samples",
+        "feature 'f'",
     ),
     "replicas of a dynamic table": (
         replicas_of_dynamic,
         PlanError,
-        "table 't' is dynamic, of which there can be no replicas in this release",
+        "table 't' is dynamic",
     ),
     "trained weights of ids that are spread": (
         spread_weights,
         BatchError,
-        "per-id weights that are trained need every rank to have all ids of its samples; give the batch without "
         "hotbed.ModelParallelInput",
     ),
     "trained weights of pooled vectors": (
         lambda group: pooled(group, torch.ones(3, requires_grad=True)),
         BatchError,
-        "per-id weights that are trained need the rows of t, which stay with their owners where wire is 'pooled'; "
-        "plan wire='rows' for these tables",
+        "rows of t",
     ),
     "weights on some ranks": (
         lambda group: pooled(group, None if dist.get_rank(group) == 1 else torch.ones(3)),
         BatchError,
-        "ranks [0, 2] have per-id weights and the others none; give all of them, or none",
+        "ranks [0, 2]",
     ),
 }
 
@@ -278,8 +270,11 @@ def refused(group: dist.ProcessGroup, case: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_refused_by_all_ranks(ranks: Ranks, case: str):
-    _, kind, message = REFUSED[case]
-    assert ranks.run(SIZE, refused, case) == [(kind.__name__, message)] * SIZE
+    _, kind, value = REFUSED[case]
+    found = ranks.run(SIZE, refused, case)
+    name, message = found[0]
+    assert name == kind.__name__ and value in message
+    assert found == [(name, message)] * SIZE
 
 
 class Teacher(nn.Module):

@@ -181,7 +181,7 @@ def test_missing_error_stops_with_the_place(tmp_path: Path, value: float | None,
     values = pa.array([1.0, 2, 3, 4, 5, value])
     path = log(tmp_path, rows_per_group=4, x=values)
     source = hb.ParquetSource(path, schema({"name": "x", "rule": "standard", "missing": "error"}))
-    message = rf"log.parquet, row group 1, column 'x': {shown} at row 1 \(row 5 of the file\); the schema says missing"
+    message = rf"log.parquet, row group 1, column 'x': {shown} at row 1 \(row 5 of the file\)"
     with pytest.raises(DataError, match=message):
         source.read("train", 1)
     with pytest.raises(DataError, match=message):
@@ -235,7 +235,7 @@ def test_raw_numbers_are_refused_by_models_that_do_not_normalize(tmp_path: Path,
     loader = hb.Loader(source, "train", 100)
     recipe = TrainRecipe(batch_size=100, device="cpu")
     trainer = hb.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), SGD(model, lr=0.1), recipe=recipe)
-    message = rf"the source yields raw values of price.*{kind.__name__} does not; call hotbed.nn.normalize"
+    message = rf"price.*{kind.__name__}.*hotbed.nn.normalize"
     with pytest.raises(SpecError, match=message):
         trainer.fit(loader)
     with pytest.raises(SpecError, match=message):
