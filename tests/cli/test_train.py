@@ -300,11 +300,11 @@ def test_a_model_larger_than_memory_is_said_to_be_so(recipe: Path, capsys: Outpu
     source += ["--data.source.init_args.train_samples", "100", "--data.test_split", "null"]
     model = ["--model.class_path", f"{__name__}.Linear", "--model.init_args", "{}"]
     message = refused(["train", str(recipe), *source, *model], capsys)
-    assert "bytes of cpu memory are needed for rows or moments at once, but" in message
-    assert "memory.tier disk (Cut(tier='disk')) would hold them" in message
+    assert "rows or moments in cpu memory: got" in message
+    assert "memory.tier disk (Cut(tier='disk'))" in message
     message = refused(["train", str(recipe), "--model.class_path", f"{__name__}.TooLarge"], capsys)
     assert "DefaultCPUAllocator: can't allocate memory: you tried; " in message
-    assert "bytes of cpu memory are free: lower train.batch_size or the model's sizes" in message
+    assert "bytes of cpu memory are free. Reduce train.batch_size" in message
 
 
 def _records(run: Path) -> list[dict[str, Any]]:

@@ -28,10 +28,10 @@ from hotbed.comm import Handle, Link
 from hotbed.data.formats.split_binary import SplitBinaryWriter
 from hotbed.data.preparation import counting
 from hotbed.embed import dynamic, replicas
-from hotbed.store.cached import CachedRecords
-from hotbed.store.dense import DenseStore
+from hotbed.store.device_store import DenseStore
 from hotbed.store.file_records import FileRecords
-from hotbed.store.lazy_rows import LazyRows
+from hotbed.store.lazy_store import LazyRows
+from hotbed.store.row_cache import CachedRecords
 from hotbed.train.runs import resume
 from hotbed.train.runs.callbacks import JsonLines
 from hotbed.train.runs.report import RunDirectory
@@ -184,14 +184,14 @@ OPERATIONS: list[tuple[Any, str, str]] = [
     (FileRecords, "_read", "write-back"),
     (FileRecords, "_make_room", "write-back"),
     (CachedRecords, "_insert", "evictions"),
-    (CachedRecords, "_gathered", "evictions"),
+    (CachedRecords, "_gather", "evictions"),
     (dynamic._Directory, "find", "evictions"),
     (dynamic._Directory, "take", "evictions"),
     (Link, "exchange", "exchange"),
     (Link, "all_gather", "exchange"),
     (Link, "broadcast", "exchange"),
     (Handle, "wait", "exchange"),
-    (replicas.TouchedSlots, "take", "replicas"),
+    (replicas.UpdatedSlotList, "take", "replicas"),
     (replicas, "average_rows", "replicas"),
     (SplitBinaryWriter, "append_labels", "preparing"),
     (SplitBinaryWriter, "append_dense", "preparing"),

@@ -20,9 +20,9 @@ from hotbed.optim import Moment
 from hotbed.plan import make_plan
 from hotbed.specs import Table
 from hotbed.store import DenseStore, LazyStore, Span, Storage
-from hotbed.store.cached import CachedRecords
 from hotbed.store.records import Records, Use
-from hotbed.store.rising import RisingSlots
+from hotbed.store.row_cache import CachedRecords
+from hotbed.store.slot_lists import SortedSlots
 from tests.embed.replica_cases import TABLES, Model, batch
 from tests.ranks import Ranks
 
@@ -165,7 +165,7 @@ class Calls(Records):
         super().__init__(below.record_bytes)
         self.below, self.made = below, list[str]()
 
-    def slots(self) -> RisingSlots:
+    def slots(self) -> SortedSlots:
         return self.below.slots()
 
     def clear(self) -> None:
@@ -190,7 +190,7 @@ def test_rows_that_a_cache_has_not_written_back_are_averaged(ranks: Ranks):
 
 
 def test_what_was_touched_is_found_once(monkeypatch: pytest.MonkeyPatch):
-    touched, expected = embed_replicas.TouchedSlots(), set[int]()
+    touched, expected = embed_replicas.UpdatedSlotList(), set[int]()
     for seed in range(40):
         slots = torch.randint(0, 1 << 40, (20_000,), generator=torch.Generator().manual_seed(seed // 2))
         expected |= set(slots.tolist())

@@ -167,7 +167,7 @@ def test_a_model_on_triton_with_a_cache_and_rows_read_in_place(monkeypatch: pyte
     """All of it as on a GPU, but for page-locking where there is none."""
     pytest.importorskip("triton")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    monkeypatch.setattr("hotbed.store.cached.needs_staging", lambda _: True)
+    monkeypatch.setattr("hotbed.store.row_cache.needs_staging", lambda _: True)
 
     def trained(cut: hb.Cut | None, host: Any = "records") -> Any:
         collection = EmbeddingCollection(TABLES, FEATURES, seed=4, backend="triton")

@@ -16,8 +16,8 @@ from hotbed.optim import Adam, RowWiseAdagrad
 from hotbed.optim.sgd import PLAIN
 from hotbed.store import Storage
 from hotbed.store.records import InPlace, Records
-from hotbed.store.rising import RisingSlots
-from tests.store.test_lazy import everything, made, step_of
+from hotbed.store.slot_lists import SortedSlots
+from tests.store.test_lazy_store import everything, made, step_of
 
 IN_MEMORY = {
     "host": Storage("host"),
@@ -43,7 +43,7 @@ class Written:
         def lent(slots: Tensor) -> Iterator[InPlace | None]:
             with changed(slots) as found:
                 yield found
-                if found is not None and bool((found.places >= 0).all()):
+                if found is not None and bool((found.positions >= 0).all()):
                     self.in_place.append(len(slots))
 
         monkeypatch.setattr(store.records, "write", noted)
@@ -130,7 +130,7 @@ def test_records_are_lent_by_who_says_so() -> None:
         def write(self, slots: Tensor, records: Tensor) -> None:
             raise NotImplementedError
 
-        def slots(self) -> RisingSlots:
+        def slots(self) -> SortedSlots:
             raise NotImplementedError
 
         def clear(self) -> None:

@@ -103,25 +103,21 @@ def test_nothing_is_locked_for_the_cpu(runtime: Runtime) -> None:
 
 def test_what_cannot_be_locked_is_an_error(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime.failure = 2
-    with pytest.raises(
-        StoreError, match=r"2,097,152 bytes of .* cannot be page-locked \(out of memory \(2\)\); .*more r"
-    ):
+    with pytest.raises(StoreError, match=r"2,097,152 of .* \(out of memory \(2\)\)"):
         memory.host_zeros((4,), torch.float32, CUDA)
     monkeypatch.setattr(memory, "host_bytes", lambda: 100)
     with pytest.raises(
-        StoreError, match=r"160 bytes of rows or moments do not fit into .* memory of 100 bytes; use host "
+        StoreError, match=r"got 160 bytes, expected at most 100 bytes"
     ):
         memory.host_zeros((40,), torch.float32, CUDA)
     monkeypatch.setattr("sys.platform", "win32")
-    with pytest.raises(StoreError, match=r"need Linux, .*; use host 'records'"):
+    with pytest.raises(StoreError, match=r"got 'uva' on win32, expected Linux"):
         memory.host_zeros((4,), torch.float32, CUDA)
 
 
 def test_rows_that_are_read_in_place_have_no_cache() -> None:
     storage = Storage("host", cache_rows=1000, host="uva")
-    with pytest.raises(
-        StoreError, match=r"a cache of 1,000 rows .* \(host 'uva'\); use host 'records', or a cache of 0"
-    ):
+    with pytest.raises(StoreError, match=r"got 1,000, expected 0 .*host 'uva'"):
         storage.make([Span(4)], 16, dtype="fp32", device=torch.device("cpu"), backend="auto")
 
 
@@ -167,13 +163,9 @@ def test_free_memory_is_what_the_system_says(monkeypatch: pytest.MonkeyPatch, tm
 def test_rows_that_do_not_fit_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda _: 100 << 20)
     DenseStore([Span(1 << 20, 0)], 20)
-    with pytest.raises(StoreError) as caught:
+    message = r"got 134,217,728 bytes, expected at most the 104,857,600 free bytes. Use memory.tier disk"
+    with pytest.raises(StoreError, match=message):
         DenseStore([Span(1 << 20, 0)], 32)
-    assert str(caught.value) == (
-        "134,217,728 bytes of cpu memory are needed for rows or moments at once, but 104,857,600 bytes of it are free; "
-        "memory.tier disk (Cut(tier='disk')) would hold them, for only rows that are trained take room there, or use "
-        "more ranks, fewer rows or columns, or a narrower dtype"
-    )
     DenseStore([Span(1 << 20, 0)], 32, dtype="int8")
     DenseStore([Span(1 << 40, 0)], 32, device="meta")
 
@@ -185,12 +177,12 @@ def test_memory_that_the_system_does_not_give_is_said_to_be_so(monkeypatch: pyte
     store = DenseStore([Span(1 << 20, 0)], 4)
     monkeypatch.setattr(large_tensors.mmap, "mmap", refuses)
     for make in (memory.allocate_zeros, memory.allocate):
-        with pytest.raises(StoreError, match=r"^1,099,511,627,776 bytes of cpu memory are needed .* memory\.tier disk"):
+        with pytest.raises(StoreError, match=r"cpu memory: got 1,099,511,627,776 bytes.* memory\.tier disk"):
             make((1 << 38,), torch.float32, CPU)
-    with pytest.raises(StoreError, match=r"^16,777,216 bytes of cpu memory are needed for rows or moments"):
+    with pytest.raises(StoreError, match=r"cpu memory: got 16,777,216 bytes"):
         store.add_moment(Moment("m", "element"))
     monkeypatch.setattr(memory, "available_bytes", lambda _: None)
-    with pytest.raises(StoreError, match="at once, more than the system gives; memory"):
+    with pytest.raises(StoreError, match="expected less"):
         memory.allocate_zeros((1 << 38,), torch.float32, CPU)
 
     def other(*_: Any, **__: Any) -> Any:
@@ -208,7 +200,7 @@ def test_the_tier_that_would_hold_what_a_device_cannot(monkeypatch: pytest.Monke
     monkeypatch.setattr(memory.torch, "zeros", full)
     free = {"cuda": 1000, "cpu": 1 << 20}
     monkeypatch.setattr(memory, "available_bytes", lambda device: free[device.type])
-    with pytest.raises(StoreError, match=r"cuda memory are needed .* but 1,000 bytes of it are free; memory.tier host"):
+    with pytest.raises(StoreError, match=r"cuda memory: .* 1,000 free bytes\. Use memory.tier host"):
         memory.allocate_zeros((1 << 18,), torch.float32, CUDA)
     with pytest.raises(StoreError, match=r"memory.tier disk"):
         memory.allocate_zeros((1 << 19,), torch.float32, CUDA)

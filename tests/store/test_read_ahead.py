@@ -17,12 +17,12 @@ from hotbed.optim import Adam
 from hotbed.store import Storage
 from hotbed.store.file_records import FileRecords
 from hotbed.store.read_ahead import ReadAhead
-from tests.store.test_lazy import CACHED, drive, everything, made
+from tests.store.test_lazy_store import CACHED, drive, everything, made
 
 
 @pytest.mark.parametrize("storage", [*CACHED.values(), Storage("disk")], ids=[*CACHED, "no cache"])
 def test_another_thread_reads_ahead_while_rows_are_trained(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotbed.store.cached.needs_staging", lambda _: True)
+    monkeypatch.setattr("hotbed.store.row_cache.needs_staging", lambda _: True)
     moments = list(Adam.rule.moments)
     store, dense = made(storage, "int8", moments), made(None, "int8", moments)
     draw = torch.Generator().manual_seed(2)

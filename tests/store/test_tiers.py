@@ -12,7 +12,7 @@ from hotbed.config.parallel_memory import MemoryRecipe
 from hotbed.specs import RowDtype, Tier
 from hotbed.store import LazyStore, Span, Storage
 from hotbed.store.records import Records, Use
-from hotbed.store.rising import ListedSlots, RisingSlots
+from hotbed.store.slot_lists import SlotTensor, SortedSlots
 from hotbed.store.tiers import RECORDS, TierRecords
 from hotbed.testing.store_contract import Format, StoreContract
 
@@ -41,8 +41,8 @@ class DictRecords(Records):
     def write(self, slots: Tensor, records: Tensor) -> None:
         self._records |= {slot: record.clone() for slot, record in zip(slots.tolist(), records, strict=True)}
 
-    def slots(self) -> RisingSlots:
-        return ListedSlots(torch.tensor(sorted(self._records), dtype=torch.int64))
+    def slots(self) -> SortedSlots:
+        return SlotTensor(torch.tensor(sorted(self._records), dtype=torch.int64))
 
     def clear(self) -> None:
         self._records.clear()

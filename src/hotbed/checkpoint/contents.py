@@ -30,7 +30,7 @@ from hotbed.embed.dense_shards import gather_shards
 from hotbed.errors import CheckpointError
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Table
-from hotbed.store import MOMENT, DenseStore, LazyStore, PickedArray, PickedRows, RisingSlots, RowStore, SlotRange
+from hotbed.store import MOMENT, DenseStore, LazyStore, RowStore, SelectedArray, SelectedRows, SlotRange, SortedSlots
 from hotbed.torch_hooks import without_tables
 
 
@@ -209,7 +209,7 @@ def plan_of(parts: Mapping[str, Stateful]) -> PlanEntry | None:
 
 
 def _picked_chunks(
-    name: str, tile: LocalTile, moments: Collection[str], picked: PickedRows, snapshot: Snapshot | None
+    name: str, tile: LocalTile, moments: Collection[str], picked: SelectedRows, snapshot: Snapshot | None
 ) -> Iterator[Chunk]:
     """Yield the picked rows of a tile in chunks that fit into a file; together these cover the tile."""
     store, rows = tile.arena.store, tile.shard.rows
@@ -243,7 +243,7 @@ def _keys(slots: SlotRange, first_slot: int, rows: range) -> Array:
 
 
 def array_of(
-    store: RowStore, name: str, values: Tensor | PickedArray, first: int, last: int, snapshot: Snapshot | None
+    store: RowStore, name: str, values: Tensor | SelectedArray, first: int, last: int, snapshot: Snapshot | None
 ) -> Array:
     """Make an array of rows ``first … last − 1`` of one of a store's arrays, now or when a snapshot was taken."""
 
@@ -270,7 +270,7 @@ def owned_tiles(tables: Mapping[str, ModelTable]) -> list[OwnedTile]:
 
 
 def chunks_of(
-    owned: Sequence[OwnedTile], snapshot: Snapshot | None, changed: Mapping[RowStore, RisingSlots] | None = None
+    owned: Sequence[OwnedTile], snapshot: Snapshot | None, changed: Mapping[RowStore, SortedSlots] | None = None
 ) -> Iterator[Chunk]:
     """Cut the tiles that this rank owns into chunks, in the order of their memory, in which a snapshot is read.
 
@@ -291,11 +291,11 @@ def _most_bytes(store: RowStore) -> int:
 
 
 def _chunks(
-    name: str, table: ModelTable, tile: LocalTile, saved: DenseStore | PickedRows, snapshot: Snapshot | None
+    name: str, table: ModelTable, tile: LocalTile, saved: DenseStore | SelectedRows, snapshot: Snapshot | None
 ) -> Iterator[Chunk]:
     """Yield a tile in chunks that fit into a file."""
     store, rows = tile.arena.store, tile.shard.rows
-    if isinstance(saved, PickedRows):
+    if isinstance(saved, SelectedRows):
         yield from _picked_chunks(name, tile, table.saved.moments, saved, snapshot)
         return
     extents = {

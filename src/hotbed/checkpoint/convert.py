@@ -39,7 +39,7 @@ from hotbed.optim import Moment
 from hotbed.plan.tiling import column_unit
 from hotbed.specs import RowDtype, Table, row_bytes
 from hotbed.store import MOMENT, LazyStore, Storage
-from hotbed.store.dense import TORCH_DTYPES
+from hotbed.store.device_store import TORCH_DTYPES
 
 MEMORY_BYTES = 8 << 20
 """Upper limit of a table's bytes that are in memory at once, as float32 and with moments."""

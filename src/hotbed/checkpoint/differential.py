@@ -1,10 +1,10 @@
 """Save and read differences to a full checkpoint, the base: only the rows that changed since it began.
 
-Stores note which rows change (`hotbed.store.touched`) from the moment that a full checkpoint begins until the next one
-does, so every difference is to the full checkpoint itself, not to the difference before it: it is read as base and one
-difference, whatever was saved in between, and nothing but the base must be kept for it. It grows with the time since
-the base; once it would hold more than `MOST_SHARE` of the bytes of all rows, all are saved. Source: Check-N-Run (NSDI
-2022), "one-shot" and "intermittent" baselines.
+Stores collect the rows that change (`hotbed.store.slot_lists`) between the starts of two full checkpoints. So each
+difference refers to the full checkpoint, not to the previous difference, and loading reads the base and one difference.
+Only the base must be kept. A difference grows with the time since the base. If it would hold more than `MOST_SHARE` of
+the bytes of all rows, a full checkpoint is saved instead. Source: Check-N-Run (NSDI 2022), "one-shot" and
+"intermittent" baselines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tensor_files import TensorFiles
 from hotbed.comm import Link
 from hotbed.errors import CheckpointError
-from hotbed.store import LazyStore, RisingSlots, RowStore
+from hotbed.store import LazyStore, RowStore, SortedSlots
 
 MOST_SHARE = 0.5
 """Of the bytes of all rows, that a difference may hold."""
@@ -55,7 +55,7 @@ def changed_since(
     stores: Sequence[RowStore],
     tables: Mapping[str, SavedTable],
     link: Link | None,
-) -> dict[RowStore, RisingSlots] | None:
+) -> dict[RowStore, SortedSlots] | None:
     """Find which rows of this rank's stores have changed since a base; all ranks must call this.
 
     Return slots by store; or None, on all ranks, where all rows must or should be saved: the log says why. If the first
@@ -111,7 +111,7 @@ def _unusable(base: Baseline, place: Directory) -> str:
     return "" if base.place.has(MANIFEST) else "it is gone"
 
 
-def _nbytes(store: RowStore, slots: RisingSlots) -> tuple[int, int]:
+def _nbytes(store: RowStore, slots: SortedSlots) -> tuple[int, int]:
     """Bytes of these rows in a difference, and of all rows in a full checkpoint."""
     if isinstance(store, LazyStore):
         row = store.records.record_bytes + _KEY_BYTES

@@ -55,7 +55,7 @@ from hotbed.comm import Link
 from hotbed.errors import CheckpointError, CommError
 from hotbed.machine import start_alone
 from hotbed.parsing import validate_model
-from hotbed.store import RisingSlots, RowStore
+from hotbed.store import RowStore, SortedSlots
 
 ATTEMPT_DIGITS = 8
 PATIENCE_S = 600.0
@@ -199,7 +199,7 @@ class Saving:
         link: Link | None,
         snapshot: Snapshot | None,
         then: Callable[[], None] | None,
-        changed: Mapping[RowStore, RisingSlots] | None = None,
+        changed: Mapping[RowStore, SortedSlots] | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
         self.path = place.path

@@ -24,7 +24,7 @@ from hotbed.ops.rows import MIN_EXPONENT, exponents_of, round_nearest, widen
 from hotbed.plan.tiling import column_unit, common_positions
 from hotbed.specs import Table
 from hotbed.store import MOMENT, LazyStore
-from hotbed.store.dense import TORCH_DTYPES
+from hotbed.store.device_store import TORCH_DTYPES
 
 Places = range | Tensor
 """Rising positions of rows; ``[n]`` int64 where they follow no rule."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from hotbed.checkpoint.tensor_files import as_bits
 from hotbed.heap import apart
 from hotbed.ops import cpu_cache
-from hotbed.store import DenseStore, LazyStore, PickedArray, PickedRows, RisingSlots, RowStore
+from hotbed.store import DenseStore, LazyStore, RowStore, SelectedArray, SelectedRows, SortedSlots
 
 KEPT_BYTES = 16 << 20
 """Limit of the rows that are kept, by default."""
@@ -48,7 +48,7 @@ class _Array:
     The place of a row is its position in the array, or its slot if only some rows are saved.
     """
 
-    def __init__(self, values: Tensor | PickedArray) -> None:
+    def __init__(self, values: Tensor | SelectedArray) -> None:
         self.values, self.dtype = values, values.dtype
         self.read_to = 0
         """Rows of lower places have been read."""
@@ -98,7 +98,7 @@ class Snapshot:
         self,
         stores: Iterable[RowStore],
         limit_bytes: int | None = None,
-        changed: Mapping[RowStore, RisingSlots] | None = None,
+        changed: Mapping[RowStore, SortedSlots] | None = None,
     ) -> None:
         self._limit = KEPT_BYTES if limit_bytes is None else limit_bytes
         self._lock = threading.Condition()
@@ -166,16 +166,16 @@ class Snapshot:
         self.waited_s += time.perf_counter() - start
 
     def _unread(self, store: RowStore, slots: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield arrays with rising places and bits of the rows at these slots, without rows that came here before."""
+        """Yield each array's ascending positions and bits of the rows at ``slots`` that were not yielded before."""
         rows, marks = self.rows[store], self._marks[store]
         if isinstance(rows, DenseStore):
             new, arrays = torch.unique(slots[marks.add(slots)]), rows.arrays()
             step = max(_BYTES_AT_ONCE // max(sum(t[:1].nbytes for t in arrays.values()), 1), 1)
             for some in new.split(step):
-                for name, places in rows.places(some).items():
-                    if len(places) and len(arrays[name]):
-                        places = torch.unique(places)
-                        yield name, places, as_bits(arrays[name]).index_select(0, places)
+                for name, positions in rows.positions(some).items():
+                    if len(positions) and len(arrays[name]):
+                        positions = torch.unique(positions)
+                        yield name, positions, as_bits(arrays[name]).index_select(0, positions)
             return
         slots = slots.cpu()
         new = slots[marks.add(rows.all_slots.number(slots))].sort().values
@@ -191,15 +191,15 @@ class Snapshot:
         self._lock.notify_all()
 
 
-def select_rows(store: RowStore, changed: Mapping[RowStore, RisingSlots] | None = None) -> DenseStore | PickedRows:
+def select_rows(store: RowStore, changed: Mapping[RowStore, SortedSlots] | None = None) -> DenseStore | SelectedRows:
     """Return the rows of a store that are to be saved: all that there are, or those that have changed."""
     assert isinstance(store, DenseStore | LazyStore)
     if changed is not None:
-        return PickedRows(store, changed[store])
-    return PickedRows(store, store.existing()) if isinstance(store, LazyStore) else store
+        return SelectedRows(store, changed[store])
+    return SelectedRows(store, store.existing()) if isinstance(store, LazyStore) else store
 
 
-def list_arrays(rows: DenseStore | PickedRows) -> Mapping[str, Tensor | PickedArray]:
+def list_arrays(rows: DenseStore | SelectedRows) -> Mapping[str, Tensor | SelectedArray]:
     """Return the arrays that they are in."""
     return rows.arrays() if isinstance(rows, DenseStore) else rows.arrays
 
@@ -212,7 +212,7 @@ def _copy_apart(values: Tensor) -> Tensor:
     return torch.from_numpy(memory).view(values.dtype).view(values.shape).copy_(values)
 
 
-def _marks_of(store: RowStore, rows: DenseStore | PickedRows) -> _Marks:
+def _marks_of(store: RowStore, rows: DenseStore | SelectedRows) -> _Marks:
     if isinstance(rows, DenseStore):
         return _Marks(store.slots, store.device)
     return _Marks(rows.all_slots.numbers, torch.device("cpu"))

@@ -17,7 +17,7 @@ from hotbed.embed.arena import Arena, Shard, raw_shapes
 from hotbed.embed.locate import Locator
 from hotbed.ops.layout import SCALE_BLOCK
 from hotbed.specs import Table
-from hotbed.store.listing import padded_positions
+from hotbed.store.device_selection import padded_positions
 from hotbed.store.memory import to_host
 
 

@@ -47,9 +47,9 @@ from hotbed.ops.layout import ACTIVE, FREE
 from hotbed.ops.rows import step_seeds
 from hotbed.store import DenseStore, RowStore
 from hotbed.store.base import Values
-from hotbed.store.listing import list_set_bits, sort_slots
+from hotbed.store.device_selection import list_set_bits, sort_slots
 from hotbed.store.memory import to_device, to_host
-from hotbed.store.touched import TouchedSlots
+from hotbed.store.slot_lists import UpdatedSlotList
 
 
 class Replicas:
@@ -152,7 +152,7 @@ class Sync:
     def __init__(self, replicas: Replicas, arenas: Sequence[Arena], copies: Sequence[Arena]) -> None:
         self._replicas, self._arenas, self._copies = replicas, arenas, copies
         self._steps = 0
-        self._touched = {arena: TouchedSlots() for arena in arenas}
+        self._touched = {arena: UpdatedSlotList() for arena in arenas}
         self._seeds: dict[Arena, Tensor] = {}
         self._under_way: Future[None] | None = None
 

@@ -26,7 +26,7 @@ EXCHANGE_OWN, EXCHANGE_OTHERS = 2, 2
 BATCHES = 6
 """Batches in a rank's loader: ``data.prefetch`` plus two."""
 FILE_SPACE = 1.5
-"""Approximate file bytes per byte of rows; see `hotbed.store.segments`."""
+"""Approximate file bytes per byte of rows; see `hotbed.store.file_records`."""
 SNAPSHOT_BYTES = 128 << 20
 """Upper limit of a rank's host memory for writing a checkpoint, independent of the number of rows."""
 

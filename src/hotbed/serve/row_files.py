@@ -43,9 +43,9 @@ from hotbed.serve.model_files import ExportedModel, TableEntry
 from hotbed.serve.redis_records import RedisRecords
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore, RowStore, Span, Storage
-from hotbed.store.cached import CachedRecords
 from hotbed.store.records import Records, RecordsAbove, Use
-from hotbed.store.rising import ListedSlots, RisingSlots
+from hotbed.store.row_cache import CachedRecords
+from hotbed.store.slot_lists import SlotTensor, SortedSlots
 
 READERS = 16
 """Threads that read files for all models. Disks are fast if many reads are queued."""
@@ -158,8 +158,8 @@ class RecordFiles(Records):
         raise StoreError("the rows of an exported model are read-only; publish changes instead")
 
     @override
-    def slots(self) -> RisingSlots:
-        return ListedSlots(torch.arange(self._bytes // self.record_bytes))
+    def slots(self) -> SortedSlots:
+        return SlotTensor(torch.arange(self._bytes // self.record_bytes))
 
     @override
     def clear(self) -> None:
@@ -367,7 +367,7 @@ class ResidentRows:
         entry, arrays = self._entries[number], self._store.arrays()
         slots = slots.to(self._store.device)
         wide = entry.is_wide(slots.cpu() - self.arena.first_slots[number])
-        places = self._store.places(slots)
+        places = self._store.positions(slots)
         for name, values in entry.records().stored(records, wide).items():
             bits = _BITS[values.element_size()]
             values = values.to(self._store.device).view(bits)
@@ -375,7 +375,7 @@ class ResidentRows:
 
     def _stored(self, slots: Tensor) -> dict[str, Tensor]:
         """Copy the stored bits of slots to the CPU."""
-        arrays, places = self._store.arrays(), self._store.places(slots.to(self._store.device))
+        arrays, places = self._store.arrays(), self._store.positions(slots.to(self._store.device))
         return {n: arrays[n].view(_BITS[arrays[n].element_size()])[at].cpu() for n, at in places.items()}
 
 

@@ -1,12 +1,12 @@
-"""Keep rows and moments: one contract (`RowStore`), several stores, one place where tiers are chosen (`Storage`)."""
+"""Where are a table's rows and moments kept? `RowStore` is the contract, and `Storage` chooses a store by its tier."""
 
 from hotbed.specs import Tier
 from hotbed.store.base import Extent, RowStore, Span, Values
-from hotbed.store.dense import MOMENT, DenseStore
+from hotbed.store.device_store import MOMENT, DenseStore
 from hotbed.store.lazy_store import LazyStore
-from hotbed.store.picked import PickedArray, PickedRows
 from hotbed.store.records import Traffic
-from hotbed.store.rising import RisingSlots, SlotRange
+from hotbed.store.selected_rows import SelectedArray, SelectedRows
+from hotbed.store.slot_lists import SlotRange, SortedSlots
 from hotbed.store.tiers import Storage
 
 __all__ = [
@@ -14,11 +14,11 @@ __all__ = [
     "DenseStore",
     "Extent",
     "LazyStore",
-    "PickedArray",
-    "PickedRows",
-    "RisingSlots",
     "RowStore",
+    "SelectedArray",
+    "SelectedRows",
     "SlotRange",
+    "SortedSlots",
     "Span",
     "Storage",
     "Tier",

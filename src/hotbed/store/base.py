@@ -1,10 +1,10 @@
-"""Define what a row store must do.
+"""Define the contract of a row store.
 
-A row store (`RowStore`) has ``slots`` rows of ``dim`` columns in one dtype (the first rows of a span may be float32),
-and beside each row the moments an optimizer asked for. It knows no hyperparameters: callers pass rule and
-hyperparameters with each update.
+A row store (`RowStore`) has ``slots`` rows of ``dim`` columns in one dtype. The first rows of a span may be float32
+instead. Next to each row, the store keeps the moments that an optimizer has added. The store knows no hyperparameters:
+callers pass the rule and its hyperparameters with each update.
 
-Where rows are in the memory of the host or in files they are in *records* (`hotbed.store.records`).
+Stores in the host's memory or in files keep rows as *records* (`hotbed.store.records`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from hotbed.ops import BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
 from hotbed.specs import Tier
 from hotbed.store.records import Traffic, Use
-from hotbed.store.rising import RisingSlots
-from hotbed.store.touched import Changes, Touched, TouchedSlots
+from hotbed.store.slot_lists import Changes, SortedSlots, UpdatedSlotList, UpdatedSlots
 
 
 class Span(NamedTuple):
-    """Describe consecutive slots that hold rows of one table, all of them or some.
+    """Consecutive slots that hold all or some rows of one table.
 
     Attributes
     ----------
     rows
         Number of rows.
     fp32_rows
-        How many of them, from the first on, are float32.
-    first_row, row_step, first_col
-        Which row of the table the first slot holds, how many rows further the next one, and which column column 0 is.
+        Number of float32 rows, which are the first rows of the span.
+    first_row, row_step
+        The slots hold the rows ``first_row``, ``first_row + row_step``, … of the table.
+    first_col
+        Column of the table that is column 0 of the span.
     """
 
     rows: int
@@ -45,7 +46,7 @@ class Span(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Name rows ``start … stop − 1`` of one of a store's `DenseStore.arrays`."""
+    """Rows ``start … stop − 1`` of an array in `DenseStore.arrays`."""
 
     array: str
     start: int
@@ -53,17 +54,17 @@ class Extent(NamedTuple):
 
 
 class Values(NamedTuple):
-    """Hold all that a store keeps of some rows.
+    """The complete state of some rows.
 
     Attributes
     ----------
     rows
         Float32 ``[n, D]``.
     moments
-        By name ``[n]`` or ``[n, D]``.
+        Moments by name, ``[n]`` or ``[n, D]`` each.
     scales
-        Exponents ``[n, blocks]`` int8 of the scales of int8 rows, the least of all where rows are float32; None where
-        no rows are int8.
+        Exponents ``[n, blocks]`` int8 of the scales of int8 rows. Float32 rows have the least exponent. None if the
+        store has no int8 rows.
     """
 
     rows: Tensor
@@ -77,11 +78,11 @@ class RowStore(ABC):
     Attributes
     ----------
     slots, dim
-        Number of rows, and of columns.
+        Number of rows and of columns.
     on_change
-        Called with what `changing` is, so that a checkpoint can be written while training goes on.
+        Called with the slots that are about to change, so that a checkpoint can be written during training.
     changes
-        What has changed since `track` was called; None where it was not.
+        Changes since `track` was called. None before the first call.
     """
 
     slots: int
@@ -92,17 +93,17 @@ class RowStore(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where lookups deliver and updates take their tensors."""
+        """Device of the tensors that lookups return and updates receive."""
 
     @property
     @abstractmethod
     def tier(self) -> Tier:
-        """What holds the rows: the accelerator's memory (``device``), the host's (``host``), or files (``disk``)."""
+        """Memory of the rows: the accelerator's (``device``), the host's (``host``), or files (``disk``)."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of memory: rows and moments."""
+        """Bytes of memory of rows and moments."""
 
     @property
     def disk_bytes(self) -> int:
@@ -111,137 +112,140 @@ class RowStore(ABC):
 
     @property
     def traffic(self) -> Traffic:
-        """What caches, staging and files did so far."""
+        """Counts of caches, staging and files so far."""
         return Traffic()
 
     @property
     def served(self) -> list[list[int]]:
-        """By span, lookups that a cache on the host served, and those that it did not; empty without a cache."""
+        """Hits and misses of a cache on the host, by span. Empty without such a cache."""
         return []
 
     def track(self, since: str) -> None:
-        """Note which rows change from now on, after the moment of the checkpoint that this token is of."""
-        self.changes = Changes(since, self._touched())
+        """Collect the rows that change from now on. ``since`` is the token of the checkpoint that is being saved."""
+        self.changes = Changes(since, self._update_collector())
 
-    def _touched(self) -> Touched:
-        return TouchedSlots()
+    def _update_collector(self) -> UpdatedSlots:
+        return UpdatedSlotList()
 
-    def changed(self) -> RisingSlots:
-        """List the slots that have changed since `track` was called."""
+    def changed(self) -> SortedSlots:
+        """Return the slots that have changed since `track` was called."""
         assert self.changes is not None
         return self.changes.slots()
 
     def changing(self, slots: Tensor) -> None:
-        """Tell who wants to know that `update`, `write` or `put` is about to change these slots ``[n]``, some twice."""
+        """Report that `update`, `write` or `put` is about to change slots ``[n]``, which may be repeated."""
         if self.changes is not None:
             self.changes.add(slots.long())
         if self.on_change is not None:
             self.on_change(slots.long())
 
     def replaced(self) -> None:
-        """Tell that any rows may be overwritten now; who writes into what `raw` or `moment` share calls this, too."""
+        """Report that any row may change now. Callers that write into tensors of `raw` or `moment` must call this."""
         if self.changes is not None:
             self.changes.lose()
 
     @abstractmethod
     def initialize(self, slot: int, *, seed: int, rows: range, cols: range, bound: float) -> None:
-        """Give ``len(rows)`` slots from ``slot`` on the initial values of these cells of a table.
+        """Set the slots from ``slot`` on to the initial values of the rows and columns of a table.
 
-        Narrow rows are rounded to the nearest.
+        Low-precision rows are rounded to nearest.
         """
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Make an uninitialised tensor for `lookup` to write to."""
+        """Return an uninitialized tensor that `lookup` can write to."""
 
     def grouped(self, bags: BagLayout) -> BagLayout:
-        """Group the occurrences of bags, if `lookup` and `update` both need that; another thread may call this."""
+        """Return bags with occurrences grouped by slot, if `lookup` and `update` both need the groups.
+
+        Any thread may call this method.
+        """
         return bags
 
     @abstractmethod
     def occurrences(self, bags: BagLayout) -> Occurrences:
-        """List slot, bag and gradient factor of every id, as `update` takes them."""
+        """Return the slot, bag and gradient factor of every id, for `update`."""
 
     @abstractmethod
     def lookup(self, bags: BagLayout, out: Tensor) -> None:
-        """Write pooled vectors into ``out [B, width, D]``; see `hotbed.ops.reference.lookup`."""
+        """Write pooled vectors into ``out [B, width, D]``. See `hotbed.ops.reference.lookup`."""
 
     @abstractmethod
     def weight_gradient(self, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
-        """Write the gradient of the per-id weights into ``out [N]``; see `hotbed.ops.reference.weight_gradient`."""
+        """Write the gradient of the per-id weights into ``out [N]``. See `hotbed.ops.reference.weight_gradient`."""
 
     @abstractmethod
     def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
-        """Apply a rule once to each distinct slot of the occurrences; see `hotbed.ops.reference.update`."""
+        """Apply a rule once to each distinct slot of the occurrences. See `hotbed.ops.reference.update`."""
 
     def prefetch(self, slots: Tensor) -> None:
-        """Read ahead the slots that the next `read` or `lookup` asks for; may be called by another thread."""
+        """Prefetch slots for the next `read` or `lookup`. Any thread may call this method."""
         return
 
     @abstractmethod
     def add_moment(self, moment: Moment) -> None:
-        """Make room for a moment, filled with 0; nothing happens if it is there already."""
+        """Add a moment that is 0 for all rows. If the moment exists, this does nothing."""
 
     @abstractmethod
     def fill(self, span: int, moment: str, value: float) -> None:
-        """Give all rows of a span this value of a moment."""
+        """Set a moment of all rows of a span to ``value``."""
 
     @property
     @abstractmethod
     def moment_names(self) -> list[str]:
-        """Moments that there is room for."""
+        """Names of the moments that have been added."""
 
     @abstractmethod
     def moment_is_per_row(self, moment: str) -> bool:
-        """Whether there is one value per row of a moment, and not one per element."""
+        """Whether a moment has one value per row, rather than one per element."""
 
     @abstractmethod
     def read(
         self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None, use: Use = "lookup"
     ) -> Tensor:
-        """Copy the rows as float32 ``[n, D]`` (or a moment, ``[n]`` or ``[n, D]``) at these slots ``[n]`` int64.
+        """Return the rows at slots ``[n]`` int64 as float32 ``[n, D]``, or a moment as ``[n]`` or ``[n, D]``.
 
-        ``out`` is contiguous memory to copy to; it is returned then. ``use`` is passed to caches and files.
+        If contiguous memory ``out`` is passed, the values are copied to it. ``use`` is passed to caches and files.
         """
 
     @abstractmethod
     def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
-        """Overwrite the rows (or a moment) at these distinct slots.
+        """Overwrite the rows (or a moment) at distinct slots.
 
-        Narrow rows are rounded to the nearest, or stochastically with these bits ``[n, D]`` (see `random_bits`).
+        Low-precision rows are rounded to nearest, or stochastically with the bits ``random [n, D]`` (`random_bits`).
         """
 
     @abstractmethod
     def values(self, slots: Tensor) -> Values:
-        """Copy all that is kept of the rows at these slots, to be changed; caches do not count it as a lookup."""
+        """Return the complete state of the rows at these slots, for an update. Caches do not count it as a lookup."""
 
     @abstractmethod
     def put(self, slots: Tensor, values: Values, *, random: Tensor | None = None) -> None:
-        """Overwrite the rows at these distinct slots, rounded as by `write`, and every moment of theirs.
+        """Overwrite the complete state of the rows at distinct slots. Rows are rounded as in `write`.
 
-        Scales of int8 rows grow to what the values need; those given may be no smaller than those that are there.
+        Scales of int8 rows grow if the values need it. ``values.scales`` must not be smaller than the stored scales.
         """
 
     @abstractmethod
     def to(self, device: torch.device) -> Self:
-        """Return the same rows and moments on another device; the store itself if it is there already."""
+        """Return a store with these rows and moments on ``device``. If it is on ``device`` already, return itself."""
 
     @abstractmethod
     def moment(self, span: int, name: str) -> Tensor:
-        """Return a moment of the slots of a span ``[R]`` or ``[R, D]``; shares memory with a `DenseStore`."""
+        """Return a moment of a span, ``[R]`` or ``[R, D]``. The tensor of a `DenseStore` shares its memory."""
 
     @abstractmethod
     def load_moment(self, span: int, name: str, values: Tensor) -> None:
-        """Overwrite a moment of the slots of a span."""
+        """Overwrite a moment of a span."""
 
     @abstractmethod
     def raw(self, span: int) -> dict[str, Tensor]:
-        """Return what the rows of a span are stored as; shares memory with a `DenseStore`.
+        """Return the stored arrays of the rows of a span. The tensors of a `DenseStore` share its memory.
 
-        ``weight`` ``[R, D]`` float32 where all rows are; else ``weight`` (narrow rows), ``exponents`` of int8 rows, and
-        ``fp32_weight`` of the rows that are float32, if any.
+        If all rows are float32, the only array is ``weight [R, D]``. Otherwise ``weight`` holds the low-precision rows,
+        ``exponents`` the scales of int8 rows, and ``fp32_weight`` the float32 rows, if any.
         """
 
     @abstractmethod
     def load_raw(self, span: int, raw: Mapping[str, Tensor]) -> None:
-        """Overwrite the rows of a span with what `raw` gave."""
+        """Overwrite the rows of a span with the arrays of `raw`."""

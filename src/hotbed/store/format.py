@@ -1,6 +1,6 @@
-"""Lay out the bytes of a record: a row as it is stored, then its moments.
+"""Define the byte layout of a record: the stored row, then its moments.
 
-A record of an int8 row of 130 columns with one moment per row, 136 bytes::
+For example, the record of an int8 row with 130 columns and one moment per row has 136 bytes::
 
     130 values | 2 exponents of blocks of 128 columns | moment, float32
     0 … 129      130 … 131                               132 … 135
@@ -17,15 +17,15 @@ from hotbed.ops.rows import MIN_EXPONENT, block_count, exponents_of, round_neare
 from hotbed.optim import Moment
 
 Stored = dict[str, Tensor]
-"""``wide`` ``[w, D]`` float32: rows that are stored so; ``narrow`` ``[n − w, D]``: the others, and of int8 their
-``exponents``; moments by name ``[n]`` or ``[n, D]``."""
+"""Arrays of ``n`` records by name: ``wide [w, D]`` (the float32 rows), ``narrow [n − w, D]`` (the low-precision rows),
+``exponents`` (the scales of int8 rows), and moments ``[n]`` or ``[n, D]``."""
 
 
 class RecordFormat:
-    """Convert rows and moments to records and back.
+    """Pack rows and moments into records, and unpack them.
 
-    Rows are float32 (wide), narrow in ``dtype``, or of both kinds; a record has room for either. Moments are float32
-    and follow the row.
+    A row is *wide* (float32) or *narrow* (in the low-precision ``dtype``). If a store has both, a record has the size
+    of the longer one. Moments are float32 and follow the row.
     """
 
     def __init__(
@@ -37,24 +37,24 @@ class RecordFormat:
         self._blocks = block_count(dim) if dtype == torch.int8 else 0
         narrow = -(-(self._narrow_bytes + self._blocks) // 4) * 4
         at = max(4 * dim * has_wide, narrow * has_narrow)
-        self._places: dict[str, slice] = {}
+        self._columns: dict[str, slice] = {}
         for moment in moments:
             end = at + moment.nbytes(dim)
-            self._places[moment.name] = slice(at // 4, end // 4)
+            self._columns[moment.name] = slice(at // 4, end // 4)
             at = end
         self.record_bytes = at
 
     def with_moment(self, moment: Moment) -> RecordFormat:
-        """The same with another moment."""
+        """Return this format with one more moment."""
         kinds = {"has_wide": self.has_wide, "has_narrow": self.has_narrow}
         return RecordFormat(self.dim, self.dtype, **kinds, moments=(*self.moments, moment))
 
     def is_per_row(self, name: str) -> bool:
-        """Whether a moment has one value per row."""
+        """Return whether a moment has one value per row."""
         return next(m.per for m in self.moments if m.name == name) == "row"
 
     def rows(self, records: Tensor, wide: Tensor) -> Tensor:
-        """Rows of records ``[n, record_bytes]`` as float32 ``[n, D]``; ``wide`` ``[n]`` says which are stored so."""
+        """Return the rows of records ``[n, record_bytes]`` as float32 ``[n, D]``. ``wide [n]`` selects float32 rows."""
         if not self.has_narrow:
             return records.view(torch.float32)[:, : self.dim]
         if self.has_wide and bool(wide.any()):
@@ -65,7 +65,7 @@ class RecordFormat:
         return widen(self._narrow(records), self._exponents(records))
 
     def put_rows(self, records: Tensor, wide: Tensor, values: Tensor, random: Tensor | None = None) -> None:
-        """Put float32 values ``[n, D]`` into records, rounding what is narrow as `hotbed.ops.rows.write_rows` does."""
+        """Write float32 values ``[n, D]`` into records, rounded as in `hotbed.ops.rows.write_rows`."""
         if not self.has_narrow:
             records.view(torch.float32)[:, : self.dim] = values
             return
@@ -79,29 +79,32 @@ class RecordFormat:
             self._put_narrow(records, values, random)
 
     def scales(self, records: Tensor, wide: Tensor) -> Tensor | None:
-        """Exponents ``[n, blocks]`` of int8 rows, the least of all where rows are float32; None for other dtypes."""
+        """Return the exponents ``[n, blocks]`` of int8 rows, or None for a different dtype.
+
+        Float32 rows have the least exponent.
+        """
         if not self._blocks:
             return None
         return self._exponents(records).masked_fill(wide[:, None], MIN_EXPONENT)
 
     def put_scales(self, records: Tensor, wide: Tensor, scales: Tensor) -> None:
-        """Put exponents ``[n, blocks]`` into records whose rows follow."""
+        """Write exponents ``[n, blocks]`` into records, before `put_rows`."""
         own = self._exponents(records)
         own.copy_(torch.where(wide[:, None], own, scales))
 
     def moment(self, records: Tensor, name: str) -> Tensor:
-        """A moment ``[n]`` or ``[n, D]``, sharing the memory of the records."""
-        values = records.view(torch.float32)[:, self._places[name]]
+        """Return a moment, ``[n]`` or ``[n, D]``, which shares the memory of the records."""
+        values = records.view(torch.float32)[:, self._columns[name]]
         return values[:, 0] if self.is_per_row(name) else values
 
     def blank(self, count: int, device: torch.device) -> Tensor:
-        """Records whose rows hold no value yet, so that scales fit the first that are put there."""
+        """Return zero-filled records with the least exponents, so that scales will fit the first values."""
         records = torch.zeros(count, self.record_bytes, dtype=torch.uint8, device=device)
         self._exponents(records).fill_(MIN_EXPONENT)
         return records
 
     def stored(self, records: Tensor, wide: Tensor) -> Stored:
-        """What records hold, bit for bit."""
+        """Return the stored arrays of records, bit for bit."""
         found: Stored = {m.name: self.moment(records, m.name).clone() for m in self.moments}
         if self.has_wide:
             found["wide"] = records[wide].view(torch.float32)[:, : self.dim].clone()
@@ -113,7 +116,7 @@ class RecordFormat:
         return found
 
     def put_stored(self, records: Tensor, wide: Tensor, stored: Stored) -> None:
-        """Overwrite with what `stored` gave; what it lacks stays."""
+        """Overwrite records with arrays of `stored`. Parts without an array are not changed."""
         for moment in self.moments:
             if moment.name in stored:
                 self.moment(records, moment.name).copy_(stored[moment.name])
@@ -144,8 +147,6 @@ class RecordFormat:
 
 
 def _bytes_of(rows: Tensor) -> Tensor:
-    """Bytes ``[n, D · itemsize]`` of rows ``[n, D]``.
-
-    Where D is 1, torch lets the columns of contiguous rows have any stride, and views bytes only if it is 1.
-    """
+    """Return the bytes ``[n, D · itemsize]`` of rows ``[n, D]``."""
+    # If D is 1, the stride of the columns of contiguous rows is arbitrary, but torch requires 1 to view bytes.
     return rows.contiguous().as_strided(rows.shape, (rows.shape[1], 1)).view(torch.uint8)

@@ -1,7 +1,7 @@
-"""Number records by slot, and keep them in memory by number; files are in `hotbed.store.file_records`.
+"""Number records with a hash table by slot, and keep them in memory. `hotbed.store.file_records` keeps them in a file.
 
-Only slots that were written have a record, so a table may have more rows than there is room for. Records are numbered
-in the order in which they were added; a hash table has the number of each slot::
+Only updated slots have a record, so a table may have more rows than fit into memory. Records are numbered in the order
+in which they were added. A hash table maps each slot to the number of its record::
 
     write slots [700, 5], then [5, 9]   →   700: number 0, 5: number 1 (overwritten), 9: number 2
     slab                                    | record of 700 | record of 5 | record of 9 |
@@ -26,20 +26,19 @@ from hotbed.ops import cpu_cache
 from hotbed.ops.cpu_runtime import launch
 from hotbed.store import memory
 from hotbed.store.records import InPlace, Records, Use
-from hotbed.store.rising import PIECE, RisingSlots
-from hotbed.store.touched import Touched
+from hotbed.store.slot_lists import PIECE, SortedSlots, UpdatedSlots
 
 _FIRST = 1 << 10
-"""Places of a new hash table, a power of two."""
+"""Capacity of a new hash table, a power of two."""
 _INTERVALS = 1 << 16
-"""Intervals of slots that are counted at once when a list of slots is cut into pieces."""
+"""Number of intervals of a histogram of slots, which divides a list of slots into pieces."""
 _WAITING = 1 << 18
-"""Slots that may wait to be marked, so that a device is not waited for at every step."""
-_NORESERVE = 0x4000  # Linux: no swap is set aside for memory that is never touched
+"""Slots that may wait to be marked, so that not every step synchronizes with the device."""
+_NORESERVE = 0x4000  # Linux: reserve no swap space for memory that is never written
 
 
 class KeyedRecords(Records):
-    """Number records; any thread may `read` while one writes."""
+    """Number records by slot. Any thread may `read` while one thread writes."""
 
     def __init__(self, record_bytes: int) -> None:
         super().__init__(record_bytes)
@@ -52,7 +51,7 @@ class KeyedRecords(Records):
     @property
     def key_bytes(self) -> int:
         """Bytes of memory of slots and numbers."""
-        return self._keys.nbytes + self._places.nbytes + self._numbers.nbytes
+        return self._keys.nbytes + self._table_keys.nbytes + self._table_numbers.nbytes
 
     @override
     def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
@@ -72,15 +71,15 @@ class KeyedRecords(Records):
         numbers[new] = torch.arange(self._count, self._count + len(new))
         self._write(numbers, records)
         if len(new):
-            self._add(slots[new])  # last, so that whoever finds a record can read it
+            self._add(slots[new])  # last, so that a thread that finds a record can read it
 
     @override
-    def slots(self) -> RisingSlots:
-        return NumberedSlots(self, self._count)
+    def slots(self) -> SortedSlots:
+        return RecordSlots(self, self._count)
 
     @override
-    def touched(self) -> Touched:
-        return TouchedNumbers(self)
+    def update_collector(self) -> UpdatedSlots:
+        return UpdatedRecords(self)
 
     @override
     def has(self, slots: Tensor) -> Tensor:
@@ -91,14 +90,20 @@ class KeyedRecords(Records):
         return self._keys[:count]
 
     def numbers_of(self, slots: Tensor) -> Tensor:
-        """Find the numbers of slots ``[n]``; −1 where there is no record."""
+        """Return the numbers of the records of slots ``[n]``, or −1 for slots without a record."""
         numbers = torch.empty(len(slots), dtype=torch.int64)
         with self._lock:
-            launch(cpu_cache.find_numbers, self._places.numpy(), self._numbers.numpy(), slots.numpy(), numbers.numpy())
+            launch(
+                cpu_cache.find_numbers,
+                self._table_keys.numpy(),
+                self._table_numbers.numpy(),
+                slots.numpy(),
+                numbers.numpy(),
+            )
         return numbers
 
     def _add(self, slots: Tensor) -> None:
-        """Number distinct slots that have no number yet."""
+        """Number distinct slots that have no record yet."""
         with self._lock:
             first, count = self._count, self._count + len(slots)
             if count > len(self._keys):
@@ -106,31 +111,33 @@ class KeyedRecords(Records):
                 grown[:first] = self._keys[:first]
                 self._keys = grown
             self._keys[first:count] = slots
-            size = len(self._places)
-            if 2 * count > size:  # at most half full: searches stay short
+            size = len(self._table_keys)
+            if 2 * count > size:  # at most half full, so that searches stay short
                 while 2 * count > size:
                     size *= 2
-                self._places = torch.full((size,), cpu_cache.EMPTY, dtype=torch.int64)
-                self._numbers = torch.empty(size, dtype=torch.int64)
-                cpu_cache.add_numbers(self._places.numpy(), self._numbers.numpy(), self._keys[:first].numpy(), 0)
-            cpu_cache.add_numbers(self._places.numpy(), self._numbers.numpy(), slots.numpy(), first)
+                self._table_keys = torch.full((size,), cpu_cache.EMPTY, dtype=torch.int64)
+                self._table_numbers = torch.empty(size, dtype=torch.int64)
+                cpu_cache.add_numbers(
+                    self._table_keys.numpy(), self._table_numbers.numpy(), self._keys[:first].numpy(), 0
+                )
+            cpu_cache.add_numbers(self._table_keys.numpy(), self._table_numbers.numpy(), slots.numpy(), first)
             self._count = count
 
     def _forget(self) -> None:
-        """Forget all slots."""
+        """Delete all slots and numbers."""
         with self._lock:
             self._count = 0
             self._keys = torch.empty(_FIRST // 2, dtype=torch.int64)
-            self._places = torch.full((_FIRST,), cpu_cache.EMPTY, dtype=torch.int64)
-            self._numbers = torch.empty(_FIRST, dtype=torch.int64)
+            self._table_keys = torch.full((_FIRST,), cpu_cache.EMPTY, dtype=torch.int64)
+            self._table_numbers = torch.empty(_FIRST, dtype=torch.int64)
 
     @abstractmethod
     def _make_room(self, count: int) -> None:
-        """Be ready for so many records."""
+        """Prepare for ``count`` records."""
 
     @abstractmethod
     def _read(self, numbers: Tensor, out: Tensor, use: Use) -> None:
-        """Copy the records with these numbers; −1 is none."""
+        """Copy the records with these numbers to ``out``. Rows with number −1 are not changed."""
 
     @abstractmethod
     def _write(self, numbers: Tensor, records: Tensor) -> None:
@@ -138,7 +145,7 @@ class KeyedRecords(Records):
 
 
 class MemoryRecords(KeyedRecords):
-    """Keep records in memory, allocated on first use, for at most ``slots`` slots."""
+    """Keep records of at most ``slots`` slots in memory, which is allocated on first use."""
 
     def __init__(self, record_bytes: int, slots: int) -> None:
         super().__init__(record_bytes)
@@ -153,7 +160,7 @@ class MemoryRecords(KeyedRecords):
     @override
     def clear(self) -> None:
         self._forget()
-        # Pages appear when they are first written to; huge ones would hold rows that nobody asked for.
+        # The system allocates a page on the first write to it. Huge pages would allocate memory for missing rows.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NORESERVE if sys.platform == "linux" else 0)
         slab = np.frombuffer(mmap.mmap(-1, self._most * self.record_bytes, flags=flags), np.uint8)
         self._slab = torch.from_numpy(slab).view(self._most, self.record_bytes)
@@ -167,8 +174,8 @@ class MemoryRecords(KeyedRecords):
     def _make_room(self, count: int) -> None:
         if count > self._most:
             raise StoreError(
-                f"{count:,} rows of {self.record_bytes:,} bytes with their moments do not fit into this machine's "
-                f"memory of {memory.host_bytes():,} bytes; put the table into tier 'disk', or cut it over more ranks"
+                f"rows with moments in the host's memory: got {count:,} of {self.record_bytes:,} bytes each, expected "
+                f"at most {memory.host_bytes():,} bytes. Use tier 'disk' for the table, or more ranks"
             )
 
     @override
@@ -180,11 +187,11 @@ class MemoryRecords(KeyedRecords):
         cpu_cache.write_rows(self._slab, numbers, records)
 
 
-class NumberedSlots(RisingSlots):
-    """The slots of the first ``count`` records, or of the marked ones among them. Later records change nothing.
+class RecordSlots(SortedSlots):
+    """The slots of the first ``count`` records, or of the marked records among them.
 
-    ``bits`` has a bit for each record up to ``all_from``: whether it is marked. All records from ``all_from`` on are
-    marked.
+    Later records do not change the list. Each record below ``all_from`` is marked if its bit in ``bits`` is set. All
+    records from ``all_from`` on are marked.
     """
 
     def __init__(self, records: KeyedRecords, count: int, bits: Tensor | None = None, all_from: int = 0) -> None:
@@ -196,7 +203,7 @@ class NumberedSlots(RisingSlots):
         super().__init__([*(start for start, _ in pieces), end], [slots for _, slots in pieces])
 
     def _cut(self, low: int, high: int) -> Iterator[tuple[int, int]]:
-        """Yield where each piece of the slots from ``low`` to below ``high`` begins, and how many slots it has."""
+        """Divide the slots in ``low … high − 1`` into pieces. Yield the start and the number of slots of each."""
         width = -(-(high - low) // (_INTERVALS if self._count > PIECE else 1))
         counts = np.zeros(-(-(high - low) // width), np.int64)
         keys = self._records.numbered(self._count).numpy()
@@ -239,8 +246,8 @@ class NumberedSlots(RisingSlots):
         return torch.from_numpy(found)
 
 
-class TouchedNumbers(Touched):
-    """Collect slots by a bit for each record that exists now; all later records count as updated."""
+class UpdatedRecords(UpdatedSlots):
+    """Collect updated slots with one bit per existing record. All later records count as updated."""
 
     def __init__(self, records: KeyedRecords) -> None:
         self._records, self._count = records, len(records)
@@ -250,15 +257,15 @@ class TouchedNumbers(Touched):
 
     @override
     def add(self, slots: Tensor) -> None:
-        self._waiting.append(slots.clone())  # a view would keep all of its tensor
+        self._waiting.append(slots.clone())  # a view would keep its whole tensor in memory
         self._waiting_slots += len(slots)
         if self._waiting_slots > _WAITING:
             self._mark()
 
     @override
-    def slots(self) -> RisingSlots:
+    def slots(self) -> SortedSlots:
         self._mark()
-        return NumberedSlots(self._records, len(self._records), self._bits.clone(), self._count)
+        return RecordSlots(self._records, len(self._records), self._bits.clone(), self._count)
 
     def _mark(self) -> None:
         if self._waiting:
@@ -269,21 +276,24 @@ class TouchedNumbers(Touched):
 
 
 def find_positions(of: Tensor, wanted: Tensor) -> Tensor:
-    """Find each wanted value ``[n]`` among rising ones: its position, or −1; fastest where they rise, too."""
+    """Return the position of each wanted value ``[n]`` in the ascending tensor ``of``, or −1.
+
+    Ascending wanted values are fastest.
+    """
     found = torch.empty_like(wanted)
     cpu_cache.find_rising(of.numpy(), wanted.numpy(), found.numpy())
     return found
 
 
 def gather_records(records: Tensor, at: Tensor) -> Tensor:
-    """Copy the records ``[m, bytes]`` at these places ``[n]``, by all threads."""
+    """Return a copy of the records ``[m, bytes]`` at the positions ``[n]``, using all threads."""
     out = torch.empty(len(at), records.shape[1], dtype=torch.uint8)
     cpu_cache.read_rows(records, at, out)
     return out
 
 
 def distinct(slots: Tensor) -> tuple[Tensor, Tensor]:
-    """List the distinct slots, rising, and the first position of each."""
+    """Return the distinct slots, ascending, and the first position of each."""
     ordered, order = slots.sort(stable=True)
     new = torch.ones(len(slots), dtype=torch.bool, device=slots.device)
     new[1:] = ordered[1:] != ordered[:-1]

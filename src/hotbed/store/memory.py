@@ -1,4 +1,4 @@
-"""Allocate tensors in device memory, or in host memory that the device can address; explain what does not fit."""
+"""Allocate tensors in device memory, or in host memory that the device can address, and explain failures."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from hotbed.machine import control_groups
 from hotbed.specs import Tier
 
 ROOT = Path("/")
-"""Where ``/proc`` and ``/sys`` are."""
+"""Parent directory of ``/proc`` and ``/sys``."""
 _GROUP_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }
-"""By version of control groups: files of the limit and of what is used; in ``memory.stat``, what can be reclaimed."""
+"""By version of control groups: the files with the limit and the usage, and the key of reclaimable bytes in
+``memory.stat``."""
 CHECKED_BYTES = 64 << 20
-"""Fewer bytes are allocated without asking how many are free."""
+"""Allocations below this size are not compared with the free memory."""
 _PORTABLE, _MAPPED = 1, 2
-"""Flags of cudaHostRegister: for all contexts, and into the address space of devices."""
+"""Flags of cudaHostRegister: valid in all contexts, and mapped into the address space of devices."""
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate an uninitialised tensor; see `large_tensors.empty`."""
+    """Allocate an uninitialized tensor. See `large_tensors.empty`."""
     with _explained(shape, dtype, device):
         if device.type == "cpu":
             return large_tensors.empty(shape, dtype)
@@ -42,7 +43,7 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 
 
 def allocate_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate a zero-filled tensor; see `large_tensors.zeros`."""
+    """Allocate a zero-filled tensor. See `large_tensors.zeros`."""
     with _explained(shape, dtype, device):
         if device.type == "cpu":
             return large_tensors.zeros(shape, dtype)
@@ -50,10 +51,10 @@ def allocate_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 
 def refuse_too_many(nbytes: int, device: torch.device, by_tier: Mapping[Tier, int] | None = None) -> None:
-    """Raise `StoreError` for more bytes of rows than are free in the host's memory.
+    """Raise `StoreError` if ``nbytes`` of rows are more than the free memory of the host.
 
-    The system would grant them, and kill the process when it fills them with initial values. ``by_tier`` is what all
-    rows and moments would take in each memory, for the message.
+    Otherwise the allocation would succeed, and the system would kill the process when initial values are written. The
+    message shows ``by_tier``, the bytes of all rows and moments in each memory.
     """
     if device.type != "cpu" or nbytes < CHECKED_BYTES:
         return
@@ -64,7 +65,7 @@ def refuse_too_many(nbytes: int, device: torch.device, by_tier: Mapping[Tier, in
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Count bytes that can still be allocated within the limits of this process's control groups; None if unknown."""
+    """Return the bytes that can be allocated within the limits of this process's control groups. None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -78,7 +79,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _of_groups() -> Iterator[int]:
-    """Yield what each control group that this process is in may still take."""
+    """Yield the bytes that each control group of this process may still allocate."""
     for folder, group_version in control_groups("memory", ROOT):
         limit, used, cache = _GROUP_FILES[group_version]
         try:
@@ -89,7 +90,7 @@ def _of_groups() -> Iterator[int]:
             reclaimable = int(stat.get(cache, 0))
             yield max(int(most) - int((folder / used).read_text(encoding="utf-8")) + reclaimable, 0)
         except (OSError, ValueError):
-            continue  # in a container the group's own path need not be there
+            continue  # in a container, the path of the group may be missing
 
 
 @contextmanager
@@ -103,58 +104,58 @@ def _explained(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed for lack of memory."""
+    """Return whether an allocation failed for lack of memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    # torch's allocator of the CPU raises a plain RuntimeError.
+    # The CPU allocator of torch raises a plain RuntimeError.
     text = "DefaultCPUAllocator: can't allocate memory"
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or text in str(error)
 
 
 def why_out_of_memory(error: Exception) -> str | None:
-    """Explain an error if it is one of memory that is not of tables, as of a model's layers or a batch."""
+    """Return advice for an out-of-memory error outside of tables, e.g. of a layer. None for other errors."""
     if not is_out_of_memory(error):
         return None
     device = torch.device("cuda" if isinstance(error, torch.OutOfMemoryError) else "cpu")
     reason = (str(error).strip() or "out of memory").splitlines()[0]
     return (
-        f"{reason}; {available_bytes(device) or 0:,} bytes of {device.type} memory are free: lower train.batch_size or "
-        "the model's sizes, or give tables another memory with memory.tier host or disk"
+        f"{reason}; {available_bytes(device) or 0:,} bytes of {device.type} memory are free. Reduce train.batch_size "
+        "or the sizes of the model's layers, or move tables to other memory with memory.tier host or disk"
     )
 
 
 def _too_many(nbytes: int, device: torch.device) -> str:
     free = available_bytes(device)
-    there = "more than the system gives" if free is None else f"but {free:,} bytes of it are free"
+    expected = "less" if free is None else f"at most the {free:,} free bytes"
     host = None if device.type == "cpu" else available_bytes(torch.device("cpu"))
     tier = "disk" if host is None or nbytes > host else "host"
     return (
-        f"{nbytes:,} bytes of {device.type} memory are needed for rows or moments at once, {there}; memory.tier {tier} "
-        f"(Cut(tier='{tier}')) would hold them, for only rows that are trained take room there, or use more ranks, "
-        "fewer rows or columns, or a narrower dtype"
+        f"rows or moments in {device.type} memory: got {nbytes:,} bytes, expected {expected}. Use memory.tier {tier} "
+        f"(Cut(tier='{tier}')), where only trained rows take memory, or more ranks, fewer rows or columns, or a "
+        "smaller dtype"
     )
 
 
 def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate an uninitialised tensor in the host's memory for copies to a device or from it.
+    """Allocate an uninitialized tensor in the host's memory for copies to or from a device.
 
-    Page-locked, so that copies are asynchronous and at full speed; torch reuses it only after they have ended.
+    The memory is page-locked, so that copies are asynchronous and fast. torch reuses it only after the copies.
     """
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy values of the host to a device, without waiting for it; on the CPU they stay where they are."""
+    """Copy values from the host to a device, without synchronization. For the CPU, return the values themselves."""
     if device.type == "cpu":
         return values
     staged = staging(values.shape, values.dtype, device)
     return staged.copy_(values).to(device, non_blocking=True)
 
 
-class Arriving:
-    """Copy values of a device to page-locked memory of the host; `wait` gives the copies when they have arrived.
+class HostCopy:
+    """Start copies of device tensors to page-locked memory of the host. `wait` returns the finished copies.
 
-    Values that are on the host already are given as they are.
+    Tensors that are on the host are not copied.
     """
 
     def __init__(self, *values: Tensor) -> None:
@@ -173,36 +174,36 @@ class Arriving:
         return sum(v.nbytes for v in self._values)
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait for what the device was given before these copies, and return them."""
+        """Wait for the copies, and so for all device work that was queued before them, and return them."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._values
 
 
 def to_host(values: Tensor) -> Tensor:
-    """Copy values of a device to page-locked memory of the host, and wait until they have arrived."""
-    return Arriving(values).wait()[0]
+    """Return a copy of device values in page-locked memory of the host, with one synchronization."""
+    return HostCopy(values).wait()[0]
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate zeros in the host's memory, which kernels of the device read and write in place.
+    """Allocate zeros in the host's memory, which kernels on the device read and write in place.
 
-    For CUDA the memory is page-locked, so that it has one address for host and device (unified virtual addressing), in
-    huge pages. torch's own page-locked memory is not used, because it comes in sizes of powers of two and is never
-    returned. Raise `StoreError` if the memory is too small or cannot be page-locked, or the system is not Linux.
+    For CUDA, the memory is page-locked and uses huge pages. Host and device see it at the same address (unified virtual
+    addressing). torch's page-locked memory is not used, because its sizes are powers of two and it is never released.
+    Raise `StoreError` if there is too little memory, if it cannot be page-locked, or if the system is not Linux.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cuda" or not nbytes:
         return allocate_zeros(shape, dtype, device)
     if sys.platform != "linux":
         raise StoreError(
-            "rows in the host's memory that a device reads in place (host 'uva') need Linux, where host and device "
-            "have one address for them; use host 'records'"
+            f"memory.host: got 'uva' on {sys.platform}, expected Linux, where a device can read the host's memory in "
+            "place. Use memory.host 'records'"
         )
     if nbytes > host_bytes():
         raise StoreError(
-            f"{nbytes:,} bytes of rows or moments do not fit into this machine's memory of {host_bytes():,} bytes; use "
-            "host 'records', whose rows are materialized on their first update, tier 'disk', or more ranks"
+            f"rows or moments in the host's memory: got {nbytes:,} bytes, expected at most {host_bytes():,} bytes. Use "
+            "memory.host 'records', where only trained rows take memory, memory.tier 'disk', or more ranks"
         )
     index = cast("int | None", device.index)
     place = torch.device("cuda", torch.cuda.current_device() if index is None else index)
@@ -210,30 +211,30 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 def host_bytes() -> int:
-    """Return the bytes of memory of this machine."""
+    """Return this machine's bytes of memory."""
     if sys.platform == "linux":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 1 << 36
 
 
 class _PageLocked:
-    """Offer bytes of the host's memory to torch as a device's, by the CUDA array interface.
+    """Page-locked host memory that torch sees as device memory, through the CUDA array interface.
 
-    The tensor that is made of it keeps it; when both are gone the memory is unlocked and returned.
+    The tensor made from this object keeps it alive. The memory is unlocked and freed after the tensor.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        # Pages of its own, which no other memory that is locked shares.
+        # The memory has pages of its own, because a page must not be locked twice.
         memory = large_tensors.zeros((max(nbytes, large_tensors.HUGE_PAGE_BYTES),), torch.uint8)
         address = memory.data_ptr()
         cudart: Any = torch.cuda.cudart()
         try:
-            with torch.cuda.device(device):  # else the current device would get a context, and its memory
+            with torch.cuda.device(device):  # otherwise a context, which takes memory, is created on the current device
                 torch.cuda.check_error(cudart.cudaHostRegister(address, memory.nbytes, _PORTABLE | _MAPPED))
         except RuntimeError as error:
             raise StoreError(
-                f"{memory.nbytes:,} bytes of the host's memory cannot be page-locked ({error}); this machine has "
-                f"{host_bytes():,} bytes; use host 'records', tier 'disk', or more ranks"
+                f"cannot page-lock {memory.nbytes:,} of {host_bytes():,} bytes of the host's memory ({error}). Use "
+                "memory.host 'records', memory.tier 'disk', or more ranks"
             ) from None
         weakref.finalize(self, _unlock, memory, device).atexit = False
         self.__cuda_array_interface__ = {
@@ -245,7 +246,7 @@ class _PageLocked:
 
 
 def _unlock(memory: Tensor, device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # kernels may still be at work on it
+    torch.cuda.synchronize(device)  # because kernels may still use the memory
     cudart: Any = torch.cuda.cudart()
     with torch.cuda.device(device):
         cudart.cudaHostUnregister(memory.data_ptr())

@@ -1,7 +1,7 @@
-"""Read records of a file before they are needed, and keep what the last lookups have read.
+"""Prefetch records from a file, and keep the records of the last lookups in memory.
 
-Most rows of a batch were in the batch before it. So what a lookup has read is kept for its update and for the lookups
-that follow, and whatever is kept is overwritten with what is written: it is never older than what the file will have.
+Most rows of a batch were also in the previous batch. Therefore the records of a lookup are kept for its update and for
+the next lookups. Writes also overwrite the kept records, so they are never older than the file.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from hotbed.store.hash_index import distinct, find_positions, gather_records
 from hotbed.store.records import Records, RecordsAbove, Use
 
 MOST_BATCHES_AHEAD = 32
-"""Prefetches whose records may wait to be used."""
+"""Number of prefetches that may wait for their lookups."""
 MOST_LOOKUPS_KEPT = 4
-"""Lookups whose records are kept; a step may take several."""
+"""Number of lookups that keep their records. A step may have several lookups."""
 
 
 class _Written(NamedTuple):
-    """Records that were written, by slot."""
+    """Records of a write, with their slots."""
 
     slots: Tensor
     records: Tensor
 
 
 class _Batch(NamedTuple):
-    """Records that were read together: those that exist, by rising slot."""
+    """Records that were read together, in ascending order of their slots."""
 
     slots: Tensor
     records: Tensor
     waiting: Tensor
-    """``[n]`` bool: not looked up since they were read."""
+    """``[n]`` bool: whether a record was not looked up since it was read."""
 
     def overwrite(self, written: _Written) -> None:
-        """Overwrite those that were written after they were read, or while."""
+        """Overwrite the records that a later or concurrent write has changed."""
         cpu_cache.write_rows(self.records, find_positions(self.slots, written.slots), written.records)
 
 
 class ReadAhead(RecordsAbove):
-    """Prefetch records of a file, and read them once for consecutive lookups and updates.
+    """Prefetch records, and read them once for consecutive lookups and updates.
 
-    One thread may `prefetch` while another, the only writer, looks up and updates. ``keeps`` retains the records of
-    lookups, for use without a cache.
+    One thread may call `prefetch` while one other thread calls the other methods. ``keeps`` retains the records of
+    lookups, which is useful without a cache above this layer.
     """
 
     reads_ahead = True
@@ -59,7 +59,7 @@ class ReadAhead(RecordsAbove):
         self._batches: list[_Batch] = []
         self._looked_up: deque[_Batch] = deque(maxlen=MOST_LOOKUPS_KEPT if keeps else 0)
         self._written: list[_Written] | None = None
-        """What was written since the prefetch under way began."""
+        """Writes since the running prefetch began. None if no prefetch is running."""
 
     @property
     @override
@@ -134,11 +134,11 @@ class ReadAhead(RecordsAbove):
         return there
 
     def _forget(self, found: list[int]) -> None:
-        """Forget batches after a lookup that has found so many waiting records in each; the caller holds the lock.
+        """Drop prefetched batches after a lookup. ``found`` is the number of records that it used from each batch.
 
-        Those of which nothing waits any more. And behind a cache, which gets some records before they are asked for:
-        those of earlier lookups, which nearly always come in the order of their prefetches. So a batch goes that some
-        lookup has taken from, if this one has found most in a later batch.
+        The caller holds the lock. A batch is dropped when no record waits any more. Behind a cache, some prefetched
+        records are never requested, because the cache got them earlier. Lookups nearly always come in the order of
+        their prefetches. Therefore a partly used batch is also dropped if this lookup used a later batch most.
         """
         of_this = 0 if self._looked_up.maxlen else found.index(max(found))
         self._batches = [
@@ -149,7 +149,7 @@ class ReadAhead(RecordsAbove):
 
     @override
     def write(self, slots: Tensor, records: Tensor) -> None:
-        # First, so that what is read ahead from now on is what was written; what was read before is overwritten then.
+        # This comes first: later prefetches read the new records, and earlier prefetches are overwritten below.
         self.below.write(slots, records)
         written = _Written(slots, records)
         with self._lock:

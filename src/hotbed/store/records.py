@@ -1,12 +1,12 @@
-"""Define what records must do: bytes of one size, found by slot; most slots have none yet.
+"""Define the contract of records: byte strings of equal size, found by slot.
 
-A record holds a row as it is stored and its moments (see `hotbed.store.format`), but whoever keeps records knows only
-bytes. So a record has the same bits wherever it is kept, and a cache or a file cannot change what is trained. Records
-may be layers: a cache over a file::
+A record holds the stored bytes of a row, and its moments (`hotbed.store.format`). Most slots may have no record yet.
+The classes that keep records see only bytes. So the bits of a record do not depend on where it is kept. Records may be
+stacked in layers, e.g. a cache above a file::
 
-    LazyStore.read([7, 9]) ─ CachedRecords.read: 7 is here, 9 is not ─ FileRecords.read([9])
+    LazyStore.read([7, 9]) ─ CachedRecords.read: finds 7 ─ FileRecords.read([9])
 
-Each layer counts its own bytes and its own `Traffic`; the store adds them up when it is asked.
+Each layer counts its own bytes and its own `Traffic`, and the store sums them on request.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.store.listing import Listed
-from hotbed.store.rising import RisingSlots
-from hotbed.store.touched import Touched, TouchedSlots
+from hotbed.store.device_selection import Selection
+from hotbed.store.slot_lists import SortedSlots, UpdatedSlotList, UpdatedSlots
 
 Use = Literal["lookup", "update", "once", "ahead"]
-"""What a record is read for.
+"""Purpose of a read.
 
-``lookup``: counts as a hit or a miss; ``update``: to be changed, mostly after a lookup; ``once``: as all of a table is
-for a checkpoint, so no cache keeps it; ``ahead``: before a lookup needs it, so nobody waits.
+``lookup`` counts as a hit or a miss. ``update`` reads a record that will be changed, usually after a lookup. ``once``
+reads a whole table, e.g. for a checkpoint, so no cache keeps the record. ``ahead`` prefetches a record for a lookup.
 """
 
 
@@ -56,15 +55,15 @@ class Traffic:
 
     @property
     def hit_rate(self) -> float:
-        """Share of hits, 0 where nothing was asked of a cache."""
+        """Share of hits among the lookups in caches. 0 without lookups."""
         return self.hits / max(self.hits + self.misses, 1)
 
 
 class InPlace(NamedTuple):
-    """The location of records in memory of the host."""
+    """Records in the host's memory that may be changed in place."""
 
     slab: Tensor  # [m, record_bytes] uint8
-    places: Tensor  # [n] int64: row of the slab for each slot, −1 if it has no record
+    positions: Tensor  # [n] int64: row of the slab for each slot, −1 if the slot has no record
 
 
 class Records(ABC):
@@ -73,16 +72,16 @@ class Records(ABC):
     Parameters
     ----------
     record_bytes
-        Size of each, a multiple of 4.
+        Size of a record, a multiple of 4.
 
     Attributes
     ----------
     device
-        Where the tensors are that are given and taken.
+        Device of the tensors that methods receive and return.
     reads_ahead
-        Whether `prefetch` has anything to do.
+        Whether `prefetch` has an effect.
     counted
-        What was done here; not what was done below.
+        Counts of this layer, without the layers below.
     """
 
     device = torch.device("cpu")
@@ -93,13 +92,13 @@ class Records(ABC):
         self.counted = Traffic()
 
     def layers(self) -> list[Records]:
-        """List these records and those below them, the fastest first."""
+        """Return this layer and the layers below, the fastest first."""
         return [self]
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of memory in use here; not below."""
+        """Bytes of memory that this layer uses, without the layers below."""
 
     @property
     def disk_bytes(self) -> int:
@@ -115,73 +114,75 @@ class Records(ABC):
         slots
             ``[n]`` int64.
         out
-            ``[n, bytes]`` uint8; of records that are longer the first bytes are wanted. Rows of slots without a record
-            stay as they are.
+            ``[n, bytes]`` uint8. If records are longer, only their first bytes are copied. Rows of slots without a
+            record are not changed.
         use
-            What for, see `Use`.
+            Purpose of the read.
 
         Returns
         -------
         Tensor
-            ``[n]`` bool: which slots have a record.
+            ``[n]`` bool: whether each slot has a record.
         """
 
-    def read_or_list(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Listed:
-        """Copy records as `read` does, and list the slots that have none."""
+    def read_or_list(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Selection:
+        """Copy records as `read` does, and return the slots that have no record."""
         at = (~self.read(slots, out, use=use)).nonzero()[:, 0]
-        return Listed(at, slots[at])
+        return Selection(at, slots[at])
 
     @abstractmethod
     def write(self, slots: Tensor, records: Tensor) -> None:
-        """Overwrite or add the records ``[n, record_bytes]`` uint8 of distinct slots ``[n]``, which may be kept."""
+        """Overwrite or add the records ``[n, record_bytes]`` uint8 of distinct slots ``[n]``.
+
+        The layer may keep references to both tensors, so callers must not change them afterwards.
+        """
 
     @contextmanager
     def changed_in_place(self, slots: Tensor) -> Generator[InPlace | None]:
-        """Lend the memory that has the records of these distinct slots ``[n]``, whose records the caller changes there.
+        """Yield the memory of the records of distinct slots ``[n]``, which the caller changes in place.
 
-        None where they are not kept in the host's memory, which is to be so unless a class says otherwise.
+        Yield None if the records are not in the host's memory, which is the default.
         """
         yield None
 
     def settle(self) -> None:
-        """Make the slowest layer know every slot that has a record; a cache writes its new records there."""
+        """Make the lowest layer know every slot that has a record. A cache writes its new records to it."""
         return
 
     @abstractmethod
-    def slots(self) -> RisingSlots:
-        """List all slots that have a record here or below now; settles first.
+    def slots(self) -> SortedSlots:
+        """Return all slots that have a record in this layer or below. Calls `settle` first.
 
-        `hotbed.store.rising.ListedSlots` lists those of a tensor, `hotbed.store.hash_index.NumberedSlots` takes less
-        memory.
+        `hotbed.store.hash_index.RecordSlots` takes less memory than `hotbed.store.slot_lists.SlotTensor`.
         """
 
-    def touched(self) -> Touched:
-        """Return a collector of the slots whose records change from now on; settles first."""
-        return TouchedSlots()
+    def update_collector(self) -> UpdatedSlots:
+        """Return a collector for the slots of records that will be updated. Calls `settle` first."""
+        return UpdatedSlotList()
 
     def has(self, slots: Tensor) -> Tensor:
-        """Return which of these slots ``[n]`` have a record here or below, as ``[n]`` bool."""
+        """Return ``[n]`` bool: whether each slot has a record in this layer or below."""
         return torch.isin(slots, self.slots()[:])
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget all records, also those below."""
+        """Delete all records, in this layer and below."""
 
     def prefetch(self, slots: Tensor) -> None:
-        """Read records that the next `read` will ask for, if that takes time; may be called by another thread."""
+        """Prefetch records for the next `read`, if reading is slow. Any thread may call this method."""
         return
 
     def to(self, device: torch.device) -> None:
-        """Move what is meant to be on the device that computes to this one."""
+        """Move data that belongs on the compute device to ``device``."""
         return
 
     def close(self) -> None:
-        """Close files; memory is freed with the object."""
+        """Close files. Memory is freed with the object."""
         return
 
 
 class RecordsAbove(Records):
-    """Stand before other records; what is not said otherwise is theirs."""
+    """A layer above other records, to which methods are delegated by default."""
 
     def __init__(self, below: Records) -> None:
         super().__init__(below.record_bytes)
@@ -200,12 +201,12 @@ class RecordsAbove(Records):
         self.below.settle()
 
     @override
-    def slots(self) -> RisingSlots:
+    def slots(self) -> SortedSlots:
         return self.below.slots()
 
     @override
-    def touched(self) -> Touched:
-        return self.below.touched()
+    def update_collector(self) -> UpdatedSlots:
+        return self.below.update_collector()
 
     @override
     def has(self, slots: Tensor) -> Tensor:

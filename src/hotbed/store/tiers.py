@@ -1,7 +1,7 @@
-"""Choose the memory of a store's rows, and stack the layers that this takes on this machine; tiers register here.
+"""Choose the memory of a store's rows (its tier), and stack the layers of records that this machine needs.
 
-A tier is a way to keep records, in `RECORDS`: a new one is a file with its `Records`, its row there, and its name in
-`hotbed.specs.Tier`. Tests run the store's contract on every tier that is registered.
+To add a tier, write a subclass of `Records`, and add it to `RECORDS` and its name to `hotbed.specs.Tier`. Tests run the
+contract of stores on every registered tier.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from hotbed.config.parallel_memory import CachePolicy, CacheTier, HostRows
 from hotbed.errors import StoreError
 from hotbed.ops import BackendName, host_backend
 from hotbed.specs import RowDtype, Tier
-from hotbed.store import cached
+from hotbed.store import row_cache
 from hotbed.store.base import RowStore, Span
-from hotbed.store.cached import CachedRecords
-from hotbed.store.dense import DenseStore
+from hotbed.store.device_store import DenseStore
 from hotbed.store.file_records import FileRecords
 from hotbed.store.hash_index import MemoryRecords
 from hotbed.store.lazy_store import LazyStore
 from hotbed.store.read_ahead import ReadAhead
 from hotbed.store.records import Records
+from hotbed.store.row_cache import CachedRecords
 
 
 class TierRecords(NamedTuple):
-    """Say how a tier keeps records.
+    """How a tier keeps records.
 
     Attributes
     ----------
     make
-        Makes records of so many bytes, for at most so many slots, with files in this directory if it has any.
+        Creates the records. Arguments: bytes per record, maximal number of slots, and directory of files.
     is_slow
-        Whether records are worth reading ahead also when they stay on the host.
+        Whether prefetching pays even if the records stay on the host.
     """
 
     make: Callable[[int, int, str | Path], Records]
@@ -57,42 +57,41 @@ RECORDS: dict[Tier, TierRecords] = {
     "host": TierRecords(_in_memory, is_slow=False),
     "disk": TierRecords(_in_file, is_slow=True),
 }
-"""Tiers whose rows are materialized on their first update; ``"device"`` is a `DenseStore`."""
+"""Tiers with rows that are materialized on their first update. Tier ``"device"`` is a `DenseStore`."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Choose where rows are stored, and create the store.
+    """Choice of the memory of rows, and factory of stores.
 
-    Read-ahead is decided for the device that the records are made for; a store that is moved to another device keeps
-    that decision.
+    Prefetching is chosen for the device on which the store is created. A store that is moved later keeps this choice.
     """
 
     # "device": memory of the compute device, all rows at once. "host" and "disk": memory of the host, or a file; rows
     # are materialized on their first update.
     tier: Tier = "device"
-    cache_rows: int = 0  # rows of a cache over them; 0: none
+    cache_rows: int = 0  # capacity of a cache above the rows; 0: no cache
     policy: CachePolicy = "lru"  # eviction policy of the cache
     cache_tier: CacheTier = "device"  # memory of the cache: the compute device's, or the host's
-    # rows in tier "host": "records" are materialized on their first update, and copied to the device batch by batch;
-    # with "uva" all rows are there at once, and a CUDA device reads and writes them in place
+    # rows in tier "host": "records" are materialized on their first update and copied to the device by batch;
+    # with "uva" all rows are allocated at once, and a CUDA device reads and writes them in place
     host: HostRows = "records"
     directory: str | Path | None = None  # for files; default: the directory of temporary files
 
     def make(
         self, spans: Sequence[Span], dim: int, *, dtype: RowDtype, device: torch.device, backend: BackendName
     ) -> RowStore:
-        """Create a store for these spans, as in `DenseStore`.
+        """Create a store for spans. See `DenseStore` for the parameters.
 
-        Raise `StoreError` for a cache over rows that are read in place.
+        Raise `StoreError` for a cache above rows that a device reads in place.
         """
         if self.tier == "device" or not spans or device.type == "meta":
             return DenseStore(spans, dim, dtype=dtype, device=device, backend=backend)
         if self.tier == "host" and self.host == "uva":
             if self.cache_rows:
                 raise StoreError(
-                    f"a cache of {self.cache_rows:,} rows is asked for before rows in the host's memory that are read "
-                    "in place (host 'uva'); use host 'records', or a cache of 0 rows"
+                    f"cache rows: got {self.cache_rows:,}, expected 0 for rows that a device reads in place in the "
+                    "host's memory (host 'uva'). Use host 'records', or a cache of 0 rows"
                 )
             return DenseStore(spans, dim, dtype=dtype, device=device, backend=backend, tier="host")
         records = partial(self._records, backend, [span.rows for span in spans])
@@ -101,11 +100,11 @@ class Storage:
     def _records(
         self, backend: BackendName, spans: Sequence[int], record_bytes: int, slots: int, device: torch.device
     ) -> Records:
-        """Stack the layers that records of this tier need on this device."""
+        """Create the layers of records that this tier needs on ``device``."""
         make, is_slow = RECORDS[self.tier]
         records = make(record_bytes, slots, self.directory or tempfile.gettempdir())
         on_device = self.cache_rows > 0 and self.cache_tier == "device"
-        if is_slow or (on_device and cached.needs_staging(device)):
+        if is_slow or (on_device and row_cache.needs_staging(device)):
             records = ReadAhead(records, keeps=not self.cache_rows)
         if not self.cache_rows:
             return records

@@ -114,7 +114,7 @@ def test_a_large_table_is_drawn_in_chunks_of_the_same_bits(dtype, monkeypatch):
         return {name: t.view(torch.uint8) for name, t in store.raw(0).items()}
 
     whole = rows()
-    monkeypatch.setattr("hotbed.store.dense.INITIAL_CHUNK", 9 * 20)
+    monkeypatch.setattr("hotbed.store.device_store.INITIAL_CHUNK", 9 * 20)
     for name, chunked in rows().items():
         assert torch.equal(chunked, whole[name]), name
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotbed.store.listing import Listing, list_set_bits, padded_positions, sort_slots
+from hotbed.store.device_selection import PendingSelection, list_set_bits, padded_positions, sort_slots
 
 masks = st.lists(st.booleans(), max_size=40)
 
@@ -25,12 +25,14 @@ def test_padded_positions_begin_with_those_that_are_meant(mask: list[bool]) -> N
 @given(masks, st.data())
 def test_a_list_is_the_same_whether_its_length_is_known_or_not(mask: list[bool], data: st.DataObject) -> None:
     slots = torch.tensor(data.draw(st.permutations(range(len(mask)))), dtype=torch.int64)
-    known, unknown = (Listing(torch.tensor(mask, dtype=torch.bool), slots, is_apart=a).wait() for a in (False, True))
+    known, unknown = (
+        PendingSelection(torch.tensor(mask, dtype=torch.bool), slots, is_apart=a).wait() for a in (False, True)
+    )
     assert known.at.tolist() == unknown.at.tolist() and known.slots.tolist() == unknown.slots.tolist()
     assert known.slots.tolist() == slots[torch.tensor(mask, dtype=torch.bool)].tolist()
     some = torch.arange(0, len(known.at), 2)
-    assert unknown.picked(some).slots.tolist() == known.slots.tolist()[::2]
-    assert unknown.picked(some).at.tolist() == known.at.tolist()[::2]
+    assert unknown.subset(some).slots.tolist() == known.slots.tolist()[::2]
+    assert unknown.subset(some).at.tolist() == known.at.tolist()[::2]
 
 
 @given(st.lists(st.integers(-2, 9), max_size=30))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hotbed.optim import Moment, RowWiseAdagrad
 from hotbed.specs import RowDtype
 from hotbed.store import LazyStore, Span, Storage
-from hotbed.store.touched import TouchedMask, TouchedSlots
+from hotbed.store.slot_lists import UpdatedMask, UpdatedSlotList
 from hotbed.testing.store_contract import StoreContract
 from tests.matrix import examples
 
@@ -111,7 +111,7 @@ def test_lazy_stores_note_what_is_loaded_row_by_row() -> None:
 @given(st.lists(st.lists(st.integers(0, 99), max_size=20), max_size=8))
 def test_masks_and_lists_collect_the_same(batches: list[list[int]]) -> None:
     cpu = torch.device("cpu")
-    mask, slots = TouchedMask(100, cpu), TouchedSlots()
+    mask, slots = UpdatedMask(100, cpu), UpdatedSlotList()
     for batch in batches:
         mask.add(torch.tensor(batch, dtype=torch.int64))
         slots.add(torch.tensor(batch, dtype=torch.int64))

@@ -1,7 +1,6 @@
-"""Read some rows of a store as arrays, piece by piece: the rows that a checkpoint saves, if it does not save all.
+"""Read selected rows of a store as arrays, in chunks, for a checkpoint that does not save all rows.
 
-A store whose rows are materialized on their first update saves the materialized rows. A differential checkpoint saves
-the rows of any store that have changed.
+A `LazyStore` saves its materialized rows. A differential checkpoint saves the rows that have changed.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from hotbed.store.dense import MOMENT, DenseStore
+from hotbed.store.device_store import MOMENT, DenseStore
 from hotbed.store.lazy_store import LazyStore
-from hotbed.store.rising import RisingSlots, SlotRange
+from hotbed.store.slot_lists import SlotRange, SortedSlots
 
 _BYTES_AT_ONCE = 1 << 20
 
 
-class PickedArray:
-    """One array of the rows, read on indexing.
+class SelectedArray:
+    """One array of the selected rows, e.g. a moment. Indexing with a slice reads rows from the store.
 
     Attributes
     ----------
     slots
-        The slots of its rows.
+        Slots of the rows.
     dtype, shape
-        Of the values.
+        Dtype and shape of the array.
     """
 
     def __init__(self, store: DenseStore | LazyStore, slots: SlotRange, name: str) -> None:
@@ -43,39 +42,39 @@ class PickedArray:
         return self.read(self.slots[at])
 
     def read(self, slots: Tensor) -> Tensor:
-        """Read the rows of these rising slots, on the CPU."""
+        """Return the values at these ascending slots, on the CPU."""
         return self._store.stored_array(self._name, slots)
 
 
-class PickedRows:
-    """Some rows of a store as arrays.
+class SelectedRows:
+    """Selected rows of a store as arrays.
 
     Parameters
     ----------
     store
-        The store.
+        Store of the rows.
     slots
-        Which rows.
+        Slots of the selected rows.
 
     Attributes
     ----------
     all_slots
-        Which rows.
+        Slots of the selected rows.
     slots
-        Those of each span.
+        The same slots, by span.
     arrays
-        By span and name (as in `RowStore.raw`, and ``moment.NAME``); those without rows are left out.
+        Arrays with at least one row. A key is ``SPAN.NAME`` with a name of `RowStore.raw`, or ``moment.NAME``.
     first
-        Of each array, the position of its first row among those of its span.
+        For each array, the position of its first row among the selected rows of its span.
     """
 
-    def __init__(self, store: DenseStore | LazyStore, slots: RisingSlots) -> None:
+    def __init__(self, store: DenseStore | LazyStore, slots: SortedSlots) -> None:
         firsts = [0, *accumulate(span.rows for span in store.spans)]
         self._store, self._firsts = store, torch.tensor(firsts, dtype=torch.int64)
         self.all_slots = slots
         cuts = [slots.below(first) for first in firsts]
         self.slots: Sequence[SlotRange] = [slots.part(first, last) for first, last in pairwise(cuts)]
-        self.arrays: dict[str, PickedArray] = {}
+        self.arrays: dict[str, SelectedArray] = {}
         self.first: dict[str, int] = {}
         for number, (span, own) in enumerate(zip(store.spans, self.slots, strict=True)):
             wide = own.below(firsts[number] + span.fp32_rows)
@@ -88,15 +87,15 @@ class PickedRows:
                 if start < stop:
                     key = f"{number}.{name}"
                     self.first[key] = start
-                    self.arrays[key] = PickedArray(store, own.part(start, stop), name)
+                    self.arrays[key] = SelectedArray(store, own.part(start, stop), name)
 
     def read(self, slots: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Read all arrays of some of the rows: keys of `arrays`, with the slots and values that each has of these rows.
+        """Yield the key of each array of `arrays`, and the slots and values of the requested rows in this array.
 
         Parameters
         ----------
         slots
-            Rising ``[n]``, on the CPU.
+            ``[n]``, ascending, on the CPU.
         """
         for number, (first, last) in enumerate(pairwise(torch.searchsorted(slots, self._firsts).tolist())):
             own = slots[first:last]
@@ -115,10 +114,10 @@ class PickedRows:
 
     @property
     def rows_at_once(self) -> int:
-        """How many rows `read` should be asked for at once, so that they take a few megabytes."""
+        """Recommended number of rows per call of `read`, which take about a megabyte."""
         widest = max((array.row_bytes for array in self.arrays.values()), default=1)
         return max(_BYTES_AT_ONCE // max(widest, 1), 1)
 
     def of(self, span: int) -> dict[str, str]:
-        """Map the names of the arrays of a span to keys of `arrays`."""
+        """Return the keys of `arrays` by the names of the arrays of a span."""
         return {key.split(".", 1)[1]: key for key in self.arrays if key.startswith(f"{span}.")}

@@ -1,16 +1,17 @@
-"""Put a cache over slow records; `hotbed.store.read_ahead` is another layer.
+"""Cache slow records in faster memory.
 
-`hotbed.store.tiers` stacks them once, when a store is built, and only those that this machine needs::
+`hotbed.store.tiers` stacks the layers that this machine needs when a store is built::
 
     disk, cache:    CachedRecords ─ ReadAhead ─ FileRecords
     disk, no cache: ReadAhead ─ FileRecords
 
-A record is dirty while only the cache has its newest bytes; it is written to the layer below when another takes its
-place (write-back).
+A record is dirty while only the cache has its newest bytes. It is written to the layer below when it is evicted
+(write-back).
 
-A cache in a device's memory is apart from the records below, which are the host's: a read waits for the list of what is
-not here. What a write did not find is listed, and what is evicted copied, while the host goes on; both are looked at
-when the cache is used again, and by a read before it asks the records below.
+A cache may be in a device's memory while the records below are in the host's memory. Then a read synchronizes once, to
+get the list of missing records. A write does not synchronize: the list of the records that it did not find, and the
+copies of evicted records, arrive during later work. The next use of the cache processes both before it reads the
+records below.
 """
 
 from __future__ import annotations
@@ -29,28 +30,27 @@ from hotbed.config.parallel_memory import CachePolicy
 from hotbed.ops import BackendName, CacheTags
 from hotbed.ops.layout import FREE
 from hotbed.store import memory
+from hotbed.store.device_selection import PendingSelection, Selection
 from hotbed.store.hash_index import distinct, gather_records
-from hotbed.store.listing import Listed, Listing
 from hotbed.store.records import InPlace, Records, Use
-from hotbed.store.rising import RisingSlots
-from hotbed.store.touched import Touched
+from hotbed.store.slot_lists import SortedSlots, UpdatedSlots
 
 WAYS = 32
-"""Places of a set (Neo's row cache)."""
+"""Associativity: positions per set (32, as in Neo's row cache)."""
 _SETTLED_BYTES = 4 << 20
-"""Bytes of new records that go to the layer below together."""
+"""Bytes of new records that are written together to the layer below."""
 
 
 def needs_staging(device: torch.device) -> bool:
-    """Whether a device reads and writes records of the host's memory or of files through copies."""
+    """Return whether a device needs copies to access records in the host's memory or in files."""
     return device.type != "cpu"
 
 
 class CachedRecords(Records):
-    """Keep the most used records in a set-associative cache, written back to the records below.
+    """Keep the most used records in a set-associative write-back cache.
 
-    Reads and writes insert records in place of the least used ones. Records of the same read or write never evict each
-    other; records without a place go to the records below. On a GPU, threads must use one stream.
+    Reads and writes insert records and evict the least used records. Records of the same read or write never evict each
+    other: if a set is full of them, further records go to the layer below. On a GPU, all threads must use one stream.
     """
 
     def __init__(
@@ -67,22 +67,23 @@ class CachedRecords(Records):
         super().__init__(below.record_bytes)
         self.backend_name: BackendName = backend
         self.below, self._on_host, self.reads_ahead = below, device is None, below.reads_ahead
-        self._place(device or below.device)
+        self._set_device(device or below.device)
         ways = min(WAYS, rows)
-        places = -(-rows // ways) * ways
-        self._slab = memory.allocate_zeros((places, self.record_bytes), torch.uint8, self.device)
-        free = torch.full((places,), FREE, dtype=torch.int64, device=self.device)
+        positions = -(-rows // ways) * ways
+        self._slab = memory.allocate_zeros((positions, self.record_bytes), torch.uint8, self.device)
+        free = torch.full((positions,), FREE, dtype=torch.int64, device=self.device)
         self._tags = CacheTags(free, torch.zeros_like(free), torch.zeros_like(free), ways, policy == "lfu")
-        self._dirty = torch.zeros(places + 1, dtype=torch.bool, device=self.device)  # the last is of place −1: none
+        # The last element belongs to position −1, which means that a record is not in the cache.
+        self._dirty = torch.zeros(positions + 1, dtype=torch.bool, device=self.device)
         self._now = 0
-        self._is_changed = False  # whether any record ever was dirty
-        self._written: tuple[Listing, Tensor] | None = None
-        self._leaving: list[memory.Arriving] = []
+        self._is_changed = False  # whether any record was ever dirty
+        self._written: tuple[PendingSelection, Tensor] | None = None
+        self._leaving: list[memory.HostCopy] = []
         self._lock = threading.Lock()
         self._ends = torch.tensor(spans, dtype=torch.int64).cumsum(0)
         self.served = torch.zeros(len(spans), 2, dtype=torch.int64)
 
-    def _place(self, device: torch.device) -> None:
+    def _set_device(self, device: torch.device) -> None:
         self.device, self._is_apart = device, needs_staging(device) and not self._on_host
 
     @override
@@ -96,7 +97,7 @@ class CachedRecords(Records):
 
     @property
     def rows(self) -> int:
-        """How many records there is room for."""
+        """Capacity in records."""
         return len(self._slab)
 
     @property
@@ -111,16 +112,16 @@ class CachedRecords(Records):
         return torch.ones(len(slots), dtype=torch.bool, device=self.device).index_fill_(0, absent.at, False)
 
     @override
-    def read_or_list(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Listed:
+    def read_or_list(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Selection:
         kernels = self.ops
         with self._lock:
             self._insert_written()
-            places = kernels.cache_find(self._tags, slots)
-            kernels.cache_read(self._slab, places, out)
-            if use == "lookup":  # updates are of what has been looked up
+            positions = kernels.cache_find(self._tags, slots)
+            kernels.cache_read(self._slab, positions, out)
+            if use == "lookup":  # an update does not count as a use, because a lookup precedes it
                 self._now += 1
-                kernels.cache_use(self._tags, places, self._now)
-            missing = self._listing(places < 0, slots).wait()
+                kernels.cache_use(self._tags, positions, self._now)
+            missing = self._select(positions < 0, slots).wait()
             self._write_back()
         if use == "lookup":
             self._count(slots, missing)
@@ -129,11 +130,11 @@ class CachedRecords(Records):
         found = self._staging(len(missing.slots))
         there = self.below.read(missing.slots, found, use=use)
         numbers = there.nonzero()[:, 0]
-        absent = missing.picked((~there).nonzero()[:, 0])
+        absent = missing.subset((~there).nonzero()[:, 0])
         if not len(numbers):
             return absent
         if len(absent.at):
-            missing = missing.picked(numbers)
+            missing = missing.subset(numbers)
             found = torch.index_select(found, 0, numbers, out=self._staging(len(numbers)))
         if self._is_apart:
             self.counted.to_device_bytes += found.nbytes
@@ -142,18 +143,18 @@ class CachedRecords(Records):
         if use != "once":
             kept, first = distinct(missing.slots)
             if len(first) < len(missing.slots) or not bool((first[1:] > first[:-1]).all()):
-                records = self._gathered(records, memory.to_device(first, self.device))
+                records = self._gather(records, memory.to_device(first, self.device))
             with self._lock:
-                self._insert_written()  # or an older record would be kept of what was written meanwhile
+                self._insert_written()  # first, because these records are newer than those just read
                 self._insert(kept, records, dirty=False)
                 self._write_back_on_host()
         return absent
 
-    def _count(self, slots: Tensor, missing: Listed) -> None:
+    def _count(self, slots: Tensor, missing: Selection) -> None:
         """Count the hits and misses of a lookup."""
         self.counted.hits += len(slots) - len(missing.at)
         self.counted.misses += len(missing.at)
-        if len(self.served) and self.device.type == "cpu":  # a device would have to launch five kernels
+        if len(self.served) and self.device.type == "cpu":  # on a device this would take five kernels
             hit_or_missed = torch.bucketize(slots, self._ends, right=True).mul_(2)
             hit_or_missed[missing.at] += 1
             self.served += torch.bincount(hit_or_missed, minlength=self.served.numel()).view(-1, 2)
@@ -163,11 +164,11 @@ class CachedRecords(Records):
         kernels = self.ops
         with self._lock:
             self._insert_written()
-            self._write_back(but_last=1)  # which may still be on its way
-            places = kernels.cache_find(self._tags, slots)
-            kernels.cache_write(self._slab, places, records)
-            self._dirty[places] = self._is_changed = True
-            self._written = self._listing(places < 0, slots), records
+            self._write_back(but_last=1)  # the last copy may still be running
+            positions = kernels.cache_find(self._tags, slots)
+            kernels.cache_write(self._slab, positions, records)
+            self._dirty[positions] = self._is_changed = True
+            self._written = self._select(positions < 0, slots), records
             if not self._is_apart:
                 self._insert_written()
 
@@ -179,9 +180,9 @@ class CachedRecords(Records):
             return
         with self._lock:
             self._insert_written()
-            places = self.ops.cache_find(self._tags, slots)
-            self._dirty[places] = self._is_changed = True
-            yield InPlace(self._slab, places)
+            positions = self.ops.cache_find(self._tags, slots)
+            self._dirty[positions] = self._is_changed = True
+            yield InPlace(self._slab, positions)
 
     @override
     def settle(self) -> None:
@@ -195,20 +196,20 @@ class CachedRecords(Records):
                 at = (dirty & (keys != FREE)).nonzero()[:, 0]
                 at = at[~self.below.has(keys[at])]
                 if len(at):
-                    places = (start + at).to(self.device)
-                    self.below.write(keys[at], self._gathered(self._slab, places).cpu())
-                    self._dirty[places] = False
+                    positions = (start + at).to(self.device)
+                    self.below.write(keys[at], self._gather(self._slab, positions).cpu())
+                    self._dirty[positions] = False
         self.below.settle()
 
     @override
-    def slots(self) -> RisingSlots:
+    def slots(self) -> SortedSlots:
         self.settle()
         return self.below.slots()
 
     @override
-    def touched(self) -> Touched:
+    def update_collector(self) -> UpdatedSlots:
         self.settle()
-        return self.below.touched()
+        return self.below.update_collector()
 
     @override
     def clear(self) -> None:
@@ -216,7 +217,7 @@ class CachedRecords(Records):
         self.below.clear()
 
     def forget(self, slots: Tensor | None = None) -> None:
-        """Drop the records of these slots, or all, unwritten: those below are other ones now."""
+        """Drop the records of these slots, or all, without writing them, because the layer below has changed."""
         with self._lock:
             if slots is None:
                 self._written, self._leaving = None, []
@@ -225,15 +226,15 @@ class CachedRecords(Records):
                 return
             self._insert_written()
             self._write_back(but=slots)
-            places = self.ops.cache_find(self._tags, slots.to(self.device))
-            places = places[places >= 0]
-            self._tags.keys[places] = FREE
-            self._dirty[places] = False
+            positions = self.ops.cache_find(self._tags, slots.to(self.device))
+            positions = positions[positions >= 0]
+            self._tags.keys[positions] = FREE
+            self._dirty[positions] = False
 
     @override
     def prefetch(self, slots: Tensor) -> None:
         with self._lock:
-            missing = self._listing(self.ops.cache_find(self._tags, slots) < 0, slots)
+            missing = self._select(self.ops.cache_find(self._tags, slots) < 0, slots)
         self.below.prefetch(missing.wait().slots)
 
     @override
@@ -243,69 +244,70 @@ class CachedRecords(Records):
         with self._lock:
             self._insert_written()
             self._write_back()
-            self._place(device)
+            self._set_device(device)
             keys, times, counts = (t.to(device) for t in (self._tags.keys, self._tags.times, self._tags.counts))
             self._tags = replace(self._tags, keys=keys, times=times, counts=counts)
             self._slab, self._dirty = self._slab.to(device), self._dirty.to(device)
 
-    def _listing(self, mask: Tensor, slots: Tensor) -> Listing:
-        return Listing(mask, slots, is_apart=self._is_apart)
+    def _select(self, mask: Tensor, slots: Tensor) -> PendingSelection:
+        return PendingSelection(mask, slots, is_apart=self._is_apart)
 
     def _staging(self, count: int) -> Tensor:
         return memory.staging((count, self.record_bytes), torch.uint8, self.device)
 
-    def _gathered(self, records: Tensor, at: Tensor) -> Tensor:
+    def _gather(self, records: Tensor, at: Tensor) -> Tensor:
         out = torch.empty(len(at), self.record_bytes, dtype=torch.uint8, device=self.device)
         self.ops.cache_read(records, at, out)
         return out
 
-    # -- with the lock ---------------------------------------------------------------------------------------------
+    # -- called with the lock held ---------------------------------------------------------------------------------
 
     def _insert_written(self) -> None:
-        """Keep what was written last of what was not here."""
+        """Insert the records of the last write that were not in the cache."""
         if self._written is not None:
             listing, records = self._written
             missing = listing.wait()
             if len(missing.at):
-                self._insert(missing.slots, self._gathered(records, missing.at), dirty=True)
+                self._insert(missing.slots, self._gather(records, missing.at), dirty=True)
             self._written = None
             self._write_back_on_host()
 
     def _insert(self, slots: Tensor, records: Tensor, *, dirty: bool) -> None:
-        """Keep records of distinct slots, on the host; what is evicted, or finds no place, leaves."""
+        """Insert records of distinct slots, which are on the host. Evicted and uninserted records leave the cache."""
         kernels, wanted = self.ops, memory.to_device(slots, self.device)
         old = records.clone() if self._is_apart and (dirty or self._is_changed) else records
-        if not dirty:  # what was read without the lock may be here by now, perhaps changed
+        if not dirty:  # a record that was read without the lock may have been inserted and changed meanwhile
             wanted = wanted.masked_fill(kernels.cache_find(self._tags, wanted) >= 0, FREE)
-        places, evicted = kernels.cache_take(self._tags, wanted, self._now)
-        leaving = torch.where(self._dirty[places], evicted, FREE)
+        positions, evicted = kernels.cache_take(self._tags, wanted, self._now)
+        leaving = torch.where(self._dirty[positions], evicted, FREE)
         if dirty:
-            leaving = torch.where(places < 0, wanted, leaving)
+            leaving = torch.where(positions < 0, wanted, leaving)
         if self._is_changed or dirty:
-            self._leave(leaving, places, old)
-        kernels.cache_write(self._slab, places, records)
-        self._dirty[places] = dirty
+            self._leave(leaving, positions, old)
+        kernels.cache_write(self._slab, positions, records)
+        self._dirty[positions] = dirty
 
-    def _leave(self, slots: Tensor, places: Tensor, records: Tensor) -> None:
-        """Send records to those below: of places that are about to be taken, which overwrite these; of place −1 these.
+    def _leave(self, slots: Tensor, positions: Tensor, records: Tensor) -> None:
+        """Start copies of the leaving records; `_write_back` writes them to the layer below before the next read there.
 
-        Those of slot `FREE` stay. Before anyone can miss what leaves, `_write_back` writes it.
+        For a position of the cache, the leaving record is the one stored there, and it overwrites the row of
+        ``records``. For position −1, it is the row of ``records`` itself. Rows with slot `FREE` do not leave.
         """
         if not self._is_apart:
             leaving = (slots != FREE).nonzero()[:, 0]
             if not len(leaving):
                 return
-            slots, places, records = slots[leaving], places[leaving], self._gathered(records, leaving)
-        self.ops.cache_read(self._slab, places, records)
-        self._leaving.append(memory.Arriving(slots, records))
+            slots, positions, records = slots[leaving], positions[leaving], self._gather(records, leaving)
+        self.ops.cache_read(self._slab, positions, records)
+        self._leaving.append(memory.HostCopy(slots, records))
 
     def _write_back_on_host(self) -> None:
-        """Write what left at once where nothing has to arrive first."""
+        """Write leaving records now if they are on the host already."""
         if not self._is_apart:
             self._write_back()
 
     def _write_back(self, but: Tensor | None = None, but_last: int = 0) -> None:
-        """Write what left to the records below, but for these slots, and for what left last."""
+        """Write leaving records to the layer below, except the slots ``but`` and the last ``but_last`` copies."""
         while len(self._leaving) > but_last:
             slots, records = self._leaving[0].wait()
             written = slots != FREE

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotbed.store.cached import CachedRecords
 from hotbed.store.hash_index import MemoryRecords
 from hotbed.store.records import Traffic
+from hotbed.store.row_cache import CachedRecords
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def apart(monkeypatch: pytest.MonkeyPatch, rows: int) -> CachedRecords:
     """A cache as in a device's memory, over records that have 3, 50 and 7."""
-    monkeypatch.setattr("hotbed.store.cached.needs_staging", lambda _: True)
+    monkeypatch.setattr("hotbed.store.row_cache.needs_staging", lambda _: True)
     below = MemoryRecords(64, 100)
     below.write(torch.tensor([3, 50, 7]), torch.tensor([3, 50, 7], dtype=torch.uint8)[:, None].repeat(1, 64))
     return CachedRecords(below, rows, device=DEVICE)
@@ -102,7 +102,7 @@ def test_a_write_that_could_not_be_kept_is_kept_by_the_next_try(monkeypatch: pyt
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(records, "_gathered", full)
+        patch.setattr(records, "_gather", full)
         with pytest.raises(torch.OutOfMemoryError):
             read(records, [3])
     assert read(records, [20, 3]) == [5, 3]

@@ -20,7 +20,7 @@ from hotbed.specs import RowDtype, Tier, row_bytes
 from hotbed.store import memory
 from hotbed.store.base import Extent, RowStore, Span, Values
 from hotbed.store.records import Use
-from hotbed.store.touched import Touched, TouchedMask
+from hotbed.store.slot_lists import UpdatedMask, UpdatedSlots
 
 TORCH_DTYPES: dict[RowDtype, torch.dtype] = {
     "fp32": torch.float32,
@@ -30,12 +30,12 @@ TORCH_DTYPES: dict[RowDtype, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
 }
 MOMENT = "moment."
-"""What the names of moments begin with among a store's arrays."""
+"""Prefix of the names of moments among a store's arrays."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 INITIAL_CHUNK = 1 << 20
-"""Cells that are drawn at once before they are rounded to a narrow dtype."""
+"""Number of float32 values that are drawn before they are rounded to a low-precision dtype."""
 
 
 class DenseStore(RowStore):
@@ -43,13 +43,13 @@ class DenseStore(RowStore):
 
     def __init__(
         self,
-        spans: Sequence[Span],  # tables, one after the other
+        spans: Sequence[Span],  # tables in the order of their slots
         dim: int,
         *,
-        dtype: RowDtype = "fp32",  # of the rows that are not float32 by their span; "fp32": all rows
-        device: torch.device | str = "cpu",  # of looked-up vectors: cpu (huge pages on Linux) or cuda
+        dtype: RowDtype = "fp32",  # dtype of the rows after `Span.fp32_rows`
+        device: torch.device | str = "cpu",  # device of looked-up vectors: cpu (huge pages on Linux) or cuda
         backend: BackendName = "auto",
-        # "host": memory that a CUDA device reads and writes in place, see `hotbed.store.memory.host_zeros`
+        # "host": host memory that a CUDA device reads and writes in place (`hotbed.store.memory.host_zeros`)
         tier: Literal["device", "host"] = "device",
     ) -> None:
         self.spans = [s._replace(fp32_rows=s.rows) for s in spans] if dtype == "fp32" else list(spans)
@@ -57,29 +57,29 @@ class DenseStore(RowStore):
         self.dim = dim
         self.backend_name: BackendName = backend
         self._zeros = memory.host_zeros if tier == "host" else memory.allocate_zeros
-        place = torch.device(device)
+        device = torch.device(device)
         wide = sum(s.fp32_rows for s in self.spans)
         narrow = self.slots - wide
         exponents = (narrow, block_count(dim)) if dtype == "int8" else (0, 0)
         first_slot = [0, *accumulate(s.rows for s in self.spans)]
         first_wide = [0, *accumulate(s.fp32_rows for s in self.spans)]
-        memory.refuse_too_many(wide * row_bytes("fp32", dim) + narrow * row_bytes(dtype, dim), place)
+        memory.refuse_too_many(wide * row_bytes("fp32", dim) + narrow * row_bytes(dtype, dim), device)
         self.rows = Rows(
-            wide=self._zeros((wide, dim), torch.float32, place),
-            narrow=self._zeros((narrow, dim), TORCH_DTYPES[dtype], place),
-            exponents=self._zeros(exponents, torch.int8, place).fill_(MIN_EXPONENT),
+            wide=self._zeros((wide, dim), torch.float32, device),
+            narrow=self._zeros((narrow, dim), TORCH_DTYPES[dtype], device),
+            exponents=self._zeros(exponents, torch.int8, device).fill_(MIN_EXPONENT),
             tables=torch.tensor(
                 [
                     [slot, span.fp32_rows, at, slot - at, span.first_row, span.row_step, span.first_col]
                     for slot, at, span in zip(first_slot, first_wide, self.spans, strict=False)
                 ],
                 dtype=torch.int64,
-                device=place,
+                device=device,
             ).view(-1, 7),
         )
         self.moments: dict[str, Tensor] = {}
         self._firsts = list(zip(first_slot, first_wide, strict=True))
-        """Slot and wide row that each span begins with; last, how many there are."""
+        """First slot and first wide row of each span. The last entry has the totals."""
 
     @property
     def ops(self) -> ops.Backend:
@@ -105,7 +105,7 @@ class DenseStore(RowStore):
     @override
     def initialize(self, slot: int, *, seed: int, rows: range, cols: range, bound: float) -> None:
         self.replaced()
-        for array, at, count in self._stretches(slot, len(rows)):
+        for array, at, count in self._split_by_array(slot, len(rows)):
             some, rows = rows[:count], rows[count:]
             if array == "wide":
                 out = self.rows.wide[at : at + count]
@@ -118,23 +118,23 @@ class DenseStore(RowStore):
                 self.ops.initial_values_(drawn, seed=seed, rows=some[start : start + chunk], cols=cols, bound=bound)
                 write_narrow(self.rows, slice(at + start, at + start + len(drawn)), drawn)
 
-    def _stretches(self, slot: int, count: int) -> Iterator[tuple[Literal["wide", "narrow"], int, int]]:
-        """Find where so many slots from ``slot`` on are: array, position of the first there, and how many are there."""
-        behind = slot + count
+    def _split_by_array(self, slot: int, count: int) -> Iterator[tuple[Literal["wide", "narrow"], int, int]]:
+        """Yield the parts of ``slot … slot + count − 1`` as (array, first position in the array, number of slots)."""
+        stop = slot + count
         number = self._span_of(slot)
-        while slot < behind:
+        while slot < stop:
             (first, wide), span = self._firsts[number], self.spans[number]
             end_wide, end = first + span.fp32_rows, first + span.rows
-            if slot < min(end_wide, behind):
-                yield "wide", wide + slot - first, min(end_wide, behind) - slot
-                slot = min(end_wide, behind)
-            if slot < min(end, behind):
-                yield "narrow", slot - wide - span.fp32_rows, min(end, behind) - slot
-                slot = min(end, behind)
+            if slot < min(end_wide, stop):
+                yield "wide", wide + slot - first, min(end_wide, stop) - slot
+                slot = min(end_wide, stop)
+            if slot < min(end, stop):
+                yield "narrow", slot - wide - span.fp32_rows, min(end, stop) - slot
+                slot = min(end, stop)
             number += 1
 
     def _span_of(self, slot: int) -> int:
-        """Find the number of the span that has a slot."""
+        """Return the number of the span that contains a slot."""
         return bisect_right(self._firsts, slot, key=lambda first: first[0]) - 1
 
     @override
@@ -155,13 +155,13 @@ class DenseStore(RowStore):
         self.ops.weight_gradient(self.rows, bags, grad, out)
 
     @override
-    def _touched(self) -> Touched:
-        return TouchedMask(self.slots, self.device)
+    def _update_collector(self) -> UpdatedSlots:
+        return UpdatedMask(self.slots, self.device)
 
     @override
     def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
         if self.changes is not None or self.on_change is not None:
-            self.changing(occurrences.slots[occurrences.slots < self.slots])  # others are of padding
+            self.changing(occurrences.slots[occurrences.slots < self.slots])  # larger slots are padding
         groups = occurrences.groups or self.ops.group(replace(occurrences, limit=self.slots))
         self.ops.update(step, self.rows, self.moments, occurrences, groups, grad)
 
@@ -253,12 +253,12 @@ class DenseStore(RowStore):
             tensor.copy_(raw[name])
 
     def arrays(self) -> dict[str, Tensor]:
-        """Return all that is stored, by name: what rows are stored as, and moments; shares the store's memory."""
+        """Return the tensors of rows and moments by name. They share the store's memory."""
         rows = {"wide": self.rows.wide, "narrow": self.rows.narrow, "exponents": self.rows.exponents}
         return {**rows, **{f"{MOMENT}{name}": t for name, t in self.moments.items()}}
 
     def extents(self, span: int) -> dict[str, Extent]:
-        """Find where in `arrays` a span is: what `raw` gives, under its names, and moments under ``moment.NAME``."""
+        """Return the extents of a span in `arrays`, by the names of `raw`, and ``moment.NAME``."""
         rows, fp32_rows = self.spans[span][:2]
         first_slot, first_wide = self._firsts[span]
         wide = Extent("wide", first_wide, first_wide + fp32_rows)
@@ -275,18 +275,18 @@ class DenseStore(RowStore):
         return {**found, **{name: Extent(name, first_slot, first_slot + rows) for name in moments}}
 
     def stored_names(self, span: int) -> list[str]:
-        """Name what the rows of a span are stored as, and its moments."""
+        """Return the names of the arrays of a span: the names of `raw`, and ``moment.NAME``."""
         return list(self.extents(span))
 
     def stored_array(self, name: str, slots: Tensor) -> Tensor:
-        """Copy an array's rows of these slots ``[n]``, all of one span, which all have it, to the CPU."""
+        """Return one array at slots ``[n]`` of one span, on the CPU. All these slots must have a value in it."""
         array = self.extents(self._span_of(int(slots[0])))[name].array
         values = self.arrays()[array]
         bits = values.view(_BITS[values.element_size()])  # torch cannot index all narrow dtypes
-        return bits[self.places(slots.to(self.device))[array]].cpu().view(values.dtype)
+        return bits[self.positions(slots.to(self.device))[array]].cpu().view(values.dtype)
 
-    def places(self, slots: Tensor) -> dict[str, Tensor]:
-        """Find by array which of its rows belong to these slots ``[n]``; fewer where it does not hold all of them."""
+    def positions(self, slots: Tensor) -> dict[str, Tensor]:
+        """Return the positions of slots ``[n]`` in each array that holds them. An array may hold fewer than n."""
         found = {f"{MOMENT}{name}": slots for name in self.moments}
         if not len(self.rows.narrow):  # then slots are positions in `wide`
             return {"wide": slots, **found}
@@ -297,7 +297,7 @@ class DenseStore(RowStore):
         return found
 
     def part(self, spans: Sequence[int], device: torch.device) -> DenseStore:
-        """Copy some spans, of these numbers, with their moments, to a store of their own on a device."""
+        """Return a store on ``device`` with copies of the spans with these numbers, and their moments."""
         dtypes: dict[torch.dtype, RowDtype] = {stored: name for name, stored in TORCH_DTYPES.items()}
         dtype, own = dtypes[self.rows.narrow.dtype], [self.spans[i] for i in spans]
         tier = "host" if self._zeros is memory.host_zeros else "device"

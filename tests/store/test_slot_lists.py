@@ -8,10 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hotbed.store import hash_index as keyed
-from hotbed.store import rising
+from hotbed.store import slot_lists
 from hotbed.store.hash_index import MemoryRecords
-from hotbed.store.rising import ListedSlots, MarkedSlots, RisingSlots
-from hotbed.store.touched import TouchedMask
+from hotbed.store.slot_lists import MaskedSlots, SlotTensor, SortedSlots, UpdatedMask
 from tests.matrix import examples
 
 MOST = 1 << 40
@@ -19,13 +18,13 @@ MOST = 1 << 40
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rising, "PIECE", 8)
+    monkeypatch.setattr(slot_lists, "PIECE", 8)
     monkeypatch.setattr(keyed, "PIECE", 8)
     monkeypatch.setattr(keyed, "_INTERVALS", 4)
     monkeypatch.setattr(keyed, "_WAITING", 5)
 
 
-def same(found: RisingSlots, expected: list[int], data: st.DataObject, most: int = MOST) -> None:
+def same(found: SortedSlots, expected: list[int], data: st.DataObject, most: int = MOST) -> None:
     """Compare all that a list of slots is asked for with a sorted list."""
     assert len(found) == len(expected)
     assert found[:].tolist() == expected
@@ -54,7 +53,7 @@ def test_records_are_listed_as_they_were(first: set[int], later: set[int], data:
     records = MemoryRecords(4, MOST)
     order = torch.tensor(data.draw(st.permutations(sorted(first))), dtype=torch.int64)
     records.write(order, torch.zeros(len(order), 4, dtype=torch.uint8))
-    before, touched = records.slots(), records.touched()
+    before, touched = records.slots(), records.update_collector()
     changes = data.draw(st.lists(st.sampled_from(sorted(first) or [0]), max_size=12)) if first else []
     for slot in changes:
         touched.add(torch.tensor([slot, slot]))
@@ -71,13 +70,13 @@ def test_records_are_listed_as_they_were(first: set[int], later: set[int], data:
 @given(slots=st.sets(st.integers(0, 70), max_size=40), count=st.integers(71, 90), data=st.data())
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 def test_masks_and_tensors_are_listed(slots: set[int], count: int, data: st.DataObject) -> None:
-    mask = TouchedMask(count, torch.device("cpu"))
+    mask = UpdatedMask(count, torch.device("cpu"))
     mask.add(torch.tensor(sorted(slots), dtype=torch.int64))
     found = mask.slots()
     mask.add(torch.arange(count))
     same(found, sorted(slots), data, most=count)
-    same(ListedSlots(torch.tensor(sorted(slots), dtype=torch.int64)), sorted(slots), data)
+    same(SlotTensor(torch.tensor(sorted(slots), dtype=torch.int64)), sorted(slots), data)
 
 
 def test_a_mask_of_nothing_is_an_empty_list() -> None:
-    assert MarkedSlots(torch.empty(0, dtype=torch.bool))[:].tolist() == []
+    assert MaskedSlots(torch.empty(0, dtype=torch.bool))[:].tolist() == []

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotbed.plan.limits import FILE_SPACE
-from hotbed.store.segments import SPACE, Segments
+from hotbed.store.file_records import SPACE, Segments
 
 
 class File:
@@ -35,7 +35,7 @@ class File:
 
     def read(self) -> list[tuple[int, int]]:
         numbers = torch.tensor(sorted(self.versions), dtype=torch.int64)
-        return [self.places[place] for place in self.segments.places(numbers).tolist()]
+        return [self.places[place] for place in self.segments.positions(numbers).tolist()]
 
 
 WRITES = st.lists(st.sets(st.integers(0, 60), max_size=20), max_size=60)
@@ -51,7 +51,7 @@ def test_records_are_where_they_were_put_last_and_the_file_stays_short(writes: l
         records = len(file.versions)
         in_a_write = -(-20 // per) + 1
         assert file.segments.end <= (SPACE * records / per + 1 + 8 + in_a_write + 16) * per
-    assert file.segments.places(torch.tensor([-1, 61, 10**6])).tolist() == [-1, -1, -1]
+    assert file.segments.positions(torch.tensor([-1, 61, 10**6])).tolist() == [-1, -1, -1]
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,7 +63,7 @@ def test_what_is_read_is_not_overwritten_meanwhile(writes: list[set[int]], begin
         if step == begin:
             begun = file.segments.begin_read()
             known = torch.tensor(sorted(file.versions), dtype=torch.int64)
-            seen = [(place, file.places[place]) for place in file.segments.places(known).tolist()]
+            seen = [(place, file.places[place]) for place in file.segments.positions(known).tolist()]
         file.write(sorted(numbers))
         if begun is not None:
             assert [file.places[place] for place, _ in seen] == [record for _, record in seen]
