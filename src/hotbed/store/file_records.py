@@ -2,8 +2,8 @@
 
 The file is log-structured (Rosenblum and Ousterhout, ACM TOCS 10(1), 1992). A record that changes is written to a new
 position, next to the records that change with it. So a batch of changes is a few long writes. Updates in place would be
-many small writes, and for each one the system would read a page, change a part of it, and write it back. `Segments` knows
-the position of each record. A segment is reused when all its records have been written elsewhere. If half-empty
+many small writes, and for each one the system would read a page, change a part of it, and write it back. `Segments`
+knows the position of each record. A segment is reused when all its records have been written elsewhere. If half-empty
 segments make the file too long, the records of the emptiest segments are moved as well.
 
 For example, records 0 to 5 are in segments of four positions, and records 1, 2 and 3 are written again::
