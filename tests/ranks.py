@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hotbed import pairwise
+from hotbed.comm import point_to_point
 from hotbed.train.ranks.process_group import end_groups
 
 TIMEOUT_S = 300
@@ -93,7 +93,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = timedelta(seconds=TIMEOUT_S)
     if size == 3:  # as ranks of three machines do
-        pairwise._own_memory = lambda ranks: None
+        point_to_point._create_memory = lambda ranks: None
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     assert dist.group.WORLD is not None
     while True:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from hotbed.comm import Link, OneRank
+from hotbed.comm.hierarchical import NodeLink
 from hotbed.errors import CommError
-from hotbed.hops import NodeLink
 
 from .ranks import ANSWER_S, SIZES, Ranks
 
@@ -74,12 +74,12 @@ def test_in_two_hops_a_rank_talks_to_its_node_and_to_its_place_on_others(ranks: 
     for rank in (0, 1):
         _, nbytes, said = found[rank]
         assert nbytes >= 2 * 8 + 2 * 8  # two numbers to the rank beside it, two to the other node
-        assert said.startswith(f"rank {rank} of 4, step 3: the exchange of numbers failed; rank {rank + 2} has ended")
+        assert said.startswith(f"rank {rank} of 4, step 3: the exchange of numbers failed: rank {rank + 2} has ended")
 
 
 def test_nodes_must_be_of_equal_size(ranks: Ranks):
     for said in ranks.run(3, of_uneven_nodes):
-        assert said == "ranks_per_node is 2, must divide the 3 ranks; start as many processes on every node"
+        assert "ranks_per_node: got 2, expected a divisor of 3" in said
 
 
 def of_uneven_nodes(group: dist.ProcessGroup) -> str:
@@ -113,7 +113,7 @@ def refused(group: dist.ProcessGroup) -> str:
 
 def test_counts_that_do_not_fit_are_refused_before_anything_is_sent(ranks: Ranks):
     for message in ranks.run(3, refused):
-        assert message == "exchange of ids: 5 rows, counts [5] to and [1, 2, 3] from 3 ranks do not fit together"
+        assert "got 5 rows, send_counts [5] and recv_counts [1, 2, 3]" in message
 
 
 class Lost:
@@ -149,15 +149,13 @@ def lost(group: dist.ProcessGroup) -> list[str]:
 
 def test_an_exchange_that_fails_says_which_and_never_gives_a_result(ranks: Ranks):
     started, again, later, once_more = ranks.run(1, lost)[0]
-    where = "rank 0 of 1, step 7: the exchange of ids failed; {} has ended or not answered in time, its own output "
-    assert started == again == where.format("another rank") + "says why (no route)"
-    assert later == once_more == where.format("rank 0") + "says why (Connection closed by peer)"
+    failed = "rank 0 of 1, step 7: the exchange of ids failed: {} has ended, or did not answer in time ({})"
+    assert started == again and started.startswith(failed.format("another rank", "no route"))
+    assert later == once_more and later.startswith(failed.format("rank 0", "Connection closed by peer"))
 
 
 def test_without_a_process_group_the_error_says_what_to_do():
-    with pytest.raises(
-        CommError, match=r"not initialised; start with `torchrun` and call torch.distributed.init_process"
-    ):
+    with pytest.raises(CommError, match=r"not initialized.*torchrun"):
         Link()
 
 

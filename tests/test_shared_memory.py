@@ -22,10 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hotbed import pairwise, shared_memory
-from hotbed.comm import Link, waits
+from hotbed.comm import Link, point_to_point, shared_memory, waits
+from hotbed.comm.shared_memory import ADDRESS_BYTES, OwnMemory, PeerMemory
 from hotbed.errors import CommError
-from hotbed.shared_memory import ADDRESS_BYTES, OwnMemory, PeerMemory
 
 from .ranks import ANSWER_S, Ranks
 
@@ -139,11 +138,11 @@ def test_a_machine_without_memory_for_an_exchange_says_so(monkeypatch: pytest.Mo
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(CommError, match=r"no memory for 4,194,304 bytes more .*No space left .*smaller batches"):
+    with pytest.raises(CommError, match=r"got 4,194,304 bytes more.*No space left"):
         own.send({1: torch.zeros(1 << 20)}, peers)
     monkeypatch.undo()
     monkeypatch.setattr(own, "_end", len(own._bytes) - 4096)
-    with pytest.raises(CommError, match=r"no memory for 4,194,304 bytes more .*bytes at most"):
+    with pytest.raises(CommError, match=r"got 4,194,304 bytes more.*bytes at most"):
         own.send({1: torch.zeros(1 << 20)}, peers)
     monkeypatch.undo()
     own.send({1: torch.arange(1 << 20)}, peers)  # nothing has changed
@@ -156,7 +155,8 @@ def test_a_machine_without_memory_for_an_exchange_says_so(monkeypatch: pytest.Mo
 def another(then: str) -> Generator[tuple[subprocess.Popen[bytes], PeerMemory]]:
     """A process with memory of its own, which does something once a line comes; and what rank 1 sees of it."""
     code = (
-        "import sys, torch; from datetime import timedelta; from hotbed.shared_memory import OwnMemory, PeerMemory; "
+        "import sys, torch; from datetime import timedelta; "
+        "from hotbed.comm.shared_memory import OwnMemory, PeerMemory; "
         f"own = OwnMemory(2); print(own.address.tolist(), flush=True); sys.stdin.readline(); {then}"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -205,9 +205,9 @@ def changed(address: Tensor, place: int) -> Tensor:
 def test_memory_of_others_is_not_opened():
     address = OwnMemory(2).address  # which is gone at once
     own = OwnMemory(2)
-    with pytest.raises(OSError, match="it has none"):
+    with pytest.raises(OSError, match="has no shared memory"):
         PeerMemory(torch.zeros(ADDRESS_BYTES, dtype=torch.uint8), 0, SHORT)
-    with pytest.raises(OSError, match="of another machine"):
+    with pytest.raises(OSError, match="on another machine"):
         PeerMemory(changed(own.address, shared_memory._KEY_BYTES), 0, SHORT)
     with pytest.raises(OSError, match="another process has that number here"):
         PeerMemory(changed(own.address, 0), 0, SHORT)
@@ -224,9 +224,9 @@ def test_memory_of_others_is_not_opened():
 
 def exchanged(group: dist.ProcessGroup, without: list[int]) -> tuple[Tensor, list[int]]:
     """What a rank receives of all, some of which have no memory to share, and with whom it shares it."""
-    given = pairwise._own_memory
+    given = point_to_point._create_memory
     if dist.get_rank(group) in without:
-        pairwise._own_memory = lambda ranks: None
+        point_to_point._create_memory = lambda ranks: None
     try:
         link = Link(group)
         counts = [20_000] * link.size
@@ -234,7 +234,7 @@ def exchanged(group: dist.ProcessGroup, without: list[int]) -> tuple[Tensor, lis
         handle = link.all_to_all("rows", torch.arange(sum(counts)) + 10**6 * link.rank, counts, counts)
         return handle.wait(), link.sharing
     finally:
-        pairwise._own_memory = given
+        point_to_point._create_memory = given
 
 
 @pytest.mark.parametrize("without", [[], [2], [0, 1, 2, 3]])
@@ -266,7 +266,7 @@ def left(group: dist.ProcessGroup) -> str:
 def test_a_rank_that_does_not_answer_is_named(ranks: Ranks):
     for rank, said in enumerate(ranks.run(4, left)):
         if rank != 1:
-            assert said.startswith(f"rank {rank} of 4, step 7: the exchange of numbers failed; rank 1 has ended or not")
+            assert said.startswith(f"rank {rank} of 4, step 7: the exchange of numbers failed: rank 1 has ended")
             assert f"timed out after {ANSWER_S} s" in said
 
 
@@ -289,6 +289,4 @@ def meets_nobody(group: dist.ProcessGroup) -> str:
 def test_a_rank_that_does_not_come_to_the_first_exchange_is_named(ranks: Ranks):
     for rank, said in enumerate(ranks.run(4, meets_nobody)):
         if rank != 1:
-            assert said.startswith(
-                f"rank {rank} of 4: the exchange of numbers failed; rank 1 has ended or not answered"
-            )
+            assert said.startswith(f"rank {rank} of 4: the exchange of numbers failed: rank 1 has ended")

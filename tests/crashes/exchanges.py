@@ -152,7 +152,7 @@ class Ended:
     def blames(self, rank: int) -> bool:
         """Whether one of them named this rank as the one that has ended or does not answer."""
         return any(
-            re.search(rf"rank {rank} (has ended or not answered|ended or does not answer|has not)", line)
+            re.search(rf"rank {rank} (has ended, or did not answer|ended or does not answer|has not)", line)
             for line in self.said
         )
 

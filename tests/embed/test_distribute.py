@@ -12,10 +12,10 @@ from torch import nn
 import hotbed as hb
 from hotbed import ops, optim
 from hotbed.comm import Link
+from hotbed.comm.hierarchical import make_hierarchical, messages_per_exchange
 from hotbed.embed import plan_for, plan_tables
 from hotbed.embed.dense_parallel import mean_over_ranks_
 from hotbed.errors import PlanError
-from hotbed.hops import in_hops, messages_per_exchange
 from hotbed.jagged import Jagged
 from hotbed.plan import Cut, make_plan
 from tests.equivalence.sharding import TABLES, Job, trained
@@ -369,7 +369,7 @@ def test_a_model_without_dense_parameters_has_no_sync_too(ranks: Ranks):
 
 
 def mean_of_ranks(group: dist.ProcessGroup, values: torch.Tensor, per_node: int | None) -> tuple[torch.Tensor, int]:
-    link = in_hops(Link(group), per_node)
+    link = make_hierarchical(Link(group), per_node)
     buffer = values[link.rank].clone()
     mean_over_ranks_(buffer, link)
     assert set(link.sent_bytes) <= {"gradients of dense parameters"}  # no sizes

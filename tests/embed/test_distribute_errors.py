@@ -225,7 +225,7 @@ REFUSED: Mapping[str, tuple[Callable[[dist.ProcessGroup], object], type[HotbedEr
     "uneven nodes": (
         lambda group: hb.distribute(one_table(), "table", hb.ParallelOptions(ranks_per_node=2), group=group),
         CommError,
-        "ranks_per_node is 2, must divide the 3 ranks",
+        "got 2, expected a divisor of 3 ranks",
     ),
     "a part of the ranks": (
         part_of_the_ranks,
@@ -330,8 +330,7 @@ def test_a_rank_that_does_not_answer_in_time_is_named(ranks: Ranks):
     found = ranks.run(SIZE, late)
     assert found[1] == "fine"
     for rank in (0, 2):
-        assert found[rank].startswith(f"rank {rank} of 3, step 7: the exchange of numbers of ids failed; ")
-        assert "has ended or not answered in time, its own output says why" in found[rank]
+        assert found[rank].startswith(f"rank {rank} of 3, step 7: the exchange of numbers of ids failed: rank 1 ")
 
 
 def changed_in_place(group: dist.ProcessGroup, what: str) -> str:

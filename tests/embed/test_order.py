@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import hotbed as hb
 from hotbed.comm import Handle, Link
+from hotbed.comm.hierarchical import NodeLink
 from hotbed.embed import dense_parallel as dense
-from hotbed.hops import NodeLink
 from tests.matrix import full
 from tests.ranks import TIMEOUT_S, Ranks
 

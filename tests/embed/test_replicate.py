@@ -11,11 +11,11 @@ from torch import Tensor
 
 import hotbed as hb
 from hotbed.comm import Link
+from hotbed.comm.hierarchical import NodeLink
 from hotbed.embed import replicas as embed_replicas
 from hotbed.embed.arena import Arena, Shard
 from hotbed.embed.replicas import Replicas, check_replicas
 from hotbed.errors import CommError, PlanError, SpecError
-from hotbed.hops import NodeLink
 from hotbed.optim import Moment
 from hotbed.plan import make_plan
 from hotbed.specs import Table

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from hotbed import optim
 from hotbed.comm import Link
+from hotbed.comm.hierarchical import NodeLink
 from hotbed.config.parallel_memory import ParallelOptions
 from hotbed.embed import EmbeddingCollection
 from hotbed.embed.wire import Wire
-from hotbed.hops import NodeLink
 from hotbed.jagged import Jagged
 from hotbed.plan import Plan
 from hotbed.specs import Feature, Table

@@ -88,9 +88,9 @@ def test_sums_of_dense_gradients_have_messages_to_all_ranks() -> None:
     assert messages == pytest.approx(3 * (2 * 63 * message + launch))
     assert nbytes == pytest.approx(2 * 63 / 64 * 4 * parameters / NETWORK)
     # In two hops: fewer messages, and nearly all bytes inside the node, too.
-    in_hops, messages = reduce(parameters, 64, hop=8)
+    make_hierarchical, messages = reduce(parameters, 64, hop=8)
     assert messages == pytest.approx(3 * (2 * (7 + 7) * message + (2 * 4 + 1) * launch))  # and copies between hops
-    assert nbytes < in_hops < 2 * nbytes
+    assert nbytes < make_hierarchical < 2 * nbytes
     # Of many, buckets are larger: 511 messages are four times 128.
     assert reduce(parameters, 512)[1] == pytest.approx(2 * 511 * message + launch)
     assert reduce(0, 64) == (0, 0)

@@ -106,9 +106,7 @@ def test_what_cannot_be_locked_is_an_error(runtime: Runtime, monkeypatch: pytest
     with pytest.raises(StoreError, match=r"2,097,152 of .* \(out of memory \(2\)\)"):
         memory.host_zeros((4,), torch.float32, CUDA)
     monkeypatch.setattr(memory, "host_bytes", lambda: 100)
-    with pytest.raises(
-        StoreError, match=r"got 160 bytes, expected at most 100 bytes"
-    ):
+    with pytest.raises(StoreError, match=r"got 160 bytes, expected at most 100 bytes"):
         memory.host_zeros((40,), torch.float32, CUDA)
     monkeypatch.setattr("sys.platform", "win32")
     with pytest.raises(StoreError, match=r"got 'uva' on win32, expected Linux"):

@@ -135,7 +135,7 @@ def test_an_error_of_one_rank_reaches_the_others_within_the_timeout(ranks: Ranks
             assert message.startswith("BatchError: feature user: id 1,000,000 at sample 0 is ≥ rows 50; raise `rows`")
         else:
             assert message.startswith(f"CommError: rank {rank} of 3, step 4: the exchange of ")
-            assert re.search(r"failed; rank \d has ended or not answered in time", message)
+            assert re.search(r"failed: rank \d has ended, or did not answer in time", message)
         assert threads == []
         assert losses == pytest.approx(expected.losses, abs=1e-4)
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hotbed.comm import Link, OneRank
+from hotbed.comm.hierarchical import messages_per_exchange
 from hotbed.config.parallel_memory import DensePart
 from hotbed.errors import SpecError
-from hotbed.hops import messages_per_exchange
 
 BUCKET_MIB = 25
 """Size of the buckets that gradients are averaged in; while one is, backward goes on."""
@@ -141,7 +141,7 @@ def refuse_sharded(model: nn.Module, kind: DensePart) -> None:
 def mean_over_ranks_(buffer: Tensor, link: Link) -> None:
     """Average a flat tensor over ranks, in place: values are added in rank order, and then divided.
 
-    Over a `hotbed.hops.NodeLink` values take two hops, and are the same.
+    Over a `hotbed.comm.hierarchical.NodeLink` values take two hops, and are the same.
     """
     share = -(-len(buffer) // link.size)
     sizes = [max(min(share, len(buffer) - r * share), 0) for r in range(link.size)]

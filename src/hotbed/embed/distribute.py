@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from hotbed.comm import Link, OneRank
+from hotbed.comm.hierarchical import make_hierarchical
 from hotbed.config.parallel_memory import MemoryOptions, ParallelOptions
 from hotbed.embed.agreed_plan import agreed, is_searched, plan_of_first
 from hotbed.embed.dense_parallel import data_parallel, materialize, refuse_sharded, wrapper_of
@@ -29,7 +30,6 @@ from hotbed.embed.plan_names import collections_of, local_plan, names_in_plans, 
 from hotbed.embed.replicas import Replicas, check_replicas
 from hotbed.embed.wire import Wire
 from hotbed.errors import PlanError, SpecError
-from hotbed.hops import in_hops
 from hotbed.plan import Cut, Plan
 from hotbed.specs import Table
 from hotbed.store import Storage
@@ -130,7 +130,7 @@ def distribute(
     place = _place(model, device)
     replicas = Replicas(base, parallel) if parallel.replicas > 1 else None
     link = base.clone() if replicas is None else replicas.shards.clone()
-    wire = Wire(in_hops(link, parallel.ranks_per_node), parallel, replicas)
+    wire = Wire(make_hierarchical(link, parallel.ranks_per_node), parallel, replicas)
     storage = Storage(
         policy=memory.cache_policy, cache_tier=memory.cache_tier, host=memory.host, directory=memory.directory
     )
@@ -193,7 +193,7 @@ class Distributed(nn.Module):
         kind = wire.options.dense
         hops = wire.options.ranks_per_node if kind == "ddp" else None
         # for gradients of dense parameters; in two hops if rows are exchanged so
-        self.dense_link = wire.link.clone() if hops and wire.replicas is None else in_hops(base.clone(), hops)
+        self.dense_link = wire.link.clone() if hops and wire.replicas is None else make_hierarchical(base.clone(), hops)
         self._register_load_state_dict_pre_hook(self._take_state)
         self._is_called = False
         # In a list, so that it is no submodule.

@@ -79,7 +79,7 @@ class Replicas:
         """Make the link of this rank's line of the mesh, over a process group of its own."""
         lines: list[list[int]] = (self.mesh.mesh if dim == "shard" else self.mesh.mesh.T).tolist()
         own = next(line for line in lines if base.rank in line)
-        return Link(self.mesh.get_group(dim), base.timeout, of=base, names=own, beside=lines).clone()
+        return Link(self.mesh.get_group(dim), base.timeout, parent=base, names=own, all_groups=lines).clone()
 
     @property
     def sync_bytes(self) -> int:

@@ -1,8 +1,9 @@
 """Estimate the cost of an exchange between ranks: seconds per byte, and the number of messages.
 
 In *one hop* a rank sends a message to every other rank, and the links inside and between nodes work at the same time.
-In *two hops* (``parallel.ranks_per_node``, `hotbed.hops`) it sends to the ``P`` ranks of its node first, then to one
-rank on each of the ``K`` nodes. This takes fewer messages, but most bytes cross both links in turn, and are copied.
+In *two hops* (``parallel.ranks_per_node``, `hotbed.comm.hierarchical`) it sends to the ``P`` ranks of its node first,
+then to one rank on each of the ``K`` nodes. This takes fewer messages, but most bytes cross both links in turn, and are
+copied.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hotbed.plan.hardware import Hardware
 LinkName = Literal["node link", "network"]
 
 HOP_COPIES = 3
-"""Copies in device memory of a two-hop exchange: packed by local rank, packed by node, unpacked (`hotbed.hops`)."""
+"""Copies in device memory of a two-hop exchange: packed by local rank, packed by node, unpacked (`NodeLink`)."""
 COPIED_AT_ONCE = 128
 """Tensors that one torch kernel concatenates. Kernels that copy several tensors into several take half of this."""
 SIZES = 1

@@ -1,16 +1,16 @@
-"""Exchange tensors between ranks: every exchange returns a handle to wait for, and names itself where it fails.
+"""Exchange tensors between ranks. Every exchange returns a handle to wait for, and its errors name the exchange.
 
-All ranks must start the same exchanges in the same order, from one thread; exchanges that overlap with others use a
-process group of their own (`Link.clone`). Nothing here starts or stops ``torch.distributed``.
+All ranks must start the same exchanges in the same order, from one thread. Exchanges that overlap with others need
+their own process group (`Link.clone`). This package neither initializes nor destroys ``torch.distributed``.
 
-`Link.all_to_all` over two ranks: rank 0 sends rows ``a b c`` with ``send_counts [1, 2]``, rank 1 sends ``d`` with
-``[1, 0]``; rank 0 receives ``a d`` (``recv_counts [1, 1]``), rank 1 ``b c`` (``[2, 0]``).
+For example, with `Link.all_to_all` over two ranks, rank 0 sends rows ``a b c`` with ``send_counts [1, 2]``, and rank 1
+sends ``d`` with ``[1, 0]``. Rank 0 receives ``a d`` (``recv_counts [1, 1]``), and rank 1 receives ``b c`` (``[2, 0]``).
 
-Exchanges over NCCL never overlap with each other: two communicators whose operations are not submitted in one order on
-all ranks can wait for each other for ever, already while they are made. So one thread starts them (`Link.overlaps`),
-clones share one communicator, and an exchange over another one (of a node, of replicas) waits on the device for the one
-before: they run in the order in which they were started, which is that of all ranks. What FSDP, or a user, sends over
-communicators of their own is not in that order.
+Exchanges over NCCL never overlap. If two communicators receive their operations in different orders on different ranks,
+they can deadlock, even during their creation. Therefore one thread starts all exchanges (`Link.overlaps`), and clones
+share one communicator. An exchange over a second communicator (of a node, or of replicas) waits on the device for the
+previous exchange. So exchanges run in the order in which they were started, which is equal on all ranks. Communicators
+of FSDP or of the user are not part of this order.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hotbed.comm.point_to_point import TAGS, HandshakeError, Pairs, Work
 from hotbed.errors import CommError
-from hotbed.pairwise import TAGS, MeetingError, Pairs, Work
 
 T = TypeVar("T")
 Tensors = Sequence[Tensor]
 Sizes = Callable[[int, int], int] | None
-"""Bytes by sender and receiver, where every rank knows them of all."""
+"""Returns the bytes that a sender has for a receiver. All ranks must know these sizes. None if they do not."""
 
 _WAITS: set[int] = set()
-"""Threads that wait for another rank."""
+"""IDs of threads that are waiting for another rank."""
 
 
 def waits() -> bool:
-    """Tell whether any thread of this process waits for another rank."""
+    """Return whether any thread of this process is waiting for another rank."""
     return bool(_WAITS)
 
 
 class Handle(Generic[T]):
-    """The result of an exchange that is under way."""
+    """The result of a running exchange."""
 
     def __init__(
         self,
-        result: Callable[[], T],  # returns the result once everything has arrived
-        work: Sequence[tuple[int | None, Work]] = (),  # each with the rank at its other end
-        # makes the error to raise from that of an exchange with a rank
+        result: Callable[[], T],  # returns the result after all work
+        work: Sequence[tuple[int | None, Work]] = (),  # pairs of peer rank and work
+        # converts the error of the work with a peer rank
         explained: Callable[[Exception, int | None], Exception] = lambda error, _: error,
     ) -> None:
-        self._result, self._work, self._explained = result, list(work), explained
+        self._result, self._work, self._explain = result, list(work), explained
         self._error: Exception | None = None
 
     def wait(self) -> T:
-        """Wait for the result; after a failure every call raises the same error."""
+        """Wait for the result and return it. After a failure, every call raises the same error."""
         _WAITS.add(thread := threading.get_ident())
         while self._work and self._error is None:
             peer, work = self._work[-1]
             try:
                 work.wait()
             except RuntimeError as error:
-                self._error = self._explained(error, peer)
+                self._error = self._explain(error, peer)
             else:
                 self._work.pop()
         _WAITS.discard(thread)
@@ -74,23 +74,23 @@ class Handle(Generic[T]):
 
 
 class Link:
-    """The ranks that share a plan, as one process group connects them."""
+    """The ranks that share a plan, connected by one process group."""
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,  # default: all ranks
-        timeout: timedelta | None = None,  # of exchanges of a `clone`; default: that of torch.distributed
+        timeout: timedelta | None = None,  # timeout of a clone's exchanges; default: the one of torch.distributed
         *,
         # process group of the same ranks for tensors on GPUs; default: ``group``
         gpu_group: dist.ProcessGroup | None = None,
-        of: Link | None = None,  # link that this one is a clone or a part of; they share the number of the step
-        names: Sequence[int] | None = None,  # numbers of these ranks in that link, for messages; default: all
-        # ranks of torch.distributed of all groups that are made together, because every process must make all of them
-        beside: Sequence[Sequence[int]] | None = None,
+        parent: Link | None = None,  # link that this one is a clone or a part of; both share the step number
+        names: Sequence[int] | None = None,  # these ranks' numbers in the parent, for messages; default: all
+        # global ranks of all groups that are created together, because every process must create all of them
+        all_groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise CommError(
-                "torch.distributed is not initialised; start with `torchrun` and call "
+                "torch.distributed is not initialized. Start the program with `torchrun`, and call "
                 "torch.distributed.init_process_group() first"
             )
         self.group = group
@@ -99,45 +99,46 @@ class Link:
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self._names = range(self.size) if names is None else names
-        self._of_ranks: int = self.size if of is None else of._of_ranks
-        self._beside = [dist.get_process_group_ranks(self.group)] if beside is None else [list(r) for r in beside]
-        self._step: list[int] = [0] if of is None else of._step
-        self._last_on_gpu: list[tuple[object, dist.Work]] = [] if of is None else of._last_on_gpu
+        self._total_ranks: int = self.size if parent is None else parent._total_ranks
+        own = dist.get_process_group_ranks(self.group)
+        self._all_groups = [own] if all_groups is None else [list(r) for r in all_groups]
+        self._step: list[int] = [0] if parent is None else parent._step
+        self._last_on_gpu: list[tuple[object, dist.Work]] = [] if parent is None else parent._last_on_gpu
         self.failure: Exception | None = None
-        """The error of an exchange that a hook of torch started, which would not pass it on."""
+        """Error of an exchange that a hook of torch started. torch would not propagate the error."""
         self.sent_bytes: Counter[str] = Counter()
-        """Bytes that this rank sent to others in pairwise exchanges, by the exchange's name."""
+        """Bytes that this rank sent to other ranks in exchanges of pairs, by the name of the exchange."""
         self._pairs = Pairs(self.group, self.rank, self.size)
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Return the link itself: copies of a model share process groups."""
+        """Return the link itself, because copies of a model share process groups."""
         return self
 
     @property
     def device(self) -> torch.device:
-        """Where tensors of any device may be put to be exchanged: on the host, or on this GPU if there is only NCCL."""
+        """Device for exchanges of tensors from any device: the CPU, or this GPU if NCCL is the only backend."""
         if "cpu:" not in dist.get_backend_config(self.group):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     @property
     def sharing(self) -> list[int]:
-        """Ranks of this machine with which CPU tensors are exchanged through memory; see `hotbed.pairwise`."""
+        """Ranks on this machine that exchange CPU tensors with this rank through shared memory."""
         return self._pairs.sharing
 
     @property
     def overlaps(self) -> bool:
-        """Whether exchanges of several threads may overlap.
+        """Whether exchanges of several threads may overlap. False for NCCL.
 
-        Not those of NCCL: each waits for all that was put into its stream before, so threads that share a stream, in
-        another order on another rank, would wait for each other for ever. Callers with a thread for exchanges start
-        them in the thread of the step then, or wait for their thread before the step goes on.
+        An NCCL exchange waits for all earlier work in its stream. Threads that share a stream would deadlock if their
+        order differed between ranks. Callers with a thread for exchanges must then start the exchanges in the thread of
+        the step, or wait for their thread before the step continues.
         """
         return "nccl" not in dist.get_backend_config(self.group)
 
     @property
     def step(self) -> int:
-        """Number of the training step, for the error messages of this link and of all its clones; 0: not known."""
+        """Number of the training step, for error messages of this link and its clones. 0 if unknown."""
         return self._step[0]
 
     @step.setter
@@ -146,29 +147,29 @@ class Link:
 
     @property
     def here(self) -> str:
-        """Rank, and step if it is known, as error messages begin."""
-        return f"rank {self._names[self.rank]} of {self._of_ranks}" + (f", step {self.step:,}" if self.step else "")
+        """The rank, and the step if it is known. Error messages begin with this text."""
+        return f"rank {self._names[self.rank]} of {self._total_ranks}" + (f", step {self.step:,}" if self.step else "")
 
     def clone(self) -> Link:
-        """Connect the same ranks by another process group, for exchanges that overlap; NCCL's stay in one.
+        """Connect the same ranks with a new process group, for overlapping exchanges. NCCL keeps its only group.
 
-        All processes of torch.distributed must call this, as for ``torch.distributed.new_group``. (With its
-        ``use_local_synchronization`` processes that are in different numbers of groups wait for each other for ever.)
+        All processes of torch.distributed must call this method, as for ``torch.distributed.new_group``. The option
+        ``use_local_synchronization`` is not used, because processes in different numbers of groups would deadlock.
         """
-        groups = [self._new_group(ranks) for ranks in self._beside]
-        group = groups[self._beside.index(dist.get_process_group_ranks(self.group))]
-        assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
+        groups = [self._new_group(ranks) for ranks in self._all_groups]
+        group = groups[self._all_groups.index(dist.get_process_group_ranks(self.group))]
+        assert isinstance(group, dist.ProcessGroup)  # because this rank belongs to it
         shared = None if self.overlaps else self.gpu_group
-        return Link(group, self.timeout, gpu_group=shared, of=self, names=self._names, beside=self._beside)
+        return Link(group, self.timeout, gpu_group=shared, parent=self, names=self._names, all_groups=self._all_groups)
 
     def _new_group(self, ranks: Sequence[int]) -> object:
-        """Make a process group of these ranks of torch.distributed; other ranks get what is no group."""
+        """Create a process group of global ranks. Return a placeholder on ranks outside of the group."""
         try:
             return dist.new_group(list(ranks), timeout=self.timeout)
         except RuntimeError as error:
             raise CommError(
-                f"{self.here}: no process group could be started; another rank has ended or not come as far in time, "
-                f"its own output says why ({reason(error)})"
+                f"{self.here}: cannot create a process group: another rank has ended, or did not join in time "
+                f"({reason(error)}). See the output of that rank"
             ) from error
 
     def all_to_all(
@@ -179,11 +180,11 @@ class Link:
         recv_counts: Sequence[int],  # rows from each rank
         out: Tensor | None = None,  # contiguous ``[Σ recv_counts, …]`` to receive into; default: a new one
     ) -> Handle[Tensor]:
-        """Send consecutive rows to the ranks, in rank order, and receive theirs."""
+        """Send consecutive rows to all ranks, in rank order, and receive rows from all ranks."""
         if len(send_counts) != self.size or len(recv_counts) != self.size or sum(send_counts) != len(send):
             raise CommError(
-                f"exchange of {what}: {len(send)} rows, counts {list(send_counts)} to and {list(recv_counts)} from "
-                f"{self.size} ranks do not fit together"
+                f"exchange of {what}: got {len(send)} rows, send_counts {list(send_counts)} and recv_counts "
+                f"{list(recv_counts)}, expected counts for {self.size} ranks, and send_counts that add up to the rows"
             )
         received = send.new_empty(sum(recv_counts), *send.shape[1:]) if out is None else out
         outgoing, incoming = send.contiguous().split(list(send_counts)), received.split(list(recv_counts))
@@ -191,9 +192,9 @@ class Link:
         return Handle(lambda: (handle.wait(), received)[1])
 
     def exchange(self, what: str, outgoing: Tensors, incoming: Tensors, nbytes: Sizes = None) -> Handle[None]:
-        """Send each rank a tensor and receive one from it, into contiguous memory of the size that it sends.
+        """Send one tensor to each rank and receive one from it, into contiguous memory of the sent size.
 
-        ``nbytes`` has the bytes from each rank to each; without it a `hotbed.hops.NodeLink` exchanges sizes first.
+        Without ``nbytes``, a `hotbed.comm.hierarchical.NodeLink` exchanges the sizes first.
         """
         others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self.sent_bytes[what] += sum(outgoing[r].nbytes for r in others)
@@ -209,7 +210,7 @@ class Link:
         return self._start(what, lambda: [(None, self._after_the_last(start))], lambda: None)
 
     def all_gather(self, what: str, values: Tensor) -> Handle[Tensor]:
-        """Gather every rank's tensor, all of one shape: ``[…] → [W, …]``."""
+        """Gather tensors of equal shape from all ranks: ``[…] → [W, …]``."""
         received = values.new_empty(self.size, *values.shape)
         values = values.contiguous()
         nbytes = values.nbytes
@@ -217,10 +218,10 @@ class Link:
         return Handle(lambda: (handle.wait(), received)[1])
 
     def broadcast(self, what: str, values: Tensor, source: int) -> Handle[Tensor]:
-        """Write one rank's tensor into those of the others, which have its shape."""
+        """Copy the tensor of rank ``source`` into ``values`` on all other ranks. All shapes must be equal."""
         on_host = values.device.type == "cpu"
         group = self.group if on_host else self.gpu_group
-        # The source cannot tell which of several others has failed.
+        # The source does not know which of several receivers has failed.
         peer = source if self.rank != source or self.size == 1 else None
 
         def start() -> dist.Work | None:
@@ -233,15 +234,15 @@ class Link:
         )
 
     def unreachable(self, wait_s: float = 5) -> list[int]:
-        """List ranks that have ended, or do not call this within some seconds of each other.
+        """Return the ranks that have ended, or that do not call this method within ``wait_s`` seconds.
 
-        To be called after an error that does not name the rank which failed; the link cannot be used afterwards.
+        Call this after an error that does not name the failed rank. Do not use the link afterwards.
         """
         own, tag = torch.zeros(1, dtype=torch.uint8), TAGS
         others = [r for r in range(self.size) if r != self.rank]
         gone: list[int] = []
         calls: list[tuple[int, dist.Work]] = []
-        sent: list[object] = []  # kept until the end: Gloo never sends what has no reference left
+        sent: list[object] = []  # references, because Gloo drops a send without one
         for r in others:
             try:
                 received = dist.irecv(torch.empty(1, dtype=torch.uint8), group=self.group, group_src=r, tag=tag)
@@ -259,10 +260,9 @@ class Link:
         return sorted(gone)
 
     def _after_the_last(self, start: Callable[[], dist.Work | None]) -> dist.Work:
-        """Start an exchange between GPUs; over NCCL, after the last one that was over another communicator.
+        """Start an exchange between GPUs. With NCCL, wait for the last exchange over a different communicator first.
 
-        What is over the same communicator is in its order anyway. Waiting for NCCL's work holds up the stream, not this
-        thread.
+        Exchanges over the same communicator run in order. Waiting for NCCL's work blocks the stream, not this thread.
         """
         if self.overlaps:
             return cast(dist.Work, start())
@@ -276,56 +276,56 @@ class Link:
     def _start(
         self, what: str, start: Callable[[], Sequence[tuple[int | None, Work]]], result: Callable[[], T]
     ) -> Handle[T]:
-        _WAITS.add(thread := threading.get_ident())  # the first exchange of two ranks waits until both are there
+        _WAITS.add(thread := threading.get_ident())  # the first exchange of two ranks blocks until both call it
         try:
             work = start()
         except RuntimeError as error:
-            peer = error.rank if isinstance(error, MeetingError) else None
-            raise self._explained(what, error, peer) from error
+            peer = error.rank if isinstance(error, HandshakeError) else None
+            raise self._explain(what, error, peer) from error
         finally:
             _WAITS.discard(thread)
-        return Handle(result, work, lambda error, peer: self._explained(what, error, peer))
+        return Handle(result, work, lambda error, peer: self._explain(what, error, peer))
 
-    def _explained(self, what: str, error: Exception, peer: int | None = None) -> CommError:
-        peer = 1 - self.rank if peer is None and self.size == 2 else peer  # there is only one other
+    def _explain(self, what: str, error: Exception, peer: int | None = None) -> CommError:
+        peer = 1 - self.rank if peer is None and self.size == 2 else peer  # there is only one other rank
         who = "another rank" if peer is None else f"rank {self._names[peer]}"
         explained = CommError(
-            f"{self.here}: the exchange of {what} failed; {who} has ended or not answered in time, its own output "
-            f"says why ({reason(error)})"
+            f"{self.here}: the exchange of {what} failed: {who} has ended, or did not answer in time "
+            f"({reason(error)}). See the output of that rank"
         )
         explained.__cause__ = error
         return explained
 
 
 class OneRank(Link):
-    """The link of a single process, without torch.distributed: what it sends itself is copied."""
+    """The link of a single process, without torch.distributed. Exchanges are copies."""
 
     def __init__(self) -> None:  # pyright: ignore[reportMissingSuperCall]
         self.group = self.gpu_group = None
         self.timeout = None
         self.rank, self.size = 0, 1
         self._names = range(1)
-        self._of_ranks = 1
+        self._total_ranks = 1
         self._step = [0]
         self.failure = None
         self.sent_bytes = Counter()
 
     @property
     def device(self) -> torch.device:
-        """The CPU; any device serves."""
+        """The CPU, although any device would do."""
         return torch.device("cpu")
 
     @property
     def overlaps(self) -> bool:
-        """True: nothing waits."""
+        """True, because exchanges end at once."""
         return True
 
     def clone(self) -> Link:
-        """Return the link itself: its exchanges end at once."""
+        """Return the link itself, because its exchanges end at once."""
         return self
 
     def exchange(self, what: str, outgoing: Tensors, incoming: Tensors, nbytes: Sizes = None) -> Handle[None]:
-        """Copy what this process sends itself."""
+        """Copy the tensor that this process sends to itself."""
         incoming[0].copy_(outgoing[0])
         return Handle(lambda: None)
 
@@ -334,11 +334,11 @@ class OneRank(Link):
         return Handle(lambda: values)
 
     def unreachable(self, wait_s: float = 5) -> list[int]:
-        """Return no rank."""
+        """Return an empty list."""
         return []
 
 
 def reason(error: Exception) -> str:
-    """Shorten the message of a collective: without the place in its source and the advice of torch."""
+    """Return the message of a collective's error without its source position and torch's advice."""
     text = str(error).split(". This is typically")[0]
     return text.split("] ", 1)[1] if text.startswith("[/") and "] " in text else text

@@ -1,0 +1,114 @@
+"""Exchange tensors in two hops: inside nodes, then between nodes. This suits many nodes with several ranks each.
+
+A tensor goes first to the rank on the sender's node with the local rank of the receiver, and from there to the
+receiver. So each rank exchanges with the ranks of its node, and with one rank of every other node. The bytes between
+nodes stay equal, but they travel in fewer, larger messages.
+
+For example, the nodes are ranks 0, 1 and ranks 2, 3. A tensor from rank 0 to rank 3 (local rank 1) goes to rank 1
+(local rank 1 of the sender's node), together with the tensor for rank 1. Then rank 1 sends it to rank 3, together with
+its own tensor for rank 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from hotbed.comm.collectives import Handle, Link, Sizes, Tensors
+from hotbed.errors import CommError
+from hotbed.torch_private import copy_all_
+
+
+class NodeLink(Link):
+    """A link with two-hop exchanges. The process group of ``whole`` is used for broadcasts only.
+
+    Each ``ranks_per_node`` consecutive ranks form a node. ``original`` is the link that this link is a clone of.
+    """
+
+    def __init__(self, whole: Link, ranks_per_node: int, original: NodeLink | None = None) -> None:
+        super().__init__(
+            whole.group,
+            whole.timeout,
+            gpu_group=whole.gpu_group,
+            parent=whole,
+            names=whole._names,
+            all_groups=whole._all_groups,
+        )
+        if ranks_per_node < 1 or self.size % ranks_per_node:
+            raise CommError(
+                f"ranks_per_node: got {ranks_per_node}, expected a divisor of {self.size} ranks. Start an equal number "
+                "of processes on every node"
+            )
+        self.ranks_per_node = ranks_per_node
+        everyone = range(self.size)
+        inside = between = None
+        if original is not None and not original.overlaps:
+            inside, between = original._inside.gpu_group, original._between.gpu_group
+        self._inside = self._connect([everyone[n : n + ranks_per_node] for n in everyone[::ranks_per_node]], inside)
+        self._between = self._connect([everyone[i::ranks_per_node] for i in range(ranks_per_node)], between)
+
+    def _connect(self, parts: Sequence[Sequence[int]], gpu_group: dist.ProcessGroup | None) -> Link:
+        """Return the link of this rank's part. All processes create the groups of all parts in the same order."""
+        groups = {
+            tuple(ranks): [self._new_group([ranks[r] for r in part]) for part in parts] for ranks in self._all_groups
+        }
+        (mine,) = (i for i, part in enumerate(parts) if self.rank in part)
+        group = groups[tuple(dist.get_process_group_ranks(self.group))][mine]
+        assert isinstance(group, dist.ProcessGroup)
+        link = Link(group, self.timeout, gpu_group=gpu_group, parent=self, names=[self._names[r] for r in parts[mine]])
+        link.sent_bytes = self.sent_bytes
+        return link
+
+    @override
+    def clone(self) -> NodeLink:
+        return NodeLink(super().clone(), self.ranks_per_node, self)
+
+    @override
+    def exchange(self, what: str, outgoing: Tensors, incoming: Tensors, nbytes: Sizes = None) -> Handle[None]:
+        nodes, local_ranks = range(self._between.size), range(self._inside.size)
+        device = outgoing[0].device
+        if nbytes is None:
+            sizes = torch.tensor([t.nbytes for t in outgoing], device=device).view(len(nodes), len(local_ranks)).T
+            ones = [1] * len(local_ranks)
+            forwarded = self._inside.all_to_all(f"sizes of {what}", sizes.contiguous(), ones, ones).wait().tolist()
+        else:
+            mine, first_of_node = self._inside.rank, self.rank - self._inside.rank
+            forwarded = [[nbytes(first_of_node + p, n * len(local_ranks) + mine) for n in nodes] for p in local_ranks]
+        first = [torch.empty(sum(of_nodes), dtype=torch.uint8, device=device) for of_nodes in forwarded]
+        to_local = [sum(outgoing[n * len(local_ranks) + p].nbytes for n in nodes) for p in local_ranks]
+        packed = _bytes([outgoing[n * len(local_ranks) + p] for p in local_ranks for n in nodes])
+        self._inside.exchange(what, packed.split(to_local), first).wait()
+        received = [buffer.split(of_nodes) for buffer, of_nodes in zip(first, forwarded, strict=True)]
+        to_node = [sum(of_local[n] for of_local in forwarded) for n in nodes]
+        packed = torch.cat([received[p][n] for n in nodes for p in local_ranks])
+        from_each = [tensor.nbytes for tensor in incoming]
+        from_node = [sum(from_each[n * len(local_ranks) : (n + 1) * len(local_ranks)]) for n in nodes]
+        second = torch.empty(sum(from_each), dtype=torch.uint8, device=device)
+        arrived = self._between.exchange(what, packed.split(to_node), second.split(from_node))
+
+        def unpack() -> None:
+            arrived.wait()
+            values = zip(second.split(from_each), incoming, strict=True)
+            found = [v.view(t.dtype).view(t.shape) for v, t in values]
+            copy_all_(incoming, found)
+
+        return Handle(unpack)
+
+
+def make_hierarchical(link: Link, ranks_per_node: int | None) -> Link:
+    """Return a link with two-hop exchanges if there are several nodes with several ranks each."""
+    return link if ranks_per_node in (None, 1, link.size) else NodeLink(link, ranks_per_node)
+
+
+def messages_per_exchange(link: Link) -> int:
+    """Return the number of messages that a rank sends in an exchange with known sizes."""
+    return link._inside.size + link._between.size - 2 if isinstance(link, NodeLink) else link.size - 1
+
+
+def _bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate the bytes of tensors of one dtype."""
+    return torch.cat([t.reshape(-1) for t in tensors]).view(torch.uint8)
