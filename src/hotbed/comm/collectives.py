@@ -9,8 +9,8 @@ sends ``d`` with ``[1, 0]``. Rank 0 receives ``a d`` (``recv_counts [1, 1]``), a
 Exchanges over NCCL never overlap. If two communicators receive their operations in different orders on different ranks,
 they can deadlock, even during their creation. Therefore one thread starts all exchanges (`Link.overlaps`), and clones
 share one communicator. An exchange over a second communicator (of a node, or of replicas) waits on the device for the
-previous exchange. So exchanges run in the order in which they were started, which is equal on all ranks. Communicators
-of FSDP or of the user are not part of this order.
+previous exchange. So exchanges run in the order in which they were started, which is equal on all ranks. This
+order does not include the communicators of FSDP or of the user.
 """
 
 from __future__ import annotations

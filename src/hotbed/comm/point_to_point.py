@@ -16,7 +16,7 @@ from hotbed.comm.shared_memory import ADDRESS_BYTES, OwnMemory, PeerMemory
 TAGS = 1 << 16
 """Number of tags for Gloo's exchanges. More concurrent exchanges would need equal tags. Larger tags are free."""
 _HANDSHAKE = TAGS + 1
-"""Tag of the messages by which two ranks agree on whether they share memory."""
+"""Tag of the handshake, in which two ranks agree on whether they share memory."""
 
 
 class Work(Protocol):
@@ -39,7 +39,7 @@ class Pairs:
 
     @property
     def sharing(self) -> list[int]:
-        """Ranks with which tensors are exchanged through shared memory."""
+        """Ranks that exchange tensors with this rank through shared memory."""
         return sorted(rank for rank, memory in self._peers.items() if memory is not None)
 
     def start(

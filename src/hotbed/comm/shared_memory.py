@@ -4,7 +4,7 @@ Each process creates an unnamed file in memory (`OwnMemory`, ``memfd_create``). 
 processes that map it have ended, and the limit of ``/dev/shm`` does not apply. Other processes map the whole file once
 through ``/proc/PID/fd`` (`PeerMemory`), so a sent tensor remains readable after its sender has ended. The file holds::
 
-    key       random bytes, by which a reader checks that it opened the right file
+    key       random bytes; a reader checks them to know that it opened the right file
     messages  to rank 0, then to rank 1 …: pairs (offset of the bytes, m) for message m, or (…, −m) after its receipt
     blocks    bytes of messages
 
@@ -48,7 +48,7 @@ _MOST_BYTES = 16 << 30
 _PAGES_OF_MESSAGES = 16 * MESSAGES // PAGE_BYTES
 _NAME = "hotbed"
 _SPIN_S = 1e-3
-"""Time for which a receiver polls without a pause. Later pauses are 5 % of its waiting time, but at most this long."""
+"""A receiver polls this long without a pause. Later pauses are 5 % of its waiting time, but at most this long."""
 _CHECK_S = 0.1
 """Interval at which a waiting process checks whether its peer is alive."""
 
@@ -84,7 +84,7 @@ class OwnMemory:
 
     @property
     def address(self) -> Tensor:
-        """Address ``[ADDRESS_BYTES]`` uint8 with which another process can open the memory."""
+        """Address ``[ADDRESS_BYTES]`` uint8, which another process needs to open the memory."""
         text = f"{_network()} {os.getpid()} {self._file} ".encode()
         return torch.frombuffer(bytearray(self._key + text.ljust(ADDRESS_BYTES - _KEY_BYTES)), dtype=torch.uint8)
 
