@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hotbed import heap
+from hotbed import machine
 
 
 def run(code: str, **env: str) -> list[str]:
@@ -21,7 +21,7 @@ def run(code: str, **env: str) -> list[str]:
 
 HEAPS = """
 import ctypes, os, sys, threading
-from hotbed.heap import share_heap
+from hotbed.machine import share_heap
 
 print(share_heap(os.environ), flush=True)
 all_allocate = threading.Barrier(6)
@@ -41,21 +41,21 @@ libc.fflush(stdout)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arenas are glibc's")
 def test_threads_of_a_command_share_few_arenas_unless_the_user_has_set_how_many() -> None:
     own, *heaps = run(HEAPS)
-    assert own == "True" and sum(line.startswith("<heap nr=") for line in heaps) == heap.HEAPS
+    assert own == "True" and sum(line.startswith("<heap nr=") for line in heaps) == machine.HEAPS
     for name, value in (("MALLOC_ARENA_MAX", "5"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=5")):
         own, *heaps = run(HEAPS, **{name: value})
         assert own == "False" and sum(line.startswith("<heap nr=") for line in heaps) == 5
 
 
 def test_nothing_is_set_where_the_c_library_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap.platform, "libc_ver", lambda: ("", ""))
-    assert not heap.share_heap({})
-    assert not heap.keep_heap({})
+    monkeypatch.setattr(machine.platform, "libc_ver", lambda: ("", ""))
+    assert not machine.share_heap({})
+    assert not machine.keep_heap({})
 
 
 FAULTS = """
 import itertools, os, resource, torch
-from hotbed.heap import heap_is_kept, keep_heap
+from hotbed.machine import heap_is_kept, keep_heap
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

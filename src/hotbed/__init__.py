@@ -12,7 +12,7 @@ from hotbed.lazy import lazy
 
 if TYPE_CHECKING:
     from hotbed import nn, optim
-    from hotbed.batch import Batch, Embeddings
+    from hotbed.batch import Batch, Embeddings, ModelParallelInput
     from hotbed.checkpoint import init_from, load_checkpoint, save_checkpoint
     from hotbed.compat import swap_embeddings
     from hotbed.config import MemoryOptions, ParallelOptions, Recipe
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from hotbed.embed import EmbeddingCollection, clip_grad_norm_, distribute, mean_over_ranks
     from hotbed.errors import HotbedError
     from hotbed.jagged import Jagged
-    from hotbed.model_parallel_input import ModelParallelInput
     from hotbed.plan import Cut, Plan, Tile, make_plan
     from hotbed.specs import Dynamic, Feature, Table
     from hotbed.train import Callback, Trainer, evaluate
@@ -79,7 +78,7 @@ __getattr__, __dir__ = lazy(
         "Jagged": "hotbed.jagged",
         "Loader": "hotbed.data",
         "MemoryOptions": "hotbed.config",
-        "ModelParallelInput": "hotbed.model_parallel_input",
+        "ModelParallelInput": "hotbed.batch",
         "ParallelOptions": "hotbed.config",
         "ParquetSource": "hotbed.data",
         "Plan": "hotbed.plan",

@@ -14,11 +14,33 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
 from hotbed.checks import Count, NotNegative, Range, Section, Size, check_known, check_unique
 from hotbed.errors import SpecError
-from hotbed.pooling import Pooling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# A pooling divides the sum of a bag's rows by a function of the number of its ids. A new pooling has a name, a code and
+# a divisor here, and the same divisor in `ops.cpu_lookup.divisor` and `ops.triton_lookup.mean_divisors`. Gradients,
+# exchanges and exports use these functions.
+Pooling = Literal["sum", "mean", "none"]
+NO_DIVISOR, MEAN = 0, 1
+POOLING_CODE: dict[Pooling, int] = {"sum": NO_DIVISOR, "mean": MEAN, "none": NO_DIVISOR}
+"""Codes of the divisors, for kernels."""
+POOLED: tuple[Pooling, ...] = tuple(mode for mode in get_args(Pooling) if mode != "none")
+"""Poolings with one vector per sample. All other poolings have one vector per id."""
+
+
+def divisors(pooling: Tensor | int, lengths: Tensor) -> Tensor:
+    """Return the float32 divisors ``[n]`` of the sums of bags with these lengths ``[n]``. Empty bags have divisor 1.
+
+    ``pooling`` is the `POOLING_CODE` of all bags, or of each bag ``[n]``.
+    """
+    codes = lengths.new_full(lengths.shape, pooling) if isinstance(pooling, int) else pooling
+    return lengths.clamp(min=1).where(codes == MEAN, 1).float()
+
 
 RowDtype = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 OnTooLong = Literal["error", "truncate", "keep_last"]

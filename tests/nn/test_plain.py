@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import hotbed as hb
-from hotbed.bags import offsets_of
 from hotbed.batch import Batch
 from hotbed.data import Schema, SparseColumn
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError, SpecError
-from hotbed.jagged import Jagged
+from hotbed.jagged import Jagged, offsets_of
 from hotbed.nn import DIN, DLRM, WideDeep
 from hotbed.nn.dense_program import plain_model, trace_whole
 from hotbed.specs import Feature, OnBadId, Table

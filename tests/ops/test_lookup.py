@@ -15,7 +15,7 @@ from torch import Tensor
 from hotbed import large_tensors
 from hotbed.ops import BagLayout, Rows, cpu_lookup
 from hotbed.ops.cpu_instructions import stream_row, streams_end
-from hotbed.pooling import POOLED, POOLING_CODE, divisors
+from hotbed.specs import POOLED, POOLING_CODE, divisors
 
 from .cases import (
     CASES,

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from hotbed.batch import Batch
+from hotbed.batch import Batch, ModelParallelInput
 from hotbed.data import Loader
 from hotbed.jagged import Jagged
-from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.train import throughput
 from hotbed.train.runs.callbacks import JsonLines
 from hotbed.train.runs.report import ShowProgress, _stalled

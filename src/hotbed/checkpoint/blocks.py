@@ -16,7 +16,7 @@ from contextlib import suppress
 from hotbed.checkpoint.manifest import FileEntry
 from hotbed.checkpoint.storage import Directory
 from hotbed.errors import CheckpointError, DamagedError
-from hotbed.heap import apart
+from hotbed.machine import apart
 
 BLOCK_BYTES = 16 << 20
 """Bytes of a block; the last of a file may be shorter."""

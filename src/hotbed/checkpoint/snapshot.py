@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hotbed.checkpoint.tensor_files import as_bits
-from hotbed.heap import apart
+from hotbed.machine import apart
 from hotbed.ops import cpu_cache
 from hotbed.store import DenseStore, LazyStore, RowStore, SelectedArray, SelectedRows, SortedSlots
 

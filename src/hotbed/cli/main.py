@@ -16,8 +16,7 @@ from types import ModuleType
 
 from hotbed.cli.arguments import Command, Parser, check_json
 from hotbed.errors import CommError, HotbedError, StoppedError
-from hotbed.heap import keep_heap, share_heap
-from hotbed.machine import fit_threads, release
+from hotbed.machine import fit_threads, keep_heap, release, share_heap
 
 COMMANDS = {
     "demo": "Prepare a raw log, train a small model on it and test it.",

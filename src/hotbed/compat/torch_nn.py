@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from hotbed.bags import INDEX_DTYPES, Bags, describe_tensor
 from hotbed.embed import EmbeddingCollection, collections_of
 from hotbed.embed.shared_arenas import share_arenas
 from hotbed.embed.single_lookup import look_up, without
 from hotbed.errors import BatchError, SpecError, did_you_mean
+from hotbed.jagged import INDEX_DTYPES, Bags, describe_tensor
 from hotbed.ops import BackendName
-from hotbed.pooling import Pooling
-from hotbed.specs import MAX_DIM, Feature, RowDtype, Table
+from hotbed.specs import MAX_DIM, Feature, Pooling, RowDtype, Table
 from hotbed.store import DenseStore
 from hotbed.torch_private import NoSubclasses, hooks_of, is_exporting
 

@@ -11,8 +11,7 @@ from typing_extensions import override
 
 from hotbed.checks import Count, Positive, Range, Section, check_known
 from hotbed.errors import SpecError
-from hotbed.pooling import Pooling
-from hotbed.specs import OnTooLong, Padding
+from hotbed.specs import OnTooLong, Padding, Pooling
 
 Rule: TypeAlias = Literal["as_is", "standard", "log", "quantile", "asinh"]
 Missing: TypeAlias = Literal["error", "center", "indicator"]

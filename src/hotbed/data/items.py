@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotbed.bags import Bags, Entry
 from hotbed.data.source import Source
 from hotbed.errors import BatchError, DataError
-from hotbed.jagged import Jagged
+from hotbed.jagged import Bags, Entry, Jagged
 
 _FEWEST = 1 << 20
 """Samples that are collected before duplicates are merged."""

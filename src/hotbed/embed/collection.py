@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hotbed.batch import Embeddings
+from hotbed.batch import Embeddings, ModelParallelInput
 from hotbed.comm import Link
 from hotbed.embed.dense_parallel import refuse_data_parallel
 from hotbed.embed.dynamic import DynamicTables, Reinitialized
@@ -30,7 +30,6 @@ from hotbed.embed.table_group import Request, TableGroup
 from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError, OptimizerError, SpecError
 from hotbed.jagged import Jagged
-from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.ops import BackendName
 from hotbed.optim import Rule, Updater
 from hotbed.plan import Plan

@@ -22,14 +22,13 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from hotbed.bags import Bags
 from hotbed.batch import Embeddings
 from hotbed.embed import single_lookup
 from hotbed.embed.gradients import PooledLookup, Updaters
 from hotbed.embed.single_lookup import Collection
 from hotbed.embed.table_group import Request, TableGroup
 from hotbed.errors import BatchError, OptimizerError
-from hotbed.jagged import Jagged
+from hotbed.jagged import Bags, Jagged
 from hotbed.torch_hooks import find_by_number, number_tensor, traced_number
 from hotbed.torch_private import is_exporting
 

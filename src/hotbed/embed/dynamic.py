@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hotbed.bags import Bags
+from hotbed.batch import ModelParallelInput
 from hotbed.comm import Link
 from hotbed.embed.ids import kept
 from hotbed.errors import BatchError
-from hotbed.jagged import Jagged
-from hotbed.model_parallel_input import ModelParallelInput
+from hotbed.jagged import Bags, Jagged
 from hotbed.ops import cpu_cache
 from hotbed.ops.cpu_runtime import launch
 from hotbed.specs import DYNAMIC_WAYS, Feature, Table

@@ -14,13 +14,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from hotbed.bags import describe_tensor
 from hotbed.embed.arena import Arena, LocalTile, raw_shapes, untied
 from hotbed.embed.dynamic import DynamicTables
 from hotbed.embed.gradients import TableUpdater, Updaters
 from hotbed.embed.local_tables import LocalTables
 from hotbed.embed.table_group import TableGroup
 from hotbed.errors import SpecError, did_you_mean
+from hotbed.jagged import describe_tensor
 from hotbed.ops import BackendName
 from hotbed.specs import Feature, Table, check_specs
 from hotbed.store import DenseStore, RowStore, Span, Traffic

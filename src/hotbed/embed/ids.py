@@ -15,13 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotbed.bags import FROM_KEYED, Bags, is_keyed, offsets_of
 from hotbed.errors import BatchError
-from hotbed.jagged import Jagged
+from hotbed.jagged import FROM_KEYED, Bags, Jagged, is_keyed, offsets_of
 from hotbed.ops import BagLayout
 from hotbed.ops.layout import FIXED, RAGGED_ROW, START
-from hotbed.pooling import POOLING_CODE
-from hotbed.specs import ANY_ID, Feature
+from hotbed.specs import ANY_ID, POOLING_CODE, Feature
 from hotbed.store.memory import to_device
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.bags import Bags
 from hotbed.embed.arena import Arena, LocalTile, Shard
 from hotbed.embed.beside import grouped_beside
 from hotbed.embed.id_exchange import IdExchange
@@ -20,7 +19,7 @@ from hotbed.embed.local_gradients import LocalSource
 from hotbed.embed.locate import Kind
 from hotbed.embed.single_feature import SingleFeature
 from hotbed.embed.table_group import Request, TableGroup
-from hotbed.jagged import Jagged
+from hotbed.jagged import Bags, Jagged
 from hotbed.ops import BackendName, BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
 from hotbed.plan import Plan

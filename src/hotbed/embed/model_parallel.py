@@ -11,16 +11,15 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from hotbed.batch import ModelParallelInput
 from hotbed.comm import Link
 from hotbed.embed.locate import KIND, LANE, SLOT, Locator
 from hotbed.embed.pooled_exchange import PooledRoute, PooledStream, UnitRequest, within_group
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
-from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.ops import BagLayout
 from hotbed.ops.layout import OUT
-from hotbed.pooling import POOLING_CODE, divisors
-from hotbed.specs import Feature
+from hotbed.specs import POOLING_CODE, Feature, divisors
 
 
 def make_model_parallel_route(

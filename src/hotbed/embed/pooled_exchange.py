@@ -38,7 +38,7 @@ from hotbed.errors import BatchError
 from hotbed.ops import Backend, BagLayout, Occurrences
 from hotbed.ops.layout import FIXED, OUT, POOLING, RAGGED_ROW, START, spans_of
 from hotbed.ops.rows import decode, encode, rows_of
-from hotbed.pooling import divisors
+from hotbed.specs import divisors
 from hotbed.store import RowStore
 
 

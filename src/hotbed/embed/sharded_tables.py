@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed import ops
+from hotbed.batch import ModelParallelInput
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena, LocalTile, Shard
 from hotbed.embed.column_sums import ColumnSums
@@ -34,7 +35,6 @@ from hotbed.embed.table_group import Request, RowSource, TableGroup
 from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
-from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.ops import BackendName, Occurrences, RuleStep
 from hotbed.ops.reference_rules import sums_rows
 from hotbed.optim import Moment

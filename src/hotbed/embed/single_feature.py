@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hotbed.bags import INDEX_DTYPES, Bags
 from hotbed.embed.ids import id_weights
 from hotbed.embed.local_gradients import LocalSource
 from hotbed.embed.table_group import Request
+from hotbed.jagged import INDEX_DTYPES, Bags
 from hotbed.ops import BagLayout
-from hotbed.pooling import POOLING_CODE
-from hotbed.specs import Feature
+from hotbed.specs import POOLING_CODE, Feature
 
 RAGGED = -1
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hotbed.bags import INDEX_DTYPES, Bags
 from hotbed.batch import Embeddings
 from hotbed.embed.gradients import VECTOR_DTYPES, PooledLookup, Updaters
 from hotbed.embed.local_tables import LocalTables
 from hotbed.embed.single_feature import are_valid
 from hotbed.embed.table_group import Request, TableGroup
 from hotbed.errors import BatchError
-from hotbed.jagged import Jagged
+from hotbed.jagged import INDEX_DTYPES, Bags, Jagged
 from hotbed.specs import Feature, Table
 from hotbed.torch_hooks import refuse_transforms
 

@@ -27,18 +27,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from hotbed.bags import Bags, padding_mask
 from hotbed.batch import Batch, Embeddings
 from hotbed.data import Schema
 from hotbed.embed import Distributed, EmbeddingCollection
 from hotbed.embed.ids import hashed
 from hotbed.errors import BatchError, CheckpointError, SpecError
-from hotbed.jagged import Jagged
+from hotbed.jagged import Bags, Jagged, padding_mask
 from hotbed.nn.layers import DotInteraction
 from hotbed.nn.linear import Linear
 from hotbed.nn.normalization import normalization_of
-from hotbed.pooling import NO_DIVISOR, POOLING_CODE, divisors
-from hotbed.specs import Feature, Padding
+from hotbed.specs import NO_DIVISOR, POOLING_CODE, Feature, Padding, divisors
 from hotbed.torch_private import check_in_graph
 
 Vectors = Tensor | tuple[Tensor, Tensor]

@@ -15,8 +15,7 @@ from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.lazy import lazy
-from hotbed.pooling import POOLED
-from hotbed.specs import MAX_DIM, Feature, Table
+from hotbed.specs import MAX_DIM, POOLED, Feature, Table
 
 # Recipes, also those in checkpoints, may name these models by where they were.
 __getattr__ = lazy(__name__, {"DLRM": "hotbed.nn.dlrm", "WideDeep": "hotbed.nn.wide_deep"})[0]

@@ -30,7 +30,7 @@ from hotbed.ops.layout import (
     BagLayout,
     Rows,
 )
-from hotbed.pooling import MEAN
+from hotbed.specs import MEAN
 
 NO_WEIGHTS = np.empty(0, np.float32)
 MIN_SAMPLES_PER_TASK = 64

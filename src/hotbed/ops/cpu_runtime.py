@@ -38,7 +38,7 @@ PREFETCH_ROWS = 12
 
 
 _HERE = Path(__file__).parent
-_SOURCES = [*sorted(_HERE.glob("cpu*.py")), _HERE / "layout.py", _HERE / "rows.py", _HERE.parent / "pooling.py"]
+_SOURCES = [*sorted(_HERE.glob("cpu*.py")), _HERE / "layout.py", _HERE / "rows.py", _HERE.parent / "specs.py"]
 """Files whose functions and constants are compiled into kernels."""
 
 

@@ -27,7 +27,7 @@ from hotbed.ops.reference_cache import cache_find, cache_read, cache_take, cache
 from hotbed.ops.reference_interaction import interaction, interaction_backward
 from hotbed.ops.reference_rules import apply_rule, block_sum, blocks_of
 from hotbed.ops.rows import cells_of, random_bits, read_rows, table_of, write_rows
-from hotbed.pooling import divisors
+from hotbed.specs import divisors
 
 NAME = "reference"
 TAKES_STRIDED_ROWS = True

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotbed import pooling
+from hotbed import specs
 from hotbed.ops.backend import launches
 from hotbed.ops.layout import BLOCK, BagLayout, Rows
 from hotbed.ops.rows import table_of
@@ -38,7 +38,7 @@ from hotbed.ops.triton_runtime import (
     rows_per_program,
 )
 
-MEAN = tl.constexpr(pooling.MEAN)
+MEAN = tl.constexpr(specs.MEAN)
 
 
 @triton.jit

@@ -53,8 +53,7 @@ from hotbed.data.encoding.lookup_table import LookupTable
 from hotbed.data.encoding.prepared_dataset import PreparationEntry
 from hotbed.errors import CheckpointError, DamagedError, DataError, SpecError
 from hotbed.parsing import validate_model
-from hotbed.pooling import Pooling
-from hotbed.specs import MAX_DIM, Feature, OnBadId, OnTooLong, Padding, RowDtype, Table
+from hotbed.specs import MAX_DIM, Feature, OnBadId, OnTooLong, Padding, Pooling, RowDtype, Table
 from hotbed.store.device_store import TORCH_DTYPES
 from hotbed.store.format import RecordFormat
 from hotbed.torch_hooks import load_program

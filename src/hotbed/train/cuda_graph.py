@@ -30,15 +30,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from hotbed.bags import Bags
-from hotbed.batch import Batch
+from hotbed.batch import Batch, ModelParallelInput
 from hotbed.config import TrainRecipe
 from hotbed.embed import Distributed, EmbeddingCollection
 from hotbed.embed.beside import grouping_beside
 from hotbed.embed.ids import claims
 from hotbed.errors import BatchError, RecipeError
-from hotbed.jagged import Jagged
-from hotbed.model_parallel_input import ModelParallelInput
+from hotbed.jagged import Bags, Jagged
 from hotbed.nn import MLP
 from hotbed.optim import SparseOptimizer
 from hotbed.store import DenseStore

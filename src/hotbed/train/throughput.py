@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from hotbed import machine
-from hotbed.batch import Batch
+from hotbed.batch import Batch, ModelParallelInput
 from hotbed.embed import Distributed, collections_of
-from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.store import Traffic
 
 T = TypeVar("T")

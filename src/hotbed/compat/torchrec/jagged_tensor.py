@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.bags import check_integers, describe_tensor, offsets_of, padding_mask
 from hotbed.checks import check_unique
 from hotbed.errors import BatchError
+from hotbed.jagged import check_integers, describe_tensor, offsets_of, padding_mask
 from hotbed.torch_private import GetAttrKey, register_pytree_flatten_spec, register_pytree_node
 
 _TENSORS = ("_values", "_weights", "_lengths", "_offsets")

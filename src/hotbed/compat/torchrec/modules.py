@@ -17,7 +17,6 @@ from torch.nn import functional
 from typing_extensions import override
 
 from hotbed import embed
-from hotbed.bags import Bags
 from hotbed.batch import Embeddings
 from hotbed.checks import check_known
 from hotbed.compat.torch_nn import rename_states
@@ -25,10 +24,9 @@ from hotbed.compat.torchrec.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from hotbed.compat.torchrec.keyed_tensor import KeyedTensor, check_names
 from hotbed.compat.torchrec.table_views import TableView, optimizers_in_backward, untrained
 from hotbed.errors import BatchError, SpecError
-from hotbed.jagged import Jagged
+from hotbed.jagged import Bags, Jagged
 from hotbed.optim import SparseOptimizer
-from hotbed.pooling import Pooling
-from hotbed.specs import Feature, RowDtype, Table
+from hotbed.specs import Feature, Pooling, RowDtype, Table
 
 _POOLINGS: dict[str, Pooling] = {"SUM": "sum", "MEAN": "mean"}
 _CASTS = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}

@@ -24,7 +24,6 @@ import pyarrow as pa
 from pyarrow import fs
 from torch import Tensor
 
-from hotbed.bags import Bags, weights_of
 from hotbed.batch import Batch
 from hotbed.checks import check_known
 from hotbed.data.files.parquet_files import ParquetFile, RowGroup, TableFile, find_parquet, with_rows
@@ -36,6 +35,7 @@ from hotbed.data.row_location import RowLocation
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError
+from hotbed.jagged import Bags, weights_of
 from hotbed.locations import location, resolve_uri
 from hotbed.parsing import TextError, parse_yaml
 

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hotbed.batch import Batch
+from hotbed.batch import Batch, ModelParallelInput
 from hotbed.comm import Link, reason
 from hotbed.data.loader import share_of
 from hotbed.embed import Distributed
 from hotbed.errors import CommError, HotbedError
-from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.store.memory import to_device
 
 

@@ -27,9 +27,8 @@ from hotbed.config import Recipe
 from hotbed.data import Source
 from hotbed.data.items import items_in
 from hotbed.embed import collections_of
-from hotbed.heap import KEPT_BYTES, heap_is_kept
 from hotbed.large_tensors import observing, page_bytes
-from hotbed.machine import resident_bytes
+from hotbed.machine import KEPT_BYTES, heap_is_kept, resident_bytes
 from hotbed.nn.normalization import normalization_of
 from hotbed.optim import Moment
 from hotbed.plan import Plan
@@ -53,7 +52,7 @@ SEGMENT_BYTES = 24
 BYTES_PER_PREDICTION = 128
 """Bytes per sample and label of an evaluation: logit, label, weight and buffers of the sort for AUC."""
 HEAP_KEEPS = 1.15
-"""Bytes of fragments per byte of a step's tensors, in a heap that keeps freed memory (`hotbed.heap.keep_heap`).
+"""Bytes of fragments per byte of a step's tensors, in a heap that keeps freed memory (`hotbed.machine.keep_heap`).
 
 Measured 0.7 to 1.6 (docs/log.md), because freed blocks often do not fit later ones."""
 TAG_BYTES = 25
