@@ -101,42 +101,63 @@ ONE = torch.tensor([1, 2])
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Jagged(["a", "a"], torch.arange(4), batch_size=2), "names must be unique"),
-        (lambda: Jagged(["a"], ONE.float(), batch_size=2), "int32 or int64, got float32 .2.; convert with ids.long"),
-        (lambda: Jagged(["a"], ONE, batch_size=3), "features need 3 ids .a: 3. but values holds 2"),
-        (lambda: Jagged(["a"], ONE, batch_size=2, fixed=[1, 1]), "1 features but 2 entries in `fixed`"),
-        (lambda: Jagged(["a"], ONE, batch_size=2, fixed=[None]), r"offsets must be \[1, 3\] .*, got none"),
-        (lambda: Jagged(["a"], ONE, batch_size=2, offsets=torch.zeros(1, 3).long()), "every feature is fixed"),
+        (
+            lambda: Jagged(["a", "a"], torch.arange(4), batch_size=2),
+            r"got \['a', 'a'\], expected distinct names of features",
+        ),
+        (lambda: Jagged(["a"], ONE.float(), batch_size=2), r"got float32 \[2\], expected \[N\] of int32 or int64"),
+        (lambda: Jagged(["a"], ONE, batch_size=3), r"got 2 ids, expected 3 for all features \(a: 3\)"),
+        (lambda: Jagged(["a"], ONE, batch_size=2, fixed=[1, 1]), "got 2 entries, expected one for each of 1 features"),
+        (
+            lambda: Jagged(["a"], ONE, batch_size=2, fixed=[None]),
+            r"got none, expected \[1, 3\] \(ragged features × batch size \+ 1\)",
+        ),
+        (
+            lambda: Jagged(["a"], ONE, batch_size=2, offsets=torch.zeros(1, 3).long()),
+            "offsets: expected none, because all features are fixed",
+        ),
         (
             lambda: Jagged(["h"], ONE, batch_size=2, fixed=[None], offsets=torch.tensor([[0, 3, 2]])),
-            "feature 'h': offsets fall from 3 to 2 at sample 1",
+            "got 2 after 3 at sample 1, expected running totals of the ids per",
         ),
         (
             lambda: Jagged(["h"], ONE, batch_size=2, fixed=[None], offsets=torch.tensor([[1, 2, 2]])),
-            "feature 'h': offsets start at 1, must start at 0",
+            "got 1, expected 0",
         ),
         (
             lambda: Jagged(["h"], ONE, batch_size=2, fixed=[None], offsets=torch.tensor([[0, 1, 2]]).int()),
-            "offsets must be int64",
+            r"got int32 \[1, 3\], expected int64",
         ),
-        (lambda: Jagged(["a"], ONE, batch_size=2, weights=torch.ones(3)), r"weights must be floating point \[2\]"),
-        (lambda: Jagged(["a"], ONE, batch_size=2, weights=ONE), "weights must be floating point"),
-        (lambda: jagged(a=ONE, b=ONE.float()), r"feature 'b': ids must be int32 or int64, got float32 \[2\]; convert"),
-        (lambda: jagged(a=(ONE.bool(), torch.tensor([0, 2]))), "feature 'a': ids must be int32 or int64, got bool"),
+        (
+            lambda: Jagged(["a"], ONE, batch_size=2, weights=torch.ones(3)),
+            r"got float32 \[3\], expected floating point \[2\]",
+        ),
+        (lambda: Jagged(["a"], ONE, batch_size=2, weights=ONE), r"got int64 \[2\], expected floating point \[2\]"),
+        (lambda: jagged(a=ONE, b=ONE.float()), r"got float32 \[2\], expected int32 or int64"),
+        (lambda: jagged(a=(ONE.bool(), torch.tensor([0, 2]))), r"got bool \[2\], expected int32 or int64"),
         (
             lambda: jagged(a=(ONE, torch.tensor([0.0, 2.0]))),
-            r"offsets must be \[B \+ 1\] of int32 or int64, got float32",
+            r"got float32 \[2\], expected \[B \+ 1\] of int32 or int64",
         ),
-        (lambda: jagged(), "needs at least one feature"),
-        (lambda: jagged(a=ONE, b=torch.tensor([1])), "feature 'b' has 1 samples but 'a' has 2$"),
-        (lambda: jagged(a=torch.zeros(1, 2, 3).long()), r"ids must be \[B\] or \[B, k\], got int64 \[1, 2, 3\]"),
-        (lambda: jagged(a=(ONE, torch.zeros(1, 1).long())), r"offsets must be \[B \+ 1\]"),
+        (lambda: jagged(), "got none, expected at least one feature"),
+        (lambda: jagged(a=ONE, b=torch.tensor([1])), "got 1 samples, expected 2 as in 'a'"),
+        (lambda: jagged(a=torch.zeros(1, 2, 3).long()), r"got int64 \[1, 2, 3\], expected \[B\] or \[B, k\]"),
+        (
+            lambda: jagged(a=(ONE, torch.zeros(1, 1).long())),
+            r"got int64 \[1, 1\], expected \[B \+ 1\] of int32 or int64",
+        ),
         (lambda: Jagged.from_dict({"a": ONE}, {"b": ONE}), "feature in weights: got 'b', expected one of a"),
-        (lambda: Jagged.from_dict({"a": ONE}, {"a": torch.ones(3)}), "has 2 ids but 3 weights"),
-        (lambda: Jagged.from_keyed(["a", "b"], ONE, torch.tensor([1, 1, 1])), r"lengths must be \[2 keys"),
-        (lambda: Jagged.from_keyed(["a"], ONE, torch.tensor([3, -1])), "feature 'a': length -1 at sample 1"),
+        (lambda: Jagged.from_dict({"a": ONE}, {"a": torch.ones(3)}), r"got 3 weights, expected one per id \(2\)"),
+        (
+            lambda: Jagged.from_keyed(["a", "b"], ONE, torch.tensor([1, 1, 1])),
+            r"got int64 \[3\], expected \[2 keys × batch size\]",
+        ),
+        (lambda: Jagged.from_keyed(["a"], ONE, torch.tensor([3, -1])), "got -1 at sample 1, expected at least 0"),
         (lambda: Jagged.from_keyed(["a"], ONE, torch.tensor([1.0, 1.0])), "lengths .*got float32"),
-        (lambda: Jagged.from_keyed(["a"], ONE, torch.tensor([[1], [1]])), r"lengths must be \[1 keys"),
+        (
+            lambda: Jagged.from_keyed(["a"], ONE, torch.tensor([[1], [1]])),
+            r"got int64 \[2, 1\], expected \[1 keys × batch size\]",
+        ),
         (
             lambda: Jagged.from_padded({"a": ONE[None]}, lengths={"a": torch.tensor([1.5])}),
             "feature 'a': lengths .*got float32",
@@ -145,7 +166,7 @@ ONE = torch.tensor([1, 2])
             lambda: Jagged.from_padded({"a": ONE[None]}, lengths={"a": torch.tensor([True])}),
             "feature 'a': lengths .*got bool",
         ),
-        (lambda: jagged(item=ONE)["items"], "no feature 'items'; it has item; did you mean 'item'?"),
+        (lambda: jagged(item=ONE)["items"], "got 'items', expected one of item"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused_by_name(make, message):
@@ -192,33 +213,36 @@ def test_arrays_are_taken_as_tensors_are(dtype):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ([[1], [2, 1.5]], "ids must be integers, got 1.5 at sample 1, position 1; convert ids with int()"),
-        ([[], [np.float32(2)]], "ids must be integers, got 2.0 at sample 1, position 0"),
-        ([[1], [True]], "ids must be integers, got True at sample 1, position 0"),
-        ([[1], [np.True_]], "ids must be integers, got True at sample 1, position 0"),
-        ([[1], ["x"]], "ids must be integers, got 'x' at sample 1, position 0"),
-        ([[1], [None]], "ids must be integers, got None at sample 1, position 0"),
-        ([[1], [[2]]], "ids must be integers, got [2] at sample 1, position 0"),
-        ([[1], np.array([2.5])], "ids must be integers, got 2.5 at sample 1, position 0"),
-        ([[1], [7, 1 << 63]], "id 9223372036854775808 at sample 1, position 1 does not fit into 64 bits"),
-        ([[1], [np.uint64(1 << 63)]], "id 9223372036854775808 at sample 1, position 0 does not fit"),
-        ([[1], [-(1 << 63) - 1]], "id -9223372036854775809 at sample 1, position 0 does not fit"),
-        ([3, 1 << 63], "id 9223372036854775808 at sample 1 does not fit"),
-        ([[1], None], "ids must be a tensor, an array, or a list of one id or one list of ids per sample, got None at"),
-        ([1, [2]], "one list of ids per sample, got 1 at sample 0; a sample without ids has an empty list"),
-        ([1.5, 2], "one list of ids per sample, got 1.5 at sample 0"),
-        ([True, False], "one list of ids per sample, got True at sample 0"),
-        ([[1], "23"], "one list of ids per sample, got '23' at sample 1"),
-        ("12", "one list of ids per sample, got '12'"),
-        (7, "one list of ids per sample, got 7"),
-        ({"a": 1}, "one list of ids per sample, got {'a': 1}"),
+        ([[1], [2, 1.5]], "got 1.5 at sample 1, position 1, expected integers"),
+        ([[], [np.float32(2)]], "got 2.0 at sample 1, position 0, expected integers"),
+        ([[1], [True]], "got True at sample 1, position 0, expected integers"),
+        ([[1], [np.True_]], "got True at sample 1, position 0, expected integers"),
+        ([[1], ["x"]], "got 'x' at sample 1, position 0, expected integers"),
+        ([[1], [None]], "got None at sample 1, position 0, expected integers"),
+        ([[1], [[2]]], "got [2] at sample 1, position 0, expected integers"),
+        ([[1], np.array([2.5])], "got 2.5 at sample 1, position 0, expected integers"),
+        ([[1], [7, 1 << 63]], "got 9223372036854775808 at sample 1, position 1, expected a signed"),
+        ([[1], [np.uint64(1 << 63)]], "got 9223372036854775808 at sample 1, position 0, expected a signed"),
+        ([[1], [-(1 << 63) - 1]], "got -9223372036854775809 at sample 1, position 0, expected a signed"),
+        ([3, 1 << 63], "got 9223372036854775808 at sample 1, expected a signed 64-bit integer"),
+        ([[1], None], "got None at sample 1, expected a tensor, an array, or a list of one"),
+        ([1, [2]], "got 1 at sample 0, expected a tensor, an array, or a list of one id"),
+        ([1.5, 2], "got 1.5 at sample 0, expected a tensor, an array, or a list of one id"),
+        ([True, False], "got True at sample 0, expected a tensor, an array, or a list of one"),
+        ([[1], "23"], "got '23' at sample 1, expected a tensor, an array, or a list of one"),
+        ("12", "got '12', expected a tensor, an array, or a list of one id or one"),
+        (7, "got 7, expected a tensor, an array, or a list of one id or one list"),
+        ({"a": 1}, "got {'a': 1}, expected a tensor, an array, or a list of one id or one"),
         ([[1], ["x" * 99]], "got '" + "x" * 56 + "… at sample 1, position 0"),
-        (np.array([1.5, 2]), "ids must be integers, got an array of float64 [2]; convert with ids.astype('int64')"),
-        (np.array([True, False]), "ids must be integers, got an array of bool [2]"),
-        (np.array(["a", "b"]), "ids must be integers, got an array of <U1 [2]"),
-        (np.array([[1, 2], [3, 1 << 63]], dtype="uint64"), "id 9223372036854775808 at position 1 does not fit"),
-        (np.zeros((2, 1, 1), dtype="int64"), "ids must be [B] or [B, k], got int64 [2, 1, 1]"),
-        ((np.array([1]), np.array([0.0, 1.0])), "ids must be integers, got an array of float64 [2]"),
+        (np.array([1.5, 2]), "got an array of float64 [2], expected integers"),
+        (np.array([True, False]), "got an array of bool [2], expected integers"),
+        (np.array(["a", "b"]), "got an array of <U1 [2], expected integers"),
+        (
+            np.array([[1, 2], [3, 1 << 63]], dtype="uint64"),
+            "got 9223372036854775808 at position 1, expected a signed 64-bit",
+        ),
+        (np.zeros((2, 1, 1), dtype="int64"), "got int64 [2, 1, 1], expected [B] or [B, k]"),
+        ((np.array([1]), np.array([0.0, 1.0])), "got an array of float64 [2], expected integers"),
     ],
 )
 def test_what_is_no_list_of_ids_is_refused_by_value_and_place(entry, message):
@@ -254,7 +278,7 @@ def test_the_largest_ids_are_kept():
 def test_nested_tensors_with_holes_are_refused():
     values = torch.arange(10)
     holes = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 4, 10]), lengths=torch.tensor([2, 3]))
-    with pytest.raises(BatchError, match="feature 'a': the nested tensor has holes"):
+    with pytest.raises(BatchError, match=r"got a nested tensor with gaps, e\.g\. from narrow, expected a"):
         jagged(a=holes)
 
 
@@ -266,7 +290,7 @@ def test_concatenating_weighted_and_plain_parts_fills_in_ones():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_strided_nested_tensors_are_refused():
     nested = torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([2, 3])])
-    with pytest.raises(BatchError, match=r"nested tensors need layout=torch\.jagged"):
+    with pytest.raises(BatchError, match=r"got layout torch\.strided, expected torch\.jagged"):
         jagged(a=nested)
 
 
@@ -280,13 +304,21 @@ def test_padding_is_left_out():
 @pytest.mark.parametrize(
     ("ids", "options", "message"),
     [
-        (torch.ones(2, 2), {"padding_id": 0}, "ids must be int32 or int64, got float32"),
-        (torch.tensor([1]), {"padding_id": 0}, r"padded ids are \[samples, length\].*got int64 \[1\]"),
+        (torch.ones(2, 2), {"padding_id": 0}, r"got float32 \[2, 2\], expected int32 or int64"),
+        (
+            torch.tensor([1]),
+            {"padding_id": 0},
+            r"got int64 \[1\], expected \[samples, length\], and lengths \[samples\]",
+        ),
         (torch.tensor([[1]]), {"lengths": {"a": torch.tensor([1, 1])}}, r"with lengths int64 \[2\]"),
-        (torch.tensor([[1]]), {"lengths": {"a": torch.tensor([2])}}, "lengths are 2 to 2, must be between 0 and 1"),
-        (torch.tensor([[1]]), {"lengths": {"b": torch.tensor([1])}}, "feature 'a' has no lengths; there are b"),
-        (torch.tensor([[1]]), {}, "give either padding_id"),
-        (torch.tensor([[1]]), {"padding_id": 0, "lengths": {}}, "give either padding_id"),
+        (torch.tensor([[1]]), {"lengths": {"a": torch.tensor([2])}}, "got 2 to 2, expected 0 to 1, the padded length"),
+        (torch.tensor([[1]]), {"lengths": {"b": torch.tensor([1])}}, "got b, expected also feature 'a'"),
+        (torch.tensor([[1]]), {}, r"from_padded: expected either padding_id \(the id of padding\) or"),
+        (
+            torch.tensor([[1]]),
+            {"padding_id": 0, "lengths": {}},
+            r"from_padded: expected either padding_id \(the id of padding\) or",
+        ),
     ],
 )
 def test_padded_ids_that_cannot_be(ids: torch.Tensor, options: dict, message: str):

@@ -1,4 +1,4 @@
-"""Carry data through a model: a `Batch` goes in, `Embeddings` come out of its sparse part."""
+"""Carry data through a model. A `Batch` is the input, and `Embeddings` are the looked-up vectors of its ids."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Batch:
     dense
         Numerical inputs ``[B, I]`` float, or None.
     labels
-        ``[B, T]`` float, or None where only predictions are wanted.
+        ``[B, T]`` float, or None if only predictions are needed.
     weights
-        Sample weights ``[B]`` float, or of each label ``[B, T]``, or None.
+        Weights of samples ``[B]`` or of labels ``[B, T]``, float, or None.
     extra
-        Further columns ``[B, …]`` by name (a group id for GAUC, a timestamp).
+        Further columns ``[B, …]`` by name, e.g. a group ID for GAUC, or a timestamp.
 
     Raises
     ------
     BatchError
-        If a part has another number of samples, shape or kind of dtype.
+        If a part has a wrong number of samples, shape or dtype.
     """
 
     sparse: Jagged
@@ -56,19 +56,19 @@ class Batch:
         labels, weights = self.labels, self.weights
         if weights is not None and weights.dim() == 2 and labels is not None and weights.shape != labels.shape:
             raise BatchError(
-                f"weights are {list(weights.shape)}, but the labels are {list(labels.shape)}; give one weight per "
-                f"sample [{size}], or one per sample and label"
+                f"weights: got {list(weights.shape)}, expected [{size}] (one per sample) or {list(labels.shape)} (one "
+                "per sample and label)"
             )
         for name, t in self.extra.items():
             if len(t) != size:
-                raise BatchError(f"extra column '{name}' has {len(t):,} samples, the batch has {size:,}")
+                raise BatchError(f"extra column '{name}': got {len(t):,} samples, expected the batch's {size:,}")
 
     def __len__(self) -> int:
         return len(self.sparse)
 
     @property
     def weights_by_label(self) -> Tensor | None:
-        """Sample weights ``[B, T]``, or ``[B, 1]`` where those of all labels are the same."""
+        """Weights ``[B, T]``, or ``[B, 1]`` if the weights of all labels are equal."""
         weights = self.weights
         return weights[:, None] if weights is not None and weights.dim() == 1 else weights
 
@@ -88,21 +88,21 @@ class Batch:
 
     @staticmethod
     def concatenate(parts: Sequence[Batch]) -> Batch:
-        """Join the samples of several batches, in order; these must have the same columns."""
+        """Concatenate the samples of several batches, in order. All batches must have the same columns."""
         if len(parts) == 1:
             return parts[0]
 
-        def join(column: Callable[[Batch], Tensor | None]) -> Tensor | None:
+        def concatenate_column(column: Callable[[Batch], Tensor | None]) -> Tensor | None:
             tensors = [t for t in map(column, parts) if t is not None]
             if len(tensors) not in (0, len(parts)) or any(p.extra.keys() != parts[0].extra.keys() for p in parts):
-                raise BatchError("batches to concatenate must have the same columns; some lack one that others have")
+                raise BatchError("concatenate: got batches with different columns, expected the same columns in all")
             return torch.cat(tensors) if tensors else None
 
         return Batch(
             sparse=Jagged.concatenate([p.sparse for p in parts]),
-            dense=join(lambda b: b.dense),
-            labels=join(lambda b: b.labels),
-            weights=join(lambda b: b.weights),
+            dense=concatenate_column(lambda b: b.dense),
+            labels=concatenate_column(lambda b: b.labels),
+            weights=concatenate_column(lambda b: b.weights),
             extra={name: torch.cat([p.extra[name] for p in parts]) for name in parts[0].extra},
         )
 
@@ -123,11 +123,11 @@ class Batch:
 class Embeddings(Mapping[str, Tensor]):
     """Vectors of one batch, by feature.
 
-    ``e["user"]`` is ``[B, D]``; of a feature that is not pooled (``pooling="none"``), ``e["history"]`` is a torch
-    nested tensor ``[B, j, D]`` of jagged layout, one row per id, or ``[B, L, D]`` if the feature has a padding. Where
-    `stack` is wanted, too, call it before taking vectors by name: it copies them otherwise, for vectors that were taken
-    by name may be changed in place. Those taken after it are views of what it returned, which torch refuses to change
-    in place where they have a gradient.
+    The vectors of a pooled feature, e.g. ``e["user"]``, are ``[B, D]``. For a feature with ``pooling="none"``,
+    ``e["history"]`` is a nested tensor ``[B, j, D]`` of jagged layout with one row per id, or ``[B, L, D]`` if the
+    feature has a padding. If you also need `stack`, call it before you get vectors by name. Otherwise `stack` copies
+    all vectors, because the vectors by name may be changed in place. Vectors that you get by name after `stack` are
+    views of its result. torch refuses to change these views in place if they have a gradient.
 
     Parameters
     ----------
@@ -138,33 +138,34 @@ class Embeddings(Mapping[str, Tensor]):
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self._pooled: list[_Pooled] = []
-        self._place: dict[str, tuple[int, int]] = {}
+        self._position: dict[str, tuple[int, int]] = {}
         self._sequences: dict[str, _Sequence] = {}
 
     def add_pooled(self, names: Sequence[str], vectors: Tensor, buffer: Tensor | None) -> None:
-        """Add pooled features ``[B, features, D]``; ``buffer [B, 1 + features, D]`` is their memory, room included."""
-        self._place.update(zip(names, zip(repeat(len(self._pooled)), count()), strict=False))
+        """Add pooled features ``[B, features, D]``, a view of ``buffer [B, 1 + features, D]`` if that is passed."""
+        self._position.update(zip(names, zip(repeat(len(self._pooled)), count()), strict=False))
         self._pooled.append(_Pooled(vectors, buffer))
 
     def add_sequence(self, feature: Feature, vectors: Tensor, bags: Bags) -> None:
-        """Add a feature that is not pooled: ``vectors [N, D]``, one per id of its bags, or padded ``[B · L, D]``."""
+        """Add an unpooled feature with vectors ``[N, D]``, one per id of its bags, or ``[B · L, D]`` if padded."""
         if feature.padding is not None:
             vectors = vectors.view(bags.batch_size, feature.max_len or 0, vectors.shape[1])
         self._sequences[feature.name] = _Sequence(vectors, bags, feature.max_len, feature.padding)
 
     def looked_up(self) -> Iterator[tuple[list[str], Tensor]]:
-        """Yield the vectors as they were looked up, with the names of their features.
+        """Yield names of features, and their vectors as they were looked up.
 
-        Pooled features of one dim come together ``[B, features, D]``, others ``[N, D]`` or, padded, ``[B, L, D]``.
+        All pooled features of one dim are yielded together as ``[B, features, D]``. Each unpooled feature is
+        ``[N, D]``, or ``[B, L, D]`` if padded.
         """
         for number, of_dim in enumerate(self._pooled):
-            yield [name for name, (at, _) in self._place.items() if at == number], of_dim.vectors
+            yield [name for name, (at, _) in self._position.items() if at == number], of_dim.vectors
         for name, (values, *_) in self._sequences.items():
             yield [name], values
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._place:
-            number, column = self._place[name]
+        if name in self._position:
+            number, column = self._position[name]
             return self._pooled[number].column(column)
         values, _, _, padding = self._sequence(name)
         return values if padding is not None else torch.nested.nested_tensor_from_jagged(*self.jagged(name))
@@ -176,7 +177,7 @@ class Embeddings(Mapping[str, Tensor]):
         return len(self.names)
 
     def jagged(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return the vectors ``[N, D]`` of a feature that is not pooled, and where each sample's start ``[B + 1]``.
+        """Return the vectors ``[N, D]`` of an unpooled feature, and the offsets ``[B + 1]`` of the samples in them.
 
         Raises
         ------
@@ -185,17 +186,20 @@ class Embeddings(Mapping[str, Tensor]):
         """
         values, bags, _, padding = self._sequence(name)
         if padding is not None:
-            raise BatchError(f"feature '{name}' has padding={padding!r}; take e['{name}'], which is [B, max_len, D]")
+            raise BatchError(
+                f"feature '{name}': got padding={padding!r}, expected no padding. Use e['{name}'], which is "
+                "[B, max_len, D]"
+            )
         return values, offsets_of(bags.lengths()) if bags.offsets is None else bags.offsets
 
     def padded(self, name: str) -> tuple[Tensor, Tensor]:
-        """Pad a feature that is not pooled with zeros, where it was not looked up so (`Feature.padding`).
+        """Return the vectors of an unpooled feature, padded with zeros.
 
         Returns
         -------
         tuple[Tensor, Tensor]
-            ``[B, L, D]`` and a mask ``[B, L]`` bool, true where there is an id. ``L`` is the feature's ``max_len``, or
-            the length of the longest bag.
+            ``[B, L, D]``, and a mask ``[B, L]`` bool that is true for ids and false for padding. ``L`` is the feature's
+            ``max_len``, or the length of the longest bag.
         """
         values, bags, max_len, padding = self._sequence(name)
         lengths = bags.lengths()
@@ -208,47 +212,47 @@ class Embeddings(Mapping[str, Tensor]):
         return out.view(len(lengths), longest, values.shape[1]), mask
 
     def stack(self, lead: Tensor | None = None) -> Tensor:
-        """Stack all features to ``[B, F, D]``, in the order of the collection; all must be pooled, of one dim.
+        """Stack all features to ``[B, F, D]``, in the order of the collection. All must be pooled and of one dim.
 
         Parameters
         ----------
         lead
-            One more vector per sample ``[B, D]``, to come first: ``[B, 1 + F, D]``. No vector is copied if the
-            collection was called with ``room=1``.
+            An additional first vector per sample, ``[B, D]``. The result is then ``[B, 1 + F, D]``. No vector is copied
+            if the collection was called with ``room=1``.
         """
         pooled = self._only_dim()
         if lead is None:
             return pooled.shared()
-        wanted = (pooled.vectors.shape[0], pooled.dim)  # len() would fix the number of samples where torch exports
+        wanted = (pooled.vectors.shape[0], pooled.dim)  # len() would make the number of samples constant in an export
         if lead.shape != wanted:
             raise BatchError(f"lead must be {list(wanted)}, got {list(lead.shape)}")
         compiling = torch.compiler.is_dynamo_compiling()
-        # A graph may get vectors from outside, whose buffer has no gradient.
+        # Vectors that are inputs of a graph may have a buffer without a gradient.
         buffer = pooled.buffer
         if compiling and buffer is not None and pooled.vectors.requires_grad and not buffer.requires_grad:
             buffer = None
         if buffer is None or pooled.columns is not None:
-            return torch.cat([lead[:, None].to(pooled.vectors.dtype), pooled.joined()], dim=1)
-        pooled.buffer, pooled.is_shared = None, True  # the room is used once
+            return torch.cat([lead[:, None].to(pooled.vectors.dtype), pooled.stacked()], dim=1)
+        pooled.buffer, pooled.is_shared = None, True  # the room can be used only once
         return _Lead.apply(lead, None if compiling else pooled.vectors, buffer)
 
     def concatenate(self) -> Tensor:
-        """Concatenate all features to ``[B, ΣD]``, in the order of the collection; all must be pooled."""
+        """Concatenate all features to ``[B, ΣD]``, in the order of the collection. All must be pooled."""
         self._refuse_sequences("concatenate")
         if len(self._pooled) == 1:
             return self._pooled[0].shared().flatten(1)
         order: list[int] = []
         runs: list[list[int]] = [[] for _ in self._pooled]
-        for name in self.names:  # neighbours of one dim are copied together
-            at, _ = self._place[name]
+        for name in self.names:  # adjacent features of one dim are copied together
+            at, _ = self._position[name]
             if order and order[-1] == at:
                 runs[at][-1] += 1
             else:
                 order.append(at)
                 runs[at].append(1)
-        # One split per dim: its gradient is one tensor, that of a slice would be zeros of the whole each time.
+        # One split per dim has one gradient tensor. Each slice would have a mostly zero gradient of the whole size.
         slices = [
-            iter(of_dim.joined().flatten(1).split([n * of_dim.dim for n in lengths], dim=1))
+            iter(of_dim.stacked().flatten(1).split([n * of_dim.dim for n in lengths], dim=1))
             for of_dim, lengths in zip(self._pooled, runs, strict=True)
         ]
         return torch.cat([next(slices[at]) for at in order], dim=1)
@@ -256,41 +260,43 @@ class Embeddings(Mapping[str, Tensor]):
     def _sequence(self, name: str) -> _Sequence:
         if name in self._sequences:
             return self._sequences[name]
-        if name in self._place:
-            raise BatchError(f"feature '{name}' is pooled, so there is nothing to pad; give it pooling='none'")
-        raise BatchError(f"no feature '{name}'; there are {', '.join(self.names)}{did_you_mean(name, self.names)}")
+        if name in self._position:
+            raise BatchError(f"feature '{name}': got a pooled feature, expected pooling='none' in its Feature")
+        raise BatchError(
+            f"feature: got '{name}', expected one of {', '.join(self.names)}{did_you_mean(name, self.names)}"
+        )
 
     def _only_dim(self) -> _Pooled:
         self._refuse_sequences("stack")
         if len(self._pooled) == 1:
             return self._pooled[0]
-        dims = ", ".join(f"{n}: {self._pooled[self._place[n][0]].dim}" for n in self.names)
-        raise BatchError(f"stack() needs features of one dim, got {dims}; use concatenate() or pick features by name")
+        dims = ", ".join(f"{n}: {self._pooled[self._position[n][0]].dim}" for n in self.names)
+        raise BatchError(f"stack(): got dims {dims}, expected one dim. Use concatenate(), or select features by name")
 
     def _refuse_sequences(self, method: str) -> None:
         if self._sequences:
             raise BatchError(
-                f"{method}() needs pooled features, and {', '.join(self._sequences)} has pooling='none'; pick features "
-                "by name"
+                f"{method}(): got pooling='none' of {', '.join(self._sequences)}, expected only pooled features. "
+                "Select features by name"
             )
 
 
 @dataclass
 class _Pooled:
-    """Features of one dim, ``vectors [B, features, D]``.
+    """Pooled features of one dim, ``vectors [B, features, D]``.
 
-    Slices of them taken one by one would each have a gradient of the size of all vectors, so the time of a backward
-    would grow with the square of their number. Here the gradients of all features are joined once.
+    If features were separate slices of ``vectors``, each gradient would have the size of all vectors, and the time of a
+    backward pass would grow with the square of their number. Here the gradients of all features are stacked once.
     """
 
     vectors: Tensor
     buffer: Tensor | None
     is_shared: bool = False
-    """Whether a caller has the vectors themselves."""
+    """Whether a caller has a reference to ``vectors``."""
     views: tuple[int, tuple[Tensor, ...]] | None = None
-    """Vectors by feature as views of what a caller has, and the version that they are of."""
+    """Version of ``vectors``, and views of them by feature."""
     columns: tuple[Tensor, ...] | None = None
-    """Vectors by feature, which may be changed in place; once they exist, the vectors themselves are not returned."""
+    """Vectors by feature, which callers may change in place. If they exist, ``vectors`` itself is never returned."""
 
     @property
     def dim(self) -> int:
@@ -305,19 +311,19 @@ class _Pooled:
             self.columns = _Columns.apply(self.vectors)
         if self.columns is not None:
             return self.columns[i]
-        now = -1 if compiling else version(self.vectors)  # which compiled code cannot branch on
+        now = -1 if compiling else version(self.vectors)  # compiled code cannot branch on the version
         if self.views is None or self.views[0] != now:
             self.views = now, self.vectors.unbind(1)
         return self.views[1][i]
 
-    def joined(self) -> Tensor:
-        """Return all vectors, to be copied by the caller."""
+    def stacked(self) -> Tensor:
+        """Return all vectors, for a caller that copies them."""
         return self.vectors if self.columns is None else torch.stack(self.columns, dim=1)
 
     def shared(self) -> Tensor:
-        """Return all vectors, which the caller keeps."""
+        """Return all vectors, for a caller that keeps a reference to them."""
         self.is_shared = self.is_shared or self.columns is None
-        return self.joined()
+        return self.stacked()
 
 
 class _Sequence(NamedTuple):
@@ -325,11 +331,11 @@ class _Sequence(NamedTuple):
     bags: Bags
     max_len: int | None
     padding: Padding | None
-    """Where zeros are, if values are ``[B, max_len, D]``."""
+    """Side of the zeros if values are ``[B, max_len, D]``, otherwise None."""
 
 
 class _Columns(torch.autograd.Function):
-    """Split vectors ``[B, features, D]`` by feature; none is a view to autograd, so each can be changed in place."""
+    """Split vectors ``[B, features, D]`` by feature. To autograd the results are no views, so they may be changed."""
 
     @staticmethod
     def forward(ctx: Any, vectors: Tensor) -> tuple[Tensor, ...]:
@@ -348,19 +354,18 @@ class _Columns(torch.autograd.Function):
 
 
 class _Lead(torch.autograd.Function):
-    """Write the lead into the room of the buffer, before the vectors, which are views of it and stay where they are.
+    """Write the lead into the free first column of the buffer, without a copy of the vectors, which are views of it.
 
-    The gradient goes to the vectors; in a graph of ``torch.compile`` to the buffer, which has one there, and whose
-    room's nobody reads.
+    The gradient goes to the vectors. In a graph of ``torch.compile`` it goes to the buffer, which has a gradient there.
     """
 
     @staticmethod
     def forward(ctx: Any, lead: Tensor, vectors: Tensor | None, buffer: Tensor) -> Tensor:
         ctx.dtype = lead.dtype
         if vectors is None:
-            return buffer.select_scatter(lead.to(buffer.dtype), 1, 0)  # in place, where the compiler finds that it can
-        # .data: vectors, which may be saved for some backward, are not changed, so their version must not be either.
-        # What is returned shares their version, so that changing it in place is noticed.
+            return buffer.select_scatter(lead.to(buffer.dtype), 1, 0)  # the compiler may do this in place
+        # Some backward may have saved the vectors. `.data` keeps their version, because they do not change. The result
+        # shares their version, so torch notices later changes in place.
         whole = buffer.detach()
         whole.data[:, 0] = lead
         return whole
@@ -375,20 +380,20 @@ class _Lead(torch.autograd.Function):
 
 
 class ModelParallelInput(Jagged):
-    """Ids of the features whose tables a rank owns, for the samples of all ranks.
+    """Ids of the tables that a rank owns, for the samples of all ranks.
 
-    A distributed collection takes it in the place of ids of all features for this rank's samples: owners have the ids
-    already, so none are exchanged, and each rank need read only some of the data. Tables must not be cut into rows, and
-    their features be pooled.
+    Pass it to a distributed collection instead of the ids of all features for this rank's samples. The owners have
+    their ids already. So no ids are exchanged, and each rank reads only a part of the data. Tables must not be cut by
+    rows, and all features must be pooled.
 
     Parameters
     ----------
     whole
-        Ids of the global batch, of at least the features whose tables this rank owns in whole or in part.
+        Ids of the global batch. It must contain all features of tables that this rank owns in whole or in part.
     sizes
-        Samples of each rank, which follow each other in ``whole``.
+        Number of samples of each rank. In ``whole``, the samples of a rank follow the samples of the previous rank.
     rank
-        This rank; its samples are those of the rest of the batch (`Batch.dense` and so on).
+        This rank. The other parts of the batch, e.g. `Batch.dense`, contain only the samples of this rank.
 
     Raises
     ------
@@ -401,8 +406,8 @@ class ModelParallelInput(Jagged):
     def __init__(self, whole: Jagged, sizes: Sequence[int], rank: int) -> None:
         if sum(sizes) != len(whole) or not 0 <= rank < len(sizes):
             raise BatchError(
-                f"a batch of {len(whole):,} samples cannot be {list(sizes)} samples of {len(sizes)} ranks, of which "
-                f"this is rank {rank}; sizes must add up to the batch"
+                f"sizes: got {list(sizes)} for rank {rank}, expected one size per rank, which add up to the batch's "
+                f"{len(whole):,} samples"
             )
         none = torch.empty(0, dtype=whole.values.dtype, device=whole.values.device)
         super().__init__((), none, batch_size=sizes[rank], fixed=())

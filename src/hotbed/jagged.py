@@ -1,12 +1,15 @@
-"""Define `Jagged`: the ids of several features for a batch of samples, in one tensor.
+"""Define `Jagged`, which holds the ids of several features for a batch of samples in one tensor.
 
-A `Jagged` holds the ids of several features for ``B`` samples in one tensor, feature-major: all ids of the first
-feature in sample order, then all of the second. A feature is either *fixed* (k ids in every sample, no offsets are
-kept; one-hot is k = 1) or *ragged* (a row of ``offsets``). The layout of values is that of TorchRec's
-``KeyedJaggedTensor``, which converts both ways without a copy of the ids. Two samples of a one-hot feature and a ragged
-one, ``Jagged.from_dict({"user": [7, 8], "history": [[4, 1], [3]]})``::
+The layout is feature-major: all ids of the first feature in sample order, then all ids of the second. A feature is
+*fixed* (k ids in every sample and no offsets; one-hot is k = 1) or *ragged* (a row of ``offsets``). The values have the
+layout of TorchRec's ``KeyedJaggedTensor``, so conversions in both directions do not copy ids. For example, two samples
+of a one-hot and a ragged feature, ``Jagged.from_dict({"user": [7, 8], "history": [[4, 1], [3]]})``::
 
     values  7 8 │ 4 1 3     fixed (1, None)     starts (0, 2, 5)     offsets [[0, 2, 3]], of "history"
+
+`Bags` are the ids of one feature. Three samples ``[[4, 1], [], [3]]`` have values ``[4, 1, 3]`` and offsets
+``[0, 2, 2, 3]``. A tensor ``[[4, 1], [3, 2]]`` has two ids per sample: values ``[4, 1, 3, 2]``, ``fixed`` 2, and no
+offsets.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ Array: TypeAlias = NDArray[Any]
 Entry: TypeAlias = (
     Tensor | Array | tuple[Tensor, Tensor] | tuple[Array, Array] | Sequence[int] | Sequence[Sequence[int] | Array]
 )
-"""What `Jagged.from_dict` takes for a feature."""
+"""Types of a feature's ids in `Jagged.from_dict`."""
 
 
 class Bags(NamedTuple):
@@ -46,53 +49,55 @@ class Bags(NamedTuple):
     weights: Tensor | None
 
     def lengths(self) -> Tensor:
-        """Count the ids of each sample ``[B]``, int64."""
+        """Return the number of ids of each sample, ``[B]`` int64."""
         if self.offsets is not None:
             return self.offsets.diff()
         return torch.full((self.batch_size,), self.fixed or 0, dtype=torch.int64, device=self.values.device)
 
 
 _WHOLE_OFFSETS = (
-    "offsets are [B + 1]; those of nn.EmbeddingBag [B] lack the end: torch.cat([offsets, "
+    "Offsets are [B + 1]. The offsets [B] of nn.EmbeddingBag lack the end, so append it: torch.cat([offsets, "
     "offsets.new_tensor([len(ids)])])"
 )
 FROM_KEYED = "Jagged.from_keyed(ids.keys(), ids.values(), ids.lengths(), ids.weights_or_none())"
 
 
 def is_keyed(ids: object) -> bool:
-    """Say whether this is TorchRec's ``KeyedJaggedTensor``, or has what it has."""
+    """Return whether ``ids`` has the methods of TorchRec's ``KeyedJaggedTensor``."""
     return all(callable(getattr(ids, name, None)) for name in ("keys", "values", "lengths"))
 
 
 def bags_of_features(features: Mapping[str, Entry]) -> dict[str, Bags]:
-    """Convert what `Jagged.from_dict` takes; all features must have the same number of samples."""
+    """Convert the features of `Jagged.from_dict`. All features must have the same number of samples."""
     if not isinstance(features, Mapping):
         how = FROM_KEYED if is_keyed(features) else "Jagged.from_dict({'FEATURE': …, …})"
-        raise BatchError(f"the features are {type(features).__name__}, must be a dict of ids by name; use {how}")
+        raise BatchError(f"features: got {type(features).__name__}, expected a dict of ids by name. Use {how}")
     bags = {name: bags_of(name, entry) for name, entry in features.items()}
     if not bags:
-        raise BatchError("a Jagged needs at least one feature")
+        raise BatchError("features: got none, expected at least one feature")
     first, batch_size = next((name, b.batch_size) for name, b in bags.items())
     for name, b in bags.items():
         if b.batch_size != batch_size:
             fewer = b if b.batch_size < batch_size else bags[first]
-            hint = "" if fewer.offsets is None or abs(b.batch_size - batch_size) != 1 else f"; {_WHOLE_OFFSETS}"
-            raise BatchError(f"feature '{name}' has {b.batch_size:,} samples but '{first}' has {batch_size:,}{hint}")
+            hint = "" if fewer.offsets is None or abs(b.batch_size - batch_size) != 1 else f". {_WHOLE_OFFSETS}"
+            raise BatchError(
+                f"feature '{name}': got {b.batch_size:,} samples, expected {batch_size:,} as in '{first}'{hint}"
+            )
     return bags
 
 
 def bags_of(name: str, entry: Entry) -> Bags:
-    """Convert an entry of `Jagged.from_dict`; a `BatchError` names the feature."""
+    """Convert the ids of one feature. Raise `BatchError` with the name of the feature."""
     if isinstance(entry, tuple) and len(entry) == 2 and all(isinstance(part, (Tensor, np.ndarray)) for part in entry):
         values, offsets = (_tensor_of(name, part) for part in cast("tuple[Tensor | Array, Tensor | Array]", entry))
         _check_ids(name, values)
         if offsets.dim() != 1 or len(offsets) < 1 or offsets.dtype not in INDEX_DTYPES:
             raise BatchError(
-                f"feature '{name}': offsets must be [B + 1] of int32 or int64, got {describe_tensor(offsets)}"
+                f"feature '{name}': offsets: got {describe_tensor(offsets)}, expected [B + 1] of int32 or int64"
             )
         if 0 <= int(offsets[-1]) < len(values):
             raise BatchError(
-                f"feature '{name}': offsets end at {int(offsets[-1]):,} but there are {len(values):,} ids; "
+                f"feature '{name}': last offset: got {int(offsets[-1]):,}, expected the number of ids {len(values):,}. "
                 f"{_WHOLE_OFFSETS}"
             )
         return Bags(values, len(offsets) - 1, None, offsets.long(), None)
@@ -105,18 +110,18 @@ def bags_of(name: str, entry: Entry) -> Bags:
             return Bags(ids, len(ids), 1, None, None)
         if ids.dim() == 2:
             return Bags(ids.reshape(-1), ids.shape[0], ids.shape[1], None, None)
-        raise BatchError(f"feature '{name}': ids must be [B] or [B, k], got {describe_tensor(ids)}")
+        raise BatchError(f"feature '{name}': ids: got {describe_tensor(ids)}, expected [B] or [B, k]")
     return _bags_of_lists(name, cast("Sequence[Sequence[int]]", entry))
 
 
 def _tensor_of(name: str, values: Tensor | Array) -> Tensor:
-    """Convert values to a tensor; integers of dtypes that torch has no arithmetic for become int64."""
+    """Convert values to a tensor. Integer dtypes without arithmetic in torch become int64."""
     if isinstance(values, Tensor):
         return values
     if values.dtype.kind not in "iu":
         raise BatchError(
-            f"feature '{name}': ids must be integers, got an array of {values.dtype} {list(values.shape)}; convert "
-            "with ids.astype('int64')"
+            f"feature '{name}': ids: got an array of {values.dtype} {list(values.shape)}, expected integers. Convert "
+            "it with ids.astype('int64')"
         )
     if values.dtype == np.uint64 and values.size and values.max() > _LARGEST:
         _refuse_large(name, int(values.max()), f"at position {np.unravel_index(values.argmax(), values.shape)[0]}")
@@ -124,69 +129,72 @@ def _tensor_of(name: str, values: Tensor | Array) -> Tensor:
 
 
 def _bags_of_lists(name: str, entry: Sequence[Sequence[int]] | Sequence[int]) -> Bags:
-    """Convert one list of ids per sample, or one id per sample; whole lists at a time, not id by id."""
+    """Convert one list of ids per sample, or one id per sample."""
     wanted = "a tensor, an array, or a list of one id or one list of ids per sample"
     if isinstance(entry, (str, bytes, Mapping)) or not isinstance(entry, Iterable):
-        raise BatchError(f"feature '{name}': ids must be {wanted}, got {_shown(entry)}")
-    # Iterating over an array makes a NumPy integer per id; `tolist` makes plain ones at once.
+        raise BatchError(f"feature '{name}': ids: got {_shorten(entry)}, expected {wanted}")
+    # Iterating over an array would create a NumPy integer per id, which is slower than `tolist`.
     bags = [bag.tolist() if isinstance(bag, (Tensor, np.ndarray)) else bag for bag in cast("Iterable[Any]", entry)]
     if bags and all(map(_is_integer, set(map(type, bags)))):
         return Bags(_int64(name, bags, lambda i: f"at sample {i}"), len(bags), 1, None, None)
     for sample, bag in enumerate(bags):
         if isinstance(bag, (str, bytes, Mapping)) or not isinstance(bag, Collection):
             raise BatchError(
-                f"feature '{name}': ids must be {wanted}, got {_shown(bag)} at sample {sample}; a sample without ids "
-                "has an empty list"
+                f"feature '{name}': ids: got {_shorten(bag)} at sample {sample}, expected {wanted}. Use an empty list "
+                "for a sample without ids"
             )
     lengths = torch.tensor(list(map(len, bags)), dtype=torch.int64)
     offsets = offsets_of(lengths)
 
-    def place(i: int) -> str:
+    def locate(i: int) -> str:
         sample = int(torch.searchsorted(offsets, i, right=True)) - 1
         return f"at sample {sample}, position {i - int(offsets[sample])}"
 
-    return Bags(_int64(name, list(chain.from_iterable(bags)), place), len(bags), None, offsets, None)
+    return Bags(_int64(name, list(chain.from_iterable(bags)), locate), len(bags), None, offsets, None)
 
 
-def _int64(name: str, ids: list[Any], place: Callable[[int], str]) -> Tensor:
-    """Convert ids of a list to ``[N]``; ``place`` describes where the i-th is."""
+def _int64(name: str, ids: list[Any], locate: Callable[[int], str]) -> Tensor:
+    """Convert a list of ids to ``[N]``. ``locate(i)`` describes the location of the i-th id for messages."""
     for kind in set(map(type, ids)):
         if not _is_integer(kind):
             at = next(i for i, value in enumerate(ids) if type(value) is kind)
             raise BatchError(
-                f"feature '{name}': ids must be integers, got {_shown(ids[at])} {place(at)}; convert ids with int(), "
-                "number words first, and leave out what is missing"
+                f"feature '{name}': ids: got {_shorten(ids[at])} {locate(at)}, expected integers. Convert ids with "
+                "int(), encode words as numbers, and remove missing values"
             )
     try:
         return torch.from_numpy(np.fromiter(map(int, ids), dtype=np.int64, count=len(ids)))
     except OverflowError:
         at = next(i for i, value in enumerate(ids) if not -_LARGEST - 1 <= int(value) <= _LARGEST)
-        _refuse_large(name, int(ids[at]), place(at))
+        _refuse_large(name, int(ids[at]), locate(at))
 
 
 def _is_integer(kind: type) -> bool:
-    """Say whether values of this type are integers; True and False are not."""
+    """Return whether a type is an integer type. bool is not."""
     return issubclass(kind, (int, np.integer)) and kind is not bool
 
 
-def _refuse_large(name: str, value: int, place: str) -> NoReturn:
+def _refuse_large(name: str, value: int, where: str) -> NoReturn:
     raise BatchError(
-        f"feature '{name}': id {value} {place} does not fit into 64 bits with a sign (−2⁶³ … 2⁶³ − 1); take the "
-        "remainder, or hash ids before"
+        f"feature '{name}': id: got {value} {where}, expected a signed 64-bit integer (−2⁶³ … 2⁶³ − 1). Hash the ids, "
+        "or use their remainder"
     )
 
 
-def _shown(value: object) -> str:
-    """Shorten a value for messages."""
+def _shorten(value: object) -> str:
+    """Return a short text of a value, for messages."""
     text = repr(value.item() if isinstance(value, np.generic) else value)
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 def _bags_of_nested(name: str, entry: Tensor) -> Bags:
     if entry.layout != torch.jagged:
-        raise BatchError(f"feature '{name}': nested tensors need layout=torch.jagged, got {entry.layout}")
+        raise BatchError(f"feature '{name}': nested tensor: got layout {entry.layout}, expected torch.jagged")
     if entry.lengths() is not None:  # pyright: ignore[reportAttributeAccessIssue]
-        raise BatchError(f"feature '{name}': the nested tensor has holes (from narrow?); pass its .contiguous()")
+        raise BatchError(
+            f"feature '{name}': got a nested tensor with gaps, e.g. from narrow, expected a contiguous one. Pass its "
+            ".contiguous()"
+        )
     _check_ids(name, entry.values())
     offsets = cast(Tensor, entry.offsets())  # pyright: ignore[reportAttributeAccessIssue]
     return Bags(entry.values(), entry.shape[0], None, offsets.long(), None)
@@ -195,18 +203,18 @@ def _bags_of_nested(name: str, entry: Tensor) -> Bags:
 def _check_ids(name: str, ids: Tensor) -> None:
     if ids.dtype not in INDEX_DTYPES:
         raise BatchError(
-            f"feature '{name}': ids must be int32 or int64, got {describe_tensor(ids)}; convert with ids.long()"
+            f"feature '{name}': ids: got {describe_tensor(ids)}, expected int32 or int64. Convert them with ids.long()"
         )
 
 
 def bags_of_padded(name: str, ids: Tensor, padding_id: int | None, lengths: Tensor | None) -> Bags:
-    """Leave padding out of ids ``[B, L]``: every ``padding_id``, or what is beyond ``lengths [B]``."""
+    """Remove the padding from ids ``[B, L]``: every ``padding_id``, or ids beyond ``lengths [B]``."""
     _check_ids(name, ids)
     if ids.dim() != 2 or (lengths is not None and lengths.shape != ids.shape[:1]):
         given = "" if lengths is None else f", with lengths {describe_tensor(lengths)}"
         raise BatchError(
-            f"feature '{name}': padded ids are [samples, length], with lengths [samples], got "
-            f"{describe_tensor(ids)}{given}"
+            f"feature '{name}': padded ids: got {describe_tensor(ids)}{given}, expected [samples, length], and lengths "
+            "[samples]"
         )
     if lengths is None:
         kept = ids != padding_id
@@ -214,7 +222,7 @@ def bags_of_padded(name: str, ids: Tensor, padding_id: int | None, lengths: Tens
         check_integers(f"feature '{name}': lengths", lengths)
         if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= ids.shape[1]:
             raise BatchError(
-                f"feature '{name}': lengths are {int(lengths.min())} to {int(lengths.max())}, must be between 0 and "
+                f"feature '{name}': lengths: got {int(lengths.min())} to {int(lengths.max())}, expected 0 to "
                 f"{ids.shape[1]}, the padded length"
             )
         kept = padding_mask(lengths, ids.shape[1], None)
@@ -222,7 +230,7 @@ def bags_of_padded(name: str, ids: Tensor, padding_id: int | None, lengths: Tens
 
 
 def take_bags(bags: Bags, samples: Tensor) -> Bags:
-    """Select the bags of these samples ``[b]``, in this order."""
+    """Return the bags of the samples ``[b]``, in this order."""
     if bags.fixed is not None:
         column = torch.arange(bags.fixed, device=samples.device)
         position, offsets = (samples[:, None] * bags.fixed + column).reshape(-1), None
@@ -237,30 +245,33 @@ def take_bags(bags: Bags, samples: Tensor) -> Bags:
 
 
 def weights_of(bags: Bags) -> Tensor:
-    """Return per-id weights, 1 where there are none."""
+    """Return the per-id weights, or ones if there are none."""
     if bags.weights is not None:
         return bags.weights
     return torch.ones(len(bags.values), dtype=torch.float32, device=bags.values.device)
 
 
 def checked_totals(names: list[str], offsets: Tensor) -> list[int]:
-    """Count the ids of each ragged feature; raise unless every row of offsets starts at 0 and never falls."""
+    """Return the number of ids of each ragged feature.
+
+    Raise `BatchError` if a row of offsets does not start at 0, or decreases.
+    """
     falls = offsets[:, 1:] < offsets[:, :-1]
     if bool((offsets[:, 0] != 0).any() | falls.any()):
         i = int(((offsets[:, 0] != 0) | falls.any(dim=1)).nonzero()[0])
         name, row = names[i], offsets[i]
         if int(row[0]) != 0:
-            raise BatchError(f"feature '{name}': offsets start at {int(row[0])}, must start at 0")
+            raise BatchError(f"feature '{name}': first offset: got {int(row[0])}, expected 0")
         at = int(falls[i].nonzero()[0])
         raise BatchError(
-            f"feature '{name}': offsets fall from {int(row[at])} to {int(row[at + 1])} at sample {at}; "
-            f"offsets are running totals of the ids per sample"
+            f"feature '{name}': offsets: got {int(row[at + 1])} after {int(row[at])} at sample {at}, expected running "
+            "totals of the ids per sample, which never decrease"
         )
     return offsets[:, -1].tolist()
 
 
 def check_integers(name: str, given: Tensor) -> None:
-    """Raise unless lengths or offsets are integers, or there are none."""
+    """Raise `BatchError` if lengths or offsets are not integers. Empty tensors may have any dtype."""
     if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
         raise BatchError(
             f"{name} have a wrong dtype: got {describe_tensor(given)}, expected integers. Convert them with .long()."
@@ -275,7 +286,7 @@ def lengths_by_key(keys: Sequence[str], lengths: Tensor) -> tuple[Tensor, list[i
     check_integers("lengths", lengths)
     count = len(keys)
     if not keys or lengths.dim() == 0 or lengths.numel() % count or lengths.shape[:-1] not in ((), (count,)):
-        raise BatchError(f"lengths must be [{count} keys × batch size], got {describe_tensor(lengths)}")
+        raise BatchError(f"lengths: got {describe_tensor(lengths)}, expected [{count} keys × batch size]")
     by_key = lengths.reshape(count, -1) if lengths.numel() else lengths.new_empty(count, 0)
     if not by_key.numel():
         return by_key, [None] * count, 0
@@ -283,22 +294,22 @@ def lengths_by_key(keys: Sequence[str], lengths: Tensor) -> tuple[Tensor, list[i
     least, most, sums = torch.stack([t.to(torch.int64) for t in per_key]).tolist()
     if min(least) < 0:
         key, sample = divmod(int(by_key.argmin()), by_key.shape[1])
-        raise BatchError(f"feature '{keys[key]}': length {min(least)} at sample {sample}")
+        raise BatchError(f"feature '{keys[key]}': length: got {min(least)} at sample {sample}, expected at least 0")
     return by_key, [k if k == longest else None for k, longest in zip(least, most, strict=True)], sum(sums)
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Sum lengths up along the last dim, with a leading 0, int64."""
+    """Return the running totals of lengths along the last dim, with a leading 0, int64."""
     return torch.nn.functional.pad(lengths.cumsum(-1, dtype=torch.int64), (1, 0))
 
 
 def padding_mask(lengths: Tensor, length: int, padding: Padding | None) -> Tensor:
-    """Say which places of bags with these lengths ``[B]``, padded to ``length``, have an id: ``[B, length]`` bool.
+    """Return ``[B, length]`` bool: which positions of padded bags with lengths ``[B]`` have an id.
 
-    They come first, unless the padding is ``"left"``.
+    The ids come first, unless ``padding`` is ``"left"``.
     """
-    place = torch.arange(length, device=lengths.device)
-    return place >= length - lengths[:, None] if padding == "left" else place < lengths[:, None]
+    position = torch.arange(length, device=lengths.device)
+    return position >= length - lengths[:, None] if padding == "left" else position < lengths[:, None]
 
 
 def describe_tensor(t: Tensor) -> str:
@@ -318,22 +329,28 @@ class Jagged(Numbered):
     batch_size
         Number of samples ``B``.
     fixed
-        Per feature: ids per sample, or None where the feature is ragged. Default: every feature has one id.
+        Number of ids per sample of each feature, or None for a ragged feature. Default: one id for all features.
     offsets
-        ``[ragged features, B + 1]`` int64, one row per ragged feature in order. Each row starts at 0, never falls, and
-        ends at the number of ids of that feature.
+        ``[ragged features, B + 1]`` int64, one row per ragged feature in order. Each row starts at 0, never decreases,
+        and ends at the number of ids of that feature.
     weights
         Per-id weights ``[N]``, floating point.
     starts
-        Position of each feature in ``values``, plus the end (``F + 1`` ints). Pass it only where it is known already;
-        otherwise it is computed and everything is validated.
+        Position of each feature in ``values``, plus the end (``F + 1`` ints). If it is passed, nothing is validated.
+        Otherwise it is computed, and all parts are validated.
     sizes
-        Ids of each feature, where ``values`` has room for more behind those that are ragged. Only with ``starts``.
+        Number of ids of each feature, if ``values`` has free room after ragged features. Only with ``starts``.
 
     Raises
     ------
     BatchError
-        If the parts do not fit together; the message names the feature and the sample.
+        If the shapes or values of the parts contradict each other. The message names the feature and the sample.
+
+    Examples
+    --------
+    >>> ids = Jagged.from_dict({"user": [7, 8], "history": [[4, 1], [3]]})
+    >>> ids.values.tolist(), ids.fixed, ids["history"].offsets.tolist()
+    ([7, 8, 4, 1, 3], (1, None), [0, 2, 3])
     """
 
     __slots__ = (
@@ -365,7 +382,7 @@ class Jagged(Numbered):
     ) -> None:
         super().__init__()
         self.names = tuple(names)
-        # Kernels read these as plain memory, so they are made contiguous here, once.
+        # Kernels need contiguous memory.
         self.values = values.contiguous()
         self.batch_size = batch_size
         self.fixed: tuple[int | None, ...] = (1,) * len(self.names) if fixed is None else tuple(fixed)
@@ -381,38 +398,40 @@ class Jagged(Numbered):
     def _validated_starts(self) -> tuple[int, ...]:
         values, names, batch_size = self.values, self.names, self.batch_size
         if len(set(names)) != len(names):
-            raise BatchError(f"feature names must be unique, got {list(names)}")
+            raise BatchError(f"names: got {list(names)}, expected distinct names of features")
         if len(self.fixed) != len(names):
-            raise BatchError(f"{len(names)} features but {len(self.fixed)} entries in `fixed`")
+            raise BatchError(f"fixed: got {len(self.fixed)} entries, expected one for each of {len(names)} features")
         if values.dim() != 1 or values.dtype not in INDEX_DTYPES:
             raise BatchError(
-                f"ids must be a 1-D tensor of int32 or int64, got {describe_tensor(values)}; convert with ids.long()"
+                f"values: got {describe_tensor(values)}, expected [N] of int32 or int64. Convert them with .long()"
             )
         ragged = [name for name, k in zip(names, self.fixed, strict=True) if k is None]
         totals: list[int] = []
         if ragged:
             if self.offsets is None or self.offsets.shape != (len(ragged), batch_size + 1):
                 raise BatchError(
-                    f"offsets must be [{len(ragged)}, {batch_size + 1}] (ragged features × batch size + 1), got "
-                    f"{'none' if self.offsets is None else describe_tensor(self.offsets)}"
+                    f"offsets: got {'none' if self.offsets is None else describe_tensor(self.offsets)}, expected "
+                    f"[{len(ragged)}, {batch_size + 1}] (ragged features × batch size + 1)"
                 )
             if self.offsets.dtype != torch.int64:
                 raise BatchError(
-                    f"offsets must be int64, got {describe_tensor(self.offsets)}; convert with offsets.long()"
+                    f"offsets: got {describe_tensor(self.offsets)}, expected int64. Convert them with offsets.long()"
                 )
             totals = checked_totals(ragged, self.offsets)
         elif self.offsets is not None:
-            raise BatchError("offsets were given but every feature is fixed; mark ragged features with None in `fixed`")
+            raise BatchError(
+                "offsets: expected none, because all features are fixed. Set ragged features to None in `fixed`"
+            )
         starts, ragged_totals = [0], iter(totals)
         for k in self.fixed:
             starts.append(starts[-1] + (next(ragged_totals) if k is None else batch_size * k))
         if starts[-1] != len(values):
             sizes = ", ".join(f"{n}: {b - a}" for n, a, b in zip(names, starts, starts[1:], strict=False))
-            raise BatchError(f"the features need {starts[-1]:,} ids ({sizes}) but values holds {len(values):,}")
+            raise BatchError(f"values: got {len(values):,} ids, expected {starts[-1]:,} for all features ({sizes})")
         if self.weights is not None and (
             self.weights.shape != values.shape or not self.weights.dtype.is_floating_point
         ):
-            raise BatchError(f"weights must be floating point [{len(values)}], got {describe_tensor(self.weights)}")
+            raise BatchError(f"weights: got {describe_tensor(self.weights)}, expected floating point [{len(values)}]")
         return tuple(starts)
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -430,74 +449,74 @@ class Jagged(Numbered):
         return f"Jagged(batch_size={self.batch_size}, ids={len(self.values)}, {{{features}}})"
 
     def index(self, name: str) -> int:
-        """Find the position of a feature; a `BatchError` names what is missing and what there is."""
+        """Return the position of a feature. Raise `BatchError` if the batch lacks the feature."""
         try:
             return self._index[name]
         except KeyError:
             raise BatchError(
-                f"the batch has no feature '{name}'; it has {', '.join(self.names) or 'none'}"
+                f"feature of the batch: got '{name}', expected one of {', '.join(self.names) or 'none'}"
                 f"{did_you_mean(name, self.names)}"
             ) from None
 
     @property
     def verified(self) -> frozenset[tuple[str, int]]:
-        """What is known of the ids; empty again once they are changed.
+        """Verified facts about the ids, which are forgotten when the ids change.
 
-        ``(feature, n)``: every id is in ``0 … n − 1``; ``(feature, −n)``: no bag has more than n ids.
+        ``(feature, n)``: all ids are in ``0 … n − 1``. ``(feature, −n)``: no bag has more than n ids.
         """
         if self._verified is None or self._verified[0] is not self.values or self._verified[1] != self._versions():
             return frozenset()
         return self._verified[2]
 
     def mark_verified(self, pairs: Iterable[tuple[str, int]]) -> None:
-        """Record that these claims hold, see `verified`."""
-        if not self.values.is_inference():  # whose changes torch does not count
+        """Add verified facts. See `verified`."""
+        if not self.values.is_inference():  # torch does not count changes of inference tensors
             self._verified = (self.values, self._versions(), self.verified.union(pairs))
 
     def put_prefetched(self, key: object, value: object) -> None:
-        """Attach what was prefetched for these ids: by collection, see `EmbeddingCollection.prefetch_ids`."""
+        """Attach prefetched data for a collection. See `EmbeddingCollection.prefetch_ids`."""
         self._prefetched[key] = value
 
     def take_prefetched(self, key: object) -> object | None:
-        """Detach and return what `put_prefetched` attached; None if nothing is."""
+        """Detach and return the data of `put_prefetched`, or None."""
         return self._prefetched.pop(key, None)
 
     def _versions(self) -> tuple[int, int]:
-        """Count the in-place changes of ids and offsets."""
+        """Return the number of in-place changes of ids and of offsets."""
         return version(self.values), 0 if self.offsets is None else version(self.offsets)
 
     @property
     def has_room(self) -> bool:
-        """Whether there may be room for more ids behind those of ragged features."""
+        """Whether ``values`` may have free room after ragged features."""
         return self._sizes is not None
 
     @property
     def ids_by_feature(self) -> dict[str, int]:
-        """Number of ids of each feature, which the host knows without a look at the tensors."""
+        """Number of ids of each feature, known without reading tensors."""
         lengths = self._sizes or [end - start for start, end in pairwise(self.starts)]
         return dict(zip(self.names, lengths, strict=True))
 
     @property
     def ragged_rows(self) -> tuple[int, ...]:
-        """Row of ``offsets`` that belongs to each feature, where it is ragged."""
+        """Row of ``offsets`` of each ragged feature. The entries of fixed features have no meaning."""
         if self._ragged_rows is None:
             self._ragged_rows = tuple(accumulate((k is None for k in self.fixed), initial=0))
         return self._ragged_rows
 
     def __getitem__(self, name: str) -> Bags:
-        """Return the ids of one feature; tensors are views."""
+        """Return the ids of one feature as views."""
         return self.bags_of(name)
 
     def bags_of(self, name: str) -> Bags:
-        """Return what ``ids[name]`` does, for callers that read how many ids a sample has, and none of the ids.
+        """Return ``ids[name]``, for callers that need the number of ids per sample, but not the ids.
 
-        So collections can take ids that a captured step reads, of which each batch has another number.
+        A subclass for captured steps, where each batch has a different number of ids, overrides ``ids[name]``.
         """
         i = self.index(name)
-        here = slice(self.starts[i], self.starts[i + 1] if self._sizes is None else self.starts[i] + self._sizes[i])
+        part = slice(self.starts[i], self.starts[i + 1] if self._sizes is None else self.starts[i] + self._sizes[i])
         offsets = None if self.fixed[i] is not None or self.offsets is None else self.offsets[self.ragged_rows[i]]
-        weights = None if self.weights is None else self.weights[here]
-        return Bags(self.values[here], self.batch_size, self.fixed[i], offsets, weights)
+        weights = None if self.weights is None else self.weights[part]
+        return Bags(self.values[part], self.batch_size, self.fixed[i], offsets, weights)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Jagged:
         """Copy the ids to a device."""
@@ -533,7 +552,7 @@ class Jagged(Numbered):
 
     @staticmethod
     def concatenate(parts: Sequence[Jagged]) -> Jagged:
-        """Join the samples of several batches, in order; these must have the same features."""
+        """Concatenate the samples of several batches, in order. All must have the same features."""
         first = parts[0]
         if len(parts) == 1:
             return first
@@ -559,16 +578,20 @@ class Jagged(Numbered):
     ) -> Jagged:
         """Build from one entry per feature.
 
-        An entry is a tensor or NumPy array ``[B]`` (one id per sample) or ``[B, k]``; a torch nested tensor of jagged
-        layout; a pair of tensors or arrays ``(values [N], offsets [B + 1])``; a list of one id per sample; or a list of
-        one list or array of ids per sample. Ids in lists are integers of Python or NumPy. ``weights`` gives per-id
-        weights for some of the features in the same shape (``[N]`` for ragged ones); features without get 1.
+        Parameters
+        ----------
+        features
+            An entry is one of: a tensor or NumPy array ``[B]`` (one id per sample) or ``[B, k]``; a nested tensor of
+            jagged layout; a pair of tensors or arrays ``(values [N], offsets [B + 1])``; a list with one id per sample;
+            a list with one list or array of ids per sample. Ids in lists are Python or NumPy integers.
+        weights
+            Per-id weights of some features, in the shape of their ids (``[N]`` for ragged features). Default: 1.
 
         Raises
         ------
         BatchError
-            If ``features`` is no mapping, an entry is none of these, an id is no integer or does not fit into 64 bits,
-            offsets are ``[B]``, or features have different numbers of samples; the message names feature, value, place.
+            If ``features`` is no mapping, an entry has a different type, an id is no 64-bit integer, offsets are
+            ``[B]``, or features have different numbers of samples. The message names feature, value and position.
         """
         bags = bags_of_features(features)
         if weights:
@@ -578,7 +601,9 @@ class Jagged(Numbered):
                 given = weights.get(name)
                 w = weights_of(b) if given is None else (given.values() if given.is_nested else given.reshape(-1))
                 if len(w) != len(b.values):
-                    raise BatchError(f"feature '{name}' has {len(b.values):,} ids but {len(w):,} weights")
+                    raise BatchError(
+                        f"feature '{name}': got {len(w):,} weights, expected one per id ({len(b.values):,})"
+                    )
                 bags[name] = b._replace(weights=w)
         return _from_bags(bags)
 
@@ -588,22 +613,22 @@ class Jagged(Numbered):
     ) -> Jagged:
         """Build from padded ids ``[B, L]`` per feature, without the padding.
 
-        Padding is every ``padding_id``, wherever it is; or what is beyond the ``lengths [B]`` of a feature's samples.
+        Padding is either every ``padding_id``, at any position, or all ids beyond the ``lengths [B]`` of a feature.
 
         Raises
         ------
         BatchError
-            If neither or both are given, a feature has no lengths, or shapes do not fit.
+            If neither or both of ``padding_id`` and ``lengths`` are passed, a feature has no lengths, or shapes differ.
         """
         if (padding_id is None) == (lengths is None):
-            raise BatchError("give either padding_id, the id that stands for nothing, or lengths by feature")
+            raise BatchError("from_padded: expected either padding_id (the id of padding) or lengths by feature")
         if lengths is not None and (without := [name for name in features if name not in lengths]):
-            raise BatchError(f"feature '{without[0]}' has no lengths; there are {', '.join(lengths) or 'none'}")
+            raise BatchError(f"lengths: got {', '.join(lengths) or 'none'}, expected also feature '{without[0]}'")
         of_name = lengths or {}
         return _from_bags({n: bags_of_padded(n, ids, padding_id, of_name.get(n)) for n, ids in features.items()})
 
     def to_dict(self) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
-        """Return per feature ``[B, k]`` where it is fixed, ``(values, offsets)`` where it is ragged; views."""
+        """Return views by feature: ``[B, k]`` if it is fixed, ``(values, offsets)`` if it is ragged."""
         out: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
         for name in self.names:
             b = self[name]
@@ -611,7 +636,7 @@ class Jagged(Numbered):
         return out
 
     def to_nested(self) -> dict[str, Tensor]:
-        """Return per feature a torch nested tensor of jagged layout."""
+        """Return a nested tensor of jagged layout for each feature."""
         out: dict[str, Tensor] = {}
         for name in self.names:
             b = self[name]
@@ -621,14 +646,15 @@ class Jagged(Numbered):
 
     @staticmethod
     def from_keyed(keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Jagged:
-        """Build from ``KeyedJaggedTensor`` parts: keys (F), values ``[N]``, lengths ``[F · B]``, weights ``[N]``.
+        """Build from parts of a ``KeyedJaggedTensor``: F keys, values ``[N]``, lengths ``[F · B]``, weights ``[N]``.
 
-        Values and weights beyond the sum of the lengths are not read, as in TorchRec.
+        As in TorchRec, values and weights beyond the sum of the lengths are ignored.
 
         Raises
         ------
         BatchError
-            If lengths are not integers, negative, or not as many for each key, or there are fewer values or weights.
+            If lengths are not integers, are negative, or cannot be divided among the keys, or if their sum is more than
+            the values or weights.
         """
         by_key, fixed, total = lengths_by_key(keys, lengths)
         ragged = [i for i, k in enumerate(fixed) if k is None]
@@ -637,7 +663,7 @@ class Jagged(Numbered):
         return Jagged(keys, values, batch_size=by_key.shape[1], fixed=fixed, offsets=offsets, weights=weights)
 
     def to_keyed(self) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
-        """Make ``KeyedJaggedTensor`` parts: keys, values ``[N]``, lengths ``[F · B]``, weights ``[N]`` or None."""
+        """Return ``KeyedJaggedTensor`` parts: keys, values ``[N]``, lengths ``[F · B]``, weights ``[N]`` or None."""
         lengths = [
             torch.full((self.batch_size,), k, dtype=torch.int64, device=self.values.device)
             if k is not None

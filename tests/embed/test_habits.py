@@ -102,7 +102,7 @@ def test_ids_of_another_kind_say_how_to_make_a_jagged() -> None:
 
 def test_a_dict_in_the_form_of_torchrec_says_how_to_make_a_jagged() -> None:
     given: Any = Keyed()
-    with pytest.raises(BatchError, match=r"are Keyed, must be a dict .*; use Jagged.from_keyed\(ids.keys\(\), ids.v"):
+    with pytest.raises(BatchError, match=r"got Keyed, expected a dict .* Use Jagged.from_keyed\(ids.keys\(\), ids.v"):
         hb.Jagged.from_dict(given)
     given = [torch.tensor([1])]
     with pytest.raises(BatchError, match=r"are list, must be a dict of ids by name; use Jagged.from_dict\({'FEATURE'"):
@@ -111,12 +111,12 @@ def test_a_dict_in_the_form_of_torchrec_says_how_to_make_a_jagged() -> None:
 
 def test_offsets_of_an_embedding_bag_say_what_they_lack() -> None:
     bags, whole = torch.tensor([3, 5, 3]), torch.tensor([0, 2, 2])
-    lacking = r"offsets are \[B \+ 1\]; .* torch.cat\(\[offsets, offsets.new_tensor\(\[len\(ids\)\]\)\]\)"
-    with pytest.raises(BatchError, match=rf"feature 'item': offsets end at 2 but there are 3 ids; {lacking}"):
+    lacking = r"Offsets are \[B \+ 1\]\..* torch.cat\(\[offsets, offsets.new_tensor\(\[len\(ids\)\]\)\]\)"
+    with pytest.raises(BatchError, match=rf"feature 'item': last offset: got 2, expected the number of ids 3. {lacking}"):
         hb.Jagged.from_dict({"item": (bags, whole)})
-    with pytest.raises(BatchError, match=rf"feature 'item' has 1 samples but 'user' has 2; {lacking}"):
+    with pytest.raises(BatchError, match=rf"feature 'item': got 1 samples, expected 2 as in 'user'. {lacking}"):
         hb.Jagged.from_dict({"user": torch.tensor([1, 2]), "item": (bags, torch.tensor([0, 3]))})
-    with pytest.raises(BatchError, match=rf"feature 'user' has 2 samples but 'item' has 1; {lacking}"):
+    with pytest.raises(BatchError, match=rf"feature 'user': got 2 samples, expected 1 as in 'item'. {lacking}"):
         hb.Jagged.from_dict({"item": (bags, torch.tensor([0, 3])), "user": torch.tensor([1, 2])})
     made = hb.Jagged.from_dict({"item": (bags, torch.cat([whole, whole.new_tensor([len(bags)])]))})
     assert made["item"].lengths().tolist() == [2, 0, 1]

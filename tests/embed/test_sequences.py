@@ -178,10 +178,10 @@ def test_sequences_and_pooled_features_mix():
 def test_only_pooled_features_stack_and_only_others_are_padded():
     e = make(*MIXED)(mixed_ids())
     for method in (e.stack, e.concatenate):
-        message = f"{method.__name__}() needs pooled features, and history, past, other has pooling='none'"
+        message = f"{method.__name__}(): got pooling='none' of history, past, other"
         with pytest.raises(BatchError, match=re.escape(message)):
             method()
-    with pytest.raises(BatchError, match="feature 'item' is pooled, so there is nothing to pad"):
+    with pytest.raises(BatchError, match="feature 'item': got a pooled feature"):
         e.padded("item")
 
 
