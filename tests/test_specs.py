@@ -9,7 +9,7 @@ from hotbed.specs import Feature, Table, check_specs
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Table("", rows=1, dim=1), "a table needs a non-empty name"),
+        (lambda: Table("", rows=1, dim=1), "got '', expected text"),
         (lambda: Table("t", rows=0, dim=4), "table 't': rows: got 0, expected at least 1"),
         (lambda: Table("t", rows=-5, dim=4), "table 't': rows: got -5, expected at least 1"),
         (lambda: Table("t", rows=1e3, dim=4), "table 't': rows: got 1000.0, expected an integer"),
@@ -30,7 +30,7 @@ from hotbed.specs import Feature, Table, check_specs
         (lambda: Table("t", rows=5, dim=4, fp32_rows=-1), "fp32_rows: got -1, expected at least 0"),
         (lambda: Table("t", rows=5, dim=4, fp32_rows=True), "fp32_rows: got True, expected an integer"),
         (lambda: Table("t", rows=5, dim=4, fp32_rows=0.5), "fp32_rows: got 0.5, expected an integer"),
-        (lambda: Feature("", table="t"), "a feature needs a non-empty name"),
+        (lambda: Feature("", table="t"), "got '', expected text"),
         (
             lambda: Feature("f", table="t", pooling="max"),
             "feature 'f': pooling: got 'max', expected one of sum, mean, none",
@@ -54,11 +54,11 @@ def test_a_spec_that_cannot_be_right_is_refused(make, message):
 @pytest.mark.parametrize(
     ("tables", "features", "message"),
     [
-        (["a"], [], "needs at least one feature"),
+        (["a"], [], "got none, expected at least one"),
         (["a", "a"], [("f", "a")], "table: got 'a' 2 times, expected unique"),
         (["a"], [("f", "a"), ("f", "a")], "feature: got 'f' 2 times, expected unique"),
         (["items"], [("f", "item")], "feature 'f': table: got 'item', expected one of items; did you mean 'items'?"),
-        (["a", "b"], [("f", "a")], "table 'b' has no feature"),
+        (["a", "b"], [("f", "a")], "got no feature, expected at least one"),
     ],
 )
 def test_tables_and_features_must_fit(tables, features, message):

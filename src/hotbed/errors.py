@@ -3,24 +3,24 @@
 ::
 
     HotbedError
-    ├── SpecError (ValueError)          a table, feature, schema or module argument that cannot be right
-    ├── RecipeError (ValueError)        a recipe, hardware profile or command-line argument
+    ├── SpecError (ValueError)          an invalid argument of a table, feature, schema or module
+    ├── RecipeError (ValueError)        an invalid recipe, hardware profile or command-line argument
     ├── PlanError (ValueError)          a sharding plan that does not fit its tables, ranks or memory
-    ├── BatchError (ValueError)         a batch that does not fit the features it is given to
-    ├── DataError (ValueError)          a source file whose content is not what its format says
-    ├── CheckpointError (RuntimeError)  a checkpoint that is absent, damaged or of another model
-    │   ├── DamagedError                one whose content is not what was written
-    │   └── NotOursError                a directory that another run has taken over
-    ├── StoreError (RuntimeError)       rows that do not fit where they are to be
-    ├── BackendError (RuntimeError)     a kernel backend that was asked for and cannot run here
+    ├── BatchError (ValueError)         a batch that does not match the model's features
+    ├── DataError (ValueError)          a data file with content that its format does not allow
+    ├── CheckpointError (RuntimeError)  a checkpoint that is missing, damaged or for a different model
+    │   ├── DamagedError                a checkpoint with bytes that differ from the written ones
+    │   └── NotOursError                a directory of checkpoints that a different run has taken over
+    ├── StoreError (RuntimeError)       rows that do not fit into their memory
+    ├── BackendError (RuntimeError)     a requested kernel backend that cannot run on this machine
     ├── CommError (RuntimeError)        an exchange between ranks that failed or timed out
-    ├── OptimizerError (RuntimeError)   an optimizer used in a way that would lose or repeat an update
+    ├── OptimizerError (RuntimeError)   a use of an optimizer that would lose or repeat an update
     ├── WorkerError (RuntimeError)      workers of an executor that died, or a cluster that does not answer
-    ├── RequestError (ValueError)       a request that a server does not answer with scores
-    ├── StoppedError (RuntimeError)     training that was told to stop, and saved a checkpoint
+    ├── RequestError (ValueError)       a request that a server refuses
+    ├── StoppedError (RuntimeError)     training or serving that a signal stopped
     └── NonFiniteError (ArithmeticError) a loss that is NaN or infinite
 
-Each message states the value, the limit it broke and how to mend it.
+Each message names the value and the limit that it exceeds, and says how to fix the problem.
 """
 
 from __future__ import annotations
@@ -34,61 +34,61 @@ class HotbedError(Exception):
 
 
 class SpecError(HotbedError, ValueError):
-    """A table, feature, schema or module argument that cannot be right."""
+    """An argument of a table, feature, schema or module is invalid."""
 
 
 class RecipeError(HotbedError, ValueError):
-    """A recipe, hardware profile or command-line argument that cannot be right."""
+    """A recipe, hardware profile or command-line argument is invalid."""
 
 
 class PlanError(HotbedError, ValueError):
-    """A sharding plan that does not fit its tables, ranks or memory."""
+    """A sharding plan does not fit its tables, ranks or memory."""
 
 
 class BatchError(HotbedError, ValueError):
-    """A batch that does not fit the features it is given to."""
+    """A batch does not match the model's features."""
 
 
 class DataError(HotbedError, ValueError):
-    """A source file whose content is not what its format says."""
+    """A data file has content that its format does not allow."""
 
 
 class CheckpointError(HotbedError, RuntimeError):
-    """A checkpoint that is absent, damaged or made for another model."""
+    """A checkpoint is missing, damaged, or for a different model."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose content is not what was written."""
+    """The bytes of a checkpoint differ from the written ones."""
 
 
 class NotOursError(CheckpointError):
-    """A directory of checkpoints that another run has taken over."""
+    """A different run has taken over a directory of checkpoints."""
 
 
 class StoreError(HotbedError, RuntimeError):
-    """Rows of tables that do not fit where they are to be kept."""
+    """Rows of tables do not fit into their memory."""
 
 
 class BackendError(HotbedError, RuntimeError):
-    """A kernel backend that was asked for and cannot run here."""
+    """A requested kernel backend cannot run on this machine."""
 
 
 class CommError(HotbedError, RuntimeError):
-    """An exchange between ranks that failed or timed out."""
+    """An exchange between ranks failed or timed out."""
 
 
 class OptimizerError(HotbedError, RuntimeError):
-    """An optimizer used in a way that would lose or repeat an update."""
+    """A use of an optimizer would lose or repeat an update."""
 
 
 class WorkerError(HotbedError, RuntimeError):
-    """Workers of an executor that died again and again, or a cluster that does not answer."""
+    """Workers of an executor died repeatedly, or a cluster does not answer."""
 
 
 class RequestError(HotbedError, ValueError):
-    """A request that a server does not answer with scores.
+    """A server refuses a request.
 
-    ``status`` is of the HTTP answer, and ``reason`` a short name for metrics and logs.
+    ``status`` is the HTTP status of the answer, and ``reason`` is a short name for metrics and logs.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RequestError(HotbedError, ValueError):
 
 
 class StoppedError(HotbedError, RuntimeError):
-    """Training, or a server, that was told to stop by a signal before it was over; ``signal`` is its number."""
+    """A signal with the number ``signal`` stopped training or a server."""
 
     def __init__(self, message: str, signal: int) -> None:
         super().__init__(message)
@@ -107,11 +107,11 @@ class StoppedError(HotbedError, RuntimeError):
 
 
 class NonFiniteError(HotbedError, ArithmeticError):
-    """A loss that is NaN or infinite."""
+    """A loss is NaN or infinite."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the closest known name, whatever its case, or an empty string."""
+    """Return ``"; did you mean 'x'?"`` for the closest known name, ignoring case, or an empty string."""
     names = list(known)
     by_letters = {one.casefold(): one for one in reversed(names)}
     close = difflib.get_close_matches(name, names, n=1)

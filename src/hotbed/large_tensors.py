@@ -1,11 +1,11 @@
 # pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
-"""Allocate large CPU tensors: in huge pages, and in memory that is used again.
+"""Allocate large CPU tensors in huge pages, and reuse their memory.
 
-*Huge pages.* Random rows of a large arena miss the TLB on 4 KiB pages; with transparent huge pages they rarely do.
+*Huge pages.* Random rows of a large arena cause TLB misses with pages of 4 KiB, but rarely with huge pages.
 
-*Recycling.* glibc returns blocks over 32 MiB to the system when they are freed, so a fresh result of that size costs a
-page fault per 4 KiB: for ``[4096, 26, 128]`` float32 more than the lookup that fills it (docs/log.md). Blocks for
-results are kept and handed out again once no tensor refers to them.
+*Reuse.* glibc returns freed blocks above 32 MiB to the system. A new result of this size then costs a page fault per
+4 KiB. For ``[4096, 26, 128]`` float32, this takes longer than the lookup that fills the result (docs/log.md).
+Therefore the blocks of results are kept, and reused when no tensor refers to them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ HUGE_PAGE_BYTES = 2 << 20
 """Size of a transparent huge page on x86-64, and on AArch64 with 4 KiB base pages."""
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-"""What Linux says of transparent huge pages; the choice is in brackets."""
+"""File with the system's setting of transparent huge pages. The active choice is in brackets."""
 
 PAGE_BYTES = 4096
-"""Least size of a block of memory."""
+"""Size of a normal page, and least size of a block."""
 
 MAX_FREE_BYTES = 2 << 30
-"""Memory kept for later; blocks that have waited longest are given up first."""
+"""Limit of the memory that is kept for reuse. The oldest blocks are freed first."""
 
 _returned: deque[mmap.mmap] = deque()
-"""Blocks nobody refers to any more. The garbage collector appends here at any moment, so no lock may be needed to."""
+"""Blocks without references. The garbage collector may append at any moment, so appending must not need a lock."""
 _free: list[mmap.mmap] = []
 _lock = threading.Lock()
 _observers: list[Callable[[Tensor], None]] = []
@@ -45,7 +45,7 @@ _observers: list[Callable[[Tensor], None]] = []
 
 @contextmanager
 def observing(observer: Callable[[Tensor], None]) -> Generator[None]:
-    """Call ``observer`` with each tensor that `zeros` and `empty` map inside; no operation of torch makes these."""
+    """Call ``observer`` with each tensor that `zeros` or `empty` maps in the body. torch does not see these tensors."""
     _observers.append(observer)
     try:
         yield
@@ -54,7 +54,7 @@ def observing(observer: Callable[[Tensor], None]) -> Generator[None]:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Zero-filled CPU tensor, in huge pages where it is large and the system is Linux."""
+    """Return a zero-filled CPU tensor. On Linux, large tensors use huge pages."""
     nbytes = math.prod(shape) * dtype.itemsize
     if not _is_mapped(nbytes):
         return torch.zeros(*shape, dtype=dtype, device="cpu")
@@ -62,7 +62,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uninitialised CPU tensor; a large one reuses the memory of an earlier one that is no longer in use."""
+    """Return an uninitialized CPU tensor. Large tensors reuse the memory of tensors that no longer exist."""
     nbytes = math.prod(shape) * dtype.itemsize
     if not _is_mapped(nbytes):
         return torch.empty(*shape, dtype=dtype, device="cpu")
@@ -78,13 +78,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     if block is None:
         block = _map(with_room(nbytes))
     array = _aligned(block, nbytes)
-    # torch holds the array for as long as any tensor shares its storage.
+    # torch keeps the array alive while any tensor shares its storage.
     weakref.finalize(array, _returned.append, block).atexit = False
     return _tensor(array, dtype, shape)
 
 
 def huge_pages_are_off() -> bool:
-    """Whether Linux gives nobody transparent huge pages; not where it does not say."""
+    """Return whether the system disables transparent huge pages. False if it does not report this."""
     try:
         return "[never]" in HUGE_PAGES.read_text(encoding="utf-8")
     except OSError:
@@ -92,21 +92,21 @@ def huge_pages_are_off() -> bool:
 
 
 def page_bytes(nbytes: int) -> int:
-    """Size of the pages in which `zeros` and `empty` have so many bytes."""
+    """Return the page size of a tensor of ``nbytes`` from `zeros` or `empty`."""
     return HUGE_PAGE_BYTES if _is_mapped(nbytes) and not huge_pages_are_off() else PAGE_BYTES
 
 
 def with_room(nbytes: int) -> int:
-    """Round a size up to whole pages and by a quarter at most, so that sizes that vary fit into one another's memory.
+    """Round a size up to whole pages, by at most a quarter, so that tensors of similar sizes can reuse memory.
 
-    As of what follows the distinct rows of a batch.
+    For example, the number of distinct rows differs between batches.
     """
     step = max(1 << max(nbytes.bit_length() - 3, 0), PAGE_BYTES)
     return -(-nbytes // step) * step
 
 
 def _is_mapped(nbytes: int) -> bool:
-    """Whether a tensor of so many bytes gets a map of its own, in huge pages."""
+    """Return whether a tensor of ``nbytes`` gets its own mapping, in huge pages."""
     return sys.platform == "linux" and nbytes >= HUGE_PAGE_BYTES
 
 
@@ -118,7 +118,7 @@ def _tensor(array: np.ndarray[tuple[int], np.dtype[np.uint8]], dtype: torch.dtyp
 
 
 def _map(nbytes: int) -> mmap.mmap:
-    # Anonymous maps are zero-filled at first touch; one page more than needed leaves room to align the start.
+    # The system fills anonymous pages with zeros on first use. One additional page allows to align the start.
     block = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.madvise(mmap.MADV_HUGEPAGE)
     return block

@@ -4,7 +4,7 @@ Vocabulary of the package (used with these meanings everywhere):
 
 - *id*: a key from the data; *row*: a vector of a table; *slot*: a position in a store
 - *bag*: the ids of one feature in one sample, pooled into one vector
-- *arena*: the tables, or shards of tables, of one process with as many columns and one dtype: one store, one launch
+- *arena*: all tables, or shards of tables, of one process with equal ``dim`` and dtype: one store, one kernel launch
 - shape letters: ``B`` samples, ``F`` features, ``N`` ids, ``U`` distinct rows, ``D`` columns, ``R`` rows, ``T`` tasks
 """
 
@@ -47,20 +47,20 @@ OnTooLong = Literal["error", "truncate", "keep_last"]
 Padding = Literal["right", "left"]
 OnBadId = Literal["error", "drop", "hash"]
 Tier = Literal["device", "host", "disk"]
-"""Which memory of a rank holds rows: the compute device's, the host's, or files; see `hotbed.store.tiers`."""
+"""Memory of a rank that holds rows: the compute device's, the host's, or files. See `hotbed.store.tiers`."""
 
 DYNAMIC_WAYS = 128
-"""Rows of a set of a dynamic table: an id may have any of them, and is evicted for ids of its set only."""
+"""Associativity of a dynamic table: rows per set. An id may get any row of its set."""
 
 ANY_ID = 2**63 - 1
-"""Ids of a dynamic table are below it."""
+"""Upper bound (exclusive) of the ids of a dynamic table."""
 
 MAX_DIM = 1024
 """Largest number of columns of a table."""
 
 
 def row_bytes(dtype: RowDtype, cols: int) -> int:
-    """Count the bytes of a row, with the scales of an int8 row (one byte per 128 columns)."""
+    """Return the bytes of a row. An int8 row includes its scales (one byte per 128 columns)."""
     return cols * _CELL_BYTES[dtype] + (-(-cols // 128) if dtype == "int8" else 0)
 
 
@@ -69,19 +69,19 @@ _CELL_BYTES: dict[RowDtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, 
 
 @dataclass(frozen=True)
 class Dynamic(Section, where="a dynamic table: ", error=SpecError):
-    """A table whose ids are any integers; an id gets a row when it is first seen.
+    """Options of a dynamic table, which assigns a row to any integer id when the id is first seen.
 
     Parameters
     ----------
     capacity_bytes
-        What its rows may take, without moments; when there is no room, ids are evicted.
+        Limit of the bytes of rows, without moments. When it is reached, ids are evicted.
     admit_after
-        How often an id must be seen to get a row; in the meantime it is left out of its bags.
+        Number of occurrences after which an id gets a row. Earlier occurrences are removed from their bags.
     evict
-        Which id is evicted among those whose hashes are in one set: the least recently (``"lru"``) or the least often
-        (``"lfu"``) seen one. Rows whose gradients wait for the optimizer's step are not evicted.
+        Eviction policy within the set of an id: the least recently (``"lru"``) or the least frequently (``"lfu"``) seen
+        id is evicted. Rows with a pending gradient are not evicted.
     ttl_steps
-        The row of an id that was not seen in so many training steps is reinitialized when it is; by default never.
+        If an id is not seen for more training steps than this, its row is reinitialized. Default: never.
 
     Raises
     ------
@@ -102,35 +102,40 @@ class Table(Section, error=SpecError):
     Parameters
     ----------
     name
-        Unique within a collection; part of the key of the table's random initial values.
+        Unique name within a collection. The random initial values depend on it.
     rows
-        Number of rows; valid ids are ``0 … rows − 1``. Or ``"dynamic"``: any ids from 0 on (others with
-        ``Feature.on_bad_id="hash"``), as ``dynamic`` says; the number of rows is then what there is room for.
+        Number of rows. Valid ids are ``0 … rows − 1``. With ``"dynamic"``, all ids from 0 are valid (negative ids with
+        ``Feature.on_bad_id="hash"``), and the number of rows follows from ``dynamic.capacity_bytes``.
     dim
         Number of columns, 1 to 1024.
     init_bound
         Initial values are uniform on ``[−init_bound, init_bound)``. Default ``1/√rows`` (NVIDIA DLRM).
     init_version
-        Version of the initial-value function. Stored with the table, so that a table that grows keeps its values.
+        Version of the initial-value function. It is stored with the table, so that a table that grows keeps its values.
     init_seed
         Seed of the initial values, 32 bits. Default: from the collection's seed and the table's name.
     dtype
-        What rows are stored as. Arithmetic and optimizer state are float32 always; a narrower row is rounded
-        stochastically after each update, so tiny updates arrive in the mean. ``"int8"`` has a power-of-two scale per
-        row and 128 columns; ``"fp8"`` is e4m3. On a planted log bf16 costs 1e-4 of AUC, int8 6e-4, and nothing behind
-        ``fp32_rows``, fp8 more (docs/quality.md).
+        Dtype of stored rows. Arithmetic and optimizer states are always float32. Low-precision rows are rounded
+        stochastically after each update, so that small updates are not lost on average. ``"int8"`` has a power-of-two
+        scale for each 128 columns of a row. ``"fp8"`` is e4m3. On a synthetic log, bf16 costs 1e-4 of AUC and int8
+        6e-4, or nothing with ``fp32_rows``. fp8 costs more (docs/quality.md).
     fp32_rows
-        Rows ``0 … fp32_rows − 1`` are float32 whatever ``dtype`` says. Ids in order of falling frequency, as `prepare`
-        makes them, put there the rows that are updated most and suffer most from rounding.
+        Rows ``0 … fp32_rows − 1`` are float32, regardless of ``dtype``. `prepare` numbers ids by descending frequency.
+        Then these rows are the most frequently updated ones, which would lose most by rounding.
     frozen
-        A frozen table is looked up but never updated; see also ``EmbeddingCollection.freeze``.
+        A frozen table is looked up but never updated. See also ``EmbeddingCollection.freeze``.
     dynamic
-        With ``rows="dynamic"``: how much room there is for rows, and which ids get it. ``init_bound`` has to be given.
+        Options for ``rows="dynamic"``. ``init_bound`` is required then.
 
     Raises
     ------
     SpecError
         If a value is out of range.
+
+    Examples
+    --------
+    >>> Table("item", rows=1000, dim=64, dtype="bf16").bound
+    0.03162277660168379
     """
 
     name: str
@@ -173,34 +178,37 @@ class Table(Section, error=SpecError):
     def contradictions(self) -> Iterator[str]:
         """Yield a message for an empty name, and for more rows in float32 than there are."""
         if not self.name:
-            yield "a table needs a non-empty name"
+            yield "name of a table: got '', expected text"
         if self.fp32_rows > self.rows:
             yield f"{self.where()}fp32_rows: got {self.fp32_rows:,}, expected at most rows {self.rows:,}"
 
     def _make_dynamic(self) -> Iterator[str]:
-        """Set the number of rows to what there is room for; yield a message for each reason why it cannot be."""
+        """Set the number of rows from the capacity. Yield a message for each contradiction."""
         if self.dynamic is None:
-            yield "rows is 'dynamic'; say how much room it has: dynamic=Dynamic(…)"
+            yield "dynamic: got None, expected dynamic=Dynamic(…) for rows 'dynamic'"
             return
         if self.init_bound is None:
-            yield "rows is 'dynamic', so init_bound has no default; set it"
+            yield "init_bound: got None, expected a number, because rows 'dynamic' has no default"
         if self.fp32_rows:
-            yield f"fp32_rows is {self.fp32_rows!r}, but dynamic rows have no order"
+            yield f"fp32_rows: got {self.fp32_rows!r}, expected 0, because dynamic rows have no order"
         nbytes, capacity = row_bytes(self.dtype, self.dim), self.dynamic.capacity_bytes
         room = capacity // (nbytes * DYNAMIC_WAYS) * DYNAMIC_WAYS
         if not room:
-            yield f"capacity_bytes is {capacity:,}, must hold {DYNAMIC_WAYS} rows of {nbytes:,} bytes"
+            yield (
+                f"capacity_bytes: got {capacity:,}, expected at least {DYNAMIC_WAYS * nbytes:,} for {DYNAMIC_WAYS} "
+                f"rows of {nbytes:,} bytes"
+            )
         if self.rows not in ("dynamic", room):
-            yield f"rows is {self.rows!r}, with `dynamic` it must be 'dynamic'"
+            yield f"rows: got {self.rows!r}, expected 'dynamic' because `dynamic` is set"
         object.__setattr__(self, "rows", room)
 
     @property
     def bound(self) -> float:
-        """Bound of the initial values, with the default filled in."""
+        """Bound of the initial values: ``init_bound``, or its default."""
         return 1.0 / math.sqrt(self.rows) if self.init_bound is None else self.init_bound
 
     def seed(self, collection_seed: int) -> int:
-        """Derive the 32-bit seed of this table's initial values from its name, not from its position."""
+        """Return the 32-bit seed of the initial values. It depends on the table's name, but not on its position."""
         if self.init_seed is not None:
             return self.init_seed
         digest = hashlib.blake2b(f"{collection_seed}/{self.name}".encode(), digest_size=4).digest()
@@ -209,29 +217,30 @@ class Table(Section, error=SpecError):
 
 @dataclass(frozen=True)
 class Feature(Section, error=SpecError):
-    """One sparse input: bags of ids that are looked up in a table and pooled.
+    """One sparse input: bags of ids, which are looked up in a table and pooled.
 
     Parameters
     ----------
     name
-        Unique within a collection; batches are matched by this name.
+        Unique name within a collection. It is the name of the ids in a batch.
     table
-        Name of the table. Several features may share one.
+        Name of the table. Several features may share a table.
     pooling
-        ``"sum"`` or ``"mean"`` (the sum divided by the number of ids; an empty bag gives zeros either way), or
-        ``"none"``: the rows themselves, as a jagged tensor ``[B, j, D]``, or padded.
+        ``"sum"``, ``"mean"`` (the sum divided by the number of ids), or ``"none"`` (the rows themselves, as a jagged
+        tensor ``[B, j, D]``, or padded). The sum and the mean of an empty bag are zeros.
     max_len
-        Largest number of ids of a bag; any by default. Also the padded length of a feature that is not pooled.
+        Maximal number of ids per bag. Default: no limit. It is also the padded length of an unpooled feature.
     on_too_long
-        What to do with a bag of more than ``max_len`` ids: ``"error"``, ``"truncate"`` it to its first ``max_len``, or
-        ``"keep_last"``, the newest of a history; what was cut off is counted in ``EmbeddingCollection.truncated_ids``.
+        Action for a bag with more than ``max_len`` ids: ``"error"``, ``"truncate"`` (keep the first ``max_len`` ids),
+        or ``"keep_last"`` (keep the last ids, e.g. the newest of a history). ``EmbeddingCollection.truncated_ids``
+        counts the removed ids.
     padding
-        Of a feature that is not pooled and has a ``max_len`` L: rows are looked up straight into ``[B, L, D]``, with
-        zeros after (``"right"``) or before (``"left"``) those of a sample. Default: jagged; `Embeddings.padded` then
-        pads what was looked up, to the right.
+        For an unpooled feature with ``max_len`` L: look rows up directly into ``[B, L, D]``, with zeros after
+        (``"right"``) or before (``"left"``) the rows of a sample. Default: a jagged tensor. `Embeddings.padded` pads it
+        later, on the right.
     on_bad_id
-        What to do with an id that is negative or ≥ rows: ``"error"``; ``"drop"`` it from its bag; ``"hash"`` it
-        into the table. What was dropped or hashed is counted in ``EmbeddingCollection.bad_ids``.
+        Action for an id that is negative or at least ``rows``: ``"error"``, ``"drop"`` (remove it from its bag), or
+        ``"hash"`` (use its hash as the row). ``EmbeddingCollection.bad_ids`` counts dropped and hashed ids.
     """
 
     name: str
@@ -249,11 +258,11 @@ class Feature(Section, error=SpecError):
     def contradictions(self) -> Iterator[str]:
         """Yield a message for an empty name, and for a padding without a length."""
         if not self.name:
-            yield "a feature needs a non-empty name"
+            yield "name of a feature: got '', expected text"
         if self.padding is not None and (self.is_pooled or self.max_len is None):
             yield (
-                f"{self.where()}padding is {self.padding!r}, pooling {self.pooling!r} and max_len {self.max_len}; only "
-                "features with pooling='none' and a max_len are padded, to its length"
+                f"{self.where()}padding: got {self.padding!r} with pooling {self.pooling!r} and max_len "
+                f"{self.max_len}, expected pooling 'none' and a max_len"
             )
 
     @property
@@ -265,11 +274,14 @@ class Feature(Section, error=SpecError):
 def check_specs(tables: Sequence[Table], features: Sequence[Feature]) -> None:
     """Raise `SpecError` unless names are unique, every feature has its table and every table a feature."""
     if not features:
-        raise SpecError("an embedding collection needs at least one feature")
+        raise SpecError("features: got none, expected at least one")
     known = [t.name for t in tables]
     check_unique("table", known, SpecError)
     check_unique("feature", [f.name for f in features], SpecError)
     for feature in features:
         check_known(f"feature '{feature.name}': table", feature.table, known, SpecError)
     if unused := [name for name in known if not any(f.table == name for f in features)]:
-        raise SpecError(f"table '{unused[0]}' has no feature; remove it or add a Feature(…, table='{unused[0]}')")
+        raise SpecError(
+            f"table '{unused[0]}': got no feature, expected at least one. Remove the table, or add a Feature(…, "
+            f"table='{unused[0]}')"
+        )

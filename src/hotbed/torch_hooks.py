@@ -1,7 +1,8 @@
-"""Exclude tables from ``state_dict``; number objects, so that graphs of ``torch.compile`` can name them; load programs.
+"""Adapt objects to torch: exclude tables from ``state_dict``, number objects for ``torch.compile``, and load programs.
 
-A checkpoint stores tables by tile, as each rank has them; ``state_dict()`` would gather them whole on every rank, so
-checkpoints take states `without_tables`. Batches of ids and collections have numbers, see `hotbed.embed.compile_ops`.
+A checkpoint stores the tiles of each rank, but ``state_dict()`` would gather whole tables on every rank. Therefore
+checkpoints get states inside `without_tables`. Graphs of ``torch.compile`` refer to batches of ids and to collections
+by number (`hotbed.embed.compile_ops`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _without_tables = ContextVar("without_tables", default=False)
 
 @contextmanager
 def without_tables() -> Generator[None]:
-    """Leave tables and moments out of ``state_dict()`` inside; ``load_state_dict()`` then does not expect them."""
+    """In the body, ``state_dict()`` excludes tables and moments, and ``load_state_dict()`` does not expect them."""
     token = _without_tables.set(True)
     try:
         yield
@@ -39,7 +40,7 @@ def without_tables() -> Generator[None]:
 
 
 def are_tables_left_out() -> bool:
-    """Say whether the caller is inside `without_tables`."""
+    """Return whether the caller is inside `without_tables`."""
     return _without_tables.get()
 
 
@@ -49,41 +50,41 @@ _numbered: WeakValueDictionary[int, object] = WeakValueDictionary()
 
 
 def number(thing: object) -> int:
-    """Number an object, so that custom operators, which take tensors and numbers, find it as long as it lives."""
+    """Number an object, so that custom operators, which accept only tensors and numbers, can find it."""
     found = next(_numbers)
     _numbered[found] = thing
     return found
 
 
 def find_by_number(found: int) -> object | None:
-    """Return the object that has this number in this process; None if there is none any more."""
+    """Return the object with a number in this process. None if the object no longer exists."""
     return _numbered.get(found)
 
 
 class _Memory(np.ndarray[Any, np.dtype[np.int64]]):
-    """Memory that keeps an object alive."""
+    """An array that keeps an object alive."""
 
     kept: object = None
 
 
 def number_tensor(thing: object, *, keep: bool = False) -> Tensor:
-    """Number an object by a tensor ``[1]`` int64 on the CPU; no graph is compiled for its value.
+    """Return a new number of an object as a CPU tensor ``[1]`` int64, so that no graph is specialized for its value.
 
-    ``keep`` lets the memory of the tensor keep the object alive, also through tensors that share this memory.
+    With ``keep``, the tensor's memory keeps the object alive, also through other tensors that share this memory.
     """
     memory = np.array([number(thing)], dtype=np.int64)
     if keep:
         kept = memory.view(_Memory)
         kept.kept = thing
         return torch.from_numpy(kept)
-    return torch.from_numpy(memory)  # neither it nor what is kept costs a call of an operator
+    return torch.from_numpy(memory)  # `from_numpy` is faster than an operator of torch
 
 
 class Numbered:
-    """Have a number as a tensor, `number_tensor`, made when first asked for: where a graph is traced, or called.
+    """Base class of objects with a number (`number_tensor`), which is created on first use.
 
-    None for what is made while a graph is traced, which knows no such. A copy, and what another process gets, has a
-    number of its own.
+    The number is None for objects that are created while a graph is traced. Copies and unpickled objects get new
+    numbers.
     """
 
     __slots__ = ("__weakref__", "number")
@@ -94,7 +95,7 @@ class Numbered:
             self.number = None
 
     def __getattr__(self, name: str) -> Tensor:
-        """Make the number, which is the one attribute that may not be there yet."""
+        """Create the number, which is the only attribute that may not exist yet."""
         if name != "number":
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         self.number = found = number_tensor(self)
@@ -110,7 +111,7 @@ class Numbered:
 
 
 def traced_number(thing: Numbered) -> Tensor | None:
-    """Return the number of an object to a graph that is being traced, which can read a number, but make none."""
+    """Return the number of an object while a graph is traced. A graph can read a number, but cannot create one."""
     make_number_while_tracing(thing)
     return thing.number
 
@@ -119,11 +120,12 @@ def refuse_transforms() -> None:
     """Raise `SpecError` if the caller is traced by ``torch.jit.trace`` or transformed by ``torch.func``."""
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         raise SpecError(
-            "torch.jit.trace cannot record lookups in tables: it would keep the ids of one batch. Use torch.export"
+            "torch.jit.trace cannot record lookups in tables, because it would keep the ids of one batch. Use "
+            "torch.export"
         )
     if is_in_functorch():
         raise SpecError(
-            "torch.func (vmap, grad, jacrev, …) cannot transform lookups in tables: gradients of tables are no "
+            "torch.func (vmap, grad, jacrev, …) cannot transform lookups in tables, because their gradients are not "
             "tensors. Look up outside of the transformed function"
         )
 
@@ -132,9 +134,9 @@ _warned_of: set[str] = set()
 
 
 def warn_of_clipping(handles: Mapping[str, Tensor]) -> None:
-    """Warn once if ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_`` asks for the parameters of a model.
+    """Warn once if ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_`` requests the parameters of a model.
 
-    Torch has no hook for that, so the callers of this function are searched for it. Frozen tables have no gradient.
+    torch has no hook for this, so this function searches its call stack. Frozen tables have no gradient.
     """
     frame, depth = sys._getframe(1), 1
     while frame is not None and depth < _MOST_CALLERS and not _warned_of:
@@ -144,15 +146,15 @@ def warn_of_clipping(handles: Mapping[str, Tensor]) -> None:
             name = frame.f_code.co_name
             _warned_of.add(name)
             warnings.warn(
-                f"torch.nn.utils.{name} leaves the gradients of tables as they are, because tables are not in "
-                "model.parameters(); use hotbed.clip_grad_norm_(model, max_norm), which clips all gradients together",
+                f"torch.nn.utils.{name} does not clip the gradients of tables, because tables are not in "
+                "model.parameters(). Use hotbed.clip_grad_norm_(model, max_norm), which clips all gradients together",
                 stacklevel=depth + 3,
             )
         frame, depth = frame.f_back, depth + 1
 
 
 def load_program(file: Path | IO[bytes]) -> ExportedProgram:
-    """Load what ``torch.export.save`` wrote, without what torch 2.11 warns of that its own loader does."""
+    """Load a file of ``torch.export.save``, without the warnings of torch 2.11 about its own loader."""
     logger = logging.getLogger(EXPORT_LOGGER)
     level = logger.level
     logger.setLevel(logging.ERROR)

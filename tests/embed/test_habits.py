@@ -105,14 +105,14 @@ def test_a_dict_in_the_form_of_torchrec_says_how_to_make_a_jagged() -> None:
     with pytest.raises(BatchError, match=r"got Keyed, expected a dict .* Use Jagged.from_keyed\(ids.keys\(\), ids.v"):
         hb.Jagged.from_dict(given)
     given = [torch.tensor([1])]
-    with pytest.raises(BatchError, match=r"are list, must be a dict of ids by name; use Jagged.from_dict\({'FEATURE'"):
+    with pytest.raises(BatchError, match=r"got list, expected a dict of ids by name. Use Jagged.from_dict\({'FEATURE'"):
         hb.Jagged.from_dict(given)
 
 
 def test_offsets_of_an_embedding_bag_say_what_they_lack() -> None:
     bags, whole = torch.tensor([3, 5, 3]), torch.tensor([0, 2, 2])
     lacking = r"Offsets are \[B \+ 1\]\..* torch.cat\(\[offsets, offsets.new_tensor\(\[len\(ids\)\]\)\]\)"
-    with pytest.raises(BatchError, match=rf"feature 'item': last offset: got 2, expected the number of ids 3. {lacking}"):
+    with pytest.raises(BatchError, match=rf"feature 'item': last offset: got 2, expected .* 3. {lacking}"):
         hb.Jagged.from_dict({"item": (bags, whole)})
     with pytest.raises(BatchError, match=rf"feature 'item': got 1 samples, expected 2 as in 'user'. {lacking}"):
         hb.Jagged.from_dict({"user": torch.tensor([1, 2]), "item": (bags, torch.tensor([0, 3]))})
