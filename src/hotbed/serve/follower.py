@@ -75,8 +75,7 @@ class Follower:
         cache: str | Path | None = None,  # directory for remote files, see `hotbed.serve.model_files.Published`
     ) -> None:
         self._model, self._source = model, directory(source)
-        self._interval_s, self._verify = interval_s, verify
-        self._cache = None if cache is None else Path(cache)
+        self._interval_s, self._verify, self._cache = interval_s, verify, cache
         self.refused: Counter[Reason] = Counter()  # refused versions, by `hotbed.serve.served_model.Reason`
         self.applied: Counter[str] = Counter()  # versions loaded: "change" and "model"
         self._retries: dict[str, _Retry] = {}

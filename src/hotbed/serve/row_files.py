@@ -273,7 +273,9 @@ class ResidentRows:
     looks up rows. No thread may look up rows during `swap`. ``tables`` maps the arena's tables to their exported names.
     """
 
-    def __init__(self, arena: Arena, tables: Mapping[str, str], model: ExportedModel, directory: Path | None) -> None:
+    def __init__(
+        self, arena: Arena, tables: Mapping[str, str], model: ExportedModel, directory: str | Path | None
+    ) -> None:
         assert isinstance(arena.store, DenseStore)
         self.arena, self._store = arena, arena.store
         self.tables = [tables[name] for name in arena.tables]
@@ -418,7 +420,7 @@ class FileStorage(Storage):
     model: ExportedModel
     tables: tuple[str, ...]  # names in the exported model, in the order of their slots
     cache_bytes: int
-    changes: Path | None  # directory for changed rows; None: the directory of temporary files
+    changes: str | Path | None  # directory for changed rows; None: the directory of temporary files
     redis: str | None
 
     @override
