@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -201,8 +201,8 @@ class ServedModel:
         """Return counts since the start, by metric, then by feature or "". Any thread may call this method."""
         traffic = self.tables.traffic
         found: dict[str, dict[str, float]] = {
-            "unknown_ids": _floats(self.tables.unknown_ids),
-            "bad_ids": _floats(self.tables.bad_ids),
+            "unknown_ids": floats(self.tables.unknown_ids),
+            "bad_ids": floats(self.tables.bad_ids),
             "cache_hits": {"": float(traffic.hits)},
             "cache_misses": {"": float(traffic.misses)},
             "read_bytes": {"": float(traffic.read_bytes)},
@@ -369,6 +369,6 @@ def _load(dense: torch.nn.Module, change: ChangeSet) -> None:
         dense.load_state_dict(values)
 
 
-def _floats(counts: Counter[str]) -> dict[str, float]:
+def floats(counts: Counter[Any]) -> dict[str, float]:
     """Convert counts to float. The copy is atomic, so other threads may count meanwhile."""
     return {name: float(count) for name, count in counts.copy().items()}
