@@ -101,7 +101,7 @@ class TableEntry(Entry):
     ids: FilePath | None = None
 
     def spec(self, name: str) -> Table:
-        """Return the spec of the table under a name. A dynamic table has as many rows as its capacity."""
+        """Return the spec of the table under a name. The rows of a dynamic table are its capacity."""
         return self.init.table(name, self.rows, self.dim, self.dtype, self.fp32_rows)
 
     def is_wide(self, rows: Tensor) -> Tensor:
@@ -343,7 +343,7 @@ class Published(Generic[_Manifest]):
             self._check(name, found.hexdigest())
 
     def forget(self, kept: Self | None = None) -> None:
-        """Remove the files that this object fetched from the cache, except those that ``kept`` also needs."""
+        """Remove the files that this object fetched from the cache, except files that ``kept`` needs."""
         needed = set[Path]() if kept is None else {self._cache / entry.sha256 for entry in kept._entries.values()}
         for path in set(self._fetched.values()) - needed:
             path.unlink(missing_ok=True)

@@ -373,7 +373,7 @@ class ResidentRows:
 
 
 class ArenaFiles:
-    """Rows of an arena in files behind a cache. Its methods are those of `ResidentRows`."""
+    """Rows of an arena in files behind a cache. It has the methods of `ResidentRows`."""
 
     def __init__(self, arena: Arena, tables: Mapping[str, str], redis: str | None) -> None:
         assert isinstance(arena.store, LazyStore)

@@ -4,9 +4,9 @@ A library's matrix product may sum in a different order if the number of rows or
 on blocks of `BLOCK_ROWS` rows, and one thread computes each block. The last block is padded. In products of this size,
 the order of the sums is the same for every row (docs/decisions/0034; ``tests/serve/test_scorer.py`` checks this).
 
-Larger blocks cost less per row. They are used if they return the same bits as the smallest block on this processor,
-which is tested with random vectors before the first larger batch. hotbed's lookup kernels need no blocks, because they
-sum each bag separately. Scores have equal bits only on equal libraries, processors and devices.
+Larger blocks cost less per row. They are used if they return the same bits as the smallest block on this processor.
+A test with random vectors decides this before the first larger batch. hotbed's lookup kernels need no blocks, because
+they sum each bag separately. Scores have equal bits only on equal libraries, processors and devices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Lookup = Callable[[Jagged], Embeddings]
 
 
 class _BatchVectors(NamedTuple):
-    """Looked-up vectors of a batch. Names are those of the dense program's inputs."""
+    """Looked-up vectors of a batch. Names are the names of the dense program's inputs."""
 
     pooled: list[tuple[list[str], Tensor]]  # for each dim D: names of F features, and their vectors ``[B, F, D]``
     sequences: dict[str, tuple[Tensor, Tensor]]  # by name: padded vectors ``[B, L, D]``, and lengths ``[B]``

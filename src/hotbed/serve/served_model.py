@@ -359,7 +359,7 @@ def _refuse_failures(served: ServedModel, version: str) -> Generator[None]:
 
 
 def _load(dense: torch.nn.Module, change: ChangeSet) -> None:
-    """Overwrite all parameters and buffers of a dense program by those of a set of changes."""
+    """Overwrite all parameters and buffers of a dense program by the values in a set of changes."""
     values, own = change.dense(), dense.state_dict()
     if {n: (t.shape, t.dtype) for n, t in values.items()} != {n: (t.shape, t.dtype) for n, t in own.items()}:
         raise DamagedError(

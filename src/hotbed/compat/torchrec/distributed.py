@@ -97,8 +97,8 @@ class EmbeddingBagCollectionSharder:
     Parameters
     ----------
     fused_params
-        Optimizer of the tables for which `apply_optimizer_in_backward` was not called, with the keys ``optimizer``,
-        ``learning_rate``, ``eps``, ``weight_decay``, ``beta1``, ``beta2``.
+        Optimizer of the tables without an optimizer from `apply_optimizer_in_backward`. The keys are ``optimizer``,
+        ``learning_rate``, ``eps``, ``weight_decay``, ``beta1`` and ``beta2``.
     qcomm_codecs_registry
         Dtypes of exchanges, from `get_qcomm_codecs_registry`.
     """

@@ -250,7 +250,7 @@ def optimizers_in_backward(refs: Iterable[TableRef]) -> list[optim.SparseOptimiz
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that are not updated in backward, or with ``include`` those that are, like TorchRec.
+    """Yield the parameters that are not updated in backward, or with ``include`` the updated parameters, like TorchRec.
 
     Tables of a distributed model are always updated in backward. Tables of an undistributed model are updated in
     backward if `apply_optimizer_in_backward`, or torch's function with this name, was called for them.
